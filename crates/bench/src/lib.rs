@@ -1,0 +1,1 @@
+//! What limosa bench runs: contestants, interleaved rounds, reports.

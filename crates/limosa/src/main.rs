@@ -1,0 +1,3 @@
+//! The command line of limosa: parse, wire, print.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! What a page of a VM's memory is: numbers, ranges, bitmaps, zero detection, holes.

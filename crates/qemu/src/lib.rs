@@ -1,0 +1,1 @@
+//! A QMP client and what drives a QEMU process through save and restore.

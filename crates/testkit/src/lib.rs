@@ -1,0 +1,1 @@
+//! Real guests for limosa's tests: the beat boot sector, Linux in QEMU, paused VMs with prefilled memory.

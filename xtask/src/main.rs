@@ -1,0 +1,3 @@
+//! `cargo xtask setup|test|demo|bench|fuzz`.
+
+fn main() {}
