@@ -1,3 +1,39 @@
-//! `cargo xtask setup|test|demo|bench|fuzz`.
+//! `cargo xtask setup|test|demo|bench|fuzz`: what a developer, and the machine that checks a change, run.
+//!
+//! Law: every command does its own set-up, needs no input, and ends with a line that says how it went.
 
-fn main() {}
+use std::process::ExitCode;
+
+mod setup;
+mod shell;
+
+const USAGE: &str = "\
+usage: cargo xtask COMMAND
+
+  setup              install what the tests and the demo need (QEMU, a Linux guest)";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let Some((command, rest)) = arguments.split_first() else {
+        eprintln!("{USAGE}");
+        return ExitCode::from(2);
+    };
+    let result = match (command.as_str(), rest) {
+        ("setup", []) => setup::run(),
+        ("help" | "--help" | "-h", _) => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        _ => {
+            eprintln!("cargo xtask: not understood: {}\n\n{USAGE}", arguments.join(" "));
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cargo xtask {command}: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

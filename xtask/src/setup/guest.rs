@@ -1,0 +1,194 @@
+//! The Linux guest's parts: the distribution's cloud kernel, the virtio modules it does not have built in, and a static
+//! busybox, unpacked (never installed) into a cache folder.
+//!
+//! Law: the folder is complete or it is not there: it is filled under another name and renamed.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+
+use super::plan::Machine;
+use crate::shell;
+
+/// The modules a guest may load, by file name without the extension.
+const MODULES: [&str; 10] = [
+    "virtio",
+    "virtio_ring",
+    "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev",
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_balloon",
+    "failover",
+    "net_failover",
+    "virtio_net",
+];
+
+/// Where limosa-testkit looks for `vmlinuz`, `busybox` and `modules/NAME.ko`.
+pub(crate) fn folder() -> PathBuf {
+    shell::workspace().join("target/guest/linux")
+}
+
+/// Whether all is there.
+pub(crate) fn is_complete() -> bool {
+    folder().join("vmlinuz").is_file() && folder().join("busybox").is_file()
+}
+
+/// The package that depends on the smallest kernel of the distribution.
+fn kernel_package(machine: &Machine) -> &'static str {
+    if machine.is_ubuntu() { "linux-image-virtual" } else { "linux-image-cloud-amd64" }
+}
+
+/// The program, and its package, that unpacks the modules of this distribution's kernel; Debian 12 packs none.
+pub(crate) fn module_unpacker(machine: &Machine) -> Option<(&'static str, &'static str)> {
+    if machine.is_ubuntu() {
+        Some(("zstd", "zstd"))
+    } else if machine.version == "12" {
+        None
+    } else {
+        Some(("xz", "xz-utils"))
+    }
+}
+
+/// Whether apt has lists that name what we need.
+pub(crate) fn packages_are_known(machine: &Machine) -> bool {
+    kernel_closure(kernel_package(machine)).is_ok_and(|names| names.len() > 1)
+        && shell::output(Command::new("apt-cache").args(["show", "busybox-static"])).is_ok_and(|text| !text.is_empty())
+}
+
+/// The kernel package and those of its dependencies that carry kernel or modules.
+fn kernel_closure(root: &str) -> Result<BTreeSet<String>> {
+    let mut names = BTreeSet::from([root.to_owned()]);
+    let mut open = vec![root.to_owned()];
+    while let Some(name) = open.pop() {
+        for dependency in kernel_dependencies(&shell::output(Command::new("apt-cache").args(["depends", &name]))?) {
+            if names.insert(dependency.clone()) {
+                open.push(dependency);
+            }
+        }
+    }
+    Ok(names)
+}
+
+/// `  Depends: linux-image-6.1.0-1-cloud-amd64` lines of `apt-cache depends`; the first of alternatives (`|Depends:`).
+fn kernel_dependencies(text: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    let mut skip = false;
+    for line in text.lines() {
+        let line = line.trim();
+        let (alternative, line) = (line.starts_with('|'), line.trim_start_matches('|'));
+        let Some(name) = line.strip_prefix("Depends:") else { continue };
+        let name = name.trim();
+        let wanted = ["linux-image-", "linux-modules-", "linux-binary-"].iter().any(|start| name.starts_with(start));
+        if wanted && !skip {
+            names.push(name.to_owned());
+        }
+        skip = alternative;
+    }
+    names
+}
+
+/// Downloads the packages and unpacks what the guest needs.
+pub(crate) fn fetch(machine: &Machine) -> Result<()> {
+    let place = folder();
+    let parent = place.parent().context("the cache folder has no parent")?;
+    std::fs::create_dir_all(parent).with_context(|| format!("creating {}", parent.display()))?;
+    let work = parent.join(format!("linux.{}", std::process::id()));
+    let result = fill(machine, &work).and_then(|()| {
+        if place.exists() {
+            std::fs::remove_dir_all(&place).with_context(|| format!("removing {}", place.display()))?;
+        }
+        std::fs::rename(work.join("guest"), &place).with_context(|| format!("renaming to {}", place.display()))
+    });
+    let removed = std::fs::remove_dir_all(&work).with_context(|| format!("removing {}", work.display()));
+    result.and(removed)
+}
+
+fn fill(machine: &Machine, work: &Path) -> Result<()> {
+    let (download, tree, guest) = (work.join("download"), work.join("tree"), work.join("guest"));
+    for path in [&download, &tree, &guest.join("modules")] {
+        std::fs::create_dir_all(path).with_context(|| format!("creating {}", path.display()))?;
+    }
+    let mut names = kernel_closure(kernel_package(machine))?;
+    names.insert("busybox-static".to_owned());
+    // As root apt would drop to a user that cannot write into our folder, warn, and do it as root after all.
+    let user = ["-o", "APT::Sandbox::User=root"];
+    shell::run(Command::new("apt-get").current_dir(&download).args(["-q", "download"]).args(user).args(&names))?;
+    for package in files_below(&download)? {
+        shell::run(Command::new("dpkg-deb").arg("-x").arg(&package).arg(&tree))?;
+    }
+    let files = files_below(&tree)?;
+    let kernel = files.iter().find(|file| starts(file, "vmlinuz-")).context("the kernel package has no vmlinuz")?;
+    copy(kernel, &guest.join("vmlinuz"))?;
+    let busybox = files.iter().find(|file| file.ends_with("bin/busybox")).context("no busybox in busybox-static")?;
+    copy(busybox, &guest.join("busybox"))?;
+    for file in &files {
+        let Some(name) = file.file_name().and_then(|name| name.to_str()) else { continue };
+        let Some((stem, extension)) = name.split_once(".ko") else { continue };
+        if !MODULES.contains(&stem) {
+            continue;
+        }
+        let target = guest.join("modules").join(format!("{stem}.ko"));
+        match extension {
+            "" => copy(file, &target)?,
+            ".xz" => unpack("xz", file, &target)?,
+            ".zst" => unpack("zstd", file, &target)?,
+            other => bail!("{}: a module in an unknown form ({other})", file.display()),
+        }
+    }
+    Ok(())
+}
+
+fn unpack(program: &str, from: &Path, to: &Path) -> Result<()> {
+    if shell::find_program(program).is_none() {
+        bail!("{program} is needed to unpack the kernel's modules: install it and run this again");
+    }
+    let output =
+        Command::new(program).arg("-dc").arg(from).output().with_context(|| format!("cannot start {program}"))?;
+    if !output.status.success() {
+        bail!("{program} cannot unpack {}", from.display());
+    }
+    std::fs::write(to, output.stdout).with_context(|| format!("writing {}", to.display()))
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    std::fs::copy(from, to).with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
+    Ok(())
+}
+
+fn starts(file: &Path, prefix: &str) -> bool {
+    file.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
+}
+
+/// Every regular file below `folder`; symbolic links are not followed.
+fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut open = vec![folder.to_path_buf()];
+    while let Some(folder) = open.pop() {
+        for entry in std::fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))? {
+            let entry = entry?;
+            let kind = entry.file_type()?;
+            if kind.is_dir() {
+                open.push(entry.path());
+            } else if kind.is_file() {
+                files.push(entry.path());
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_dependencies_that_carry_a_kernel_are_followed() {
+        let text = "linux-image-cloud-amd64\n  Depends: linux-image-6.1.0-1-cloud-amd64\n  Depends: kmod\n \
+                    |Depends: linux-image-a\n  Depends: linux-image-b\n  Suggests: linux-image-c\n";
+        assert_eq!(kernel_dependencies(text), ["linux-image-6.1.0-1-cloud-amd64", "linux-image-a"]);
+    }
+}

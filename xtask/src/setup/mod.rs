@@ -1,0 +1,115 @@
+//! `cargo xtask setup`: QEMU and the parts of a Linux guest, on Debian and Ubuntu.
+//!
+//! Law: what is there already is not touched, and then nothing is run but a look at it. What needs root is planned
+//! first ([`plan`]); root executes the plan, anybody else gets it as one line to run. The guest's kernel and busybox are
+//! never installed: they are unpacked into the cache folder [`guest::folder`].
+
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::shell;
+
+mod guest;
+mod plan;
+mod sources;
+
+use plan::{Machine, Plan};
+
+/// The oldest QEMU that writes mapped-ram files (QEMU docs: migration/mapped-ram).
+const QEMU_AT_LEAST: (u32, u32) = (9, 0);
+
+/// Installs what is missing, or says which line to run.
+pub(crate) fn run() -> Result<()> {
+    let mut missing = missing_packages();
+    if missing.is_empty() && guest::is_complete() {
+        return Ok(());
+    }
+    if std::env::consts::ARCH != "x86_64" || std::env::consts::OS != "linux" {
+        bail!("the guests of the tests are x86-64 and are set up on x86-64 Linux only");
+    }
+    let machine = Machine::this()?;
+    if let Some((program, package)) = guest::module_unpacker(&machine)
+        && !guest::is_complete()
+        && shell::find_program(program).is_none()
+    {
+        missing.push(package);
+    }
+    if !missing.is_empty() {
+        let plan = plan::install(&machine, &missing)?;
+        as_root(&plan)?;
+        let still = missing_packages();
+        if !still.is_empty() {
+            let found = qemu_version().map_or_else(|| "none".to_owned(), |(major, minor)| format!("{major}.{minor}"));
+            bail!(
+                "still missing after the installation: {} (QEMU found: {found}; wanted: {}.{} or newer)",
+                still.join(" "),
+                QEMU_AT_LEAST.0,
+                QEMU_AT_LEAST.1
+            );
+        }
+    }
+    if !guest::is_complete() {
+        if !guest::packages_are_known(&machine) {
+            as_root(&Plan::update_lists())?;
+        }
+        guest::fetch(&machine).context("fetching the Linux guest")?;
+    }
+    println!("setup: everything is here");
+    Ok(())
+}
+
+/// Runs the plan if we are root; otherwise prints it as one line and fails.
+fn as_root(plan: &Plan) -> Result<()> {
+    if is_root()? {
+        plan.execute()
+    } else {
+        println!("{}", plan.line());
+        bail!("root is needed: run the line above, then this again");
+    }
+}
+
+fn is_root() -> Result<bool> {
+    // The owner of our own /proc entry is the effective user.
+    use std::os::unix::fs::MetadataExt as _;
+    Ok(std::fs::metadata("/proc/self").context("/proc/self")?.uid() == 0)
+}
+
+/// The packages whose programs are missing or too old.
+fn missing_packages() -> Vec<&'static str> {
+    let mut missing = Vec::new();
+    if qemu_version().is_none_or(|version| version < QEMU_AT_LEAST) {
+        missing.push("qemu-system-x86");
+    }
+    if shell::find_program("qemu-img").is_none() {
+        missing.push("qemu-utils");
+    }
+    missing
+}
+
+/// Major and minor version of the `qemu-system-x86_64` in `PATH`.
+fn qemu_version() -> Option<(u32, u32)> {
+    shell::find_program("qemu-system-x86_64")?;
+    parse_qemu_version(&shell::output(Command::new("qemu-system-x86_64").arg("--version")).ok()?)
+}
+
+/// `QEMU emulator version 10.0.2 (Debian ...)` begins every version text.
+fn parse_qemu_version(text: &str) -> Option<(u32, u32)> {
+    let number = text.split_whitespace().skip_while(|word| *word != "version").nth(1)?;
+    let mut parts = number.split('.');
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_version_of_qemu_is_read_from_its_first_line() {
+        let text = "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)\nCopyright (c) 2003-2025\n";
+        assert_eq!(parse_qemu_version(text), Some((10, 0)));
+        assert_eq!(parse_qemu_version("QEMU emulator version 9.2.1"), Some((9, 2)));
+        assert_eq!(parse_qemu_version("something else"), None);
+        assert!((10, 0) >= QEMU_AT_LEAST && (8, 2) < QEMU_AT_LEAST);
+    }
+}
