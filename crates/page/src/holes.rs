@@ -1,0 +1,161 @@
+//! What of a file was ever populated, found out without reading it.
+//!
+//! Law: what is not populated is not read. Reading a hole of shared memory (a memfd, a file on tmpfs) makes the kernel
+//! allocate the page; `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) ask for the holes instead. The answer is exact about
+//! holes: a byte outside the ranges given is zero. Bytes inside may be zero all the same.
+//!
+//! Where this helps and where not:
+//! - tmpfs and memfd know their pages exactly, also those in swap; disk file systems know their extents;
+//! - hugetlbfs, and file systems that do not know their holes, call everything data: the answer is right and useless;
+//! - a private mapping (`MAP_PRIVATE`) has pages of its own that the file knows nothing about: the file's holes say
+//!   nothing about what is in memory.
+
+use std::io;
+use std::iter::FusedIterator;
+use std::ops::Range;
+
+use rustix::fd::BorrowedFd;
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use crate::PageRange;
+
+/// The largest offset that a file can have.
+const MAX_OFFSET: u64 = i64::MAX as u64;
+
+/// The ranges of `range` (bytes of the file) that are not holes, ascending, not touching each other. What lies behind
+/// the end of the file is no data.
+///
+/// Two system calls for each range, made when it is asked for. They move the file's offset, which all descriptors
+/// duplicated from `fd` share: use positional reads and writes beside it.
+///
+/// # Errors
+///
+/// Those of lseek(2) at once for the first range, later ones in the iterator, which ends with them. `ESPIPE`: the
+/// descriptor is a socket or a pipe.
+pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRanges<'_>> {
+    let mut ranges = DataRanges { fd, rest: range.start..range.end.min(MAX_OFFSET), ahead: None };
+    ranges.ahead = ranges.find()?;
+    Ok(ranges)
+}
+
+/// The pages of `pages` that are not holes, where page 0 is at `file_offset` of the file (as `mmap` with that offset
+/// has it): [`data_ranges`] rounded outwards to whole pages, ascending, not touching each other.
+///
+/// # Errors
+///
+/// As [`data_ranges`].
+pub fn data_pages(fd: BorrowedFd<'_>, file_offset: u64, pages: PageRange) -> io::Result<DataPages<'_>> {
+    let bytes = pages.bytes();
+    let range = file_offset.saturating_add(bytes.start)..file_offset.saturating_add(bytes.end);
+    Ok(DataPages { ranges: data_ranges(fd, range)?, file_offset, pages, ahead: None })
+}
+
+/// The iterator of [`data_ranges`].
+#[derive(Debug)]
+pub struct DataRanges<'fd> {
+    fd: BorrowedFd<'fd>,
+    /// What no answer was given about yet.
+    rest: Range<u64>,
+    ahead: Option<Range<u64>>,
+}
+
+impl DataRanges<'_> {
+    /// The next range of data, which `rest` then begins behind.
+    fn find(&mut self) -> io::Result<Option<Range<u64>>> {
+        while self.rest.start < self.rest.end {
+            let start = match seek(self.fd, SeekFrom::Data(self.rest.start)) {
+                // A file system that goes backwards would keep us here for ever.
+                Ok(start) => start.max(self.rest.start),
+                Err(Errno::NXIO) => break,
+                // A file system without SEEK_DATA: nothing is known to be a hole.
+                Err(Errno::INVAL) => return Ok(Some(std::mem::replace(&mut self.rest, 0..0))),
+                Err(error) => return Err(error.into()),
+            };
+            if start >= self.rest.end {
+                break;
+            }
+            let end = match seek(self.fd, SeekFrom::Hole(start)) {
+                Ok(end) => end.min(self.rest.end),
+                // The file was truncated since: nothing but holes from here on.
+                Err(Errno::NXIO) => break,
+                Err(error) => return Err(error.into()),
+            };
+            // If somebody punched the data away between the two calls, `end` is `start`: look behind it.
+            self.rest.start = end.max(start);
+            if start < end {
+                return Ok(Some(start..end));
+            }
+        }
+        self.rest = 0..0;
+        Ok(None)
+    }
+}
+
+impl Iterator for DataRanges<'_> {
+    type Item = io::Result<Range<u64>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if let Some(range) = self.ahead.take() {
+            return Some(Ok(range));
+        }
+        match self.find() {
+            Ok(range) => range.map(Ok),
+            Err(error) => {
+                self.rest = 0..0;
+                Some(Err(error))
+            }
+        }
+    }
+}
+
+impl FusedIterator for DataRanges<'_> {}
+
+/// The iterator of [`data_pages`].
+#[derive(Debug)]
+pub struct DataPages<'fd> {
+    ranges: DataRanges<'fd>,
+    file_offset: u64,
+    pages: PageRange,
+    ahead: Option<PageRange>,
+}
+
+impl DataPages<'_> {
+    fn round(&self, range: &Range<u64>) -> PageRange {
+        let from = range.start.saturating_sub(self.file_offset);
+        let upto = range.end.saturating_sub(self.file_offset);
+        PageRange::covering(&(from..upto)).intersect(self.pages)
+    }
+}
+
+impl Iterator for DataPages<'_> {
+    type Item = io::Result<PageRange>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let mut pages = match self.ahead.take() {
+            Some(pages) => pages,
+            None => match self.ranges.next()? {
+                Ok(range) => self.round(&range),
+                Err(error) => return Some(Err(error)),
+            },
+        };
+        // Two ranges of data that share a page, or whose pages touch, are one.
+        loop {
+            match self.ranges.next() {
+                Some(Ok(range)) => {
+                    let next = self.round(&range);
+                    if next.start > pages.end {
+                        self.ahead = Some(next);
+                        break;
+                    }
+                    pages.end = pages.end.max(next.end);
+                }
+                Some(Err(error)) => return Some(Err(error)),
+                None => break,
+            }
+        }
+        Some(Ok(pages))
+    }
+}
+
+impl FusedIterator for DataPages<'_> {}
