@@ -97,8 +97,9 @@ impl FusedIterator for Scan<'_> {}
 /// The runs of guest memory of which it is known what was ever populated: reads only pages that `data` names, all others
 /// are [`PageKind::Hole`].
 ///
-/// `data` gives ranges of pages in ascending order, such as [`crate::holes::data_pages`] of the file that is mapped
-/// there. It is asked for the next range only when the scan gets there. An error of `data` ends the scan: what was not
+/// `data` gives ranges of pages in ascending order that do not touch each other, such as [`crate::holes::data_pages`] of
+/// the file that is mapped there. (Ranges that touch cost nothing but the promise that neighbouring runs differ in kind;
+/// those out of order are cut off where the scan already is.) It is asked for the next range only when the scan gets there. An error of `data` ends the scan: what was not
 /// reached is not reported as a hole.
 ///
 /// Memory that is populated after `data` passed it is reported as a hole: as with everything in a running guest, a

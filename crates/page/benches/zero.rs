@@ -1,0 +1,52 @@
+//! What it costs to find out whether a page is zero: `cargo bench -p limosa-page --bench zero`.
+//!
+//! Times are for one page in cache, where the loop is what counts, and for 64 MiB of zero pages, where memory is.
+#![allow(missing_docs, reason = "criterion's macros make items without")]
+
+use std::hint::black_box;
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use limosa_page::zero::{Method, is_zero_with};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, scan};
+
+/// A page aligned as a guest's pages are.
+#[repr(align(4096))]
+struct Page([u8; PAGE_LEN]);
+
+fn one_page(criterion: &mut Criterion) {
+    let mut pages = [("zero", Page([0; PAGE_LEN])), ("content", Page([1; PAGE_LEN])), ("hidden", Page([0; PAGE_LEN]))];
+    // The worst a page can do: not where the probes look, and behind everything else.
+    pages[2].1.0[PAGE_LEN - 9] = 1;
+    for (content, page) in &pages {
+        let mut group = criterion.benchmark_group(format!("page/{content}"));
+        for method in Method::available() {
+            group.bench_function(method.name(), |bencher| {
+                bencher.iter(|| is_zero_with(black_box(method), black_box(&page.0)));
+            });
+        }
+        group.bench_function("byte by byte", |bencher| {
+            bencher.iter(|| black_box(&page.0).iter().all(|byte| *byte == 0));
+        });
+        group.finish();
+    }
+}
+
+fn memory(criterion: &mut Criterion) {
+    let pages = 16384;
+    for (content, byte) in [("zero", 0), ("content", 1)] {
+        let memory = vec![Page([byte; PAGE_LEN]).0; pages];
+        let bytes = memory.as_flattened();
+        let mut group = criterion.benchmark_group(format!("64 MiB/{content}"));
+        group.throughput(Throughput::Bytes(PAGE_SIZE * 16384)).sample_size(20);
+        for method in Method::available() {
+            group.bench_function(method.name(), |bencher| {
+                bencher.iter(|| memory.iter().filter(|page| is_zero_with(method, *page)).count());
+            });
+        }
+        group.bench_function("scan", |bencher| bencher.iter(|| scan::scan(bytes, PageNumber(0)).count()));
+        group.finish();
+    }
+}
+
+criterion_group!(benches, one_page, memory);
+criterion_main!(benches);
