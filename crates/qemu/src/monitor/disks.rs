@@ -1,0 +1,131 @@
+//! The VM's writable disks: what a stored VM depends on besides its memory.
+//!
+//! `query-block` lists every block device front end with its top node, pflash of firmware variables included. Disks that another
+//! process serves (vhost-user) are not in it: see [`super::Device::is_foreign_disk`].
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::{Monitor, need_list};
+use crate::qmp::QmpError;
+
+/// A writable disk that is attached to a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Disk {
+    /// The drive's name (`-drive id=`), or the path of the device for one that was made with `-blockdev`.
+    pub device: String,
+    /// The name of the top node.
+    pub node: String,
+    /// What QEMU calls the file, as it says.
+    pub filename: String,
+    /// The file at the protocol layer, if it is one of a host's file system. Absolute, where QEMU's directory is known.
+    pub path: Option<PathBuf>,
+    /// The format's name: `raw`, `qcow2`, ...
+    pub format: String,
+    /// Bytes that the guest sees.
+    pub virtual_size: u64,
+}
+
+/// A disk's file as it is on the host at this moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskFile {
+    /// Bytes.
+    pub size: u64,
+    /// Last modification: seconds since 1970 and nanoseconds.
+    pub modified: (i64, i64),
+}
+
+impl Disk {
+    /// Looks at the file. `Ok(None)` if the disk has no file on a host.
+    ///
+    /// # Errors
+    /// The kernel's, for example if limosa may not look or runs on another host.
+    pub fn file(&self) -> io::Result<Option<DiskFile>> {
+        let Some(path) = &self.path else { return Ok(None) };
+        let found = std::fs::metadata(path)?;
+        Ok(Some(DiskFile { size: found.len(), modified: (found.mtime(), found.mtime_nsec()) }))
+    }
+
+    fn of(entry: &Value, directory: Option<&Path>) -> Option<Self> {
+        let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let inserted = entry.get("inserted")?;
+        if inserted.get("ro").and_then(Value::as_bool).unwrap_or(false) {
+            return None;
+        }
+        let name = text(entry, "device");
+        let filename = text(inserted, "file");
+        let image = inserted.get("image");
+        Some(Self {
+            device: if name.is_empty() { text(entry, "qdev") } else { name },
+            node: text(inserted, "node-name"),
+            path: host_path(&filename).map(|path| match directory {
+                Some(directory) => directory.join(path),
+                None => path,
+            }),
+            filename,
+            format: text(inserted, "drv"),
+            virtual_size: image.and_then(|image| image.get("virtual-size")?.as_u64()).unwrap_or_default(),
+        })
+    }
+}
+
+/// The host file that one of QEMU's file names means. Names with a protocol (`nbd://...`) mean none; a `json:` name means the
+/// file at the end of its `file` keys.
+fn host_path(filename: &str) -> Option<PathBuf> {
+    if let Some(json) = filename.strip_prefix("json:") {
+        let mut node: &Value = &serde_json::from_str(json).ok()?;
+        loop {
+            if let Some(next) = node.get("file").filter(|next| next.is_object()) {
+                node = next;
+                continue;
+            }
+            let driver = node.get("driver").and_then(Value::as_str)?;
+            let local = matches!(driver, "file" | "host_device" | "host_cdrom");
+            return node.get("filename").and_then(Value::as_str).filter(|_| local).map(PathBuf::from);
+        }
+    }
+    let name = filename.strip_prefix("file:").unwrap_or(filename);
+    // A protocol's name ends at the first colon, unless a slash comes before it.
+    let before_slash = name.split('/').next().unwrap_or_default();
+    let protocol = filename.len() == name.len() && before_slash.contains(':');
+    (!name.is_empty() && !protocol).then(|| PathBuf::from(name))
+}
+
+impl Monitor {
+    /// The writable disks, in QEMU's order.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn disks(&self) -> Result<Vec<Disk>, QmpError> {
+        const COMMAND: &str = "query-block";
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        // Relative names are relative to the directory in which QEMU runs.
+        let process = self.qmp().process();
+        let directory = process.and_then(|process| std::fs::read_link(format!("/proc/{process}/cwd")).ok());
+        Ok(need_list(COMMAND, &answer)?.iter().filter_map(|entry| Disk::of(entry, directory.as_deref())).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_files_are_told_from_other_protocols() {
+        let path = |name: &str| host_path(name).map(|path| path.display().to_string());
+        assert_eq!(path("/vm/disk.qcow2").as_deref(), Some("/vm/disk.qcow2"));
+        assert_eq!(path("disk.raw").as_deref(), Some("disk.raw"));
+        assert_eq!(path("/vm/a:b").as_deref(), Some("/vm/a:b"));
+        assert_eq!(path("file:a:b").as_deref(), Some("a:b"));
+        assert_eq!(path("nbd://host/export"), None);
+        assert_eq!(path("nbd+unix:///x?socket=/s"), None);
+        assert_eq!(path(""), None);
+        let json = r#"json:{"driver": "qcow2", "lazy": true, "file": {"driver": "file", "filename": "/vm/d"}}"#;
+        assert_eq!(path(json).as_deref(), Some("/vm/d"));
+        assert_eq!(path(r#"json:{"driver": "nbd", "filename": "/vm/d"}"#), None);
+        assert_eq!(path("json:{"), None);
+    }
+}

@@ -1,0 +1,77 @@
+//! What the VM is: name, uuid, machine type, memory backends.
+
+use serde_json::Value;
+
+use super::{Monitor, need_list, need_text};
+use crate::qmp::QmpError;
+
+/// A memory backend object of the VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryBackend {
+    /// Its id.
+    pub id: String,
+    /// Its type: `memory-backend-ram`, `memory-backend-file`, `memory-backend-memfd`.
+    pub kind: String,
+    /// Bytes.
+    pub size: u64,
+    /// Whether it is mapped shared. Postcopy cannot fill private memory of a file on disk.
+    pub share: bool,
+}
+
+impl Monitor {
+    /// The machine type as the stream names it, for example `pc-q35-10.0`.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn machine(&self) -> Result<String, QmpError> {
+        let kind = self.qom_get("/machine", "type")?.unwrap_or(Value::Null);
+        // The type of the machine object is the name of the machine class with this suffix, aliases resolved.
+        let name = kind.as_str().and_then(|kind| kind.strip_suffix("-machine"));
+        name.map(str::to_owned).ok_or_else(|| QmpError::unexpected("qom-get", "the machine's type", &kind))
+    }
+
+    /// The name given with `-name`.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn name(&self) -> Result<Option<String>, QmpError> {
+        let answer = self.qmp().execute("query-name", Value::Null)?;
+        Ok(answer.get("name").and_then(Value::as_str).map(str::to_owned))
+    }
+
+    /// The uuid given with `-uuid`; `None` if there was none (QEMU then says it is all zeros).
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn uuid(&self) -> Result<Option<uuid::Uuid>, QmpError> {
+        const COMMAND: &str = "query-uuid";
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let uuid = need_text(COMMAND, &answer, "UUID")?;
+        let uuid = uuid::Uuid::parse_str(uuid).map_err(|_| QmpError::unexpected(COMMAND, "a uuid", &answer))?;
+        Ok(Some(uuid).filter(|uuid| !uuid.is_nil()))
+    }
+
+    /// The memory backends.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn memory_backends(&self) -> Result<Vec<MemoryBackend>, QmpError> {
+        const COMMAND: &str = "query-memdev";
+        let kinds = self.qom_list("/objects")?;
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let mut backends = Vec::new();
+        for entry in need_list(COMMAND, &answer)? {
+            let id = entry.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
+            let kind = kinds.iter().find(|(name, _)| *name == id).and_then(|(_, kind)| {
+                kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).map(str::to_owned)
+            });
+            backends.push(MemoryBackend {
+                kind: kind.unwrap_or_default(),
+                size: entry.get("size").and_then(Value::as_u64).unwrap_or_default(),
+                share: entry.get("share").and_then(Value::as_bool).unwrap_or_default(),
+                id,
+            });
+        }
+        Ok(backends)
+    }
+}

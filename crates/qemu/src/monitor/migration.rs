@@ -1,0 +1,238 @@
+//! Migrations: starting, watching, ending them.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::{Monitor, named_states};
+use crate::qmp::{QmpError, Version};
+
+named_states! {
+    /// The states of a migration (QEMU docs: QMP reference, `MigrationStatus`).
+    MigrationStatus {
+        /// There was none.
+        None = "none",
+        /// Connecting.
+        Setup = "setup",
+        /// Memory moves.
+        Active = "active",
+        /// The VM has been handed over, its memory follows.
+        PostcopyActive = "postcopy-active",
+        /// The channel broke after the VM was handed over.
+        PostcopyPaused = "postcopy-paused",
+        /// A recovery is connecting.
+        PostcopyRecoverSetup = "postcopy-recover-setup",
+        /// A recovery is under way.
+        PostcopyRecover = "postcopy-recover",
+        /// Waits for `migrate-continue`.
+        PreSwitchover = "pre-switchover",
+        /// The VM is stopped, its devices move. With a return path: until the receiver confirms.
+        Device = "device",
+        /// Done.
+        Completed = "completed",
+        /// Failed.
+        Failed = "failed",
+        /// Being cancelled.
+        Cancelling = "cancelling",
+        /// Was cancelled.
+        Cancelled = "cancelled",
+        /// Waits for a device to be unplugged.
+        WaitUnplug = "wait-unplug",
+        /// A fault-tolerant pair runs.
+        Colo = "colo",
+    }
+}
+
+impl MigrationStatus {
+    /// Whether nothing moves and nothing is about to: there was no migration, or it came to an end.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        matches!(self, Self::None | Self::Completed | Self::Failed | Self::Cancelled)
+    }
+}
+
+/// Progress of RAM, as the sending side counts. Bytes where nothing else is said.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RamProgress {
+    /// Sent.
+    pub transferred: u64,
+    /// Still to be sent in this round.
+    pub remaining: u64,
+    /// All RAM.
+    pub total: u64,
+    /// Zero pages.
+    pub duplicate: u64,
+    /// Pages sent whole.
+    pub normal: u64,
+    /// Pages dirtied per second.
+    pub dirty_pages_rate: u64,
+    /// Rounds over the dirty log.
+    pub dirty_sync_count: u64,
+    /// Bytes in a page.
+    pub page_size: u64,
+    /// Megabits per second.
+    pub mbps: f64,
+}
+
+/// The answer to `query-migrate`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MigrationInfo {
+    /// Where it stands.
+    pub status: MigrationStatus,
+    /// Why it failed, in QEMU's words.
+    pub error: Option<String>,
+    /// Since it began.
+    pub total_time: Option<Duration>,
+    /// From the command to the first byte of RAM.
+    pub setup_time: Option<Duration>,
+    /// How long the VM stood; known when it is over.
+    pub downtime: Option<Duration>,
+    /// How long the VM would stand now.
+    pub expected_downtime: Option<Duration>,
+    /// Progress of RAM, on the sending side.
+    pub ram: Option<RamProgress>,
+    /// Why this VM cannot be migrated. Empty if nothing speaks against it.
+    pub blocked_reasons: Vec<String>,
+    /// What QEMU said.
+    pub raw: Value,
+}
+
+impl MigrationInfo {
+    fn of(raw: Value) -> Self {
+        let millis = |key: &str| raw.get(key).and_then(Value::as_u64).map(Duration::from_millis);
+        let text = |key: &str| raw.get(key).and_then(Value::as_str).map(str::to_owned);
+        let ram = raw.get("ram").map(|ram| {
+            let number = |key: &str| ram.get(key).and_then(Value::as_u64).unwrap_or_default();
+            RamProgress {
+                transferred: number("transferred"),
+                remaining: number("remaining"),
+                total: number("total"),
+                duplicate: number("duplicate"),
+                normal: number("normal"),
+                dirty_pages_rate: number("dirty-pages-rate"),
+                dirty_sync_count: number("dirty-sync-count"),
+                page_size: number("page-size"),
+                mbps: ram.get("mbps").and_then(Value::as_f64).unwrap_or_default(),
+            }
+        });
+        let reasons = raw.get("blocked-reasons").and_then(Value::as_array);
+        Self {
+            // A QEMU that never saw a migration answers with an empty object.
+            status: text("status").map_or(MigrationStatus::None, |name| name.as_str().into()),
+            error: text("error-desc"),
+            total_time: millis("total-time"),
+            setup_time: millis("setup-time"),
+            downtime: millis("downtime"),
+            expected_downtime: millis("expected-downtime"),
+            ram,
+            blocked_reasons: reasons
+                .map(|list| list.iter().filter_map(|reason| reason.as_str().map(str::to_owned)).collect())
+                .unwrap_or_default(),
+            raw,
+        }
+    }
+}
+
+impl Monitor {
+    /// How the migration is, and what speaks against one.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn migration(&self) -> Result<MigrationInfo, QmpError> {
+        self.qmp().execute("query-migrate", Value::Null).map(MigrationInfo::of)
+    }
+
+    /// Starts to send this VM to `uri`; returns once the connection stands. `resume`: takes up a paused postcopy migration
+    /// instead.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn migrate(&self, uri: &str, resume: bool) -> Result<(), QmpError> {
+        let arguments = if resume { json!({ "uri": uri, "resume": true }) } else { json!({ "uri": uri }) };
+        self.order("migrate", arguments)
+    }
+
+    /// Starts to receive a VM from `uri`, in a QEMU that was started with `-incoming defer`. Where QEMU can (9.1 and newer), a
+    /// failure leaves the process and its monitor alive, so that its error can be read; older ones exit.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn migrate_incoming(&self, uri: &str) -> Result<(), QmpError> {
+        const COMMAND: &str = "migrate-incoming";
+        if self.version() >= Version::new(9, 1, 0) {
+            return self.order(COMMAND, json!({ "uri": uri, "exit-on-error": false }));
+        }
+        // Distributions carry the argument back into older versions: ask, and believe the refusal.
+        match self.order(COMMAND, json!({ "uri": uri, "exit-on-error": false })) {
+            Err(QmpError::Command { desc, .. }) if desc.contains("exit-on-error") => {
+                self.order(COMMAND, json!({ "uri": uri }))
+            }
+            other => other,
+        }
+    }
+
+    /// Asks for the end of an outgoing migration. The VM goes on if it ran before. Does nothing if there is none.
+    ///
+    /// # Errors
+    /// QEMU's, for example once the VM has been handed over by postcopy.
+    pub fn migrate_cancel(&self) -> Result<(), QmpError> {
+        self.order("migrate_cancel", Value::Null)
+    }
+
+    /// Cuts the channel of a postcopy migration. Out of band: works while the main loop waits for a page.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn migrate_pause(&self) -> Result<(), QmpError> {
+        self.qmp().execute_oob("migrate-pause", Value::Null).map(|_| ())
+    }
+
+    /// Makes a paused postcopy destination receive from `uri` again. Out of band: works while the main loop waits for a page.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn migrate_recover(&self, uri: &str) -> Result<(), QmpError> {
+        self.qmp().execute_oob("migrate-recover", json!({ "uri": uri })).map(|_| ())
+    }
+
+    /// Switches a running migration to postcopy.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn migrate_start_postcopy(&self) -> Result<(), QmpError> {
+        self.order("migrate-start-postcopy", Value::Null)
+    }
+
+    /// Goes on from a state in which a migration waits (`pre-switchover`).
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn migrate_continue(&self, state: &MigrationStatus) -> Result<(), QmpError> {
+        self.order("migrate-continue", json!({ "state": state.as_str() }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_answer_means_that_there_was_no_migration() {
+        assert_eq!(MigrationInfo::of(json!({})).status, MigrationStatus::None);
+        assert_eq!(MigrationInfo::of(json!({ "status": "none", "ram": 7 })).ram, Some(RamProgress::default()));
+    }
+
+    #[test]
+    fn unknown_states_keep_their_name() {
+        let info = MigrationInfo::of(json!({ "status": "postcopy-dancing" }));
+        assert_eq!(info.status.to_string(), "postcopy-dancing");
+        assert!(!info.status.is_over());
+    }
+
+    #[test]
+    fn answers_of_the_wrong_shape_are_read_as_far_as_they_go() {
+        let info = MigrationInfo::of(json!({ "status": 1, "total-time": -1, "blocked-reasons": ["a", 3] }));
+        assert_eq!((info.status, info.total_time), (MigrationStatus::None, None));
+        assert_eq!(info.blocked_reasons, ["a"]);
+    }
+}

@@ -1,0 +1,193 @@
+//! What limosa asks QEMU, as typed calls.
+//!
+//! Law: **only what limosa acts upon is typed; the rest is passed on.** Every answer keeps what QEMU said (`raw`), states
+//! that this version of limosa does not know are carried by name, and what is changed in QEMU is recorded before it is
+//! changed ([`Settings`]), so that exactly that is put back.
+//!
+//! Facts found by running QEMU 10.0.2, beyond its documentation, stand with the calls that depend on them.
+
+mod descriptors;
+mod devices;
+mod disks;
+mod machine;
+mod migration;
+mod ram_blocks;
+mod settings;
+mod state;
+
+pub use descriptors::DescriptorSet;
+pub use devices::Device;
+pub use disks::{Disk, DiskFile};
+pub use machine::MemoryBackend;
+pub use migration::{MigrationInfo, MigrationStatus, RamProgress};
+pub use ram_blocks::{RamBlockInfo, parse_ram_blocks};
+pub use settings::{SettingChange, Settings};
+pub use state::{RunState, VmStatus};
+
+use serde_json::{Value, json};
+
+use crate::qmp::{Qmp, QmpError, Version};
+
+/// A QEMU process, seen through its monitor. All methods take `&self` and may be called from several threads.
+#[derive(Debug)]
+pub struct Monitor {
+    qmp: Qmp,
+}
+
+impl Monitor {
+    /// Over a negotiated connection.
+    #[must_use]
+    pub fn new(qmp: Qmp) -> Self {
+        Self { qmp }
+    }
+
+    /// The connection, for events and for commands that have no typed call.
+    #[must_use]
+    pub fn qmp(&self) -> &Qmp {
+        &self.qmp
+    }
+
+    /// Gives the connection back.
+    #[must_use]
+    pub fn into_qmp(self) -> Qmp {
+        self.qmp
+    }
+
+    /// QEMU's version.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.qmp.version()
+    }
+
+    /// Executes a command for its effect.
+    fn order(&self, command: &str, arguments: Value) -> Result<(), QmpError> {
+        self.qmp.execute(command, arguments).map(|_| ())
+    }
+
+    /// A human monitor command and its text.
+    ///
+    /// # Errors
+    /// The command's or the connection's.
+    pub fn human(&self, line: &str) -> Result<String, QmpError> {
+        const COMMAND: &str = "human-monitor-command";
+        let answer = self.qmp.execute(COMMAND, json!({ "command-line": line }))?;
+        match answer {
+            Value::String(text) => Ok(text),
+            other => Err(QmpError::unexpected(COMMAND, "text", &other)),
+        }
+    }
+
+    /// Creates an object (`-object` on the command line). `properties` are merged with type and id.
+    ///
+    /// # Errors
+    /// QEMU's, among others if there is an object of that id.
+    pub fn object_add(&self, kind: &str, id: &str, properties: Value) -> Result<(), QmpError> {
+        let mut arguments = match properties {
+            Value::Object(map) => map,
+            _ => serde_json::Map::new(),
+        };
+        arguments.insert("qom-type".to_owned(), kind.into());
+        arguments.insert("id".to_owned(), id.into());
+        self.order("object-add", Value::Object(arguments))
+    }
+
+    /// Removes an object.
+    ///
+    /// # Errors
+    /// QEMU's, among others if there is none of that id.
+    pub fn object_del(&self, id: &str) -> Result<(), QmpError> {
+        self.order("object-del", json!({ "id": id }))
+    }
+
+    /// A property of an object; `None` if there is no such object.
+    ///
+    /// # Errors
+    /// QEMU's, among others if the object has no such property.
+    pub fn qom_get(&self, path: &str, property: &str) -> Result<Option<Value>, QmpError> {
+        match self.qmp.execute("qom-get", json!({ "path": path, "property": property })) {
+            Ok(value) => Ok(Some(value)),
+            Err(QmpError::Command { class, .. }) if class == "DeviceNotFound" => Ok(None),
+            Err(other) => Err(other),
+        }
+    }
+
+    /// Sets a property of an object.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn qom_set(&self, path: &str, property: &str, value: Value) -> Result<(), QmpError> {
+        self.order("qom-set", json!({ "path": path, "property": property, "value": value }))
+    }
+
+    /// Names and types of an object's properties; empty if there is no such object.
+    ///
+    /// # Errors
+    /// QEMU's or the connection's.
+    pub fn qom_list(&self, path: &str) -> Result<Vec<(String, String)>, QmpError> {
+        const COMMAND: &str = "qom-list";
+        let answer = match self.qmp.execute(COMMAND, json!({ "path": path })) {
+            Err(QmpError::Command { class, .. }) if class == "DeviceNotFound" => return Ok(Vec::new()),
+            other => other?,
+        };
+        let list = answer.as_array().ok_or_else(|| QmpError::unexpected(COMMAND, "a list", &answer))?;
+        let text = |item: &Value, key: &str| item.get(key).and_then(Value::as_str).map(str::to_owned);
+        Ok(list.iter().filter_map(|item| Some((text(item, "name")?, text(item, "type")?))).collect())
+    }
+}
+
+/// A field of an answer that must be there.
+fn need<'a>(command: &str, answer: &'a Value, key: &str) -> Result<&'a Value, QmpError> {
+    answer.get(key).ok_or_else(|| QmpError::unexpected(command, format!("'{key}'"), answer))
+}
+
+/// A text field of an answer that must be there.
+fn need_text<'a>(command: &str, answer: &'a Value, key: &str) -> Result<&'a str, QmpError> {
+    need(command, answer, key)?
+        .as_str()
+        .ok_or_else(|| QmpError::unexpected(command, format!("text in '{key}'"), answer))
+}
+
+/// A list that an answer must be.
+fn need_list<'a>(command: &str, answer: &'a Value) -> Result<&'a Vec<Value>, QmpError> {
+    answer.as_array().ok_or_else(|| QmpError::unexpected(command, "a list", answer))
+}
+
+/// An enum of names that QEMU may extend: unknown names are kept.
+macro_rules! named_states {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[$variant_doc])* $variant,)*
+            /// A name that this version of limosa does not know.
+            Other(String),
+        }
+
+        impl $name {
+            /// QEMU's name for it.
+            #[must_use]
+            pub fn as_str(&self) -> &str {
+                match self {
+                    $(Self::$variant => $text,)*
+                    Self::Other(name) => name,
+                }
+            }
+        }
+
+        impl From<&str> for $name {
+            fn from(name: &str) -> Self {
+                match name {
+                    $($text => Self::$variant,)*
+                    other => Self::Other(other.to_owned()),
+                }
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+    };
+}
+use named_states;

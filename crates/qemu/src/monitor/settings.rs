@@ -1,0 +1,172 @@
+//! Migration capabilities and parameters, changed in a way that can be undone.
+//!
+//! Law: **what is to be put back is known before anything is changed.** [`Monitor::plan_settings`] only reads; what it
+//! returns goes into the job's marker, and only then [`Monitor::set`] changes QEMU.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::{Monitor, need_list, need_text};
+use crate::qmp::QmpError;
+
+/// Migration capabilities and parameters by QEMU's names.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Settings {
+    /// Capabilities, for example `return-path`.
+    pub capabilities: BTreeMap<String, bool>,
+    /// Parameters, for example `max-bandwidth`.
+    pub parameters: Map<String, Value>,
+}
+
+impl Settings {
+    /// Nothing.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With a capability on or off.
+    #[must_use]
+    pub fn capability(mut self, name: &str, on: bool) -> Self {
+        self.capabilities.insert(name.to_owned(), on);
+        self
+    }
+
+    /// With a parameter.
+    #[must_use]
+    pub fn parameter(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.parameters.insert(name.to_owned(), value.into());
+        self
+    }
+
+    /// Whether there is nothing in it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.capabilities.is_empty() && self.parameters.is_empty()
+    }
+
+    /// The part of `self` that differs from `current`, among the names that `current` has; and the names that it lacks.
+    fn against(&self, current: &Settings) -> (Settings, Vec<String>) {
+        let mut differing = Settings::new();
+        let mut unknown = Vec::new();
+        for (name, on) in &self.capabilities {
+            match current.capabilities.get(name) {
+                None => unknown.push(name.clone()),
+                Some(now) if now == on => {}
+                Some(_) => drop(differing.capabilities.insert(name.clone(), *on)),
+            }
+        }
+        for (name, value) in &self.parameters {
+            match current.parameters.get(name) {
+                None => unknown.push(name.clone()),
+                Some(now) if now == value => {}
+                Some(_) => drop(differing.parameters.insert(name.clone(), value.clone())),
+            }
+        }
+        (differing, unknown)
+    }
+}
+
+/// What [`Monitor::plan_settings`] found out.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct SettingChange {
+    /// What must be set: the part of the wish that is not so already.
+    pub set: Settings,
+    /// The present values of exactly those.
+    pub undo: Settings,
+    /// Wished for, but this QEMU does not know them.
+    pub unknown: Vec<String>,
+}
+
+impl Monitor {
+    /// All capabilities and parameters as they are.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn settings(&self) -> Result<Settings, QmpError> {
+        const CAPABILITIES: &str = "query-migrate-capabilities";
+        const PARAMETERS: &str = "query-migrate-parameters";
+        let mut settings = Settings::new();
+        let answer = self.qmp().execute(CAPABILITIES, Value::Null)?;
+        for entry in need_list(CAPABILITIES, &answer)? {
+            let name = need_text(CAPABILITIES, entry, "capability")?;
+            let on = entry.get("state").and_then(Value::as_bool);
+            let on = on.ok_or_else(|| QmpError::unexpected(CAPABILITIES, "a 'state'", entry))?;
+            settings.capabilities.insert(name.to_owned(), on);
+        }
+        settings.parameters = match self.qmp().execute(PARAMETERS, Value::Null)? {
+            Value::Object(map) => map,
+            other => return Err(QmpError::unexpected(PARAMETERS, "an object", &other)),
+        };
+        Ok(settings)
+    }
+
+    /// Compares a wish with what is: what has to be set, and what to put back afterwards. Changes nothing.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn plan_settings(&self, wish: &Settings) -> Result<SettingChange, QmpError> {
+        let current = self.settings()?;
+        let (set, unknown) = wish.against(&current);
+        let present = |name: &String| current.parameters.get(name).map(|value| (name.clone(), value.clone()));
+        let undo = Settings {
+            capabilities: set.capabilities.iter().map(|(name, on)| (name.clone(), !on)).collect(),
+            parameters: set.parameters.keys().filter_map(present).collect(),
+        };
+        Ok(SettingChange { set, undo, unknown })
+    }
+
+    /// Sets capabilities, then parameters. QEMU takes each list as a whole or not at all.
+    ///
+    /// # Errors
+    /// QEMU's, for example while a migration runs, or for a combination that it excludes.
+    pub fn set(&self, settings: &Settings) -> Result<(), QmpError> {
+        if !settings.capabilities.is_empty() {
+            let list: Vec<Value> =
+                settings.capabilities.iter().map(|(name, on)| json!({ "capability": name, "state": on })).collect();
+            self.order("migrate-set-capabilities", json!({ "capabilities": list }))?;
+        }
+        if !settings.parameters.is_empty() {
+            self.order("migrate-set-parameters", Value::Object(settings.parameters.clone()))?;
+        }
+        Ok(())
+    }
+
+    /// Puts settings back: sets those that are not so already and that this QEMU knows. Parameters are tried even if the
+    /// capabilities are refused.
+    ///
+    /// # Errors
+    /// QEMU's first.
+    pub fn put_back(&self, undo: &Settings) -> Result<(), QmpError> {
+        if undo.is_empty() {
+            return Ok(());
+        }
+        let Settings { capabilities, parameters } = undo.against(&self.settings()?).0;
+        let first = self.set(&Settings { capabilities, parameters: Map::new() });
+        let second = self.set(&Settings { capabilities: BTreeMap::new(), parameters });
+        first.and(second)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_differs_is_set_and_unknown_names_are_told() {
+        let current =
+            Settings::new().capability("events", true).capability("multifd", false).parameter("max-bandwidth", 5);
+        let wish = Settings::new()
+            .capability("events", true)
+            .capability("multifd", true)
+            .capability("mapped-ram", true)
+            .parameter("max-bandwidth", 0)
+            .parameter("direct-io", true);
+        let (set, unknown) = wish.against(&current);
+        assert_eq!(set, Settings::new().capability("multifd", true).parameter("max-bandwidth", 0));
+        assert_eq!(unknown, ["mapped-ram", "direct-io"]);
+    }
+}

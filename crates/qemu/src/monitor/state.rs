@@ -1,0 +1,85 @@
+//! Whether the VM runs, and if not, why: `query-status`, `stop`, `cont`.
+
+use serde_json::Value;
+
+use super::{Monitor, named_states, need_text};
+use crate::qmp::QmpError;
+
+named_states! {
+    /// QEMU's run states (QEMU docs: QMP reference, `RunState`).
+    RunState {
+        /// A debugger has stopped it.
+        Debug = "debug",
+        /// Waits for, or loads, an incoming migration.
+        Inmigrate = "inmigrate",
+        /// An internal error stopped it.
+        InternalError = "internal-error",
+        /// A disk error stopped it.
+        IoError = "io-error",
+        /// Stopped by `stop`.
+        Paused = "paused",
+        /// An outgoing migration completed.
+        Postmigrate = "postmigrate",
+        /// Started with `-S` and never continued.
+        Prelaunch = "prelaunch",
+        /// The last part of an outgoing migration is being sent.
+        FinishMigrate = "finish-migrate",
+        /// An internal snapshot is being loaded.
+        RestoreVm = "restore-vm",
+        /// Runs.
+        Running = "running",
+        /// An internal snapshot is being written.
+        SaveVm = "save-vm",
+        /// The guest has powered off.
+        Shutdown = "shutdown",
+        /// The guest sleeps.
+        Suspended = "suspended",
+        /// The watchdog stopped it.
+        Watchdog = "watchdog",
+        /// The guest has panicked.
+        GuestPanicked = "guest-panicked",
+        /// Stands by for a fault-tolerant pair.
+        Colo = "colo",
+    }
+}
+
+/// The answer to `query-status`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct VmStatus {
+    /// The state.
+    pub state: RunState,
+    /// Whether the virtual CPUs run.
+    pub running: bool,
+    /// What QEMU said.
+    pub raw: Value,
+}
+
+impl Monitor {
+    /// How the VM is.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn status(&self) -> Result<VmStatus, QmpError> {
+        const COMMAND: &str = "query-status";
+        let raw = self.qmp().execute(COMMAND, Value::Null)?;
+        let state = need_text(COMMAND, &raw, "status")?.into();
+        let running = raw.get("running").and_then(Value::as_bool).unwrap_or(state == RunState::Running);
+        Ok(VmStatus { state, running, raw })
+    }
+
+    /// Stops the virtual CPUs and drains the disks.
+    ///
+    /// # Errors
+    /// QEMU's or the connection's.
+    pub fn stop(&self) -> Result<(), QmpError> {
+        self.order("stop", Value::Null)
+    }
+
+    /// Lets the VM run.
+    ///
+    /// # Errors
+    /// QEMU's, for example while it waits for the recovery of a postcopy migration.
+    pub fn cont(&self) -> Result<(), QmpError> {
+        self.order("cont", Value::Null)
+    }
+}

@@ -1,0 +1,512 @@
+//! The client itself: who reads, who waits, and for what.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use serde_json::{Value, json};
+
+use super::framer::{Frame, Framer};
+use super::message::{Event, Greeting, Message, Version};
+use super::socket::{self, Received};
+use super::{MonitorAddress, QmpError, excerpt};
+
+/// Events kept for somebody to take; past this the oldest go. A long migration makes a few per second.
+const MAX_EVENTS: usize = 65_536;
+
+/// Bytes asked of the kernel at once.
+const READ_SIZE: usize = 64 * 1024;
+
+/// Time-outs and limits of a connection.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// How long to wait for the greeting before saying that another client holds the monitor. 5 s.
+    pub greeting: Duration,
+    /// How long to wait for the answer to a command. QEMU answers from its main loop, which a slow disk or the loading of
+    /// device state can hold up. 120 s.
+    pub reply: Duration,
+    /// The longest message to accept, in bytes. 64 MiB.
+    pub message_limit: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { greeting: Duration::from_secs(5), reply: Duration::from_secs(120), message_limit: 64 * 1024 * 1024 }
+    }
+}
+
+/// A command that was sent. Its answer is kept until [`Qmp::wait`] takes it or [`Qmp::abandon`] gives it up.
+#[derive(Debug)]
+pub struct Pending {
+    id: u64,
+    command: String,
+    sent: Instant,
+}
+
+/// A connection to a monitor, past the negotiation of capabilities.
+///
+/// All methods take `&self` and may be called from several threads.
+#[derive(Debug)]
+pub struct Qmp {
+    socket: OwnedFd,
+    monitor: String,
+    descriptors: bool,
+    peer_process: Option<u32>,
+    oob: bool,
+    greeting: Greeting,
+    options: Options,
+    /// The next id. Held while the bytes of a command are handed to the kernel, so that two commands do not mix; a command
+    /// with descriptors holds it until its answer, because QEMU keeps only the last descriptors that came.
+    sender: Mutex<u64>,
+    inbox: Mutex<Inbox>,
+    arrived: Condvar,
+}
+
+#[derive(Debug)]
+struct Inbox {
+    framer: Framer,
+    /// A thread is in `recv` on behalf of all; the others wait for `arrived`.
+    reading: bool,
+    /// Before the negotiation of an adopted connection is proven, what cannot be understood is skipped.
+    lenient: bool,
+    greeting: Option<Greeting>,
+    awaited: HashSet<u64>,
+    replies: HashMap<u64, Result<Value, (String, String)>>,
+    events: VecDeque<Event>,
+    next_sequence: u64,
+    events_lost: u64,
+    broken: Option<Broken>,
+}
+
+/// Why nothing will come any more.
+#[derive(Debug, Clone)]
+enum Broken {
+    Closed,
+    Io(&'static str, Errno),
+    TooLong,
+    Garbage(String),
+}
+
+impl Qmp {
+    /// Connects, takes the greeting and negotiates capabilities (out-of-band execution where it is offered).
+    ///
+    /// # Errors
+    /// [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::NotQmp`].
+    pub fn connect(address: &MonitorAddress, options: &Options) -> Result<Self, QmpError> {
+        let monitor = address.to_string();
+        let begun = Instant::now();
+        let socket = socket::connect_within(address, options.greeting)
+            .map_err(|source| QmpError::Connect { monitor: monitor.clone(), source })?
+            .ok_or_else(|| QmpError::Busy { monitor: monitor.clone(), waited: options.greeting })?;
+        // The peer of a socket that was reached by its name is the process that listens.
+        let process = rustix::net::sockopt::socket_peercred(&socket).ok();
+        let process = process.and_then(|cred| u32::try_from(cred.pid.as_raw_nonzero().get()).ok());
+        Self::negotiate(socket, monitor, process, options, begun)
+    }
+
+    /// The same over a socket that is already connected, for example the other half of a pair that a QEMU was started
+    /// with. `monitor` names it in messages.
+    ///
+    /// # Errors
+    /// As [`Qmp::connect`].
+    pub fn from_socket(socket: OwnedFd, monitor: &str, options: &Options) -> Result<Self, QmpError> {
+        Self::negotiate(socket, monitor.to_owned(), None, options, Instant::now())
+    }
+
+    fn negotiate(
+        socket: OwnedFd,
+        monitor: String,
+        process: Option<u32>,
+        options: &Options,
+        begun: Instant,
+    ) -> Result<Self, QmpError> {
+        let mut qmp = Self::bare(socket, monitor, process, options, false);
+        match qmp.wait_for(Some(begun + options.greeting), |inbox| inbox.greeting.take()) {
+            Ok(Some(greeting)) => qmp.greeting = greeting,
+            Ok(None) => return Err(QmpError::Busy { monitor: qmp.monitor, waited: options.greeting }),
+            Err(QmpError::Garbage { monitor, got }) => return Err(QmpError::NotQmp { monitor, got }),
+            Err(other) => return Err(other),
+        }
+        qmp.oob = qmp.greeting.capabilities.iter().any(|capability| capability == "oob");
+        let enable = if qmp.oob { vec!["oob"] } else { Vec::new() };
+        qmp.execute("qmp_capabilities", json!({ "enable": enable }))?;
+        Ok(qmp)
+    }
+
+    /// Takes over a connection that another process had negotiated and left at any point: in the middle of sending a
+    /// command, in the middle of reading an answer, with answers still to come.
+    ///
+    /// The byte 0xff can be part of no JSON text: it makes QEMU drop what it holds of an unfinished command. What arrives
+    /// before the answer to the first command of this client is skipped, except events.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn adopt(socket: OwnedFd, monitor: &str, options: &Options) -> Result<Self, QmpError> {
+        let mut qmp = Self::bare(socket, monitor.to_owned(), None, options, true);
+        // Ids that the other process cannot have used: it counted from 1.
+        *qmp.sender.get_mut().unwrap_or_else(PoisonError::into_inner) = u64::from(u32::MAX) + 1;
+        let deadline = Some(Instant::now() + options.reply);
+        socket::send(qmp.socket.as_fd(), b"\xff\n", &[], deadline)
+            .map_err(|errno| qmp.error(&Broken::Io("send", errno), Some("the flush of the parser")))?;
+        let version = qmp.execute("query-version", Value::Null)?;
+        let number =
+            Version::of(&version).ok_or_else(|| QmpError::unexpected("query-version", "a version", &version))?;
+        let package = version.get("package").and_then(Value::as_str).unwrap_or_default().to_owned();
+        qmp.greeting = Greeting { version: number, package, capabilities: Vec::new(), raw: version };
+        qmp.lock().lenient = false;
+        Ok(qmp)
+    }
+
+    fn bare(socket: OwnedFd, monitor: String, process: Option<u32>, options: &Options, lenient: bool) -> Self {
+        let version = Version::new(0, 0, 0);
+        let greeting = Greeting { version, package: String::new(), capabilities: Vec::new(), raw: Value::Null };
+        Self {
+            descriptors: socket::is_unix(socket.as_fd()),
+            socket,
+            monitor,
+            peer_process: process,
+            oob: false,
+            greeting,
+            options: options.clone(),
+            sender: Mutex::new(1),
+            inbox: Mutex::new(Inbox {
+                framer: Framer::new(options.message_limit),
+                reading: false,
+                lenient,
+                greeting: None,
+                awaited: HashSet::new(),
+                replies: HashMap::new(),
+                events: VecDeque::new(),
+                next_sequence: 0,
+                events_lost: 0,
+                broken: None,
+            }),
+            arrived: Condvar::new(),
+        }
+    }
+
+    /// QEMU's version.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.greeting.version
+    }
+
+    /// What the monitor said of itself.
+    #[must_use]
+    pub fn greeting(&self) -> &Greeting {
+        &self.greeting
+    }
+
+    /// The monitor's address, for messages.
+    #[must_use]
+    pub fn monitor(&self) -> &str {
+        &self.monitor
+    }
+
+    /// The id of the QEMU process, where the kernel tells (a unix socket that was reached by its path).
+    #[must_use]
+    pub fn process(&self) -> Option<u32> {
+        self.peer_process
+    }
+
+    /// Whether descriptors can be passed to this QEMU.
+    #[must_use]
+    pub fn passes_descriptors(&self) -> bool {
+        self.descriptors
+    }
+
+    /// Whether [`Qmp::execute_oob`] can be used.
+    #[must_use]
+    pub fn has_oob(&self) -> bool {
+        self.oob
+    }
+
+    /// The connection's descriptor, to be handed to the guard.
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Executes a command and waits for its answer. `Null` arguments are left out.
+    ///
+    /// # Errors
+    /// [`QmpError::Command`] with QEMU's words, [`QmpError::NoReply`], or the connection's failure.
+    pub fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        self.execute_within(command, arguments, self.options.reply)
+    }
+
+    /// [`Qmp::execute`] with a time limit of its own.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn execute_within(&self, command: &str, arguments: Value, patience: Duration) -> Result<Value, QmpError> {
+        let pending = self.send("execute", command, arguments, &[], patience)?;
+        self.finish(pending, patience)
+    }
+
+    /// Executes a command out of band: QEMU answers it even while its main loop is held up. Only a few commands allow it,
+    /// among them `migrate-pause` and `migrate-recover`. Falls back to normal execution where it was not offered.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn execute_oob(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let verb = if self.oob { "exec-oob" } else { "execute" };
+        let pending = self.send(verb, command, arguments, &[], self.options.reply)?;
+        self.finish(pending, self.options.reply)
+    }
+
+    /// Executes a command that takes descriptors (`getfd`, `add-fd`). QEMU gets duplicates.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`]; [`QmpError::NoDescriptors`] if the monitor is no unix socket.
+    pub fn execute_with_descriptors(
+        &self,
+        command: &str,
+        arguments: Value,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<Value, QmpError> {
+        if !self.descriptors {
+            return Err(QmpError::NoDescriptors { monitor: self.monitor.clone(), command: command.to_owned() });
+        }
+        let patience = self.options.reply;
+        let mut next = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        let pending = self.send_locked(&mut next, "execute", command, arguments, descriptors, patience)?;
+        self.finish(pending, patience)
+    }
+
+    /// Sends a command and returns at once; [`Qmp::wait`] takes the answer.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn start(&self, command: &str, arguments: Value) -> Result<Pending, QmpError> {
+        self.send("execute", command, arguments, &[], self.options.reply)
+    }
+
+    /// Waits for the answer to a started command; `None` if it has not come within `patience`.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`], but never [`QmpError::NoReply`].
+    pub fn wait(&self, pending: &Pending, patience: Duration) -> Result<Option<Value>, QmpError> {
+        let deadline = Instant::now().checked_add(patience);
+        let reply = self
+            .wait_for(deadline, |inbox| inbox.replies.remove(&pending.id))
+            .map_err(|error| self.during(error, &pending.command))?;
+        match reply {
+            None => Ok(None),
+            Some(Ok(value)) => Ok(Some(value)),
+            Some(Err((class, desc))) => Err(QmpError::Command { command: pending.command.clone(), class, desc }),
+        }
+    }
+
+    /// Gives up the answer to a started command; it is discarded when it comes.
+    #[expect(clippy::needless_pass_by_value, reason = "a command that was given up cannot be waited for")]
+    pub fn abandon(&self, pending: Pending) {
+        let mut inbox = self.lock();
+        inbox.awaited.remove(&pending.id);
+        inbox.replies.remove(&pending.id);
+    }
+
+    /// The first event that has one of these names, among those not yet taken, waiting for it up to `timeout`. The others
+    /// stay where they are. No names: the first event of any name.
+    ///
+    /// # Errors
+    /// The connection's. Events that came before it failed are still given out.
+    pub fn wait_event(&self, names: &[&str], timeout: Duration) -> Result<Option<Event>, QmpError> {
+        let wanted = |event: &Event| names.is_empty() || names.contains(&event.name.as_str());
+        self.wait_for(Instant::now().checked_add(timeout), |inbox| {
+            let index = inbox.events.iter().position(wanted)?;
+            inbox.events.remove(index)
+        })
+    }
+
+    /// All events not yet taken, oldest first, after reading what has arrived.
+    ///
+    /// # Errors
+    /// The connection's, if it has failed and no event is left.
+    pub fn take_events(&self) -> Result<Vec<Event>, QmpError> {
+        let read = self.wait_for(Some(Instant::now()), |_| None::<()>);
+        let events: Vec<Event> = self.lock().events.drain(..).collect();
+        if events.is_empty() {
+            read?;
+        }
+        Ok(events)
+    }
+
+    /// Events that were dropped because nobody took them.
+    #[must_use]
+    pub fn events_lost(&self) -> u64 {
+        self.lock().events_lost
+    }
+
+    fn send(
+        &self,
+        verb: &str,
+        command: &str,
+        arguments: Value,
+        descriptors: &[BorrowedFd<'_>],
+        patience: Duration,
+    ) -> Result<Pending, QmpError> {
+        let mut next = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send_locked(&mut next, verb, command, arguments, descriptors, patience)
+    }
+
+    fn send_locked(
+        &self,
+        next: &mut u64,
+        verb: &str,
+        command: &str,
+        arguments: Value,
+        descriptors: &[BorrowedFd<'_>],
+        patience: Duration,
+    ) -> Result<Pending, QmpError> {
+        let id = *next;
+        *next = next.wrapping_add(1);
+        let mut object = serde_json::Map::new();
+        object.insert(verb.to_owned(), command.into());
+        if !arguments.is_null() {
+            object.insert("arguments".to_owned(), arguments);
+        }
+        object.insert("id".to_owned(), id.into());
+        let mut line = Value::Object(object).to_string().into_bytes();
+        line.push(b'\n');
+        self.lock().awaited.insert(id);
+        let sent = Instant::now();
+        match socket::send(self.socket.as_fd(), &line, descriptors, sent.checked_add(patience)) {
+            Ok(()) => Ok(Pending { id, command: command.to_owned(), sent }),
+            Err(errno) => {
+                // Part of a command may be out: nothing can follow it on this connection.
+                let broken = if errno == Errno::PIPE { Broken::Closed } else { Broken::Io("send", errno) };
+                let error = self.error(&broken, Some(command));
+                let mut inbox = self.lock();
+                inbox.awaited.remove(&id);
+                inbox.broken.get_or_insert(broken);
+                Err(error)
+            }
+        }
+    }
+
+    fn finish(&self, pending: Pending, patience: Duration) -> Result<Value, QmpError> {
+        if let Some(value) = self.wait(&pending, patience)? {
+            return Ok(value);
+        }
+        let (waited, command) = (pending.sent.elapsed(), pending.command.clone());
+        self.abandon(pending);
+        Err(QmpError::NoReply { monitor: self.monitor.clone(), command, waited })
+    }
+
+    /// Waits until `pick` finds what it looks for, reading the socket unless another thread does.
+    fn wait_for<T>(
+        &self,
+        deadline: Option<Instant>,
+        mut pick: impl FnMut(&mut Inbox) -> Option<T>,
+    ) -> Result<Option<T>, QmpError> {
+        let mut buffer = Vec::new();
+        let mut tried = false;
+        let mut inbox = self.lock();
+        loop {
+            if let Some(found) = pick(&mut inbox) {
+                return Ok(Some(found));
+            }
+            if let Some(broken) = &inbox.broken {
+                return Err(self.error(broken, None));
+            }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if tried && left.is_some_and(|left| left.is_zero()) {
+                return Ok(None);
+            }
+            tried = true;
+            if inbox.reading {
+                inbox = match left {
+                    Some(left) => self.arrived.wait_timeout(inbox, left).unwrap_or_else(PoisonError::into_inner).0,
+                    None => self.arrived.wait(inbox).unwrap_or_else(PoisonError::into_inner),
+                };
+                continue;
+            }
+            inbox.reading = true;
+            drop(inbox);
+            buffer.resize(READ_SIZE, 0);
+            let received = socket::receive(self.socket.as_fd(), &mut buffer, deadline);
+            inbox = self.lock();
+            inbox.reading = false;
+            match received {
+                Ok(Received::Bytes(bytes)) => inbox.accept(buffer.get(..bytes).unwrap_or_default()),
+                Ok(Received::TimedOut) => {}
+                Ok(Received::Closed) => inbox.broken = Some(Broken::Closed),
+                Err(errno) => inbox.broken = Some(Broken::Io("receive", errno)),
+            }
+            self.arrived.notify_all();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn error(&self, broken: &Broken, command: Option<&str>) -> QmpError {
+        let monitor = self.monitor.clone();
+        match broken {
+            Broken::Closed => QmpError::Closed { monitor, during: command.map(str::to_owned) },
+            Broken::Io(operation, errno) => QmpError::Io { monitor, operation, source: (*errno).into() },
+            Broken::TooLong => QmpError::TooLong { monitor, limit: self.options.message_limit },
+            Broken::Garbage(got) => QmpError::Garbage { monitor, got: got.clone() },
+        }
+    }
+
+    fn during(&self, error: QmpError, command: &str) -> QmpError {
+        match error {
+            QmpError::Closed { monitor, .. } => QmpError::Closed { monitor, during: Some(command.to_owned()) },
+            other => other,
+        }
+    }
+}
+
+impl Inbox {
+    fn accept(&mut self, bytes: &[u8]) {
+        let pushed = self.framer.push(bytes);
+        while let Some(frame) = self.framer.next() {
+            let (Frame::Object(bytes) | Frame::Garbage(bytes)) = &frame;
+            match (&frame, Message::parse(bytes)) {
+                (Frame::Object(_), Ok(message)) => self.file(message),
+                _ if self.lenient => {}
+                _ => {
+                    self.broken.get_or_insert(Broken::Garbage(excerpt(bytes)));
+                    return;
+                }
+            }
+        }
+        if pushed.is_err() {
+            self.broken.get_or_insert(Broken::TooLong);
+        }
+    }
+
+    fn file(&mut self, message: Message) {
+        match message {
+            Message::Return { id: Some(id), value } => self.reply(id, Ok(value)),
+            Message::Error { id: Some(id), class, desc } => self.reply(id, Err((class, desc))),
+            Message::Event(mut event) => {
+                event.sequence = self.next_sequence;
+                self.next_sequence += 1;
+                if self.events.len() >= MAX_EVENTS {
+                    self.events.pop_front();
+                    self.events_lost += 1;
+                }
+                self.events.push_back(event);
+            }
+            Message::Greeting(greeting) => self.greeting = Some(greeting),
+            // Without an id: QEMU could not read a command. After the flush of an adopted connection that is expected.
+            Message::Error { id: None, class, desc } if !self.lenient => {
+                self.broken.get_or_insert(Broken::Garbage(format!("{class}: {desc}")));
+            }
+            // A server may say things that this client does not know.
+            Message::Return { id: None, .. } | Message::Error { .. } | Message::Other => {}
+        }
+    }
+
+    fn reply(&mut self, id: u64, reply: Result<Value, (String, String)>) {
+        if self.awaited.remove(&id) {
+            self.replies.insert(id, reply);
+        }
+    }
+}
