@@ -1,1 +1,56 @@
 //! Bytes in motion for VM migration: URIs, vectored put and get, rate limit, time-outs, counters.
+//!
+//! A [`Channel`] is a connected byte stream (socket or pipe), a [`FileChannel`] a file with offsets; a [`Listener`] waits
+//! for peers, a [`Uri`] says where. Transfers are blocking and complete: a gather list of hundreds of pages is one
+//! call here, and as few system calls as the kernel allows. Nothing is copied on the way.
+//!
+//! ```
+//! use std::io::IoSlice;
+//! use std::thread;
+//! use std::time::Duration;
+//! use limosa_channel::{Channel, Listener, Options};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let options = Options { read_timeout: Some(Duration::from_secs(10)), ..Options::default() };
+//! let listener = Listener::bind(&"tcp:[::1]:0".parse()?, &options)
+//!     .or_else(|_| Listener::bind(&"tcp:127.0.0.1:0".parse()?, &options))?;
+//! let uri = listener.local_uri().clone();
+//!
+//! let sender = thread::spawn(move || -> Result<(), limosa_channel::ChannelError> {
+//!     let channel = Channel::connect(&uri, &Options::default())?;
+//!     let page = [7_u8; 4096];
+//!     // A header and a page at a time, gathered from where they are.
+//!     channel.put_vector(&[IoSlice::new(b"page"), IoSlice::new(&page), IoSlice::new(b"page"), IoSlice::new(&page)])
+//! });
+//!
+//! let channel = listener.accept(Some(Duration::from_secs(10)))?;
+//! let mut received = vec![0; 2 * 4100];
+//! channel.get(&mut received)?;
+//! sender.join().expect("the sender does not panic")?;
+//! assert_eq!((&received[..4], received[4104 + 4095]), (&b"page"[..], 7));
+//! assert_eq!(channel.get_some(&mut received)?, 0, "the peer is done");
+//! assert_eq!(channel.counters().bytes_in, 8200);
+//! # Ok(()) }
+//! ```
+
+mod channel;
+mod connect;
+mod counters;
+mod descriptor;
+mod error;
+mod file;
+mod listener;
+mod options;
+mod rate;
+mod transport;
+mod uri;
+mod vector;
+
+pub use channel::{Channel, How};
+pub use counters::Counters;
+pub use error::{ChannelError, Operation};
+pub use file::{Access, FileChannel};
+pub use listener::Listener;
+pub use options::Options;
+pub use rate::RateLimit;
+pub use uri::{Uri, UriError};

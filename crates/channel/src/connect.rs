@@ -1,0 +1,82 @@
+//! From a URI to a connected channel.
+
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt};
+
+use crate::channel::Channel;
+use crate::descriptor;
+use crate::error::{ChannelError, Operation};
+use crate::options::Options;
+use crate::uri::Uri;
+
+const OPERATION: Operation = Operation::Connect;
+
+impl Channel {
+    /// Connects to a `tcp:` or `unix:` listener, or takes over the descriptor of `fd:`.
+    ///
+    /// `fd:N` takes possession of number N: it must be open, inherited by this process, and not taken before.
+    ///
+    /// # Errors
+    /// [`ChannelError::Refused`] if nobody listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,
+    /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)).
+    pub fn connect(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
+        let peer: Arc<str> = uri.to_string().into();
+        let timeout = options.connect_timeout.map(|time| time.max(Duration::from_millis(1)));
+        let connected = match uri {
+            Uri::Tcp { host, port } => tcp(host, *port, timeout),
+            Uri::Unix(path) => unix(path, timeout),
+            Uri::Fd(number) => Ok(descriptor::take(*number, OPERATION)?),
+            Uri::File { .. } => {
+                let why = "a file is no stream; it has to be opened as a file";
+                return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
+            }
+        };
+        let fd = connected.map_err(|source| match (source.kind(), timeout) {
+            (io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock, Some(after)) => {
+                ChannelError::TimedOut { operation: OPERATION, peer: peer.clone(), offset: None, after }
+            }
+            (io::ErrorKind::ConnectionRefused, _) => {
+                ChannelError::Refused { operation: OPERATION, peer: peer.clone(), source }
+            }
+            _ => ChannelError::setup(OPERATION, peer.clone(), source),
+        })?;
+        Self::over(fd, peer, options)
+    }
+}
+
+/// Tries every address of the host in the resolver's order; the last failure is the one reported.
+fn tcp(host: &str, port: u16, timeout: Option<Duration>) -> io::Result<OwnedFd> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+    for address in (host, port).to_socket_addrs()? {
+        let attempt = match timeout {
+            Some(time) => TcpStream::connect_timeout(&address, time),
+            None => TcpStream::connect(address),
+        };
+        match attempt {
+            Ok(stream) => return Ok(stream.into()),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn unix(path: &Path, timeout: Option<Duration>) -> io::Result<OwnedFd> {
+    let address = SocketAddrUnix::new(path)?;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // A full backlog makes connect wait, for as long as the send time-out says (net/unix/af_unix.c; unix(7)).
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, timeout)?;
+    loop {
+        match connect(&socket, &address) {
+            Err(Errno::INTR) => {}
+            answer => break answer?,
+        }
+    }
+    Ok(socket)
+}

@@ -1,0 +1,173 @@
+//! What can go wrong on a channel, so told that a person knows which peer, which byte and what was expected, and a
+//! program knows whether to retry, to give up, or that it asked for the end itself.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::uri::UriError;
+
+/// What was being done. Its `Display` is the beginning of a sentence that the peer's name completes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// Connecting to a peer.
+    Connect,
+    /// Making a listener.
+    Listen,
+    /// Waiting for a peer to connect.
+    Accept,
+    /// Opening a file.
+    Open,
+    /// Writing.
+    Put,
+    /// Reading.
+    Get,
+    /// Shutting down one or both directions.
+    Shutdown,
+    /// Setting time-outs, buffers or other properties.
+    Configure,
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Connect => "connecting to",
+            Self::Listen => "listening on",
+            Self::Accept => "waiting for a connection on",
+            Self::Open => "opening",
+            Self::Put => "writing to",
+            Self::Get => "reading from",
+            Self::Shutdown => "shutting down",
+            Self::Configure => "setting up",
+        })
+    }
+}
+
+/// A failed operation on a channel, a listener or a file channel.
+///
+/// `peer` is what a person would call the other end: its URI, or a description of the descriptor. `offset` counts bytes
+/// in the direction of the operation since the channel was made; in a file it is the absolute file offset.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ChannelError {
+    /// The URI itself is wrong.
+    #[error(transparent)]
+    Uri(#[from] UriError),
+    /// Nobody listens there (yet).
+    #[error("{operation} {peer}: refused, nobody listens there")]
+    Refused {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The data ended inside what was expected: an end of file, or a peer that closed its end in an orderly way.
+    #[error("{operation} {peer}: it ended at byte {offset}, after {got} of {wanted} expected bytes")]
+    Closed {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// Where the data ended.
+        offset: u64,
+        /// Bytes of this request that did arrive.
+        got: u64,
+        /// Bytes that this request asked for.
+        wanted: u64,
+    },
+    /// The peer is gone: it closed or reset the connection while bytes were still under way.
+    #[error("{operation} {peer}: the peer is gone at byte {offset}")]
+    Broken {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// Bytes handed over before.
+        offset: u64,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Not a byte moved, or nobody came, for as long as the time-out allows.
+    #[error("{operation} {peer}: nothing moved for {after:?}{}", at(*offset))]
+    TimedOut {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// Bytes moved before, if the channel was up.
+        offset: Option<u64>,
+        /// The time-out.
+        after: Duration,
+    },
+    /// This side called `shutdown` on the channel; it is no failure of the peer.
+    #[error("{operation} {peer}: the channel was shut down on this side at byte {offset}")]
+    ShutDown {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// Bytes moved before.
+        offset: u64,
+    },
+    /// The end point exists but cannot do what was asked of it.
+    #[error("{operation} {peer}: {why}")]
+    Unsupported {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// What is wrong with it, and what would do.
+        why: &'static str,
+    },
+    /// Any other answer of the kernel.
+    #[error("{operation} {peer}{}: {source}", at(*offset))]
+    Io {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// Where, if data was being moved.
+        offset: Option<u64>,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+fn at(offset: Option<u64>) -> String {
+    offset.map(|offset| format!(" at byte {offset}")).unwrap_or_default()
+}
+
+impl ChannelError {
+    /// An answer of the kernel outside a transfer.
+    pub(crate) fn setup(operation: Operation, peer: impl Into<Arc<str>>, source: impl Into<io::Error>) -> Self {
+        Self::Io { operation, peer: peer.into(), offset: None, source: source.into() }
+    }
+
+    /// Nothing moved for the length of the time-out.
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, Self::TimedOut { .. })
+    }
+
+    /// The other end is gone, in an orderly way or not.
+    pub fn is_closed(&self) -> bool {
+        matches!(self, Self::Closed { .. } | Self::Broken { .. })
+    }
+
+    /// This side asked for the end.
+    pub fn is_shut_down(&self) -> bool {
+        matches!(self, Self::ShutDown { .. })
+    }
+
+    /// The operating system's error kind, if the kernel gave one: tells a full disk from a missing permission.
+    pub fn io_kind(&self) -> Option<io::ErrorKind> {
+        match self {
+            Self::Refused { source, .. } | Self::Broken { source, .. } | Self::Io { source, .. } => Some(source.kind()),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Waiting for a peer to connect.
+//!
+//! The laws of this module: the socket's file is never accessible to others, not even for a moment (mode 0600 from the
+//! first); a file that is in use, or is no socket, is left alone; what the listener made is removed with it.
+
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{self, FileType, Mode, OFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+
+use crate::channel::Channel;
+use crate::descriptor::{self, Kind};
+use crate::error::{ChannelError, Operation};
+use crate::options::Options;
+use crate::uri::Uri;
+
+/// Connections that may wait for `accept`.
+const BACKLOG: i32 = 16;
+
+/// A `tcp:` or `unix:` end point that accepts connections, or an inherited descriptor.
+#[derive(Debug)]
+pub struct Listener {
+    source: Source,
+    uri: Uri,
+    name: Arc<str>,
+    options: Options,
+}
+
+#[derive(Debug)]
+enum Source {
+    /// A listening socket in non-blocking mode, and the file that belongs to it.
+    Socket { socket: OwnedFd, _file: Option<SocketFile> },
+    /// An inherited descriptor that is connected already: the first `accept` returns it.
+    Connected(Mutex<Option<OwnedFd>>),
+}
+
+impl Listener {
+    /// Listens on `uri`. Accepted channels get `options`.
+    ///
+    /// `unix:` makes a socket file of mode 0600 and replaces one that a dead process left behind. `fd:N` takes
+    /// possession of an inherited descriptor: a listening socket, or one connected already, which the first
+    /// [`accept`](Self::accept) returns.
+    ///
+    /// # Errors
+    /// If the address is in use or not this machine's; [`ChannelError::Unsupported`] for `file:`, and for a path where
+    /// something other than a socket is.
+    pub fn bind(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
+        let operation = Operation::Listen;
+        let name: Arc<str> = uri.to_string().into();
+        let failed = |source: io::Error| ChannelError::setup(operation, name.clone(), source);
+        let unsupported = |why| ChannelError::Unsupported { operation, peer: name.clone(), why };
+        let mut local = uri.clone();
+        let source = match uri {
+            Uri::Tcp { host, port } => {
+                let socket = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
+                let port = socket.local_addr().map_err(failed)?.port();
+                local = Uri::Tcp { host: host.clone(), port };
+                Source::Socket { socket: socket.into(), _file: None }
+            }
+            Uri::Unix(path) => {
+                let (socket, file) = unix(path).map_err(failed)?;
+                Source::Socket { socket, _file: Some(file) }
+            }
+            Uri::Fd(number) => {
+                let fd = descriptor::take(*number, operation)?;
+                match descriptor::kind(&fd).map_err(failed)? {
+                    Kind::Listening => Source::Socket { socket: fd, _file: None },
+                    Kind::Stream(_) | Kind::Ordered => Source::Connected(Mutex::new(Some(fd))),
+                    Kind::Useless(why) => return Err(unsupported(why)),
+                }
+            }
+            Uri::File { .. } => return Err(unsupported("nobody connects to a file; it has to be opened as a file")),
+        };
+        if let Source::Socket { socket, .. } = &source {
+            // Between readiness and accept a peer may give up; accept must not wait for the next one then.
+            let flags = fs::fcntl_getfl(socket).map_err(|e| failed(e.into()))?;
+            fs::fcntl_setfl(socket, flags | OFlags::NONBLOCK).map_err(|e| failed(e.into()))?;
+        }
+        let name = local.to_string().into();
+        Ok(Self { source, uri: local, name, options: options.clone() })
+    }
+
+    /// Waits for the next peer, for ever or for so long.
+    ///
+    /// # Errors
+    /// [`ChannelError::TimedOut`] if nobody comes.
+    pub fn accept(&self, timeout: Option<Duration>) -> Result<Channel, ChannelError> {
+        let operation = Operation::Accept;
+        let peer = || Arc::clone(&self.name);
+        let failed = |errno: Errno| ChannelError::setup(operation, peer(), errno);
+        let socket = match &self.source {
+            Source::Socket { socket, .. } => socket,
+            Source::Connected(fd) => {
+                let taken = fd.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let why = "its one connection was accepted before";
+                let fd = taken.ok_or_else(|| ChannelError::Unsupported { operation, peer: peer(), why })?;
+                return Channel::over(fd, peer(), &self.options);
+            }
+        };
+        let began = Instant::now();
+        loop {
+            match net::accept_with(socket, SocketFlags::CLOEXEC) {
+                Ok(fd) => return Channel::over(fd, format!("the peer on {}", self.name), &self.options),
+                // A peer that gave up again is none; so is a network that failed meanwhile (accept(2)).
+                Err(Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
+                Err(Errno::AGAIN) => {
+                    let rest = timeout.map(|time| time.saturating_sub(began.elapsed()));
+                    if let (Some(after), Some(Duration::ZERO)) = (timeout, rest) {
+                        return Err(ChannelError::TimedOut { operation, peer: peer(), offset: None, after });
+                    }
+                    let rest = rest.and_then(|rest| Timespec::try_from(rest).ok());
+                    match poll(&mut [PollFd::new(socket, PollFlags::IN)], rest.as_ref()) {
+                        Ok(_) | Err(Errno::INTR) => {}
+                        Err(errno) => return Err(failed(errno)),
+                    }
+                }
+                Err(errno) => return Err(failed(errno)),
+            }
+        }
+    }
+
+    /// Where peers connect to: the URI given, with the port that the kernel chose if it was 0.
+    pub fn local_uri(&self) -> &Uri {
+        &self.uri
+    }
+
+    /// The listening socket, for waiting on several; none if an inherited connection stands in its place.
+    pub fn socket(&self) -> Option<BorrowedFd<'_>> {
+        match &self.source {
+            Source::Socket { socket, .. } => Some(socket.as_fd()),
+            Source::Connected(_) => None,
+        }
+    }
+}
+
+/// A socket's file, removed with this value unless another one stands there by then.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if fs::lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
+            // Nobody is left to be told.
+            let _removed = fs::unlink(&self.path);
+        }
+    }
+}
+
+fn unix(path: &Path) -> io::Result<(OwnedFd, SocketFile)> {
+    let address = SocketAddrUnix::new(path)?;
+    // Absolute, as the working directory may have changed by the time it is removed.
+    let path = std::path::absolute(path)?;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // On Linux bind gives the file the mode of the socket, less the umask (net/unix/af_unix.c), so that it is never
+    // accessible to others; chmod after bind would leave a gap.
+    fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    match net::bind(&socket, &address) {
+        Err(Errno::ADDRINUSE) if is_stale(&path, &address)? => {
+            fs::unlink(&path)?;
+            net::bind(&socket, &address)?;
+        }
+        answer => answer?,
+    }
+    let stat = fs::lstat(&path)?;
+    let file = SocketFile { path, device: stat.st_dev, inode: stat.st_ino };
+    net::listen(&socket, BACKLOG)?;
+    Ok((socket, file))
+}
+
+/// Whether a socket's file was left by a process that is gone. Asked with a datagram socket: a living stream listener
+/// answers that the type is wrong, and does not get a connection it would have to accept.
+fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
+    if FileType::from_raw_mode(fs::lstat(path)?.st_mode) != FileType::Socket {
+        return Ok(false);
+    }
+    let probe = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    Ok(net::connect(&probe, address) == Err(Errno::CONNREFUSED))
+}

@@ -1,0 +1,22 @@
+//! How a channel is to be set up.
+
+use std::time::Duration;
+
+use crate::rate::RateLimit;
+
+/// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// How long to try to connect.
+    pub connect_timeout: Option<Duration>,
+    /// How long a get may last without a byte moving.
+    pub read_timeout: Option<Duration>,
+    /// How long a put may last without a byte moving.
+    pub write_timeout: Option<Duration>,
+    /// Bytes of send buffer to ask for.
+    pub send_buffer: Option<usize>,
+    /// Bytes of receive buffer to ask for.
+    pub receive_buffer: Option<usize>,
+    /// The limit that puts share; a channel without one gets its own, which is unlimited until changed.
+    pub rate: Option<RateLimit>,
+}

@@ -1,0 +1,159 @@
+//! A rate limit that can change while it is being waited for.
+//!
+//! A token bucket that may be overdrawn: a taker waits until the bucket is not in debt and then takes what it needs, so
+//! a request of any size passes once and pays afterwards. Idle time fills the bucket for a tenth of a second's worth at
+//! most. A change of the rate wakes every waiter, and what is still owed is paid at the new rate.
+
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+const SECOND: u128 = 1_000_000_000;
+
+/// The bytes that go out in one call under a limit: a twentieth of a second's worth between these bounds.
+const CHUNK: (u64, u64) = (4096, 4 << 20);
+
+/// The longest single wait; a longer one is waited for in pieces.
+const PAUSE_MAX: Duration = Duration::from_secs(3600);
+
+/// A shared limit in bytes per second; clones are handles to the same bucket, also across channels.
+///
+/// ```
+/// use std::num::NonZeroU64;
+/// use limosa_channel::RateLimit;
+///
+/// let limit = RateLimit::new(NonZeroU64::new(100 << 20));
+/// limit.take(4096);
+/// limit.set(None);
+/// assert_eq!(limit.get(), None);
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct RateLimit {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Bytes per second; 0 is no limit. Written under the bucket's lock, read without it where there is no limit.
+    rate: AtomicU64,
+    bucket: Mutex<Bucket>,
+    changed: Condvar,
+}
+
+impl RateLimit {
+    /// A limit of so many bytes per second, or none.
+    pub fn new(bytes_per_second: Option<NonZeroU64>) -> Self {
+        let limit = Self::default();
+        limit.set(bytes_per_second);
+        limit
+    }
+
+    /// Changes the limit. Whoever waits is woken and continues at the new rate; lifting the limit forgives what is owed.
+    pub fn set(&self, bytes_per_second: Option<NonZeroU64>) {
+        let rate = bytes_per_second.map_or(0, NonZeroU64::get);
+        let mut bucket = self.bucket();
+        let now = Instant::now();
+        match self.shared.rate.load(Ordering::Relaxed) {
+            0 => *bucket = Bucket { tokens: 0, filled: Some(now) },
+            old => bucket.fill(old, now),
+        }
+        self.shared.rate.store(rate, Ordering::Relaxed);
+        drop(bucket);
+        self.shared.changed.notify_all();
+    }
+
+    /// The limit in bytes per second.
+    pub fn get(&self) -> Option<NonZeroU64> {
+        NonZeroU64::new(self.shared.rate.load(Ordering::Relaxed))
+    }
+
+    /// Waits until `bytes` may go, and returns how long that took. Without a limit this is one relaxed load.
+    pub fn take(&self, bytes: u64) -> Duration {
+        self.take_unless(bytes, &AtomicBool::new(false)).unwrap_or_default()
+    }
+
+    /// As `take`, but gives up (`None`) when `cancelled` becomes true and [`wake`](Self::wake) is called.
+    pub(crate) fn take_unless(&self, bytes: u64, cancelled: &AtomicBool) -> Option<Duration> {
+        if self.shared.rate.load(Ordering::Relaxed) == 0 {
+            return Some(Duration::ZERO);
+        }
+        let mut began = None;
+        let mut bucket = self.bucket();
+        loop {
+            if cancelled.load(Ordering::Acquire) {
+                return None;
+            }
+            let rate = self.shared.rate.load(Ordering::Relaxed);
+            let now = Instant::now();
+            let waited = now - *began.get_or_insert(now);
+            if rate == 0 {
+                return Some(waited);
+            }
+            bucket.fill(rate, now);
+            if bucket.take(bytes) {
+                return Some(waited);
+            }
+            let pause = bucket.pause(rate).min(PAUSE_MAX);
+            bucket = self.shared.changed.wait_timeout(bucket, pause).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Lets every waiter look again at whether it is cancelled.
+    pub(crate) fn wake(&self) {
+        // Under the lock, or a waiter between its look and its wait would miss it.
+        drop(self.bucket());
+        self.shared.changed.notify_all();
+    }
+
+    /// How many bytes one call should carry at most, so that the rate is even; no bound without a limit.
+    pub(crate) fn chunk(&self) -> usize {
+        let chunk = self.get().map_or(u64::MAX, |rate| (rate.get() / 20).clamp(CHUNK.0, CHUNK.1));
+        usize::try_from(chunk).unwrap_or(usize::MAX)
+    }
+
+    fn bucket(&self) -> MutexGuard<'_, Bucket> {
+        // No code panics while it holds the lock, and a bucket is valid whatever its numbers are.
+        self.shared.bucket.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The arithmetic, without a clock.
+#[derive(Clone, Copy, Debug, Default)]
+struct Bucket {
+    /// Bytes that may go now; negative while there is debt.
+    tokens: i64,
+    /// Up to when tokens were earned.
+    filled: Option<Instant>,
+}
+
+impl Bucket {
+    fn fill(&mut self, rate: u64, now: Instant) {
+        let filled = *self.filled.get_or_insert(now);
+        let earned = now.saturating_duration_since(filled).as_nanos() * u128::from(rate) / SECOND;
+        let capacity = i64::try_from(rate / 10).unwrap_or(i64::MAX);
+        let tokens = self.tokens.saturating_add(i64::try_from(earned).unwrap_or(i64::MAX));
+        if tokens >= capacity {
+            (self.tokens, self.filled) = (capacity, Some(now));
+        } else {
+            // Only the time that earned whole bytes is spent: frequent calls at a low rate would lose the fractions.
+            let spent = u64::try_from(earned * SECOND / u128::from(rate)).unwrap_or(u64::MAX);
+            (self.tokens, self.filled) = (tokens, Some(filled + Duration::from_nanos(spent)));
+        }
+    }
+
+    fn take(&mut self, bytes: u64) -> bool {
+        let free = self.tokens >= 0;
+        if free {
+            self.tokens = self.tokens.saturating_sub_unsigned(bytes);
+        }
+        free
+    }
+
+    /// Time until the debt is paid.
+    fn pause(&self, rate: u64) -> Duration {
+        let debt = if self.tokens < 0 { self.tokens.unsigned_abs() } else { 0 };
+        let pause = (u128::from(debt) * SECOND).div_ceil(u128::from(rate.max(1)));
+        Duration::from_nanos(u64::try_from(pause).unwrap_or(u64::MAX))
+    }
+}

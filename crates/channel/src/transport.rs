@@ -1,0 +1,105 @@
+//! One system call each: how bytes enter and leave a descriptor.
+//!
+//! This enum is the place where other ways of moving bytes join. Zero-copy sends become a variant whose `put` passes
+//! `MSG_ZEROCOPY` and whose owner reaps completions; TLS in the kernel is a `Socket` that was set up differently; TLS in
+//! user space is a variant that encrypts a batch into records. Nothing above this module sees which one it is.
+#![allow(unsafe_code, reason = "the calls take lists of raw memory, because guest memory is never a slice")]
+
+use std::io;
+use std::mem;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use libc::{c_int, iovec};
+
+use crate::vector::{Batch, In, Out};
+
+/// A connected descriptor, by the calls it takes.
+#[derive(Debug)]
+pub(crate) enum Transport {
+    /// A stream socket, in blocking mode unless its giver chose otherwise.
+    Socket(OwnedFd),
+    /// A pipe or whatever else is read and written in order; in non-blocking mode.
+    Pipe(OwnedFd),
+}
+
+impl Transport {
+    /// Writes some of the batch; returns how many bytes.
+    pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+        match self {
+            Self::Socket(fd) => {
+                let message = message(batch.entries());
+                // SAFETY: the message and its list live through the call; the batch's entries are valid for reads.
+                answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) })
+            }
+            Self::Pipe(fd) => {
+                let (list, count) = parts(batch.entries());
+                // SAFETY: the batch's entries are valid for reads; the list has `count` of them.
+                answer(unsafe { libc::writev(fd.as_raw_fd(), list, count) })
+            }
+        }
+    }
+
+    /// Reads some of the batch, or all of it (`whole`) where the kernel can wait for that; returns how many bytes.
+    pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
+        match self {
+            Self::Socket(fd) => {
+                let mut message = message(batch.entries());
+                let flags = if whole { libc::MSG_WAITALL } else { 0 };
+                // SAFETY: the message and its list live through the call; the batch's entries are valid for writes.
+                answer(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })
+            }
+            Self::Pipe(fd) => {
+                let (list, count) = parts(batch.entries());
+                // SAFETY: the batch's entries are valid for writes; the list has `count` of them.
+                answer(unsafe { libc::readv(fd.as_raw_fd(), list, count) })
+            }
+        }
+    }
+
+    /// A second descriptor for the same end.
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Socket(fd) => Self::Socket(fd.try_clone()?),
+            Self::Pipe(fd) => Self::Pipe(fd.try_clone()?),
+        })
+    }
+}
+
+impl AsFd for Transport {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Socket(fd) | Self::Pipe(fd) => fd.as_fd(),
+        }
+    }
+}
+
+/// Writes some of the batch at a file offset.
+pub(crate) fn put_at(fd: BorrowedFd<'_>, batch: &Batch<'_, Out>, offset: i64) -> io::Result<usize> {
+    let (list, count) = parts(batch.entries());
+    // SAFETY: the batch's entries are valid for reads; the list has `count` of them.
+    answer(unsafe { libc::pwritev(fd.as_raw_fd(), list, count, offset) })
+}
+
+/// Reads some of the batch from a file offset.
+pub(crate) fn get_at(fd: BorrowedFd<'_>, batch: &Batch<'_, In>, offset: i64) -> io::Result<usize> {
+    let (list, count) = parts(batch.entries());
+    // SAFETY: the batch's entries are valid for writes; the list has `count` of them.
+    answer(unsafe { libc::preadv(fd.as_raw_fd(), list, count, offset) })
+}
+
+fn parts(entries: &[iovec]) -> (*const iovec, c_int) {
+    // A batch has at most ENTRIES_MAX entries.
+    (entries.as_ptr(), c_int::try_from(entries.len()).unwrap_or(c_int::MAX))
+}
+
+fn message(entries: &[iovec]) -> libc::msghdr {
+    // SAFETY: all zero is the header of an empty message; its fields differ between C libraries, hence no literal.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    message.msg_iov = entries.as_ptr().cast_mut();
+    message.msg_iovlen = entries.len() as _;
+    message
+}
+
+fn answer(returned: isize) -> io::Result<usize> {
+    usize::try_from(returned).map_err(|_| io::Error::last_os_error())
+}
