@@ -1,0 +1,195 @@
+//! The first bytes of every stream: file header and configuration record.
+//!
+//! Facts: QEMU docs, migration framework; magic `QEVM`, version 3, then the configuration record with the machine type
+//! and up to three subsections. Both ends must agree on the *validated* capabilities (`mapped-ram`,
+//! `x-ignore-shared`); a missing subsection means that they are off.
+
+use crate::cursor::{Cursor, Stop, put_name};
+use crate::error::{EncodeError, Fault, StreamError};
+use crate::section::{CONFIGURATION, SUBSECTION};
+
+/// The four bytes every stream begins with.
+pub const MAGIC: [u8; 4] = *b"QEVM";
+/// The version of the file header.
+pub const VERSION: u32 = 3;
+/// Name of the capability that makes a stream a mapped-ram file.
+pub const MAPPED_RAM: &str = "mapped-ram";
+/// Name of the capability that leaves shared memory out and adds addresses to the RAM block list.
+pub const IGNORE_SHARED: &str = "x-ignore-shared";
+/// Longest machine name in bytes; QEMU's own are below 40.
+pub const MACHINE_LIMIT: u32 = 255;
+/// Most capabilities that a configuration record may list.
+pub const CAPABILITIES_LIMIT: u32 = 64;
+
+const TARGET_PAGE_BITS: &str = "configuration/target-page-bits";
+const CAPABILITIES: &str = "configuration/capabilities";
+const UUID: &str = "configuration/uuid";
+
+/// What a stream says about the VM as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Configuration {
+    /// Canonical machine type, e.g. `pc-i440fx-10.0`.
+    pub machine: String,
+    /// Validated capabilities that are on.
+    pub capabilities: Vec<String>,
+    /// The VM's UUID, if the source has `validate-uuid` on.
+    pub uuid: Option<[u8; 16]>,
+    /// log2 of the target page size, where it is above the CPU family's minimum (never on x86).
+    pub target_page_bits: Option<u32>,
+}
+
+impl Configuration {
+    /// A configuration of `machine` and nothing else.
+    pub fn new(machine: impl Into<String>) -> Self {
+        Self { machine: machine.into(), ..Self::default() }
+    }
+
+    /// Whether the validated capability `name` is on.
+    pub fn has_capability(&self, name: &str) -> bool {
+        self.capabilities.iter().any(|capability| capability == name)
+    }
+
+    /// This configuration with the capability `mapped-ram` on, once.
+    pub fn with_mapped_ram(mut self) -> Self {
+        if !self.has_capability(MAPPED_RAM) {
+            self.capabilities.push(MAPPED_RAM.to_owned());
+        }
+        self
+    }
+
+    /// This configuration with the capability `mapped-ram` off: for the same VM over a socket.
+    pub fn without_mapped_ram(mut self) -> Self {
+        self.capabilities.retain(|capability| capability != MAPPED_RAM);
+        self
+    }
+
+    /// Appends file header and configuration record.
+    ///
+    /// # Errors
+    /// A machine or capability name that does not fit, or too many capabilities; `out` is then in an unusable state.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&VERSION.to_be_bytes());
+        out.push(CONFIGURATION);
+        let length = u32::try_from(self.machine.len()).ok().filter(|length| (1..=MACHINE_LIMIT).contains(length));
+        let length =
+            length.ok_or_else(|| EncodeError::Name { what: "machine", name: self.machine.clone(), limit: 255 })?;
+        out.extend_from_slice(&length.to_be_bytes());
+        out.extend_from_slice(self.machine.as_bytes());
+        if let Some(bits) = self.target_page_bits {
+            begin_subsection(TARGET_PAGE_BITS, out)?;
+            out.extend_from_slice(&bits.to_be_bytes());
+        }
+        if !self.capabilities.is_empty() {
+            begin_subsection(CAPABILITIES, out)?;
+            let count = u32::try_from(self.capabilities.len()).ok().filter(|count| *count <= CAPABILITIES_LIMIT);
+            let count = count.ok_or(EncodeError::Number {
+                what: "number of capabilities",
+                value: crate::cursor::u64_from(self.capabilities.len()),
+                rule: "at most 64",
+            })?;
+            out.extend_from_slice(&count.to_be_bytes());
+            for capability in &self.capabilities {
+                put_name("capability", capability, out)?;
+            }
+        }
+        if let Some(uuid) = &self.uuid {
+            begin_subsection(UUID, out)?;
+            out.extend_from_slice(uuid);
+        }
+        Ok(())
+    }
+
+    /// Reads file header and configuration record from the beginning of a stream: the configuration and its length in
+    /// bytes, or `None` if `input` ends before the byte that follows the record (only that byte tells that no further
+    /// subsection comes).
+    ///
+    /// # Errors
+    /// Anything that is not a stream of version 3 with a configuration that limosa knows.
+    pub fn decode(input: &[u8]) -> Result<Option<(Self, usize)>, StreamError> {
+        let mut cursor = Cursor::new(input);
+        match Self::read(&mut cursor) {
+            Ok(configuration) => Ok(Some((configuration, cursor.at()))),
+            Err(Stop::Need(_)) => Ok(None),
+            Err(stop) => Err(stop.into_error(0, "file header and configuration", input.len())),
+        }
+    }
+
+    pub(crate) fn read(cursor: &mut Cursor<'_>) -> Result<Self, Stop> {
+        let found = cursor.array::<4>()?;
+        if found != MAGIC {
+            let fault = Fault::expected("the magic \"QEVM\" of a migration stream", format_args!("{:02x?}", found));
+            return Err(Stop::Fail { at: 0, fault });
+        }
+        let version = cursor.be32()?;
+        if version != VERSION {
+            return Err(Stop::Fail { at: 4, fault: Fault::expected("stream version 3", version) });
+        }
+        let kind = cursor.u8()?;
+        if kind != CONFIGURATION {
+            let fault = Fault::expected("a configuration record (0x07)", format_args!("{kind:#04x}"));
+            return Err(Stop::Fail { at: 8, fault });
+        }
+        let length = cursor.be32()?;
+        if length == 0 || length > MACHINE_LIMIT {
+            let fault = Fault::TooLarge {
+                what: "length of the machine name",
+                value: length.into(),
+                limit: MACHINE_LIMIT.into(),
+            };
+            return Err(Stop::Fail { at: 9, fault });
+        }
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        let machine = std::str::from_utf8(cursor.take(length)?)
+            .map_err(|_| Stop::Fail { at: 13, fault: Fault::expected("a machine name", "bytes that are not UTF-8") })?;
+        let mut configuration = Self::new(machine);
+        while cursor.peek()? == SUBSECTION {
+            configuration.read_subsection(cursor)?;
+        }
+        Ok(configuration)
+    }
+
+    fn read_subsection(&mut self, cursor: &mut Cursor<'_>) -> Result<(), Stop> {
+        let begin = cursor.at();
+        cursor.u8()?;
+        let name = cursor.name("a configuration subsection")?;
+        let version = cursor.be32()?;
+        if version != 1 {
+            let fault = Fault::expected(format!("version 1 of configuration subsection {name:?}"), version);
+            return Err(Stop::Fail { at: begin, fault });
+        }
+        let again = match name {
+            TARGET_PAGE_BITS => self.target_page_bits.replace(cursor.be32()?).is_some(),
+            UUID => self.uuid.replace(cursor.array()?).is_some(),
+            CAPABILITIES => {
+                let count = cursor.be32()?;
+                if count == 0 || count > CAPABILITIES_LIMIT {
+                    let limit = CAPABILITIES_LIMIT.into();
+                    let fault = Fault::TooLarge { what: "number of capabilities", value: count.into(), limit };
+                    return Err(Stop::Fail { at: begin, fault });
+                }
+                let again = !self.capabilities.is_empty();
+                for _ in 0..count {
+                    self.capabilities.push(cursor.name("a capability name")?.to_owned());
+                }
+                again
+            }
+            other => {
+                let fault = Fault::expected("a known configuration subsection", format_args!("{other:?}"));
+                return Err(Stop::Fail { at: begin, fault });
+            }
+        };
+        if again {
+            let fault = Fault::expected("each configuration subsection once", format_args!("{name:?} again"));
+            return Err(Stop::Fail { at: begin, fault });
+        }
+        Ok(())
+    }
+}
+
+fn begin_subsection(name: &str, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+    out.push(SUBSECTION);
+    put_name("configuration subsection", name, out)?;
+    out.extend_from_slice(&1u32.to_be_bytes());
+    Ok(())
+}

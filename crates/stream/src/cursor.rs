@@ -1,0 +1,126 @@
+//! Bounded big-endian reading from a byte slice that may still grow.
+//!
+//! Running out of input is not an error here: the caller learns how many bytes the whole item wants and comes again
+//! with more. What is read is only borrowed; nothing is allocated from a length found in the input.
+
+use crate::error::{Fault, StreamError};
+use std::borrow::Cow;
+
+/// Why reading stopped.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// So many bytes, counted from the cursor's first, are wanted at least.
+    Need(usize),
+    /// The bytes are wrong, `at` bytes behind the cursor's first.
+    Fail { at: usize, fault: Fault },
+}
+
+impl Stop {
+    /// As an error of the stream in which the cursor's first byte stands at `base`; `Need` becomes `Truncated`.
+    pub(crate) fn into_error(self, base: u64, place: impl Into<Cow<'static, str>>, available: usize) -> StreamError {
+        let place = place.into();
+        match self {
+            Self::Need(wanted) => {
+                StreamError::new(base, place.clone(), Fault::Truncated { what: place, wanted, available })
+            }
+            Self::Fail { at, fault } => StreamError::new(base.saturating_add(u64_from(at)), place, fault),
+        }
+    }
+}
+
+/// A length in memory as a length in a stream: never loses anything on a machine that runs QEMU.
+pub(crate) fn u64_from(length: usize) -> u64 {
+    u64::try_from(length).unwrap_or(u64::MAX)
+}
+
+pub(crate) struct Cursor<'a> {
+    input: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(input: &'a [u8]) -> Self {
+        Self { input, at: 0 }
+    }
+
+    /// A cursor at the same place, to look ahead; what it needs counts from the same first byte.
+    pub(crate) fn fork(&self) -> Self {
+        Self { input: self.input, at: self.at }
+    }
+
+    pub(crate) fn at(&self) -> usize {
+        self.at
+    }
+
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.at == self.input.len()
+    }
+
+    /// An error about what begins at the cursor.
+    pub(crate) fn fail(&self, fault: Fault) -> Stop {
+        Stop::Fail { at: self.at, fault }
+    }
+
+    pub(crate) fn take(&mut self, length: usize) -> Result<&'a [u8], Stop> {
+        let end = self.at.saturating_add(length);
+        let taken = self.input.get(self.at..end).ok_or(Stop::Need(end))?;
+        self.at = end;
+        Ok(taken)
+    }
+
+    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
+        let rest = self.input.get(self.at..).unwrap_or_default();
+        let taken = rest.first_chunk::<N>().ok_or(Stop::Need(self.at.saturating_add(N)))?;
+        self.at += N;
+        Ok(*taken)
+    }
+
+    pub(crate) fn peek(&self) -> Result<u8, Stop> {
+        self.input.get(self.at).copied().ok_or(Stop::Need(self.at.saturating_add(1)))
+    }
+
+    pub(crate) fn u8(&mut self) -> Result<u8, Stop> {
+        self.array::<1>().map(|[byte]| byte)
+    }
+
+    pub(crate) fn be16(&mut self) -> Result<u16, Stop> {
+        self.array().map(u16::from_be_bytes)
+    }
+
+    pub(crate) fn be32(&mut self) -> Result<u32, Stop> {
+        self.array().map(u32::from_be_bytes)
+    }
+
+    pub(crate) fn be64(&mut self) -> Result<u64, Stop> {
+        self.array().map(u64::from_be_bytes)
+    }
+
+    /// A length byte and so many bytes of UTF-8, at least one.
+    pub(crate) fn name(&mut self, what: &'static str) -> Result<&'a str, Stop> {
+        let begin = self.at;
+        let length = usize::from(self.u8()?);
+        if length == 0 {
+            return Err(Stop::Fail { at: begin, fault: Fault::expected(what, "an empty name") });
+        }
+        let bytes = self.take(length)?;
+        std::str::from_utf8(bytes).map_err(|_| Stop::Fail {
+            at: begin,
+            fault: Fault::expected(
+                what,
+                format_args!("bytes that are not UTF-8: {:?}", bytes.escape_ascii().to_string()),
+            ),
+        })
+    }
+}
+
+/// Appends a length byte and `name`.
+pub(crate) fn put_name(what: &'static str, name: &str, out: &mut Vec<u8>) -> Result<(), crate::EncodeError> {
+    match u8::try_from(name.len()) {
+        Ok(length) if length > 0 => {
+            out.push(length);
+            out.extend_from_slice(name.as_bytes());
+            Ok(())
+        }
+        _ => Err(crate::EncodeError::Name { what, name: name.to_owned(), limit: 255 }),
+    }
+}

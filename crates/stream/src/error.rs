@@ -1,0 +1,208 @@
+//! What can be wrong with a stream, and where.
+//!
+//! A reader of an error must be able to open the file in a hex viewer and look at the right byte: every decoding error
+//! carries the stream offset, the section (or record) it happened in, and what was expected there. Text from outside
+//! is quoted and escaped.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// A decoding error: where it happened and what was wrong there.
+///
+/// Boxed inside, so that a `Result` on the per-page path stays small.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StreamError(Box<Inner>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Inner {
+    offset: u64,
+    place: Cow<'static, str>,
+    fault: Fault,
+}
+
+impl StreamError {
+    /// An error `fault` at `offset` bytes into the stream (or file), inside `place`, e.g. `section "ram" (id 2)`.
+    pub fn new(offset: u64, place: impl Into<Cow<'static, str>>, fault: Fault) -> Self {
+        Self(Box::new(Inner { offset, place: place.into(), fault }))
+    }
+
+    /// Bytes from the beginning of the stream to what is wrong.
+    pub fn offset(&self) -> u64 {
+        self.0.offset
+    }
+
+    /// The section, record or file part in which it happened.
+    pub fn place(&self) -> &str {
+        &self.0.place
+    }
+
+    /// What is wrong.
+    pub fn fault(&self) -> &Fault {
+        &self.0.fault
+    }
+}
+
+impl fmt::Display for StreamError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "offset {:#x}, {}: {}", self.0.offset, self.0.place, self.0.fault)
+    }
+}
+
+impl std::error::Error for StreamError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.0.fault)
+    }
+}
+
+/// The kinds of things that can be wrong with decoded bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Fault {
+    /// Something else stands where `what` had to be.
+    #[error("expected {what}, found {found}")]
+    Expected {
+        /// What had to be there.
+        what: Cow<'static, str>,
+        /// What is there.
+        found: String,
+    },
+    /// The input ends inside `what`.
+    #[error("the input ends inside {what}: {wanted} bytes wanted, {available} there")]
+    Truncated {
+        /// What was being read.
+        what: Cow<'static, str>,
+        /// Bytes that it takes at least.
+        wanted: usize,
+        /// Bytes that were there.
+        available: usize,
+    },
+    /// A count or length is larger than anything sensible.
+    #[error("{what} is {value}, more than the limit of {limit}")]
+    TooLarge {
+        /// The count or length.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// The largest value that is accepted.
+        limit: u64,
+    },
+    /// A record names a RAM block that START did not list.
+    #[error("RAM block {name:?} was not listed in the START section")]
+    UnknownBlock {
+        /// The name in the record.
+        name: String,
+    },
+    /// START lists one RAM block name twice.
+    #[error("RAM block {name:?} is listed twice")]
+    DuplicateBlock {
+        /// The repeated name.
+        name: String,
+    },
+    /// A record lies outside its RAM block.
+    #[error("page at {offset:#x} lies outside RAM block {block:?} of {used_length:#x} bytes")]
+    OutsideBlock {
+        /// The block's name.
+        block: String,
+        /// Byte offset of the page inside the block.
+        offset: u64,
+        /// The block's length in bytes.
+        used_length: u64,
+    },
+    /// The parts of a mapped-ram file contradict each other or the file's length.
+    #[error("{what} at {start:#x}..{end:#x} {problem}")]
+    Placement {
+        /// The part, e.g. `bitmap of RAM block "pc.ram"`.
+        what: String,
+        /// First byte in the file.
+        start: u64,
+        /// First byte behind it.
+        end: u64,
+        /// What is wrong with that place.
+        problem: String,
+    },
+    /// The stream uses a feature that this decoder does not take.
+    #[error("{0}")]
+    Unsupported(Feature),
+}
+
+impl Fault {
+    pub(crate) fn expected(what: impl Into<Cow<'static, str>>, found: impl fmt::Display) -> Self {
+        Self::Expected { what: what.into(), found: found.to_string() }
+    }
+}
+
+/// Features of the format that a decoder recognizes and refuses.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Feature {
+    /// Records of capability `xbzrle` (flag 0x40): page deltas.
+    #[error("the stream carries xbzrle page deltas; turn the capability xbzrle off at the source")]
+    Xbzrle,
+    /// Flag 0x200: pages travel on multifd channels.
+    #[error(
+        "the stream joins with multifd channels, which carry its pages; turn the capability multifd off at the source"
+    )]
+    Multifd,
+    /// Flag 0x80: RDMA.
+    #[error("the stream is controlled by RDMA hooks, which only an rdma: transport can follow")]
+    RdmaHook,
+    /// Flag 0x100: pages compressed one by one, removed in QEMU 9.1.
+    #[error("the stream carries compressed pages; turn the capability compress off at the source")]
+    CompressedPage,
+    /// Section `dirty-bitmap`: capability `dirty-bitmaps`.
+    #[error("the stream carries block dirty bitmaps; turn the capability dirty-bitmaps off at the source")]
+    DirtyBitmaps,
+    /// The early section of a virtio-mem device, which nothing delimits before the end of the stream.
+    #[error("device section {name:?} comes before the RAM pages: virtio-mem devices are not supported")]
+    VirtioMem {
+        /// The section's name.
+        name: String,
+    },
+    /// An iterable section of another device, for example of an assigned one (vfio).
+    #[error("iterable section {name:?} has no length of its own, so it cannot be passed over")]
+    IterableSection {
+        /// The section's name.
+        name: String,
+    },
+    /// Command 8: COLO.
+    #[error("the stream enables COLO (fault tolerance by two running VMs)")]
+    Colo,
+    /// A target page size other than 4 KiB.
+    #[error("target pages of 2^{bits} bytes; only 4096-byte pages (2^12) are supported")]
+    TargetPageBits {
+        /// log2 of the target page size.
+        bits: u32,
+    },
+}
+
+/// Why something cannot be put into QEMU's format.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EncodeError {
+    /// A name does not fit into its length byte, or is empty.
+    #[error("{what} {name:?} has {} bytes, the format takes 1 to {limit}", name.len())]
+    Name {
+        /// What is named.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// Longest name in bytes.
+        limit: usize,
+    },
+    /// A number is not a multiple of what the format asks for, or is beyond its bound.
+    #[error("{what} is {value:#x}: {rule}")]
+    Number {
+        /// What the number is.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+    /// Two RAM blocks have one name.
+    #[error("RAM block {name:?} is given twice")]
+    DuplicateBlock {
+        /// The repeated name.
+        name: String,
+    },
+}

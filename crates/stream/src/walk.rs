@@ -1,0 +1,135 @@
+//! A decoder driven over something that can be read at offsets: a mapped-ram file, a recorded stream.
+//!
+//! Page payloads and packages are passed over without being read, and the jumps of a mapped-ram file are followed, so
+//! walking costs what stands between the pages. The reads themselves are the caller's, as a closure.
+
+use crate::decoder::{Decoder, Event, Options, Step};
+use crate::error::StreamError;
+use std::io;
+
+/// Reads into the buffer at an offset in the file: how many bytes came, 0 only at the end of the file.
+pub trait ReadAt: FnMut(u64, &mut [u8]) -> io::Result<usize> {}
+
+impl<F: FnMut(u64, &mut [u8]) -> io::Result<usize>> ReadAt for F {}
+
+/// Why a walk cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WalkError {
+    /// The stream is wrong.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// Reading failed.
+    #[error("reading {wanted} bytes at offset {offset:#x}: {source}")]
+    Read {
+        /// File offset of the read.
+        offset: u64,
+        /// Bytes that were asked for.
+        wanted: usize,
+        /// The reader's error.
+        source: io::Error,
+    },
+}
+
+/// A [`Decoder`] and a window over the file it decodes.
+#[derive(Debug)]
+pub struct StreamWalk<R> {
+    decoder: Decoder,
+    source: R,
+    base: u64,
+    /// File offset of the next byte to decode.
+    position: u64,
+    window: Box<[u8]>,
+    /// The part of the window that holds the bytes at `position`.
+    begin: usize,
+    end: usize,
+    /// Small while pages are jumped over, so that a jump does not throw much away; doubled while events follow closely.
+    ahead: usize,
+}
+
+const SMALLEST_READ: usize = 512;
+
+impl<R: ReadAt> StreamWalk<R> {
+    /// Walks the stream that begins at `options.base`.
+    pub fn new(source: R, options: Options) -> Self {
+        Self {
+            decoder: Decoder::with_options(options),
+            source,
+            base: options.base,
+            position: options.base,
+            window: vec![0; Decoder::LARGEST_NEED].into_boxed_slice(),
+            begin: 0,
+            end: 0,
+            ahead: SMALLEST_READ,
+        }
+    }
+
+    /// File offset of the next event, behind any payload of the last one.
+    pub fn offset(&self) -> u64 {
+        self.position
+    }
+
+    /// The decoder, for what it knows about the RAM blocks.
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// The next event. The payload of [`Event::Page`] is the 4096 bytes before [`offset`](Self::offset), that of
+    /// [`Event::Package`] the `length` bytes before it. After [`Event::DeviceTail`] or [`Event::EndOfStream`] the walk
+    /// is over; the next call says the same again.
+    ///
+    /// # Errors
+    /// A read that failed, a stream that is wrong or ends inside something.
+    pub fn next_event(&mut self) -> Result<Event, WalkError> {
+        loop {
+            let input = self.window.get(self.begin..self.end).unwrap_or_default();
+            match self.decoder.step(input)? {
+                Step::Need(wanted) => self.fill(wanted)?,
+                Step::Event { consumed, event } => {
+                    self.begin += consumed;
+                    let target = self.base.saturating_add(self.decoder.offset());
+                    self.position = self.position.saturating_add(crate::cursor::u64_from(consumed));
+                    if target != self.position {
+                        self.jump(target);
+                    }
+                    return Ok(event);
+                }
+            }
+        }
+    }
+
+    /// Goes on at file offset `target`, inside the window if it is there.
+    fn jump(&mut self, target: u64) {
+        let distance = target.checked_sub(self.position).and_then(|distance| usize::try_from(distance).ok());
+        match distance.and_then(|distance| self.begin.checked_add(distance)).filter(|begin| *begin <= self.end) {
+            Some(begin) => self.begin = begin,
+            None => {
+                (self.begin, self.end) = (0, 0);
+                self.ahead = SMALLEST_READ;
+            }
+        }
+        self.position = target;
+    }
+
+    /// Makes the window hold at least `wanted` bytes at `position`.
+    fn fill(&mut self, wanted: usize) -> Result<(), WalkError> {
+        self.window.copy_within(self.begin..self.end, 0);
+        (self.begin, self.end) = (0, self.end - self.begin);
+        let goal = wanted.max(self.ahead).min(self.window.len());
+        self.ahead = self.ahead.saturating_mul(2).min(self.window.len());
+        while self.end < wanted {
+            let offset = self.position.saturating_add(crate::cursor::u64_from(self.end));
+            let Some(free) = self.window.get_mut(self.end..goal).filter(|free| !free.is_empty()) else {
+                return Err(self.decoder.truncated(self.end, wanted).into());
+            };
+            let asked = free.len();
+            match (self.source)(offset, free) {
+                Ok(0) => return Err(self.decoder.truncated(self.end, wanted).into()),
+                Ok(came) => self.end += came.min(asked),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => return Err(WalkError::Read { offset, wanted: asked, source }),
+            }
+        }
+        Ok(())
+    }
+}
