@@ -10,7 +10,9 @@
 
 mod atomic;
 mod plain;
+mod runs;
 mod word;
 
 pub use atomic::AtomicPageBitmap;
-pub use plain::{BitmapError, PageBitmap, Runs};
+pub use plain::{BitmapError, PageBitmap};
+pub use runs::Runs;

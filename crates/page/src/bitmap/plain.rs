@@ -1,10 +1,10 @@
-//! The bitmap with one owner, and the iterator over its runs.
+//! The bitmap with one owner.
 
 use std::fmt;
-use std::iter::FusedIterator;
 
 use thiserror::Error;
 
+use super::runs::Runs;
 use super::word::{self, Span};
 use crate::{PageNumber, PageRange};
 
@@ -203,7 +203,7 @@ impl PageBitmap {
     /// The maximal ranges of set bits inside `range`, ascending.
     #[must_use]
     pub fn runs_in(&self, range: PageRange) -> Runs<'_> {
-        Runs { words: &self.words, flip: 0, at: range.start.0, end: range.end.0.min(self.pages) }
+        Runs::new(&self.words, 0, Span::of(range, self.pages))
     }
 
     /// The maximal ranges of clear bits, ascending.
@@ -215,7 +215,7 @@ impl PageBitmap {
     /// The maximal ranges of clear bits inside `range`, ascending.
     #[must_use]
     pub fn gaps_in(&self, range: PageRange) -> Runs<'_> {
-        Runs { words: &self.words, flip: u64::MAX, at: range.start.0, end: range.end.0.min(self.pages) }
+        Runs::new(&self.words, u64::MAX, Span::of(range, self.pages))
     }
 
     /// Adds the pages of `other`. Those that this bitmap has no bit for are left out.
@@ -286,29 +286,3 @@ fn find(words: &[u64], flip: u64, from: u64, end: u64) -> Option<u64> {
     let page = word::first_page(at) + u64::from(bits.trailing_zeros());
     (page < end).then_some(page)
 }
-
-/// Maximal ranges of equal bits of a [`PageBitmap`], ascending; a word of 64 equal bits is passed in one step.
-#[derive(Clone, Debug)]
-pub struct Runs<'a> {
-    words: &'a [u64],
-    flip: u64,
-    at: u64,
-    end: u64,
-}
-
-impl Iterator for Runs<'_> {
-    type Item = PageRange;
-
-    #[inline]
-    fn next(&mut self) -> Option<PageRange> {
-        let Some(start) = find(self.words, self.flip, self.at, self.end) else {
-            self.at = self.end;
-            return None;
-        };
-        let end = find(self.words, !self.flip, start, self.end).unwrap_or(self.end);
-        self.at = end;
-        Some(PageRange::new(PageNumber(start), PageNumber(end)))
-    }
-}
-
-impl FusedIterator for Runs<'_> {}
