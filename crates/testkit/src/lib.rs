@@ -1,1 +1,63 @@
-//! Real guests for limosa's tests: the beat boot sector, Linux in QEMU, paused VMs with prefilled memory.
+//! Real guests for limosa's tests: stock QEMU with a guest whose memory can be proven consistent after a migration.
+//!
+//! - [`Machine`] describes a VM once; a source and a destination started from it match.
+//! - [`Vm`] is a running QEMU with two QMP monitors: one for the testkit's own [`Qmp`] client, one left free for limosa.
+//! - [`BeatGuest`] is a boot sector that bumps one byte per page, page after page, lap after lap, and beats on the serial
+//!   port once per lap: whatever a migration loses, repeats or mixes up shows in [`check_beat`].
+//! - [`LinuxGuest`] is the distribution's kernel with busybox that counts on its serial port and takes commands there.
+//! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
+//! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
+//!
+//! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
+//! crate of limosa is used here, so that a test checks limosa by independent means.
+//!
+//! ```no_run
+//! use limosa_testkit::{BeatGuest, Machine};
+//! use std::time::Duration;
+//!
+//! # fn main() -> anyhow::Result<()> {
+//! // Migrate a running guest from one stock QEMU to another and prove that nothing was lost.
+//! let machine = Machine::beat(BeatGuest::default());
+//! let source = machine.start()?;
+//! source.wait_beats(2)?;
+//! let destination = machine.start_incoming()?;
+//! source.migrate_to(&destination)?;
+//! destination.wait_beats(2)?;
+//! let beat = destination.check_beat()?;
+//! println!("lap byte {}, {} pages into the lap", beat.ahead, beat.pages_ahead);
+//! # Ok(())
+//! # }
+//! ```
+
+mod backend;
+mod beat;
+mod fault;
+mod initrd;
+mod linux;
+mod machine;
+mod plain_migration;
+mod prefill;
+mod process;
+mod proxy;
+mod qmp;
+mod requirement;
+mod scratch;
+mod serial;
+mod vm;
+
+pub use backend::{HugePages, MemoryBackend};
+pub use beat::{Beat, BeatError, BeatGuest, check_beat};
+pub use fault::{Kill, kill9, kill9_after};
+pub use linux::LinuxGuest;
+pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};
+pub use prefill::{PageKind, Prefill};
+pub use process::{Process, is_alive};
+pub use proxy::{Direction, Proxy};
+pub use qmp::{Qmp, QmpFailure};
+pub use requirement::{guest_folder, qemu_skipped, require_qemu};
+pub use scratch::scratch;
+pub use serial::{Line, Serial};
+pub use vm::Vm;
+
+/// Bytes of a guest page.
+pub const PAGE: u64 = 4096;

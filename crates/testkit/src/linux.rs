@@ -1,0 +1,90 @@
+//! The Linux guest: the distribution's kernel with a busybox whose init counts and takes commands.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+
+use crate::initrd::Initrd;
+use crate::requirement::guest_folder;
+
+/// In the order in which they can be loaded; a kernel that has one built in has no file for it.
+const MODULES: [&str; 10] = [
+    "virtio",
+    "virtio_ring",
+    "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev",
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_balloon",
+    "failover",
+    "net_failover",
+    "virtio_net",
+];
+
+/// Linux with busybox. On its serial port it prints `count N` about ten times a second, and runs each line it gets there
+/// as a shell line, whose output is followed by `done STATUS`. [`crate::Vm::shell`] and [`crate::Vm::wait_counts`] use that.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LinuxGuest {
+    /// Whether virtio devices get their drivers.
+    pub modules: bool,
+    /// More words for the kernel's command line.
+    pub kernel_words: String,
+}
+
+impl Default for LinuxGuest {
+    fn default() -> Self {
+        Self { modules: true, kernel_words: String::new() }
+    }
+}
+
+const INIT: &str = "\
+#!/bin/busybox sh
+/bin/busybox mkdir -p /proc /sys /dev /tmp
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev 2>/dev/null
+exec 0</dev/ttyS0 1>/dev/ttyS0 2>&1
+stty -echo
+for module in MODULES; do
+    if [ -e /modules/$module.ko ]; then insmod /modules/$module.ko || echo \"no module $module\"; fi
+done
+echo ready
+( n=0; while :; do n=$((n+1)); echo \"count $n\"; sleep 0.1; done ) &
+while read -r line; do
+    eval \"$line\"
+    echo \"done $?\"
+done
+";
+
+impl LinuxGuest {
+    /// QEMU's arguments; the initrd is written into `folder`.
+    pub(crate) fn arguments(&self, folder: &Path) -> Result<Vec<(&'static str, String)>> {
+        let parts = guest_folder()?;
+        let mut initrd = Initrd::default();
+        initrd.folder("bin");
+        initrd.folder("dev");
+        initrd.character_device("dev/console", 5, 1);
+        let busybox = std::fs::read(parts.join("busybox")).context("the guest's busybox")?;
+        initrd.file("bin/busybox", 0o755, &busybox)?;
+        if self.modules {
+            initrd.folder("modules");
+            for name in MODULES {
+                let file = format!("modules/{name}.ko");
+                if let Ok(module) = std::fs::read(parts.join(&file)) {
+                    initrd.file(&file, 0o644, &module)?;
+                }
+            }
+        }
+        initrd.file("init", 0o755, INIT.replace("MODULES", &MODULES.join(" ")).as_bytes())?;
+        let path = folder.join("initrd");
+        std::fs::write(&path, initrd.finish()).with_context(|| path.display().to_string())?;
+        let words = format!("console=ttyS0 quiet panic=-1 init_on_alloc=0 {}", self.kernel_words);
+        Ok(vec![
+            ("-kernel", parts.join("vmlinuz").to_string_lossy().into_owned()),
+            ("-initrd", path.to_string_lossy().into_owned()),
+            ("-append", words.trim().to_owned()),
+            ("-cpu", "max".to_owned()),
+        ])
+    }
+}

@@ -1,0 +1,307 @@
+//! A forwarder between two unix sockets that can stall, delay, or cut a connection at an exact byte.
+//!
+//! It carries bytes only, no descriptors: made for migration channels, where every connection made to it becomes one to
+//! the real listener.
+
+use std::io::{Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+
+/// A direction through the proxy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From whoever connected to the proxy to the listener behind it: the migration stream.
+    Forward,
+    /// Back: the return path.
+    Backward,
+}
+
+#[derive(Debug, Default)]
+struct Lane {
+    passed: u64,
+    stalled: bool,
+    cut_at: Option<u64>,
+    delay: Duration,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    lanes: [Lane; 2],
+    connections: Vec<(UnixStream, UnixStream)>,
+    accepted: usize,
+    closed: bool,
+}
+
+type Shared = Arc<(Mutex<State>, Condvar)>;
+
+/// The forwarder; dropping it closes every connection through it.
+#[derive(Debug)]
+pub struct Proxy {
+    path: PathBuf,
+    shared: Shared,
+}
+
+impl Proxy {
+    /// Listens at `path` and connects to `target` for each connection it gets. The target need not listen yet.
+    ///
+    /// # Errors
+    /// The path cannot be bound.
+    pub fn start(path: &Path, target: &Path) -> Result<Self> {
+        let listener = UnixListener::bind(path).with_context(|| format!("binding {}", path.display()))?;
+        let shared = Shared::default();
+        let (state, target) = (Arc::clone(&shared), target.to_path_buf());
+        std::thread::spawn(move || accept(&listener, &target, &state));
+        Ok(Self { path: path.to_path_buf(), shared })
+    }
+
+    /// Where to connect to.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes that went through so far, over all connections.
+    pub fn passed(&self, direction: Direction) -> u64 {
+        lane(&mut self.lock(), direction).passed
+    }
+
+    /// Connections made so far.
+    pub fn accepted(&self) -> usize {
+        self.lock().accepted
+    }
+
+    /// Lets nothing through until [`Proxy::go_on`]; the connections stay open.
+    pub fn stall(&self, direction: Direction) {
+        lane(&mut self.lock(), direction).stalled = true;
+    }
+
+    /// Ends a stall.
+    pub fn go_on(&self, direction: Direction) {
+        lane(&mut self.lock(), direction).stalled = false;
+        self.shared.1.notify_all();
+    }
+
+    /// Closes all connections, both ways, when exactly `byte` bytes in all have gone through in this direction.
+    pub fn cut_at(&self, direction: Direction, byte: u64) {
+        lane(&mut self.lock(), direction).cut_at = Some(byte);
+        self.shared.1.notify_all();
+    }
+
+    /// Closes all connections now; new ones are accepted.
+    pub fn cut(&self) {
+        cut(&mut self.lock());
+        self.shared.1.notify_all();
+    }
+
+    /// Holds every piece back for `delay` before it is passed on.
+    pub fn delay(&self, direction: Direction, delay: Duration) {
+        lane(&mut self.lock(), direction).delay = delay;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.shared)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        let mut state = self.lock();
+        state.closed = true;
+        cut(&mut state);
+        drop(state);
+        self.shared.1.notify_all();
+        // Wakes the accepting thread, which then sees that all is over.
+        let _ = UnixStream::connect(&self.path);
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn lock(shared: &Shared) -> MutexGuard<'_, State> {
+    shared.0.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn lane(state: &mut State, direction: Direction) -> &mut Lane {
+    let [forward, backward] = &mut state.lanes;
+    match direction {
+        Direction::Forward => forward,
+        Direction::Backward => backward,
+    }
+}
+
+fn cut(state: &mut State) {
+    for (a, b) in state.connections.drain(..) {
+        // Either may be closed by its other end already.
+        let _ = a.shutdown(Shutdown::Both);
+        let _ = b.shutdown(Shutdown::Both);
+    }
+}
+
+fn accept(listener: &UnixListener, target: &Path, shared: &Shared) {
+    while let Ok((near, _)) = listener.accept() {
+        if lock(shared).closed {
+            return;
+        }
+        // A refused connection is closed again: the caller sees what it would see without the proxy, only later.
+        let Ok(far) = UnixStream::connect(target) else { continue };
+        let (Ok(near_too), Ok(far_too)) = (near.try_clone(), far.try_clone()) else { continue };
+        let (Ok(near_kept), Ok(far_kept)) = (near.try_clone(), far.try_clone()) else { continue };
+        let mut state = lock(shared);
+        if state.closed {
+            return;
+        }
+        state.accepted += 1;
+        state.connections.push((near_kept, far_kept));
+        drop(state);
+        let (there, back) = (Arc::clone(shared), Arc::clone(shared));
+        std::thread::spawn(move || forward(near, far, Direction::Forward, &there));
+        std::thread::spawn(move || forward(far_too, near_too, Direction::Backward, &back));
+    }
+}
+
+/// Passes bytes on until one side closes; the close is passed on too, for this direction alone.
+fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, shared: &Shared) {
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        let length = match from.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(length) => length,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(_) => break,
+        };
+        let mut piece = buffer.get(..length).unwrap_or_default();
+        while !piece.is_empty() {
+            let (count, delay) = admit(shared, direction, piece.len());
+            if count == 0 {
+                return;
+            }
+            if !delay.is_zero() {
+                std::thread::sleep(delay);
+            }
+            let (now, later) = piece.split_at(count.min(piece.len()));
+            if to.write_all(now).is_err() {
+                // Tell the sender, as a direct connection would.
+                let _ = from.shutdown(Shutdown::Both);
+                return;
+            }
+            piece = later;
+            let mut state = lock(shared);
+            let lane = lane(&mut state, direction);
+            lane.passed += now.len() as u64;
+            if lane.cut_at.is_some_and(|at| lane.passed >= at) {
+                lane.cut_at = None;
+                cut(&mut state);
+                return;
+            }
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+/// Waits while the lane is stalled; says how many of `wanted` bytes may go (0: all is over) and how long to hold them.
+fn admit(shared: &Shared, direction: Direction, wanted: usize) -> (usize, Duration) {
+    let mut state = lock(shared);
+    loop {
+        if state.closed {
+            return (0, Duration::ZERO);
+        }
+        let lane = lane(&mut state, direction);
+        if !lane.stalled {
+            let left = lane.cut_at.map_or(u64::MAX, |at| at.saturating_sub(lane.passed));
+            if left == 0 {
+                lane.cut_at = None;
+                cut(&mut state);
+                return (0, Duration::ZERO);
+            }
+            return (wanted.min(usize::try_from(left).unwrap_or(usize::MAX)), lane.delay);
+        }
+        state = shared.1.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Through {
+        proxy: Proxy,
+        near: UnixStream,
+        far: UnixStream,
+        _folder: tempfile::TempDir,
+    }
+
+    fn through() -> Through {
+        let folder = crate::scratch().unwrap();
+        let listener = UnixListener::bind(folder.path().join("real")).unwrap();
+        let proxy = Proxy::start(&folder.path().join("proxy"), &folder.path().join("real")).unwrap();
+        let near = UnixStream::connect(proxy.path()).unwrap();
+        let far = listener.accept().unwrap().0;
+        for stream in [&near, &far] {
+            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        }
+        Through { proxy, near, far, _folder: folder }
+    }
+
+    fn read(stream: &mut UnixStream, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        stream.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn bytes_go_both_ways_and_a_close_goes_through() {
+        let mut t = through();
+        t.near.write_all(b"there").unwrap();
+        assert_eq!(read(&mut t.far, 5), b"there");
+        t.far.write_all(b"back").unwrap();
+        assert_eq!(read(&mut t.near, 4), b"back");
+        t.near.shutdown(Shutdown::Write).unwrap();
+        assert_eq!(t.far.read(&mut [0; 1]).unwrap(), 0);
+        assert_eq!((t.proxy.passed(Direction::Forward), t.proxy.accepted()), (5, 1));
+    }
+
+    #[test]
+    fn a_connection_is_cut_after_exactly_the_bytes_asked_for() {
+        let mut t = through();
+        t.proxy.cut_at(Direction::Forward, 100_001);
+        t.near.write_all(&[7; 100_000]).unwrap();
+        // The sender may see the cut while it writes the rest.
+        let _ = t.near.write_all(&[7; 1000]);
+        let mut all = Vec::new();
+        t.far.read_to_end(&mut all).unwrap();
+        assert_eq!(all.len(), 100_001);
+        assert_eq!(t.near.read(&mut [0; 1]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_stalled_connection_passes_nothing_until_it_goes_on() {
+        let mut t = through();
+        t.proxy.stall(Direction::Forward);
+        t.near.write_all(b"wait").unwrap();
+        t.far.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        assert!(t.far.read(&mut [0; 4]).is_err());
+        t.proxy.go_on(Direction::Forward);
+        t.far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(read(&mut t.far, 4), b"wait");
+    }
+
+    #[test]
+    fn cutting_now_ends_a_stalled_connection_too() {
+        let mut t = through();
+        t.proxy.stall(Direction::Forward);
+        t.near.write_all(b"lost").unwrap();
+        t.proxy.cut();
+        assert_eq!(t.far.read(&mut [0; 4]).unwrap(), 0);
+    }
+
+    #[test]
+    fn dropping_the_proxy_ends_everything_through_it() {
+        let mut t = through();
+        drop(t.proxy);
+        assert_eq!(t.far.read(&mut [0; 1]).unwrap(), 0);
+        assert_eq!(t.near.read(&mut [0; 1]).unwrap(), 0);
+    }
+}

@@ -1,0 +1,51 @@
+//! What a test needs from the machine. Law: a test that cannot run fails and names the line to run; it is skipped only
+//! if the user asked for that.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+use anyhow::{Result, bail};
+
+/// Whether `LIMOSA_SKIP_QEMU=1` is set: then a test that needs QEMU returns at once. Says so on standard error, in a
+/// form that `cargo xtask test` counts.
+pub fn qemu_skipped() -> bool {
+    let skipped = std::env::var_os("LIMOSA_SKIP_QEMU").is_some_and(|value| value == "1");
+    if skipped {
+        let name = std::thread::current().name().unwrap_or("a test").to_owned();
+        eprintln!("SKIPPED (LIMOSA_SKIP_QEMU=1): {name}");
+    }
+    skipped
+}
+
+/// Checks once per process that QEMU can be started.
+///
+/// # Errors
+/// QEMU is not there; the message names the command that installs it.
+pub fn require_qemu() -> Result<()> {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    let found = *FOUND.get_or_init(|| {
+        let mut command = Command::new("qemu-system-x86_64");
+        command.arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().is_ok_and(|status| status.success())
+    });
+    if !found {
+        bail!("qemu-system-x86_64 is missing: run `cargo xtask setup` (or skip with LIMOSA_SKIP_QEMU=1)");
+    }
+    Ok(())
+}
+
+/// The folder with the Linux guest's parts, filled by `cargo xtask setup`; `LIMOSA_GUEST_DIR` names another.
+///
+/// # Errors
+/// It is not there; the message names the command that fills it.
+pub fn guest_folder() -> Result<PathBuf> {
+    let folder = match std::env::var_os("LIMOSA_GUEST_DIR") {
+        Some(folder) => PathBuf::from(folder),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest/linux"),
+    };
+    if !folder.join("vmlinuz").is_file() || !folder.join("busybox").is_file() {
+        bail!("no Linux guest in {}: run `cargo xtask setup`", folder.display());
+    }
+    Ok(folder)
+}

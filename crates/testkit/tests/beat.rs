@@ -1,0 +1,119 @@
+//! The beat guest under plain QEMU: the proof that its check is green after a correct migration and red after a wrong one.
+
+use std::time::Duration;
+
+use limosa_testkit::{BeatError, BeatGuest, Machine, MemoryBackend, qemu_skipped, scratch};
+
+fn guest() -> BeatGuest {
+    BeatGuest::over(8 << 20)
+}
+
+#[test]
+fn a_running_guest_beats_in_order_and_its_memory_is_consistent_at_any_moment() {
+    if qemu_skipped() {
+        return;
+    }
+    let vm = Machine::beat(guest()).start().unwrap();
+    vm.wait_beats(1).unwrap();
+    for _ in 0..20 {
+        vm.check_beat().unwrap();
+    }
+    vm.wait_beats(3).unwrap();
+    let laps: Vec<u32> = vm.serial().lines().iter().map(|line| u32::from_str_radix(&line.text, 16).unwrap()).collect();
+    assert!(laps.iter().zip(1..).all(|(&lap, wanted)| lap == wanted), "{laps:?}");
+}
+
+#[test]
+fn the_check_catches_the_guest_in_the_middle_of_a_lap() {
+    if qemu_skipped() {
+        return;
+    }
+    let slow = BeatGuest { delay: 20_000, rest: 0, ..guest() };
+    let vm = Machine::beat(slow).start().unwrap();
+    vm.wait_beats(2).unwrap();
+    std::thread::sleep(Duration::from_millis(5));
+    let beat = vm.check_beat().unwrap();
+    assert!(beat.pages_ahead < u64::from(slow.pages), "{beat:?}");
+}
+
+#[test]
+fn a_guest_migrated_by_qemu_beats_on_where_it_was() {
+    if qemu_skipped() {
+        return;
+    }
+    for backend in [MemoryBackend::Anonymous, MemoryBackend::Memfd, MemoryBackend::File] {
+        let pair = Machine::beat(guest()).backend(backend).pair().unwrap();
+        pair.source.wait_beats(3).unwrap();
+        pair.source.migrate_to(&pair.destination).unwrap();
+        assert_eq!(pair.source.run_state().unwrap(), "postmigrate");
+        let last_there = pair.source.last_lap().unwrap();
+        pair.destination.wait_beats(1).unwrap();
+        pair.destination.check_beat().unwrap();
+        pair.destination.wait_beats(2).unwrap();
+        let first_here = pair.destination.serial().lines()[0].text.clone();
+        assert_eq!(u32::from_str_radix(&first_here, 16).unwrap(), last_there + 1, "{backend:?}");
+        pair.destination.check_beat().unwrap();
+    }
+}
+
+#[test]
+fn a_guest_saved_to_a_mapped_ram_file_and_loaded_beats_on() {
+    if qemu_skipped() {
+        return;
+    }
+    let folder = scratch().unwrap();
+    for threads in [0, 2] {
+        let file = folder.path().join(format!("saved{threads}"));
+        let machine = Machine::beat(guest());
+        let source = machine.start().unwrap();
+        source.wait_beats(2).unwrap();
+        source.save_file(&file, threads).unwrap();
+        let at_save = source.check_beat().unwrap();
+        drop(source);
+        let destination = machine.start_incoming_stopped().unwrap();
+        destination.load_file(&file, threads).unwrap();
+        assert_eq!(destination.check_beat().unwrap(), at_save);
+        destination.cont().unwrap();
+        destination.wait_beats(2).unwrap();
+        destination.check_beat().unwrap();
+    }
+}
+
+#[test]
+fn every_kind_of_tampering_with_migrated_memory_turns_the_check_red() {
+    if qemu_skipped() {
+        return;
+    }
+    let machine = Machine::beat(guest()).backend(MemoryBackend::Memfd);
+    let source = machine.start().unwrap();
+    let destination = machine.start_incoming_stopped().unwrap();
+    source.wait_beats(2).unwrap();
+    source.migrate_to(&destination).unwrap();
+    let intact = destination.check_beat().unwrap();
+    let page = |index: u64| guest().span().start + index * 4096;
+    let original = destination.read_memory(page(700)..page(701)).unwrap();
+
+    let expect = |what: &str, bytes: &[u8], red: fn(&BeatError) -> bool| {
+        destination.tamper(page(700), bytes).unwrap();
+        let error = destination.check_beat().expect_err(what);
+        assert!(error.downcast_ref().is_some_and(red), "{what}: {error:#}");
+        destination.tamper(page(700), &original).unwrap();
+        assert_eq!(destination.check_beat().unwrap(), intact);
+    };
+    expect("a lost page", &[0; 4096], |error| matches!(error, BeatError::Address { page: 700, .. }));
+    expect("a stale page", &[original[0].wrapping_sub(2)], |error| matches!(error, BeatError::Order { .. }));
+    expect("a page from the future", &[original[0].wrapping_add(1)], |error| matches!(error, BeatError::Order { .. }));
+    let neighbour = destination.read_memory(page(701)..page(702)).unwrap();
+    expect("another page", &neighbour, |error| matches!(error, BeatError::Address { .. }));
+    let mut touched = original.clone();
+    touched[4000] = 1;
+    expect("a flipped bit", &touched, |error| matches!(error, BeatError::Foreign { offset: 4000, .. }));
+
+    // All of memory one lap ahead of the CPU: in order, and still wrong.
+    for index in 0..u64::from(guest().pages) {
+        let byte = destination.read_memory(page(index)..page(index) + 1).unwrap()[0];
+        destination.tamper(page(index), &[byte.wrapping_add(2)]).unwrap();
+    }
+    let error = destination.check_beat().expect_err("memory of another instant");
+    assert!(matches!(error.downcast_ref(), Some(BeatError::Lap { .. })), "{error:#}");
+}
