@@ -1,0 +1,271 @@
+//! A QMP-shaped socket on a running job, for programs: what QEMU's monitor answers about a migration, this answers.
+//!
+//! It speaks lines of JSON as QMP does (greeting, `qmp_capabilities`, `execute`/`arguments`/`id`, `return`/`error`,
+//! `MIGRATION` events), on threads of its own that touch nothing but [`Control`] and [`Progress`]: it answers at any
+//! moment, whatever the engine waits for.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::num::NonZeroU64;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Value, json};
+
+use crate::control::{Control, Stop};
+use crate::progress::{Phase, Progress};
+
+/// Longest line a client may send.
+const LINE_LIMIT: u64 = 64 << 10;
+/// Clients at the same time.
+const CLIENTS: usize = 8;
+/// How often a change of phase is looked for. Phases last longer; an event may be this late.
+const TICK: Duration = Duration::from_millis(20);
+
+/// What the job does, which decides what a cancellation means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Job {
+    /// The VM is at this side's peer until the job ends: it can be cancelled at any moment.
+    Save,
+    /// Once the guest runs, the job can only be paused.
+    Restore,
+}
+
+/// The listening socket. Dropping it closes and removes it; the job goes on.
+#[derive(Debug)]
+pub struct ControlSocket {
+    path: PathBuf,
+    over: Arc<AtomicBool>,
+    listener: Option<thread::JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    job: Job,
+    control: Control,
+    progress: Progress,
+    begun: Instant,
+    /// Who gets events; each under the number that its thread knows it by.
+    clients: Mutex<Vec<(usize, UnixStream)>>,
+    admitted: AtomicUsize,
+}
+
+impl ControlSocket {
+    /// Listens at `path`, which only the owner may open. The path must not exist.
+    pub fn listen(path: &Path, job: Job, control: Control, progress: Progress) -> io::Result<Self> {
+        let listener = UnixListener::bind(path)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        let over = Arc::new(AtomicBool::new(false));
+        let shared = Arc::new(Shared {
+            job,
+            control,
+            progress,
+            begun: Instant::now(),
+            clients: Mutex::default(),
+            admitted: AtomicUsize::new(0),
+        });
+        let stop = Arc::clone(&over);
+        let thread = thread::Builder::new().name("control".into()).spawn(move || serve(&listener, &shared, &stop))?;
+        Ok(Self { path: path.to_owned(), over, listener: Some(thread) })
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Release);
+        if let Some(thread) = self.listener.take() {
+            let _ = thread.join();
+        }
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Accepts clients and announces phases until the job is over; then says the last phase and hangs up.
+fn serve(listener: &UnixListener, shared: &Arc<Shared>, over: &AtomicBool) {
+    let mut announced = Phase::Setup;
+    loop {
+        let ending = over.load(Ordering::Acquire);
+        while let Ok((client, _)) = listener.accept() {
+            admit(shared, client);
+        }
+        let phase = shared.progress.read().phase;
+        if phase != announced {
+            announced = phase;
+            announce(shared, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
+        }
+        if ending {
+            for (_, client) in shared.clients.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                let _ = client.shutdown(std::net::Shutdown::Both);
+            }
+            return;
+        }
+        thread::sleep(TICK);
+    }
+}
+
+fn admit(shared: &Arc<Shared>, client: UnixStream) {
+    // A client that does not read must not hold up the events of the others.
+    let _ = client.set_nonblocking(false);
+    let _ = client.set_write_timeout(Some(Duration::from_secs(1)));
+    let Ok(events) = client.try_clone() else { return };
+    let number = shared.admitted.fetch_add(1, Ordering::Relaxed);
+    {
+        let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if clients.len() >= CLIENTS {
+            return;
+        }
+        clients.push((number, events));
+    }
+    let mine = Arc::clone(shared);
+    let spawned = thread::Builder::new().name("control client".into()).spawn(move || {
+        let _ = converse(&mine, &client);
+        let _ = client.shutdown(std::net::Shutdown::Both);
+        dismiss(&mine, number);
+    });
+    if spawned.is_err() {
+        dismiss(shared, number);
+    }
+}
+
+fn dismiss(shared: &Shared, number: usize) {
+    shared.clients.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _)| *known != number);
+}
+
+fn announce(shared: &Shared, event: &Value) {
+    let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+    clients.retain_mut(|(_, client)| say(client, event).is_ok());
+}
+
+fn say(client: &mut UnixStream, message: &Value) -> io::Result<()> {
+    let mut line = message.to_string();
+    line.push_str("\r\n");
+    client.write_all(line.as_bytes())
+}
+
+fn converse(shared: &Shared, client: &UnixStream) -> io::Result<()> {
+    let mut out = client.try_clone()?;
+    let version = json!({ "qemu": { "major": 0, "minor": 0, "micro": 0 }, "package": concat!("limosa ", env!("CARGO_PKG_VERSION")) });
+    say(&mut out, &json!({ "QMP": { "version": version, "capabilities": [] } }))?;
+    let mut lines = BufReader::new(client);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        if (&mut lines).take(LINE_LIMIT).read_until(b'\n', &mut line)? == 0 {
+            return Ok(());
+        }
+        if !line.ends_with(b"\n") {
+            return say(&mut out, &error("GenericError", "a command is a line of at most 64 KiB"));
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let reply = match serde_json::from_slice::<Value>(&line) {
+            Ok(command) => {
+                let mut reply = answer(shared, &command);
+                if let (Some(id), Some(reply)) = (command.get("id"), reply.as_object_mut()) {
+                    reply.insert("id".into(), id.clone());
+                }
+                reply
+            }
+            Err(fault) => error("GenericError", &format!("not JSON: {fault}")),
+        };
+        say(&mut out, &reply)?;
+    }
+}
+
+fn answer(shared: &Shared, command: &Value) -> Value {
+    let Some(name) = command.get("execute").and_then(Value::as_str) else {
+        return error("GenericError", "expected {\"execute\": COMMAND}");
+    };
+    let done = json!({ "return": {} });
+    match name {
+        "qmp_capabilities" => done,
+        "query-migrate" => json!({ "return": query_migrate(shared) }),
+        "query-migrate-parameters" => {
+            json!({ "return": { "max-bandwidth": shared.control.max_bandwidth().map_or(0, NonZeroU64::get) } })
+        }
+        "migrate-set-parameters" => match set_parameters(shared, command.get("arguments")) {
+            Ok(()) => done,
+            Err(why) => error("GenericError", &why),
+        },
+        "migrate_cancel" => {
+            if shared.job == Job::Restore && shared.progress.read().phase >= Phase::PostcopyActive {
+                let why = "the guest runs already and cannot be taken back; migrate-pause breaks the transfer off recoverably";
+                return error("GenericError", why);
+            }
+            shared.control.stop(Stop::Cancel);
+            done
+        }
+        "migrate-pause" => {
+            if shared.progress.read().phase != Phase::PostcopyActive {
+                return error("GenericError", "only a lazy restore whose guest runs can be paused");
+            }
+            shared.control.stop(Stop::Pause);
+            done
+        }
+        other => error("CommandNotFound", &format!("the command {other} has not been found")),
+    }
+}
+
+fn set_parameters(shared: &Shared, arguments: Option<&Value>) -> Result<(), String> {
+    let arguments = arguments.and_then(Value::as_object).ok_or("arguments are missing")?;
+    let mut bandwidth = None;
+    for (key, value) in arguments {
+        match key.as_str() {
+            "max-bandwidth" => {
+                bandwidth =
+                    Some(value.as_u64().ok_or("max-bandwidth is a number of bytes per second, 0 for no limit")?);
+            }
+            other => return Err(format!("the parameter {other} cannot be changed in this job")),
+        }
+    }
+    if let Some(bandwidth) = bandwidth {
+        shared.control.set_max_bandwidth(NonZeroU64::new(bandwidth));
+    }
+    Ok(())
+}
+
+fn query_migrate(shared: &Shared) -> Value {
+    let reading = shared.progress.read();
+    let total = reading.total_pages.saturating_mul(limosa_page::PAGE_SIZE);
+    let unique = (reading.normal_pages + reading.zero_pages).saturating_sub(reading.resent_pages);
+    let remaining = reading.total_pages.saturating_sub(unique).saturating_mul(limosa_page::PAGE_SIZE);
+    json!({
+        "status": if shared.control.stopped().is_some() { "cancelling" } else { status(reading.phase) },
+        "total-time": u64::try_from(shared.begun.elapsed().as_millis()).unwrap_or(u64::MAX),
+        "ram": {
+            "transferred": reading.bytes,
+            "remaining": remaining,
+            "total": total,
+            "duplicate": reading.zero_pages,
+            "normal": reading.normal_pages,
+            "normal-bytes": reading.bytes,
+            "postcopy-requests": reading.requests,
+            "page-size": limosa_page::PAGE_SIZE,
+        },
+    })
+}
+
+fn status(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Setup => "setup",
+        Phase::Active => "active",
+        Phase::Device | Phase::Completing => "device",
+        Phase::PostcopyActive => "postcopy-active",
+        Phase::Completed => "completed",
+    }
+}
+
+fn error(class: &str, why: &str) -> Value {
+    json!({ "error": { "class": class, "desc": why } })
+}
+
+fn now() -> Value {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    json!({ "seconds": since.as_secs(), "microseconds": since.subsec_micros() })
+}

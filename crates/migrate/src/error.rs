@@ -1,0 +1,73 @@
+//! What a migration fails with.
+
+use std::time::Duration;
+
+use limosa_channel::ChannelError;
+use limosa_stream::{EncodeError, StreamError};
+
+use crate::pages::PageError;
+
+/// Why an engine gave up. Each names the object it failed on; what the VM's owner can do about it is the caller's to say,
+/// because only the caller knows who runs the VM now.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MigrateError {
+    /// The transport failed: refused, timed out, or closed in the middle.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+
+    /// The peer's bytes are not a migration stream that this engine can take.
+    #[error("the migration stream is not valid: {0}")]
+    Stream(#[from] StreamError),
+
+    /// What should be sent has no form in the stream: the stored layout is not one that QEMU makes.
+    #[error("cannot be put into a migration stream: {0}")]
+    Encode(#[from] EncodeError),
+
+    /// The place that pages go to failed.
+    #[error("cannot store pages: {0}")]
+    Sink(#[source] PageError),
+
+    /// The place that pages come from failed.
+    #[error("cannot read pages: {0}")]
+    Source(#[source] PageError),
+
+    /// The stream is valid but this role does not take part in what it asks for.
+    #[error("the peer asked for {what} at stream offset {offset}, which {role} does not do")]
+    Unsupported {
+        /// What was asked for.
+        what: String,
+        /// Where, in bytes from the start of the stream.
+        offset: u64,
+        /// The role that was asked.
+        role: &'static str,
+    },
+
+    /// The destination ended the migration with a status other than 0.
+    #[error("the destination reports failure (status {status}); its own log says why")]
+    Refused {
+        /// The status of its SHUT message.
+        status: u32,
+    },
+
+    /// The peer broke the order of the protocol.
+    #[error("the peer broke the protocol: {0}")]
+    Protocol(String),
+
+    /// The destination did not say within the time allowed what it was asked.
+    #[error("the destination did not answer {what} within {} s", waited.as_secs())]
+    Silent {
+        /// What it owes.
+        what: &'static str,
+        /// How long it was waited for.
+        waited: Duration,
+    },
+
+    /// Somebody asked the job to stop, through its [`Control`](crate::Control).
+    #[error("cancelled")]
+    Cancelled,
+
+    /// Somebody asked a postcopy to pause: the destination waits for recovery.
+    #[error("paused")]
+    Paused,
+}

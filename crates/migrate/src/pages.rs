@@ -1,0 +1,72 @@
+//! Where pages come from and where they go to.
+//!
+//! The engines are written once, over these two traits: guest RAM or a stored file is behind them. A sink is handed whole
+//! pages in whatever order the stream has them, and the *last word about a page wins*; a source is asked for whole pages
+//! in whatever order the destination wants them, from several threads at once.
+
+use std::error::Error;
+use std::io::IoSlice;
+
+use limosa_page::{PageBitmap, PageNumber, PageRange};
+use limosa_stream::configuration::Configuration;
+use limosa_stream::ram::RamBlock;
+
+/// What a sink or a source failed with; it names its own object (path, block, offset).
+pub type PageError = Box<dyn Error + Send + Sync>;
+
+/// What a stream says before its first page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StreamStart {
+    /// The machine, and the capabilities both ends must agree on.
+    pub configuration: Configuration,
+    /// The section id of `ram`, the same in every later RAM section of the stream.
+    pub section_id: u32,
+    /// The RAM blocks, in stream order; a block's index in this list is its name everywhere below.
+    pub blocks: Vec<RamBlock>,
+}
+
+/// Where received pages go.
+///
+/// Contract: [`begin`](PageSink::begin) is called once and first. A page that is never mentioned is zero. A page may be
+/// mentioned again, as often as the source's guest dirties it: the last call decides, whether it brings contents or
+/// zeros. `block` is always an index into [`StreamStart::blocks`] and every page lies inside its block: the engine has
+/// checked both.
+pub trait PageSink {
+    /// Accepts or refuses the layout, before any page.
+    fn begin(&mut self, start: &StreamStart) -> Result<(), PageError>;
+
+    /// Takes consecutive pages of one block, `first` and those behind it, one slice of 4096 bytes a page.
+    ///
+    /// The slices are borrowed from the receive buffer: what is not stored on return is lost.
+    fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<(), PageError>;
+
+    /// Makes a run of pages of one block zero.
+    fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<(), PageError>;
+}
+
+/// Where pages to be sent come from: immutable while a source role runs.
+pub trait PageSource: Sync {
+    /// The layout the pages belong to.
+    fn start(&self) -> &StreamStart;
+
+    /// The pages of `block` that have contents; every other page of the block is zero. One bit a page of the block's
+    /// used length.
+    fn stored(&self, block: usize) -> &PageBitmap;
+
+    /// Reads whole pages of one block into `into`, which is exactly as long as the range.
+    ///
+    /// Must fail rather than return anything else than the stored contents: a zero page in place of an unreadable one is
+    /// silent corruption of a guest.
+    fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError>;
+
+    /// Tells that these pages will be read soon. A hint, and free to ignore.
+    fn will_need(&self, block: usize, pages: PageRange) {
+        let _ = (block, pages);
+    }
+
+    /// The device sections as they stood in the stream: from the first FULL section to the last footer.
+    fn device_sections(&self) -> &[u8];
+
+    /// The VM description (JSON) that stood behind the device sections, or empty.
+    fn description(&self) -> &[u8];
+}

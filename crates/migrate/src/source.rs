@@ -1,0 +1,7 @@
+//! The source role: pages from a [`PageSource`](crate::PageSource) to a destination.
+
+mod inbox;
+mod ledger;
+pub mod postcopy;
+pub mod precopy;
+mod records;

@@ -1,0 +1,259 @@
+//! What the destination says on the return path, sorted for those who wait for it.
+//!
+//! One thread reads the return path and delivers here; the sending threads wait here, never on the socket. So a request
+//! for a page is noticed while a sender is busy, and the time between the two is what the fault histogram counts.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use limosa_channel::Channel;
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use limosa_stream::ram::RamBlock;
+use limosa_stream::return_path::{ReturnDecoder, ReturnMessage};
+
+use crate::error::MigrateError;
+
+/// Requests that may wait at the same time. A destination asks once for a page and has at most one fault a thread under
+/// way, so a peer that lets this many pile up is not a QEMU.
+const MAX_WAITING: usize = 1 << 20;
+
+/// A run of pages that the destination's guest waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Request {
+    /// Index of the RAM block.
+    pub(crate) block: usize,
+    /// The pages; inside the block.
+    pub(crate) pages: PageRange,
+    /// When it was read from the return path.
+    pub(crate) arrived: Instant,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    requests: VecDeque<Request>,
+    pong: Option<u32>,
+    bitmap: Option<(String, Vec<u8>)>,
+    resume_ack: bool,
+    shut: Option<u32>,
+    failed: Option<MigrateError>,
+    ended: bool,
+    finishing: bool,
+}
+
+/// The sorted return path.
+#[derive(Debug, Default)]
+pub(crate) struct Inbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// What a sender that waits for work gets.
+#[derive(Debug)]
+pub(crate) enum Wake {
+    /// A page is wanted.
+    Request(Request),
+    /// Nothing is wanted.
+    Idle,
+    /// The return path has ended: SHUT, end of stream or an error. See [`Inbox::outcome`].
+    Ended,
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads the return path until SHUT, its end, or an error. Runs on a thread of its own.
+    pub(crate) fn read_from(&self, channel: &Channel, blocks: &[RamBlock], mut on_message: impl FnMut(&ReturnMessage)) {
+        let result = self.pump(channel, blocks, &mut on_message);
+        let mut state = self.lock();
+        state.ended = true;
+        if let Err(error) = result {
+            state.failed.get_or_insert(error);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn pump(
+        &self,
+        channel: &Channel,
+        blocks: &[RamBlock],
+        on_message: &mut dyn FnMut(&ReturnMessage),
+    ) -> Result<(), MigrateError> {
+        let largest = blocks.iter().map(|block| block.used_length / PAGE_SIZE / 8 + 8).max();
+        let mut decoder = ReturnDecoder::new(largest.unwrap_or_default());
+        let mut bytes = vec![0; 64 << 10];
+        let mut current = None;
+        loop {
+            let got = channel.get_some(&mut bytes)?;
+            if got == 0 {
+                return Ok(());
+            }
+            decoder.push(bytes.get(..got).unwrap_or_default());
+            let arrived = Instant::now();
+            let mut state = self.lock();
+            let mut over = false;
+            while let Some(message) = decoder.next_message()? {
+                on_message(&message);
+                over |= deliver(&mut state, blocks, &mut current, message, arrived)?;
+            }
+            drop(state);
+            self.changed.notify_all();
+            if over {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes the next request, waiting for one for at most `patience`.
+    pub(crate) fn next_request(&self, patience: Duration) -> Wake {
+        let deadline = Instant::now() + patience;
+        let mut state = self.lock();
+        loop {
+            if let Some(request) = state.requests.pop_front() {
+                return Wake::Request(request);
+            }
+            if state.ended || state.finishing {
+                return Wake::Ended;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Wake::Idle;
+            }
+            state = self.changed.wait_timeout(state, deadline - now).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Takes the next request if one is there already.
+    pub(crate) fn try_request(&self) -> Option<Request> {
+        self.lock().requests.pop_front()
+    }
+
+    /// Whether the return path has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.lock().ended
+    }
+
+    /// Wakes every sender that waits for requests: there is no more work for them.
+    pub(crate) fn finish(&self) {
+        self.lock().finishing = true;
+        self.changed.notify_all();
+    }
+
+    fn wait_for<T>(
+        &self,
+        what: &'static str,
+        patience: Duration,
+        mut take: impl FnMut(&mut State) -> Option<T>,
+    ) -> Result<T, MigrateError> {
+        let deadline = Instant::now() + patience;
+        let mut state = self.lock();
+        loop {
+            if let Some(found) = take(&mut state) {
+                return Ok(found);
+            }
+            if let Some(error) = state.failed.take() {
+                return Err(error);
+            }
+            if state.ended {
+                let status = state.shut.unwrap_or_default();
+                return Err(if status == 0 {
+                    MigrateError::Protocol(format!("the return path ended before {what}"))
+                } else {
+                    MigrateError::Refused { status }
+                });
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(MigrateError::Silent { what, waited: patience });
+            }
+            state = self.changed.wait_timeout(state, deadline - now).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits for the answer to a PING.
+    pub(crate) fn wait_pong(&self, token: u32, patience: Duration) -> Result<(), MigrateError> {
+        self.wait_for("a PING", patience, |state| (state.pong == Some(token)).then_some(()))
+    }
+
+    /// Waits for the bitmap of received pages of the block asked for last.
+    pub(crate) fn wait_bitmap(&self, patience: Duration) -> Result<(String, Vec<u8>), MigrateError> {
+        self.wait_for("the bitmap of received pages", patience, |state| state.bitmap.take())
+    }
+
+    /// Waits for the destination to agree to go on after a recovery.
+    pub(crate) fn wait_resume_ack(&self, patience: Duration) -> Result<(), MigrateError> {
+        self.wait_for("the resumption", patience, |state| state.resume_ack.then_some(()))
+    }
+
+    /// Waits for the destination's last word; `Ok` if it is that all went well.
+    pub(crate) fn wait_shut(&self, patience: Duration) -> Result<(), MigrateError> {
+        match self.wait_for("the end of the stream", patience, |state| state.shut)? {
+            0 => Ok(()),
+            status => Err(MigrateError::Refused { status }),
+        }
+    }
+
+    /// Why the return path has ended before its time.
+    pub(crate) fn outcome(&self) -> MigrateError {
+        let mut state = self.lock();
+        match (state.failed.take(), state.shut) {
+            (Some(error), _) => error,
+            (None, Some(0)) => MigrateError::Protocol("the destination ended before it had every page".into()),
+            (None, Some(status)) => MigrateError::Refused { status },
+            (None, None) => MigrateError::Protocol("the destination closed the return path without a last word".into()),
+        }
+    }
+}
+
+/// Sorts one message; `true` if it is the last one.
+fn deliver(
+    state: &mut State,
+    blocks: &[RamBlock],
+    current: &mut Option<usize>,
+    message: ReturnMessage,
+    arrived: Instant,
+) -> Result<bool, MigrateError> {
+    match message {
+        ReturnMessage::Shut(status) => {
+            state.shut = Some(status);
+            return Ok(true);
+        }
+        ReturnMessage::Pong(token) => state.pong = Some(token),
+        ReturnMessage::RequestPages { block, start, length } => {
+            if let Some(name) = block {
+                let index = blocks.iter().position(|known| known.name == name);
+                *current = Some(index.ok_or_else(|| {
+                    MigrateError::Protocol(format!("the destination asks for pages of an unknown RAM block {name:?}"))
+                })?);
+            }
+            let index = current.ok_or_else(|| {
+                MigrateError::Protocol("the destination asks for pages before it has named a RAM block".into())
+            })?;
+            let pages = checked_range(blocks, index, start, length)?;
+            if state.requests.len() >= MAX_WAITING {
+                return Err(MigrateError::Protocol(format!("more than {MAX_WAITING} unanswered page requests")));
+            }
+            state.requests.push_back(Request { block: index, pages, arrived });
+        }
+        ReturnMessage::ReceivedBitmap { block, bitmap } => state.bitmap = Some((block, bitmap)),
+        ReturnMessage::ResumeAck(_) => state.resume_ack = true,
+        ReturnMessage::SwitchoverAck => {}
+    }
+    Ok(false)
+}
+
+fn checked_range(blocks: &[RamBlock], index: usize, start: u64, length: u32) -> Result<PageRange, MigrateError> {
+    let out_of_bounds = || {
+        let name = blocks.get(index).map_or("?", |block| block.name.as_str());
+        MigrateError::Protocol(format!("the destination asks for {length} bytes at {start:#x} of RAM block {name}"))
+    };
+    let block = blocks.get(index).ok_or_else(out_of_bounds)?;
+    let end = start.checked_add(u64::from(length)).ok_or_else(out_of_bounds)?;
+    if length == 0 || !start.is_multiple_of(PAGE_SIZE) || !end.is_multiple_of(PAGE_SIZE) || end > block.used_length {
+        return Err(out_of_bounds());
+    }
+    Ok(PageRange::new(PageNumber(start / PAGE_SIZE), PageNumber(end / PAGE_SIZE)))
+}

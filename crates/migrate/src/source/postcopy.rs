@@ -1,0 +1,443 @@
+//! The source role in postcopy with immediate resume: the guest runs at the destination before any of its pages is there.
+//!
+//! The order on the wire: header, return path, advice, RAM layout, one discard for each block (a destination that goes
+//! from the advice straight to listening waits for ever on its own memory, so at least one is mandatory), the package of
+//! LISTEN, device sections and RUN; then pages, each exactly once, requested ones first. The stream ends only when every
+//! stored page has been sent, because a destination completes with whatever it has and takes the rest for zero.
+//!
+//! Threads: the caller's sends on the main channel; one reads the return path; with a preempt channel one more answers
+//! requests there. Only *requested* pages may go on the preempt channel: the destination waits for those before it
+//! completes, but an unasked page on that channel could still be under way when the main channel ends, and would be lost.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use limosa_channel::{Channel, ChannelError, Counters};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_stream::command::Command;
+use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::{ram, section, vm};
+
+use super::inbox::{Inbox, Request, Wake};
+use super::ledger::{CLAIM_PAGES, Claim, Cursor, Ledger};
+use super::records::RecordWriter;
+use crate::control::Control;
+use crate::error::MigrateError;
+use crate::pages::PageSource;
+use crate::progress::{Moved, Phase, Progress};
+
+/// How a postcopy is to be done.
+#[derive(Debug, Clone)]
+pub struct PostcopyOptions {
+    /// Longest wait for a handshake message.
+    pub patience: Duration,
+    /// Pages of one write of the background push while requests keep coming. Smaller answers requests sooner.
+    pub batch_pages: u64,
+}
+
+impl Default for PostcopyOptions {
+    fn default() -> Self {
+        Self { patience: Duration::from_secs(30), batch_pages: 64 }
+    }
+}
+
+/// What happened on the way, as it happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Milestone {
+    /// The destination has loaded the device state; the guest starts now.
+    DevicesLoaded,
+    /// Every stored page has been sent.
+    AllSent,
+}
+
+/// What a postcopy came to.
+#[derive(Debug, Clone)]
+pub struct PostcopyStats {
+    /// Pages sent with contents.
+    pub normal_pages: u64,
+    /// Pages sent as zero.
+    pub zero_pages: u64,
+    /// Requests that were answered by sending, by kind of answer.
+    pub requests: u64,
+    /// From the arrival of a request on the return path to the moment its page was in the kernel's hands, nanoseconds.
+    pub request_latency: Histogram<u64>,
+    /// From the first byte to the last word of the destination.
+    pub elapsed: Duration,
+    /// Of the main channel, both directions.
+    pub main: Counters,
+    /// Of the preempt channel.
+    pub preempt: Option<Counters>,
+}
+
+/// Opens the preempt channel when the destination is ready for it.
+pub type OpenPreempt<'a> = Box<dyn FnOnce() -> Result<Channel, ChannelError> + Send + Sync + 'a>;
+
+/// The source role in postcopy, over any [`PageSource`].
+pub struct PostcopySource<'a, S: PageSource + ?Sized> {
+    source: &'a S,
+    channel: Arc<Channel>,
+    open_preempt: Option<OpenPreempt<'a>>,
+    control: &'a Control,
+    progress: &'a Progress,
+    options: PostcopyOptions,
+    observer: Box<dyn Fn(Milestone) + Sync + 'a>,
+}
+
+impl<S: PageSource + ?Sized> std::fmt::Debug for PostcopySource<'_, S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PostcopySource").field("channel", &self.channel).field("options", &self.options).finish()
+    }
+}
+
+/// What the sending threads share.
+struct Shared<'a, S: PageSource + ?Sized> {
+    source: &'a S,
+    ledger: Ledger,
+    inbox: Inbox,
+    progress: &'a Progress,
+    normal: AtomicU64,
+    zero: AtomicU64,
+}
+
+impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
+    /// A source that sends `source` over `channel`.
+    pub fn new(source: &'a S, channel: Channel, control: &'a Control, progress: &'a Progress) -> Self {
+        Self {
+            source,
+            channel: Arc::new(channel),
+            open_preempt: None,
+            control,
+            progress,
+            options: PostcopyOptions::default(),
+            observer: Box::new(|_| {}),
+        }
+    }
+
+    /// Answers requests on a second channel, which `open` connects. The destination must expect it.
+    pub fn with_preempt(mut self, open: OpenPreempt<'a>) -> Self {
+        self.open_preempt = Some(open);
+        self
+    }
+
+    /// Sets the options.
+    pub fn with_options(mut self, options: PostcopyOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Calls `observer` as milestones are passed, on the engine's threads: it must not block.
+    pub fn on_milestone(mut self, observer: impl Fn(Milestone) + Sync + 'a) -> Self {
+        self.observer = Box::new(observer);
+        self
+    }
+
+    /// Starts the guest at a fresh destination and sends every page.
+    ///
+    /// On `Err` before [`Milestone::DevicesLoaded`] the destination's VM has not run and must be thrown away. On `Err`
+    /// after it the destination stalls on the pages it has not got, and [`recover`](Self::recover) goes on from there.
+    pub fn start(self) -> Result<PostcopyStats, MigrateError> {
+        self.run(false)
+    }
+
+    /// Goes on with a destination whose postcopy was broken off and that waits for recovery on a new channel.
+    pub fn recover(self) -> Result<PostcopyStats, MigrateError> {
+        self.run(true)
+    }
+
+    fn run(mut self, recovery: bool) -> Result<PostcopyStats, MigrateError> {
+        let begun = Instant::now();
+        let open_preempt = self.open_preempt.take();
+        let start = self.source.start();
+        let shared = Shared {
+            source: self.source,
+            ledger: Ledger::new(self.source),
+            inbox: Inbox::default(),
+            progress: self.progress,
+            normal: AtomicU64::new(0),
+            zero: AtomicU64::new(0),
+        };
+        self.progress.expect_pages(shared.ledger.left());
+        self.control.watch(&self.channel);
+        let result = thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                shared.inbox.read_from(&self.channel, &start.blocks, |message| {
+                    if *message == ReturnMessage::Pong(vm::PING_LOADED) {
+                        self.progress.enter(Phase::PostcopyActive);
+                        (self.observer)(Milestone::DevicesLoaded);
+                    }
+                });
+            });
+            let sent = self.drive(scope, &shared, recovery, open_preempt);
+            // Whatever the outcome, the reader must end before its borrows do.
+            shared.inbox.finish();
+            if sent.is_err() {
+                let _ = self.channel.shutdown(limosa_channel::How::Both);
+            }
+            let _ = reader.join();
+            sent
+        });
+        self.control.unwatch();
+        let (latency, preempt) = result.map_err(|error| self.control.explain(error))?;
+        self.progress.enter(Phase::Completed);
+        Ok(PostcopyStats {
+            normal_pages: shared.normal.load(Relaxed),
+            zero_pages: shared.zero.load(Relaxed),
+            requests: latency.len(),
+            request_latency: latency,
+            elapsed: begun.elapsed(),
+            main: self.channel.counters(),
+            preempt,
+        })
+    }
+
+    fn drive<'scope>(
+        &'scope self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        shared: &'scope Shared<'_, S>,
+        recovery: bool,
+        open_preempt: Option<OpenPreempt<'_>>,
+    ) -> Result<(Histogram<u64>, Option<Counters>), MigrateError> {
+        let preempt = if recovery {
+            self.negotiate_recovery(shared, open_preempt)?
+        } else {
+            self.send_prologue(shared, open_preempt)?
+        };
+        let answering = preempt.clone().map(|channel| {
+            scope.spawn(move || {
+                let answered = answer_requests(shared, &channel);
+                if answered.is_err() {
+                    // The destination pauses, and the main sender finds its channel closed instead of waiting for SHUT.
+                    let _ = self.channel.shutdown(limosa_channel::How::Both);
+                }
+                answered
+            })
+        });
+        let pushed = self.push(shared, answering.is_some());
+        let finished = pushed.and_then(|latency| {
+            shared.inbox.wait_shut(self.options.patience)?;
+            Ok(latency)
+        });
+        shared.inbox.finish();
+        let answered = match answering {
+            None => Ok(new_histogram()),
+            Some(thread) => {
+                if finished.is_err()
+                    && let Some(channel) = &preempt
+                {
+                    let _ = channel.shutdown(limosa_channel::How::Both);
+                }
+                thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("a sending thread panicked".into())))
+            }
+        };
+        let mut latency = match (finished, answered) {
+            (Ok(latency), Ok(answered)) => {
+                let mut latency = latency;
+                // Same bounds by construction, so the addition cannot fail.
+                let _ = latency.add(answered);
+                latency
+            }
+            // A failure of the page source is the cause; a closed channel is what it led to.
+            (Err(_), Err(error @ MigrateError::Source(_))) | (Err(error), _) | (Ok(_), Err(error)) => {
+                return Err(error);
+            }
+        };
+        latency.auto(false);
+        Ok((latency, preempt.map(|channel| channel.counters())))
+    }
+
+    /// Everything up to and including the package.
+    fn send_prologue(
+        &self,
+        shared: &Shared<'_, S>,
+        open_preempt: Option<OpenPreempt<'_>>,
+    ) -> Result<Option<Arc<Channel>>, MigrateError> {
+        let start = self.source.start();
+        let mut prologue = Vec::new();
+        vm::encode_postcopy_prologue(&start.configuration, start.section_id, &start.blocks, &mut prologue)?;
+        let package = vm::postcopy_package(self.source.device_sections(), Some(vm::PING_LOADED))?;
+        // The package, and the PART section that every later page of this channel stands in.
+        let mut body = Vec::with_capacity(package.len() + 32);
+        vm::encode_packaged(&package, &mut body)?;
+        section::encode_part(start.section_id, &mut body);
+        let Some(open) = open_preempt else {
+            self.channel.put_vector(&[IoSlice::new(&prologue), IoSlice::new(&body)])?;
+            return Ok(None);
+        };
+        // The destination takes the second connection for the preempt channel, so the main one must have been accepted:
+        // the answer to the prologue's PING proves it.
+        self.channel.put(&prologue)?;
+        shared.inbox.wait_pong(vm::PING_OPENED, self.options.patience)?;
+        let preempt = self.connect_preempt(open)?;
+        self.channel.put(&body)?;
+        Ok(Some(preempt))
+    }
+
+    fn connect_preempt(&self, open: OpenPreempt<'_>) -> Result<Arc<Channel>, MigrateError> {
+        let channel = Arc::new(open()?);
+        self.control.watch(&channel);
+        Ok(channel)
+    }
+
+    /// Asks which pages the destination has, and agrees with it to go on.
+    fn negotiate_recovery(
+        &self,
+        shared: &Shared<'_, S>,
+        open_preempt: Option<OpenPreempt<'_>>,
+    ) -> Result<Option<Arc<Channel>>, MigrateError> {
+        let start = self.source.start();
+        for (index, block) in start.blocks.iter().enumerate() {
+            let mut bytes = Vec::new();
+            Command::ReceiveBitmap { block: block.name.clone() }.encode(&mut bytes)?;
+            self.channel.put(&bytes)?;
+            let (name, bitmap) = shared.inbox.wait_bitmap(self.options.patience)?;
+            if name != block.name {
+                return Err(MigrateError::Protocol(format!(
+                    "asked for the received pages of RAM block {}, the destination told those of {name:?}",
+                    block.name
+                )));
+            }
+            let pages = block.used_length / PAGE_SIZE;
+            let received = PageBitmap::from_le_bytes(pages, &bitmap).map_err(|error| {
+                MigrateError::Protocol(format!("the bitmap of received pages of RAM block {}: {error}", block.name))
+            })?;
+            shared.ledger.received(index, &received);
+        }
+        self.progress.expect_pages(shared.ledger.left());
+        let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
+        let mut bytes = Vec::new();
+        Command::PostcopyResume.encode(&mut bytes)?;
+        self.channel.put(&bytes)?;
+        shared.inbox.wait_resume_ack(self.options.patience)?;
+        self.progress.enter(Phase::PostcopyActive);
+        (self.observer)(Milestone::DevicesLoaded);
+        bytes.clear();
+        section::encode_part(start.section_id, &mut bytes);
+        self.channel.put(&bytes)?;
+        Ok(preempt)
+    }
+
+    /// The main channel's sender: requests first (unless the preempt channel has them), then everything else, then the end.
+    fn push(&self, shared: &Shared<'_, S>, preempted: bool) -> Result<Histogram<u64>, MigrateError> {
+        let start = self.source.start();
+        let mut sender = Sender::new(shared, &self.channel)?;
+        let mut cursor = Cursor { block: 0, page: PageNumber(0) };
+        let batch = self.options.batch_pages.clamp(1, CLAIM_PAGES);
+        loop {
+            self.control.check()?;
+            if !preempted {
+                while let Some(request) = shared.inbox.try_request() {
+                    cursor = Cursor { block: request.block, page: request.pages.end };
+                    sender.answer(request)?;
+                }
+            }
+            if shared.inbox.has_ended() {
+                return Err(shared.inbox.outcome());
+            }
+            // A limited rate is waited for where a request can cut the wait short.
+            let pause = self.control.rate().delay();
+            if !pause.is_zero() {
+                if preempted {
+                    thread::sleep(pause.min(Duration::from_millis(10)));
+                } else if let Wake::Request(request) = shared.inbox.next_request(pause.min(Duration::from_millis(100)))
+                {
+                    cursor = Cursor { block: request.block, page: request.pages.end };
+                    sender.answer(request)?;
+                }
+                continue;
+            }
+            let Some((block, pages)) = shared.ledger.claim_run(&mut cursor, batch) else { break };
+            sender.send(block, pages)?;
+            self.control.rate().spend(pages.len().saturating_mul(PAGE_SIZE));
+        }
+        let mut end = Vec::new();
+        ram::encode_eos(start.section_id, &mut end);
+        section::encode_end(start.section_id, &mut end);
+        ram::encode_eos(start.section_id, &mut end);
+        section::encode_eof(&mut end);
+        self.progress.enter(Phase::Completing);
+        self.channel.put(&end)?;
+        (self.observer)(Milestone::AllSent);
+        Ok(sender.latency)
+    }
+}
+
+/// The preempt channel's thread: answers requests until the migration is over.
+fn answer_requests<S: PageSource + ?Sized>(
+    shared: &Shared<'_, S>,
+    channel: &Channel,
+) -> Result<Histogram<u64>, MigrateError> {
+    let mut sender = Sender::new(shared, channel)?;
+    loop {
+        match shared.inbox.next_request(Duration::from_secs(1)) {
+            Wake::Request(request) => sender.answer(request)?,
+            Wake::Idle => {}
+            Wake::Ended => return Ok(sender.latency),
+        }
+    }
+}
+
+/// One sending thread: a channel, a buffer, and what it counted.
+struct Sender<'a, S: PageSource + ?Sized> {
+    shared: &'a Shared<'a, S>,
+    records: RecordWriter<'a>,
+    buffer: Vec<u8>,
+    latency: Histogram<u64>,
+}
+
+impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
+    fn new(shared: &'a Shared<'a, S>, channel: &'a Channel) -> Result<Self, MigrateError> {
+        Ok(Self {
+            shared,
+            records: RecordWriter::new(channel, &shared.source.start().blocks)?,
+            buffer: vec![0; usize::try_from(CLAIM_PAGES * PAGE_SIZE).unwrap_or(PAGE_LEN)],
+            latency: new_histogram(),
+        })
+    }
+
+    /// Answers a request: every page of it is sent, unless it has been.
+    fn answer(&mut self, request: Request) -> Result<(), MigrateError> {
+        let stored = self.shared.source.stored(request.block);
+        for page in request.pages.iter() {
+            let one = PageRange::new(page, PageNumber(page.0 + 1));
+            match self.shared.ledger.claim(request.block, page, stored) {
+                Claim::Contents => self.send(request.block, one)?,
+                Claim::Zero => {
+                    self.records.send_zero(request.block, one)?;
+                    self.count(0, 1);
+                }
+                Claim::Taken => continue,
+            }
+            let nanos = u64::try_from(request.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            self.latency.saturating_record(nanos);
+        }
+        self.shared.progress.requested(request.pages.len());
+        Ok(())
+    }
+
+    /// Sends a claimed run of pages.
+    fn send(&mut self, block: usize, pages: PageRange) -> Result<(), MigrateError> {
+        let length = usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
+        let buffer = self.buffer.get_mut(..length).ok_or_else(|| MigrateError::Protocol("a claim too long".into()))?;
+        self.shared.source.read(block, pages, buffer).map_err(MigrateError::Source)?;
+        let (normal, zero) = self.records.send(block, pages, buffer)?;
+        self.count(normal, zero);
+        Ok(())
+    }
+
+    fn count(&self, normal: u64, zero: u64) {
+        self.shared.normal.fetch_add(normal, Relaxed);
+        self.shared.zero.fetch_add(zero, Relaxed);
+        self.shared.progress.moved(Moved { normal, zero, resent: 0 });
+    }
+}
+
+/// Latencies from 1 ns to 1000 s, three digits.
+fn new_histogram() -> Histogram<u64> {
+    let mut histogram = Histogram::new(3).unwrap_or_else(|_| unreachable!("3 digits are within the crate's 0..=5"));
+    histogram.auto(true);
+    histogram
+}
