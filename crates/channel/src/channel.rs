@@ -8,17 +8,17 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::fs::{OFlags, Timespec, fcntl_getfl, fcntl_setfl};
+use rustix::event::{EventfdFlags, PollFlags, eventfd};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
 
-use crate::counters::{Cells, Counters, Side};
+use crate::counters::Counters;
 use crate::descriptor::{self, Kind};
 use crate::error::{ChannelError, Operation};
+use crate::lane::{Lane, Stop};
 use crate::options::Options;
 use crate::rate::RateLimit;
 use crate::transport::Transport;
@@ -55,74 +55,14 @@ pub struct Channel {
 struct Shared {
     peer: Arc<str>,
     rate: RateLimit,
-    cells: Cells,
-    get: Direction,
-    put: Direction,
-}
-
-#[derive(Debug)]
-struct Direction {
-    /// Nanoseconds without progress after which a call gives up; 0 is never.
-    timeout: AtomicU64,
-    shut: AtomicBool,
-    /// Becomes readable at shutdown, for descriptors that the kernel cannot shut down.
-    wake: Option<OwnedFd>,
-}
-
-impl Direction {
-    fn timeout(&self) -> Option<Duration> {
-        Some(self.timeout.load(Ordering::Relaxed)).filter(|&ns| ns != 0).map(Duration::from_nanos)
-    }
-
-    fn is_shut(&self) -> bool {
-        self.shut.load(Ordering::Acquire)
-    }
-
-    fn shut(&self) -> io::Result<()> {
-        self.shut.store(true, Ordering::Release);
-        if let Some(wake) = &self.wake {
-            rustix::io::write(wake, &1_u64.to_ne_bytes())?;
-        }
-        Ok(())
-    }
-}
-
-/// How long nothing has moved.
-struct Quiet {
-    limit: Option<Duration>,
-    since: Option<Instant>,
-}
-
-impl Quiet {
-    fn new(limit: Option<Duration>) -> Self {
-        Self { limit, since: limit.map(|_| Instant::now()) }
-    }
-
-    fn progress(&mut self) {
-        self.since = self.limit.map(|_| Instant::now());
-    }
-
-    /// The rest of the limit (`None`: no limit), or `Stop::TimedOut`.
-    fn remaining(&self) -> std::result::Result<Option<Duration>, Stop> {
-        let (Some(limit), Some(since)) = (self.limit, self.since) else { return Ok(None) };
-        match limit.checked_sub(since.elapsed()) {
-            Some(rest) if !rest.is_zero() => Ok(Some(rest)),
-            _ => Err(Stop::TimedOut(limit)),
-        }
-    }
-}
-
-/// Why a transfer stopped, before it is known to whom and where.
-enum Stop {
-    TimedOut(Duration),
-    ShutDown,
-    Ended { got: u64, wanted: u64 },
-    Failed(io::Error),
+    get: Lane,
+    put: Lane,
 }
 
 impl Channel {
     /// Makes a channel of a descriptor: a connected stream socket, a pipe's end, or anything else that is read or
-    /// written in order. `TCP_NODELAY` is set on TCP; what is no socket is put into non-blocking mode.
+    /// written in order. `TCP_NODELAY` is set on TCP; what is no socket is put into non-blocking mode, and a pipe whose
+    /// reader is gone is an error only where SIGPIPE is ignored, as in every Rust program (sockets never raise it).
     ///
     /// # Errors
     /// [`ChannelError::Unsupported`] for a listening or message-based socket, a directory and the like.
@@ -175,14 +115,12 @@ impl Channel {
             Kind::Listening => return Err(unsupported("it waits for connections itself; use it with a listener")),
             Kind::Useless(why) => return Err(unsupported(why)),
         };
-        let direction = |wake| Direction { timeout: AtomicU64::new(0), shut: AtomicBool::new(false), wake };
         let (wake_get, wake_put) = wakes.unzip();
         let shared = Shared {
             peer,
             rate: options.rate.clone().unwrap_or_default(),
-            cells: Cells::default(),
-            get: direction(wake_get),
-            put: direction(wake_put),
+            get: Lane::new(PollFlags::IN, wake_get),
+            put: Lane::new(PollFlags::OUT, wake_put),
         };
         let channel = Self { transport, shared: Arc::new(shared) };
         channel.set_buffers(options.send_buffer, options.receive_buffer)?;
@@ -278,133 +216,20 @@ impl Channel {
     /// # Errors
     /// As `get_some`.
     pub fn get_some_vector(&self, list: &mut [IoSliceMut<'_>]) -> Result<usize> {
-        let mut cursor = Cursor::scatter(list);
-        let mut quiet = Quiet::new(self.shared.get.timeout());
-        self.get_part(&mut cursor, false, &mut quiet).map_err(|stop| self.explain(Operation::Get, stop))
+        self.shared
+            .get
+            .get_some(&self.transport, &mut Cursor::scatter(list))
+            .map_err(|stop| self.explain(Operation::Get, stop))
     }
 
     fn put_all(&self, mut gather: Cursor<'_, Out>) -> Result<()> {
-        self.put_parts(&mut gather).map_err(|stop| self.explain(Operation::Put, stop))
-    }
-
-    fn put_parts(&self, gather: &mut Cursor<'_, Out>) -> std::result::Result<(), Stop> {
-        let (side, direction, rate) = (&self.shared.cells.out, &self.shared.put, &self.shared.rate);
-        let mut quiet = Quiet::new(direction.timeout());
-        let mut paid = 0;
-        while let Some(batch) = gather.batch(rate.chunk()) {
-            let owed = batch.bytes().saturating_sub(paid);
-            if owed != 0 {
-                let waited = rate.take_unless(owed as u64, &direction.shut).ok_or(Stop::ShutDown)?;
-                if !waited.is_zero() {
-                    side.throttled(waited);
-                    // Being held back is not the peer's silence.
-                    quiet.progress();
-                }
-                paid += owed;
-            }
-            let moved = self
-                .attempt(PollFlags::OUT, side, direction, &mut quiet, batch.bytes(), || self.transport.put(&batch))?;
-            if moved == 0 {
-                return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
-            }
-            paid = paid.saturating_sub(moved);
-            gather.advance(moved);
-        }
-        Ok(())
+        let put = self.shared.put.put(&self.transport, &self.shared.rate, &mut gather);
+        put.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
     fn get_all(&self, mut scatter: Cursor<'_, In>) -> Result<()> {
-        let mut quiet = Quiet::new(self.shared.get.timeout());
-        let mut got = 0_u64;
-        while scatter.left() != 0 {
-            match self.get_part(&mut scatter, true, &mut quiet) {
-                Ok(0) => {
-                    let wanted = got.saturating_add(scatter.left());
-                    return Err(self.explain(Operation::Get, Stop::Ended { got, wanted }));
-                }
-                Ok(moved) => got += moved as u64,
-                Err(stop) => return Err(self.explain(Operation::Get, stop)),
-            }
-        }
-        Ok(())
-    }
-
-    /// One read; 0 is the end of the data, or an empty list.
-    fn get_part(
-        &self,
-        scatter: &mut Cursor<'_, In>,
-        whole: bool,
-        quiet: &mut Quiet,
-    ) -> std::result::Result<usize, Stop> {
-        let (side, direction) = (&self.shared.cells.inward, &self.shared.get);
-        let Some(batch) = scatter.batch(usize::MAX) else { return Ok(0) };
-        let moved =
-            self.attempt(PollFlags::IN, side, direction, quiet, batch.bytes(), || self.transport.get(&batch, whole))?;
-        // Where the kernel knows of the shutdown, it shows as an end; what had come before it was still read.
-        if moved == 0 && direction.is_shut() {
-            return Err(Stop::ShutDown);
-        }
-        scatter.advance(moved);
-        Ok(moved)
-    }
-
-    /// Calls until bytes move, the data ends, or there is a reason to stop.
-    fn attempt(
-        &self,
-        readiness: PollFlags,
-        side: &Side,
-        direction: &Direction,
-        quiet: &mut Quiet,
-        offered: usize,
-        call: impl Fn() -> io::Result<usize>,
-    ) -> std::result::Result<usize, Stop> {
-        loop {
-            if direction.wake.is_some() && direction.is_shut() {
-                return Err(Stop::ShutDown);
-            }
-            side.called();
-            match call() {
-                Ok(moved) => {
-                    side.moved(moved, offered);
-                    quiet.progress();
-                    return Ok(moved);
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-                    side.interrupted();
-                    quiet.remaining()?;
-                }
-                // Either the socket's own time-out is over, or the descriptor does not block.
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let began = Instant::now();
-                    let remaining = quiet.remaining()?;
-                    let ready = self.wait(readiness, direction, remaining);
-                    side.waited(began.elapsed());
-                    match ready {
-                        Err(Errno::INTR) => side.interrupted(),
-                        Err(errno) => return Err(Stop::Failed(errno.into())),
-                        Ok(()) => {}
-                    }
-                }
-                Err(_) if direction.is_shut() => return Err(Stop::ShutDown),
-                Err(error) => return Err(Stop::Failed(error)),
-            }
-        }
-    }
-
-    /// Waits until the descriptor is ready, the direction is shut down, or the time is over.
-    fn wait(
-        &self,
-        readiness: PollFlags,
-        direction: &Direction,
-        time: Option<Duration>,
-    ) -> std::result::Result<(), Errno> {
-        let time = time.and_then(|time| Timespec::try_from(time).ok());
-        let own = PollFd::new(&self.transport, readiness);
-        match &direction.wake {
-            Some(wake) => poll(&mut [own, PollFd::new(wake, PollFlags::IN)], time.as_ref())?,
-            None => poll(&mut [own], time.as_ref())?,
-        };
-        Ok(())
+        let got = self.shared.get.get(&self.transport, &mut scatter);
+        got.map_err(|stop| self.explain(Operation::Get, stop))
     }
 
     /// Ends one or both directions and wakes whoever waits in them, also in the rate limit; they get
@@ -447,7 +272,7 @@ impl Channel {
     /// # Errors
     /// If the kernel refuses.
     pub fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) -> Result<()> {
-        for (direction, id, time) in
+        for (lane, id, time) in
             [(&self.shared.get, sockopt::Timeout::Recv, read), (&self.shared.put, sockopt::Timeout::Send, write)]
         {
             // Zero would mean for ever to the kernel.
@@ -456,8 +281,7 @@ impl Channel {
                 sockopt::set_socket_timeout(socket, id, time)
                     .map_err(|e| self.failed(Operation::Configure, e.into()))?;
             }
-            let nanoseconds = time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-            direction.timeout.store(nanoseconds, Ordering::Relaxed);
+            lane.set_timeout(time);
         }
         Ok(())
     }
@@ -490,7 +314,7 @@ impl Channel {
 
     /// What this channel and its clones did so far.
     pub fn counters(&self) -> Counters {
-        self.shared.cells.snapshot()
+        Counters::of(&self.shared.put.side, &self.shared.get.side)
     }
 
     /// The other end, for messages.
@@ -500,8 +324,8 @@ impl Channel {
 
     fn explain(&self, operation: Operation, stop: Stop) -> ChannelError {
         let peer = Arc::clone(&self.shared.peer);
-        let cells = &self.shared.cells;
-        let offset = if operation == Operation::Put { cells.out.bytes() } else { cells.inward.bytes() };
+        let lane = if operation == Operation::Put { &self.shared.put } else { &self.shared.get };
+        let offset = lane.side.bytes();
         match stop {
             Stop::TimedOut(after) => ChannelError::TimedOut { operation, peer, offset: Some(offset), after },
             Stop::ShutDown => ChannelError::ShutDown { operation, peer, offset },

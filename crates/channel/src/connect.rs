@@ -5,7 +5,7 @@ use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt};
@@ -51,12 +51,14 @@ impl Channel {
     }
 }
 
-/// Tries every address of the host in the resolver's order; the last failure is the one reported.
+/// Tries every address of the host in the resolver's order, all within the time; the last failure is reported.
 fn tcp(host: &str, port: u16, timeout: Option<Duration>) -> io::Result<OwnedFd> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+    let began = Instant::now();
     for address in (host, port).to_socket_addrs()? {
-        let attempt = match timeout {
-            Some(time) => TcpStream::connect_timeout(&address, time),
+        let attempt = match timeout.map(|time| time.saturating_sub(began.elapsed())) {
+            Some(Duration::ZERO) => return Err(io::ErrorKind::TimedOut.into()),
+            Some(rest) => TcpStream::connect_timeout(&address, rest),
             None => TcpStream::connect(address),
         };
         match attempt {

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::sync::Arc;
 
-use crate::counters::{Cells, Counters};
+use crate::counters::{Counters, Side};
 use crate::error::{ChannelError, Operation};
 use crate::transport;
 use crate::uri::Uri;
@@ -45,7 +45,8 @@ pub struct FileChannel {
     file: File,
     base: u64,
     name: Arc<str>,
-    cells: Cells,
+    out: Side,
+    inward: Side,
 }
 
 impl FileChannel {
@@ -74,14 +75,14 @@ impl FileChannel {
         if !kind.is_file() && !kind.is_block_device() {
             return Err(unsupported("it has no offsets; a regular file or a block device is needed"));
         }
-        Ok(Self { file, base, name, cells: Cells::default() })
+        Ok(Self { file, base, name, out: Side::default(), inward: Side::default() })
     }
 
     /// A channel over an open file; offset 0 is the file's byte `base`.
     pub fn from_file(file: File, base: u64) -> Self {
         use std::os::fd::AsRawFd;
         let name = format!("the file on descriptor {}", file.as_raw_fd()).into();
-        Self { file, base, name, cells: Cells::default() }
+        Self { file, base, name, out: Side::default(), inward: Side::default() }
     }
 
     /// Writes all of `bytes` at `offset`.
@@ -144,7 +145,7 @@ impl FileChannel {
     }
 
     fn put_all(&self, mut gather: Cursor<'_, Out>, offset: u64) -> Result<()> {
-        let (operation, side) = (Operation::Put, &self.cells.out);
+        let (operation, side) = (Operation::Put, &self.out);
         let mut position = self.position(operation, offset)?;
         while let Some(batch) = gather.batch(usize::MAX) {
             side.called();
@@ -163,7 +164,7 @@ impl FileChannel {
     }
 
     fn get_all(&self, mut scatter: Cursor<'_, In>, offset: u64) -> Result<()> {
-        let (operation, side) = (Operation::Get, &self.cells.inward);
+        let (operation, side) = (Operation::Get, &self.inward);
         let begin = self.position(operation, offset)?;
         let mut position = begin;
         while let Some(batch) = scatter.batch(usize::MAX) {
@@ -213,7 +214,7 @@ impl FileChannel {
 
     /// What this channel did so far.
     pub fn counters(&self) -> Counters {
-        self.cells.snapshot()
+        Counters::of(&self.out, &self.inward)
     }
 
     /// The file's name, for messages.

@@ -12,8 +12,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let options = Options { read_timeout: Some(Duration::from_secs(10)), ..Options::default() };
-//! let listener = Listener::bind(&"tcp:[::1]:0".parse()?, &options)
-//!     .or_else(|_| Listener::bind(&"tcp:127.0.0.1:0".parse()?, &options))?;
+//! let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?, &options)?;
 //! let uri = listener.local_uri().clone();
 //!
 //! let sender = thread::spawn(move || -> Result<(), limosa_channel::ChannelError> {
@@ -39,6 +38,7 @@ mod counters;
 mod descriptor;
 mod error;
 mod file;
+mod lane;
 mod listener;
 mod options;
 mod rate;

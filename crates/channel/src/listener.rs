@@ -49,8 +49,8 @@ impl Listener {
     /// [`accept`](Self::accept) returns.
     ///
     /// # Errors
-    /// If the address is in use or not this machine's; [`ChannelError::Unsupported`] for `file:`, and for a path where
-    /// something other than a socket is.
+    /// If the address is in use or not this machine's, or something other than a dead socket stands at the path;
+    /// [`ChannelError::Unsupported`] for `file:`.
     pub fn bind(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let operation = Operation::Listen;
         let name: Arc<str> = uri.to_string().into();
@@ -108,7 +108,7 @@ impl Listener {
         loop {
             match net::accept_with(socket, SocketFlags::CLOEXEC) {
                 Ok(fd) => return Channel::over(fd, format!("the peer on {}", self.name), &self.options),
-                // A peer that gave up again is none; so is a network that failed meanwhile (accept(2)).
+                // A peer that gave up again is none.
                 Err(Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
                 Err(Errno::AGAIN) => {
                     let rest = timeout.map(|time| time.saturating_sub(began.elapsed()));

@@ -7,7 +7,7 @@ use crate::rate::RateLimit;
 /// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// How long to try to connect.
+    /// How long to try to connect, over all addresses of a host. Looking up the name is not bounded by it.
     pub connect_timeout: Option<Duration>,
     /// How long a get may last without a byte moving.
     pub read_timeout: Option<Duration>,

@@ -73,6 +73,23 @@ impl RateLimit {
         self.take_unless(bytes, &AtomicBool::new(false)).unwrap_or_default()
     }
 
+    /// How long a taker would have to wait now. For those who have something better to do than wait: look here, and
+    /// [`spend`](Self::spend) once it is zero.
+    pub fn delay(&self) -> Duration {
+        let Some(rate) = self.get() else { return Duration::ZERO };
+        let mut bucket = self.bucket();
+        bucket.fill(rate.get(), Instant::now());
+        bucket.pause(rate.get())
+    }
+
+    /// Takes `bytes` without waiting, into debt if need be.
+    pub fn spend(&self, bytes: u64) {
+        if self.get().is_some() {
+            let mut bucket = self.bucket();
+            bucket.tokens = bucket.tokens.saturating_sub_unsigned(bytes);
+        }
+    }
+
     /// As `take`, but gives up (`None`) when `cancelled` becomes true and [`wake`](Self::wake) is called.
     pub(crate) fn take_unless(&self, bytes: u64, cancelled: &AtomicBool) -> Option<Duration> {
         if self.shared.rate.load(Ordering::Relaxed) == 0 {
@@ -137,7 +154,7 @@ impl Bucket {
             (self.tokens, self.filled) = (capacity, Some(now));
         } else {
             // Only the time that earned whole bytes is spent: frequent calls at a low rate would lose the fractions.
-            let spent = u64::try_from(earned * SECOND / u128::from(rate)).unwrap_or(u64::MAX);
+            let spent = u64::try_from(earned.saturating_mul(SECOND) / u128::from(rate)).unwrap_or(u64::MAX);
             (self.tokens, self.filled) = (tokens, Some(filled + Duration::from_nanos(spent)));
         }
     }
@@ -155,5 +172,78 @@ impl Bucket {
         let debt = if self.tokens < 0 { self.tokens.unsigned_abs() } else { 0 };
         let pause = (u128::from(debt) * SECOND).div_ceil(u128::from(rate.max(1)));
         Duration::from_nanos(u64::try_from(pause).unwrap_or(u64::MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(start: Instant, milliseconds: u64) -> Instant {
+        start + Duration::from_millis(milliseconds)
+    }
+
+    #[test]
+    fn a_request_of_any_size_passes_once_and_pays_afterwards() {
+        let start = Instant::now();
+        let mut bucket = Bucket::default();
+        bucket.fill(1000, start);
+        assert!(bucket.take(5000));
+        assert!(!bucket.take(1));
+        assert_eq!(bucket.pause(1000), Duration::from_secs(5));
+        bucket.fill(1000, after(start, 4999));
+        assert!(!bucket.take(1));
+        bucket.fill(1000, after(start, 5000));
+        assert!(bucket.take(1));
+    }
+
+    #[test]
+    fn idle_time_is_worth_a_tenth_of_a_second() {
+        let start = Instant::now();
+        let mut bucket = Bucket::default();
+        bucket.fill(1000, start);
+        bucket.fill(1000, after(start, 3_600_000));
+        assert_eq!(bucket.tokens, 100);
+    }
+
+    #[test]
+    fn fractions_of_a_byte_are_not_lost_by_looking_often() {
+        let start = Instant::now();
+        let mut bucket = Bucket::default();
+        bucket.fill(3, start);
+        assert!(bucket.take(30));
+        for step in 0..=10_000 {
+            bucket.fill(3, after(start, step));
+        }
+        assert_eq!(bucket.tokens, 0);
+    }
+
+    #[test]
+    fn debt_shrinks_at_the_rate_of_the_moment() {
+        let start = Instant::now();
+        let mut bucket = Bucket::default();
+        bucket.fill(10, start);
+        assert!(bucket.take(1_000_000));
+        assert_eq!(bucket.pause(10), Duration::from_secs(100_000));
+        assert_eq!(bucket.pause(1_000_000), Duration::from_secs(1));
+    }
+
+    #[test]
+    fn extreme_rates_and_sizes_do_not_overflow() {
+        let start = Instant::now();
+        let mut bucket = Bucket::default();
+        for (rate, milliseconds) in [(u64::MAX, 0), (1, 1_000_000_000), (u64::MAX, u64::MAX / 2_000_000), (1, 0)] {
+            bucket.fill(rate, after(start, milliseconds));
+            bucket.take(u64::MAX);
+            bucket.take(u64::MAX);
+            assert!(bucket.pause(rate) <= Duration::from_nanos(u64::MAX));
+        }
+    }
+
+    #[test]
+    fn the_chunk_is_bounded_on_both_sides() {
+        let chunk = |rate| RateLimit::new(NonZeroU64::new(rate)).chunk() as u64;
+        assert_eq!([chunk(1), chunk(20 << 20), chunk(u64::MAX)], [CHUNK.0, 1 << 20, CHUNK.1]);
+        assert_eq!(RateLimit::default().chunk(), usize::MAX);
     }
 }

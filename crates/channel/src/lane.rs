@@ -1,0 +1,214 @@
+//! One direction of a channel: calls until the bytes have moved, or there is a reason to stop.
+//!
+//! The laws of this module: a transfer ends only by completion, by the end of the data, by an error of the kernel, by
+//! the time-out, or by a shutdown on this side; a signal, a partial transfer or an unready descriptor is none of these.
+//! The time-out counts from the last byte moved. Whoever waits here can be woken: in the kernel's socket by
+//! `shutdown(2)`, in `poll` by an event descriptor, in the rate limit by its condition variable.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::Timespec;
+use rustix::io::Errno;
+
+use crate::counters::Side;
+use crate::rate::RateLimit;
+use crate::transport::Transport;
+use crate::vector::{Cursor, In, Out};
+
+/// Why a transfer stopped, before it is known to whom and where.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// Nothing moved for so long.
+    TimedOut(Duration),
+    /// This side shut the direction down.
+    ShutDown,
+    /// The data ended after `got` of `wanted` bytes.
+    Ended { got: u64, wanted: u64 },
+    /// The kernel's answer.
+    Failed(io::Error),
+}
+
+type Result<T> = std::result::Result<T, Stop>;
+
+/// The state of one direction, shared by all handles of a channel.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) side: Side,
+    readiness: PollFlags,
+    /// Nanoseconds without progress after which a transfer gives up; 0 is never.
+    timeout: AtomicU64,
+    shut: AtomicBool,
+    /// Becomes readable at shutdown, for descriptors that the kernel cannot shut down.
+    wake: Option<OwnedFd>,
+}
+
+impl Lane {
+    pub(crate) fn new(readiness: PollFlags, wake: Option<OwnedFd>) -> Self {
+        let (timeout, shut) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { side: Side::default(), readiness, timeout, shut, wake }
+    }
+
+    pub(crate) fn set_timeout(&self, time: Option<Duration>) {
+        let nanoseconds = time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        self.timeout.store(nanoseconds, Ordering::Relaxed);
+    }
+
+    /// Marks the direction as shut down and wakes who waits in `poll`.
+    pub(crate) fn shut(&self) -> io::Result<()> {
+        self.shut.store(true, Ordering::Release);
+        if let Some(wake) = &self.wake {
+            rustix::io::write(wake, &1_u64.to_ne_bytes())?;
+        }
+        Ok(())
+    }
+
+    fn is_shut(&self) -> bool {
+        self.shut.load(Ordering::Acquire)
+    }
+
+    fn quiet(&self) -> Quiet {
+        let nanoseconds = self.timeout.load(Ordering::Relaxed);
+        let limit = (nanoseconds != 0).then(|| Duration::from_nanos(nanoseconds));
+        Quiet { limit, since: limit.map(|_| Instant::now()) }
+    }
+
+    /// Writes all that the list names, as fast as `rate` lets it.
+    pub(crate) fn put(&self, transport: &Transport, rate: &RateLimit, gather: &mut Cursor<'_, Out>) -> Result<()> {
+        let mut quiet = self.quiet();
+        let mut paid = 0;
+        while let Some(batch) = gather.batch(rate.chunk()) {
+            // After a partial transfer, what did not go out is paid for already.
+            let owed = batch.bytes().saturating_sub(paid);
+            if owed != 0 {
+                let waited = rate.take_unless(owed as u64, &self.shut).ok_or(Stop::ShutDown)?;
+                if !waited.is_zero() {
+                    self.side.throttled(waited);
+                    // Being held back is not the peer's silence.
+                    quiet.progress();
+                }
+                paid += owed;
+            }
+            let moved = self.attempt(transport, &mut quiet, batch.bytes(), || transport.put(&batch))?;
+            if moved == 0 {
+                return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
+            }
+            paid = paid.saturating_sub(moved);
+            gather.advance(moved);
+        }
+        Ok(())
+    }
+
+    /// Fills all that the list names.
+    pub(crate) fn get(&self, transport: &Transport, scatter: &mut Cursor<'_, In>) -> Result<()> {
+        let mut quiet = self.quiet();
+        let mut got = 0_u64;
+        while let Some(moved) = self.get_part(transport, scatter, true, &mut quiet)? {
+            if moved == 0 {
+                return Err(Stop::Ended { got, wanted: got.saturating_add(scatter.left()) });
+            }
+            got = got.saturating_add(moved as u64);
+        }
+        Ok(())
+    }
+
+    /// Reads what is there; 0 is the end of the data, or a list without room.
+    pub(crate) fn get_some(&self, transport: &Transport, scatter: &mut Cursor<'_, In>) -> Result<usize> {
+        let mut quiet = self.quiet();
+        Ok(self.get_part(transport, scatter, false, &mut quiet)?.unwrap_or(0))
+    }
+
+    /// One read; `None` if the list is full, `Some(0)` at the end of the data.
+    fn get_part(
+        &self,
+        transport: &Transport,
+        scatter: &mut Cursor<'_, In>,
+        whole: bool,
+        quiet: &mut Quiet,
+    ) -> Result<Option<usize>> {
+        let Some(batch) = scatter.batch(usize::MAX) else { return Ok(None) };
+        let moved = self.attempt(transport, quiet, batch.bytes(), || transport.get(&batch, whole))?;
+        // A socket's shutdown on this side looks like an end of the data; what had come before was still read.
+        if moved == 0 && self.is_shut() {
+            return Err(Stop::ShutDown);
+        }
+        scatter.advance(moved);
+        Ok(Some(moved))
+    }
+
+    /// Calls until bytes move, the data ends, or there is a reason to stop.
+    fn attempt(
+        &self,
+        transport: &Transport,
+        quiet: &mut Quiet,
+        offered: usize,
+        call: impl Fn() -> io::Result<usize>,
+    ) -> Result<usize> {
+        loop {
+            if self.wake.is_some() && self.is_shut() {
+                return Err(Stop::ShutDown);
+            }
+            self.side.called();
+            match call() {
+                Ok(moved) => {
+                    self.side.moved(moved, offered);
+                    quiet.progress();
+                    return Ok(moved);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                    self.side.interrupted();
+                    quiet.remaining()?;
+                }
+                // Either the socket's own time-out is over, or the descriptor does not block.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let remaining = quiet.remaining()?;
+                    let began = Instant::now();
+                    let ready = self.wait(transport, remaining);
+                    self.side.waited(began.elapsed());
+                    match ready {
+                        Err(Errno::INTR) => self.side.interrupted(),
+                        Err(errno) => return Err(Stop::Failed(errno.into())),
+                        Ok(()) => {}
+                    }
+                }
+                Err(_) if self.is_shut() => return Err(Stop::ShutDown),
+                Err(error) => return Err(Stop::Failed(error)),
+            }
+        }
+    }
+
+    /// Waits until the descriptor is ready, the direction is shut down, or the time is over.
+    fn wait(&self, transport: &Transport, time: Option<Duration>) -> std::result::Result<(), Errno> {
+        let time = time.and_then(|time| Timespec::try_from(time).ok());
+        let own = PollFd::from_borrowed_fd(transport.as_fd(), self.readiness);
+        match &self.wake {
+            Some(wake) => poll(&mut [own, PollFd::new(wake, PollFlags::IN)], time.as_ref())?,
+            None => poll(&mut [own], time.as_ref())?,
+        };
+        Ok(())
+    }
+}
+
+/// How long nothing has moved; reads the clock only if there is a time-out.
+struct Quiet {
+    limit: Option<Duration>,
+    since: Option<Instant>,
+}
+
+impl Quiet {
+    fn progress(&mut self) {
+        self.since = self.limit.map(|_| Instant::now());
+    }
+
+    /// The rest of the limit (`None`: no limit), or `Stop::TimedOut`.
+    fn remaining(&self) -> Result<Option<Duration>> {
+        let (Some(limit), Some(since)) = (self.limit, self.since) else { return Ok(None) };
+        match limit.checked_sub(since.elapsed()) {
+            Some(rest) if !rest.is_zero() => Ok(Some(rest)),
+            _ => Err(Stop::TimedOut(limit)),
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! Listening and connecting, by every form of address.
+
+use std::io::{Read, Write};
+use std::net::Ipv6Addr;
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use limosa_channel::{Channel, ChannelError, Listener, Options, Uri};
+
+fn options() -> Options {
+    Options { connect_timeout: Some(Duration::from_secs(60)), ..Options::default() }
+}
+
+/// A number as a parent process would hand it down: open and inheritable.
+fn inherited(fd: impl AsFd) -> Uri {
+    Uri::Fd(rustix::io::dup(fd).unwrap().into_raw_fd())
+}
+
+fn greets(uri: &Uri, listener: &Listener) -> (Channel, Channel) {
+    thread::scope(|scope| {
+        let accepted = scope.spawn(|| listener.accept(Some(Duration::from_secs(60))).unwrap());
+        let near = Channel::connect(uri, &options()).unwrap();
+        let far = accepted.join().unwrap();
+        let mut word = [0; 5];
+        near.put(b"hello").unwrap();
+        far.get(&mut word).unwrap();
+        far.put(&word).unwrap();
+        near.get(&mut word).unwrap();
+        assert_eq!(&word, b"hello");
+        (near, far)
+    })
+}
+
+#[test]
+fn tcp_connects_to_the_port_that_the_kernel_chose() {
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &options()).unwrap();
+    let uri = listener.local_uri().clone();
+    assert!(matches!(&uri, Uri::Tcp { host, port } if host == "127.0.0.1" && *port != 0), "{uri}");
+    let (near, far) = greets(&uri, &listener);
+    assert_eq!(near.peer(), uri.to_string());
+    for channel in [&near, &far] {
+        assert!(rustix::net::sockopt::tcp_nodelay(channel).unwrap(), "no delay");
+    }
+}
+
+#[test]
+fn tcp_takes_ipv6_in_brackets() {
+    if std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_err() {
+        eprintln!("this machine has no IPv6");
+        return;
+    }
+    let listener = Listener::bind(&"tcp:[::1]:0".parse().unwrap(), &options()).unwrap();
+    let uri: Uri = listener.local_uri().to_string().parse().unwrap();
+    greets(&uri, &listener);
+}
+
+#[test]
+fn an_inherited_tcp_connection_has_no_delay_and_a_name() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let stream = std::net::TcpStream::connect(address).unwrap();
+    let channel = Channel::from_fd(stream.into()).unwrap();
+    assert!(rustix::net::sockopt::tcp_nodelay(&channel).unwrap());
+    assert_eq!(channel.peer(), format!("tcp:{address}"));
+}
+
+#[test]
+fn nobody_there_is_refused() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let uri: Uri = format!("tcp:127.0.0.1:{free}").parse().unwrap();
+    let error = Channel::connect(&uri, &options()).unwrap_err();
+    assert!(matches!(error, ChannelError::Refused { .. }), "{error:?}");
+    assert_eq!(error.to_string(), format!("connecting to {uri}: refused, nobody listens there"));
+
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("dead");
+    drop(UnixListener::bind(&path).unwrap());
+    let error = Channel::connect(&Uri::Unix(path), &options()).unwrap_err();
+    assert!(matches!(error, ChannelError::Refused { .. }), "{error:?}");
+    let error = Channel::connect(&Uri::Unix(directory.path().join("none")), &options()).unwrap_err();
+    assert_eq!(error.io_kind(), Some(std::io::ErrorKind::NotFound), "{error}");
+}
+
+#[test]
+fn a_unix_socket_is_private_from_the_first_and_removed_at_the_end() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let uri = Uri::Unix(path.clone());
+    let listener = Listener::bind(&uri, &options()).unwrap();
+    let metadata = std::fs::symlink_metadata(&path).unwrap();
+    assert!(metadata.file_type().is_socket());
+    assert_eq!(metadata.mode() & 0o777, 0o600);
+    greets(&uri, &listener);
+    drop(listener);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_socket_in_use_is_left_alone_and_gets_no_stray_connection() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let first = Listener::bind(&Uri::Unix(path.clone()), &options()).unwrap();
+    let error = Listener::bind(&Uri::Unix(path.clone()), &options()).unwrap_err();
+    assert_eq!(error.io_kind(), Some(std::io::ErrorKind::AddrInUse), "{error}");
+    assert!(path.exists());
+    assert!(first.accept(Some(Duration::ZERO)).unwrap_err().is_timeout());
+    greets(&Uri::Unix(path), &first);
+}
+
+#[test]
+fn a_dead_socket_is_replaced_but_nothing_else_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    drop(UnixListener::bind(&path).unwrap());
+    let listener = Listener::bind(&Uri::Unix(path.clone()), &options()).unwrap();
+    greets(&Uri::Unix(path), &listener);
+
+    let file = directory.path().join("file");
+    std::fs::write(&file, "precious").unwrap();
+    let error = Listener::bind(&Uri::Unix(file.clone()), &options()).unwrap_err();
+    assert_eq!(error.io_kind(), Some(std::io::ErrorKind::AddrInUse), "{error}");
+    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+}
+
+#[test]
+fn what_another_put_in_the_sockets_place_is_not_removed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let listener = Listener::bind(&Uri::Unix(path.clone()), &options()).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, "new").unwrap();
+    drop(listener);
+    assert_eq!(std::fs::read(&path).unwrap(), b"new");
+}
+
+#[test]
+fn a_path_that_is_too_long_is_an_error() {
+    let uri = Uri::Unix("x".repeat(200).into());
+    Channel::connect(&uri, &options()).unwrap_err();
+    Listener::bind(&uri, &options()).unwrap_err();
+}
+
+#[test]
+fn nobody_coming_is_a_time_out() {
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &options()).unwrap();
+    let error = listener.accept(Some(Duration::from_millis(30))).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    assert!(error.to_string().contains("nothing moved for 30ms"), "{error}");
+}
+
+#[test]
+fn a_full_backlog_is_a_time_out() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let _listener = UnixListener::bind(&path).unwrap();
+    rustix::net::listen(&_listener, 0).unwrap();
+    let options = Options { connect_timeout: Some(Duration::from_millis(30)), ..Options::default() };
+    let mut connected = Vec::new();
+    let error = loop {
+        match Channel::connect(&Uri::Unix(path.clone()), &options) {
+            Ok(channel) => connected.push(channel),
+            Err(error) => break error,
+        }
+        assert!(connected.len() < 100, "the backlog never fills");
+    };
+    assert!(error.is_timeout(), "{error}");
+}
+
+#[test]
+fn the_connect_time_out_does_not_become_the_write_time_out() {
+    let directory = tempfile::tempdir().unwrap();
+    let uri = Uri::Unix(directory.path().join("socket"));
+    let listener = Listener::bind(&uri, &options()).unwrap();
+    let options = Options { connect_timeout: Some(Duration::from_millis(100)), ..Options::default() };
+    let near = Channel::connect(&uri, &options).unwrap();
+    let far = listener.accept(None).unwrap();
+    thread::scope(|scope| {
+        let put = scope.spawn(|| near.put(&vec![0; 4 << 20]));
+        thread::sleep(Duration::from_millis(300));
+        far.get(&mut vec![0; 4 << 20]).unwrap();
+        put.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_descriptor_is_taken_over_by_number() {
+    let (near, far) = UnixStream::pair().unwrap();
+    let uri = inherited(&near);
+    drop(near);
+    let channel = Channel::connect(&uri, &options()).unwrap();
+    assert_eq!(uri, Uri::Fd(channel.as_fd().as_raw_fd()), "the number itself, not a copy");
+    let far = Channel::from_fd(far.into()).unwrap();
+    channel.put(b"x").unwrap();
+    far.get(&mut [0; 1]).unwrap();
+    drop(channel);
+    assert_eq!(far.get_some(&mut [0; 1]).unwrap(), 0, "it was the only one");
+}
+
+#[test]
+fn a_descriptor_cannot_be_taken_twice_or_from_this_process() {
+    let (near, _far) = UnixStream::pair().unwrap();
+    let uri = inherited(&near);
+    let _channel = Channel::connect(&uri, &options()).unwrap();
+    let error = Channel::connect(&uri, &options()).unwrap_err();
+    assert!(matches!(error, ChannelError::Unsupported { .. }), "{error}");
+    let own = Uri::Fd(near.as_raw_fd());
+    let error = Channel::connect(&own, &options()).unwrap_err();
+    assert!(error.to_string().contains("not inherited"), "{error}");
+    (&near).write_all(b"still open").unwrap();
+}
+
+#[test]
+fn a_closed_descriptor_is_an_error_that_says_so() {
+    for number in [1_000_000, i32::MAX, -1] {
+        let error = Channel::connect(&Uri::Fd(number), &options()).unwrap_err();
+        assert!(matches!(error, ChannelError::Unsupported { .. }), "{error:?}");
+    }
+    let error = Channel::connect(&Uri::Fd(1_000_000), &options()).unwrap_err();
+    assert_eq!(error.to_string(), "connecting to fd:1000000: no such descriptor is open in this process");
+}
+
+#[test]
+fn a_pipe_is_taken_over_by_number() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    let (put, get) = (inherited(&writer), inherited(&reader));
+    drop((reader, writer));
+    let put = Channel::connect(&put, &options()).unwrap();
+    let get = Listener::bind(&get, &options()).unwrap().accept(None).unwrap();
+    put.put(b"through").unwrap();
+    drop(put);
+    let mut word = [0; 7];
+    get.get(&mut word).unwrap();
+    assert_eq!((&word, get.get_some(&mut [0]).unwrap()), (b"through", 0));
+}
+
+#[test]
+fn an_inherited_listening_socket_listens_and_an_inherited_connection_is_accepted_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let listening = UnixListener::bind(&path).unwrap();
+    let listener = Listener::bind(&inherited(&listening), &options()).unwrap();
+    assert!(listener.socket().is_some());
+    greets(&Uri::Unix(path.clone()), &listener);
+    greets(&Uri::Unix(path), &listener);
+
+    let (near, _far) = UnixStream::pair().unwrap();
+    let listener = Listener::bind(&inherited(&near), &options()).unwrap();
+    let channel = listener.accept(None).unwrap();
+    assert!(channel.peer().starts_with("fd:"));
+    let error = listener.accept(None).unwrap_err();
+    assert!(matches!(error, ChannelError::Unsupported { .. }), "{error}");
+}
+
+#[test]
+fn what_is_no_stream_is_refused_with_a_reason() {
+    let refused = |fd: OwnedFd, reason: &str| {
+        let error = Channel::from_fd(fd).unwrap_err();
+        assert!(matches!(error, ChannelError::Unsupported { .. }), "{error:?}");
+        assert!(error.to_string().contains(reason), "{error}");
+    };
+    refused(UnixDatagram::unbound().unwrap().into(), "message boundaries");
+    refused(std::net::TcpListener::bind("127.0.0.1:0").unwrap().into(), "waits for connections");
+    refused(std::fs::File::open("/").unwrap().into(), "directory");
+    let file: Uri = "file:x".parse().unwrap();
+    assert!(Channel::connect(&file, &options()).unwrap_err().to_string().contains("opened as a file"));
+    assert!(Listener::bind(&file, &options()).unwrap_err().to_string().contains("opened as a file"));
+}
+
+/// Runs in a child process only: copies standard input to standard output through channels.
+#[test]
+#[ignore = "run by standard_streams_are_taken_over_entirely, in a process of its own"]
+fn child_of_standard_streams() {
+    if std::env::var_os("LIMOSA_CHANNEL_CHILD").is_none() {
+        return;
+    }
+    let input = Channel::connect(&Uri::Fd(0), &options()).unwrap();
+    let output = Channel::connect(&Uri::Fd(1), &options()).unwrap();
+    println!("this must not get between the stream's bytes");
+    let mut buffer = [0; 4096];
+    loop {
+        match input.get_some(&mut buffer).unwrap() {
+            0 => break,
+            n => output.put(&buffer[..n]).unwrap(),
+        }
+    }
+    drop(output);
+    // The parent sees the end of standard output although this process lives on.
+    thread::sleep(Duration::from_secs(600));
+}
+
+#[test]
+fn standard_streams_are_taken_over_entirely() {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_of_standard_streams", "--ignored", "--nocapture"])
+        .env("LIMOSA_CHANNEL_CHILD", "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let sent = vec![b'~'; 300_000];
+    let mut input = child.stdin.take().unwrap();
+    let writer = {
+        let sent = sent.clone();
+        thread::spawn(move || input.write_all(&sent))
+    };
+    let mut received = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut received).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    writer.join().unwrap().unwrap();
+    // The test harness has its say before the stream begins.
+    let begin = received.iter().position(|&byte| byte == b'~').unwrap();
+    assert!(received[begin..] == sent, "{} bytes of {}", received.len() - begin, sent.len());
+}

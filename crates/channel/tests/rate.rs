@@ -1,0 +1,90 @@
+//! The rate limit: kept on average, changed while somebody waits, shared between channels.
+
+use std::io::{IoSlice, Read};
+use std::num::NonZeroU64;
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, Options, RateLimit};
+
+fn rate(bytes_per_second: u64) -> Option<NonZeroU64> {
+    NonZeroU64::new(bytes_per_second)
+}
+
+#[test]
+fn a_blocked_taker_wakes_when_the_rate_is_raised() {
+    for raised in [rate(u64::MAX), None] {
+        let limit = RateLimit::new(rate(1));
+        // A debt of two centuries.
+        limit.take(1 << 33);
+        thread::scope(|scope| {
+            let taker = scope.spawn(|| limit.take(1));
+            thread::sleep(Duration::from_millis(20));
+            assert!(!taker.is_finished());
+            limit.clone().set(raised);
+            assert!(taker.join().unwrap() > Duration::ZERO);
+        });
+        assert_eq!(limit.get(), raised);
+    }
+}
+
+#[test]
+fn puts_never_run_ahead_of_the_limit() {
+    const RATE: u64 = 4 << 20;
+    let (near, far) = UnixStream::pair().unwrap();
+    let options = Options { rate: Some(RateLimit::new(rate(RATE))), ..Options::default() };
+    let channel = Channel::from_fd_with(near.into(), &options).unwrap();
+    let page = [1; 4096];
+    let began = Instant::now();
+    let drain = thread::spawn(move || std::io::copy(&mut far.take(u64::MAX), &mut std::io::sink()).unwrap());
+    // One slice far above a call's share, and a list.
+    channel.put(&vec![2; 1 << 20]).unwrap();
+    channel.put_vector(&vec![IoSlice::new(&page); 256]).unwrap();
+    let elapsed = began.elapsed().as_nanos();
+    // The last call's share (a twentieth of a second's worth) is paid for only by the next one, and idle time may have
+    // earned a tenth. A slow machine only takes longer, so there is no upper bound here.
+    let sent = u128::from(channel.counters().bytes_out);
+    assert_eq!(sent, 2 << 20);
+    let allowed = u128::from(RATE) * elapsed / 1_000_000_000 + u128::from(RATE / 20 + RATE / 10);
+    assert!(sent <= allowed, "{sent} bytes in {elapsed} ns, at most {allowed} allowed");
+    assert!(channel.counters().throttled_ns > 0);
+    assert!(channel.counters().calls_out >= 10, "in small portions");
+    drop(channel);
+    assert_eq!(drain.join().unwrap(), 2 << 20);
+}
+
+#[test]
+fn a_put_under_way_speeds_up_when_the_limit_is_lifted() {
+    let (channel, far) = Channel::pair().unwrap();
+    let mut far = UnixStream::from(far);
+    channel.rate().set(rate(1));
+    let limit = channel.rate();
+    let put = thread::spawn(move || channel.put(&vec![3; 1 << 20]));
+    let mut first = [0; 4096];
+    far.read_exact(&mut first).unwrap();
+    assert!(!put.is_finished());
+    limit.set(None);
+    let mut rest = Vec::new();
+    far.read_to_end(&mut rest).unwrap();
+    put.join().unwrap().unwrap();
+    assert_eq!(first.len() + rest.len(), 1 << 20);
+}
+
+#[test]
+fn channels_can_share_one_limit() {
+    let limit = RateLimit::new(rate(1));
+    let options = Options { rate: Some(limit.clone()), ..Options::default() };
+    let (a, _a) = UnixStream::pair().unwrap();
+    let (b, _b) = UnixStream::pair().unwrap();
+    let channel = |fd: UnixStream| Channel::from_fd_with(fd.into(), &options).unwrap();
+    let (a, b) = (channel(a), channel(b));
+    a.put(&[0; 4096]).unwrap();
+    thread::scope(|scope| {
+        let put = scope.spawn(|| b.put(b"x"));
+        thread::sleep(Duration::from_millis(20));
+        assert!(!put.is_finished(), "the other channel's debt holds it back");
+        limit.set(None);
+        put.join().unwrap().unwrap();
+    });
+}
