@@ -1,1 +1,81 @@
 //! A stored VM: QEMU's mapped-ram file with limosa's trailer, as a page sink while saving and a page source while restoring.
+//!
+//! The file is QEMU's own format; stock QEMU loads it with `-incoming file:` and the capability `mapped-ram`. What limosa
+//! adds stands behind the end of QEMU's stream, where QEMU does not look, so that one rename publishes both and the file is
+//! whole or not there.
+//!
+//! - [`PendingFile`]: a file without a name, and how it gets one.
+//! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::pages::PageSink)).
+//! - [`adopt`]: takes over one that QEMU filled itself.
+//! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::pages::PageSource)).
+//! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] tells whether its disks are still the same.
+//!
+//! # Example
+//!
+//! A VM with two pages of memory, one of them zero, is stored and read again. (The device tail comes from the stream; here it
+//! is made by hand, with one device.)
+//!
+//! ```
+//! use std::io::IoSlice;
+//! use limosa_migrate::pages::{PageSink, PageSource, StreamStart};
+//! use limosa_page::{PageNumber, PageRange};
+//! use limosa_snapshot::{Manifest, PendingFile, Snapshot, SnapshotWriter, WriteOptions};
+//! use limosa_stream::configuration::Configuration;
+//! use limosa_stream::ram::RamBlock;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+//! # let directory = tempfile::tempdir()?;
+//! # let target = directory.path().join("vm.limosa");
+//! let start = StreamStart {
+//!     configuration: Configuration::new("pc-q35-10.0"),
+//!     section_id: 2,
+//!     blocks: vec![RamBlock::new("pc.ram", 2 * 4096)],
+//! };
+//! let mut tail = b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x01".to_vec();
+//! tail.extend_from_slice(b"12345678\x7e\0\0\0\x03\0\x06\0\0\0");
+//! let json = br#"{"devices":[{"name":"timer","instance_id":0,"fields":[{"name":"t","type":"b","size":8}]}]}"#;
+//! tail.push(u8::try_from(json.len())?);
+//! tail.extend_from_slice(json);
+//!
+//! let mut writer = SnapshotWriter::new(PendingFile::create(&target, false)?, WriteOptions::default())?;
+//! writer.begin(&start)?;
+//! writer.put_pages(0, PageNumber(1), &[IoSlice::new(&[0x5a; 4096])])?;
+//! writer.put_zero(0, PageRange::first(1))?;
+//! let published = writer.finish(&tail, Manifest::new())?;
+//!
+//! let snapshot = Snapshot::open(&target)?;
+//! snapshot.lock_serving()?;
+//! assert_eq!(snapshot.manifest().map(|manifest| manifest.id), Some(published.manifest.id));
+//! let mut page = [0; 4096];
+//! snapshot.read(0, PageRange::starting_at(PageNumber(1), 1), &mut page)?;
+//! assert_eq!(page, [0x5a; 4096]);
+//! # Ok(()) }
+//! ```
+
+mod adopt;
+mod anatomy;
+mod checksum;
+mod disks;
+mod error;
+mod fuzz;
+mod lock;
+mod manifest;
+mod pending;
+mod reader;
+mod seal;
+mod store;
+mod summary;
+mod trailer;
+mod write_behind;
+mod writer;
+
+pub use adopt::adopt;
+pub use disks::{Difference, Disk, DiskChange, check_disks};
+pub use error::SnapshotError;
+pub use fuzz::fuzz_open;
+pub use manifest::{Manifest, PageStatistics, Published, Via};
+pub use pending::{Durability, PendingFile};
+pub use reader::Snapshot;
+pub use summary::{BlockSummary, DeviceSummary, Summary};
+pub use write_behind::WriteBehind;
+pub use writer::{SnapshotWriter, WriteOptions};

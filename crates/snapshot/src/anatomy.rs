@@ -1,0 +1,148 @@
+//! A mapped-ram file taken apart: its layout, which pages it stores, its device state.
+//!
+//! Law of this module: whatever the bytes are, taking them apart ends in an error or in parts that lie inside the file,
+//! do not overlap, and use memory in proportion to what the file says is in it, up to fixed bounds.
+
+use limosa_page::{PAGE_SIZE, PageBitmap};
+use limosa_stream::devices::{self, DeviceState, TAIL_LIMIT};
+use limosa_stream::mapped_ram::{Layout, MappedBlock};
+use limosa_stream::walk::WalkError;
+
+use crate::error::SnapshotError;
+use crate::store::{Place, StoreFile};
+
+/// Most pages of guest memory that a snapshot has: 16 TiB, whose bitmaps take 512 MiB.
+pub(crate) const MEMORY_PAGES_MAX: u64 = 1 << 32;
+
+/// Where pages are, and which of them: one entry a RAM block in both lists.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) places: Vec<Place>,
+    pub(crate) stored: Vec<PageBitmap>,
+}
+
+impl Memory {
+    /// Length of all blocks.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.places.iter().map(|place| place.pages * PAGE_SIZE).sum()
+    }
+
+    /// Pages of all blocks that are stored.
+    pub(crate) fn stored_pages(&self) -> u64 {
+        self.stored.iter().map(PageBitmap::count).sum()
+    }
+
+    /// Whether there is memory, and nothing of it is in the file.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.places.iter().any(|place| place.pages > 0) && self.stored.iter().all(PageBitmap::is_empty)
+    }
+}
+
+/// The device sections and the VM description, as they stood in the stream.
+#[derive(Debug)]
+pub(crate) struct DeviceBytes {
+    bytes: Vec<u8>,
+    state: DeviceState,
+}
+
+impl DeviceBytes {
+    /// Proves that the bytes are a whole device tail, first section to end of description, nothing behind.
+    pub(crate) fn parse(bytes: Vec<u8>) -> Result<Self, String> {
+        let devices = Self::find(bytes, 0)?;
+        let behind = devices.bytes.len() - devices.state.end;
+        if behind > 0 {
+            return Err(format!("{behind} bytes behind the VM description, where the stream should end"));
+        }
+        Ok(devices)
+    }
+
+    /// Finds the device tail at the beginning of the bytes, which stood at `offset`.
+    fn find(bytes: Vec<u8>, offset: u64) -> Result<Self, String> {
+        let state = devices::locate(&bytes, offset, TAIL_LIMIT).map_err(|e| {
+            format!("the device state is cut, or was saved without its description (-machine suppress-vmdesc=on): {e}")
+        })?;
+        Ok(Self { bytes, state })
+    }
+
+    /// All of it: sections, end mark, description.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The sections alone.
+    pub(crate) fn sections(&self) -> &[u8] {
+        self.bytes.get(self.state.sections_range.clone()).unwrap_or_default()
+    }
+
+    /// The JSON alone.
+    pub(crate) fn description(&self) -> &[u8] {
+        self.bytes.get(self.state.json_range.clone()).unwrap_or_default()
+    }
+
+    pub(crate) fn state(&self) -> &DeviceState {
+        &self.state
+    }
+
+    /// The run state that a destination would adopt; none if that section is missing or odd.
+    pub(crate) fn run_state(&self) -> Option<String> {
+        self.state.global_state(&self.bytes).ok().flatten().map(|state| state.run_state)
+    }
+}
+
+/// The parts of a mapped-ram file.
+#[derive(Debug)]
+pub(crate) struct Anatomy {
+    pub(crate) layout: Layout,
+    pub(crate) memory: Memory,
+    pub(crate) devices: DeviceBytes,
+    /// Where QEMU's stream ends, and a trailer may begin.
+    pub(crate) stream_end: u64,
+}
+
+impl Anatomy {
+    /// Takes a file of `length` bytes apart.
+    pub(crate) fn decode(file: &StoreFile, length: u64) -> Result<Self, SnapshotError> {
+        let read_at =
+            |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
+        let layout = Layout::decode(read_at, 0, length).map_err(|e| match e {
+            WalkError::Stream(e) => {
+                file.structure(e.offset(), format!("not a whole mapped-ram file: {}: {}", e.place(), e.fault()))
+            }
+            WalkError::Read { offset, source, .. } => file.io("read it", Some(offset), source),
+            other => file.io("read it", None, std::io::Error::other(other)),
+        })?;
+        let pages = layout.blocks.iter().try_fold(0_u64, |sum, block| sum.checked_add(block.pages));
+        if pages.is_none_or(|pages| pages > MEMORY_PAGES_MAX) {
+            return Err(file.structure(0, format!("more than {MEMORY_PAGES_MAX} pages of guest memory")));
+        }
+        let stored = layout.blocks.iter().map(|block| bitmap(file, block)).collect::<Result<_, _>>()?;
+        let memory = Memory { places: layout.blocks.iter().map(Place::new).collect(), stored };
+        let (devices, stream_end) = device_bytes(file, layout.tail_offset, length)?;
+        Ok(Self { layout, memory, devices, stream_end })
+    }
+}
+
+fn bitmap(file: &StoreFile, block: &MappedBlock) -> Result<PageBitmap, SnapshotError> {
+    let what = || format!("the page bitmap of RAM block {}", block.block.name);
+    let length = usize::try_from(block.bitmap_length())
+        .map_err(|_| file.structure(block.bitmap_offset, format!("{} is larger than memory", what())))?;
+    let mut bytes = vec![0; length];
+    file.read(&what(), block.bitmap_offset, &mut bytes)?;
+    PageBitmap::from_le_bytes(block.pages, &bytes)
+        .map_err(|e| file.structure(block.bitmap_offset, format!("{}: {e}", what())))
+}
+
+/// The device tail, and where it ends.
+fn device_bytes(file: &StoreFile, tail_offset: u64, length: u64) -> Result<(DeviceBytes, u64), SnapshotError> {
+    // Room for a trailer behind the longest tail; what lies further out belongs to nobody.
+    let available = length.saturating_sub(tail_offset).min(TAIL_LIMIT);
+    let available = usize::try_from(available)
+        .map_err(|_| file.structure(tail_offset, "the device state is larger than memory"))?;
+    let mut bytes = vec![0; available];
+    file.read("the device state", tail_offset, &mut bytes)?;
+    let mut devices = DeviceBytes::find(bytes, tail_offset).map_err(|why| file.structure(tail_offset, why))?;
+    devices.bytes.truncate(devices.state.end);
+    devices.bytes.shrink_to_fit();
+    let stream_end = tail_offset.saturating_add(devices.bytes.len() as u64);
+    Ok((devices, stream_end))
+}

@@ -1,0 +1,244 @@
+//! Checksums of guest memory, one for each MiB.
+//!
+//! A checksum covers 1 MiB of guest memory, not of the file: pages that are not stored count as zeros, so it stays true
+//! when a page moves between "stored zeros" and "not stored". crc32c, because the processor has an instruction for it: it
+//! guards against a disk that returns something else than it was given, not against an attacker, who can compute one
+//! too.
+//!
+//! Law of this module: a page that is served was part of a chunk that was verified, from the very buffer that was
+//! verified if it is the first of its chunk. Later pages of the chunk come from a small cache of verified chunks or from the
+//! file again; a file that changes in between is what [`Snapshot::still_whole`](crate::Snapshot::still_whole) is for.
+
+use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use limosa_page::{AtomicPageBitmap, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+
+use crate::error::SnapshotError;
+use crate::store::{Place, StoreFile};
+use crate::trailer::CHUNK;
+
+/// Pages that one checksum covers.
+pub(crate) const CHUNK_PAGES: u64 = CHUNK / PAGE_SIZE;
+/// Verified chunks that are kept: 16 MiB, so that neighbouring faults do not read a chunk twice.
+const CACHED: usize = 16;
+/// More threads than this only wait for memory.
+const THREADS: usize = 4;
+
+/// How many checksums blocks of these lengths (in pages) have.
+pub(crate) fn count(places: &[Place]) -> u64 {
+    places.iter().map(|place| place.pages.div_ceil(CHUNK_PAGES)).sum()
+}
+
+/// The pages of the `index`-th chunk of a block.
+fn chunk_pages(place: &Place, index: u64) -> PageRange {
+    let start = PageNumber(index * CHUNK_PAGES);
+    PageRange::starting_at(start, CHUNK_PAGES).intersect(PageRange::first(place.pages))
+}
+
+/// The bytes in a range of at most a chunk's pages.
+fn length(pages: PageRange) -> usize {
+    usize::try_from(pages.len() * PAGE_SIZE).unwrap_or(0)
+}
+
+/// The checksums of everything that is stored, in block order.
+///
+/// Reads what is stored once, by several threads: right behind a save it is in the page cache.
+///
+/// # Errors
+/// The first chunk that cannot be read.
+pub(crate) fn compute(file: &StoreFile, places: &[Place], stored: &[PageBitmap]) -> Result<Vec<u32>, SnapshotError> {
+    let jobs: Vec<(&Place, &PageBitmap, PageRange)> = places
+        .iter()
+        .zip(stored)
+        .flat_map(|(place, stored)| {
+            (0..place.pages.div_ceil(CHUNK_PAGES)).map(move |index| (place, stored, chunk_pages(place, index)))
+        })
+        .collect();
+    let results: Vec<AtomicU32> = jobs.iter().map(|_| AtomicU32::new(0)).collect();
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<(), SnapshotError> {
+        let mut buffer = Vec::new();
+        let zeros = zero_checksum(length(PageRange::first(CHUNK_PAGES)));
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let (Some((place, stored, pages)), Some(result)) = (jobs.get(at), results.get(at)) else { return Ok(()) };
+            let checksum = if pages.len() == CHUNK_PAGES && stored.count_in(*pages) == 0 {
+                zeros
+            } else {
+                buffer.clear();
+                buffer.resize(length(*pages), 0);
+                file.read_pages(place, stored, *pages, &mut buffer)?;
+                crc32c::crc32c(&buffer)
+            };
+            result.store(checksum, Ordering::Relaxed);
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS);
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let mine = work();
+        others
+            .into_iter()
+            .map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic)))
+            .fold(mine, Result::and)
+    })?;
+    Ok(results.into_iter().map(AtomicU32::into_inner).collect())
+}
+
+fn zero_checksum(length: usize) -> u32 {
+    crc32c::crc32c(&vec![0; length])
+}
+
+/// Recorded checksums, and which chunks were found to match theirs.
+#[derive(Debug)]
+pub(crate) struct Verifier {
+    recorded: Vec<u32>,
+    /// Index of each block's first checksum.
+    first: Vec<u64>,
+    verified: AtomicPageBitmap,
+    cache: Mutex<VecDeque<(u64, Arc<[u8]>)>>,
+}
+
+impl Verifier {
+    /// `recorded` has exactly [`count`] checksums.
+    pub(crate) fn new(recorded: Vec<u32>, places: &[Place]) -> Self {
+        let mut next = 0;
+        let first = places
+            .iter()
+            .map(|place| {
+                let first = next;
+                next += place.pages.div_ceil(CHUNK_PAGES);
+                first
+            })
+            .collect();
+        Self { recorded, first, verified: AtomicPageBitmap::new(next), cache: Mutex::default() }
+    }
+
+    /// Chunks that were verified so far.
+    pub(crate) fn verified(&self) -> u64 {
+        self.verified.count()
+    }
+
+    /// Reads pages of one block, verifying every chunk that is touched for the first time.
+    pub(crate) fn read(
+        &self,
+        file: &StoreFile,
+        (block, place): (usize, &Place),
+        stored: &PageBitmap,
+        pages: PageRange,
+        mut into: &mut [u8],
+    ) -> Result<(), SnapshotError> {
+        let mut rest = pages;
+        while !rest.is_empty() {
+            let index = rest.start.0 / CHUNK_PAGES;
+            let chunk = chunk_pages(place, index);
+            let (now, later) = rest.split_at(chunk.end);
+            rest = later;
+            let Some(part) = into.split_off_mut(..length(now)) else {
+                return Err(file.misuse("a buffer shorter than the pages it is for".to_owned()));
+            };
+            let global = self.global(block, index);
+            if now == chunk {
+                // A whole chunk is verified where it lies, again if it was before: that costs no reading.
+                file.read_pages(place, stored, chunk, part)?;
+                self.check(file, place, chunk, global, part)?;
+            } else if let Some(cached) = self.cached(global) {
+                copy(file, &cached, chunk, now, part)?;
+            } else if self.verified.get(PageNumber(global)) {
+                file.read_pages(place, stored, now, part)?;
+            } else {
+                let mut buffer = vec![0; length(chunk)];
+                file.read_pages(place, stored, chunk, &mut buffer)?;
+                self.check(file, place, chunk, global, &buffer)?;
+                copy(file, &buffer, chunk, now, part)?;
+                self.keep(global, buffer.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Verifies every chunk that has one of these pages and was not verified yet.
+    pub(crate) fn verify(
+        &self,
+        file: &StoreFile,
+        (block, place): (usize, &Place),
+        stored: &PageBitmap,
+        pages: PageRange,
+    ) -> Result<(), SnapshotError> {
+        let mut buffer = Vec::new();
+        let mut rest = pages;
+        while !rest.is_empty() {
+            let index = rest.start.0 / CHUNK_PAGES;
+            let chunk = chunk_pages(place, index);
+            rest = rest.split_at(chunk.end).1;
+            let global = self.global(block, index);
+            if !self.verified.get(PageNumber(global)) {
+                buffer.resize(length(chunk), 0);
+                file.read_pages(place, stored, chunk, &mut buffer)?;
+                self.check(file, place, chunk, global, &buffer)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The index of a block's chunk among all; beyond all if there is no such block.
+    fn global(&self, block: usize, index: u64) -> u64 {
+        self.first.get(block).copied().unwrap_or(u64::MAX).saturating_add(index)
+    }
+
+    fn check(
+        &self,
+        file: &StoreFile,
+        place: &Place,
+        chunk: PageRange,
+        global: u64,
+        contents: &[u8],
+    ) -> Result<(), SnapshotError> {
+        let recorded = usize::try_from(global).ok().and_then(|index| self.recorded.get(index)).copied();
+        let Some(recorded) = recorded else {
+            return Err(file.misuse(format!("no checksum for {chunk} of RAM block {}", place.name)));
+        };
+        let found = crc32c::crc32c(contents);
+        if found != recorded {
+            let (path, block) = (file.path().to_path_buf(), place.name.clone());
+            return Err(SnapshotError::Checksum { path, block, offset: chunk.start.offset(), recorded, found });
+        }
+        self.verified.set(PageNumber(global));
+        Ok(())
+    }
+
+    fn cached(&self, global: u64) -> Option<Arc<[u8]>> {
+        let cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.iter().find(|(index, _)| *index == global).map(|(_, contents)| Arc::clone(contents))
+    }
+
+    fn keep(&self, global: u64, contents: Arc<[u8]>) {
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        if cache.iter().any(|(index, _)| *index == global) {
+            return;
+        }
+        if cache.len() >= CACHED {
+            cache.pop_front();
+        }
+        cache.push_back((global, contents));
+    }
+}
+
+/// Copies the pages `wanted` out of the contents of `chunk`.
+fn copy(
+    file: &StoreFile,
+    contents: &[u8],
+    chunk: PageRange,
+    wanted: PageRange,
+    into: &mut [u8],
+) -> Result<(), SnapshotError> {
+    let start = length(PageRange::new(chunk.start, wanted.start));
+    let found = contents.get(start..).and_then(|found| found.get(..into.len()));
+    into.copy_from_slice(found.ok_or_else(|| file.misuse(format!("{wanted} are not inside a chunk of {chunk}")))?);
+    Ok(())
+}

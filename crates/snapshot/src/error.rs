@@ -1,0 +1,155 @@
+//! What can go wrong with a stored VM.
+//!
+//! Law of this module: an error names the file, what was being done to it, the offset or the RAM block, and, where a
+//! person can do something about it, what that is.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+/// Why a snapshot could not be written, published, opened or served.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SnapshotError {
+    /// The target exists, and replacing it was not asked for.
+    #[error("{}: exists already; choose another name, or give --force to replace it", path.display())]
+    Exists {
+        /// The target.
+        path: PathBuf,
+    },
+    /// Another process serves the file, or is replacing it.
+    #[error("{}: in use: {by}", path.display())]
+    Locked {
+        /// The file.
+        path: PathBuf,
+        /// Who holds it, as far as the lock tells, and what to do.
+        by: &'static str,
+    },
+    /// The name cannot be that of a snapshot file.
+    #[error("{}: {why}", path.display())]
+    Target {
+        /// The name.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The file system, the quota or the process's file size limit is exhausted.
+    #[error("{}: no room left ({source}){}; nothing was kept: free some space or choose another directory", path.display(), At(*offset))]
+    Full {
+        /// The file.
+        path: PathBuf,
+        /// Where the write would have gone.
+        offset: Option<u64>,
+        /// The kernel's word for it.
+        source: io::Error,
+    },
+    /// A system call failed.
+    #[error("{}: cannot {operation}{}: {source}", path.display(), At(*offset))]
+    Io {
+        /// What was being done: "write pages", "read the page bitmap of pc.ram".
+        operation: String,
+        /// The file.
+        path: PathBuf,
+        /// The position in the file, where there is one.
+        offset: Option<u64>,
+        /// The kernel's word for it.
+        source: io::Error,
+    },
+    /// The file is not a whole mapped-ram file.
+    #[error("{}: {what} (at offset {offset:#x})", path.display())]
+    Structure {
+        /// The file.
+        path: PathBuf,
+        /// The offset of the object that is wrong.
+        offset: u64,
+        /// What was found, and what was expected.
+        what: String,
+    },
+    /// The contents of a chunk of guest memory are not those that were saved.
+    #[error(
+        "{}: RAM block {block}: checksum of the chunk at block offset {offset:#x} is {found:#010x}, {recorded:#010x} was recorded: \
+         the file is damaged",
+        path.display()
+    )]
+    Checksum {
+        /// The file.
+        path: PathBuf,
+        /// The name of the RAM block.
+        block: String,
+        /// The chunk's offset inside the block, in bytes.
+        offset: u64,
+        /// The crc32c in the trailer.
+        recorded: u32,
+        /// The crc32c of what the file holds now.
+        found: u32,
+    },
+    /// The file is not the one that was opened any more.
+    #[error("{}: changed while it was open: {what}", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// What differs.
+        what: String,
+    },
+    /// Every page bitmap is empty: restoring would give a guest without memory.
+    #[error(
+        "{}: no RAM block has a stored page: the memory was never written (QEMU 10.0 does that to a mapped-ram file when the \
+         capability background-snapshot is on); save again with that capability off",
+        path.display()
+    )]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The stream brings something that a snapshot file cannot hold.
+    #[error("{}: cannot be stored: {what}", path.display())]
+    Unsupported {
+        /// The file that would have held it.
+        path: PathBuf,
+        /// What it is.
+        what: String,
+    },
+    /// A caller asked for something that cannot be: an engine's mistake, never the file's.
+    #[error("{}: {what}", path.display())]
+    Misuse {
+        /// The file.
+        path: PathBuf,
+        /// What was asked for.
+        what: String,
+    },
+}
+
+impl SnapshotError {
+    /// The error for a failed system call, told apart by whether room is what is missing.
+    pub(crate) fn io(
+        operation: impl Into<String>,
+        path: &Path,
+        offset: Option<u64>,
+        source: impl Into<io::Error>,
+    ) -> Self {
+        let source = source.into();
+        let path = path.to_path_buf();
+        match source.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => Self::Full { path, offset, source },
+            _ => Self::Io { operation: operation.into(), path, offset, source },
+        }
+    }
+
+    /// Whether room was missing, so that a caller can suggest another directory.
+    pub fn is_full(&self) -> bool {
+        matches!(self, Self::Full { .. })
+    }
+}
+
+/// Shows " at offset 0x…" where there is an offset.
+struct At(Option<u64>);
+
+impl std::fmt::Display for At {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(offset) => write!(f, " at offset {offset:#x}"),
+            None => Ok(()),
+        }
+    }
+}

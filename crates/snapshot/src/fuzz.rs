@@ -1,0 +1,41 @@
+//! A whole reading of arbitrary bytes as a snapshot file, for fuzzers and property tests.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+use limosa_page::{PAGE_SIZE, PageRange};
+use rustix::fs::MemfdFlags;
+
+use crate::error::SnapshotError;
+use crate::reader::Snapshot;
+
+/// Pages that are read at once.
+const STRIDE: u64 = 300;
+
+/// Opens the bytes as a snapshot from a file in memory, looks at everything in it and reads every stored page.
+///
+/// Returns the snapshot if all of that went well.
+///
+/// # Errors
+/// Whatever the first of these steps found wrong. Bytes must never make it panic, or take memory without a bound.
+pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
+    let path = Path::new("bytes");
+    let made = rustix::fs::memfd_create("limosa-fuzz", MemfdFlags::CLOEXEC);
+    let mut file = File::from(made.map_err(|e| SnapshotError::io("make a file in memory", path, None, e))?);
+    file.write_all(bytes).map_err(|e| SnapshotError::io("fill a file in memory", path, None, e))?;
+    let snapshot = Snapshot::from_file(file, path)?;
+    let _ = snapshot.summary();
+    let _ = snapshot.check_restorable();
+    let mut buffer = Vec::new();
+    for (block, stored) in snapshot.stored_bitmaps().iter().enumerate() {
+        for run in stored.runs() {
+            for pages in run.chunks(STRIDE) {
+                buffer.resize(usize::try_from(pages.len() * PAGE_SIZE).unwrap_or(0), 0);
+                snapshot.read_pages(block, pages, &mut buffer)?;
+            }
+        }
+        snapshot.verify(block, PageRange::first(stored.len()))?;
+    }
+    Ok(snapshot)
+}

@@ -1,0 +1,142 @@
+//! What limosa knows about a stored VM and QEMU's format has no place for.
+//!
+//! Law of this module: the manifest informs and guards, it never decides whether memory can be restored. Keys that this
+//! version does not know are kept and written back, so that an older limosa can pass on a newer one's file.
+
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use uuid::Uuid;
+
+use crate::disks::Disk;
+
+/// The record that stands as JSON in a snapshot's trailer.
+///
+/// Every key but the id may be absent in a file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// The identity of this one snapshot: what an interrupted restore goes on with must have the id it began with.
+    pub id: Uuid,
+    /// The limosa that wrote it.
+    #[serde(default)]
+    pub limosa: String,
+    /// The source QEMU's version, as it states it ("10.0.2").
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qemu: Option<String>,
+    /// The machine type, versioned ("pc-q35-10.0").
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
+    /// The VM's uuid, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm_uuid: Option<Uuid>,
+    /// The VM's name, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm_name: Option<String>,
+    /// When the save began, in seconds since 1970.
+    #[serde(default)]
+    pub created: u64,
+    /// When the VM's state was complete, in seconds since 1970.
+    #[serde(default)]
+    pub finished: u64,
+    /// The VM's run state before the save ("running", "paused"): the one in which it comes back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run_state: Option<String>,
+    /// Used length of all RAM blocks, in bytes.
+    #[serde(default)]
+    pub ram_bytes: u64,
+    /// Where the pages went.
+    #[serde(default)]
+    pub pages: PageStatistics,
+    /// How the pages reached the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub via: Option<Via>,
+    /// The writable disks as they were when the VM stopped; empty if the VM went on or has none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<Disk>,
+    /// What this version does not know.
+    #[serde(flatten)]
+    pub others: Map<String, Value>,
+}
+
+impl Manifest {
+    /// A manifest with a fresh id that begins now and says nothing else yet.
+    pub fn new() -> Self {
+        Self {
+            id: Uuid::new_v4(),
+            limosa: env!("CARGO_PKG_VERSION").to_owned(),
+            qemu: None,
+            machine: None,
+            vm_uuid: None,
+            vm_name: None,
+            created: now(),
+            finished: 0,
+            run_state: None,
+            ram_bytes: 0,
+            pages: PageStatistics::default(),
+            via: None,
+            disks: Vec::new(),
+            others: Map::new(),
+        }
+    }
+}
+
+impl Default for Manifest {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// How a VM's pages reached the snapshot file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Via {
+    /// QEMU wrote the file itself.
+    File,
+    /// limosa received a migration stream.
+    Socket,
+    /// A way that this version does not know.
+    #[serde(other)]
+    Unknown,
+}
+
+/// Where the pages of a save went, in 4 KiB pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PageStatistics {
+    /// Pages with contents in the file.
+    pub normal: u64,
+    /// Pages that are zero and take no room in it.
+    pub zero: u64,
+    /// Those of `zero` whose bit is set nevertheless, over a hole of the file: zeros that a loader must write.
+    pub explicit_zero: u64,
+    /// Pages that came again after their first time, whatever they brought.
+    pub resent: u64,
+    /// Pages whose earlier contents had to be taken out of the file because they ended as zero.
+    pub punched: u64,
+}
+
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}
+
+/// A file that was published.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What its trailer says.
+    pub manifest: Manifest,
+    /// Its length in bytes, holes included.
+    pub length: u64,
+    /// How often write-back was started before the final fsync.
+    pub write_behind_requests: u64,
+}
+
+impl Published {
+    /// The published file's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}

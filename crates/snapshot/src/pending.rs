@@ -1,0 +1,325 @@
+//! A file that has no name yet.
+//!
+//! Law of this module: under the target's name there is either nothing new or a whole file. What is being written has no
+//! name at all (`O_TMPFILE`), so that a kill at any moment leaves nothing; where the file system cannot do that it has the
+//! temporary name `.NAME.limosa-PID-RANDOM`, is removed when dropped, and what a kill leaves behind is removed by the next
+//! save to the same target. Publishing is fsync, then the name, then fsync of the directory.
+//!
+//! Everything that can refuse a target refuses it in [`PendingFile::create`], before a VM is touched.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{self, Access, AtFlags, FileType, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+
+use crate::error::SnapshotError;
+use crate::lock;
+
+/// Guest memory is the owner's alone.
+const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+
+/// Whether publishing waits until the file would survive a power cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Durability {
+    /// fsync of the file before it gets its name and of its directory afterwards.
+    #[default]
+    Synced,
+    /// No fsync. The file is whole for every process that sees it, but a power cut may lose or tear it: for tmpfs and for
+    /// benchmarks.
+    Unsynced,
+}
+
+/// A file being written for a name it does not have yet; dropping it without [`publish`](PendingFile::publish) leaves
+/// nothing behind.
+#[derive(Debug)]
+pub struct PendingFile {
+    file: File,
+    directory: OwnedFd,
+    target: PathBuf,
+    name: OsString,
+    /// The temporary name, while it has one.
+    temporary: Option<OsString>,
+    /// The file to be replaced, held exclusively, or none if an existing target is an error.
+    replaces: Option<Replaced>,
+}
+
+/// What a forced save found under the target's name.
+#[derive(Debug)]
+struct Replaced {
+    /// Open only for its lock; none if there was no file yet.
+    _held: Option<File>,
+}
+
+impl PendingFile {
+    /// A new, empty, nameless file beside `target`, mode 0600, open for reading and writing.
+    ///
+    /// With `replace`, [`publish`](PendingFile::publish) puts it in the place of an existing file.
+    ///
+    /// # Errors
+    /// Refuses at once a target that exists (without `replace`), that is not a regular file, that is being served, or
+    /// whose directory is missing or not writable.
+    pub fn create(target: &Path, replace: bool) -> Result<Self, SnapshotError> {
+        Self::create_in(target, replace, true)
+    }
+
+    /// `nameless` chooses between the two ways of not being seen, so that tests reach the second one everywhere.
+    fn create_in(target: &Path, replace: bool, nameless: bool) -> Result<Self, SnapshotError> {
+        let refused = |why: String| SnapshotError::Target { path: target.to_path_buf(), why };
+        let ends_in_slash = target.as_os_str().as_bytes().last() == Some(&b'/');
+        let name = match target.file_name() {
+            Some(name) if !ends_in_slash => name.to_os_string(),
+            _ => return Err(refused("is not the name of a file".to_owned())),
+        };
+        let parent = match target.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
+            _ => PathBuf::from("."),
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = fs::open(&parent, flags, Mode::empty()).map_err(|errno| match errno {
+            Errno::NOENT => refused(format!("directory {} does not exist", parent.display())),
+            Errno::NOTDIR => refused(format!("{} is not a directory", parent.display())),
+            errno => SnapshotError::io("open its directory", target, None, errno),
+        })?;
+        fs::accessat(&directory, ".", Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS).map_err(|errno| {
+            refused(format!("directory {} cannot be written to: {}", parent.display(), std::io::Error::from(errno)))
+        })?;
+        let held = existing(&directory, &name, target, replace)?;
+        sweep(&directory, &name);
+
+        let hidden = if nameless { open_nameless(&directory, target)? } else { None };
+        let (file, temporary) = match hidden {
+            Some(file) => (file, None),
+            None => {
+                let temporary = temporary_name(&name);
+                let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let file = fs::openat(&directory, temporary.as_os_str(), flags, MODE)
+                    .map_err(|errno| SnapshotError::io("create a temporary file beside it", target, None, errno))?;
+                (File::from(file), Some(temporary))
+            }
+        };
+        let replaces = replace.then_some(Replaced { _held: held });
+        let pending = Self { file, directory, target: target.to_path_buf(), name, temporary, replaces };
+        // Tells a later save's sweep that the temporary name belongs to somebody alive.
+        lock::exclusive(&pending.file, target)?;
+        Ok(pending)
+    }
+
+    /// The file, open for reading and writing.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The name it will have.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Another open file description of the same file, write-only, for a QEMU that writes it itself.
+    ///
+    /// QEMU takes a descriptor out of a set (`add-fd`, `file:/dev/fdset/N`) only if its access mode is exactly the one it
+    /// would have opened the file with, and that is write-only for a save. A save with `direct-io` needs a second one in
+    /// the same set with `O_DIRECT`, which is what `direct_io` asks for. A description of its own, because flags and position of this
+    /// one must not move.
+    ///
+    /// # Errors
+    /// If the file cannot be opened again, e.g. with `O_DIRECT` on a file system that has none.
+    pub fn writer_descriptor(&self, direct_io: bool) -> Result<OwnedFd, SnapshotError> {
+        let mut flags = OFlags::WRONLY | OFlags::CLOEXEC;
+        if direct_io {
+            flags |= OFlags::DIRECT;
+        }
+        let opened = match &self.temporary {
+            Some(name) => fs::openat(&self.directory, name.as_os_str(), flags | OFlags::NOFOLLOW, Mode::empty()),
+            None => fs::open(proc_path(&self.file), flags, Mode::empty()),
+        };
+        let operation = if direct_io { "open it for QEMU with O_DIRECT" } else { "open it for QEMU" };
+        opened.map_err(|errno| SnapshotError::io(operation, &self.target, None, errno))
+    }
+
+    /// Makes the file durable (or not), gives it its name, and makes the name durable.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Exists`] if somebody else took the name meanwhile and `replace` was not given. After any error the
+    /// target is what it was, with one exception that the error states: the directory's own fsync failed.
+    pub fn publish(mut self, durability: Durability) -> Result<PathBuf, SnapshotError> {
+        if durability == Durability::Synced {
+            self.file.sync_all().map_err(|e| SnapshotError::io("make it durable (fsync)", &self.target, None, e))?;
+        }
+        if self.replaces.is_some() {
+            self.replace()?;
+        } else {
+            self.name_it()?;
+        }
+        lock::release(&self.file);
+        if durability == Durability::Synced {
+            let synced = fs::fsync(&self.directory);
+            synced.map_err(|e| {
+                let operation = "make its name durable (fsync of the directory); the file itself is whole and in place";
+                SnapshotError::io(operation, &self.target, None, e)
+            })?;
+        }
+        Ok(std::mem::take(&mut self.target))
+    }
+
+    /// Takes the target's name only if nobody has it.
+    fn name_it(&mut self) -> Result<(), SnapshotError> {
+        let Some(temporary) = self.temporary.clone() else { return self.link(&self.name) };
+        let directory = &self.directory;
+        let renamed = fs::renameat_with(
+            directory,
+            temporary.as_os_str(),
+            directory,
+            self.name.as_os_str(),
+            RenameFlags::NOREPLACE,
+        );
+        match renamed {
+            Ok(()) => self.temporary = None,
+            // File systems without the flag: a hard link refuses an existing name just as well.
+            Err(Errno::INVAL | Errno::NOSYS) => {
+                fs::linkat(directory, temporary.as_os_str(), directory, self.name.as_os_str(), AtFlags::empty())
+                    .map_err(|errno| self.naming(errno))?;
+            }
+            Err(errno) => return Err(self.naming(errno)),
+        }
+        Ok(())
+    }
+
+    /// Takes the target's name from whoever has it.
+    fn replace(&mut self) -> Result<(), SnapshotError> {
+        let temporary = match self.temporary.clone() {
+            Some(temporary) => temporary,
+            None => {
+                let temporary = temporary_name(&self.name);
+                self.link(&temporary)?;
+                self.temporary = Some(temporary.clone());
+                temporary
+            }
+        };
+        fs::renameat(&self.directory, temporary.as_os_str(), &self.directory, self.name.as_os_str())
+            .map_err(|errno| self.naming(errno))?;
+        self.temporary = None;
+        Ok(())
+    }
+
+    /// Gives the nameless file a name that must be free.
+    fn link(&self, name: &OsStr) -> Result<(), SnapshotError> {
+        fs::linkat(fs::CWD, proc_path(&self.file), &self.directory, name, AtFlags::SYMLINK_FOLLOW)
+            .map_err(|errno| self.naming(errno))
+    }
+
+    fn naming(&self, errno: Errno) -> SnapshotError {
+        match errno {
+            Errno::EXIST => SnapshotError::Exists { path: self.target.clone() },
+            errno => SnapshotError::io("give it its name", &self.target, None, errno),
+        }
+    }
+}
+
+impl Drop for PendingFile {
+    fn drop(&mut self) {
+        if let Some(temporary) = self.temporary.take() {
+            // Best effort: the next save to the same target sweeps what stays.
+            let _ = fs::unlinkat(&self.directory, temporary.as_os_str(), AtFlags::empty());
+        }
+    }
+}
+
+impl AsFd for PendingFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Looks at what has the target's name now; the returned file is held exclusively.
+fn existing(directory: &OwnedFd, name: &OsStr, target: &Path, replace: bool) -> Result<Option<File>, SnapshotError> {
+    let stat = match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(stat) => stat,
+        Err(Errno::NOENT) => return Ok(None),
+        Err(errno) => return Err(SnapshotError::io("look at it", target, None, errno)),
+    };
+    let refused = |why: &str| Err(SnapshotError::Target { path: target.to_path_buf(), why: why.to_owned() });
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => {}
+        FileType::Directory => return refused("is a directory; name a file in it"),
+        FileType::Symlink => return refused("is a symbolic link; name the file that it leads to"),
+        _ => return refused("is not a regular file"),
+    }
+    if !replace {
+        return Err(SnapshotError::Exists { path: target.to_path_buf() });
+    }
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let file = match fs::openat(directory, name, flags, Mode::empty()) {
+        Ok(file) => File::from(file),
+        Err(Errno::NOENT) => return Ok(None),
+        Err(errno) => return Err(SnapshotError::io("open it to see whether it is in use", target, None, errno)),
+    };
+    lock::exclusive(&file, target)?;
+    Ok(Some(file))
+}
+
+/// A file without a name, or none where the file system (or a missing procfs) leaves no way to name it later.
+fn open_nameless(directory: &OwnedFd, target: &Path) -> Result<Option<File>, SnapshotError> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    match fs::openat(directory, ".", flags, MODE) {
+        Ok(file) => {
+            let file = File::from(file);
+            let nameable = fs::stat(proc_path(&file)).is_ok();
+            Ok(nameable.then_some(file))
+        }
+        // A kernel or file system without the flag sees an attempt to write to a directory, or says what it is.
+        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT | Errno::NOSYS) => Ok(None),
+        Err(errno) => Err(SnapshotError::io("create a file in its directory", target, None, errno)),
+    }
+}
+
+/// The kernel's name for an open file, the only one that a nameless file has.
+fn proc_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+fn temporary_prefix(name: &OsStr) -> Vec<u8> {
+    // A name may have 255 bytes; what is added has at most 39 behind the name and one before it.
+    let kept = name.as_bytes().get(..200).unwrap_or(name.as_bytes());
+    [b".", kept, b".limosa-"].concat()
+}
+
+fn temporary_name(name: &OsStr) -> OsString {
+    let (random, _) = uuid::Uuid::new_v4().as_u64_pair();
+    let mut bytes = temporary_prefix(name);
+    bytes.extend_from_slice(format!("{}-{random:016x}", std::process::id()).as_bytes());
+    OsString::from_vec(bytes)
+}
+
+/// Whether `found` is a temporary name for `name`, exactly as [`temporary_name`] makes them.
+fn is_temporary_of(found: &[u8], prefix: &[u8]) -> bool {
+    let Some(rest) = found.strip_prefix(prefix) else { return false };
+    let Some(dash) = rest.iter().position(|&byte| byte == b'-') else { return false };
+    let (process, random) = rest.split_at(dash);
+    !process.is_empty()
+        && process.iter().all(u8::is_ascii_digit)
+        && random.len() == 17
+        && random.iter().skip(1).all(u8::is_ascii_hexdigit)
+}
+
+/// Removes what killed saves to the same target have left; never fails, a stranger's file is none of our business.
+fn sweep(directory: &OwnedFd, name: &OsStr) {
+    let prefix = temporary_prefix(name);
+    let Ok(entries) = fs::Dir::read_from(directory) else { return };
+    for entry in entries.flatten() {
+        let found = entry.file_name();
+        if !is_temporary_of(found.to_bytes(), &prefix) {
+            continue;
+        }
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let Ok(file) = fs::openat(directory, found, flags, Mode::empty()) else { continue };
+        let regular = fs::fstat(&file).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
+        // Its writer holds the lock for as long as it lives.
+        if regular && lock::exclusive(&file, Path::new("")).is_ok() {
+            let _ = fs::unlinkat(directory, found, AtFlags::empty());
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! A snapshot file being read: a [`PageSource`] for a restore, and what `limosa inspect` looks at.
+//!
+//! Law of this module: a page comes back as it was saved or not at all. Reads are positional and whole, checksums that
+//! were recorded are enforced, and after each read the file must still be the one that was opened (length and modification time):
+//! a file cut short, or cut and filled up again with holes, is an error and never zeros in a guest.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use limosa_channel::Counters;
+use limosa_migrate::pages::{PageError, PageSource, StreamStart};
+use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_stream::configuration::IGNORE_SHARED;
+use limosa_stream::devices::DeviceState;
+use limosa_stream::mapped_ram::Layout;
+use rustix::fs::FileType;
+
+use crate::anatomy::Anatomy;
+use crate::checksum::{self, Verifier};
+use crate::error::SnapshotError;
+use crate::lock;
+use crate::manifest::Manifest;
+use crate::store::StoreFile;
+use crate::trailer::Trailer;
+
+/// An open snapshot file, limosa's or QEMU's own.
+///
+/// All methods take `&self`; any number of threads may read.
+#[derive(Debug)]
+pub struct Snapshot {
+    file: StoreFile,
+    identity: Identity,
+    anatomy: Anatomy,
+    start: StreamStart,
+    trailer: Trailer,
+    verifier: Option<Verifier>,
+}
+
+/// What must not change while the file is open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Identity {
+    device: u64,
+    inode: u64,
+    length: u64,
+    modified: (i64, i64),
+}
+
+impl Identity {
+    fn of(stat: &rustix::fs::Stat) -> Self {
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            length: u64::try_from(stat.st_size).unwrap_or(0),
+            modified: (stat.st_mtime, i64::try_from(stat.st_mtime_nsec).unwrap_or(0)),
+        }
+    }
+}
+
+impl Snapshot {
+    /// Opens a mapped-ram file whose stream begins at offset 0, with or without limosa's trailer.
+    ///
+    /// Takes no lock: see [`lock_serving`](Snapshot::lock_serving).
+    ///
+    /// # Errors
+    /// If it cannot be opened or is not a whole mapped-ram file. A trailer that is missing or damaged is no error, see
+    /// [`warnings`](Snapshot::warnings).
+    pub fn open(path: &Path) -> Result<Self, SnapshotError> {
+        // Without O_NONBLOCK, opening a named pipe would wait for its other end.
+        let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+        let file = opened.map_err(|e| SnapshotError::io("open it", path, None, e))?;
+        Self::from_file(file, path)
+    }
+
+    /// As [`open`](Snapshot::open), of a file that is open already, for example one that a parent process opened and
+    /// locked; `path` is its name in messages.
+    ///
+    /// # Errors
+    /// As [`open`](Snapshot::open).
+    pub fn from_file(file: File, path: &Path) -> Result<Self, SnapshotError> {
+        let file = StoreFile::new(file, path);
+        let stat = file.stat()?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(SnapshotError::Target { path: path.to_path_buf(), why: "is not a regular file".to_owned() });
+        }
+        let identity = Identity::of(&stat);
+        let anatomy = Anatomy::decode(&file, identity.length)?;
+        let chunks = checksum::count(&anatomy.memory.places);
+        let read = |offset, length| {
+            let mut bytes = vec![0; length];
+            file.read("limosa's trailer", offset, &mut bytes).map(|()| bytes)
+        };
+        let mut trailer = Trailer::read(anatomy.stream_end, identity.length, chunks, read)?;
+        let verifier = trailer.checksums.take().map(|recorded| Verifier::new(recorded, &anatomy.memory.places));
+        if anatomy.memory.is_empty() {
+            trailer
+                .warnings
+                .push("no RAM block has a stored page: all memory is zero, or was never written".to_owned());
+        }
+        let start = StreamStart {
+            configuration: anatomy.layout.configuration.clone().without_mapped_ram(),
+            section_id: anatomy.layout.section_id,
+            blocks: anatomy.layout.blocks.iter().map(|block| block.block.clone()).collect(),
+        };
+        Ok(Self { file, identity, anatomy, start, trailer, verifier })
+    }
+
+    /// Takes the lock of a server, which keeps a save with `--force` from replacing the file.
+    ///
+    /// The lock is held until the last copy of the file's descriptor is closed: by dropping this, or, after a fork, by the
+    /// process that still has it.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Locked`] while a save is replacing the file; [`SnapshotError::Changed`] if one did since it was opened.
+    pub fn lock_serving(&self) -> Result<(), SnapshotError> {
+        lock::shared(self.file.fd(), self.file.path())?;
+        let Ok(named) = rustix::fs::stat(self.file.path()) else { return Ok(()) };
+        let named = Identity::of(&named);
+        if (named.device, named.inode) != (self.identity.device, self.identity.inode) {
+            lock::release(self.file.fd());
+            return Err(self.changed("another file has its name now; open it again".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Whether the file is still as long as, and not written since, it was opened.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Changed`] if not.
+    pub fn still_whole(&self) -> Result<(), SnapshotError> {
+        let now = Identity::of(&self.file.stat()?);
+        if now == self.identity {
+            return Ok(());
+        }
+        let was = self.identity.length;
+        Err(self.changed(if now.length == was {
+            "it was written to".to_owned()
+        } else {
+            format!("it had {was} bytes and has {}", now.length)
+        }))
+    }
+
+    fn changed(&self, what: String) -> SnapshotError {
+        SnapshotError::Changed { path: self.file.path().to_path_buf(), what }
+    }
+
+    /// Refuses a file that can be looked at but would restore to a broken guest.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Empty`] if no block has a stored page, unless the manifest says that a stream really brought zeros only;
+    /// [`SnapshotError::Unsupported`] if shared memory was left out of the save.
+    pub fn check_restorable(&self) -> Result<(), SnapshotError> {
+        let path = || self.file.path().to_path_buf();
+        if self.anatomy.layout.configuration.has_capability(IGNORE_SHARED) {
+            let what = "shared memory was left out of it (capability x-ignore-shared), only QEMU itself can load it";
+            return Err(SnapshotError::Unsupported { path: path(), what: what.to_owned() });
+        }
+        let all_zero = |manifest: &Manifest| manifest.pages.normal == 0 && manifest.pages.zero > 0;
+        if self.anatomy.memory.is_empty() && !self.manifest().is_some_and(all_zero) {
+            return Err(SnapshotError::Empty { path: path() });
+        }
+        Ok(())
+    }
+
+    /// The name it was opened by.
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// The file's length in bytes, holes included.
+    pub fn length(&self) -> u64 {
+        self.identity.length
+    }
+
+    /// limosa's record, if there is a whole one; else see [`without_manifest`](Snapshot::without_manifest).
+    pub fn manifest(&self) -> Option<&Manifest> {
+        self.trailer.manifest.as_ref()
+    }
+
+    /// Why there is no manifest, if there is none.
+    pub fn without_manifest(&self) -> Option<&str> {
+        self.trailer.without.as_deref()
+    }
+
+    /// What a person should know about the file before relying on it.
+    pub fn warnings(&self) -> &[String] {
+        &self.trailer.warnings
+    }
+
+    /// Whether checksums were recorded and are enforced.
+    pub fn has_checksums(&self) -> bool {
+        self.verifier.is_some()
+    }
+
+    /// Where everything lies in the file; its configuration has the capability `mapped-ram`.
+    pub fn layout(&self) -> &Layout {
+        &self.anatomy.layout
+    }
+
+    /// The device sections; their ranges are offsets in [`device_tail`](Snapshot::device_tail).
+    pub fn devices(&self) -> &DeviceState {
+        self.anatomy.devices.state()
+    }
+
+    /// The device sections, the end mark and the VM description, as they stand in the file.
+    pub fn device_tail(&self) -> &[u8] {
+        self.anatomy.devices.bytes()
+    }
+
+    /// The run state before the save, as the manifest or else the device state has it.
+    pub fn run_state(&self) -> Option<String> {
+        let recorded = self.manifest().and_then(|manifest| manifest.run_state.clone());
+        recorded.or_else(|| self.anatomy.devices.run_state())
+    }
+
+    /// Length of all RAM blocks in bytes.
+    pub fn ram_bytes(&self) -> u64 {
+        self.anatomy.memory.bytes()
+    }
+
+    /// Pages of all RAM blocks that are stored.
+    pub fn stored_pages(&self) -> u64 {
+        self.anatomy.memory.stored_pages()
+    }
+
+    pub(crate) fn stored_bitmaps(&self) -> &[PageBitmap] {
+        &self.anatomy.memory.stored
+    }
+
+    /// Bytes that the file takes on the disk; 0 if that cannot be told.
+    pub fn allocated(&self) -> u64 {
+        let blocks = self.file.stat().map_or(0, |stat| stat.st_blocks);
+        u64::try_from(blocks).unwrap_or(0).saturating_mul(512)
+    }
+
+    /// The file, for sendfile and splice from where [`locate`](Snapshot::locate) says.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.fd()
+    }
+
+    /// The file offset of a stored page; the stored pages behind it follow there. None for a page that is not stored.
+    ///
+    /// Whoever sends from the file past [`read`](PageSource::read) calls [`verify`](Snapshot::verify) before.
+    pub fn locate(&self, block: usize, page: PageNumber) -> Option<u64> {
+        let (place, stored) = (self.anatomy.memory.places.get(block)?, self.anatomy.memory.stored.get(block)?);
+        stored.get(page).then(|| place.offset(PageRange::starting_at(page, 1)))
+    }
+
+    /// Checks the recorded checksums of all chunks that these pages are in; does nothing if none were recorded.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Checksum`], or that the file cannot be read or has changed.
+    pub fn verify(&self, block: usize, pages: PageRange) -> Result<(), SnapshotError> {
+        let Some(verifier) = &self.verifier else { return Ok(()) };
+        let (place, stored) = self.block(block, pages)?;
+        verifier.verify(&self.file, (block, place), stored, pages)?;
+        self.still_whole()
+    }
+
+    /// Chunks of 1 MiB whose checksum was verified so far.
+    pub fn verified_chunks(&self) -> u64 {
+        self.verifier.as_ref().map_or(0, Verifier::verified)
+    }
+
+    /// What the file's channel did so far.
+    pub fn counters(&self) -> Counters {
+        self.file.channel().counters()
+    }
+
+    /// Reads whole pages; what [`PageSource::read`] does, with this crate's error.
+    ///
+    /// # Errors
+    /// A page that cannot be returned exactly as it was saved; pages or a buffer that do not fit the block.
+    pub fn read_pages(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), SnapshotError> {
+        let (place, stored) = self.block(block, pages)?;
+        if pages.len().checked_mul(PAGE_SIZE) != Some(into.len() as u64) {
+            return Err(self.file.misuse(format!("a buffer of {} bytes for {pages}", into.len())));
+        }
+        match &self.verifier {
+            Some(verifier) => verifier.read(&self.file, (block, place), stored, pages, into)?,
+            None => self.file.read_pages(place, stored, pages, into)?,
+        }
+        self.still_whole()
+    }
+
+    fn block(&self, index: usize, pages: PageRange) -> Result<(&crate::store::Place, &PageBitmap), SnapshotError> {
+        let memory = &self.anatomy.memory;
+        match (memory.places.get(index), memory.stored.get(index)) {
+            (Some(place), Some(stored)) if pages.end.0 <= place.pages => Ok((place, stored)),
+            (Some(place), _) => {
+                Err(self.file.misuse(format!("{pages} of RAM block {}, which has {}", place.name, place.pages)))
+            }
+            _ => Err(self.file.misuse(format!("RAM block number {index} of {}", memory.places.len()))),
+        }
+    }
+}
+
+impl AsFd for Snapshot {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.fd()
+    }
+}
+
+impl PageSource for Snapshot {
+    fn start(&self) -> &StreamStart {
+        &self.start
+    }
+
+    /// # Panics
+    /// If there is no such block, as the trait has no other way to say so.
+    fn stored(&self, block: usize) -> &PageBitmap {
+        &self.anatomy.memory.stored[block]
+    }
+
+    fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
+        Ok(self.read_pages(block, pages, into)?)
+    }
+
+    fn will_need(&self, block: usize, pages: PageRange) {
+        if let Ok((place, stored)) = self.block(block, pages) {
+            self.file.will_need(place, stored, pages);
+        }
+    }
+
+    fn device_sections(&self) -> &[u8] {
+        self.anatomy.devices.sections()
+    }
+
+    fn description(&self) -> &[u8] {
+        self.anatomy.devices.description()
+    }
+}

@@ -1,0 +1,54 @@
+//! What is written last, when the pages are in place: the frame around them, and the trailer behind the stream.
+
+use limosa_page::PageBitmap;
+use limosa_stream::configuration::Configuration;
+use limosa_stream::mapped_ram::Layout;
+use uuid::Uuid;
+
+use crate::anatomy::{DeviceBytes, Memory};
+use crate::checksum;
+use crate::error::SnapshotError;
+use crate::manifest::{self, Manifest};
+use crate::store::StoreFile;
+use crate::trailer;
+
+/// Writes everything but the pages: what makes the file a stream, and the bitmaps.
+pub(crate) fn write_frame(file: &StoreFile, layout: &Layout, stored: &[PageBitmap]) -> Result<(), SnapshotError> {
+    let chunks = layout.chunks().map_err(|e| file.misuse(format!("a layout that has no bytes: {e}")))?;
+    for chunk in chunks {
+        file.write("the stream's frame", chunk.offset, &chunk.bytes)?;
+    }
+    for (block, stored) in layout.blocks.iter().zip(stored) {
+        let what = format!("the page bitmap of RAM block {}", block.block.name);
+        file.write(&what, block.bitmap_offset, &stored.to_le_bytes())?;
+    }
+    Ok(())
+}
+
+/// Fills in what the file itself says and the manifest does not.
+pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, memory: &Memory, devices: &DeviceBytes) {
+    manifest.ram_bytes = memory.bytes();
+    manifest.finished = manifest::now();
+    manifest.machine.get_or_insert_with(|| configuration.machine.clone());
+    if manifest.vm_uuid.is_none() {
+        manifest.vm_uuid = configuration.uuid.map(Uuid::from_bytes);
+    }
+    if manifest.run_state.is_none() {
+        manifest.run_state = devices.run_state();
+    }
+}
+
+/// Writes the trailer behind a stream that ends at `stream_end`; returns the file's length then.
+pub(crate) fn append_trailer(
+    file: &StoreFile,
+    stream_end: u64,
+    memory: &Memory,
+    manifest: &Manifest,
+    checksum: bool,
+) -> Result<u64, SnapshotError> {
+    let checksums = checksum.then(|| checksum::compute(file, &memory.places, &memory.stored)).transpose()?;
+    let bytes = trailer::encode(manifest, checksums.as_deref(), stream_end)
+        .map_err(|e| file.misuse(format!("a manifest that is no JSON: {e}")))?;
+    file.write("limosa's trailer", stream_end, &bytes)?;
+    Ok(stream_end.saturating_add(bytes.len() as u64))
+}

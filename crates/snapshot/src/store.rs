@@ -1,0 +1,187 @@
+//! Positional reads and writes of a snapshot file, with errors that name it.
+//!
+//! Law of this module: a page that is stored comes from the file or is an error. There is no mapping of the file, so a
+//! truncation or an I/O error is a short or failed call with a path and an offset, never SIGBUS and never a zero page.
+
+use std::fs::File;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+
+use limosa_channel::{ChannelError, FileChannel};
+use limosa_page::{PageBitmap, PageRange};
+use limosa_stream::mapped_ram::MappedBlock;
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+
+use crate::error::SnapshotError;
+
+/// Where a RAM block lies in the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The block's name.
+    pub(crate) name: String,
+    /// Its length in pages.
+    pub(crate) pages: u64,
+    /// The file offset of its page 0.
+    pub(crate) pages_offset: u64,
+}
+
+impl Place {
+    pub(crate) fn new(block: &MappedBlock) -> Self {
+        Self { name: block.block.name.clone(), pages: block.pages, pages_offset: block.pages_offset }
+    }
+
+    /// The file offset of a page; whoever decoded or planned the layout made sure that it fits.
+    pub(crate) fn offset(&self, pages: PageRange) -> u64 {
+        self.pages_offset.saturating_add(pages.start.offset())
+    }
+}
+
+/// An open snapshot file and its name.
+#[derive(Debug)]
+pub(crate) struct StoreFile {
+    channel: FileChannel,
+    path: PathBuf,
+}
+
+impl StoreFile {
+    pub(crate) fn new(file: File, path: &Path) -> Self {
+        Self { channel: FileChannel::from_file(file, 0), path: path.to_path_buf() }
+    }
+
+    /// The same open file under a descriptor of its own.
+    pub(crate) fn duplicate(file: &File, path: &Path) -> Result<Self, SnapshotError> {
+        let copy = file.try_clone().map_err(|e| SnapshotError::io("duplicate its descriptor", path, None, e))?;
+        Ok(Self::new(copy, path))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn channel(&self) -> &FileChannel {
+        &self.channel
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.channel.as_fd()
+    }
+
+    pub(crate) fn io(
+        &self,
+        operation: impl Into<String>,
+        offset: Option<u64>,
+        e: impl Into<io::Error>,
+    ) -> SnapshotError {
+        SnapshotError::io(operation, &self.path, offset, e)
+    }
+
+    pub(crate) fn structure(&self, offset: u64, what: impl Into<String>) -> SnapshotError {
+        SnapshotError::Structure { path: self.path.clone(), offset, what: what.into() }
+    }
+
+    pub(crate) fn misuse(&self, what: impl Into<String>) -> SnapshotError {
+        SnapshotError::Misuse { path: self.path.clone(), what: what.into() }
+    }
+
+    /// Length and what else tells whether the file is still the same.
+    pub(crate) fn stat(&self) -> Result<rustix::fs::Stat, SnapshotError> {
+        rustix::fs::fstat(&self.channel).map_err(|errno| self.io("look at it", None, errno))
+    }
+
+    /// Reads exactly `into.len()` bytes.
+    pub(crate) fn read(&self, what: &str, offset: u64, into: &mut [u8]) -> Result<(), SnapshotError> {
+        if into.is_empty() {
+            return Ok(());
+        }
+        self.channel.get_at(into, offset).map_err(|e| self.transfer(format!("read {what}"), offset, e))
+    }
+
+    /// Writes all of `bytes`.
+    pub(crate) fn write(&self, what: &str, offset: u64, bytes: &[u8]) -> Result<(), SnapshotError> {
+        self.write_vector(|| what.to_owned(), offset, &[IoSlice::new(bytes)])
+    }
+
+    /// Writes all of a gather list.
+    pub(crate) fn write_vector(
+        &self,
+        what: impl FnOnce() -> String,
+        offset: u64,
+        list: &[IoSlice<'_>],
+    ) -> Result<(), SnapshotError> {
+        self.channel.put_vector_at(list, offset).map_err(|e| self.transfer(format!("write {}", what()), offset, e))
+    }
+
+    /// Reads whole pages of a block: stored ones from the file, the others are zero.
+    pub(crate) fn read_pages(
+        &self,
+        place: &Place,
+        stored: &PageBitmap,
+        pages: PageRange,
+        mut into: &mut [u8],
+    ) -> Result<(), SnapshotError> {
+        let mut rest = pages;
+        let mut take = |pages: PageRange| {
+            let length = usize::try_from(pages.bytes().end - pages.bytes().start).unwrap_or(usize::MAX);
+            let short = || self.misuse(format!("a buffer too short for {pages} of RAM block {}", place.name));
+            into.split_off_mut(..length).ok_or_else(short)
+        };
+        for run in stored.runs_in(pages) {
+            let (gap, behind) = rest.split_at(run.start);
+            take(gap)?.fill(0);
+            rest = behind.split_at(run.end).1;
+            let (part, offset) = (take(run)?, place.offset(run));
+            let read = self.channel.get_at(part, offset);
+            read.map_err(|e| self.transfer(format!("read {run} of RAM block {}", place.name), offset, e))?;
+        }
+        take(rest)?.fill(0);
+        Ok(())
+    }
+
+    /// Takes pages out of the file: a hole where the file system has holes, zeros where it has none.
+    pub(crate) fn punch(&self, place: &Place, pages: PageRange) -> Result<(), SnapshotError> {
+        static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+        let what = || format!("take {pages} of RAM block {} out of it", place.name);
+        let (offset, bytes) = (place.offset(pages), pages.bytes());
+        let length = bytes.end - bytes.start;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        loop {
+            match rustix::fs::fallocate(&self.channel, flags, offset, length) {
+                Ok(()) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => break,
+                Err(errno) => return Err(self.io(what(), Some(offset), errno)),
+            }
+        }
+        let mut done = 0;
+        while done < length {
+            let now = usize::try_from(length - done).unwrap_or(ZEROS.len()).min(ZEROS.len());
+            self.write_vector(what, offset + done, &[IoSlice::new(ZEROS.split_at(now).0)])?;
+            done += now as u64;
+        }
+        Ok(())
+    }
+
+    /// Tells the kernel that these pages will be read soon.
+    pub(crate) fn will_need(&self, place: &Place, stored: &PageBitmap, pages: PageRange) {
+        for run in stored.runs_in(pages) {
+            let bytes = run.bytes();
+            let length = std::num::NonZeroU64::new(bytes.end - bytes.start);
+            // A hint: where it cannot be taken, reading is merely slower.
+            let _ = rustix::fs::fadvise(&self.channel, place.offset(run), length, rustix::fs::Advice::WillNeed);
+        }
+    }
+
+    /// A failed transfer, in this crate's words: the channel names its peer, here it is the file's name that helps.
+    fn transfer(&self, operation: String, offset: u64, e: ChannelError) -> SnapshotError {
+        match e {
+            ChannelError::Io { source, offset: at, .. } => self.io(operation, at.or(Some(offset)), source),
+            ChannelError::Closed { offset, got, wanted, .. } => {
+                let what = format!("cannot {operation}: the file ends after {got} of {wanted} bytes; it was truncated");
+                self.structure(offset, what)
+            }
+            other => self.io(operation, Some(offset), io::Error::other(other)),
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! What is in a snapshot file, for people and programs to look at.
+
+use limosa_page::{PAGE_SIZE, PageBitmap};
+use serde::Serialize;
+
+use crate::manifest::Manifest;
+use crate::reader::Snapshot;
+
+/// A snapshot's contents without its pages.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Summary {
+    /// The file.
+    pub path: String,
+    /// Its length in bytes, holes included.
+    pub length: u64,
+    /// Bytes that it takes on the disk.
+    pub allocated: u64,
+    /// Machine type.
+    pub machine: String,
+    /// Capabilities that both ends of the stream must agree on.
+    pub capabilities: Vec<String>,
+    /// Run state that a destination adopts.
+    pub run_state: Option<String>,
+    /// RAM blocks in stream order.
+    pub blocks: Vec<BlockSummary>,
+    /// Device sections in stream order.
+    pub devices: Vec<DeviceSummary>,
+    /// limosa's record.
+    pub manifest: Option<Manifest>,
+    /// Why there is none.
+    pub without_manifest: Option<String>,
+    /// Whether checksums of the memory were recorded.
+    pub checksums: bool,
+    /// What a person should know.
+    pub warnings: Vec<String>,
+}
+
+/// One RAM block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct BlockSummary {
+    /// Its name.
+    pub name: String,
+    /// Used length in bytes.
+    pub used: u64,
+    /// Pages of 4 KiB.
+    pub pages: u64,
+    /// Pages whose bit is set.
+    pub stored: u64,
+    /// Pages whose bit is clear: they are zero.
+    pub zero: u64,
+    /// Where page 0 lies, or would lie, in the file.
+    pub pages_offset: u64,
+}
+
+/// One device section.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DeviceSummary {
+    /// Its name.
+    pub name: String,
+    /// Tells apart sections of one name.
+    pub instance: u32,
+    /// Version of its body.
+    pub version: u32,
+    /// Length of its body in bytes.
+    pub size: u64,
+}
+
+impl Snapshot {
+    /// Everything about the file but its pages.
+    pub fn summary(&self) -> Summary {
+        let layout = self.layout();
+        let blocks = layout.blocks.iter().zip(self.stored_bitmaps()).map(|(block, stored)| {
+            let set = PageBitmap::count(stored);
+            BlockSummary {
+                name: block.block.name.clone(),
+                used: block.pages * PAGE_SIZE,
+                pages: block.pages,
+                stored: set,
+                zero: block.pages - set,
+                pages_offset: block.pages_offset,
+            }
+        });
+        let devices = self.devices().sections.iter().map(|section| DeviceSummary {
+            name: section.name.clone(),
+            instance: section.instance,
+            version: section.version,
+            size: section.body.len() as u64,
+        });
+        Summary {
+            path: self.path().display().to_string(),
+            length: self.length(),
+            allocated: self.allocated(),
+            machine: layout.configuration.machine.clone(),
+            capabilities: layout.configuration.capabilities.clone(),
+            run_state: self.run_state(),
+            blocks: blocks.collect(),
+            devices: devices.collect(),
+            manifest: self.manifest().cloned(),
+            without_manifest: self.without_manifest().map(str::to_owned),
+            checksums: self.has_checksums(),
+            warnings: self.warnings().to_vec(),
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! What stands behind QEMU's stream in the same file.
+//!
+//! Stock QEMU stops reading at the end of its VM description, so one file holds both and one rename publishes both. Behind
+//! the description follow, without padding:
+//!
+//! | part | contents |
+//! |---|---|
+//! | manifest | compact JSON |
+//! | checksums | optional: one little-endian u32 (crc32c) for each 1 MiB chunk of each RAM block, in block order |
+//! | footer | 64 bytes, at the very end of the file |
+//!
+//! The footer, little-endian: magic (8 bytes), version u32, flags u32 (0), start of the manifest = end of QEMU's stream
+//! u64, manifest length u64, checksums' offset u64 (0: none), checksums' length u64, crc32c of the manifest u32, crc32c of the
+//! checksums u32, log2 of the chunk length u32, crc32c of the 60 bytes before it u32.
+//!
+//! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the memory.
+//! The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
+
+use crate::manifest::Manifest;
+
+/// The footer's length in bytes.
+pub(crate) const FOOTER_LEN: usize = 64;
+/// log2 of the bytes of guest memory that one checksum covers.
+pub(crate) const CHUNK_BITS: u32 = 20;
+/// Bytes of guest memory that one checksum covers.
+pub(crate) const CHUNK: u64 = 1 << CHUNK_BITS;
+
+const MAGIC: [u8; 8] = *b"limosa\x1a\n";
+const VERSION: u32 = 1;
+/// Longest manifest that is read: thousands of disks.
+const MANIFEST_MAX: u64 = 16 << 20;
+
+/// A decoded footer: where the other parts are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Footer {
+    pub(crate) manifest_offset: u64,
+    pub(crate) manifest_length: u64,
+    pub(crate) table_offset: u64,
+    pub(crate) table_length: u64,
+    pub(crate) manifest_crc: u32,
+    pub(crate) table_crc: u32,
+}
+
+impl Footer {
+    fn encode(&self) -> [u8; FOOTER_LEN] {
+        let mut bytes = Vec::with_capacity(FOOTER_LEN);
+        bytes.extend_from_slice(&MAGIC);
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&0_u32.to_le_bytes());
+        for word in [self.manifest_offset, self.manifest_length, self.table_offset, self.table_length] {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+        for word in [self.manifest_crc, self.table_crc, CHUNK_BITS] {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+        let crc = crc32c::crc32c(&bytes);
+        bytes.extend_from_slice(&crc.to_le_bytes());
+        let mut footer = [0; FOOTER_LEN];
+        footer.copy_from_slice(&bytes);
+        footer
+    }
+
+    /// Reads the last bytes of a file whose QEMU stream ends at `stream_end`; the reason if they are not a footer for it.
+    fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, file_length: u64) -> Result<Self, String> {
+        let (magic, rest) = bytes.split_at(MAGIC.len());
+        if magic != MAGIC {
+            return Err("what follows QEMU's stream is not limosa's trailer, or is only a part of it".to_owned());
+        }
+        let crc = crc32c::crc32c(bytes.split_at(FOOTER_LEN - 4).0);
+        let mut words = rest;
+        let version = u32_le(&mut words);
+        let flags = u32_le(&mut words);
+        let footer = Self {
+            manifest_offset: u64_le(&mut words),
+            manifest_length: u64_le(&mut words),
+            table_offset: u64_le(&mut words),
+            table_length: u64_le(&mut words),
+            manifest_crc: u32_le(&mut words),
+            table_crc: u32_le(&mut words),
+        };
+        let chunk_bits = u32_le(&mut words);
+        if u32_le(&mut words) != crc {
+            return Err("the footer of limosa's trailer is damaged".to_owned());
+        }
+        if version != VERSION || flags != 0 || chunk_bits != CHUNK_BITS {
+            return Err(format!("limosa's trailer is of version {version}, which this limosa does not know"));
+        }
+        let room = file_length.checked_sub(FOOTER_LEN as u64).and_then(|end| end.checked_sub(stream_end));
+        let parts = footer.manifest_length.checked_add(footer.table_length);
+        let manifest_end = footer.manifest_offset.checked_add(footer.manifest_length);
+        let table_follows = footer.table_length == 0 || manifest_end == Some(footer.table_offset);
+        if footer.manifest_offset != stream_end || parts.is_none() || parts != room || !table_follows {
+            return Err(format!(
+                "limosa's trailer belongs to a stream that ends at offset {:#x}, this one ends at {stream_end:#x}",
+                footer.manifest_offset
+            ));
+        }
+        Ok(footer)
+    }
+}
+
+fn u32_le(words: &mut &[u8]) -> u32 {
+    words.split_off(..4).and_then(|bytes| bytes.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+fn u64_le(words: &mut &[u8]) -> u64 {
+    words.split_off(..8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+/// The trailer's bytes, for a stream that ends at `stream_end`.
+pub(crate) fn encode(manifest: &Manifest, checksums: Option<&[u32]>, stream_end: u64) -> serde_json::Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec(manifest)?;
+    let manifest_length = bytes.len();
+    let manifest_crc = crc32c::crc32c(&bytes);
+    for checksum in checksums.unwrap_or_default() {
+        bytes.extend_from_slice(&checksum.to_le_bytes());
+    }
+    let table = bytes.split_at(manifest_length).1;
+    let footer = Footer {
+        manifest_offset: stream_end,
+        manifest_length: manifest_length as u64,
+        table_offset: if table.is_empty() { 0 } else { stream_end + manifest_length as u64 },
+        table_length: table.len() as u64,
+        manifest_crc,
+        table_crc: crc32c::crc32c(table),
+    };
+    bytes.extend_from_slice(&footer.encode());
+    Ok(bytes)
+}
+
+/// What could be made of a file's trailer.
+#[derive(Debug, Default)]
+pub(crate) struct Trailer {
+    /// The manifest, if it is there and whole.
+    pub(crate) manifest: Option<Manifest>,
+    /// Why there is none.
+    pub(crate) without: Option<String>,
+    /// The checksums of all chunks of all blocks, in order.
+    pub(crate) checksums: Option<Vec<u32>>,
+    /// What a person should know: each is one sentence without a full stop.
+    pub(crate) warnings: Vec<String>,
+}
+
+impl Trailer {
+    fn none(why: String, warn: bool) -> Self {
+        let warnings = if warn { vec![why.clone()] } else { Vec::new() };
+        Self { manifest: None, without: Some(why), checksums: None, warnings }
+    }
+
+    /// Reads the trailer of a file through `read(offset, length)`, which is asked for ranges inside the file only.
+    ///
+    /// `chunks` is how many checksums the file's blocks have.
+    ///
+    /// # Errors
+    /// Only those of `read`: what the bytes say is never an error.
+    pub(crate) fn read<E>(
+        stream_end: u64,
+        file_length: u64,
+        chunks: u64,
+        mut read: impl FnMut(u64, usize) -> Result<Vec<u8>, E>,
+    ) -> Result<Self, E> {
+        let behind = file_length.saturating_sub(stream_end);
+        if behind == 0 {
+            return Ok(Self::none("the file has no limosa trailer (QEMU wrote it alone)".to_owned(), false));
+        }
+        if behind < FOOTER_LEN as u64 {
+            let why = format!("the {behind} bytes behind QEMU's stream are no whole limosa trailer: it was cut");
+            return Ok(Self::none(why, true));
+        }
+        let bytes = read(file_length - FOOTER_LEN as u64, FOOTER_LEN)?;
+        let footer = match <&[u8; FOOTER_LEN]>::try_from(bytes.as_slice()) {
+            Ok(bytes) => Footer::decode(bytes, stream_end, file_length),
+            Err(_) => Err("the footer of limosa's trailer is cut".to_owned()),
+        };
+        let footer = match footer {
+            Ok(footer) => footer,
+            Err(why) => return Ok(Self::none(why, true)),
+        };
+        let mut trailer = Self::default();
+        match manifest(&footer, &mut read)? {
+            Ok(manifest) => trailer.manifest = Some(manifest),
+            Err(why) => {
+                trailer.warnings.push(why.clone());
+                trailer.without = Some(why);
+            }
+        }
+        if footer.table_length > 0 {
+            match table(&footer, chunks, &mut read)? {
+                Ok(checksums) => trailer.checksums = Some(checksums),
+                Err(why) => trailer.warnings.push(why),
+            }
+        }
+        Ok(trailer)
+    }
+}
+
+type Judged<T, E> = Result<Result<T, String>, E>;
+
+fn manifest<E>(footer: &Footer, read: &mut impl FnMut(u64, usize) -> Result<Vec<u8>, E>) -> Judged<Manifest, E> {
+    let length = match usize::try_from(footer.manifest_length) {
+        Ok(length) if footer.manifest_length <= MANIFEST_MAX => length,
+        _ => return Ok(Err(format!("limosa's manifest has {} bytes: more than it can", footer.manifest_length))),
+    };
+    let bytes = read(footer.manifest_offset, length)?;
+    if crc32c::crc32c(&bytes) != footer.manifest_crc {
+        return Ok(Err("limosa's manifest was edited or is damaged: it is ignored".to_owned()));
+    }
+    Ok(serde_json::from_slice(&bytes).map_err(|e| format!("limosa's manifest cannot be read: {e}")))
+}
+
+fn table<E>(
+    footer: &Footer,
+    chunks: u64,
+    read: &mut impl FnMut(u64, usize) -> Result<Vec<u8>, E>,
+) -> Judged<Vec<u32>, E> {
+    let length = match usize::try_from(footer.table_length) {
+        // `chunks` is bounded by the blocks' bitmaps, which are in memory already.
+        Ok(length) if chunks.checked_mul(4) == Some(footer.table_length) => length,
+        _ => {
+            let has = footer.table_length;
+            return Ok(Err(format!("{has} bytes of checksums for {chunks} chunks: they are ignored")));
+        }
+    };
+    let bytes = read(footer.table_offset, length)?;
+    if crc32c::crc32c(&bytes) != footer.table_crc {
+        return Ok(Err("the checksums are damaged: the memory is served unverified".to_owned()));
+    }
+    let (words, _) = bytes.as_chunks::<4>();
+    Ok(Ok(words.iter().map(|word| u32::from_le_bytes(*word)).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const STREAM_END: u64 = 1000;
+
+    fn file(checksums: Option<&[u32]>) -> Vec<u8> {
+        let mut file = vec![0x55; 1000];
+        file.extend(encode(&Manifest::new(), checksums, STREAM_END).unwrap());
+        file
+    }
+
+    fn read(file: &[u8], chunks: u64) -> Trailer {
+        let read = |offset: u64, length: usize| -> Result<Vec<u8>, Infallible> {
+            let start = usize::try_from(offset).unwrap();
+            Ok(file[start..start + length].to_vec())
+        };
+        let Ok(trailer) = Trailer::read(STREAM_END, file.len() as u64, chunks, read);
+        trailer
+    }
+
+    #[test]
+    fn a_trailer_comes_back_with_its_checksums_and_without_warnings() {
+        let trailer = read(&file(Some(&[1, 2, 3])), 3);
+        assert_eq!(trailer.checksums, Some(vec![1, 2, 3]));
+        assert!(trailer.manifest.is_some());
+        assert!(trailer.warnings.is_empty());
+    }
+
+    #[test]
+    fn no_trailer_is_no_warning_but_a_cut_one_is() {
+        let whole = file(None);
+        assert!(read(&whole[..1000], 0).warnings.is_empty());
+        assert!(read(&whole[..1000], 0).without.is_some());
+        for length in 1001..whole.len() {
+            let trailer = read(&whole[..length], 0);
+            assert_eq!(trailer.warnings.len(), 1, "cut to {length}");
+            assert!(trailer.manifest.is_none());
+        }
+    }
+
+    #[test]
+    fn checksums_survive_a_damaged_manifest() {
+        let mut bytes = file(Some(&[7]));
+        bytes[1003] ^= 1;
+        let trailer = read(&bytes, 1);
+        assert!(trailer.manifest.is_none());
+        assert_eq!(trailer.checksums, Some(vec![7]));
+        assert!(trailer.warnings[0].contains("edited"), "{:?}", trailer.warnings);
+    }
+
+    #[test]
+    fn checksums_for_another_number_of_chunks_are_ignored_with_a_warning() {
+        let trailer = read(&file(Some(&[7])), 2);
+        assert!(trailer.checksums.is_none());
+        assert!(trailer.manifest.is_some());
+        assert_eq!(trailer.warnings.len(), 1);
+    }
+
+    #[test]
+    fn keys_that_a_later_version_added_are_kept() {
+        let mut manifest = Manifest::new();
+        manifest.others.insert("colour".to_owned(), serde_json::json!({"a": [1, 2]}));
+        let mut bytes = vec![0x55; 1000];
+        bytes.extend(encode(&manifest, None, STREAM_END).unwrap());
+        assert_eq!(read(&bytes, 0).manifest, Some(manifest));
+    }
+
+    proptest! {
+        #[test]
+        fn any_damage_costs_at_most_what_it_hits(at in 0_usize..4000, flip in 1_u8..) {
+            let whole = file(Some(&[1, 2, 3, 4]));
+            let at = 1000 + at % (whole.len() - 1000);
+            let mut bytes = whole.clone();
+            bytes[at] ^= flip;
+            let (before, after) = (read(&whole, 4), read(&bytes, 4));
+            prop_assert!(!after.warnings.is_empty());
+            prop_assert!(after.manifest.is_none() || after.manifest == before.manifest);
+            prop_assert!(after.checksums.is_none() || after.checksums == before.checksums);
+        }
+
+        #[test]
+        fn arbitrary_bytes_behind_the_stream_are_a_warning(tail in proptest::collection::vec(any::<u8>(), 1..300)) {
+            let mut bytes = vec![0x55; 1000];
+            bytes.extend(tail);
+            let trailer = read(&bytes, 3);
+            prop_assert_eq!(trailer.warnings.len(), 1);
+            prop_assert!(trailer.manifest.is_none());
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Write-back that begins while the file is still being written.
+//!
+//! Without it the kernel keeps gigabytes of a fresh snapshot dirty in the page cache, and the fsync before publishing has
+//! to write all of them while everybody waits. A thread asks for write-back early and often instead, and the path that receives pages
+//! only ever adds to a counter.
+//!
+//! `sync_file_range(SYNC_FILE_RANGE_WRITE)` queues the pages that are dirty now and does not wait for them. It is given the
+//! whole file: the page cache keeps the dirty pages tagged, so "what was written since" costs nothing to find, and no
+//! list of our own has to be right about it. It also works on a file that another process writes.
+
+#![allow(unsafe_code)] // one system call that rustix lacks
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Bytes between two requests for write-back: large enough for sequential I/O, small against what a disk takes in a second.
+const STEP: u64 = 32 << 20;
+
+/// How often a file that somebody else writes is looked at.
+const PERIOD: Duration = Duration::from_millis(50);
+
+/// A thread that starts write-back of one file as it grows; dropping it ends the thread (after the request under way).
+#[derive(Debug)]
+pub struct WriteBehind {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// Bytes written since the last request.
+    fresh: AtomicU64,
+    /// Requests made, for tests and summaries.
+    requests: AtomicU64,
+    ended: AtomicBool,
+    due: Mutex<bool>,
+    wake: Condvar,
+}
+
+impl WriteBehind {
+    /// Follows a file that this process writes and reports through [`wrote`](WriteBehind::wrote).
+    ///
+    /// # Errors
+    /// If the descriptor cannot be duplicated or the thread not be started. Going on without is always correct.
+    pub fn reported(file: impl AsFd) -> io::Result<Self> {
+        Self::start(file, None)
+    }
+
+    /// Follows a file that another process writes, by looking at how much of it is allocated.
+    ///
+    /// # Errors
+    /// As [`reported`](WriteBehind::reported).
+    pub fn watching(file: impl AsFd) -> io::Result<Self> {
+        Self::start(file, Some(PERIOD))
+    }
+
+    fn start(file: impl AsFd, period: Option<Duration>) -> io::Result<Self> {
+        let file = File::from(file.as_fd().try_clone_to_owned()?);
+        let shared = Arc::new(Shared {
+            fresh: AtomicU64::new(0),
+            requests: AtomicU64::new(0),
+            ended: AtomicBool::new(false),
+            due: Mutex::new(false),
+            wake: Condvar::new(),
+        });
+        let theirs = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name("write-behind".to_owned()).spawn(move || match period {
+            None => theirs.follow_reports(&file),
+            Some(period) => theirs.follow_allocation(&file, period),
+        })?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Says that so many bytes were written; never blocks on the disk.
+    pub fn wrote(&self, bytes: u64) {
+        let before = self.shared.fresh.fetch_add(bytes, Ordering::Relaxed);
+        // Exactly one caller sees the step being crossed.
+        if before < STEP && before.saturating_add(bytes) >= STEP {
+            self.shared.call();
+        }
+    }
+
+    /// How often write-back was asked for.
+    pub fn requests(&self) -> u64 {
+        self.shared.requests.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for WriteBehind {
+    fn drop(&mut self) {
+        self.shared.ended.store(true, Ordering::Release);
+        self.shared.call();
+        if let Some(thread) = self.thread.take() {
+            // It cannot panic; and if it did, nothing depends on it.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn call(&self) {
+        *self.due.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.wake.notify_one();
+    }
+
+    fn ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// Sleeps until called, or for the period.
+    fn sleep(&self, period: Option<Duration>) {
+        let guard = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = match period {
+            None => self.wake.wait_while(guard, |due| !*due).unwrap_or_else(PoisonError::into_inner),
+            Some(period) => {
+                self.wake.wait_timeout_while(guard, period, |due| !*due).unwrap_or_else(PoisonError::into_inner).0
+            }
+        };
+        *guard = false;
+    }
+
+    fn follow_reports(&self, file: &File) {
+        loop {
+            self.sleep(None);
+            if self.ended() {
+                return;
+            }
+            self.fresh.store(0, Ordering::Relaxed);
+            if !self.request(file) {
+                return;
+            }
+        }
+    }
+
+    fn follow_allocation(&self, file: &File, period: Duration) {
+        let mut seen = 0;
+        loop {
+            self.sleep(Some(period));
+            if self.ended() {
+                return;
+            }
+            let Ok(stat) = rustix::fs::fstat(file) else { return };
+            let allocated = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
+            // Delayed allocation counts too. A page that is overwritten does not: the fsync finds it.
+            if allocated >= seen + STEP {
+                seen = allocated;
+                if !self.request(file) {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Starts write-back; false where the file system has none of it, so that nobody asks again.
+    fn request(&self, file: &File) -> bool {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: no memory is passed, only a descriptor that `file` keeps open, an offset and a length (0: to the end).
+        let done = unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
+        done == 0
+    }
+}

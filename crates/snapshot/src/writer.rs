@@ -1,0 +1,247 @@
+//! A snapshot file being filled from a migration stream.
+//!
+//! Law of this module: a page goes from the caller's receive buffer straight to its place in the file, in one vectored
+//! write for a whole run, and what is published says exactly what the stream said last:
+//!
+//! - a page whose last word was contents has its bit set and those contents behind it;
+//! - a page whose last word was zero, or that was never mentioned, is a hole of the file, also if it had contents in
+//!   between: old contents are never left in a published file;
+//! - in blocks under 64 MiB (firmware, option ROMs, video memory) a page that *arrived* as zero has its bit set over that
+//!   hole. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does not clear what has a clear
+//!   bit; a set bit over a hole makes it load zeros, and costs no room.
+
+use std::io::IoSlice;
+
+use limosa_channel::Counters;
+use limosa_migrate::pages::{PageError, PageSink, StreamStart};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_stream::configuration::IGNORE_SHARED;
+use limosa_stream::mapped_ram::{Layout, MappedBlock};
+
+use crate::anatomy::{DeviceBytes, MEMORY_PAGES_MAX, Memory};
+use crate::error::SnapshotError;
+use crate::manifest::{Manifest, PageStatistics, Published};
+use crate::pending::{Durability, PendingFile};
+use crate::seal;
+use crate::store::{Place, StoreFile};
+use crate::write_behind::WriteBehind;
+
+/// Blocks shorter than this may be filled by a destination before it loads.
+const PREFILLED_BELOW: u64 = 64 << 20;
+
+/// How a snapshot file is finished.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriteOptions {
+    /// Whether the file must survive a power cut before it gets its name.
+    pub durability: Durability,
+    /// Whether the trailer records a checksum of each MiB of guest memory.
+    pub checksum: bool,
+    /// Whether write-back begins while pages still arrive. Off for files in memory (tmpfs), where there is nothing to
+    /// write back.
+    pub write_behind: bool,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        Self { durability: Durability::Synced, checksum: false, write_behind: true }
+    }
+}
+
+/// A [`PageSink`] that is a snapshot file.
+///
+/// Dropping it before [`finish`](SnapshotWriter::finish) leaves nothing.
+#[derive(Debug)]
+pub struct SnapshotWriter {
+    pending: PendingFile,
+    file: StoreFile,
+    options: WriteOptions,
+    write_behind: Option<WriteBehind>,
+    layout: Option<Layout>,
+    blocks: Vec<Receiving>,
+    resent: u64,
+}
+
+/// What arrived for one RAM block.
+#[derive(Debug)]
+struct Receiving {
+    place: Place,
+    /// Pages whose last word was contents.
+    stored: PageBitmap,
+    /// Pages for which there is, or was, something in the file.
+    written: PageBitmap,
+    /// Pages that were mentioned at all.
+    seen: PageBitmap,
+}
+
+impl SnapshotWriter {
+    /// Fills `pending`.
+    ///
+    /// # Errors
+    /// If the file's descriptor cannot be duplicated.
+    pub fn new(pending: PendingFile, options: WriteOptions) -> Result<Self, SnapshotError> {
+        let file = StoreFile::duplicate(pending.file(), pending.target())?;
+        // Without the thread everything is right, only later: no reason to refuse a save.
+        let write_behind = if options.write_behind { WriteBehind::reported(&pending).ok() } else { None };
+        Ok(Self { pending, file, options, write_behind, layout: None, blocks: Vec::new(), resent: 0 })
+    }
+
+    /// Where the pages stand now, as they will be in the trailer.
+    pub fn statistics(&self) -> PageStatistics {
+        let mut statistics = PageStatistics { resent: self.resent, ..PageStatistics::default() };
+        for block in &self.blocks {
+            let normal = block.stored.count();
+            statistics.normal += normal;
+            statistics.zero += block.place.pages - normal;
+            statistics.explicit_zero += block.explicit_zeros().map_or(0, |explicit| explicit.count());
+            statistics.punched += block.stale().count();
+        }
+        statistics
+    }
+
+    /// What the file's channel did so far: system calls, bytes, partial writes.
+    pub fn counters(&self) -> Counters {
+        self.file.channel().counters()
+    }
+
+    /// Ends the file with the device state and publishes it.
+    ///
+    /// `tail` is what the stream had from the first FULL section to the end of the VM description, inclusive; it is
+    /// stored as it is. The manifest's page statistics, RAM length and finishing time are filled in here; machine, uuid and
+    /// run state are if it does not say them.
+    ///
+    /// # Errors
+    /// The writer is gone then and nothing is left of the file: the disk is full, the tail is not whole, the stream
+    /// never brought a page, the name was taken meanwhile.
+    pub fn finish(self, tail: &[u8], manifest: Manifest) -> Result<Published, SnapshotError> {
+        let Self { file, options, write_behind, layout, blocks, .. } = &self;
+        let Some(layout) = layout else { return Err(file.misuse("finished before a stream began")) };
+        let (any_page, any_seen) =
+            (blocks.iter().any(|block| block.place.pages > 0), blocks.iter().any(|block| !block.seen.is_empty()));
+        if any_page && !any_seen {
+            return Err(SnapshotError::Empty { path: file.path().to_path_buf() });
+        }
+        let devices = DeviceBytes::parse(tail.to_vec()).map_err(|why| file.structure(layout.tail_offset, why))?;
+        let mut memory = Memory { places: Vec::new(), stored: Vec::new() };
+        for block in blocks {
+            for run in block.stale().runs() {
+                file.punch(&block.place, run)?;
+            }
+            let mut bits = block.stored.clone();
+            if let Some(explicit) = block.explicit_zeros() {
+                bits.union_with(&explicit);
+            }
+            memory.places.push(block.place.clone());
+            memory.stored.push(bits);
+        }
+        seal::write_frame(file, layout, &memory.stored)?;
+        file.write("the device state", layout.tail_offset, devices.bytes())?;
+        let stream_end = layout.tail_offset.saturating_add(devices.bytes().len() as u64);
+
+        let mut manifest = manifest;
+        manifest.pages = self.statistics();
+        seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
+        let length = seal::append_trailer(file, stream_end, &memory, &manifest, options.checksum)?;
+        let write_behind_requests = write_behind.as_ref().map_or(0, WriteBehind::requests);
+        let durability = options.durability;
+        let Self { pending, write_behind, .. } = self;
+        drop(write_behind);
+        let path = pending.publish(durability)?;
+        Ok(Published { path, manifest, length, write_behind_requests })
+    }
+}
+
+impl Receiving {
+    fn new(block: &MappedBlock) -> Self {
+        let bitmap = PageBitmap::new(block.pages);
+        Self { place: Place::new(block), stored: bitmap.clone(), written: bitmap.clone(), seen: bitmap }
+    }
+
+    /// Zero pages that a loader must write, because the destination may have filled the block before.
+    fn explicit_zeros(&self) -> Option<PageBitmap> {
+        if self.place.pages >= PREFILLED_BELOW / PAGE_SIZE {
+            return None;
+        }
+        let mut explicit = self.seen.clone();
+        explicit.subtract(&self.stored);
+        Some(explicit)
+    }
+
+    /// Pages whose contents in the file are not theirs any more.
+    fn stale(&self) -> PageBitmap {
+        let mut stale = self.written.clone();
+        stale.subtract(&self.stored);
+        stale
+    }
+
+    /// Notes that pages were mentioned; returns how many of them were before.
+    fn see(&mut self, pages: PageRange) -> u64 {
+        let before = self.seen.count_in(pages);
+        self.seen.set_range(pages);
+        before
+    }
+}
+
+/// The block with that index, if it has those pages.
+fn receiving<'a>(
+    blocks: &'a mut [Receiving],
+    file: &StoreFile,
+    index: usize,
+    pages: PageRange,
+) -> Result<&'a mut Receiving, SnapshotError> {
+    let count = blocks.len();
+    match blocks.get_mut(index) {
+        Some(block) if pages.end.0 <= block.place.pages => Ok(block),
+        Some(block) => {
+            Err(file.misuse(format!("{pages} of RAM block {}, which has {}", block.place.name, block.place.pages)))
+        }
+        None => Err(file.misuse(format!("RAM block number {index} of {count}"))),
+    }
+}
+
+impl PageSink for SnapshotWriter {
+    fn begin(&mut self, start: &StreamStart) -> Result<(), PageError> {
+        if self.layout.is_some() {
+            return Err(self.file.misuse("a second stream for one file").into());
+        }
+        let unsupported = |what: String| SnapshotError::Unsupported { path: self.file.path().to_path_buf(), what };
+        if start.configuration.has_capability(IGNORE_SHARED) {
+            let what =
+                "the stream leaves shared memory out (capability x-ignore-shared); save again with that capability off";
+            return Err(unsupported(what.to_owned()).into());
+        }
+        let layout = Layout::plan(&start.configuration, start.section_id, &start.blocks)
+            .map_err(|e| unsupported(e.to_string()))?;
+        let memory: u64 = layout.blocks.iter().map(|block| block.pages).sum();
+        if memory > MEMORY_PAGES_MAX {
+            let what = format!("a VM with {memory} pages of memory: at most {MEMORY_PAGES_MAX} can be");
+            return Err(unsupported(what).into());
+        }
+        self.blocks = layout.blocks.iter().map(Receiving::new).collect();
+        self.layout = Some(layout);
+        Ok(())
+    }
+
+    fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<(), PageError> {
+        if let Some(odd) = pages.iter().find(|page| page.len() != PAGE_LEN) {
+            return Err(self.file.misuse(format!("a page of {} bytes", odd.len())).into());
+        }
+        let range = PageRange::starting_at(first, pages.len() as u64);
+        let receiving = receiving(&mut self.blocks, &self.file, block, range)?;
+        let place = &receiving.place;
+        self.file.write_vector(|| format!("{range} of RAM block {}", place.name), place.offset(range), pages)?;
+        receiving.written.set_range(range);
+        receiving.stored.set_range(range);
+        self.resent += receiving.see(range);
+        if let Some(write_behind) = &self.write_behind {
+            write_behind.wrote(range.bytes().end - range.bytes().start);
+        }
+        Ok(())
+    }
+
+    fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<(), PageError> {
+        let receiving = receiving(&mut self.blocks, &self.file, block, pages)?;
+        receiving.stored.clear_range(pages);
+        self.resent += receiving.see(pages);
+        Ok(())
+    }
+}
