@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
-use std::path::Path;
 
 use anyhow::{Context as _, Result, bail};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, open};
@@ -71,7 +70,7 @@ fn unnamed_file() -> Result<File> {
 #[derive(Debug)]
 pub struct HugePages {
     pages: u64,
-    /// Held only while the count is changed, so that tests in several processes do not overwrite each other's change.
+    /// The kernel's count, locked while it is changed so that tests in several processes do not undo each other's change.
     lock: File,
 }
 
@@ -84,10 +83,8 @@ impl HugePages {
     /// We are not root, or memory is too fragmented or too small: the message says so.
     pub fn reserve(bytes: u64) -> Result<Self> {
         let pages = bytes.div_ceil(2 << 20);
-        let path = Path::new(&std::env::temp_dir()).join("limosa-huge-pages.lock");
-        let lock = File::options().create(true).truncate(false).write(true).open(&path);
-        let reserved = Self { pages: 0, lock: lock.with_context(|| path.display().to_string())? };
-        let mut reserved = reserved.change(|count| count + pages).context("huge pages (root is needed)")?;
+        let mut reserved = Self { pages: 0, lock: File::open(HUGE_PAGE_COUNT).context(HUGE_PAGE_COUNT)? };
+        reserved.change_count(|count| count + pages).context("huge pages (root is needed)")?;
         reserved.pages = pages;
         let free = free_huge_pages()?;
         if free < pages {
@@ -96,18 +93,13 @@ impl HugePages {
         Ok(reserved)
     }
 
-    fn change(self, new: impl Fn(u64) -> u64) -> Result<Self> {
-        self.change_count(new)?;
-        Ok(self)
-    }
-
     fn change_count(&self, new: impl Fn(u64) -> u64) -> Result<()> {
-        self.lock.lock().context("the lock of the huge pages")?;
+        self.lock.lock().context(HUGE_PAGE_COUNT)?;
         let changed = (|| {
             let count: u64 = std::fs::read_to_string(HUGE_PAGE_COUNT)?.trim().parse().unwrap_or(0);
             std::fs::write(HUGE_PAGE_COUNT, new(count).to_string())
         })();
-        self.lock.unlock().context("the lock of the huge pages")?;
+        self.lock.unlock().context(HUGE_PAGE_COUNT)?;
         changed.context(HUGE_PAGE_COUNT)
     }
 }

@@ -54,7 +54,7 @@ pub use prefill::{PageKind, Prefill};
 pub use process::{Process, is_alive};
 pub use proxy::{Direction, Proxy};
 pub use qmp::{Qmp, QmpFailure};
-pub use requirement::{guest_folder, qemu_skipped, require_qemu};
+pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu};
 pub use scratch::scratch;
 pub use serial::{Line, Serial};
 pub use vm::Vm;

@@ -9,8 +9,8 @@ use crate::requirement::guest_folder;
 
 /// In the order in which they can be loaded; a kernel that has one built in has no file for it.
 const MODULES: [&str; 10] = [
-    "virtio",
     "virtio_ring",
+    "virtio",
     "virtio_pci_legacy_dev",
     "virtio_pci_modern_dev",
     "virtio_pci",

@@ -34,6 +34,8 @@ struct State {
     lanes: [Lane; 2],
     connections: Vec<(UnixStream, UnixStream)>,
     accepted: usize,
+    /// Cuts so far: a connection that was being made when one came is cut too.
+    cuts: u64,
     closed: bool,
 }
 
@@ -133,6 +135,7 @@ fn lane(state: &mut State, direction: Direction) -> &mut Lane {
 }
 
 fn cut(state: &mut State) {
+    state.cuts += 1;
     for (a, b) in state.connections.drain(..) {
         // Either may be closed by its other end already.
         let _ = a.shutdown(Shutdown::Both);
@@ -142,9 +145,12 @@ fn cut(state: &mut State) {
 
 fn accept(listener: &UnixListener, target: &Path, shared: &Shared) {
     while let Ok((near, _)) = listener.accept() {
-        if lock(shared).closed {
+        let state = lock(shared);
+        if state.closed {
             return;
         }
+        let cuts = state.cuts;
+        drop(state);
         // A refused connection is closed again: the caller sees what it would see without the proxy, only later.
         let Ok(far) = UnixStream::connect(target) else { continue };
         let (Ok(near_too), Ok(far_too)) = (near.try_clone(), far.try_clone()) else { continue };
@@ -155,6 +161,9 @@ fn accept(listener: &UnixListener, target: &Path, shared: &Shared) {
         }
         state.accepted += 1;
         state.connections.push((near_kept, far_kept));
+        if state.cuts != cuts {
+            cut(&mut state);
+        }
         drop(state);
         let (there, back) = (Arc::clone(shared), Arc::clone(shared));
         std::thread::spawn(move || forward(near, far, Direction::Forward, &there));

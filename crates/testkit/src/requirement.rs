@@ -1,21 +1,35 @@
 //! What a test needs from the machine. Law: a test that cannot run fails and names the line to run; it is skipped only
 //! if the user asked for that.
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 
-/// Whether `LIMOSA_SKIP_QEMU=1` is set: then a test that needs QEMU returns at once. Says so on standard error, in a
-/// form that `cargo xtask test` counts.
+/// Whether `LIMOSA_SKIP_QEMU=1` is set: then a test that needs QEMU returns at once, and is counted as skipped.
 pub fn qemu_skipped() -> bool {
     let skipped = std::env::var_os("LIMOSA_SKIP_QEMU").is_some_and(|value| value == "1");
     if skipped {
-        let name = std::thread::current().name().unwrap_or("a test").to_owned();
-        eprintln!("SKIPPED (LIMOSA_SKIP_QEMU=1): {name}");
+        note_skip("LIMOSA_SKIP_QEMU=1");
     }
     skipped
+}
+
+/// Says that the running test skips itself and why. `cargo xtask test` names a file in `LIMOSA_SKIP_LOG` and counts the
+/// lines there, because a test runner takes a test that returns for one that passed.
+pub fn note_skip(reason: &str) {
+    let thread = std::thread::current();
+    let line = format!("SKIPPED ({reason}): {}\n", thread.name().unwrap_or("a test"));
+    eprint!("{line}");
+    if let Some(path) = std::env::var_os("LIMOSA_SKIP_LOG") {
+        let log = std::fs::File::options().append(true).create(true).open(&path);
+        // One write, so that tests that run beside each other do not mix their lines.
+        log.and_then(|mut log| log.write_all(line.as_bytes())).unwrap_or_else(|error| {
+            panic!("LIMOSA_SKIP_LOG names {}, which cannot be written: {error}", path.display());
+        });
+    }
 }
 
 /// Checks once per process that QEMU can be started.
