@@ -4,13 +4,22 @@
 
 use std::process::ExitCode;
 
+mod demo;
+mod fuzz;
+mod program;
 mod setup;
 mod shell;
+mod test;
 
 const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
-  setup              install what the tests and the demo need (QEMU, a Linux guest)";
+  setup              install what the tests and the demo need (QEMU, a Linux guest)
+  test               format, lints, documentation, all tests; LIMOSA_SKIP_QEMU=1 leaves out what needs QEMU
+  demo               save a running Linux guest and bring it back, beside QEMU's own restore
+  bench NAME ...     release build, then `limosa bench NAME ...`
+  fuzz [--seconds N] [TARGET...]
+                     every fuzz target, or those named, N seconds each (60)";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -20,6 +29,10 @@ fn main() -> ExitCode {
     };
     let result = match (command.as_str(), rest) {
         ("setup", []) => setup::run(),
+        ("test", []) => test::run(),
+        ("demo", []) => demo::run(),
+        ("bench", names) => program::bench(names),
+        ("fuzz", rest) => fuzz::run(rest),
         ("help" | "--help" | "-h", _) => {
             println!("{USAGE}");
             return ExitCode::SUCCESS;

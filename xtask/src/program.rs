@@ -1,0 +1,35 @@
+//! The limosa program in its release build.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{setup, shell};
+
+/// Builds it; returns where it is.
+pub(crate) fn build() -> Result<PathBuf> {
+    shell::run(Command::new("cargo").current_dir(shell::workspace()).args([
+        "build",
+        "--release",
+        "--package",
+        "limosa",
+    ]))?;
+    // We are TARGET/debug/xtask ourselves, wherever TARGET is.
+    let own = std::env::current_exe().context("the path of xtask itself")?;
+    let target = own.parent().and_then(|folder| folder.parent()).context("xtask is in no target folder")?;
+    let program = target.join("release/limosa");
+    if !program.is_file() {
+        bail!("cargo has built no {}", program.display());
+    }
+    Ok(program)
+}
+
+/// `cargo xtask bench ...`: set-up, release build, `limosa bench ...`.
+pub(crate) fn bench(arguments: &[String]) -> Result<()> {
+    if arguments.is_empty() {
+        bail!("which one? `cargo xtask bench save`, or restore; the rest of the line goes to `limosa bench`");
+    }
+    setup::run()?;
+    shell::run(Command::new(build()?).arg("bench").args(arguments))
+}

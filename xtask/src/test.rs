@@ -1,0 +1,243 @@
+//! `cargo xtask test`: everything that a change has to pass, and one closing line with the sums.
+//!
+//! Law: every step runs even if one before it failed, so that one run shows all there is to mend. Format, lints and
+//! documentation count as one check each.
+
+use std::io::{BufRead as _, BufReader, Read, Write as _};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{setup, shell};
+
+/// Passed, failed, skipped.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Tally {
+    passed: u64,
+    failed: u64,
+    skipped: u64,
+}
+
+impl Tally {
+    fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+
+    fn check(passed: bool) -> Self {
+        Self { passed: u64::from(passed), failed: u64::from(!passed), skipped: 0 }
+    }
+}
+
+/// Runs all of it.
+pub(crate) fn run() -> Result<()> {
+    let without_qemu = std::env::var_os("LIMOSA_SKIP_QEMU").is_some_and(|value| value == "1");
+    if without_qemu {
+        println!("LIMOSA_SKIP_QEMU=1: tests that need QEMU are skipped");
+    } else {
+        setup::run()?;
+    }
+    let mut sum = Tally::default();
+    let mut failures = Vec::new();
+    let mut note = |name: &str, tally: Tally| {
+        sum.add(tally);
+        if tally.failed > 0 {
+            failures.push(name.to_owned());
+        }
+    };
+
+    note("format", check(cargo(&["fmt", "--all", "--check"])));
+    note("clippy", check(cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])));
+    let mut documentation = cargo(&["doc", "--workspace", "--no-deps"]);
+    documentation.env("RUSTDOCFLAGS", "-D warnings");
+    note("documentation", check(documentation));
+
+    let skips = SkipLog::new()?;
+    if has_nextest() {
+        let mut tests = cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--config-file"]);
+        tests.arg(shell::workspace().join("xtask/nextest.toml"));
+        note("tests", counted(skips.pass_to(tests), nextest_summary)?);
+    } else {
+        let tests = cargo(&["test", "--workspace", "--all-targets", "--no-fail-fast"]);
+        note("tests", counted(skips.pass_to(tests), libtest_summary)?);
+    }
+    let examples = cargo(&["test", "--workspace", "--doc", "--no-fail-fast"]);
+    note("documentation examples", counted(skips.pass_to(examples), libtest_summary)?);
+
+    // A test that skips itself has returned, which its runner takes for passed.
+    let skipped = skips.lines()?;
+    for line in &skipped {
+        println!("{line}");
+    }
+    let count = skipped.len() as u64;
+    sum.passed = sum.passed.saturating_sub(count);
+    sum.skipped += count;
+
+    if !failures.is_empty() {
+        println!("failed: {}", failures.join(", "));
+    }
+    println!("{} passed, {} failed, {} skipped", sum.passed, sum.failed, sum.skipped);
+    if failures.is_empty() { Ok(()) } else { bail!("{}", failures.join(", ")) }
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let mut command = Command::new("cargo");
+    command.current_dir(shell::workspace()).args(arguments);
+    command
+}
+
+fn has_nextest() -> bool {
+    shell::output(Command::new("cargo").args(["nextest", "--version"])).is_ok()
+}
+
+fn check(mut command: Command) -> Tally {
+    let result = shell::run(&mut command);
+    if let Err(error) = &result {
+        eprintln!("{error:#}");
+    }
+    Tally::check(result.is_ok())
+}
+
+/// Runs the command, shows what it writes, and sums the lines in which it counts tests. A command that fails without
+/// having counted a failure counts as one.
+fn counted(mut command: Command, summary: fn(&str) -> Option<Tally>) -> Result<Tally> {
+    let line = shell::line(&command);
+    println!("+ {line}");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
+    let out = child.stdout.take().context("no standard output")?;
+    let err = child.stderr.take().context("no standard error")?;
+    let (a, b) = std::thread::scope(|scope| {
+        let err = scope.spawn(move || show_and_sum(err, summary));
+        (show_and_sum(out, summary), err.join().unwrap_or_default())
+    });
+    let status = child.wait().with_context(|| format!("waiting for `{line}`"))?;
+    let mut tally = a;
+    tally.add(b);
+    if !status.success() && tally.failed == 0 {
+        println!("`{line}` failed: {status}");
+        tally.failed = 1;
+    }
+    Ok(tally)
+}
+
+fn show_and_sum(stream: impl Read, summary: fn(&str) -> Option<Tally>) -> Tally {
+    let mut sum = Tally::default();
+    let mut stream = BufReader::new(stream);
+    let mut line = Vec::new();
+    // A test may write anything, also what is no UTF-8.
+    while stream.read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
+        // Nothing can be done about a closed standard output.
+        let _ = std::io::stdout().lock().write_all(&line);
+        if let Some(tally) = summary(&String::from_utf8_lossy(&line)) {
+            sum.add(tally);
+        }
+        line.clear();
+    }
+    sum
+}
+
+/// `     Summary [   4.463s] 28 tests run: 27 passed (1 slow), 1 failed, 0 skipped`
+fn nextest_summary(line: &str) -> Option<Tally> {
+    let (_, counts) = line.trim_start().strip_prefix("Summary [")?.split_once("run:")?;
+    let mut tally = Tally::default();
+    // What stands in parentheses, as in `5 passed (1 slow, 1 flaky)`, is counted outside of them already.
+    let plain: String = counts.split('(').map(|piece| piece.split_once(')').map_or(piece, |(_, rest)| rest)).collect();
+    for part in plain.split(", ") {
+        let mut words = part.split_whitespace();
+        let (Some(Ok(count)), Some(kind)) = (words.next().map(str::parse::<u64>), words.next()) else { continue };
+        match kind {
+            "passed" => tally.passed += count,
+            "skipped" => tally.skipped += count,
+            // "failed", "timed out", "exec failed"
+            _ => tally.failed += count,
+        }
+    }
+    Some(tally)
+}
+
+/// `test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s`
+fn libtest_summary(line: &str) -> Option<Tally> {
+    let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
+    let mut tally = Tally::default();
+    for part in counts.split("; ") {
+        let mut words = part.split_whitespace();
+        let (Some(Ok(count)), Some(kind)) = (words.next().map(str::parse::<u64>), words.next()) else { continue };
+        match kind {
+            "passed" => tally.passed += count,
+            "failed" => tally.failed += count,
+            "ignored" => tally.skipped += count,
+            _ => {}
+        }
+    }
+    Some(tally)
+}
+
+/// The file in which tests that skip themselves leave a line (`LIMOSA_SKIP_LOG`, see limosa-testkit).
+struct SkipLog {
+    path: std::path::PathBuf,
+}
+
+impl SkipLog {
+    fn new() -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("limosa-skips-{}", std::process::id()));
+        std::fs::write(&path, "").with_context(|| path.display().to_string())?;
+        Ok(Self { path })
+    }
+
+    fn pass_to(&self, mut command: Command) -> Command {
+        command.env("LIMOSA_SKIP_LOG", &self.path);
+        command
+    }
+
+    fn lines(&self) -> Result<Vec<String>> {
+        let text = std::fs::read_to_string(&self.path).with_context(|| self.path.display().to_string())?;
+        Ok(text.lines().map(str::to_owned).collect())
+    }
+}
+
+impl Drop for SkipLog {
+    fn drop(&mut self) {
+        // A file that is left in the temporary folder harms nobody.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tally(passed: u64, failed: u64, skipped: u64) -> Tally {
+        Tally { passed, failed, skipped }
+    }
+
+    #[test]
+    fn the_summary_of_nextest_is_read_in_all_its_forms() {
+        let read = |text| nextest_summary(text).unwrap();
+        assert_eq!(read("     Summary [   4.463s] 28 tests run: 28 passed, 0 skipped\n"), tally(28, 0, 0));
+        assert_eq!(
+            read(
+                "     Summary [ 120.5s] 24/28 tests run: 20 passed (2 slow, 1 flaky), 2 failed, 2 timed out, 3 skipped"
+            ),
+            tally(20, 4, 3)
+        );
+        assert_eq!(read("Summary [ 0.1s] 1 test run: 0 passed, 1 exec failed, 0 skipped"), tally(0, 1, 0));
+        assert_eq!(nextest_summary("        PASS [   0.009s] ( 1/28) limosa-page Summary"), None);
+    }
+
+    #[test]
+    fn the_summary_of_libtest_is_read() {
+        let line =
+            "test result: FAILED. 12 passed; 1 failed; 2 ignored; 0 measured; 5 filtered out; finished in 0.00s\n";
+        assert_eq!(libtest_summary(line), Some(tally(12, 1, 2)));
+        assert_eq!(libtest_summary("running 5 tests"), None);
+    }
+
+    #[test]
+    fn a_command_that_fails_without_a_summary_counts_as_one_failure() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo 'test result: ok. 3 passed; 0 failed; 1 ignored'; exit 1"]);
+        assert_eq!(counted(command, libtest_summary).unwrap(), tally(3, 1, 1));
+    }
+}
