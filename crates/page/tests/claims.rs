@@ -97,3 +97,27 @@ fn a_page_dirtied_while_others_are_taken_is_taken_or_still_there() {
         assert_eq!(taken.count(), PAGES, "no page was lost");
     }
 }
+
+/// All in one word, where the threads meet at every step: what was set is what was claimed, and what is left.
+#[test]
+fn claims_in_one_word_balance_with_the_bits_that_were_set() {
+    const STEPS: u64 = 1_000_000;
+    let bitmap = AtomicPageBitmap::new(64);
+    let (word, start) = (PageRange::first(64), Barrier::new(3));
+    let (set, claimed) = thread::scope(|scope| {
+        let setter = scope.spawn(|| {
+            start.wait();
+            let pages = (0..STEPS).map(|step| PageNumber(step * 7 % 64));
+            pages.filter(|page| !bitmap.set(*page)).count()
+        });
+        let runs = scope.spawn(|| {
+            start.wait();
+            let runs = (0..STEPS).filter_map(|step| bitmap.take_run(word, step % 9));
+            runs.map(|run| run.iter().count()).sum::<usize>()
+        });
+        start.wait();
+        let single = (0..STEPS).filter(|step| bitmap.clear(PageNumber(step * 11 % 64))).count();
+        (setter.join().expect("the setter ends"), single + runs.join().expect("the claimer ends"))
+    });
+    assert_eq!(set, claimed + bitmap.to_bitmap().runs().map(|run| run.iter().count()).sum::<usize>());
+}

@@ -129,3 +129,14 @@ fn pages_are_located_in_their_memory_and_nowhere_else() {
         assert_eq!(pages.page_is_zero(Method::best(), outside), None);
     }
 }
+
+#[test]
+fn empty_ranges_of_data_do_not_split_a_hole() {
+    let memory = vec![0; 10 * PAGE_LEN];
+    let pages = GuestPages::from(&memory[..]);
+    let data = [(3, 3), (5, 2), (7, 7), (20, 30)];
+    let data = data.map(|(start, end)| Ok(PageRange::new(PageNumber(start), PageNumber(end))));
+    let runs = ScanData::new(pages, pages.pages(), Method::best(), data.into_iter());
+    let runs: Vec<_> = runs.map(Result::unwrap).collect();
+    assert_eq!(runs, [Run { pages: PageRange::first(10), kind: PageKind::Hole }]);
+}
