@@ -1,1 +1,100 @@
-//! What limosa bench runs: contestants, interleaved rounds, reports.
+//! What `limosa bench` runs.
+//!
+//! A bench is a set of contestants that do the same thing in different ways. They take turns, round after round, and are
+//! compared by the runs of the same round, because a shared machine is never equally fast twice. See [`frame`] for how
+//! they run, [`measure`] for what is counted and [`report`] for what comes out: one JSON shape for all benches, the same
+//! numbers as a table, and targets that are met, missed, or cannot be shown on this machine.
+//!
+//! # Example
+//!
+//! ```
+//! use limosa_bench::{Options, run};
+//!
+//! let options = Options { rounds: 1, size: 1 << 20, only: Some("tmpfs linear 256K".into()), ..Options::default() };
+//! let report = run("landing", &options)?;
+//! println!("{}", report.table());
+//! assert!(report.check(), "no target is missed");
+//! assert!(report.to_json()?.starts_with(r#"{"bench":"landing","machine":{"#));
+//! # anyhow::Ok(())
+//! ```
+
+pub mod frame;
+mod landing;
+pub mod machine;
+pub mod measure;
+mod raw;
+pub mod report;
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+
+pub use report::Report;
+
+/// The variant that the others of a landing case are compared with.
+const PLAIN: &str = "linear 1M";
+
+/// The benches that [`run`] knows.
+pub const NAMES: &[&str] = &["landing"];
+
+/// How a bench is to be run.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// How many times each contestant runs.
+    pub rounds: u32,
+    /// Bytes of memory to move.
+    pub size: u64,
+    /// Bytes to take and free before each run; none for as much as the run will need.
+    pub touch: Option<u64>,
+    /// Directory on the disk to measure; none for the temporary directory.
+    pub dir: Option<PathBuf>,
+    /// Send buffer of the cases with a wide socket, in bytes; none for 4 MiB.
+    pub socket_buffer: Option<usize>,
+    /// Runs only the contestants whose case and variant, with a space between, start with this.
+    pub only: Option<String>,
+    /// The QEMU to run.
+    pub qemu: String,
+    /// The limosa to run; none for the running program.
+    pub limosa: Option<PathBuf>,
+    /// Told a line for each run, for people who wait.
+    pub progress: fn(&str),
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            rounds: 5,
+            size: 2 << 30,
+            touch: None,
+            dir: None,
+            socket_buffer: None,
+            only: None,
+            qemu: "qemu-system-x86_64".into(),
+            limosa: None,
+            progress: |_| {},
+        }
+    }
+}
+
+impl Options {
+    fn tell(&self, line: &str) {
+        (self.progress)(line);
+    }
+
+    fn wants(&self, case: &str, variant: &str) -> bool {
+        self.only.as_ref().is_none_or(|only| format!("{case} {variant}").starts_with(only))
+    }
+}
+
+/// Runs the bench of this name.
+///
+/// # Errors
+///
+/// An unknown name, or a run that could not be done: no space, no permission. What this machine cannot show is not an
+/// error but a target without a verdict.
+pub fn run(name: &str, options: &Options) -> Result<Report> {
+    match name {
+        "landing" => landing::run(options),
+        _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
+    }
+}

@@ -1,0 +1,154 @@
+//! What a run costs: wall seconds, CPU seconds of everybody who worked for it, and how busy others kept the machine.
+//!
+//! CPU seconds are the steadier figure on a shared machine, so every run has them. They are those of this process, of its
+//! children that ended during the run, and of named processes such as a QEMU, from their `/proc/PID/stat`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::raw;
+
+/// What one run cost.
+#[derive(Debug, Clone, Default)]
+pub struct Measured {
+    /// From start to the end that the bench defines, such as a file's durability.
+    pub wall: Duration,
+    /// User and system time of all who worked.
+    pub cpu: Duration,
+    /// Named counts and figures; a name ends in its unit where it is not a plain count.
+    pub counters: BTreeMap<&'static str, u64>,
+}
+
+impl Measured {
+    /// Adds a counter.
+    pub fn with(mut self, name: &'static str, value: u64) -> Self {
+        self.counters.insert(name, value);
+        self
+    }
+}
+
+/// A running measurement.
+#[derive(Debug)]
+pub struct Stopwatch {
+    start: Instant,
+    own: Duration,
+    children: Duration,
+    machine: Duration,
+    pids: Vec<(u32, Duration)>,
+}
+
+impl Stopwatch {
+    /// Starts the clocks; `pids` are processes whose CPU time counts besides this one's and its children's.
+    pub fn start(pids: &[u32]) -> Result<Self> {
+        let pids = pids.iter().map(|&pid| Ok((pid, process_cpu(pid)?))).collect::<Result<Vec<_>>>()?;
+        Ok(Self {
+            machine: machine_cpu()?,
+            children: raw::children_cpu().context("getrusage of children")?,
+            own: own_cpu(),
+            pids,
+            start: Instant::now(),
+        })
+    }
+
+    /// Wall time so far.
+    pub fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Stops the clocks. The processes named at the start must still be there, or be waited-for children of this one.
+    pub fn stop(&self) -> Result<Measured> {
+        let wall = self.start.elapsed();
+        let mut cpu = own_cpu().saturating_sub(self.own);
+        cpu += raw::children_cpu().context("getrusage of children")?.saturating_sub(self.children);
+        for &(pid, before) in &self.pids {
+            cpu += process_cpu(pid)?.saturating_sub(before);
+        }
+        // What the machine did besides: other people's programs, and kernel threads such as write-back.
+        let others = machine_cpu()?.saturating_sub(self.machine).saturating_sub(cpu);
+        Ok(Measured { wall, cpu, counters: BTreeMap::new() }.with("others_cpu_ms", millis(others)))
+    }
+}
+
+/// Whole milliseconds, saturating.
+pub(crate) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// CPU time of the calling thread since it began.
+pub(crate) fn thread_cpu() -> Duration {
+    cpu_clock(ClockId::ThreadCPUTime)
+}
+
+fn own_cpu() -> Duration {
+    cpu_clock(ClockId::ProcessCPUTime)
+}
+
+fn cpu_clock(clock: ClockId) -> Duration {
+    Duration::try_from(clock_gettime(clock)).unwrap_or_default()
+}
+
+/// User and system time of a process, in clock ticks of 10 ms.
+fn process_cpu(pid: u32) -> Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read_to_string(&path).with_context(|| format!("{path}: process gone before it was measured"))?;
+    process_ticks(&stat).map(ticks).with_context(|| format!("{path}: not a stat line"))
+}
+
+/// utime + stime of a stat line. The name in parentheses may hold anything, so counting starts behind its end.
+fn process_ticks(stat: &str) -> Option<u64> {
+    let (_, fields) = stat.rsplit_once(')')?;
+    let mut fields = fields.split_ascii_whitespace().skip(11);
+    let user: u64 = fields.next()?.parse().ok()?;
+    let system: u64 = fields.next()?.parse().ok()?;
+    user.checked_add(system)
+}
+
+/// Time that all cores together were not idle.
+fn machine_cpu() -> Result<Duration> {
+    let stat = fs::read_to_string("/proc/stat").context("/proc/stat")?;
+    let fields: Vec<u64> =
+        stat.lines().next().unwrap_or_default().split_ascii_whitespace().skip(1).flat_map(str::parse).collect();
+    ensure!(fields.len() >= 8, "/proc/stat: first line has {} numbers, expected at least 8", fields.len());
+    // user nice system idle iowait irq softirq steal
+    let busy = fields.iter().take(8).enumerate().filter(|(at, _)| !matches!(at, 3 | 4)).map(|(_, value)| value).sum();
+    Ok(ticks(busy))
+}
+
+fn ticks(count: u64) -> Duration {
+    let per_second = rustix::param::clock_ticks_per_second().max(1);
+    Duration::from_millis(count.saturating_mul(1000) / per_second)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_name_with_spaces_and_parentheses_does_not_shift_the_fields() {
+        let stat = "42 (a) b (c) S 1 42 42 0 -1 4194560 100 0 0 0 7 5 0 0 20 0 1 0 100 1000 10";
+        assert_eq!(process_ticks(stat), Some(12));
+        assert_eq!(process_ticks("42 (a) S 1"), None);
+    }
+
+    #[test]
+    fn work_done_between_start_and_stop_is_counted_as_cpu_time() {
+        let watch = Stopwatch::start(&[]).expect("start");
+        let mut sum = 0u64;
+        while watch.elapsed() < Duration::from_millis(30) {
+            sum = std::hint::black_box(sum.wrapping_add(1));
+        }
+        let measured = watch.stop().expect("stop");
+        assert!(measured.wall >= Duration::from_millis(30));
+        assert!(measured.cpu > Duration::ZERO && sum > 0);
+    }
+
+    #[test]
+    fn the_cpu_time_of_a_named_process_is_read() {
+        assert!(process_cpu(std::process::id()).is_ok());
+        assert!(process_cpu(u32::MAX).is_err());
+    }
+}

@@ -1,0 +1,127 @@
+//! The system calls that have no safe form, each behind a function that does.
+//!
+//! This is the only module of the crate with `unsafe` in it. Memory handed out here belongs to the bench alone: no guest
+//! and no other process writes it, so references to it are sound.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::ptr::NonNull;
+use std::time::Duration;
+
+/// An anonymous or file mapping, unmapped on drop.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    address: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is owned by this value alone; access follows the borrow of the value.
+unsafe impl Send for Mapping {}
+
+impl Mapping {
+    /// Private memory with huge pages where the kernel has them.
+    pub(crate) fn anonymous(len: usize) -> io::Result<Self> {
+        // SAFETY: a new private mapping at an address of the kernel's choice touches no existing memory.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        let mapping = Self::checked(address, len)?;
+        // SAFETY: the range is the mapping made above. A kernel without huge pages refuses; nothing depends on it.
+        unsafe { libc::madvise(mapping.address.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
+        Ok(mapping)
+    }
+
+    /// The first `len` bytes of `file`, shared. Nobody else may write or truncate the file while it is mapped.
+    pub(crate) fn of_file(file: &File, len: usize) -> io::Result<Self> {
+        // SAFETY: as in `anonymous`; the descriptor is valid for the duration of the call.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_fd().as_raw_fd(),
+                0,
+            )
+        };
+        Self::checked(address, len)
+    }
+
+    fn checked(address: *mut libc::c_void, len: usize) -> io::Result<Self> {
+        if address == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let address = NonNull::new(address.cast()).ok_or_else(|| io::Error::other("mmap returned address 0"))?;
+        Ok(Self { address, len })
+    }
+
+    /// Makes every page present and writable now, so that no later access faults.
+    pub(crate) fn populate(&mut self) -> io::Result<()> {
+        self.populate_range(0, self.len)
+    }
+
+    /// The same for `len` bytes at `start`, as far as the mapping reaches.
+    pub(crate) fn populate_range(&mut self, start: usize, len: usize) -> io::Result<()> {
+        let rest = self.len.saturating_sub(start);
+        if rest == 0 {
+            return Ok(());
+        }
+        // SAFETY: `start` lies within the mapping, as `rest` is not zero.
+        let first = unsafe { self.address.as_ptr().add(start) };
+        // SAFETY: the range is part of the mapping, which is exclusively borrowed.
+        let result = unsafe { libc::madvise(first.cast(), len.min(rest), libc::MADV_POPULATE_WRITE) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: `address` is valid for `len` bytes until drop, and the mapping is exclusively borrowed.
+        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.len) }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: as in `bytes_mut`, with a shared borrow.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by this value and no borrow of it outlives it.
+        unsafe { libc::munmap(self.address.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Starts writing dirty pages of a file range to the disk without waiting for them.
+pub(crate) fn start_write_back(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let signed = |value: u64| i64::try_from(value).map_err(io::Error::other);
+    // SAFETY: the call takes no pointers; the descriptor is valid for its duration.
+    let result = unsafe {
+        libc::sync_file_range(file.as_fd().as_raw_fd(), signed(offset)?, signed(len)?, libc::SYNC_FILE_RANGE_WRITE)
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// CPU time, user and system, of all children that have ended and been waited for.
+pub(crate) fn children_cpu() -> io::Result<Duration> {
+    // SAFETY: `rusage` is plain numbers, for which all zeros is a value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the pointer is to a live, writable `rusage`.
+    if unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &raw mut usage) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let duration = |time: libc::timeval| {
+        let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+        let micros = u64::try_from(time.tv_usec).unwrap_or(0);
+        Duration::from_secs(seconds) + Duration::from_micros(micros)
+    };
+    Ok(duration(usage.ru_utime) + duration(usage.ru_stime))
+}
