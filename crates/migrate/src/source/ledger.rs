@@ -93,10 +93,10 @@ impl Ledger {
     pub(crate) fn claim_run(&self, cursor: &mut Cursor, at_most: u64) -> Option<(usize, PageRange)> {
         // One more turn than there are blocks: the block that the search starts in is looked at again from its beginning.
         for _ in 0..=self.blocks.len() {
-            let Some(ledger) = self.blocks.get(cursor.block) else {
+            if cursor.block >= self.blocks.len() {
                 *cursor = Cursor { block: 0, page: PageNumber(0) };
-                continue;
-            };
+            }
+            let ledger = self.blocks.get(cursor.block)?;
             let rest = PageRange::new(cursor.page, PageNumber(ledger.pages));
             if let Some(run) = ledger.to_send.take_run(rest, at_most) {
                 cursor.page = run.end;

@@ -353,6 +353,12 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             sender.send(block, pages)?;
             self.control.rate().spend(pages.len().saturating_mul(PAGE_SIZE));
         }
+        // The destination takes whatever is missing at the end for zero, so this is asked of the bitmaps once more and not
+        // believed of the search.
+        let left = shared.ledger.left();
+        if left > 0 {
+            return Err(MigrateError::Protocol(format!("{left} pages were left over; the stream is not ended")));
+        }
         let mut end = Vec::new();
         ram::encode_eos(start.section_id, &mut end);
         section::encode_end(start.section_id, &mut end);

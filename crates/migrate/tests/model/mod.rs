@@ -1,0 +1,266 @@
+//! Memory that tests send and receive, and a destination that behaves as QEMU's does in postcopy.
+
+#![allow(dead_code, unreachable_pub, missing_docs)]
+
+use std::io::IoSlice;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use limosa_channel::Channel;
+use limosa_migrate::{PageError, PageSink, PageSource, StreamStart};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
+use limosa_stream::configuration::Configuration;
+use limosa_stream::decoder::{Decoder, Event, Step};
+use limosa_stream::ram::RamBlock;
+use limosa_stream::return_path::ReturnMessage;
+
+/// A VM's memory in a test: every page is zero or filled with a pattern of its own.
+#[derive(Debug)]
+pub struct Memory {
+    pub start: StreamStart,
+    pub pages: Vec<Vec<[u8; 8]>>,
+    stored: Vec<PageBitmap>,
+    devices: Vec<u8>,
+    description: Vec<u8>,
+    /// Reads of this many pages succeed; the next one fails.
+    pub reads_left: AtomicU64,
+}
+
+/// Device sections that a description accounts for: one `timer` of 8 bytes.
+pub fn device_tail() -> (Vec<u8>, Vec<u8>) {
+    let sections = b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x0112345678\x7e\0\0\0\x03".to_vec();
+    let json = br#"{"devices":[{"name":"timer","instance_id":0,"fields":[{"name":"t","type":"b","size":8}]}]}"#;
+    (sections, json.to_vec())
+}
+
+impl Memory {
+    /// `blocks` of so many pages; page `i` of a block has contents where `contents(block, i)` says so.
+    pub fn new(blocks: &[u64], contents: impl Fn(usize, u64) -> bool) -> Self {
+        let layout =
+            blocks.iter().enumerate().map(|(index, pages)| RamBlock::new(format!("block{index}"), pages * 4096));
+        let start =
+            StreamStart { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks: layout.collect() };
+        let mut memory = Vec::new();
+        let mut stored = Vec::new();
+        for (block, pages) in blocks.iter().enumerate() {
+            let mut bitmap = PageBitmap::new(*pages);
+            let mut filled = Vec::new();
+            for page in 0..*pages {
+                let word = if contents(block, page) {
+                    bitmap.set(PageNumber(page));
+                    ((u64::try_from(block).unwrap() + 1) << 32 | (page + 1)).to_le_bytes()
+                } else {
+                    [0; 8]
+                };
+                filled.push(word);
+            }
+            memory.push(filled);
+            stored.push(bitmap);
+        }
+        let (devices, description) = device_tail();
+        Self { start, pages: memory, stored, devices, description, reads_left: AtomicU64::new(u64::MAX) }
+    }
+
+    /// The bytes of one page.
+    pub fn page(&self, block: usize, page: u64) -> [u8; PAGE_LEN] {
+        let mut bytes = [0; PAGE_LEN];
+        for piece in bytes.chunks_exact_mut(8) {
+            piece.copy_from_slice(&self.pages[block][usize::try_from(page).unwrap()]);
+        }
+        bytes
+    }
+}
+
+impl PageSource for Memory {
+    fn start(&self) -> &StreamStart {
+        &self.start
+    }
+
+    fn stored(&self, block: usize) -> &PageBitmap {
+        &self.stored[block]
+    }
+
+    fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
+        let left =
+            self.reads_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(pages.len()));
+        if left.is_err() {
+            return Err("the medium has failed".into());
+        }
+        for (page, bytes) in pages.iter().zip(into.chunks_exact_mut(PAGE_LEN)) {
+            bytes.copy_from_slice(&self.page(block, page.0));
+        }
+        Ok(())
+    }
+
+    fn device_sections(&self) -> &[u8] {
+        &self.devices
+    }
+
+    fn description(&self) -> &[u8] {
+        &self.description
+    }
+}
+
+/// A sink that keeps everything.
+#[derive(Debug, Default)]
+pub struct Kept {
+    pub start: Option<StreamStart>,
+    pub pages: Vec<Vec<Option<Vec<u8>>>>,
+    pub fail_after: Option<u64>,
+    taken: u64,
+}
+
+impl PageSink for Kept {
+    fn begin(&mut self, start: &StreamStart) -> Result<(), PageError> {
+        self.pages = start.blocks.iter().map(|block| vec![None; usize::try_from(block.pages()).unwrap()]).collect();
+        self.start = Some(start.clone());
+        Ok(())
+    }
+
+    fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<(), PageError> {
+        for (at, page) in pages.iter().enumerate() {
+            if self.fail_after == Some(self.taken) {
+                return Err("no space left on device".into());
+            }
+            self.taken += 1;
+            assert_eq!(page.len(), PAGE_LEN);
+            self.pages[block][usize::try_from(first.0).unwrap() + at] = Some(page.to_vec());
+        }
+        Ok(())
+    }
+
+    fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<(), PageError> {
+        for page in pages.iter() {
+            self.pages[block][usize::try_from(page.0).unwrap()] = None;
+        }
+        Ok(())
+    }
+}
+
+/// What a postcopy destination saw.
+#[derive(Debug)]
+pub struct Landed {
+    pub received: Vec<PageBitmap>,
+    pub wrong: Vec<String>,
+    pub ended: bool,
+}
+
+/// Reads records of one channel as a postcopy destination does: every page at most once, with the right contents.
+///
+/// `lands` is called for each page that arrived and may say to stop (cut the channel).
+pub struct Records<'a> {
+    pub memory: &'a Memory,
+    pub decoder: Decoder,
+    buffer: Vec<u8>,
+}
+
+impl<'a> Records<'a> {
+    pub fn new(memory: &'a Memory, decoder: Decoder) -> Self {
+        Self { memory, decoder, buffer: Vec::new() }
+    }
+
+    /// Handles what comes until the stream ends, the channel closes, or `lands` returns false.
+    pub fn run(&mut self, channel: &Channel, landed: &mut Landed, mut lands: impl FnMut(&Event) -> bool) {
+        let mut room = vec![0; 64 << 10];
+        loop {
+            match self.decoder.step(&self.buffer) {
+                Err(error) => {
+                    landed.wrong.push(error.to_string());
+                    return;
+                }
+                Ok(Step::Need(total)) => {
+                    while self.buffer.len() < total {
+                        match channel.get_some(&mut room) {
+                            Ok(got) if got > 0 => self.buffer.extend_from_slice(&room[..got]),
+                            _ => return,
+                        }
+                    }
+                }
+                Ok(Step::Event { consumed, event }) => {
+                    self.buffer.drain(..consumed);
+                    match &event {
+                        Event::Page { block, offset } => {
+                            while self.buffer.len() < PAGE_LEN {
+                                match channel.get_some(&mut room) {
+                                    Ok(got) if got > 0 => self.buffer.extend_from_slice(&room[..got]),
+                                    _ => return,
+                                }
+                            }
+                            let bytes: Vec<u8> = self.buffer.drain(..PAGE_LEN).collect();
+                            self.land(landed, *block, offset / 4096, &bytes);
+                        }
+                        Event::Zero { block, offset } => self.land(landed, *block, offset / 4096, &[0; PAGE_LEN]),
+                        Event::Package { length } => {
+                            while self.buffer.len() < usize::try_from(*length).unwrap() {
+                                match channel.get_some(&mut room) {
+                                    Ok(got) if got > 0 => self.buffer.extend_from_slice(&room[..got]),
+                                    _ => return,
+                                }
+                            }
+                            self.buffer.drain(..usize::try_from(*length).unwrap());
+                        }
+                        Event::EndOfStream => {
+                            landed.ended = true;
+                            lands(&event);
+                            return;
+                        }
+                        _ => {}
+                    }
+                    if !lands(&event) {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    fn land(&self, landed: &mut Landed, block: usize, page: u64, bytes: &[u8]) {
+        if landed.received[block].set(PageNumber(page)) {
+            landed.wrong.push(format!("page {page} of block {block} came twice"));
+        }
+        if bytes != self.memory.page(block, page) {
+            landed.wrong.push(format!("page {page} of block {block} has other contents"));
+        }
+    }
+}
+
+impl Landed {
+    pub fn new(memory: &Memory) -> Self {
+        let received = memory.start.blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
+        Self { received, wrong: Vec::new(), ended: false }
+    }
+
+    /// Stored pages that have not arrived.
+    pub fn missing(&self, memory: &Memory) -> u64 {
+        let mut missing = 0;
+        for (block, received) in self.received.iter().enumerate() {
+            let mut wanted = memory.stored(block).clone();
+            wanted.subtract(received);
+            missing += wanted.count();
+        }
+        missing
+    }
+}
+
+/// Says something on the return path.
+pub fn say(channel: &Channel, message: &ReturnMessage) {
+    let mut bytes = Vec::new();
+    message.encode(&mut bytes).unwrap();
+    let _ = channel.put(&bytes);
+}
+
+/// Asks for one page.
+pub fn ask(channel: &Channel, memory: &Memory, block: usize, page: u64) {
+    let block = Some(memory.start.blocks[block].name.clone());
+    say(channel, &ReturnMessage::RequestPages { block, start: page * 4096, length: 4096 });
+}
+
+/// Two connected channels with a time-out, so that a test that hangs fails.
+pub fn pair() -> (Channel, Channel) {
+    let (near, far) = Channel::pair().unwrap();
+    let far = Channel::from_fd(far).unwrap();
+    for channel in [&near, &far] {
+        channel.set_timeouts(Some(Duration::from_secs(20)), Some(Duration::from_secs(20))).unwrap();
+    }
+    (near, far)
+}
