@@ -39,7 +39,7 @@ pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) ->
     let pages: u64 = memory.places.iter().map(|place| place.pages).sum();
     manifest.pages = PageStatistics { normal, zero: pages - normal, ..manifest.pages };
     seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
-    let length = seal::append_trailer(&file, stream_end, &memory, &manifest, options.checksum)?;
+    let length = seal::append_trailer(&file, layout.tail_offset, (&memory, &devices), &manifest, options.checksum)?;
     let path = pending.publish(options.durability)?;
     Ok(Published { path, manifest, length, write_behind_requests: 0 })
 }

@@ -1,10 +1,11 @@
 //! A whole reading of arbitrary bytes as a snapshot file, for fuzzers and property tests.
 
 use std::fs::File;
-use std::io::Write;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use limosa_page::{PAGE_SIZE, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange};
 use rustix::fs::MemfdFlags;
 
 use crate::error::SnapshotError;
@@ -22,8 +23,8 @@ const STRIDE: u64 = 300;
 pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
     let path = Path::new("bytes");
     let made = rustix::fs::memfd_create("limosa-fuzz", MemfdFlags::CLOEXEC);
-    let mut file = File::from(made.map_err(|e| SnapshotError::io("make a file in memory", path, None, e))?);
-    file.write_all(bytes).map_err(|e| SnapshotError::io("fill a file in memory", path, None, e))?;
+    let file = File::from(made.map_err(|e| SnapshotError::io("make a file in memory", path, None, e))?);
+    fill(&file, bytes).map_err(|e| SnapshotError::io("fill a file in memory", path, None, e))?;
     let snapshot = Snapshot::from_file(file, path)?;
     let _ = snapshot.summary();
     let _ = snapshot.check_restorable();
@@ -38,4 +39,15 @@ pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
         snapshot.verify(block, PageRange::first(stored.len()))?;
     }
     Ok(snapshot)
+}
+
+/// Writes the bytes, leaving out pages of zeros: most of a snapshot is holes, and a fuzzer has many of them.
+fn fill(file: &File, bytes: &[u8]) -> io::Result<()> {
+    file.set_len(bytes.len() as u64)?;
+    for (page, at) in bytes.chunks(PAGE_LEN).zip((0_u64..).step_by(PAGE_LEN)) {
+        if !limosa_page::zero::is_zero(page) {
+            file.write_all_at(page, at)?;
+        }
+    }
+    Ok(())
 }

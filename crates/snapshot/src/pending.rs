@@ -323,3 +323,78 @@ fn sweep(directory: &OwnedFd, name: &OsStr) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    fn names(directory: &Path) -> Vec<OsString> {
+        let mut names: Vec<_> = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_temporary_name_fits_and_is_known_again_for_its_target_only() {
+        for name in ["vm", "a-b.c", &"x".repeat(255)] {
+            let name = OsStr::new(name);
+            let temporary = temporary_name(name);
+            assert!(temporary.len() <= 255);
+            assert!(is_temporary_of(temporary.as_bytes(), &temporary_prefix(name)));
+            assert!(!is_temporary_of(temporary.as_bytes(), &temporary_prefix(OsStr::new("other"))));
+        }
+        for stranger in
+            ["vm", ".vm.limosa-", ".vm.limosa-12", ".vm.limosa--0123456789abcdef", ".vm.limosa-1-0123456789abcdefg"]
+        {
+            assert!(!is_temporary_of(stranger.as_bytes(), b".vm.limosa-"), "{stranger}");
+        }
+    }
+
+    #[test]
+    fn with_a_temporary_name_the_semantics_are_the_same() {
+        let directory = tempfile::tempdir().unwrap();
+        let target = directory.path().join("vm");
+        let pending = PendingFile::create_in(&target, false, false).unwrap();
+        assert_eq!(names(directory.path()).len(), 1, "the temporary name");
+        assert!(!target.exists());
+        drop(pending);
+        assert!(names(directory.path()).is_empty());
+
+        let pending = PendingFile::create_in(&target, false, false).unwrap();
+        pending.file().write_all_at(b"first", 0).unwrap();
+        pending.publish(Durability::Synced).unwrap();
+        assert_eq!(names(directory.path()), ["vm"]);
+
+        let pending = PendingFile::create_in(&target, true, false).unwrap();
+        pending.file().write_all_at(b"second", 0).unwrap();
+        assert!(pending.writer_descriptor(false).is_ok());
+        pending.publish(Durability::Synced).unwrap();
+        assert_eq!(names(directory.path()), ["vm"]);
+        assert_eq!(std::fs::read(&target).unwrap(), b"second");
+
+        let other = directory.path().join("other");
+        let pending = PendingFile::create_in(&other, false, false).unwrap();
+        std::fs::write(&other, b"theirs").unwrap();
+        assert!(matches!(pending.publish(Durability::Unsynced), Err(SnapshotError::Exists { .. })));
+        assert_eq!(std::fs::read(&other).unwrap(), b"theirs");
+        assert_eq!(names(directory.path()), ["other", "vm"]);
+    }
+
+    #[test]
+    fn leftovers_of_dead_saves_are_swept_and_those_of_living_ones_are_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let target = directory.path().join("vm");
+        let alive = PendingFile::create_in(&target, false, false).unwrap();
+        let dead = directory.path().join(temporary_name(OsStr::new("vm")));
+        let stranger = directory.path().join(".vm.limosa-notes");
+        std::fs::write(&dead, b"half a VM").unwrap();
+        std::fs::write(&stranger, b"a stranger's").unwrap();
+        drop(PendingFile::create_in(&target, false, false).unwrap());
+        assert!(!dead.exists());
+        assert!(stranger.exists());
+        assert_eq!(names(directory.path()).len(), 2);
+        alive.publish(Durability::Unsynced).unwrap();
+    }
+}

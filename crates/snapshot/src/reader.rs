@@ -36,7 +36,10 @@ pub struct Snapshot {
     start: StreamStart,
     trailer: Trailer,
     verifier: Option<Verifier>,
+    devices_damaged: bool,
 }
+
+const DEVICES_DAMAGED: &str = "the device state is not the one that was saved: its checksum differs";
 
 /// What must not change while the file is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +95,14 @@ impl Snapshot {
             file.read("limosa's trailer", offset, &mut bytes).map(|()| bytes)
         };
         let mut trailer = Trailer::read(anatomy.stream_end, identity.length, chunks, read)?;
-        let verifier = trailer.checksums.take().map(|recorded| Verifier::new(recorded, &anatomy.memory.places));
+        let mut devices_damaged = false;
+        let verifier = trailer.checksums.take().map(|recorded| {
+            devices_damaged = crc32c::crc32c(anatomy.devices.bytes()) != recorded.devices;
+            Verifier::new(recorded.chunks, &anatomy.memory.places)
+        });
+        if devices_damaged {
+            trailer.warnings.push(DEVICES_DAMAGED.to_owned());
+        }
         if anatomy.memory.is_empty() {
             trailer
                 .warnings
@@ -103,7 +113,7 @@ impl Snapshot {
             section_id: anatomy.layout.section_id,
             blocks: anatomy.layout.blocks.iter().map(|block| block.block.clone()).collect(),
         };
-        Ok(Self { file, identity, anatomy, start, trailer, verifier })
+        Ok(Self { file, identity, anatomy, start, trailer, verifier, devices_damaged })
     }
 
     /// Takes the lock of a server, which keeps a save with `--force` from replacing the file.
@@ -149,9 +159,13 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`SnapshotError::Empty`] if no block has a stored page, unless the manifest says that a stream really brought zeros only;
-    /// [`SnapshotError::Unsupported`] if shared memory was left out of the save.
+    /// [`SnapshotError::Unsupported`] if shared memory was left out of the save; [`SnapshotError::Structure`] if a checksum of
+    /// the device state was recorded and differs.
     pub fn check_restorable(&self) -> Result<(), SnapshotError> {
         let path = || self.file.path().to_path_buf();
+        if self.devices_damaged {
+            return Err(self.file.structure(self.anatomy.layout.tail_offset, DEVICES_DAMAGED));
+        }
         if self.anatomy.layout.configuration.has_capability(IGNORE_SHARED) {
             let what = "shared memory was left out of it (capability x-ignore-shared), only QEMU itself can load it";
             return Err(SnapshotError::Unsupported { path: path(), what: what.to_owned() });

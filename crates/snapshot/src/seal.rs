@@ -10,7 +10,7 @@ use crate::checksum;
 use crate::error::SnapshotError;
 use crate::manifest::{self, Manifest};
 use crate::store::StoreFile;
-use crate::trailer;
+use crate::trailer::{self, Checksums};
 
 /// Writes everything but the pages: what makes the file a stream, and the bitmaps.
 pub(crate) fn write_frame(file: &StoreFile, layout: &Layout, stored: &[PageBitmap]) -> Result<(), SnapshotError> {
@@ -38,16 +38,23 @@ pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, m
     }
 }
 
-/// Writes the trailer behind a stream that ends at `stream_end`; returns the file's length then.
+/// Writes the trailer behind the stream, which ends with the device state; returns the file's length then.
 pub(crate) fn append_trailer(
     file: &StoreFile,
-    stream_end: u64,
-    memory: &Memory,
+    tail_offset: u64,
+    (memory, devices): (&Memory, &DeviceBytes),
     manifest: &Manifest,
     checksum: bool,
 ) -> Result<u64, SnapshotError> {
-    let checksums = checksum.then(|| checksum::compute(file, &memory.places, &memory.stored)).transpose()?;
-    let bytes = trailer::encode(manifest, checksums.as_deref(), stream_end)
+    let stream_end = tail_offset.saturating_add(devices.bytes().len() as u64);
+    let checksums = match checksum {
+        false => None,
+        true => Some(Checksums {
+            chunks: checksum::compute(file, &memory.places, &memory.stored)?,
+            devices: crc32c::crc32c(devices.bytes()),
+        }),
+    };
+    let bytes = trailer::encode(manifest, checksums.as_ref(), stream_end)
         .map_err(|e| file.misuse(format!("a manifest that is no JSON: {e}")))?;
     file.write("limosa's trailer", stream_end, &bytes)?;
     Ok(stream_end.saturating_add(bytes.len() as u64))

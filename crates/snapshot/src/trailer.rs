@@ -9,9 +9,22 @@
 //! | checksums | optional: one little-endian u32 (crc32c) for each 1 MiB chunk of each RAM block, in block order |
 //! | footer | 64 bytes, at the very end of the file |
 //!
-//! The footer, little-endian: magic (8 bytes), version u32, flags u32 (0), start of the manifest = end of QEMU's stream
-//! u64, manifest length u64, checksums' offset u64 (0: none), checksums' length u64, crc32c of the manifest u32, crc32c of the
-//! checksums u32, log2 of the chunk length u32, crc32c of the 60 bytes before it u32.
+//! The footer, little-endian:
+//!
+//! | offset | size | field |
+//! |---|---|---|
+//! | 0 | 8 | magic `limosa\x1a\n` |
+//! | 8 | 4 | version, 1 |
+//! | 12 | 4 | flags; bit 0: there are checksums, bits that a reader does not know: it ignores the trailer |
+//! | 16 | 8 | where the manifest begins, which is where QEMU's stream ends |
+//! | 24 | 8 | length of the manifest |
+//! | 32 | 8 | length of the checksums, which begin where the manifest ends |
+//! | 40 | 4 | log2 of the chunk length, 20 |
+//! | 44 | 4 | crc32c of the manifest |
+//! | 48 | 4 | crc32c of the checksums |
+//! | 52 | 4 | crc32c of the device state, first section to end of stream; only with flag bit 0 |
+//! | 56 | 4 | 0 |
+//! | 60 | 4 | crc32c of the 60 bytes before |
 //!
 //! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the memory.
 //! The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
@@ -30,72 +43,71 @@ const VERSION: u32 = 1;
 /// Longest manifest that is read: thousands of disks.
 const MANIFEST_MAX: u64 = 16 << 20;
 
-/// A decoded footer: where the other parts are.
+/// Flag: checksums of the memory and of the device state were recorded.
+const CHECKSUMS: u32 = 1;
+
+/// A decoded footer: where the other parts are, and their checksums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Footer {
-    pub(crate) manifest_offset: u64,
-    pub(crate) manifest_length: u64,
-    pub(crate) table_offset: u64,
-    pub(crate) table_length: u64,
-    pub(crate) manifest_crc: u32,
-    pub(crate) table_crc: u32,
+struct Footer {
+    manifest_offset: u64,
+    manifest_length: u64,
+    table_length: u64,
+    manifest_crc: u32,
+    table_crc: u32,
+    device_crc: Option<u32>,
 }
 
 impl Footer {
-    fn encode(&self) -> [u8; FOOTER_LEN] {
+    fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(FOOTER_LEN);
         bytes.extend_from_slice(&MAGIC);
-        bytes.extend_from_slice(&VERSION.to_le_bytes());
-        bytes.extend_from_slice(&0_u32.to_le_bytes());
-        for word in [self.manifest_offset, self.manifest_length, self.table_offset, self.table_length] {
+        let flags = if self.device_crc.is_some() { CHECKSUMS } else { 0 };
+        for word in [VERSION, flags] {
             bytes.extend_from_slice(&word.to_le_bytes());
         }
-        for word in [self.manifest_crc, self.table_crc, CHUNK_BITS] {
+        for word in [self.manifest_offset, self.manifest_length, self.table_length] {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+        for word in [CHUNK_BITS, self.manifest_crc, self.table_crc, self.device_crc.unwrap_or(0), 0] {
             bytes.extend_from_slice(&word.to_le_bytes());
         }
         let crc = crc32c::crc32c(&bytes);
         bytes.extend_from_slice(&crc.to_le_bytes());
-        let mut footer = [0; FOOTER_LEN];
-        footer.copy_from_slice(&bytes);
-        footer
+        bytes
+    }
+
+    /// Where the checksums begin.
+    fn table_offset(&self) -> u64 {
+        self.manifest_offset.saturating_add(self.manifest_length)
     }
 
     /// Reads the last bytes of a file whose QEMU stream ends at `stream_end`; the reason if they are not a footer for it.
     fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, file_length: u64) -> Result<Self, String> {
-        let (magic, rest) = bytes.split_at(MAGIC.len());
+        let (magic, mut words) = bytes.split_at(MAGIC.len());
         if magic != MAGIC {
             return Err("what follows QEMU's stream is not limosa's trailer, or is only a part of it".to_owned());
         }
-        let crc = crc32c::crc32c(bytes.split_at(FOOTER_LEN - 4).0);
-        let mut words = rest;
         let version = u32_le(&mut words);
         let flags = u32_le(&mut words);
-        let footer = Self {
-            manifest_offset: u64_le(&mut words),
-            manifest_length: u64_le(&mut words),
-            table_offset: u64_le(&mut words),
-            table_length: u64_le(&mut words),
-            manifest_crc: u32_le(&mut words),
-            table_crc: u32_le(&mut words),
-        };
+        let (manifest_offset, manifest_length) = (u64_le(&mut words), u64_le(&mut words));
+        let table_length = u64_le(&mut words);
         let chunk_bits = u32_le(&mut words);
-        if u32_le(&mut words) != crc {
+        let (manifest_crc, table_crc) = (u32_le(&mut words), u32_le(&mut words));
+        let device_crc = (flags & CHECKSUMS != 0).then_some(u32_le(&mut words));
+        if crc32c::crc32c(bytes.split_at(FOOTER_LEN - 4).0) != u32_le(&mut bytes.split_at(FOOTER_LEN - 4).1) {
             return Err("the footer of limosa's trailer is damaged".to_owned());
         }
-        if version != VERSION || flags != 0 || chunk_bits != CHUNK_BITS {
-            return Err(format!("limosa's trailer is of version {version}, which this limosa does not know"));
+        if version != VERSION || flags & !CHECKSUMS != 0 || chunk_bits != CHUNK_BITS {
+            return Err(format!("limosa's trailer is of version {version}, which this limosa does not know in full"));
         }
         let room = file_length.checked_sub(FOOTER_LEN as u64).and_then(|end| end.checked_sub(stream_end));
-        let parts = footer.manifest_length.checked_add(footer.table_length);
-        let manifest_end = footer.manifest_offset.checked_add(footer.manifest_length);
-        let table_follows = footer.table_length == 0 || manifest_end == Some(footer.table_offset);
-        if footer.manifest_offset != stream_end || parts.is_none() || parts != room || !table_follows {
+        let parts = manifest_length.checked_add(table_length);
+        if manifest_offset != stream_end || parts.is_none() || parts != room {
             return Err(format!(
-                "limosa's trailer belongs to a stream that ends at offset {:#x}, this one ends at {stream_end:#x}",
-                footer.manifest_offset
+                "limosa's trailer belongs to a stream that ends at offset {manifest_offset:#x}, this one ends at {stream_end:#x}",
             ));
         }
-        Ok(footer)
+        Ok(Self { manifest_offset, manifest_length, table_length, manifest_crc, table_crc, device_crc })
     }
 }
 
@@ -107,22 +119,34 @@ fn u64_le(words: &mut &[u8]) -> u64 {
     words.split_off(..8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
+/// What is recorded of a file's contents with `--checksum`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Checksums {
+    /// crc32c of each chunk of each RAM block, in order.
+    pub(crate) chunks: Vec<u32>,
+    /// crc32c of the device state, from its first section to the end of QEMU's stream.
+    pub(crate) devices: u32,
+}
+
 /// The trailer's bytes, for a stream that ends at `stream_end`.
-pub(crate) fn encode(manifest: &Manifest, checksums: Option<&[u32]>, stream_end: u64) -> serde_json::Result<Vec<u8>> {
+pub(crate) fn encode(
+    manifest: &Manifest,
+    checksums: Option<&Checksums>,
+    stream_end: u64,
+) -> serde_json::Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(manifest)?;
     let manifest_length = bytes.len();
-    let manifest_crc = crc32c::crc32c(&bytes);
-    for checksum in checksums.unwrap_or_default() {
+    for checksum in checksums.map(|checksums| checksums.chunks.as_slice()).unwrap_or_default() {
         bytes.extend_from_slice(&checksum.to_le_bytes());
     }
-    let table = bytes.split_at(manifest_length).1;
+    let (json, table) = bytes.split_at(manifest_length);
     let footer = Footer {
         manifest_offset: stream_end,
-        manifest_length: manifest_length as u64,
-        table_offset: if table.is_empty() { 0 } else { stream_end + manifest_length as u64 },
+        manifest_length: json.len() as u64,
         table_length: table.len() as u64,
-        manifest_crc,
+        manifest_crc: crc32c::crc32c(json),
         table_crc: crc32c::crc32c(table),
+        device_crc: checksums.map(|checksums| checksums.devices),
     };
     bytes.extend_from_slice(&footer.encode());
     Ok(bytes)
@@ -135,8 +159,8 @@ pub(crate) struct Trailer {
     pub(crate) manifest: Option<Manifest>,
     /// Why there is none.
     pub(crate) without: Option<String>,
-    /// The checksums of all chunks of all blocks, in order.
-    pub(crate) checksums: Option<Vec<u32>>,
+    /// The checksums, if they were recorded and are whole.
+    pub(crate) checksums: Option<Checksums>,
     /// What a person should know: each is one sentence without a full stop.
     pub(crate) warnings: Vec<String>,
 }
@@ -184,9 +208,9 @@ impl Trailer {
                 trailer.without = Some(why);
             }
         }
-        if footer.table_length > 0 {
+        if let Some(devices) = footer.device_crc {
             match table(&footer, chunks, &mut read)? {
-                Ok(checksums) => trailer.checksums = Some(checksums),
+                Ok(chunks) => trailer.checksums = Some(Checksums { chunks, devices }),
                 Err(why) => trailer.warnings.push(why),
             }
         }
@@ -221,7 +245,7 @@ fn table<E>(
             return Ok(Err(format!("{has} bytes of checksums for {chunks} chunks: they are ignored")));
         }
     };
-    let bytes = read(footer.table_offset, length)?;
+    let bytes = read(footer.table_offset(), length)?;
     if crc32c::crc32c(&bytes) != footer.table_crc {
         return Ok(Err("the checksums are damaged: the memory is served unverified".to_owned()));
     }
@@ -239,10 +263,14 @@ mod tests {
 
     const STREAM_END: u64 = 1000;
 
-    fn file(checksums: Option<&[u32]>) -> Vec<u8> {
+    fn file(chunks: Option<&[u32]>) -> Vec<u8> {
         let mut file = vec![0x55; 1000];
-        file.extend(encode(&Manifest::new(), checksums, STREAM_END).unwrap());
+        file.extend(encode(&Manifest::new(), chunks.map(recorded).as_ref(), STREAM_END).unwrap());
         file
+    }
+
+    fn recorded(chunks: &[u32]) -> Checksums {
+        Checksums { chunks: chunks.to_vec(), devices: 99 }
     }
 
     fn read(file: &[u8], chunks: u64) -> Trailer {
@@ -257,7 +285,7 @@ mod tests {
     #[test]
     fn a_trailer_comes_back_with_its_checksums_and_without_warnings() {
         let trailer = read(&file(Some(&[1, 2, 3])), 3);
-        assert_eq!(trailer.checksums, Some(vec![1, 2, 3]));
+        assert_eq!(trailer.checksums, Some(recorded(&[1, 2, 3])));
         assert!(trailer.manifest.is_some());
         assert!(trailer.warnings.is_empty());
     }
@@ -280,7 +308,7 @@ mod tests {
         bytes[1003] ^= 1;
         let trailer = read(&bytes, 1);
         assert!(trailer.manifest.is_none());
-        assert_eq!(trailer.checksums, Some(vec![7]));
+        assert_eq!(trailer.checksums, Some(recorded(&[7])));
         assert!(trailer.warnings[0].contains("edited"), "{:?}", trailer.warnings);
     }
 

@@ -164,3 +164,52 @@ impl Shared {
         done == 0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::time::Instant;
+
+    use super::*;
+
+    fn soon(done: impl Fn() -> bool) -> bool {
+        let begin = Instant::now();
+        while !done() {
+            if begin.elapsed() > Duration::from_secs(60) {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
+    }
+
+    #[test]
+    fn write_back_is_asked_for_once_each_step_and_not_before() {
+        let file = tempfile::tempfile().unwrap();
+        let behind = WriteBehind::reported(&file).unwrap();
+        behind.wrote(STEP - 1);
+        assert_eq!(behind.requests(), 0);
+        behind.wrote(1);
+        assert!(soon(|| behind.requests() == 1));
+        behind.wrote(STEP);
+        assert!(soon(|| behind.requests() == 2));
+    }
+
+    #[test]
+    fn a_file_that_somebody_else_writes_is_followed() {
+        let mut file = tempfile::tempfile().unwrap();
+        let behind = WriteBehind::watching(&file).unwrap();
+        let chunk = vec![1; 1 << 20];
+        for _ in 0..40 {
+            file.write_all(&chunk).unwrap();
+        }
+        assert!(soon(|| behind.requests() > 0));
+    }
+
+    #[test]
+    fn dropping_it_ends_the_thread_also_without_a_write() {
+        let file = tempfile::tempfile().unwrap();
+        drop(WriteBehind::reported(&file).unwrap());
+        drop(WriteBehind::watching(&file).unwrap());
+    }
+}

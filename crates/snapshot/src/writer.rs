@@ -135,12 +135,11 @@ impl SnapshotWriter {
         }
         seal::write_frame(file, layout, &memory.stored)?;
         file.write("the device state", layout.tail_offset, devices.bytes())?;
-        let stream_end = layout.tail_offset.saturating_add(devices.bytes().len() as u64);
 
         let mut manifest = manifest;
         manifest.pages = self.statistics();
         seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
-        let length = seal::append_trailer(file, stream_end, &memory, &manifest, options.checksum)?;
+        let length = seal::append_trailer(file, layout.tail_offset, (&memory, &devices), &manifest, options.checksum)?;
         let write_behind_requests = write_behind.as_ref().map_or(0, WriteBehind::requests);
         let durability = options.durability;
         let Self { pending, write_behind, .. } = self;
