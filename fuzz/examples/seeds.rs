@@ -1,0 +1,218 @@
+//! Writes seed inputs for the fuzz targets into `corpus/TARGET/` of this folder: well-formed pieces of the format, made
+//! by limosa's own encoders, so that a fuzzer begins behind the magic numbers.
+
+use limosa_stream::command::{Command, PageSizes};
+use limosa_stream::configuration::Configuration;
+use limosa_stream::devices;
+use limosa_stream::global_state::GlobalState;
+use limosa_stream::mapped_ram::Layout;
+use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
+use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::section::{self, SectionHeader, SectionKind};
+use limosa_stream::vm;
+use std::error::Error;
+use std::fs;
+use std::path::Path;
+
+type Seeds = Vec<Vec<u8>>;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+    for (target, seeds) in [
+        ("main_channel", main_channel()?),
+        ("return_path", return_path()?),
+        ("command", command()?),
+        ("mapped_ram", mapped_ram()?),
+        ("device_tail", device_tail()?),
+    ] {
+        let folder = corpus.join(target);
+        fs::create_dir_all(&folder)?;
+        for (number, seed) in seeds.iter().enumerate() {
+            fs::write(folder.join(format!("seed-{number}")), seed)?;
+        }
+        println!("{target}: {} seeds", seeds.len());
+    }
+    Ok(())
+}
+
+fn configurations() -> Vec<Configuration> {
+    let plain = Configuration::new("pc-i440fx-10.0");
+    let full = Configuration {
+        uuid: Some([7; 16]),
+        target_page_bits: Some(12),
+        capabilities: vec!["x-ignore-shared".into()],
+        ..plain.clone()
+    };
+    vec![plain, full]
+}
+
+fn blocks() -> Vec<RamBlock> {
+    vec![RamBlock::new("pc.ram", 0x10_0000), RamBlock::new("0000:00:02.0/vga.vram", 0x2000), RamBlock::new("a", 0x1000)]
+}
+
+fn main_channel() -> Result<Seeds, Box<dyn Error>> {
+    let mut seeds = Seeds::new();
+    let blocks = blocks();
+    for configuration in configurations() {
+        let listed: Vec<_> = blocks
+            .iter()
+            .map(|block| RamBlock {
+                address: configuration.has_capability("x-ignore-shared").then_some(1),
+                ..block.clone()
+            })
+            .collect();
+        let mut stream = Vec::new();
+        configuration.encode(&mut stream)?;
+        ram::encode_ram_start(2, &listed, &mut stream)?;
+        section::encode_part(2, &mut stream);
+        let mut records = RecordEncoder::new(&listed)?;
+        for (kind, block, offset) in [
+            (RecordKind::Page, 0, 0),
+            (RecordKind::Page, 0, 0x1000),
+            (RecordKind::Zero, 0, 0x2000),
+            (RecordKind::Zero, 1, 0),
+            (RecordKind::Page, 2, 0),
+        ] {
+            records.append(kind, block, offset, &mut stream)?;
+        }
+        ram::encode_eos(2, &mut stream);
+        Command::SwitchoverStart.encode(&mut stream)?;
+        section::encode_end(2, &mut stream);
+        ram::encode_eos(2, &mut stream);
+        stream.extend(tail(2)?);
+        seeds.push(stream);
+    }
+    let mut postcopy = Vec::new();
+    let huge =
+        [RamBlock { page_size: Some(0x20_0000), ..RamBlock::new("pc.ram", 0x20_0000) }, RamBlock::new("a", 0x1000)];
+    vm::encode_postcopy_prologue(&Configuration::new("q35"), 2, &huge, &mut postcopy)?;
+    Command::Packaged { length: 1000 }.encode(&mut postcopy)?;
+    section::encode_part(2, &mut postcopy);
+    RecordEncoder::new(&huge)?.append(RecordKind::Zero, 1, 0, &mut postcopy)?;
+    ram::encode_eos(2, &mut postcopy);
+    section::encode_eof(&mut postcopy);
+    seeds.push(postcopy);
+    seeds.push(
+        Layout::plan(&Configuration::new("q35"), 2, &blocks)?.chunks()?.into_iter().flat_map(|c| c.bytes).collect(),
+    );
+    Ok(seeds)
+}
+
+fn return_path() -> Result<Seeds, Box<dyn Error>> {
+    let messages = [
+        ReturnMessage::Pong(1),
+        ReturnMessage::RequestPages { block: Some("pc.ram".into()), start: 0xcb000, length: 0x1000 },
+        ReturnMessage::RequestPages { block: None, start: 0xcc000, length: 0x1000 },
+        ReturnMessage::ReceivedBitmap { block: "a".into(), bitmap: vec![0xff; 16] },
+        ReturnMessage::ResumeAck(1),
+        ReturnMessage::SwitchoverAck,
+        ReturnMessage::Shut(0),
+    ];
+    let mut seeds = Seeds::new();
+    let mut all = Vec::new();
+    for message in &messages {
+        message.encode(&mut all)?;
+        seeds.push(all.clone());
+    }
+    Ok(seeds)
+}
+
+fn command() -> Result<Seeds, Box<dyn Error>> {
+    let commands = [
+        Command::OpenReturnPath,
+        Command::Ping(1),
+        Command::PostcopyAdvise(None),
+        Command::PostcopyAdvise(Some(PageSizes { summary: 0x1000, target: 0x1000 })),
+        Command::PostcopyListen,
+        Command::PostcopyRun,
+        Command::RamDiscard { block: "pc.ram".into(), ranges: vec![0..0x1000, 0x3000..0x10_0000] },
+        Command::Packaged { length: 214_015 },
+        Command::EnableColo,
+        Command::PostcopyResume,
+        Command::ReceiveBitmap { block: "pc.ram".into() },
+        Command::SwitchoverStart,
+    ];
+    let mut seeds = Seeds::new();
+    for command in &commands {
+        let mut seed = Vec::new();
+        command.encode(&mut seed)?;
+        seeds.push(seed);
+    }
+    for configuration in configurations() {
+        let mut seed = Vec::new();
+        configuration.with_mapped_ram().encode(&mut seed)?;
+        seed.push(1);
+        seeds.push(seed);
+    }
+    seeds.push(GlobalState { run_state: "paused".into(), was_suspended: Some(false) }.encode()?.to_vec());
+    Ok(seeds)
+}
+
+fn mapped_ram() -> Result<Seeds, Box<dyn Error>> {
+    let mut seeds = Seeds::new();
+    for count in 1..=3 {
+        let blocks: Vec<_> = blocks().into_iter().take(count).collect();
+        let layout = Layout::plan(&Configuration::new("pc-i440fx-10.0"), 2, &blocks)?;
+        let mut seed = Vec::new();
+        let mut chunks = layout.chunks()?;
+        if let Some(last) = chunks.last_mut() {
+            section::encode_part(2, &mut last.bytes);
+            ram::encode_eos(2, &mut last.bytes);
+            Command::SwitchoverStart.encode(&mut last.bytes)?;
+            section::encode_end(2, &mut last.bytes);
+            ram::encode_eos(2, &mut last.bytes);
+            last.bytes.extend_from_slice(b"\x04\0\0\0\0\x05timer");
+        }
+        for chunk in chunks {
+            for (at, byte) in (chunk.offset..).zip(chunk.bytes) {
+                let Some(at) = limosa_fuzz::folded(at) else { continue };
+                if seed.len() <= at {
+                    seed.resize(at + 1, 0);
+                }
+                seed[at] = byte;
+            }
+        }
+        let read = |offset: u64, buffer: &mut [u8]| Ok(limosa_fuzz::read_folded(&seed, offset, buffer));
+        assert_eq!(Layout::decode(read, 0, limosa_fuzz::FILE_LENGTH)?.blocks, layout.blocks, "a seed is well-formed");
+        seeds.push(seed);
+    }
+    Ok(seeds)
+}
+
+fn device_tail() -> Result<Seeds, Box<dyn Error>> {
+    let seeds = (0..4).map(tail).collect::<Result<Seeds, _>>()?;
+    for seed in &seeds {
+        assert_eq!(devices::locate(seed, 0, devices::TAIL_LIMIT)?.end, seed.len(), "a seed is well-formed");
+    }
+    Ok(seeds)
+}
+
+/// `count` device sections, the run state, and the description.
+fn tail(count: u32) -> Result<Vec<u8>, Box<dyn Error>> {
+    let mut tail = Vec::new();
+    let mut devices = Vec::new();
+    for id in 0..count {
+        let name = format!("dev{id}");
+        SectionHeader { kind: SectionKind::Full, id, name: name.clone(), instance: 0, version: 1 }.encode(&mut tail)?;
+        tail.extend_from_slice(&[0xaa; 20]);
+        tail.extend_from_slice(b"\x05\x08dev/more\0\0\0\x01\x11\x22");
+        section::encode_footer(id, &mut tail);
+        devices.push(format!(
+            "{{\"name\":\"{name}\",\"instance_id\":0,\"vmsd_name\":\"dev\",\"version\":1,\"fields\":[{{\"name\":\"a\",\
+             \"type\":\"uint32\",\"size\":4,\"array_len\":4}},{{\"name\":\"b\",\"type\":\"struct\",\"struct\":{{}},\
+             \"size\":4}}],\"subsections\":[{{\"vmsd_name\":\"dev/more\",\"version\":1,\"fields\":[{{\"name\":\"c\",\
+             \"type\":\"uint16\",\"size\":2}}]}}]}}"
+        ));
+    }
+    SectionHeader { kind: SectionKind::Full, id: 99, name: "globalstate".into(), instance: 0, version: 1 }
+        .encode(&mut tail)?;
+    tail.extend_from_slice(&GlobalState { run_state: "running".into(), was_suspended: Some(false) }.encode()?);
+    section::encode_footer(99, &mut tail);
+    devices.push("{\"name\":\"globalstate\",\"instance_id\":0,\"size\":104}".into());
+    section::encode_eof(&mut tail);
+    let json = format!("{{\"configuration\":{{}},\"page_size\":4096,\"devices\":[{}]}}", devices.join(","));
+    tail.push(section::DESCRIPTION);
+    tail.extend_from_slice(&u32::try_from(json.len())?.to_be_bytes());
+    tail.extend_from_slice(json.as_bytes());
+    Ok(tail)
+}

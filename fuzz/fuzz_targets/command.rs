@@ -1,0 +1,29 @@
+//! Commands, and the two other small decoders that stand alone: what was decoded encodes to the same bytes.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use limosa_stream::command::Command;
+use limosa_stream::configuration::Configuration;
+use limosa_stream::global_state::{self, GlobalState};
+
+fuzz_target!(|data: &[u8]| {
+    if let Ok(Some((command, length))) = Command::decode(data) {
+        let mut encoded = Vec::new();
+        command.encode(&mut encoded).expect("what was decoded can be encoded");
+        assert_eq!(encoded, data[..length]);
+    }
+    if let Ok(Some((configuration, length))) = Configuration::decode(data) {
+        // The order of the subsections is free to read and fixed to write.
+        let mut encoded = Vec::new();
+        configuration.encode(&mut encoded).expect("what was decoded can be encoded");
+        assert_eq!(encoded.len(), length);
+        encoded.push(0);
+        assert_eq!(Configuration::decode(&encoded), Ok(Some((configuration, length))));
+    }
+    if let Ok(state) = GlobalState::decode(data) {
+        let mut body = data.to_vec();
+        global_state::replace_run_state(&mut body, &state.run_state).expect("what was decoded can be encoded");
+        assert_eq!(GlobalState::decode(&body), Ok(state));
+    }
+});
