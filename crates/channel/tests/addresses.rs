@@ -1,7 +1,7 @@
 //! Listening and connecting, by every form of address.
 
 use std::io::{Read, Write};
-use std::net::Ipv6Addr;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
@@ -10,6 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_channel::{Channel, ChannelError, Listener, Options, Uri};
+use rustix::net::{AddressFamily, SocketType};
 
 fn options() -> Options {
     Options { connect_timeout: Some(Duration::from_secs(60)), ..Options::default() }
@@ -70,8 +71,11 @@ fn an_inherited_tcp_connection_has_no_delay_and_a_name() {
 
 #[test]
 fn nobody_there_is_refused() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let uri: Uri = format!("tcp:127.0.0.1:{free}").parse().unwrap();
+    // Bound, so that nobody else gets the port, but not listening.
+    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    let address = SocketAddr::try_from(rustix::net::getsockname(&socket).unwrap()).unwrap();
+    let uri: Uri = format!("tcp:{address}").parse().unwrap();
     let error = Channel::connect(&uri, &options()).unwrap_err();
     assert!(matches!(error, ChannelError::Refused { .. }), "{error:?}");
     assert_eq!(error.to_string(), format!("connecting to {uri}: refused, nobody listens there"));
