@@ -66,8 +66,17 @@ impl Configuration {
     /// Appends file header and configuration record.
     ///
     /// # Errors
-    /// A machine or capability name that does not fit, or too many capabilities; `out` is then in an unusable state.
+    /// A machine or capability name that does not fit, or too many capabilities. `out` is then as before.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        let begin = out.len();
+        let encoded = self.encode_record(out);
+        if encoded.is_err() {
+            out.truncate(begin);
+        }
+        encoded
+    }
+
+    fn encode_record(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&VERSION.to_be_bytes());
         out.push(CONFIGURATION);

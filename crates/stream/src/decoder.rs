@@ -201,6 +201,22 @@ impl Decoder {
         Ok(decoder)
     }
 
+    /// For a recovery of postcopy: the stream goes on between two sections, on a new connection, without a header, and
+    /// with the layout that the broken one began with.
+    ///
+    /// # Errors
+    /// A block name that occurs twice.
+    pub fn for_recovery(blocks: &[RamBlock], ram_section_id: u32) -> Result<Self, StreamError> {
+        Ok(Self {
+            state: State::Outer,
+            bare: false,
+            ram_id: ram_section_id,
+            ram_started: true,
+            ram_listed: true,
+            ..Self::for_records(blocks)?
+        })
+    }
+
     /// Bytes from the beginning of the stream to the next byte to be decoded (payloads that the caller takes are
     /// counted as soon as their event is out).
     pub fn offset(&self) -> u64 {

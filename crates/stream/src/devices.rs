@@ -19,7 +19,7 @@ use std::ops::Range;
 /// Longest tail that is sensible to accept, in bytes: 1 GiB. A VM with 54 device sections has less than 1 MB.
 pub const TAIL_LIMIT: u64 = 1 << 30;
 /// Most candidates that may wait for their last byte.
-const CANDIDATES_LIMIT: usize = 65_536;
+const CANDIDATES_LIMIT: usize = 1 << 20;
 /// Bytes of JSON that may be parsed for candidates that turn out false.
 const PARSE_LIMIT: u64 = 4 << 30;
 /// `00 06 L L L L`.

@@ -76,11 +76,12 @@ impl SectionHeader {
     /// Appends the header.
     ///
     /// # Errors
-    /// A name that is empty or longer than 255 bytes.
+    /// A name that is empty or longer than 255 bytes. `out` is then as before.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        let begin = out.len();
         out.push(self.kind.byte());
         out.extend_from_slice(&self.id.to_be_bytes());
-        put_name("section", &self.name, out)?;
+        put_name("section", &self.name, out).inspect_err(|_| out.truncate(begin))?;
         out.extend_from_slice(&self.instance.to_be_bytes());
         out.extend_from_slice(&self.version.to_be_bytes());
         Ok(())

@@ -18,7 +18,7 @@ pub const PING_PACKAGED: u32 = 4;
 
 /// Appends everything from the file header to the last discard: what a postcopy source sends before the package.
 ///
-/// The capability `mapped-ram` is left out of `configuration`, and page sizes are named only for blocks whose pages are
+/// The capabilities are left out of `configuration` (neither of the validated ones goes with postcopy), and page sizes are named only for blocks whose pages are
 /// larger than 4096 bytes, as a destination expects it.
 ///
 /// # Errors
@@ -30,7 +30,7 @@ pub fn encode_postcopy_prologue(
     out: &mut Vec<u8>,
 ) -> Result<(), EncodeError> {
     let blocks = for_postcopy(blocks);
-    configuration.clone().without_mapped_ram().encode(out)?;
+    Configuration { capabilities: Vec::new(), ..configuration.clone() }.encode(out)?;
     Command::OpenReturnPath.encode(out)?;
     Command::Ping(PING_OPENED).encode(out)?;
     let summary = blocks.iter().fold(PAGE_SIZE, |summary, block| summary | block.page_size.unwrap_or(PAGE_SIZE));
