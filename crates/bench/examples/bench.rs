@@ -11,12 +11,12 @@ fn main() -> Result<()> {
         options.rounds = rounds.parse()?;
     }
     if let Some(mib) = arguments.next() {
-        options.size = mib.parse::<u64>()? << 20;
+        options.size = Some(mib.parse::<u64>()? << 20);
     }
     options.only = arguments.next().filter(|only| !only.is_empty());
     options.dir = arguments.next().map(Into::into);
     let report = run(&name, &options)?;
-    eprint!("{}", report.table());
+    eprint!("{report}");
     println!("{}", report.to_json()?);
     Ok(())
 }

@@ -98,7 +98,7 @@ struct Setting<'a> {
 
 /// Runs the bench. Every variant is compared with the plain one of its case.
 pub(crate) fn run(options: &Options) -> Result<Report> {
-    let len = usize::try_from(options.size).context("--size")?.next_multiple_of(PAGE);
+    let len = usize::try_from(options.size()).context("--size")?.next_multiple_of(PAGE);
     let mut memory = Mapping::anonymous(len).context("memory for the stream's pages")?;
     feeder::fill_random(memory.bytes_mut());
     let memory = &memory;
@@ -135,7 +135,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     }
     ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
-    let frame = Frame { touch: options.touch.unwrap_or(options.size) };
+    let frame = Frame { touch: options.touch.unwrap_or(options.size()) };
     let all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
     let mut report = Report::new("landing", Machine::this(&options.qemu), options.rounds, &all);
     for series in all.iter().filter(|series| series.variant != PLAIN) {

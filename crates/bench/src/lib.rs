@@ -10,10 +10,10 @@
 //! ```
 //! use limosa_bench::{Options, run};
 //!
-//! let options = Options { rounds: 1, size: 1 << 20, only: Some("tmpfs linear 256K".into()), ..Options::default() };
+//! let options = Options { rounds: 1, size: Some(1 << 20), only: Some("tmpfs linear 256K".into()), ..Options::default() };
 //! let report = run("landing", &options)?;
-//! println!("{}", report.table());
-//! assert!(report.check(), "no target is missed");
+//! println!("{report}");
+//! assert!(report.targets_met(), "no target is missed");
 //! assert!(report.to_json()?.starts_with(r#"{"bench":"landing","machine":{"#));
 //! # anyhow::Ok(())
 //! ```
@@ -42,8 +42,8 @@ pub const NAMES: &[&str] = &["landing"];
 pub struct Options {
     /// How many times each contestant runs.
     pub rounds: u32,
-    /// Bytes of memory to move.
-    pub size: u64,
+    /// Bytes of memory to move; none for what the bench is defined with.
+    pub size: Option<u64>,
     /// Bytes to take and free before each run; none for as much as the run will need.
     pub touch: Option<u64>,
     /// Directory on the disk to measure; none for the temporary directory.
@@ -64,7 +64,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             rounds: 5,
-            size: 2 << 30,
+            size: None,
             touch: None,
             dir: None,
             socket_buffer: None,
@@ -77,6 +77,11 @@ impl Default for Options {
 }
 
 impl Options {
+    /// Bytes of memory to move, with the usual 2 GiB where nothing is said.
+    fn size(&self) -> u64 {
+        self.size.unwrap_or(2 << 30)
+    }
+
     fn tell(&self, line: &str) {
         (self.progress)(line);
     }

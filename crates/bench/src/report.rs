@@ -4,6 +4,7 @@
 //! what slowed the whole machine for a while then slowed both. The ratio of two medians would mix rounds.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
@@ -147,7 +148,7 @@ impl Report {
     }
 
     /// Whether no target is missed. Targets that this machine cannot show do not count.
-    pub fn check(&self) -> bool {
+    pub fn targets_met(&self) -> bool {
         self.targets.iter().all(|target| target.met != Some(false))
     }
 
@@ -155,31 +156,30 @@ impl Report {
     pub fn to_json(&self) -> serde_json::Result<String> {
         serde_json::to_string(self)
     }
+}
 
-    /// The same numbers for people.
-    pub fn table(&self) -> String {
+/// The same numbers for people.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut cases = Table::new();
-        cases.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-        cases.set_header(["case", "variant", "wall s (min median max)", "cpu s (min median max)", "counters (median)"]);
-        for case in &self.cases {
-            let counters: Vec<String> = case.counters.iter().map(|(name, value)| format!("{name} {value}")).collect();
-            cases.add_row([
-                case.case.clone(),
-                case.variant.clone(),
-                spread(&case.wall_s),
-                spread(&case.cpu_s),
-                counters.join(", "),
-            ]);
+        cases.load_preset(presets::NOTHING);
+        cases.set_header(["case", "variant", "wall s: min", "median", "max", "cpu s: min", "median", "max"]);
+        let mut counters = String::new();
+        for Case { case, variant, wall_s, cpu_s, counters: values } in &self.cases {
+            let figures = [wall_s, cpu_s].into_iter().flat_map(|spread| [spread.min, spread.median, spread.max]);
+            cases.add_row(
+                [case.clone(), variant.clone()].into_iter().chain(figures.map(|figure| format!("{figure:.3}"))),
+            );
+            let values: Vec<String> = values.iter().map(|(name, value)| format!("{name} {value}")).collect();
+            counters.push_str(&format!("{case}, {variant}: {}\n", values.join(", ")));
         }
-        for column in [2, 3] {
-            if let Some(column) = cases.column_mut(column) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
+        for column in cases.column_iter_mut().skip(2) {
+            column.set_cell_alignment(CellAlignment::Right);
         }
-        let mut text = format!("{}: {}, {} rounds\n{cases}\n", self.bench, self.machine, self.rounds);
-        for ratio in &self.ratios {
-            let Ratio { case, of, to, figure, median } = ratio;
-            text.push_str(&format!("{case}: {figure} of {of} / {to}: {median:.3}\n"));
+        let Self { bench, machine, rounds, .. } = self;
+        writeln!(f, "{bench}: {machine}, {rounds} rounds\n{cases}\n\nmedians:\n{counters}")?;
+        for Ratio { case, of, to, figure, median } in &self.ratios {
+            writeln!(f, "{case}: {figure} of {of} / {to}: {median:.3}")?;
         }
         for Target { name, want, got, met, why } in &self.targets {
             let verdict = match met {
@@ -188,9 +188,9 @@ impl Report {
                 None => "not shown",
             };
             let got = got.map(|got| format!("{got:.3}")).or_else(|| why.clone()).unwrap_or_default();
-            text.push_str(&format!("target {name}: want {want}, got {got}: {verdict}\n"));
+            writeln!(f, "target {name}: want {want}, got {got}: {verdict}")?;
         }
-        text
+        Ok(())
     }
 }
 
@@ -251,10 +251,6 @@ fn rounded(seconds: f64) -> f64 {
     (seconds * 1e4).round() / 1e4
 }
 
-fn spread(spread: &Spread) -> String {
-    format!("{:.3} {:.3} {:.3}", spread.min, spread.median, spread.max)
-}
-
 #[expect(clippy::cast_precision_loss, reason = "figures are far below 2^52, and a ratio needs no more")]
 fn to_f64(value: u64) -> f64 {
     value as f64
@@ -303,8 +299,8 @@ mod tests {
     #[test]
     fn only_a_missed_target_fails_the_check() {
         let target = |got| Target::new("t", Bound::AtMost(1.0), got, "no QEMU");
-        assert!(report(vec![target(None), target(Some(1.0))]).check());
-        assert!(!report(vec![target(None), target(Some(1.1))]).check());
+        assert!(report(vec![target(None), target(Some(1.0))]).targets_met());
+        assert!(!report(vec![target(None), target(Some(1.1))]).targets_met());
     }
 
     #[test]
@@ -320,7 +316,7 @@ mod tests {
     fn the_table_says_which_targets_are_missed_or_not_shown() {
         let missed = Target::new("fast", Bound::AtMost(0.8), Some(0.9), "");
         let unseen = Target::new("wide", Bound::AtLeast(2.0), None, "no network card");
-        let table = report(vec![missed, unseen]).table();
+        let table = report(vec![missed, unseen]).to_string();
         assert!(table.contains("target fast: want <= 0.8, got 0.900: MISSED"), "{table}");
         assert!(table.contains("target wide: want >= 2, got no network card: not shown"), "{table}");
     }

@@ -211,7 +211,8 @@ impl<'a, P: Places> Scatter<'a, P> {
                 ensure!(matches!(self.partial, Partial::Header(0)), "the stream ended inside a record");
                 return Ok(());
             }
-            self.places.guessed(places.min(count / (HEADER + PAGE) + 1));
+            // One more for the rest of a record at the start of the read, one for a part at its end.
+            self.places.guessed(places.min(count / (HEADER + PAGE) + 2));
             self.verify(count, places)?;
         }
     }
