@@ -29,9 +29,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let built = workspace.join("target/fuzz");
     let host = host()?;
     // The seeds are written by a plain program: it has no fuzzer in it that the coverage could report to.
-    if fuzz.join("src/seeds.rs").is_file() {
-        shell::run(cargo("run", &fuzz, &built).args(["--quiet", "--bin", "seeds"]))?;
-    }
+    shell::run(cargo("run", &fuzz, &built).args(["--example", "seeds"]))?;
     let mut build = cargo("build", &fuzz, &built);
     // With a target named, the flags do not reach build scripts and procedural macros.
     build.args(["--target", &host]).env("RUSTFLAGS", FLAGS);
