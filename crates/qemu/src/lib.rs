@@ -6,6 +6,11 @@
 //! |---|---|
 //! | [`qmp`] | the monitor protocol: greeting, commands, events, descriptors |
 //! | [`monitor`] | what limosa asks QEMU, as typed calls |
+//! | [`process`] | which process a job is, and whether it lives |
+//! | [`marker`] | the record of a running job, kept inside the QEMU process |
+//! | [`takeover`] | what to do with a VM whose job died: a pure plan, and its execution |
+//! | [`guard`] | the child process that takes over when limosa is killed |
+//! | [`resume`] | `limosa resume`: the same, on request, with an explanation |
 //!
 //! A worked example: ask a VM how it is.
 //!
@@ -22,5 +27,10 @@
 //! # Ok::<(), limosa_qemu::qmp::QmpError>(())
 //! ```
 
+pub mod guard;
+pub mod marker;
 pub mod monitor;
+pub mod process;
 pub mod qmp;
+pub mod resume;
+pub mod takeover;

@@ -376,12 +376,16 @@ impl Qmp {
         match socket::send(self.socket.as_fd(), &line, descriptors, sent.checked_add(patience)) {
             Ok(()) => Ok(Pending { id, command: command.to_owned(), sent }),
             Err(errno) => {
-                // Part of a command may be out: nothing can follow it on this connection.
-                let broken = if errno == Errno::PIPE { Broken::Closed } else { Broken::Io("send", errno) };
+                let gone = errno == Errno::PIPE;
+                let broken = if gone { Broken::Closed } else { Broken::Io("send", errno) };
                 let error = self.error(&broken, Some(command));
                 let mut inbox = self.lock();
                 inbox.awaited.remove(&id);
-                inbox.broken.get_or_insert(broken);
+                // Part of a command may be out, and nothing can follow it. But what a server that is gone said last can
+                // still be read; its end will be met there.
+                if !gone {
+                    inbox.broken.get_or_insert(broken);
+                }
                 Err(error)
             }
         }

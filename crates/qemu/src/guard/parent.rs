@@ -1,0 +1,128 @@
+//! limosa's side of the guard.
+
+use std::ffi::OsStr;
+use std::fmt::Write as _;
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use crate::qmp::Qmp;
+
+/// How long a guard may take to start.
+const START: Duration = Duration::from_secs(20);
+
+/// Why there is no guard.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GuardError {
+    /// It could not be started.
+    #[error("cannot start the guard process: {0}")]
+    Spawn(#[source] io::Error),
+    /// It was started but did not report.
+    #[error("the guard process did not come up: {0}")]
+    NotReady(#[source] io::Error),
+}
+
+/// How a guard ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GuardEnd {
+    /// It was told that the job is done, and went.
+    Told,
+    /// It had died before.
+    WasGone(ExitStatus),
+}
+
+/// A running guard. **Dropping it without [`Guard::finish`] makes it take over**, and waits until it has: an error that left the
+/// job undone ends as a kill would. The monitor's connection must not be used after that.
+#[derive(Debug)]
+pub struct Guard {
+    child: Child,
+    control: Option<UnixStream>,
+}
+
+impl Guard {
+    /// Starts `executable` with `arguments` (the hidden subcommand whose implementation calls [`super::run`]) as the guard of a job
+    /// of this process on `qmp`, and waits until it stands. Use `/proc/self/exe` for the running executable: that works even if
+    /// its file was replaced meanwhile.
+    ///
+    /// # Errors
+    /// [`GuardError`].
+    pub fn spawn<S: AsRef<OsStr>>(
+        executable: &Path,
+        arguments: impl IntoIterator<Item = S>,
+        qmp: &Qmp,
+    ) -> Result<Self, GuardError> {
+        let (mut control, theirs) = UnixStream::pair().map_err(GuardError::Spawn)?;
+        let monitor = qmp.descriptor().try_clone_to_owned().map_err(GuardError::Spawn)?;
+        let child = Command::new(executable)
+            .args(arguments)
+            .arg(qmp.monitor())
+            .arg(std::process::id().to_string())
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::from(monitor))
+            .spawn()
+            .map_err(GuardError::Spawn)?;
+        let ready = (|| {
+            control.set_read_timeout(Some(START))?;
+            let mut word = [0; 6];
+            control.read_exact(&mut word)?;
+            if &word == b"ready\n" { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
+        })();
+        let mut guard = Self { child, control: Some(control) };
+        if let Err(error) = ready {
+            // It has not taken over anything and must not.
+            guard.control = None;
+            drop(guard.child.kill());
+            drop(guard.child.wait());
+            return Err(GuardError::NotReady(error));
+        }
+        Ok(guard)
+    }
+
+    /// The guard's process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Names a file that the guard is to unlink if it takes over: the unfinished snapshot. `None`: nothing (any more).
+    ///
+    /// # Errors
+    /// The kernel's, for example if the guard has died.
+    pub fn temporary(&mut self, path: Option<&Path>) -> io::Result<()> {
+        let mut line = String::from("temporary ");
+        if let Some(path) = path {
+            // Hexadecimal, because a path may hold line feeds.
+            for byte in std::path::absolute(path)?.as_os_str().as_bytes() {
+                write!(line, "{byte:02x}").map_err(io::Error::other)?;
+            }
+        }
+        line.push('\n');
+        match &mut self.control {
+            Some(control) => control.write_all(line.as_bytes()),
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
+    /// Tells the guard that the job is done, and waits for it to go.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn finish(mut self) -> io::Result<GuardEnd> {
+        let told = self.control.take().is_some_and(|mut control| control.write_all(b"done\n").is_ok());
+        let status = self.child.wait()?;
+        Ok(if told && status.success() { GuardEnd::Told } else { GuardEnd::WasGone(status) })
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if self.control.take().is_some() {
+            drop(self.child.wait());
+        }
+    }
+}

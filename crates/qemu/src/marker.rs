@@ -1,0 +1,239 @@
+//! The record of the running job, kept inside the QEMU process.
+//!
+//! Law: **the record lives exactly as long as what it describes.** A job changes a QEMU process; so the record of what has to
+//! be undone is an object in that very process: it is gone when QEMU is, and it is there for whoever comes to the monitor next.
+//!
+//! It is an object of type `secret` whose `data` property holds JSON. Facts found with QEMU 10.0.2:
+//!
+//! * `data` can be read back with `qom-get` and replaced in one step with `qom-set`, also after creation; a megabyte is fine.
+//! * `object-add` refuses an id that exists, which makes placing the record the lock against a second job.
+//! * The object is no device: it is in no migration stream or snapshot, and one side having it does not upset the other.
+//!
+//! Anybody with access to the monitor can read it, so nothing secret may be in it.
+
+use std::fmt;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+use crate::monitor::{Monitor, Settings};
+use crate::process::{Liveness, ProcessIdentity};
+use crate::qmp::QmpError;
+
+/// The object's id.
+const ID: &str = "limosa-job";
+/// Where the object is.
+const OBJECT: &str = "/objects/limosa-job";
+/// The version of the record that this limosa writes, and the newest that it reads.
+const VERSION: u32 = 1;
+
+/// What a job does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobKind {
+    /// `limosa save`.
+    Save,
+    /// `limosa restore`.
+    Restore,
+}
+
+impl fmt::Display for JobKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Save => "save",
+            Self::Restore => "restore",
+        })
+    }
+}
+
+/// How far a job has come, as far as it matters to whoever takes over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobPhase {
+    /// Nothing has been handed over: if the job ends here it has not happened.
+    Working,
+    /// The VM may have been handed over; whether it was, is not known. Only a person decides.
+    Undecided,
+    /// The result is there: the snapshot stands under its name.
+    Published,
+}
+
+/// What is to become of the VM when the job has succeeded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmAfter {
+    /// It goes on as it was.
+    AsBefore,
+    /// It stays stopped.
+    Stopped,
+}
+
+/// A job, as recorded inside the QEMU process that it works on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct JobMarker {
+    /// Version of this record.
+    pub version: u32,
+    /// What the job does.
+    pub job: JobKind,
+    /// How far it is.
+    pub phase: JobPhase,
+    /// What is to become of the VM afterwards.
+    pub vm_after: VmAfter,
+    /// The snapshot's id.
+    pub snapshot: Uuid,
+    /// The snapshot's path, absolute; for messages (not every path is text).
+    pub path: String,
+    /// The limosa process.
+    pub process: ProcessIdentity,
+    /// A save: the VM ran when the job began. A restore: the VM is to run when it has been loaded.
+    pub was_running: bool,
+    /// Migration settings to put back.
+    pub undo: Settings,
+    /// Descriptor sets to take away.
+    #[serde(default)]
+    pub descriptor_sets: Vec<u64>,
+    /// Named descriptors to close.
+    #[serde(default)]
+    pub descriptors: Vec<String>,
+    /// When the job began, in seconds since 1970.
+    pub begun: u64,
+}
+
+/// Why a marker could not be placed or read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MarkerError {
+    /// A job runs.
+    #[error("{} is in the middle of a {} of this VM ({}): wait for it or end it", .0.process, .0.job, .0.path)]
+    Busy(Box<JobMarker>),
+    /// A job runs, or ran, where this process cannot see it.
+    #[error(
+        "{} of another host or container began a {} of this VM ({}); if it is gone, run 'limosa resume --force'",
+        .0.process, .0.job, .0.path
+    )]
+    Elsewhere(Box<JobMarker>),
+    /// A job has died and nobody has tidied up.
+    #[error("a {} of this VM ({}) was interrupted: run 'limosa resume' first", .0.job, .0.path)]
+    LeftOver(Box<JobMarker>),
+    /// The record cannot be understood.
+    #[error("the record of a job inside QEMU (object {ID}) cannot be read: {reason}; 'object-del' removes it")]
+    Unreadable {
+        /// Why.
+        reason: String,
+    },
+    /// The monitor's error.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+}
+
+impl JobMarker {
+    /// The record of a job of this process that begins now.
+    #[must_use]
+    pub fn new(job: JobKind, snapshot: Uuid, path: &Path, was_running: bool, undo: Settings) -> Self {
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        Self {
+            version: VERSION,
+            job,
+            phase: JobPhase::Working,
+            vm_after: VmAfter::AsBefore,
+            snapshot,
+            path: path.to_string_lossy().into_owned(),
+            process: ProcessIdentity::own(),
+            was_running,
+            undo,
+            descriptor_sets: Vec::new(),
+            descriptors: Vec::new(),
+            begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        }
+    }
+
+    /// Puts the record into QEMU; from here on, this job owns the VM.
+    ///
+    /// # Errors
+    /// [`MarkerError::Busy`], [`MarkerError::Elsewhere`] or [`MarkerError::LeftOver`] if there is one already.
+    pub fn place(&self, monitor: &Monitor) -> Result<(), MarkerError> {
+        let refused = match monitor.object_add("secret", ID, json!({ "data": self.to_json() })) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.is_refusal() => error,
+            Err(other) => return Err(other.into()),
+        };
+        let Some(other) = Self::read(monitor)? else { return Err(refused.into()) };
+        let other = Box::new(other);
+        Err(match other.process.liveness() {
+            Liveness::Alive => MarkerError::Busy(other),
+            Liveness::Elsewhere => MarkerError::Elsewhere(other),
+            Liveness::Dead => MarkerError::LeftOver(other),
+        })
+    }
+
+    /// Replaces the record in one step, for example by a later phase.
+    ///
+    /// # Errors
+    /// The monitor's.
+    pub fn update(&self, monitor: &Monitor) -> Result<(), MarkerError> {
+        Ok(monitor.qom_set(OBJECT, "data", self.to_json().into())?)
+    }
+
+    /// The record that is there; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`MarkerError::Unreadable`], the monitor's.
+    pub fn read(monitor: &Monitor) -> Result<Option<Self>, MarkerError> {
+        match monitor.qom_get(OBJECT, "data")? {
+            None => Ok(None),
+            Some(Value::String(text)) => Self::from_json(&text).map(Some),
+            Some(_) => Err(MarkerError::Unreadable { reason: "it holds no text".to_owned() }),
+        }
+    }
+
+    /// Takes the record away. It is no error if there is none.
+    ///
+    /// # Errors
+    /// The monitor's.
+    pub fn remove(monitor: &Monitor) -> Result<(), MarkerError> {
+        match monitor.object_del(ID) {
+            Err(error) if error.is_refusal() && monitor.qom_get(OBJECT, "type")?.is_none() => Ok(()),
+            other => Ok(other?),
+        }
+    }
+
+    fn to_json(&self) -> String {
+        json!(self).to_string()
+    }
+
+    fn from_json(text: &str) -> Result<Self, MarkerError> {
+        let unreadable = |reason: String| MarkerError::Unreadable { reason };
+        let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
+        let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
+        if version > u64::from(VERSION) {
+            return Err(unreadable(format!("a newer limosa wrote it (version {version}, this one knows {VERSION})")));
+        }
+        serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_survives_the_way_through_json() {
+        let undo = Settings::new().capability("events", false).parameter("max-bandwidth", 1 << 27);
+        let mut marker = JobMarker::new(JobKind::Save, Uuid::from_u128(7), Path::new("a \"b\" é"), true, undo);
+        marker.descriptor_sets = vec![3];
+        marker.descriptors = vec!["limosa".to_owned()];
+        assert_eq!(JobMarker::from_json(&marker.to_json()).unwrap(), marker);
+        assert!(marker.path.starts_with('/'));
+    }
+
+    #[test]
+    fn newer_and_broken_records_are_refused_with_a_reason() {
+        let reason = |text: &str| JobMarker::from_json(text).unwrap_err().to_string();
+        assert!(reason(r#"{"version": 2}"#).contains("newer limosa"));
+        assert!(reason(r#"{"version": 1}"#).contains("missing field"));
+        assert!(reason("").contains("cannot be read"));
+    }
+}

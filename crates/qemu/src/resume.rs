@@ -1,0 +1,134 @@
+//! `limosa resume`: continue a VM that an interrupted job left stopped, and say why it was.
+
+use std::time::Duration;
+
+use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
+use crate::monitor::{Monitor, RunState};
+use crate::process::Liveness;
+use crate::qmp::QmpError;
+use crate::takeover::{Actor, Outcome, Seen, Takeover, take_over};
+
+/// What the caller allows.
+#[derive(Debug, Clone)]
+pub struct ResumeOptions {
+    /// Take over from a job of another host or container, and continue a VM that no job of limosa's has stopped.
+    pub force: bool,
+    /// How long a migration may take to end.
+    pub patience: Duration,
+}
+
+impl Default for ResumeOptions {
+    fn default() -> Self {
+        Self { force: false, patience: Duration::from_secs(600) }
+    }
+}
+
+/// What was found and done.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Resumed {
+    /// Why the VM was as it was, in a sentence.
+    pub why: String,
+    /// The interrupted job, if there was one.
+    pub marker: Option<JobMarker>,
+    /// What was done.
+    pub takeover: Takeover,
+}
+
+/// Why nothing was done.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResumeError {
+    /// A job lives, or its record cannot be read.
+    #[error(transparent)]
+    Marker(#[from] MarkerError),
+    /// The VM is stopped, but not by limosa.
+    #[error("{why}; no job of limosa's stopped this VM: use --force to continue it all the same")]
+    NotOurs {
+        /// Why it is stopped.
+        why: String,
+    },
+}
+
+impl From<QmpError> for ResumeError {
+    fn from(error: QmpError) -> Self {
+        Self::Marker(error.into())
+    }
+}
+
+/// Looks at the VM and does what the guard would have done, or what a person alone may decide.
+///
+/// # Errors
+/// [`ResumeError`].
+pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, ResumeError> {
+    let marker = JobMarker::read(monitor)?;
+    let seen = Seen { run: monitor.status()?.state, migration: monitor.migration()?.status };
+    let why = explain(marker.as_ref(), &seen);
+    let Some(marker) = marker else {
+        let takeover = unmarked(monitor, &seen, &why, options)?;
+        return Ok(Resumed { why, marker: None, takeover });
+    };
+    match marker.process.liveness() {
+        Liveness::Alive => return Err(MarkerError::Busy(Box::new(marker)).into()),
+        Liveness::Elsewhere if !options.force => return Err(MarkerError::Elsewhere(Box::new(marker)).into()),
+        Liveness::Elsewhere | Liveness::Dead => {}
+    }
+    let takeover = take_over(monitor, &marker, Actor::Person, options.patience)?;
+    Ok(Resumed { why, marker: Some(marker), takeover })
+}
+
+fn unmarked(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) -> Result<Takeover, ResumeError> {
+    let done = |outcome, run, remarks| Takeover { outcome, run, remarks };
+    if seen.run == RunState::Running {
+        return Ok(done(Outcome::Running, seen.run.clone(), Vec::new()));
+    }
+    if !options.force {
+        return Err(ResumeError::NotOurs { why: why.to_owned() });
+    }
+    monitor.cont()?;
+    let run = monitor.status()?.state;
+    let outcome = if run == RunState::Running { Outcome::Running } else { Outcome::ContinueRefused };
+    Ok(done(outcome, run, vec!["the VM was continued".to_owned()]))
+}
+
+/// Why a VM is as it is.
+#[must_use]
+pub fn explain(marker: Option<&JobMarker>, seen: &Seen) -> String {
+    let now = format!("the VM is '{}', its migration '{}'", seen.run, seen.migration);
+    let Some(marker) = marker else {
+        return match &seen.run {
+            RunState::Running => "the VM runs".to_owned(),
+            RunState::Postmigrate => format!("{now}: it was migrated or saved and nobody continued it"),
+            RunState::Paused => format!("{now}: somebody stopped it"),
+            RunState::Prelaunch => format!("{now}: it was started with -S and never continued"),
+            RunState::Inmigrate => format!("{now}: it waits to be loaded"),
+            _ => now,
+        };
+    };
+    let what = match (marker.job, marker.phase, marker.vm_after) {
+        (JobKind::Save, JobPhase::Published, VmAfter::Stopped) => "was saved and was to stay stopped",
+        (JobKind::Save, JobPhase::Published, VmAfter::AsBefore) => "was saved, but not continued",
+        (JobKind::Save, JobPhase::Undecided, _) => "was being handed over, and may run elsewhere",
+        (JobKind::Save, JobPhase::Working, _) => "was being saved",
+        (JobKind::Restore, ..) => "was being restored",
+    };
+    format!("it {what} ({}) when {} died; {now}", marker.path, marker.process)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::monitor::Settings;
+
+    #[test]
+    fn the_explanation_names_job_snapshot_and_process() {
+        let marker = JobMarker::new(JobKind::Save, uuid::Uuid::nil(), Path::new("/snap"), true, Settings::new());
+        let seen = Seen { run: RunState::Postmigrate, migration: "completed".into() };
+        let text = explain(Some(&marker), &seen);
+        for part in ["being saved", "/snap", &std::process::id().to_string(), "postmigrate", "completed"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(explain(None, &seen).contains("nobody continued it"));
+    }
+}

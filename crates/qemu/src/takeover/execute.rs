@@ -1,0 +1,99 @@
+//! The doing: looks, asks the plan, acts, until the plan has nothing more to do.
+
+use std::time::{Duration, Instant};
+
+use super::plan::{Actor, Outcome, Progress, Seen, Step, next_step};
+use crate::marker::{JobMarker, MarkerError};
+use crate::monitor::{Monitor, RunState};
+use crate::qmp::QmpError;
+
+/// How often to look while waiting; an event cuts it short.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What was done for a VM whose job died.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Takeover {
+    /// How it ended.
+    pub outcome: Outcome,
+    /// The VM's state at the end.
+    pub run: RunState,
+    /// What was done, and what could not be, in sentences for people.
+    pub remarks: Vec<String>,
+}
+
+/// Carries the plan out, for at most `patience`. The marker is removed if the job is over with it.
+///
+/// # Errors
+/// The monitor's. What QEMU refuses on the way becomes a remark instead.
+pub fn take_over(
+    monitor: &Monitor,
+    marker: &JobMarker,
+    actor: Actor,
+    patience: Duration,
+) -> Result<Takeover, MarkerError> {
+    let begun = Instant::now();
+    let mut progress = Progress::default();
+    let mut remarks = Vec::new();
+    let (outcome, run) = loop {
+        progress.waited = begun.elapsed();
+        let seen = Seen { run: monitor.status()?.state, migration: monitor.migration()?.status };
+        let step = match next_step(marker, &seen, &progress, actor) {
+            Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
+            step => step,
+        };
+        match step {
+            Step::Wait => pause(monitor)?,
+            Step::Cancel => {
+                progress.cancelled = true;
+                remark(&mut remarks, "the migration was cancelled", monitor.migrate_cancel())?;
+            }
+            Step::Continue => {
+                progress.continued += 1;
+                match monitor.cont() {
+                    Ok(()) => remarks.push("the VM was continued".to_owned()),
+                    // It may not be allowed yet; the last refusal is worth a remark.
+                    Err(error) if error.is_refusal() => {
+                        remarks.retain(|remark| !remark.starts_with("QEMU refuses cont"));
+                        remarks.push(error.to_string());
+                    }
+                    Err(other) => return Err(other.into()),
+                }
+                pause(monitor)?;
+            }
+            Step::PutBack => {
+                progress.put_back = true;
+                if !marker.undo.is_empty() {
+                    remark(&mut remarks, "the migration settings were put back", monitor.put_back(&marker.undo))?;
+                }
+            }
+            Step::DropDescriptors => {
+                progress.dropped = true;
+                for set in &marker.descriptor_sets {
+                    monitor.remove_fd(*set)?;
+                }
+                for name in &marker.descriptors {
+                    monitor.closefd(name)?;
+                }
+            }
+            Step::Finish(outcome) => break (outcome, seen.run),
+        }
+    };
+    if outcome.ends_job() {
+        JobMarker::remove(monitor)?;
+    }
+    Ok(Takeover { outcome, run, remarks })
+}
+
+fn pause(monitor: &Monitor) -> Result<(), QmpError> {
+    monitor.qmp().wait_event(&["MIGRATION", "STOP", "RESUME"], LOOK).map(|_| ())
+}
+
+/// Notes what was done or refused; only a failing connection is an error.
+fn remark(remarks: &mut Vec<String>, done: &str, result: Result<(), QmpError>) -> Result<(), QmpError> {
+    match result {
+        Ok(()) => remarks.push(done.to_owned()),
+        Err(error) if error.is_refusal() => remarks.push(error.to_string()),
+        Err(other) => return Err(other),
+    }
+    Ok(())
+}

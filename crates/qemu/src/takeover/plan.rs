@@ -1,0 +1,399 @@
+//! The decision: a pure function from what is seen to the next thing to do.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::marker::{JobKind, JobMarker, JobPhase, VmAfter};
+use crate::monitor::{MigrationStatus, RunState};
+
+/// How long a destination without a sender may stay in `setup` before it is given up.
+const SETUP_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How often `cont` is tried.
+const CONTINUE_ATTEMPTS: u32 = 50;
+
+/// Who takes over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Actor {
+    /// The guard: nobody was asked.
+    Guard,
+    /// A person who wants the VM to run: `limosa resume`.
+    Person,
+}
+
+/// What QEMU says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seen {
+    /// The VM's state.
+    pub run: RunState,
+    /// The migration's state.
+    pub migration: MigrationStatus,
+}
+
+/// What has been done so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// A cancel was sent.
+    pub cancelled: bool,
+    /// How often `cont` was sent.
+    pub continued: u32,
+    /// The settings were put back (or cannot be).
+    pub put_back: bool,
+    /// The descriptors were taken away.
+    pub dropped: bool,
+    /// Time since the beginning.
+    pub waited: Duration,
+}
+
+/// The next thing to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// Look again in a moment.
+    Wait,
+    /// `migrate_cancel`.
+    Cancel,
+    /// `cont`.
+    Continue,
+    /// Put the settings back.
+    PutBack,
+    /// Take the descriptors away.
+    DropDescriptors,
+    /// Nothing more.
+    Finish(Outcome),
+}
+
+/// How it ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The VM runs.
+    Running,
+    /// The VM is stopped, as it was before the job.
+    StoppedAsBefore,
+    /// The VM is stopped because that was the job's purpose, which it fulfilled.
+    StoppedOnPurpose,
+    /// The VM is stopped for a reason that is no business of limosa's: the guest powered off, panicked, a disk failed.
+    StoppedByItself,
+    /// QEMU refused to let the VM run.
+    ContinueRefused,
+    /// The VM may have been handed over: only a person decides.
+    Undecided,
+    /// A lazy restore was interrupted: memory is missing.
+    NeedsRecovery,
+    /// No VM was loaded; this QEMU can still be used.
+    NotLoaded,
+    /// No VM was loaded, and this QEMU accepts no second attempt.
+    LoadFailed,
+    /// QEMU is in a state that this limosa does not know.
+    Unknown,
+    /// It took too long.
+    GaveUp,
+}
+
+impl Outcome {
+    /// Whether the job is over, so that its marker can go.
+    #[must_use]
+    pub fn ends_job(self) -> bool {
+        !matches!(self, Self::Undecided | Self::NeedsRecovery | Self::Unknown | Self::GaveUp | Self::ContinueRefused)
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Running => "the VM runs",
+            Self::StoppedAsBefore => "the VM is stopped, as it was before",
+            Self::StoppedOnPurpose => "the VM is saved and stays stopped, as was asked",
+            Self::StoppedByItself => "the VM has stopped for a reason of its own and stays so",
+            Self::ContinueRefused => "QEMU refuses to continue the VM",
+            Self::Undecided => {
+                "the VM may already run elsewhere and stays stopped: run 'limosa resume' if it does not, or end this QEMU if it does"
+            }
+            Self::NeedsRecovery => {
+                "a part of the VM's memory is still in the snapshot: run 'limosa restore --recover SNAPSHOT --qmp SOCK'"
+            }
+            Self::NotLoaded => "no VM was loaded; QEMU still waits for one",
+            Self::LoadFailed => "no VM was loaded, and QEMU accepts no second attempt: start it anew",
+            Self::Unknown => "QEMU is in a state that this limosa does not know; nothing was changed",
+            Self::GaveUp => "QEMU did not come to an end of the migration in time; run 'limosa resume' later",
+        })
+    }
+}
+
+/// The next thing to do for the VM of `marker`.
+#[must_use]
+pub fn next_step(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
+    match marker.job {
+        JobKind::Save => save(marker, seen, progress, actor),
+        JobKind::Restore => restore(marker, seen, progress),
+    }
+}
+
+fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
+    use MigrationStatus as M;
+    match &seen.migration {
+        M::Setup | M::Active | M::PreSwitchover | M::Device | M::WaitUnplug => {
+            if marker.phase == JobPhase::Undecided && actor == Actor::Guard {
+                return Step::Finish(Outcome::Undecided);
+            }
+            if progress.cancelled { Step::Wait } else { Step::Cancel }
+        }
+        M::Cancelling => Step::Wait,
+        M::PostcopyActive | M::PostcopyPaused | M::PostcopyRecoverSetup | M::PostcopyRecover => {
+            Step::Finish(Outcome::Undecided)
+        }
+        M::Colo | M::Other(_) => Step::Finish(Outcome::Unknown),
+        M::None | M::Completed | M::Failed | M::Cancelled => {
+            let settled = match &seen.run {
+                RunState::FinishMigrate | RunState::SaveVm | RunState::RestoreVm => return Step::Wait,
+                RunState::Running => Outcome::Running,
+                RunState::Paused | RunState::Postmigrate => {
+                    let stays = match (marker.phase, actor) {
+                        (JobPhase::Undecided, Actor::Guard) => Some(Outcome::Undecided),
+                        (JobPhase::Published, Actor::Guard) if marker.vm_after == VmAfter::Stopped => {
+                            Some(Outcome::StoppedOnPurpose)
+                        }
+                        _ if !marker.was_running => Some(Outcome::StoppedAsBefore),
+                        _ => None,
+                    };
+                    match stays {
+                        Some(outcome) => outcome,
+                        None if progress.continued < CONTINUE_ATTEMPTS => return Step::Continue,
+                        None => Outcome::ContinueRefused,
+                    }
+                }
+                RunState::Prelaunch => Outcome::StoppedAsBefore,
+                RunState::Other(_) | RunState::Inmigrate | RunState::Colo => Outcome::Unknown,
+                _ => Outcome::StoppedByItself,
+            };
+            tidy(settled, progress)
+        }
+    }
+}
+
+fn restore(marker: &JobMarker, seen: &Seen, progress: &Progress) -> Step {
+    use MigrationStatus as M;
+    match &seen.migration {
+        M::None => tidy(Outcome::NotLoaded, progress),
+        M::Failed | M::Cancelled => tidy(Outcome::LoadFailed, progress),
+        // The sender died with limosa: what it had connected fails soon, what it had not never begins.
+        M::Setup if progress.waited >= SETUP_PATIENCE => tidy(Outcome::LoadFailed, progress),
+        M::Setup | M::Active | M::PostcopyActive | M::PostcopyRecoverSetup | M::PostcopyRecover | M::Cancelling => {
+            Step::Wait
+        }
+        M::PostcopyPaused => Step::Finish(Outcome::NeedsRecovery),
+        M::Device | M::PreSwitchover | M::WaitUnplug | M::Colo | M::Other(_) => Step::Finish(Outcome::Unknown),
+        M::Completed => {
+            let settled = match &seen.run {
+                RunState::Inmigrate | RunState::FinishMigrate | RunState::RestoreVm => return Step::Wait,
+                RunState::Running => Outcome::Running,
+                RunState::Paused | RunState::Prelaunch if !marker.was_running => Outcome::StoppedAsBefore,
+                RunState::Paused | RunState::Prelaunch if progress.continued < CONTINUE_ATTEMPTS => {
+                    return Step::Continue;
+                }
+                RunState::Paused | RunState::Prelaunch => Outcome::ContinueRefused,
+                RunState::Other(_) | RunState::Colo => Outcome::Unknown,
+                _ => Outcome::StoppedByItself,
+            };
+            tidy(settled, progress)
+        }
+    }
+}
+
+/// What is left to do when the VM is where it belongs. Its running comes first, because a stopped VM is what hurts.
+fn tidy(outcome: Outcome, progress: &Progress) -> Step {
+    if !outcome.ends_job() {
+        return Step::Finish(outcome);
+    }
+    match progress {
+        Progress { put_back: false, .. } => Step::PutBack,
+        Progress { dropped: false, .. } => Step::DropDescriptors,
+        _ => Step::Finish(outcome),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::monitor::Settings;
+
+    const TIDY: Progress =
+        Progress { cancelled: true, continued: 0, put_back: true, dropped: true, waited: Duration::ZERO };
+
+    fn marker(job: JobKind, was_running: bool) -> JobMarker {
+        JobMarker::new(job, Uuid::nil(), Path::new("/s"), was_running, Settings::new())
+    }
+
+    fn seen(run: &str, migration: &str) -> Seen {
+        Seen { run: run.into(), migration: migration.into() }
+    }
+
+    fn save_step(run: &str, migration: &str) -> Step {
+        next_step(&marker(JobKind::Save, true), &seen(run, migration), &TIDY, Actor::Guard)
+    }
+
+    const RUN_STATES: [&str; 17] = [
+        "debug",
+        "inmigrate",
+        "internal-error",
+        "io-error",
+        "paused",
+        "postmigrate",
+        "prelaunch",
+        "finish-migrate",
+        "restore-vm",
+        "running",
+        "save-vm",
+        "shutdown",
+        "suspended",
+        "watchdog",
+        "guest-panicked",
+        "colo",
+        "novel",
+    ];
+    const MIGRATION_STATES: [&str; 16] = [
+        "none",
+        "setup",
+        "active",
+        "postcopy-active",
+        "postcopy-paused",
+        "postcopy-recover-setup",
+        "postcopy-recover",
+        "pre-switchover",
+        "device",
+        "completed",
+        "failed",
+        "cancelling",
+        "cancelled",
+        "wait-unplug",
+        "colo",
+        "novel",
+    ];
+
+    #[test]
+    fn a_save_that_is_under_way_is_cancelled_once_and_its_end_awaited() {
+        for migration in ["setup", "active", "pre-switchover", "device", "wait-unplug"] {
+            let fresh = Progress::default();
+            let marker = marker(JobKind::Save, true);
+            assert_eq!(next_step(&marker, &seen("running", migration), &fresh, Actor::Guard), Step::Cancel);
+            assert_eq!(save_step("running", migration), Step::Wait);
+        }
+        assert_eq!(save_step("finish-migrate", "cancelling"), Step::Wait);
+        assert_eq!(save_step("finish-migrate", "completed"), Step::Wait);
+    }
+
+    #[test]
+    fn a_vm_that_ran_before_a_save_is_continued_before_anything_is_tidied() {
+        let marker = marker(JobKind::Save, true);
+        for (run, migration) in [("postmigrate", "completed"), ("paused", "failed"), ("paused", "cancelled")] {
+            assert_eq!(next_step(&marker, &seen(run, migration), &Progress::default(), Actor::Guard), Step::Continue);
+        }
+        let refused = Progress { continued: CONTINUE_ATTEMPTS, ..TIDY };
+        let end = next_step(&marker, &seen("postmigrate", "completed"), &refused, Actor::Guard);
+        assert_eq!(end, Step::Finish(Outcome::ContinueRefused));
+    }
+
+    #[test]
+    fn a_vm_that_was_stopped_before_a_save_stays_stopped() {
+        let marker = marker(JobKind::Save, false);
+        for actor in [Actor::Guard, Actor::Person] {
+            let step = next_step(&marker, &seen("postmigrate", "completed"), &TIDY, actor);
+            assert_eq!(step, Step::Finish(Outcome::StoppedAsBefore));
+        }
+    }
+
+    #[test]
+    fn a_vm_that_stopped_for_its_own_reasons_is_never_continued() {
+        for run in ["shutdown", "guest-panicked", "io-error", "internal-error", "watchdog", "suspended", "debug"] {
+            assert_eq!(save_step(run, "completed"), Step::Finish(Outcome::StoppedByItself), "{run}");
+        }
+    }
+
+    #[test]
+    fn an_undecided_vm_is_continued_by_a_person_and_never_by_the_guard() {
+        let marker = JobMarker { phase: JobPhase::Undecided, ..marker(JobKind::Save, true) };
+        for run in RUN_STATES {
+            for migration in MIGRATION_STATES {
+                for progress in [Progress::default(), TIDY] {
+                    let step = next_step(&marker, &seen(run, migration), &progress, Actor::Guard);
+                    assert_ne!(step, Step::Continue, "{run} {migration}");
+                    assert_ne!(step, Step::Cancel, "{run} {migration}: a cancel lets the VM run");
+                }
+            }
+        }
+        let step = next_step(&marker, &seen("postmigrate", "completed"), &TIDY, Actor::Person);
+        assert_eq!(step, Step::Continue);
+    }
+
+    #[test]
+    fn a_published_save_that_was_to_stop_the_vm_leaves_it_stopped_until_a_person_resumes_it() {
+        let base = JobMarker { vm_after: VmAfter::Stopped, ..marker(JobKind::Save, true) };
+        let seen = seen("postmigrate", "completed");
+        assert_eq!(next_step(&base, &seen, &TIDY, Actor::Guard), Step::Continue);
+        let published = JobMarker { phase: JobPhase::Published, ..base };
+        assert_eq!(next_step(&published, &seen, &TIDY, Actor::Guard), Step::Finish(Outcome::StoppedOnPurpose));
+        assert_eq!(next_step(&published, &seen, &TIDY, Actor::Person), Step::Continue);
+    }
+
+    #[test]
+    fn a_vm_handed_over_by_postcopy_is_left_alone() {
+        for migration in ["postcopy-active", "postcopy-paused", "postcopy-recover", "postcopy-recover-setup"] {
+            for actor in [Actor::Guard, Actor::Person] {
+                let step = next_step(
+                    &marker(JobKind::Save, true),
+                    &seen("finish-migrate", migration),
+                    &Progress::default(),
+                    actor,
+                );
+                assert_eq!(step, Step::Finish(Outcome::Undecided));
+            }
+        }
+    }
+
+    #[test]
+    fn an_interrupted_lazy_restore_is_kept_for_recovery() {
+        let marker = marker(JobKind::Restore, true);
+        for run in ["running", "paused"] {
+            let step = next_step(&marker, &seen(run, "postcopy-paused"), &Progress::default(), Actor::Guard);
+            assert_eq!(step, Step::Finish(Outcome::NeedsRecovery));
+        }
+        let step = next_step(&marker, &seen("running", "postcopy-active"), &Progress::default(), Actor::Guard);
+        assert_eq!(step, Step::Wait);
+        assert!(!Outcome::NeedsRecovery.ends_job());
+    }
+
+    #[test]
+    fn a_restored_vm_runs_only_if_that_was_asked() {
+        let completed = seen("paused", "completed");
+        let fresh = Progress::default();
+        assert_eq!(next_step(&marker(JobKind::Restore, true), &completed, &fresh, Actor::Guard), Step::Continue);
+        let step = next_step(&marker(JobKind::Restore, false), &completed, &TIDY, Actor::Guard);
+        assert_eq!(step, Step::Finish(Outcome::StoppedAsBefore));
+    }
+
+    #[test]
+    fn a_destination_that_nobody_connects_to_is_given_up_after_a_while() {
+        let marker = marker(JobKind::Restore, true);
+        let setup = seen("inmigrate", "setup");
+        assert_eq!(next_step(&marker, &setup, &TIDY, Actor::Guard), Step::Wait);
+        let late = Progress { waited: SETUP_PATIENCE, ..TIDY };
+        assert_eq!(next_step(&marker, &setup, &late, Actor::Guard), Step::Finish(Outcome::LoadFailed));
+    }
+
+    #[test]
+    fn settings_and_descriptors_are_tidied_before_every_end_of_a_job() {
+        for job in [JobKind::Save, JobKind::Restore] {
+            for run in RUN_STATES {
+                for migration in MIGRATION_STATES {
+                    let step = next_step(&marker(job, true), &seen(run, migration), &Progress::default(), Actor::Guard);
+                    if let Step::Finish(outcome) = step {
+                        assert!(!outcome.ends_job(), "{job} {run} {migration}: {outcome:?}");
+                    }
+                }
+            }
+        }
+    }
+}
