@@ -1,3 +1,52 @@
 //! The command line of limosa: parse, wire, print.
+//!
+//! Each command has a module that turns its arguments into what the libraries take and what they return into words. People
+//! are talked to on stderr, programs (`--json`) on stdout.
 
-fn main() {}
+mod args;
+mod bars;
+mod bench;
+mod detach;
+mod inspect;
+mod job;
+mod restore;
+mod resume;
+mod save;
+mod signals;
+mod words;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Cli, Command};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    log(cli.verbose);
+    let result = match cli.command {
+        Command::Save(args) => save::run(&args),
+        Command::Restore(args) => restore::run(args),
+        Command::Resume(args) => resume::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Bench(args) => bench::run(args),
+        Command::Guard { arguments } => return limosa_qemu::guard::run(&arguments),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("limosa: {}", words::one_line(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn log(verbose: u8) {
+    let level = match verbose {
+        0 => tracing::Level::WARN,
+        1 => tracing::Level::INFO,
+        2 => tracing::Level::DEBUG,
+        _ => tracing::Level::TRACE,
+    };
+    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).without_time().init();
+}

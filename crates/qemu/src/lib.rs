@@ -28,9 +28,12 @@
 //! ```
 
 pub mod guard;
+pub mod job;
 pub mod marker;
 pub mod monitor;
 pub mod process;
 pub mod qmp;
+pub mod restore;
 pub mod resume;
+pub mod save;
 pub mod takeover;

@@ -113,6 +113,11 @@ impl PendingFile {
         &self.file
     }
 
+    /// The name that it has until it is published, where the filesystem cannot do without one: what a kill would leave.
+    pub fn temporary_path(&self) -> Option<PathBuf> {
+        self.temporary.as_ref().map(|name| self.target.with_file_name(name))
+    }
+
     /// The name it will have.
     pub fn target(&self) -> &Path {
         &self.target

@@ -1,6 +1,7 @@
 //! What is in a snapshot file, for people and programs to look at.
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
+use limosa_stream::devices::DeviceSection;
 use serde::Serialize;
 
 use crate::manifest::Manifest;
@@ -48,8 +49,8 @@ pub struct BlockSummary {
     pub stored: u64,
     /// Pages whose bit is clear: they are zero.
     pub zero: u64,
-    /// Where page 0 lies, or would lie, in the file.
-    pub pages_offset: u64,
+    /// Where page 0 lies, or would lie, in the file; none in a recorded stream, where pages have no place of their own.
+    pub pages_offset: Option<u64>,
 }
 
 /// One device section.
@@ -65,6 +66,17 @@ pub struct DeviceSummary {
     pub size: u64,
 }
 
+impl DeviceSummary {
+    pub(crate) fn of(section: &DeviceSection) -> Self {
+        Self {
+            name: section.name.clone(),
+            instance: section.instance,
+            version: section.version,
+            size: section.body.len() as u64,
+        }
+    }
+}
+
 impl Snapshot {
     /// Everything about the file but its pages.
     pub fn summary(&self) -> Summary {
@@ -77,15 +89,10 @@ impl Snapshot {
                 pages: block.pages,
                 stored: set,
                 zero: block.pages - set,
-                pages_offset: block.pages_offset,
+                pages_offset: Some(block.pages_offset),
             }
         });
-        let devices = self.devices().sections.iter().map(|section| DeviceSummary {
-            name: section.name.clone(),
-            instance: section.instance,
-            version: section.version,
-            size: section.body.len() as u64,
-        });
+        let devices = self.devices().sections.iter().map(DeviceSummary::of);
         Summary {
             path: self.path().display().to_string(),
             length: self.length(),

@@ -84,7 +84,7 @@ pub struct PostcopySource<'a, S: PageSource + ?Sized> {
     control: &'a Control,
     progress: &'a Progress,
     options: PostcopyOptions,
-    observer: Box<dyn Fn(Milestone) + Sync + 'a>,
+    observer: Box<dyn Fn(Milestone) + Send + Sync + 'a>,
 }
 
 impl<S: PageSource + ?Sized> std::fmt::Debug for PostcopySource<'_, S> {
@@ -130,7 +130,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     }
 
     /// Calls `observer` as milestones are passed, on the engine's threads: it must not block.
-    pub fn on_milestone(mut self, observer: impl Fn(Milestone) + Sync + 'a) -> Self {
+    pub fn on_milestone(mut self, observer: impl Fn(Milestone) + Send + Sync + 'a) -> Self {
         self.observer = Box::new(observer);
         self
     }
@@ -233,7 +233,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("a sending thread panicked".into())))
             }
         };
-        let mut latency = match (finished, answered) {
+        let latency = match (finished, answered) {
             (Ok(latency), Ok(answered)) => {
                 let mut latency = latency;
                 // Same bounds by construction, so the addition cannot fail.
@@ -245,7 +245,6 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 return Err(error);
             }
         };
-        latency.auto(false);
         Ok((latency, preempt.map(|channel| channel.counters())))
     }
 
@@ -443,7 +442,5 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
 
 /// Latencies from 1 ns to 1000 s, three digits.
 fn new_histogram() -> Histogram<u64> {
-    let mut histogram = Histogram::new(3).unwrap_or_else(|_| unreachable!("3 digits are within the crate's 0..=5"));
-    histogram.auto(true);
-    histogram
+    Histogram::new_with_bounds(1, 1_000_000_000_000, 3).unwrap_or_else(|_| unreachable!("the bounds are constants"))
 }

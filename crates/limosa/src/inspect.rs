@@ -1,0 +1,93 @@
+//! `limosa inspect`.
+
+use std::process::ExitCode;
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use limosa_snapshot::{BlockSummary, DeviceSummary, Manifest, Summary, summarize};
+
+use crate::args::InspectArgs;
+use crate::words;
+
+pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
+    let summary = summarize(&args.file)?;
+    if args.json {
+        println!("{}", serde_json::to_string(&summary)?);
+    } else {
+        show(&summary);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(summary: &Summary) {
+    println!("{}: {} ({} on disk)", summary.path, words::bytes(summary.length), words::bytes(summary.allocated));
+    println!("machine       {}", summary.machine);
+    if !summary.capabilities.is_empty() {
+        println!("capabilities  {}", summary.capabilities.join(", "));
+    }
+    println!("run state     {}", summary.run_state.as_deref().unwrap_or("not recorded"));
+    match &summary.manifest {
+        Some(manifest) => show_manifest(manifest, summary.checksums),
+        None => println!("limosa        {}", summary.without_manifest.as_deref().unwrap_or("no trailer")),
+    }
+    println!("\n{}", blocks(&summary.blocks));
+    println!("\n{}", devices(&summary.devices));
+    for warning in &summary.warnings {
+        println!("warning: {warning}");
+    }
+}
+
+fn show_manifest(manifest: &Manifest, checksums: bool) {
+    println!("id            {}", manifest.id);
+    if let Some(name) = &manifest.vm_name {
+        println!("VM            {name}");
+    }
+    if let Some(uuid) = &manifest.vm_uuid {
+        println!("VM uuid       {uuid}");
+    }
+    println!("QEMU          {}", manifest.qemu.as_deref().unwrap_or("unknown"));
+    println!("limosa        {}, checksums {}", manifest.limosa, if checksums { "recorded" } else { "not recorded" });
+    println!(
+        "saved         {} s since 1970, {} pages sent again",
+        manifest.finished,
+        words::count(manifest.pages.resent)
+    );
+    for disk in &manifest.disks {
+        println!("disk          {} {} ({}, {})", disk.node, disk.path.display(), disk.format, words::bytes(disk.size));
+    }
+}
+
+fn table(header: &[&str], numbers: usize) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_header(header.iter().enumerate().map(|(at, name)| {
+        let cell = Cell::new(name);
+        if at >= numbers { cell.set_alignment(CellAlignment::Right) } else { cell }
+    }));
+    table
+}
+
+fn number(value: u64) -> Cell {
+    Cell::new(words::count(value)).set_alignment(CellAlignment::Right)
+}
+
+fn blocks(blocks: &[BlockSummary]) -> Table {
+    let mut table = table(&["RAM block", "used", "pages", "stored", "zero"], 1);
+    for block in blocks {
+        let used = Cell::new(words::bytes(block.used)).set_alignment(CellAlignment::Right);
+        table.add_row([Cell::new(&block.name), used, number(block.pages), number(block.stored), number(block.zero)]);
+    }
+    table
+}
+
+fn devices(devices: &[DeviceSummary]) -> Table {
+    let mut table = table(&["device section", "instance", "version", "bytes"], 1);
+    for device in devices {
+        table.add_row([
+            Cell::new(&device.name),
+            number(device.instance.into()),
+            number(device.version.into()),
+            number(device.size),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,48 @@
+//! What every job on the command line has: a monitor, a control socket, signals, a bar.
+
+use std::path::Path;
+
+use anyhow::Context;
+use limosa_migrate::control_socket::Job;
+use limosa_migrate::{Control, ControlSocket, Progress};
+use limosa_qemu::job::Watch;
+use limosa_qemu::monitor::Monitor;
+use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
+
+use crate::args::JobArgs;
+use crate::bars::Bar;
+use crate::signals::SignalWatch;
+
+/// Connects to QEMU's monitor.
+pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
+    Ok(Monitor::new(Qmp::connect(address, &Options::default())?))
+}
+
+/// Everything that watches a job and reaches into it.
+pub(crate) struct Surroundings {
+    pub(crate) control: Control,
+    pub(crate) progress: Progress,
+    _socket: Option<ControlSocket>,
+    _signals: SignalWatch,
+    _bar: Option<Bar>,
+}
+
+impl Surroundings {
+    pub(crate) fn new(args: &JobArgs, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
+        let (control, progress) = (Control::new(), Progress::new());
+        control.set_max_bandwidth(args.max_bandwidth);
+        let socket = args.control.as_deref().map(|path| listen(path, job, &control, &progress)).transpose()?;
+        let signals = SignalWatch::start(&control, &progress)?;
+        let bar = (!quiet).then(|| Bar::show(&progress, verb));
+        Ok(Self { control, progress, _socket: socket, _signals: signals, _bar: bar })
+    }
+
+    pub(crate) fn watch(&self) -> Watch<'_> {
+        Watch { control: &self.control, progress: &self.progress, notice: &|line| eprintln!("limosa: {line}") }
+    }
+}
+
+fn listen(path: &Path, job: Job, control: &Control, progress: &Progress) -> anyhow::Result<ControlSocket> {
+    ControlSocket::listen(path, job, control.clone(), progress.clone())
+        .with_context(|| format!("cannot listen for programs at {} (--control)", path.display()))
+}

@@ -1,0 +1,175 @@
+//! `limosa restore`.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use limosa_migrate::MigrateError;
+use limosa_migrate::control_socket::Job;
+use limosa_qemu::job::JobError;
+use limosa_qemu::restore::{Mode, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore};
+use limosa_snapshot::Snapshot;
+use serde_json::{Value, json};
+
+use crate::args::{ModeArg, PreemptArg, RestoreArgs};
+use crate::detach::{self, Reporter};
+use crate::job::{self, Surroundings};
+use crate::words;
+
+pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
+    let begun = Instant::now();
+    if args.detach {
+        return detach::run(&args);
+    }
+    if args.pager {
+        detach::leave_session();
+    }
+    let reporter = Reporter::new(args.pager);
+    let result = work(&args, begun, &reporter);
+    if let Err(error) = &result
+        && reporter.failed(&words::one_line(error))
+    {
+        return Ok(ExitCode::FAILURE);
+    }
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Result<()> {
+    let snapshot = Snapshot::open(&args.snapshot)?;
+    let monitor = job::connect(&args.job.qmp)?;
+    let surroundings = Surroundings::new(&args.job, Job::Restore, "restoring", args.pager)?;
+    let observer = Observer { begun, reporter, quiet: args.pager };
+    let options = options(args);
+    let go = if args.recover { recover } else { restore };
+    let done = go(&monitor, &snapshot, &args.snapshot, &options, surroundings.watch(), &observer);
+    let phase = surroundings.progress.read().phase;
+    drop(surroundings);
+    let report = match done {
+        Ok(report) => report,
+        Err(error) => {
+            let guest_runs = phase >= limosa_migrate::Phase::PostcopyActive;
+            return Err(with_advice(error, args, guest_runs));
+        }
+    };
+    if !args.pager {
+        tell(&report);
+        if args.job.json {
+            println!("{}", object(&report));
+        }
+    }
+    Ok(())
+}
+
+/// What can be done after a failure depends on whether the guest had been started.
+fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow::Error {
+    let refused = matches!(error, JobError::Refused { .. } | JobError::Snapshot(_));
+    if guest_runs {
+        let how = format!("limosa restore --recover {} --qmp {}", args.snapshot.display(), args.job.qmp);
+        let what = if matches!(error, JobError::Migrate(MigrateError::Paused)) {
+            "the guest is left without the rest of its memory and stalls where it needs it"
+        } else {
+            "the guest stalls where it needs memory that is missing"
+        };
+        return anyhow::Error::from(error).context(format!("{what}; go on with: {how}"));
+    }
+    if refused || args.recover {
+        return error.into();
+    }
+    anyhow::Error::from(error)
+        .context("not restored; the snapshot is as it was: end this QEMU, start a fresh one and try again")
+}
+
+fn options(args: &RestoreArgs) -> RestoreOptions {
+    RestoreOptions {
+        mode: match args.mode {
+            ModeArg::Auto => Mode::Auto,
+            ModeArg::Lazy => Mode::Lazy,
+            ModeArg::Eager => Mode::Eager,
+        },
+        route: args.via.into(),
+        listen: args.listen.clone(),
+        preempt: args.preempt == PreemptArg::On,
+        run: match (args.run, args.paused) {
+            (true, _) => RunChoice::Run,
+            (_, true) => RunChoice::Paused,
+            _ => RunChoice::AsSaved,
+        },
+        disks: args.disks.into(),
+    }
+}
+
+/// Tells when the guest is there: the moment that a restore is about.
+struct Observer<'a> {
+    begun: Instant,
+    reporter: &'a Reporter,
+    quiet: bool,
+}
+
+impl RestoreObserver for Observer<'_> {
+    fn guest_ready(&self, _after: Duration, mode: Mode) {
+        let after = self.begun.elapsed();
+        self.reporter.guest_ready(after);
+        if !self.quiet && mode == Mode::Lazy {
+            eprintln!("the guest is back after {}; its memory follows", words::time(after));
+        }
+    }
+}
+
+fn tell(report: &RestoreReport) {
+    if let Some(lazy) = &report.lazy {
+        let latency = &lazy.request_latency;
+        let at = |quantile: f64| words::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
+        eprintln!(
+            "restored: all memory is there after {}; the VM is {}",
+            words::time(report.to_resident),
+            report.vm_state
+        );
+        if latency.is_empty() {
+            eprintln!("  no page had to be asked for");
+        } else {
+            eprintln!(
+                "  {} pages were asked for; answered within {} (median), {} (99%), {} (longest)",
+                words::count(latency.len()),
+                at(0.5),
+                at(0.99),
+                words::time(Duration::from_nanos(latency.max()))
+            );
+        }
+    } else {
+        eprintln!("restored after {}; the VM is {}", words::time(report.to_guest), report.vm_state);
+    }
+    if let (Some(normal), Some(zero)) = (report.normal_pages, report.zero_pages) {
+        let moved = normal.saturating_mul(limosa_page::PAGE_SIZE);
+        eprintln!(
+            "  pages: {} with contents, {} zero; {} at {:.2} GiB/s",
+            words::count(normal),
+            words::count(zero),
+            words::bytes(moved),
+            words::rate(moved, report.to_resident)
+        );
+    }
+}
+
+fn object(report: &RestoreReport) -> Value {
+    let lazy = report.lazy.as_ref().map(|lazy| {
+        let at = |quantile: f64| millis(lazy.request_latency.value_at_quantile(quantile));
+        json!({
+            "requests": lazy.request_latency.len(),
+            "request_latency_ms": { "p50": at(0.5), "p99": at(0.99), "max": millis(lazy.request_latency.max()) },
+            "main": words::counters(&lazy.main),
+            "preempt": lazy.preempt.as_ref().map(words::counters),
+        })
+    });
+    json!({
+        "mode": if report.lazy.is_some() { "lazy" } else { "eager" },
+        "vm_state": report.vm_state,
+        "to_guest_ms": words::millis(report.to_guest),
+        "to_resident_ms": words::millis(report.to_resident),
+        "pages": { "normal": report.normal_pages, "zero": report.zero_pages },
+        "lazy": lazy,
+        "channel": report.channel.as_ref().map(words::counters),
+    })
+}
+
+fn millis(nanos: u64) -> f64 {
+    words::millis(Duration::from_nanos(nanos))
+}

@@ -1,0 +1,30 @@
+//! `limosa resume`.
+
+use std::process::ExitCode;
+
+use limosa_qemu::resume::{ResumeOptions, resume};
+use serde_json::json;
+
+use crate::args::ResumeArgs;
+use crate::job;
+
+pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
+    let monitor = job::connect(&args.qmp)?;
+    let resumed = resume(&monitor, &ResumeOptions { force: args.force, ..ResumeOptions::default() })?;
+    let takeover = &resumed.takeover;
+    eprintln!("{}", resumed.why);
+    for remark in &takeover.remarks {
+        eprintln!("  {remark}");
+    }
+    eprintln!("{}", takeover.outcome);
+    if args.json {
+        let object = json!({
+            "why": resumed.why,
+            "remarks": takeover.remarks,
+            "outcome": takeover.outcome.to_string(),
+            "vm_state": takeover.run.as_str(),
+        });
+        println!("{object}");
+    }
+    Ok(if takeover.outcome.ends_job() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

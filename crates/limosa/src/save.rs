@@ -1,0 +1,127 @@
+//! `limosa save`.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use limosa_migrate::control_socket::Job;
+use limosa_qemu::guard::Guard;
+use limosa_qemu::save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
+use limosa_snapshot::{Durability, Via};
+use serde_json::json;
+
+use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, ViaArg};
+use crate::job::{self, Surroundings};
+use crate::words;
+
+pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
+    let monitor = job::connect(&args.job.qmp)?;
+    let surroundings = Surroundings::new(&args.job, Job::Save, "saving", false)?;
+    let report = save(&monitor, &args.snapshot, &options(args), surroundings.watch(), || {
+        // Through /proc, so that it is this program even if its file was replaced meanwhile.
+        Ok(Some(Guard::spawn(Path::new("/proc/self/exe"), ["guard", "--"], monitor.qmp())?))
+    });
+    drop(surroundings);
+    let report = report?;
+    tell(&report);
+    if args.job.json {
+        println!("{}", object(&report));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl From<ViaArg> for Route {
+    fn from(via: ViaArg) -> Self {
+        match via {
+            ViaArg::Auto => Self::Auto,
+            ViaArg::File => Self::File,
+            ViaArg::Socket => Self::Socket,
+        }
+    }
+}
+
+impl From<DisksArg> for DiskPolicy {
+    fn from(disks: DisksArg) -> Self {
+        match disks {
+            DisksArg::Check => Self::Check,
+            DisksArg::Ignore => Self::Ignore,
+        }
+    }
+}
+
+fn options(args: &SaveArgs) -> SaveOptions {
+    let on_timeout = match args.on_timeout {
+        OnTimeoutArg::Pause => OnTimeout::Pause,
+        OnTimeoutArg::Cancel => OnTimeout::Cancel,
+    };
+    SaveOptions {
+        route: args.via.into(),
+        listen: args.listen.clone(),
+        stop: args.stop,
+        replace: args.force,
+        checksum: args.checksum,
+        downtime: args.downtime,
+        timeout: args.timeout.map(|limit| (limit, on_timeout)),
+        disks: args.disks.into(),
+        durability: if args.no_sync { Durability::Unsynced } else { Durability::Synced },
+    }
+}
+
+fn via(report: &SaveReport) -> &'static str {
+    match report.via {
+        Via::File => "file",
+        _ => "socket",
+    }
+}
+
+fn tell(report: &SaveReport) {
+    let manifest = &report.published.manifest;
+    let pages = &manifest.pages;
+    let stored = pages.normal.saturating_mul(limosa_page::PAGE_SIZE);
+    eprintln!(
+        "saved {} ({} of {} memory) in {}, {:.2} GiB/s, via {}",
+        report.published.path.display(),
+        words::bytes(stored),
+        words::bytes(manifest.ram_bytes),
+        words::time(report.elapsed),
+        words::rate(stored, report.elapsed),
+        via(report),
+    );
+    eprintln!(
+        "  pages: {} with contents, {} zero, {} sent again",
+        words::count(pages.normal),
+        words::count(pages.zero),
+        words::count(pages.resent)
+    );
+    match report.downtime {
+        Some(downtime) => eprintln!(
+            "  the VM stood still for {} and ran on after {}; it is {}",
+            words::time(downtime),
+            words::time(report.to_vm_running),
+            report.vm_state
+        ),
+        None => eprintln!("  the VM is {}", report.vm_state),
+    }
+    if let (Some(channel), Some(file)) = (&report.channel, &report.file) {
+        eprintln!("  system calls: {} reads, {} writes", words::count(channel.calls_in), words::count(file.calls_out));
+    }
+}
+
+fn object(report: &SaveReport) -> serde_json::Value {
+    let manifest = &report.published.manifest;
+    json!({
+        "snapshot": report.published.path,
+        "id": manifest.id,
+        "via": via(report),
+        "vm_state": report.vm_state,
+        "downtime_ms": report.downtime.map(words::millis),
+        "to_vm_running_ms": words::millis(report.to_vm_running),
+        "elapsed_ms": words::millis(report.elapsed),
+        "gib_per_s": words::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, report.elapsed),
+        "ram_bytes": manifest.ram_bytes,
+        "file_length": report.published.length,
+        "pages": manifest.pages,
+        "rounds": report.rounds,
+        "channel": report.channel.as_ref().map(words::counters),
+        "file": report.file.as_ref().map(words::counters),
+    })
+}

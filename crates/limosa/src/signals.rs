@@ -1,0 +1,60 @@
+//! What signals mean to a running job.
+//!
+//! Before a guest runs, SIGINT, SIGTERM and SIGHUP cancel. Once a lazily restored guest runs, limosa is its pager: SIGHUP is
+//! survived, the first SIGINT or SIGTERM lifts the rate limit so that the rest is there soon, the second leaves the guest
+//! paused, to be recovered.
+
+use std::thread;
+
+use anyhow::Context;
+use limosa_migrate::{Control, Phase, Progress, Stop};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
+
+/// Listens to signals until it is dropped.
+pub(crate) struct SignalWatch {
+    handle: Handle,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl SignalWatch {
+    /// Starts to listen on behalf of a job.
+    pub(crate) fn start(control: &Control, progress: &Progress) -> anyhow::Result<Self> {
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
+        let handle = signals.handle();
+        let (control, progress) = (control.clone(), progress.clone());
+        let thread = thread::Builder::new().name("signals".into()).spawn(move || {
+            let mut heard = 0;
+            for signal in signals.forever() {
+                heed(signal, &mut heard, &control, &progress);
+            }
+        });
+        Ok(Self { handle, thread: Some(thread.context("cannot start a thread for signals")?) })
+    }
+}
+
+impl Drop for SignalWatch {
+    fn drop(&mut self) {
+        self.handle.close();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn heed(signal: i32, heard: &mut u32, control: &Control, progress: &Progress) {
+    let guest_runs = progress.read().phase == Phase::PostcopyActive;
+    match (guest_runs, signal) {
+        (true, SIGHUP) => {}
+        (true, _) => {
+            *heard += 1;
+            if *heard == 1 {
+                eprintln!("limosa: pushing the rest at full speed; once more leaves the guest paused");
+                control.set_max_bandwidth(None);
+            } else {
+                control.stop(Stop::Pause);
+            }
+        }
+        (false, _) => control.stop(Stop::Cancel),
+    }
+}

@@ -1,0 +1,101 @@
+//! What a save and a restore have in common: how they are watched, and what they fail with.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use limosa_channel::ChannelError;
+use limosa_migrate::{Control, MigrateError, Progress};
+use limosa_snapshot::SnapshotError;
+
+use crate::guard::GuardError;
+use crate::marker::MarkerError;
+use crate::qmp::QmpError;
+
+/// The handles by which a running job is watched and reached into.
+#[derive(Clone, Copy)]
+pub struct Watch<'a> {
+    /// Stops the job or changes its rate.
+    pub control: &'a Control,
+    /// How far it is.
+    pub progress: &'a Progress,
+    /// Is told, in a line each, what a person should know while it runs.
+    pub notice: &'a (dyn Fn(&str) + Sync),
+}
+
+impl std::fmt::Debug for Watch<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Watch")
+            .field("control", &self.control)
+            .field("progress", &self.progress)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Why a save or a restore did not come about.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobError {
+    /// The monitor, or QEMU behind it.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+
+    /// The file.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+
+    /// The stream.
+    #[error(transparent)]
+    Migrate(#[from] MigrateError),
+
+    /// The record of the job inside QEMU: another job is there, or was.
+    #[error(transparent)]
+    Marker(#[from] MarkerError),
+
+    /// The process that watches over the job.
+    #[error(transparent)]
+    Guard(#[from] GuardError),
+
+    /// The transport, before there was a stream.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+
+    /// A place that the job needs could not be made.
+    #[error("cannot {what} {}: {source}", path.display())]
+    Place {
+        /// What was tried.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// The kernel's reason.
+        source: std::io::Error,
+    },
+
+    /// The VM, as it is, is not one that this job can be done with.
+    #[error("{why}; {hint}")]
+    Refused {
+        /// What speaks against it.
+        why: String,
+        /// What to do about it.
+        hint: String,
+    },
+
+    /// QEMU gave the migration up.
+    #[error("QEMU gave up: {reason}")]
+    Failed {
+        /// QEMU's own message.
+        reason: String,
+    },
+
+    /// The VM changed its memory faster than it could be saved.
+    #[error("not done within {} s: the VM changes its memory faster than it is saved; give it more time, more bandwidth, or --on-timeout pause", after.as_secs_f64())]
+    TimedOut {
+        /// The limit that was set.
+        after: Duration,
+    },
+}
+
+impl JobError {
+    pub(crate) fn refused(why: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::Refused { why: why.into(), hint: hint.into() }
+    }
+}

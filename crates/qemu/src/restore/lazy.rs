@@ -1,0 +1,167 @@
+//! The lazy restore: limosa as a postcopy source, started with all RAM missing.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::Channel;
+use limosa_migrate::{MigrateError, Milestone, PostcopySource, PostcopyStats};
+use limosa_snapshot::Snapshot;
+
+use super::incoming::Rendezvous;
+use super::{LazyReport, Mode, RestoreJob, RestoreReport};
+use crate::job::JobError;
+use crate::marker::JobMarker;
+use crate::monitor::{MigrationStatus, Monitor, Settings};
+
+/// How long QEMU may take to say that it has completed, once it has said so on the stream.
+const SETTLE_WITHIN: Duration = Duration::from_secs(30);
+
+/// How QEMU must be set, the answering channel aside.
+pub(super) fn settings(preempt: bool) -> Settings {
+    let mut wish = Settings::new().capability("postcopy-ram", true).capability("postcopy-preempt", preempt);
+    for other in ["multifd", "mapped-ram", "x-ignore-shared", "xbzrle", "x-colo", "release-ram", "switchover-ack"] {
+        wish = wish.capability(other, false);
+    }
+    wish
+}
+
+pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
+    let monitor = job.monitor;
+    job.snapshot.lock_serving()?;
+    let change = monitor.plan_settings(&settings(job.options.preempt))?;
+    // QEMU before 7.1 knows no preempt channel.
+    let preempt = job.options.preempt && !change.unknown.iter().any(|name| name == "postcopy-preempt");
+    let rendezvous = Rendezvous::new(monitor, job.options.listen.as_ref())?;
+    let marker = job.marker(change.undo);
+    marker.place(monitor)?;
+    let channel = listen(job, &change.set, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
+    let mut source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
+    if preempt {
+        source = source.with_preempt(Box::new(|| rendezvous.connect()));
+    }
+    let served = serve(job, source, Go::Start, job.runs);
+    drop(rendezvous);
+    match served {
+        Ok((stats, to_guest)) => {
+            settle(job.monitor, &marker)?;
+            Ok(report(job, stats, to_guest))
+        }
+        Err(Unserved { error, guest_runs: true }) => Err(error),
+        Err(Unserved { error, guest_runs: false }) => Err(job.give_up(&marker, error)),
+    }
+}
+
+/// Makes QEMU listen for the stream, and connects.
+fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous) -> Result<Channel, JobError> {
+    job.monitor.set(settings)?;
+    job.choose_autostart()?;
+    job.monitor.migrate_incoming(&rendezvous.uri())?;
+    Ok(rendezvous.connect()?)
+}
+
+/// A transfer that was broken off.
+pub(super) struct Unserved {
+    pub(super) error: JobError,
+    /// Whether the guest was started before.
+    pub(super) guest_runs: bool,
+}
+
+/// Which of its two beginnings the engine takes.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Go {
+    Start,
+    Recover,
+}
+
+/// Runs the engine, and tells the observer when the guest runs.
+///
+/// The engine has a thread of its own; this one listens to the monitor, because the guest runs when QEMU says so.
+pub(super) fn serve(
+    job: &RestoreJob<'_>,
+    source: PostcopySource<'_, Snapshot>,
+    go: Go,
+    resumes: bool,
+) -> Result<(PostcopyStats, Duration), Unserved> {
+    let loaded = AtomicBool::new(false);
+    let (say, heard) = mpsc::channel();
+    thread::scope(|scope| {
+        let flag = &loaded;
+        let source = source.on_milestone(move |milestone| {
+            if milestone == Milestone::DevicesLoaded {
+                flag.store(true, Ordering::Release);
+                let _ = say.send(());
+            }
+        });
+        let engine = thread::Builder::new().name("push".into()).spawn_scoped(scope, move || match go {
+            Go::Start => source.start(),
+            Go::Recover => source.recover(),
+        });
+        let engine = engine.map_err(|source| Unserved {
+            error: JobError::Place { what: "start a thread to serve", path: job.path.to_owned(), source },
+            guest_runs: false,
+        })?;
+        let to_guest = wait_for_guest(job, &heard, resumes, || engine.is_finished());
+        if let Some(after) = to_guest {
+            job.observer.guest_ready(after, Mode::Lazy);
+        }
+        let result = engine.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sender panicked".into())));
+        match result {
+            Ok(stats) => Ok((stats, to_guest.unwrap_or_else(|| job.begun.elapsed()))),
+            Err(error) => Err(Unserved { error: error.into(), guest_runs: loaded.load(Ordering::Acquire) }),
+        }
+    })
+}
+
+/// Waits until the devices are loaded and, if the guest is to run, QEMU says that it does. `None` if the engine ended
+/// before that.
+fn wait_for_guest(
+    job: &RestoreJob<'_>,
+    loaded: &mpsc::Receiver<()>,
+    resumes: bool,
+    over: impl Fn() -> bool,
+) -> Option<Duration> {
+    while let Err(error) = loaded.recv_timeout(Duration::from_millis(20)) {
+        if error == mpsc::RecvTimeoutError::Disconnected || over() {
+            return loaded.try_recv().ok().map(|()| job.begun.elapsed());
+        }
+    }
+    while resumes && !over() {
+        match job.monitor.qmp().wait_event(&["RESUME"], Duration::from_millis(50)) {
+            Ok(Some(_)) | Err(_) => break,
+            Ok(None) => {}
+        }
+    }
+    Some(job.begun.elapsed())
+}
+
+/// After the last page: waits for QEMU to see it so, then puts its settings back.
+pub(super) fn settle(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobError> {
+    let limit = Instant::now() + SETTLE_WITHIN;
+    loop {
+        match monitor.migration()?.status {
+            MigrationStatus::Completed => break,
+            status if Instant::now() > limit => {
+                return Err(JobError::Failed { reason: format!("every page was sent, but QEMU still says {status}") });
+            }
+            _ => thread::sleep(Duration::from_millis(2)),
+        }
+    }
+    monitor.put_back(&marker.undo)?;
+    JobMarker::remove(monitor)?;
+    Ok(())
+}
+
+pub(super) fn report(job: &RestoreJob<'_>, stats: PostcopyStats, to_guest: Duration) -> RestoreReport {
+    RestoreReport {
+        mode: Mode::Lazy,
+        to_guest,
+        to_resident: job.begun.elapsed(),
+        normal_pages: Some(stats.normal_pages),
+        zero_pages: Some(stats.zero_pages),
+        lazy: Some(LazyReport { request_latency: stats.request_latency, main: stats.main, preempt: stats.preempt }),
+        channel: None,
+        vm_state: job.vm_state(),
+    }
+}

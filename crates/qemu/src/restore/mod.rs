@@ -1,0 +1,195 @@
+//! Restoring a VM: from a snapshot into a QEMU that was started with `-incoming defer`.
+//!
+//! Lazily, limosa is a postcopy source whose guest does not run: the guest starts at the destination as soon as the
+//! device state is loaded, and its pages follow, requested ones first. Eagerly, QEMU reads the file itself, or, where it
+//! cannot, limosa sends a precopy stream.
+//!
+//! The law: **a guest never sees a page that was not stored.** A failure while pages are missing closes the channel: the
+//! guest stalls on what it has not got and waits for [`recover`]. Which snapshot it stands on is written down inside its
+//! QEMU (the job's marker), so that no other can be mistaken for it.
+
+mod eager;
+mod incoming;
+mod lazy;
+mod preflight;
+mod recover;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use limosa_channel::{Counters, Uri};
+use limosa_snapshot::Snapshot;
+use uuid::Uuid;
+
+use crate::job::{JobError, Watch};
+use crate::marker::{JobKind, JobMarker};
+use crate::monitor::{Monitor, RunState, Settings};
+use crate::takeover::{Actor, take_over};
+pub use recover::recover;
+
+pub use crate::save::{DiskPolicy, Route};
+
+/// When the guest runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// Lazily where the destination can, else eagerly, with a notice why.
+    #[default]
+    Auto,
+    /// At once; its pages follow.
+    Lazy,
+    /// When all pages are there.
+    Eager,
+}
+
+/// The run state that the VM comes back in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RunChoice {
+    /// The one it was saved in.
+    #[default]
+    AsSaved,
+    /// Running.
+    Run,
+    /// Paused.
+    Paused,
+}
+
+/// How a VM is to be restored.
+#[derive(Debug, Clone, Default)]
+pub struct RestoreOptions {
+    /// When the guest runs.
+    pub mode: Mode,
+    /// Who reads the pages in an eager restore.
+    pub route: Route,
+    /// Where QEMU listens; `None`: a socket in a private directory.
+    pub listen: Option<Uri>,
+    /// Answer requested pages on a channel of their own.
+    pub preempt: bool,
+    /// The run state.
+    pub run: RunChoice,
+    /// About disks that changed since the VM was saved.
+    pub disks: DiskPolicy,
+}
+
+/// What is told while a restore runs.
+pub trait RestoreObserver: Sync {
+    /// The guest runs (or is ready to, if it is to stay paused) this long after [`restore`] was called.
+    fn guest_ready(&self, after: Duration, mode: Mode);
+}
+
+/// What a lazy restore counted.
+#[derive(Debug, Clone)]
+pub struct LazyReport {
+    /// From the arrival of a page request to its answer, nanoseconds.
+    pub request_latency: Histogram<u64>,
+    /// Of the main channel.
+    pub main: Counters,
+    /// Of the preempt channel.
+    pub preempt: Option<Counters>,
+}
+
+/// What a restore came to.
+#[derive(Debug)]
+pub struct RestoreReport {
+    /// Lazy or eager.
+    pub mode: Mode,
+    /// From the call to the guest running, or being ready to.
+    pub to_guest: Duration,
+    /// From the call to every page being there.
+    pub to_resident: Duration,
+    /// Pages sent with contents; `None` where QEMU read them itself.
+    pub normal_pages: Option<u64>,
+    /// Pages sent as zero.
+    pub zero_pages: Option<u64>,
+    /// Of a lazy restore.
+    pub lazy: Option<LazyReport>,
+    /// Of the channel of an eager restore through the socket.
+    pub channel: Option<Counters>,
+    /// The state that the VM is in now.
+    pub vm_state: String,
+}
+
+/// Restores `snapshot`, which was opened from `path`, into the QEMU behind `monitor`.
+///
+/// # Errors
+/// Before the guest runs: the QEMU has to be thrown away, and a fresh one can be tried with; the snapshot is untouched.
+/// After: the guest stalls on missing pages, and [`recover`] goes on.
+pub fn restore(
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+    path: &Path,
+    options: &RestoreOptions,
+    watch: Watch<'_>,
+    observer: &dyn RestoreObserver,
+) -> Result<RestoreReport, JobError> {
+    let begun = Instant::now();
+    let plan = preflight::check(monitor, snapshot, options, watch)?;
+    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, begun, runs: plan.runs };
+    match plan.mode {
+        Mode::Eager => eager::run(&job),
+        _ => lazy::run(&job),
+    }
+}
+
+/// What tells a snapshot from every other: its id, or, where another program wrote it, its device state.
+fn identity(snapshot: &Snapshot) -> Uuid {
+    snapshot
+        .manifest()
+        .map_or_else(|| Uuid::new_v5(&Uuid::NAMESPACE_OID, snapshot.device_tail()), |manifest| manifest.id)
+}
+
+/// How long QEMU may take to come to the end of a load that failed.
+const FAIL_WITHIN: Duration = Duration::from_secs(5);
+
+/// What all ways of restoring work with.
+struct RestoreJob<'a> {
+    monitor: &'a Monitor,
+    snapshot: &'a Snapshot,
+    path: &'a Path,
+    options: &'a RestoreOptions,
+    watch: Watch<'a>,
+    observer: &'a dyn RestoreObserver,
+    begun: Instant,
+    /// Whether the guest is to run.
+    runs: bool,
+}
+
+impl RestoreJob<'_> {
+    /// Before the incoming migration: makes QEMU start, or not start, the guest by itself. In a QEMU that waits for an
+    /// incoming VM, `cont` and `stop` set just that.
+    fn choose_autostart(&self) -> Result<(), JobError> {
+        Ok(if self.runs { self.monitor.cont() } else { self.monitor.stop() }?)
+    }
+
+    /// The record of this job for QEMU.
+    fn marker(&self, undo: Settings) -> JobMarker {
+        JobMarker::new(JobKind::Restore, identity(self.snapshot), self.path, self.runs, undo)
+    }
+
+    /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has one.
+    fn give_up(&self, marker: &JobMarker, error: JobError) -> JobError {
+        let said = self.monitor.migration().ok().and_then(|info| info.error);
+        // The QEMU is to be thrown away anyway; what it refuses now changes nothing.
+        let _ = take_over(self.monitor, marker, Actor::Guard, FAIL_WITHIN);
+        match said {
+            Some(reason) => {
+                JobError::Failed { reason: format!("{reason} (its own log may say more); limosa saw: {error}") }
+            }
+            None => error,
+        }
+    }
+
+    /// The VM's state, as people and programs are told.
+    fn vm_state(&self) -> String {
+        self.monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string())
+    }
+
+    /// Makes sure that the guest runs if it is to: an eager load goes by the state that was saved.
+    fn settle_run_state(&self) -> Result<(), JobError> {
+        let status = self.monitor.status()?;
+        if self.runs && !status.running && status.state != RunState::Shutdown {
+            self.monitor.cont()?;
+        }
+        Ok(())
+    }
+}

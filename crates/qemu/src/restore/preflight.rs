@@ -1,0 +1,160 @@
+//! Whether a snapshot and a destination fit, and how it is best restored: asked before anything is changed.
+
+use limosa_migrate::PageSource;
+use limosa_page::PAGE_SIZE;
+use limosa_snapshot::{Snapshot, check_disks};
+
+use super::{DiskPolicy, Mode, RestoreOptions, RunChoice};
+use crate::job::{JobError, Watch};
+use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
+
+/// What was decided.
+pub(super) struct Plan {
+    /// Lazy or eager, no longer auto.
+    pub(super) mode: Mode,
+    /// Whether the guest is to run.
+    pub(super) runs: bool,
+}
+
+/// Looks at both sides.
+pub(super) fn check(
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+    options: &RestoreOptions,
+    watch: Watch<'_>,
+) -> Result<Plan, JobError> {
+    for warning in snapshot.warnings() {
+        (watch.notice)(warning);
+    }
+    snapshot.check_restorable()?;
+    if options.disks == DiskPolicy::Check
+        && let Some(manifest) = snapshot.manifest()
+        && let Some(change) = check_disks(manifest).first()
+    {
+        return Err(JobError::refused(
+            change.to_string(),
+            "memory and disk would be of different instants; put the disk back, or say --disks ignore",
+        ));
+    }
+    waits_for_a_vm(monitor)?;
+    let blocks = monitor.ram_blocks()?;
+    same_machine(monitor, snapshot)?;
+    same_memory(snapshot, &blocks)?;
+    let runs = match options.run {
+        RunChoice::Run => true,
+        RunChoice::Paused => false,
+        // A foreign stream may lack the state; a VM that was migrated was running far more often than not.
+        RunChoice::AsSaved => snapshot.run_state().is_none_or(|state| state == RunState::Running.as_str()),
+    };
+    let mode = match options.mode {
+        Mode::Eager => Mode::Eager,
+        wanted => match why_not_lazy(monitor, &blocks)? {
+            None => Mode::Lazy,
+            Some(why) if wanted == Mode::Lazy => {
+                return Err(JobError::refused(format!("cannot restore lazily: {why}"), "use --mode eager, or auto"));
+            }
+            Some(why) => {
+                (watch.notice)(&format!("restoring eagerly: {why}"));
+                Mode::Eager
+            }
+        },
+    };
+    Ok(Plan { mode, runs })
+}
+
+fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
+    let status = monitor.status()?;
+    let migration = monitor.migration()?;
+    let over = matches!(migration.status.as_str(), "none");
+    if status.state == RunState::Inmigrate && over {
+        return Ok(());
+    }
+    if migration.status.as_str() == "postcopy-paused" {
+        return Err(JobError::refused(
+            "this QEMU is in the middle of an interrupted lazy restore",
+            "finish it with limosa restore --recover",
+        ));
+    }
+    if status.state == RunState::Inmigrate {
+        return Err(JobError::refused(
+            format!("this QEMU has already taken an incoming VM ({})", migration.status),
+            "start a fresh one with -incoming defer",
+        ));
+    }
+    Err(JobError::refused(
+        format!("this QEMU does not wait for an incoming VM (it is {})", status.state),
+        "start it with -incoming defer and the options that the saved VM was started with",
+    ))
+}
+
+fn same_machine(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> {
+    let (saved, here) = (&snapshot.start().configuration.machine, monitor.machine()?);
+    if *saved == here {
+        return Ok(());
+    }
+    Err(JobError::refused(
+        format!("the snapshot is of a machine {saved}, this QEMU is a {here}"),
+        format!("start QEMU with -machine {saved}"),
+    ))
+}
+
+fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobError> {
+    let hint = "start QEMU with the options that the saved VM was started with";
+    for saved in &snapshot.start().blocks {
+        let Some(here) = blocks.iter().find(|block| block.name == saved.name) else {
+            return Err(JobError::refused(
+                format!(
+                    "the snapshot has a RAM block {} of {} KiB, this QEMU has none",
+                    saved.name,
+                    saved.used_length >> 10
+                ),
+                hint,
+            ));
+        };
+        // A block whose used length is below its total one can be resized by the stream.
+        let resizable = here.total_length > here.used_length;
+        if here.used_length != saved.used_length && !(resizable && saved.used_length <= here.total_length) {
+            return Err(JobError::refused(
+                format!(
+                    "RAM block {} has {} KiB in the snapshot and {} KiB in this QEMU",
+                    saved.name,
+                    saved.used_length >> 10,
+                    here.used_length >> 10
+                ),
+                hint,
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// What stands against a lazy restore, if anything does.
+fn why_not_lazy(monitor: &Monitor, blocks: &[RamBlockInfo]) -> Result<Option<String>, JobError> {
+    if let Some(block) = blocks.iter().find(|block| block.page_size > PAGE_SIZE) {
+        return Ok(Some(format!("RAM block {} has pages of {} KiB", block.name, block.page_size >> 10)));
+    }
+    if let Some(backend) =
+        monitor.memory_backends()?.into_iter().find(|backend| backend.kind == "memory-backend-file" && !backend.share)
+    {
+        return Ok(Some(format!("memory backend {} maps a file privately", backend.id)));
+    }
+    if let Some(device) = monitor.devices()?.into_iter().find(crate::monitor::Device::is_assigned) {
+        return Ok(Some(format!("{} is an assigned host device, which needs all memory at once", device.kind)));
+    }
+    // QEMU itself looks whether it may use userfaultfd when the capability is set; what excludes it is off first.
+    let change = monitor.plan_settings(
+        &Settings::new()
+            .capability("multifd", false)
+            .capability("mapped-ram", false)
+            .capability("x-ignore-shared", false)
+            .capability("postcopy-ram", true),
+    )?;
+    match monitor.set(&change.set) {
+        Ok(()) => {
+            monitor.put_back(&change.undo)?;
+            Ok(None)
+        }
+        Err(refusal) if refusal.is_refusal() => Ok(Some(refusal.desc().unwrap_or("QEMU refuses postcopy").to_owned())),
+        Err(other) => Err(other.into()),
+    }
+}

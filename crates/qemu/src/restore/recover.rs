@@ -1,0 +1,112 @@
+//! Finishing a lazy restore that was interrupted.
+
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_migrate::PostcopySource;
+use limosa_snapshot::Snapshot;
+
+use super::incoming::Rendezvous;
+use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, identity, lazy};
+use crate::job::{JobError, Watch};
+use crate::marker::{JobKind, JobMarker, MarkerError};
+use crate::monitor::{MigrationStatus, Monitor};
+use crate::process::{Liveness, ProcessIdentity};
+
+/// How long QEMU may take to notice that its channel is gone.
+const PAUSED_WITHIN: Duration = Duration::from_secs(10);
+
+/// Goes on with a lazy restore of `snapshot` whose limosa died or was told to leave the guest paused.
+///
+/// # Errors
+/// If this QEMU does not stand on this snapshot, or is not in need. After a failure it can be tried again.
+pub fn recover(
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+    path: &Path,
+    options: &RestoreOptions,
+    watch: Watch<'_>,
+    observer: &dyn RestoreObserver,
+) -> Result<RestoreReport, JobError> {
+    let begun = Instant::now();
+    let mut marker = own_marker(monitor, snapshot)?;
+    snapshot.lock_serving()?;
+    let runs = marker.was_running;
+    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, begun, runs };
+    if wait_paused(monitor)? == MigrationStatus::Completed {
+        lazy::settle(monitor, &marker)?;
+        return Err(JobError::refused("this VM has all its pages already", "there is nothing to recover"));
+    }
+    marker.process = ProcessIdentity::own();
+    marker.update(monitor)?;
+    let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
+    let rendezvous = Rendezvous::new(monitor, options.listen.as_ref())?;
+    monitor.migrate_recover(&rendezvous.uri())?;
+    let channel = rendezvous.connect()?;
+    let mut source = PostcopySource::new(snapshot, channel, watch.control, watch.progress);
+    if preempt {
+        source = source.with_preempt(Box::new(|| rendezvous.connect()));
+    }
+    let served = lazy::serve(&job, source, lazy::Go::Recover, false);
+    drop(rendezvous);
+    let (stats, to_guest) = served.map_err(|unserved| unserved.error)?;
+    lazy::settle(monitor, &marker)?;
+    Ok(lazy::report(&job, stats, to_guest))
+}
+
+/// The record of the interrupted job, if it is one of this snapshot.
+fn own_marker(monitor: &Monitor, snapshot: &Snapshot) -> Result<JobMarker, JobError> {
+    let Some(marker) = JobMarker::read(monitor)? else {
+        return Err(JobError::refused(
+            "no lazy restore by limosa was interrupted in this QEMU",
+            "restore into a QEMU started with -incoming defer, without --recover",
+        ));
+    };
+    if marker.job != JobKind::Restore {
+        return Err(JobError::refused("the job that was interrupted in this QEMU is a save", "run limosa resume"));
+    }
+    if marker.process.liveness() == Liveness::Alive {
+        return Err(MarkerError::Busy(Box::new(marker)).into());
+    }
+    if marker.snapshot != identity(snapshot) {
+        return Err(JobError::refused(
+            format!("this VM stands on another snapshot, {} ({})", marker.path, marker.snapshot),
+            "recover from that file: any other would mix two memories",
+        ));
+    }
+    Ok(marker)
+}
+
+/// Waits until QEMU has noticed that nobody serves it, and tells it if it does not.
+fn wait_paused(monitor: &Monitor) -> Result<MigrationStatus, JobError> {
+    let limit = Instant::now() + PAUSED_WITHIN;
+    let mut told = false;
+    loop {
+        match monitor.migration()?.status {
+            found @ (MigrationStatus::PostcopyPaused | MigrationStatus::Completed) => return Ok(found),
+            MigrationStatus::PostcopyActive
+            | MigrationStatus::PostcopyRecover
+            | MigrationStatus::PostcopyRecoverSetup => {
+                // A channel whose other end is gone without a word (a dead host) looks alive from here.
+                if !told && Instant::now() + PAUSED_WITHIN / 2 > limit {
+                    told = true;
+                    monitor.migrate_pause()?;
+                }
+            }
+            other => {
+                return Err(JobError::refused(
+                    format!("this QEMU is not in the middle of a lazy restore ({other})"),
+                    "start a fresh one with -incoming defer and restore without --recover",
+                ));
+            }
+        }
+        if Instant::now() > limit {
+            return Err(JobError::refused(
+                "QEMU still believes that somebody serves it",
+                "end the limosa that does, or try again",
+            ));
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}

@@ -1,0 +1,46 @@
+//! QEMU writes the mapped-ram file itself, through a descriptor that it is passed; limosa starts the write-back early,
+//! checks what came of it, and adds its trailer.
+
+use std::os::fd::AsFd;
+
+use limosa_snapshot::{PendingFile, Via, WriteBehind, adopt};
+
+use super::watcher::Watcher;
+use super::{SaveJob, SaveReport, Saved};
+use crate::job::JobError;
+use crate::marker::JobMarker;
+
+pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
+    let descriptor = pending.writer_descriptor(false)?;
+    let set = job.monitor.add_fd(descriptor.as_fd(), None, &format!("limosa save {}", job.before.manifest.id))?;
+    drop(descriptor);
+    marker.descriptor_sets.push(set.set);
+    marker.update(job.monitor)?;
+    let written = write(job, &pending, &set.path());
+    // QEMU has closed its duplicates when the migration was over; the set itself stays until it is told.
+    let removed = job.monitor.remove_fd(set.set);
+    let saved = written?;
+    removed?;
+    let published = adopt(pending, saved.manifest.clone(), job.write_options())?;
+    job.published(marker)?;
+    Ok(job.report(published, Via::File, saved))
+}
+
+/// Has QEMU write the file, and the VM go on if it is to.
+fn write(job: &SaveJob<'_>, pending: &PendingFile, path: &str) -> Result<Saved, JobError> {
+    let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Place {
+        what: "start the write-back of",
+        path: pending.target().to_owned(),
+        source,
+    })?;
+    let mut watcher = Watcher::new(job, true);
+    job.monitor.migrate(&format!("file:{path}"), false)?;
+    watcher.wait_completed()?;
+    let downtime = if job.goes_on() { watcher.continue_vm()? } else { None };
+    let to_vm_running = job.begun.elapsed();
+    let totals = watcher.totals()?;
+    drop(write_back);
+    let mut manifest = job.before.manifest.clone();
+    manifest.via = Some(Via::File);
+    Ok(Saved { manifest, downtime, rounds: totals.map(|ram| ram.dirty_sync_count), to_vm_running })
+}

@@ -1,0 +1,133 @@
+//! QEMU sends its migration stream, and limosa writes the file as it comes.
+
+use std::os::fd::AsFd;
+use std::thread;
+use std::time::Duration;
+
+use limosa_channel::{Channel, Listener, Options, Uri};
+use limosa_migrate::{Destination, DestinationOptions, Incoming, MigrateError};
+use limosa_snapshot::{PendingFile, SnapshotWriter, Via};
+
+use super::watcher::Watcher;
+use super::{SaveJob, SaveReport, Saved};
+use crate::job::JobError;
+use crate::marker::JobMarker;
+use crate::monitor::MigrationStatus;
+
+/// The name under which QEMU keeps its end of the socket pair.
+pub(super) const DESCRIPTOR: &str = "limosa-save";
+/// How long QEMU may take to connect.
+const CONNECT_WITHIN: Duration = Duration::from_secs(30);
+
+pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
+    let mut writer = SnapshotWriter::new(pending, job.write_options())?;
+    let channel = connect(job)?;
+    let mut watcher = Watcher::new(job, false);
+    let incoming = thread::scope(|scope| {
+        let receiving =
+            thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channel, &mut writer));
+        let receiving = receiving.map_err(|source| JobError::Place {
+            what: "start a thread for",
+            path: job.before.manifest.id.to_string().into(),
+            source,
+        })?;
+        // Both ends can find out first that something went wrong; the receiver's reason is the better one, unless it
+        // only saw QEMU close the connection.
+        let watched = loop {
+            match watcher.look() {
+                Err(error) => break Err(error),
+                Ok(_) if receiving.is_finished() => break Ok(()),
+                Ok(_) => {}
+            }
+        };
+        if watched.is_err() {
+            job.watch.control.stop(limosa_migrate::Stop::Cancel);
+        }
+        let received = receiving.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the receiver panicked".into())));
+        match (watched, received) {
+            (Ok(()), Ok(incoming)) => Ok(incoming),
+            (Ok(()), Err(error)) => Err(broken_off(&mut watcher, error)),
+            (Err(error), _) => Err(error),
+        }
+    })?;
+    let mut manifest = job.before.manifest.clone();
+    manifest.via = Some(Via::Socket);
+    if let Ok(Some(state)) = incoming.devices.global_state(&incoming.tail) {
+        manifest.run_state = Some(state.run_state);
+    }
+    manifest.pages.resent = incoming.stats.resent_pages;
+    let counters = (writer.counters(), incoming.stats.channel);
+    let finish = |writer: SnapshotWriter, manifest| writer.finish(&incoming.tail, manifest);
+    let (published, saved) = if job.options.stop {
+        let published = finish(writer, manifest.clone())?;
+        job.published(marker)?;
+        incoming.acknowledge()?;
+        watcher.wait_completed()?;
+        let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
+        let saved = Saved { manifest, downtime: None, rounds, to_vm_running: job.begun.elapsed() };
+        (published, saved)
+    } else {
+        watcher.wait_completed()?;
+        let downtime = if job.goes_on() { watcher.continue_vm()? } else { None };
+        let to_vm_running = job.begun.elapsed();
+        let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
+        let published = finish(writer, manifest.clone())?;
+        (published, Saved { manifest, downtime, rounds, to_vm_running })
+    };
+    let mut report = job.report(published, Via::Socket, saved);
+    report.file = Some(counters.0);
+    report.channel = Some(counters.1);
+    Ok(report)
+}
+
+/// Receives the stream; if the VM goes on, answers at once, because it stands still until then.
+fn receive(job: &SaveJob<'_>, channel: Channel, writer: &mut SnapshotWriter) -> Result<Incoming, MigrateError> {
+    let destination = Destination::new(channel, job.watch.control, job.watch.progress, DestinationOptions::default());
+    let incoming = destination.receive(writer)?;
+    if !job.options.stop {
+        incoming.acknowledge()?;
+    }
+    Ok(incoming)
+}
+
+/// The reason for a stream that ended early: QEMU's, if the receiver saw no more than a closed connection.
+fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
+    let only_closed = matches!(&error, MigrateError::Channel(closed) if closed.is_closed())
+        || matches!(&error, MigrateError::Stream(_));
+    if only_closed {
+        for _ in 0..20 {
+            match watcher.look() {
+                Err(reason @ JobError::Failed { .. }) => return reason,
+                Err(_) => break,
+                Ok(MigrationStatus::Completed) => break,
+                Ok(_) => {}
+            }
+        }
+    }
+    error.into()
+}
+
+/// Starts QEMU's migration towards this process, and returns the connection.
+fn connect(job: &SaveJob<'_>) -> Result<Channel, JobError> {
+    match &job.options.listen {
+        None => {
+            let (channel, theirs) = Channel::pair()?;
+            job.monitor.getfd(DESCRIPTOR, theirs.as_fd())?;
+            drop(theirs);
+            if let Err(error) = job.monitor.migrate(&format!("fd:{DESCRIPTOR}"), false) {
+                let _ = job.monitor.closefd(DESCRIPTOR);
+                return Err(error.into());
+            }
+            Ok(channel)
+        }
+        Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })) => {
+            let listener = Listener::bind(uri, &Options::default())?;
+            job.monitor.migrate(&listener.local_uri().to_string(), false)?;
+            Ok(listener.accept(Some(CONNECT_WITHIN))?)
+        }
+        Some(other) => Err(JobError::refused(
+            format!("QEMU cannot connect to {other}"),
+            "--listen takes unix:PATH or tcp:HOST:PORT",
+        )),
+    }
+}

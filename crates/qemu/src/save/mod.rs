@@ -1,0 +1,285 @@
+//! Saving a VM: from a running QEMU to a published file, with the VM going on.
+//!
+//! The law: **whatever happens, the VM is left as it was found.** Everything that the job changes in QEMU is written down
+//! in QEMU first (the job's marker), so that this code, the guard, or `limosa resume` can undo it; and the file has no
+//! name until it is whole, so a failed save leaves none.
+//!
+//! Order, when the VM goes on: the last byte arrives, QEMU is answered, the VM is continued, *then* the file is made
+//! durable and published. The VM's downtime holds no disk. With [`SaveOptions::stop`] the file is durable and published
+//! before QEMU is answered, because from then on it may be all that is left of the VM.
+
+mod by_file;
+mod by_socket;
+mod preflight;
+mod watcher;
+
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Counters, Uri};
+use limosa_snapshot::{Durability, Manifest, PendingFile, Published, Via, WriteOptions};
+
+use crate::guard::{Guard, GuardEnd};
+use crate::job::{JobError, Watch};
+use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
+use crate::monitor::{Monitor, Settings};
+use crate::takeover::{Actor, take_over};
+use preflight::Preflight;
+
+/// How long undoing a failed save may take: a migration has to end first.
+const UNDO_WITHIN: Duration = Duration::from_secs(60);
+
+/// Who writes the pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Route {
+    /// QEMU itself where it can (9.0 or newer, monitor on this host), else limosa.
+    #[default]
+    Auto,
+    /// QEMU writes the file through a descriptor that it is passed.
+    File,
+    /// QEMU sends its migration stream and limosa writes the file.
+    Socket,
+}
+
+/// What to do about a VM that changes its memory faster than it is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnTimeout {
+    /// Stop the VM until it is saved.
+    Pause,
+    /// Give up; the VM goes on.
+    Cancel,
+}
+
+/// What to do about writable disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DiskPolicy {
+    /// Refuse where memory and disks could be of different instants.
+    #[default]
+    Check,
+    /// The caller keeps them consistent.
+    Ignore,
+}
+
+/// How a VM is to be saved.
+#[derive(Debug, Clone)]
+pub struct SaveOptions {
+    /// Who writes the pages.
+    pub route: Route,
+    /// Where QEMU connects when limosa writes; `None`: a socket pair passed through the monitor.
+    pub listen: Option<Uri>,
+    /// Leave the VM stopped.
+    pub stop: bool,
+    /// Replace the file if it is there.
+    pub replace: bool,
+    /// Record checksums.
+    pub checksum: bool,
+    /// QEMU's `downtime-limit`; `None` leaves it as it is.
+    pub downtime: Option<Duration>,
+    /// How long the VM may run on while it is saved, and what happens then.
+    pub timeout: Option<(Duration, OnTimeout)>,
+    /// About writable disks.
+    pub disks: DiskPolicy,
+    /// Whether to wait until a power cut cannot lose the file.
+    pub durability: Durability,
+}
+
+/// What a save came to.
+#[derive(Debug)]
+pub struct SaveReport {
+    /// The file that now has its name.
+    pub published: Published,
+    /// Who wrote it.
+    pub via: Via,
+    /// How long the VM stood still; `None` if it was not running, or was left stopped.
+    pub downtime: Option<Duration>,
+    /// The state that the VM is in now.
+    pub vm_state: String,
+    /// From the first command to the VM going on.
+    pub to_vm_running: Duration,
+    /// From the first command to the published file.
+    pub elapsed: Duration,
+    /// Of the channel, when limosa wrote.
+    pub channel: Option<Counters>,
+    /// Of the file, when limosa wrote.
+    pub file: Option<Counters>,
+    /// How often QEMU went over its dirty log; `None` if it did not say.
+    pub rounds: Option<u64>,
+}
+
+/// A saved VM before its file is published.
+struct Saved {
+    manifest: Manifest,
+    downtime: Option<Duration>,
+    rounds: Option<u64>,
+    to_vm_running: Duration,
+}
+
+/// Saves the VM behind `monitor` into `target`.
+///
+/// `guarded` starts the guard of the job, and may decline.
+///
+/// # Errors
+/// On `Err` there is no file, or the one that was there before, and the VM is as it was found. If even that could not be
+/// achieved (QEMU does not answer), the marker stays in QEMU and `limosa resume` finishes.
+pub fn save(
+    monitor: &Monitor,
+    target: &Path,
+    options: &SaveOptions,
+    watch: Watch<'_>,
+    guarded: impl FnOnce() -> Result<Option<Guard>, JobError>,
+) -> Result<SaveReport, JobError> {
+    let begun = Instant::now();
+    let before = Preflight::check(monitor, options)?;
+    let route = route(monitor, options)?;
+    let pending = PendingFile::create(target, options.replace)?;
+    let change = monitor.plan_settings(&settings(route, options, watch.control.max_bandwidth()))?;
+    let mut marker = JobMarker::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone());
+    if options.stop {
+        marker.vm_after = VmAfter::Stopped;
+    }
+    marker.descriptors.push(by_socket::DESCRIPTOR.to_owned());
+    marker.place(monitor)?;
+    let mut guard = match guarded() {
+        Ok(guard) => guard,
+        Err(error) => {
+            JobMarker::remove(monitor)?;
+            return Err(error);
+        }
+    };
+    if let (Some(guard), Some(path)) = (&mut guard, pending.temporary_path()) {
+        // A guard that died already is noticed at the end; until then the save is worth going on with.
+        let _ = guard.temporary(Some(&path));
+    }
+    let job = SaveJob { monitor, options, watch, before, begun };
+    let done = monitor.set(&change.set).map_err(JobError::from).and_then(|()| match route {
+        Route::File => by_file::run(&job, pending, &mut marker),
+        _ => by_socket::run(&job, pending, &mut marker),
+    });
+    let undone = match &done {
+        Ok(_) => monitor.put_back(&marker.undo).map_err(MarkerError::from).and_then(|()| JobMarker::remove(monitor)),
+        Err(_) => take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN).map(|undone| {
+            undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+        }),
+    };
+    if let (Some(guard), Ok(())) = (guard, &undone) {
+        match guard.finish() {
+            Ok(GuardEnd::Told) => {}
+            Ok(GuardEnd::WasGone(status)) => (watch.notice)(&format!("the guard process had died ({status})")),
+            Err(error) => (watch.notice)(&format!("the guard process cannot be waited for: {error}")),
+        }
+    }
+    match (done, undone) {
+        (Ok(report), Ok(())) => Ok(report),
+        (Ok(_), Err(error)) => Err(error.into()),
+        (Err(error), _) => Err(error),
+    }
+}
+
+/// What both routes work with.
+struct SaveJob<'a> {
+    monitor: &'a Monitor,
+    options: &'a SaveOptions,
+    watch: Watch<'a>,
+    before: Preflight,
+    begun: Instant,
+}
+
+impl SaveJob<'_> {
+    /// Whether the VM is to run when it has been saved.
+    fn goes_on(&self) -> bool {
+        self.before.was_running && !self.options.stop
+    }
+
+    fn write_options(&self) -> WriteOptions {
+        WriteOptions { durability: self.options.durability, checksum: self.options.checksum, write_behind: true }
+    }
+
+    /// Writes down that the file is there, for whoever might have to take over.
+    fn published(&self, marker: &mut JobMarker) -> Result<(), JobError> {
+        marker.phase = JobPhase::Published;
+        Ok(marker.update(self.monitor)?)
+    }
+
+    fn report(&self, published: Published, via: Via, saved: Saved) -> SaveReport {
+        SaveReport {
+            published,
+            via,
+            downtime: saved.downtime,
+            vm_state: self.monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string()),
+            to_vm_running: saved.to_vm_running,
+            elapsed: self.begun.elapsed(),
+            channel: None,
+            file: None,
+            rounds: saved.rounds,
+        }
+    }
+}
+
+fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
+    let unable = || {
+        if monitor.version() < crate::qmp::Version::new(9, 0, 0) {
+            Some(format!("QEMU {} cannot write mapped-ram files; 9.0 and newer can", monitor.version()))
+        } else if !monitor.qmp().passes_descriptors() {
+            Some("a monitor over tcp cannot be passed descriptors".into())
+        } else {
+            None
+        }
+    };
+    match options.route {
+        Route::Auto if options.listen.is_some() || unable().is_some() => Ok(Route::Socket),
+        Route::Auto => Ok(Route::File),
+        Route::File => match unable() {
+            Some(why) => Err(JobError::refused(why, "use --via socket")),
+            None if options.listen.is_some() => {
+                Err(JobError::refused("--listen has no meaning when QEMU writes the file", "leave one of them out"))
+            }
+            None => Ok(Route::File),
+        },
+        Route::Socket => Ok(Route::Socket),
+    }
+}
+
+/// Channels with which QEMU writes a file in parallel: more than a few only compete for the disk.
+fn file_channels() -> usize {
+    std::thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4))
+}
+
+/// How QEMU must be set for the route: what it needs is on, and whatever would give the stream another form is off.
+fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) -> Settings {
+    let by_file = route == Route::File;
+    let mut wish = Settings::new()
+        .capability("events", true)
+        .capability("return-path", !by_file)
+        .capability("mapped-ram", by_file)
+        .capability("multifd", by_file)
+        .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get));
+    for other in [
+        "xbzrle",
+        "rdma-pin-all",
+        "postcopy-ram",
+        "postcopy-preempt",
+        "x-colo",
+        "release-ram",
+        "compress",
+        "pause-before-switchover",
+        "dirty-bitmaps",
+        "x-ignore-shared",
+        "background-snapshot",
+        "zero-copy-send",
+        "switchover-ack",
+        "block",
+    ] {
+        wish = wish.capability(other, false);
+    }
+    if by_file {
+        wish = wish
+            .parameter("multifd-channels", file_channels())
+            .parameter("multifd-compression", "none")
+            .parameter("direct-io", false);
+    }
+    if let Some(downtime) = options.downtime {
+        wish = wish.parameter("downtime-limit", u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX));
+    }
+    wish
+}

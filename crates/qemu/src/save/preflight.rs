@@ -1,0 +1,106 @@
+//! What is found out about a VM before anything is changed: whether it can be saved, and what its snapshot will say of it.
+
+use limosa_snapshot::{Disk as RecordedDisk, Manifest};
+
+use super::{DiskPolicy, SaveOptions};
+use crate::job::JobError;
+use crate::monitor::{Monitor, RunState};
+
+/// The VM as it was found.
+#[derive(Debug)]
+pub(super) struct Preflight {
+    /// Whether its virtual CPUs were running.
+    pub(super) was_running: bool,
+    /// What is known of the snapshot so far.
+    pub(super) manifest: Manifest,
+}
+
+impl Preflight {
+    /// Looks at the VM; refuses one that cannot be saved, or not consistently.
+    pub(super) fn check(monitor: &Monitor, options: &SaveOptions) -> Result<Self, JobError> {
+        let status = monitor.status()?;
+        match status.state {
+            RunState::Inmigrate => {
+                return Err(JobError::refused(
+                    "this QEMU waits for an incoming VM",
+                    "there is nothing to save in it yet",
+                ));
+            }
+            RunState::Postmigrate => {
+                return Err(JobError::refused(
+                    "the VM has been stopped by an earlier save or migration",
+                    "continue it first (limosa resume, or cont in the monitor)",
+                ));
+            }
+            _ => {}
+        }
+        let migration = monitor.migration()?;
+        if !migration.status.is_over() {
+            return Err(JobError::refused(
+                format!("another migration of this VM is under way ({})", migration.status),
+                "wait for its end, or cancel it",
+            ));
+        }
+        if !migration.blocked_reasons.is_empty() {
+            return Err(JobError::refused(
+                format!("this VM cannot be saved as it is: {}", migration.blocked_reasons.join("; ")),
+                "remove what blocks it",
+            ));
+        }
+        let goes_on = status.running && !options.stop;
+        let disks = disks(monitor, options.disks, goes_on)?;
+        let mut manifest = Manifest::new();
+        let version = monitor.version();
+        manifest.qemu = Some(version.to_string());
+        manifest.machine = Some(monitor.machine()?);
+        manifest.vm_uuid = monitor.uuid()?;
+        manifest.vm_name = monitor.name()?;
+        manifest.run_state = Some(status.state.to_string());
+        manifest.disks = disks;
+        Ok(Self { was_running: status.running, manifest })
+    }
+}
+
+/// The writable disks, if they may be there.
+fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<RecordedDisk>, JobError> {
+    if policy == DiskPolicy::Ignore {
+        return Ok(Vec::new());
+    }
+    let disks = monitor.disks()?;
+    let foreign: Vec<_> = monitor.devices()?.into_iter().filter(|device| device.is_foreign_disk()).collect();
+    if goes_on && (!disks.is_empty() || !foreign.is_empty()) {
+        let names =
+            disks.iter().map(|disk| disk.device.clone()).chain(foreign.iter().map(|device| device.kind.clone()));
+        let names: Vec<_> = names.collect();
+        return Err(JobError::refused(
+            format!(
+                "the VM has writable disks ({}) that it would go on changing: its memory and its disks would be of \
+                 different instants",
+                names.join(", ")
+            ),
+            "save it with --stop, or say --disks ignore if the disks are snapshotted by other means",
+        ));
+    }
+    if let Some(device) = foreign.first() {
+        return Err(JobError::refused(
+            format!("the disk of {} is served by another process, so its state cannot be recorded", device.kind),
+            "say --disks ignore if it is kept consistent by other means",
+        ));
+    }
+    disks
+        .iter()
+        .map(|disk| {
+            let path = disk.path.clone().ok_or_else(|| {
+                JobError::refused(
+                    format!(
+                        "the disk {} ({}) is no file of this host, so its state cannot be recorded",
+                        disk.device, disk.filename
+                    ),
+                    "say --disks ignore if it is kept consistent by other means",
+                )
+            })?;
+            RecordedDisk::record(&disk.node, Some(disk.device.clone()), &path, &disk.format)
+                .map_err(|source| JobError::Place { what: "look at the disk", path, source })
+        })
+        .collect()
+}

@@ -1,0 +1,178 @@
+//! Watching QEMU while it saves: events, progress, a changed rate, a time-out, a cancellation.
+
+use std::num::NonZeroU64;
+use std::time::{Duration, Instant};
+
+use limosa_migrate::{MigrateError, Phase, ProgressReading};
+
+use super::{OnTimeout, SaveJob};
+use crate::job::JobError;
+use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, Settings};
+use crate::qmp::Event;
+
+/// How often QEMU is asked how far it is. Events end the wait at once.
+const ASK_EVERY: Duration = Duration::from_millis(100);
+
+/// The watch over one migration of the source QEMU.
+pub(super) struct Watcher<'a> {
+    job: &'a SaveJob<'a>,
+    applied_bandwidth: Option<NonZeroU64>,
+    deadline: Option<Instant>,
+    stopped: Option<Event>,
+    resumed: Option<Event>,
+    last: Option<MigrationInfo>,
+    cancelling: Option<JobError>,
+    completed: bool,
+    /// Whether QEMU moves the pages itself, so that its numbers are the job's.
+    reports: bool,
+}
+
+impl<'a> Watcher<'a> {
+    pub(super) fn new(job: &'a SaveJob<'a>, reports: bool) -> Self {
+        Self {
+            job,
+            applied_bandwidth: job.watch.control.max_bandwidth(),
+            deadline: job.options.timeout.map(|(limit, _)| job.begun + limit),
+            stopped: None,
+            resumed: None,
+            last: None,
+            cancelling: None,
+            completed: false,
+            reports,
+        }
+    }
+
+    /// Waits for an event or a little while, then looks how the migration stands and does what the moment asks for.
+    ///
+    /// # Errors
+    /// The migration failed or was cancelled; it is over then.
+    pub(super) fn look(&mut self) -> Result<MigrationStatus, JobError> {
+        let monitor = self.job.monitor;
+        if self.completed {
+            return Ok(MigrationStatus::Completed);
+        }
+        let event = monitor.qmp().wait_event(&["STOP", "RESUME", "MIGRATION"], ASK_EVERY)?;
+        let mut status = None;
+        if let Some(event) = event {
+            match event.name.as_str() {
+                "STOP" => {
+                    self.stopped.get_or_insert(event);
+                }
+                "RESUME" => self.resumed = Some(event),
+                _ => status = event.data.get("status").and_then(|name| name.as_str()).map(MigrationStatus::from),
+            }
+        }
+        self.steer()?;
+        if status != Some(MigrationStatus::Completed) {
+            let info = monitor.migration()?;
+            if let (Some(ram), true) = (&info.ram, self.reports) {
+                self.job.watch.progress.report(&reading(&info.status, ram));
+            }
+            status = Some(info.status.clone());
+            self.last = Some(info);
+        }
+        match status.unwrap_or(MigrationStatus::None) {
+            MigrationStatus::Failed | MigrationStatus::Cancelled => Err(self.failure()),
+            MigrationStatus::Completed => {
+                self.completed = true;
+                Ok(MigrationStatus::Completed)
+            }
+            other => Ok(other),
+        }
+    }
+
+    /// Why the migration ended early.
+    fn failure(&mut self) -> JobError {
+        if let Some(reason) = self.cancelling.take() {
+            return reason;
+        }
+        let said = self.last.as_ref().and_then(|info| info.error.clone());
+        JobError::Failed { reason: said.unwrap_or_else(|| "it does not say why; its own log does".into()) }
+    }
+
+    /// Passes on what was asked of this job.
+    fn steer(&mut self) -> Result<(), JobError> {
+        let SaveJob { monitor, watch, options, .. } = self.job;
+        if self.cancelling.is_some() {
+            return Ok(());
+        }
+        if watch.control.stopped().is_some() {
+            self.cancelling = Some(MigrateError::Cancelled.into());
+            monitor.migrate_cancel()?;
+            return Ok(());
+        }
+        let bandwidth = watch.control.max_bandwidth();
+        if bandwidth != self.applied_bandwidth {
+            monitor.set(&Settings::new().parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get)))?;
+            self.applied_bandwidth = bandwidth;
+        }
+        if self.stopped.is_none()
+            && self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+            && let Some((limit, then)) = options.timeout
+        {
+            self.deadline = None;
+            match then {
+                OnTimeout::Pause => {
+                    (watch.notice)(&format!("not done after {} s: stopping the VM", limit.as_secs_f64()));
+                    monitor.stop()?;
+                }
+                OnTimeout::Cancel => {
+                    self.cancelling = Some(JobError::TimedOut { after: limit });
+                    monitor.migrate_cancel()?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Watches until the migration is completed.
+    pub(super) fn wait_completed(&mut self) -> Result<(), JobError> {
+        while self.look()? != MigrationStatus::Completed {}
+        Ok(())
+    }
+
+    /// Lets the VM run and waits until it does; how long it stood still.
+    pub(super) fn continue_vm(&mut self) -> Result<Option<Duration>, JobError> {
+        let monitor = self.job.monitor;
+        monitor.cont()?;
+        let limit = Instant::now() + Duration::from_secs(10);
+        while self.resumed.is_none() && Instant::now() < limit {
+            if let Some(event) = monitor.qmp().wait_event(&["RESUME", "STOP"], ASK_EVERY)? {
+                match event.name.as_str() {
+                    "RESUME" => self.resumed = Some(event),
+                    _ => {
+                        self.stopped.get_or_insert(event);
+                    }
+                }
+            }
+        }
+        Ok(match (&self.stopped, &self.resumed) {
+            (Some(stopped), Some(resumed)) => resumed.since(stopped),
+            _ => None,
+        })
+    }
+
+    /// Rounds over the dirty log and pages by kind, as QEMU counts when it is done.
+    pub(super) fn totals(&self) -> Result<Option<RamProgress>, JobError> {
+        Ok(self.job.monitor.migration()?.ram)
+    }
+}
+
+/// QEMU's numbers as ours.
+fn reading(status: &MigrationStatus, ram: &RamProgress) -> ProgressReading {
+    let page = ram.page_size.max(1);
+    ProgressReading {
+        phase: match status {
+            MigrationStatus::None | MigrationStatus::Setup => Phase::Setup,
+            MigrationStatus::Device | MigrationStatus::PreSwitchover => Phase::Device,
+            MigrationStatus::Completed => Phase::Completing,
+            _ => Phase::Active,
+        },
+        total_pages: ram.total / page,
+        normal_pages: ram.normal,
+        zero_pages: ram.duplicate,
+        resent_pages: (ram.normal + ram.duplicate).saturating_sub(ram.total.saturating_sub(ram.remaining) / page),
+        requests: 0,
+        bytes: ram.transferred,
+    }
+}
