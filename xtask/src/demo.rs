@@ -54,6 +54,13 @@ pub(crate) fn run() -> Result<()> {
     let lazy = restore_by_limosa(&limosa, &machine, &snapshot)?;
     report("limosa", &lazy, &digest)?;
 
+    let lazily = &lazy.report["lazy"];
+    if let (Some(requests), Some(median)) = (lazily["requests"].as_u64(), lazily["request_latency_ms"]["p50"].as_f64())
+    {
+        say(&format!(
+            "The guest touched {requests} pages before they came; half of them took less than {median:.1} ms."
+        ));
+    }
     println!();
     println!("                              QEMU      limosa");
     row("guest runs after", eager.running, lazy.running);
@@ -129,6 +136,8 @@ struct Restored {
     first_count: Duration,
     resident: Duration,
     count: u64,
+    /// What limosa printed; nothing for QEMU.
+    report: Value,
 }
 
 fn restore_by_qemu(machine: &Machine, snapshot: &Path) -> Result<Restored> {
@@ -149,24 +158,29 @@ fn restore_by_limosa(limosa: &Path, machine: &Machine, snapshot: &Path) -> Resul
 
 /// Waits for the guest to run, to count, and to have all of its memory. `pager` is the process that brings the memory.
 fn restored(vm: Vm, started: Instant, clock: SystemTime, pager: Option<Process>) -> Result<Restored> {
-    let resumed = vm.qmp().wait_event("RESUME", Duration::from_secs(300));
-    let resumed = match (resumed, &pager) {
-        (Ok(event), _) => event,
-        (Err(error), Some(process)) => match process.try_wait()? {
-            Some(status) => bail!("limosa ended before the guest ran: {status}"),
-            None => return Err(error),
-        },
-        (Err(error), None) => return Err(error),
-    };
+    // The pager may end before the guest prints anything, so it is waited for beside that.
+    let (guest, paged) = std::thread::scope(|scope| {
+        let paged = pager.as_ref().map(|process| scope.spawn(|| finish(process, vm.folder(), started)));
+        let guest = guest_is_back(&vm, started, clock);
+        (
+            guest,
+            paged.map(|thread| thread.join().unwrap_or_else(|_| bail!("the thread that waits for limosa panicked"))),
+        )
+    });
+    // If limosa failed, that says more than a guest that did not come.
+    let paged = paged.transpose()?;
+    let (running, first_count, count) = guest?;
+    let (resident, report) = paged.map_or((running, Value::Null), |done| (done.wall, done.report));
+    Ok(Restored { vm, running, first_count, resident, count, report })
+}
+
+/// When the guest ran, when it counted, and what.
+fn guest_is_back(vm: &Vm, started: Instant, clock: SystemTime) -> Result<(Duration, Duration, u64)> {
+    let resumed = vm.qmp().wait_event("RESUME", Duration::from_secs(120))?;
     let running = event_time(&resumed)?.duration_since(clock).context("the clock was set back")?;
-    let counted = |text: &str| text.strip_prefix("count ").is_some_and(|number| number.parse::<u64>().is_ok());
-    let (_, line) = vm.serial().wait_from(0, Duration::from_secs(300), counted)?;
-    let resident = match pager {
-        None => running,
-        Some(process) => finish(&process, vm.folder(), started)?.wall,
-    };
-    let count = line.text.trim_start_matches("count ").parse().context("the count")?;
-    Ok(Restored { vm, running, first_count: line.at.duration_since(started), resident, count })
+    let number = |text: &str| text.strip_prefix("count ").and_then(|number| number.parse::<u64>().ok());
+    let (_, line) = vm.serial().wait_from(0, Duration::from_secs(120), |text| number(text).is_some())?;
+    Ok((running, line.at.duration_since(started), number(&line.text).context("the count")?))
 }
 
 /// QEMU stamps its events with the wall clock (QEMU docs: interop/qmp-spec).

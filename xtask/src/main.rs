@@ -28,7 +28,7 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     let result = match (command.as_str(), rest) {
-        ("setup", []) => setup::run(),
+        ("setup", []) => setup::run().map(|()| println!("setup: everything is here")),
         ("test", []) => test::run(),
         ("demo", []) => demo::run(),
         ("bench", names) => program::bench(names),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use limosa_testkit::{BeatError, BeatGuest, Machine, MemoryBackend, qemu_skipped, scratch};
+use limosa_testkit::{Accelerator, BeatError, BeatGuest, Machine, MemoryBackend, note_skip, qemu_skipped, scratch};
 
 fn guest() -> BeatGuest {
     BeatGuest::over(8 << 20)
@@ -54,6 +54,21 @@ fn a_guest_migrated_by_qemu_beats_on_where_it_was() {
         assert_eq!(u32::from_str_radix(&first_here, 16).unwrap(), last_there + 1, "{backend:?}");
         pair.destination.check_beat().unwrap();
     }
+}
+
+#[test]
+fn a_guest_under_kvm_migrates_where_kvm_really_runs_guests() {
+    if qemu_skipped() {
+        return;
+    }
+    if !Accelerator::kvm_runs_guests() {
+        return note_skip("KVM runs no guest here");
+    }
+    let pair = Machine::beat(guest()).accelerator(Accelerator::Kvm).pair().unwrap();
+    pair.source.wait_beats(2).unwrap();
+    pair.source.migrate_to(&pair.destination).unwrap();
+    pair.destination.wait_beats(2).unwrap();
+    pair.destination.check_beat().unwrap();
 }
 
 #[test]

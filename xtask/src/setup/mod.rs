@@ -55,7 +55,6 @@ pub(crate) fn run() -> Result<()> {
         }
         guest::fetch(&machine).context("fetching the Linux guest")?;
     }
-    println!("setup: everything is here");
     Ok(())
 }
 
