@@ -169,6 +169,20 @@ impl JobMarker {
         })
     }
 
+    /// Makes the record of a dead job that of this process, which goes on with it (a recovery).
+    ///
+    /// # Errors
+    /// [`MarkerError::Busy`] or [`MarkerError::Elsewhere`] if the job's process lives or cannot be seen; then nothing changes.
+    pub fn claim(&mut self, monitor: &Monitor) -> Result<(), MarkerError> {
+        match self.process.liveness() {
+            Liveness::Alive => return Err(MarkerError::Busy(Box::new(self.clone()))),
+            Liveness::Elsewhere => return Err(MarkerError::Elsewhere(Box::new(self.clone()))),
+            Liveness::Dead => {}
+        }
+        self.process = ProcessIdentity::own();
+        self.update(monitor)
+    }
+
     /// Replaces the record in one step, for example by a later phase.
     ///
     /// # Errors

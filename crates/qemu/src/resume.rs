@@ -34,6 +34,21 @@ pub struct Resumed {
     pub takeover: Takeover,
 }
 
+impl Resumed {
+    /// What was found, what became of it, and what is left to do, in one line. `monitor` is the address to name in commands.
+    #[must_use]
+    pub fn summary(&self, monitor: &str) -> String {
+        let Self { why, marker, takeover } = self;
+        match (takeover.outcome, marker) {
+            (Outcome::NeedsRecovery, Some(marker)) => format!(
+                "{why}: a part of the VM's memory is still in the snapshot; go on with 'limosa restore --recover {} --qmp {monitor}'",
+                marker.path
+            ),
+            (outcome, _) => format!("{why}; now {outcome}"),
+        }
+    }
+}
+
 /// Why nothing was done.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

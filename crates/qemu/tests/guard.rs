@@ -11,7 +11,7 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use limosa_qemu::guard::{self, Guard, GuardEnd};
@@ -19,7 +19,7 @@ use limosa_qemu::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
 use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState, Settings};
 use limosa_qemu::process::Liveness;
 use limosa_qemu::qmp::{Options, Qmp};
-use limosa_qemu::resume::{ResumeOptions, resume};
+use limosa_qemu::resume::{ResumeError, ResumeOptions, resume};
 use limosa_qemu::takeover::Outcome;
 use serde_json::Value;
 use stock::{Stock, eventually, run_state};
@@ -36,6 +36,7 @@ const TESTS: &[(&str, fn())] = &[
     ("a_job_killed_in_the_middle_of_reading_an_answer_is_undone", killed_while_reading),
     ("a_job_killed_before_it_placed_its_marker_changes_nothing", killed_before_marker),
     ("a_restore_killed_before_it_began_leaves_a_usable_qemu", restore_killed_early),
+    ("a_lazy_restore_killed_half_way_is_kept_for_recovery", lazy_restore_killed),
     ("a_guard_that_is_told_goes_and_touches_nothing", told),
     ("a_guard_that_is_dropped_takes_over", dropped),
     ("a_guard_ignores_the_signals_of_the_terminal", signals),
@@ -85,11 +86,11 @@ fn job(arguments: &[OsString]) -> ExitCode {
     if scenario == "before-marker" {
         arrive();
     }
-    let restore = scenario == "restore-early";
+    let restore = scenario.starts_with("restore-");
     let wish = match scenario {
         "device" => Settings::new().capability("return-path", true).parameter("max-bandwidth", 0),
         "moving" => Settings::new().capability("mapped-ram", true).parameter("max-bandwidth", 1 << 20),
-        "restore-early" => Settings::new().capability("postcopy-ram", true),
+        "restore-early" | "restore-lazy" => Settings::new().capability("postcopy-ram", true),
         _ => Settings::new().capability("mapped-ram", true).parameter("max-bandwidth", 0),
     };
     let change = monitor.plan_settings(&wish.capability("events", true)).unwrap();
@@ -101,6 +102,12 @@ fn job(arguments: &[OsString]) -> ExitCode {
     monitor.set(&change.set).unwrap();
     match scenario {
         "restore-early" => arrive(),
+        "restore-lazy" => {
+            monitor.migrate_incoming(&format!("unix:{}.in", file.display())).unwrap();
+            announce();
+            eventually("handed over", || monitor.migration().unwrap().status == MigrationStatus::PostcopyActive);
+            arrive();
+        }
         "device" => {
             let (ours, theirs) = UnixStream::pair().unwrap();
             monitor.getfd("limosa", theirs.as_fd()).unwrap();
@@ -199,8 +206,17 @@ fn arrive() -> ! {
 
 struct Job {
     child: Child,
+    output: BufReader<ChildStdout>,
     /// Lines before the announcement.
     said: Vec<String>,
+}
+
+impl Job {
+    /// Reads what the job says up to a line, or to its end.
+    fn heard(&mut self, word: &str) {
+        let lines = self.output.by_ref().lines().map(Result::unwrap);
+        self.said = lines.take_while(|line| line != word).collect();
+    }
 }
 
 /// Starts a job and waits for its announcement (or its end).
@@ -213,9 +229,10 @@ fn start(stock: &Stock, scenario: &str) -> Job {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-    let said = lines.take_while(|line| line != "here").collect();
-    Job { child, said }
+    let output = BufReader::new(child.stdout.take().unwrap());
+    let mut job = Job { child, output, said: Vec::new() };
+    job.heard("here");
+    job
 }
 
 /// Brings a job to a point and kills it there; returns when the guard has let go of the monitor.
@@ -331,6 +348,33 @@ fn restore_killed_early() {
     assert_undone(&monitor, &before);
     let address = format!("unix:{}", stock.path("migration").display());
     monitor.migrate_incoming(&address).unwrap();
+}
+
+fn lazy_restore_killed() {
+    let destination = Stock::start(&["-incoming", "defer"]);
+    let mut job = start(&destination, "restore-lazy");
+    // Another QEMU plays the pager: slow, and dead together with the job.
+    let source = Stock::start(&[]);
+    let pager = source.monitor();
+    let slow = Settings::new().capability("postcopy-ram", true).parameter("max-bandwidth", 1 << 20);
+    pager.set(&slow.parameter("max-postcopy-bandwidth", 1 << 20)).unwrap();
+    pager.migrate(&format!("unix:{}.in", destination.path("snapshot").display()), false).unwrap();
+    pager.migrate_start_postcopy().unwrap();
+    job.heard("here");
+    job.child.kill().unwrap();
+    job.child.wait().unwrap();
+    drop((pager, source));
+    let monitor = destination.monitor();
+    assert_eq!(monitor.migration().unwrap().status, MigrationStatus::PostcopyPaused);
+    let mut marker = JobMarker::read(&monitor).unwrap().unwrap();
+    assert_eq!((marker.job, marker.snapshot), (JobKind::Restore, Uuid::from_u128(1)));
+    let resumed = resume(&monitor, &ResumeOptions::default()).unwrap();
+    assert_eq!(resumed.takeover.outcome, Outcome::NeedsRecovery);
+    let advice = resumed.summary("unix:/q");
+    assert!(advice.contains(&format!("restore --recover {} --qmp unix:/q", marker.path)), "{advice}");
+    // The one who recovers makes the record its own.
+    marker.claim(&monitor).unwrap();
+    assert!(matches!(resume(&monitor, &ResumeOptions::default()), Err(ResumeError::Marker(MarkerError::Busy(_)))));
 }
 
 fn told() {

@@ -1,4 +1,20 @@
 //! Migrations: starting, watching, ending them.
+//!
+//! Facts found with QEMU 10.0.2:
+//!
+//! * The downtime of a save is the time from the event `STOP` to the event `RESUME`, both stamped by QEMU; `RESUME` comes with
+//!   `cont`, or by itself when the migration fails or is cancelled. `STOP` directly precedes the state `device`, in which a
+//!   source with a return path stays until the receiver's SHUT. `query-migrate` counts its `downtime` until SHUT only.
+//! * A VM that was stopped before ends in `paused` after a cancelled migration and in `postmigrate` after a completed one.
+//! * `stop` before `migrate-incoming`, in the state `inmigrate`, makes the VM arrive stopped (`paused`), in precopy as in
+//!   postcopy; `cont` there takes it back, and takes back a `-S`. The state stays `inmigrate` meanwhile.
+//! * While a postcopy destination loads device state and waits for a page, it answers no command, except those executed
+//!   out of band. Cutting the channel there (`migrate-pause`) ends the QEMU process, whatever `exit-on-error` says.
+//! * When guest code waits for a page, commands are answered as usual.
+//! * A postcopy channel that breaks after the VM was told to run leaves `postcopy-paused`: `stop` and `cont` work,
+//!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until somebody
+//!   connects (`postcopy-recover`). It may be repeated, each time in place of the one before; a recovery that breaks is back in
+//!   `postcopy-paused`, and may be begun again.
 
 use std::time::Duration;
 
@@ -154,6 +170,9 @@ impl Monitor {
 
     /// Starts to receive a VM from `uri`, in a QEMU that was started with `-incoming defer`. Where QEMU can (9.1 and newer), a
     /// failure leaves the process and its monitor alive, so that its error can be read; older ones exit.
+    ///
+    /// It can be tried once: after a failure of any kind, even of an address that could not be opened, QEMU refuses a second
+    /// attempt and has to be started anew.
     ///
     /// # Errors
     /// QEMU's.
