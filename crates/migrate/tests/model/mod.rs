@@ -107,7 +107,7 @@ pub struct Kept {
     pub start: Option<StreamStart>,
     pub pages: Vec<Vec<Option<Vec<u8>>>>,
     pub fail_after: Option<u64>,
-    taken: u64,
+    pub taken: u64,
 }
 
 impl PageSink for Kept {

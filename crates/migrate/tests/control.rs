@@ -1,0 +1,119 @@
+//! The control socket: what a program sees of a running job.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use limosa_migrate::progress::Moved;
+use limosa_migrate::{Control, ControlSocket, Job, Phase, Progress, Stop};
+use serde_json::{Value, json};
+
+struct Client {
+    lines: BufReader<UnixStream>,
+}
+
+impl Client {
+    fn connect(path: &std::path::Path) -> Self {
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Self { lines: BufReader::new(stream) }
+    }
+
+    fn hear(&mut self) -> Value {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or(Value::Null)
+    }
+
+    fn say(&mut self, command: &Value) -> Value {
+        self.lines.get_mut().write_all(format!("{command}\n").as_bytes()).unwrap();
+        loop {
+            let heard = self.hear();
+            if heard.get("event").is_none() {
+                return heard;
+            }
+        }
+    }
+}
+
+fn socket(job: Job) -> (tempfile::TempDir, ControlSocket, Control, Progress, Client) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("control");
+    let (control, progress) = (Control::new(), Progress::new());
+    let socket = ControlSocket::listen(&path, job, control.clone(), progress.clone()).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    let mut client = Client::connect(&path);
+    assert!(client.hear().get("QMP").is_some());
+    assert_eq!(client.say(&json!({ "execute": "qmp_capabilities", "id": 1 })), json!({ "return": {}, "id": 1 }));
+    (directory, socket, control, progress, client)
+}
+
+#[test]
+fn progress_is_told_in_qemus_words() {
+    let (_directory, _socket, _control, progress, mut client) = socket(Job::Save);
+    progress.expect_pages(100);
+    progress.enter(Phase::Active);
+    progress.moved(Moved { normal: 30, zero: 20, resent: 10 });
+    let told = client.say(&json!({ "execute": "query-migrate" }));
+    assert_eq!(told["return"]["status"], "active");
+    assert_eq!(told["return"]["ram"]["normal"], 30);
+    assert_eq!(told["return"]["ram"]["remaining"], 60 * 4096);
+}
+
+#[test]
+fn the_rate_changes_and_unknown_parameters_change_nothing() {
+    let (_directory, _socket, control, _progress, mut client) = socket(Job::Save);
+    let set = |arguments: Value| json!({ "execute": "migrate-set-parameters", "arguments": arguments });
+    assert_eq!(client.say(&set(json!({ "max-bandwidth": 1 << 20 }))), json!({ "return": {} }));
+    assert_eq!(control.max_bandwidth().map(|rate| rate.get()), Some(1 << 20));
+    assert!(client.say(&set(json!({ "max-bandwidth": 0, "shoe-size": 43 }))).get("error").is_some());
+    assert_eq!(control.max_bandwidth().map(|rate| rate.get()), Some(1 << 20));
+    client.say(&set(json!({ "max-bandwidth": 0 })));
+    assert_eq!(control.max_bandwidth(), None);
+}
+
+#[test]
+fn a_job_can_be_cancelled_until_its_guest_runs_and_paused_from_then_on() {
+    let (_directory, _socket, control, progress, mut client) = socket(Job::Restore);
+    assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
+    progress.enter(Phase::PostcopyActive);
+    assert!(client.say(&json!({ "execute": "migrate_cancel" })).get("error").is_some());
+    assert_eq!(control.stopped(), None);
+    client.say(&json!({ "execute": "migrate-pause" }));
+    assert_eq!(control.stopped(), Some(Stop::Pause));
+
+    let (_directory, _socket, control, _progress, mut client) = socket(Job::Save);
+    client.say(&json!({ "execute": "migrate_cancel" }));
+    assert_eq!(control.stopped(), Some(Stop::Cancel));
+}
+
+#[test]
+fn phases_are_announced_and_the_end_of_the_job_ends_the_conversation() {
+    let (directory, socket, _control, progress, mut client) = socket(Job::Save);
+    progress.enter(Phase::Active);
+    let event = client.hear();
+    assert_eq!((&event["event"], &event["data"]["status"]), (&json!("MIGRATION"), &json!("active")));
+    progress.enter(Phase::Completed);
+    drop(socket);
+    assert_eq!(client.hear()["data"]["status"], "completed");
+    assert_eq!(client.hear(), Value::Null);
+    assert!(!directory.path().join("control").exists());
+}
+
+#[test]
+fn nonsense_is_answered_and_too_much_of_it_hung_up_on() {
+    let (directory, _socket, _control, _progress, mut client) = socket(Job::Save);
+    for nonsense in [json!({}), json!([]), json!("x"), json!({ "execute": 3 })] {
+        assert!(client.say(&nonsense).get("error").is_some());
+    }
+    assert_eq!(client.say(&json!({ "execute": "no-such", "id": "a" }))["error"]["class"], "CommandNotFound");
+    let mut long = Client::connect(&directory.path().join("control"));
+    long.hear();
+    let line = vec![b'x'; 100 << 10];
+    let _ = long.lines.get_mut().write_all(&line);
+    assert!(long.hear().get("error").is_some());
+    let crowd: Vec<_> = (0..20).map(|_| UnixStream::connect(directory.path().join("control")).unwrap()).collect();
+    assert!(client.say(&json!({ "execute": "query-migrate" })).get("return").is_some());
+    drop(crowd);
+}
