@@ -73,7 +73,12 @@ fn pages_and_bitmaps_beyond_the_end_of_the_file_are_refused() {
 #[test]
 fn parts_upon_one_another_are_refused() {
     // The bitmap inside the file header, inside its own block's header, inside the pages.
-    for (at, upon) in [(4u64, "file header"), (0x80, "header of RAM block"), (0x10_1000, "pages of RAM block")] {
+    for (at, upon) in [
+        (4u64, "file header"),
+        (0x80, "header of RAM block"),
+        (0x8d, "header of RAM block"),
+        (0x10_1000, "pages of RAM block"),
+    ] {
         let message = patched(FIRST_BITMAP_OFFSET, &at.to_be_bytes());
         assert!(message.contains("overlaps") && message.contains(upon), "{message}");
     }

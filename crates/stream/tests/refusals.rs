@@ -1,6 +1,6 @@
 //! What the decoders refuse, and that they say where and why.
 
-use limosa_stream::command::Command;
+use limosa_stream::command::{Command, PageSizes};
 use limosa_stream::configuration::Configuration;
 use limosa_stream::decoder::{Decoder, Event, Options, Step};
 use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
@@ -152,6 +152,30 @@ fn pages_outside_their_block_are_refused_with_both_numbers() {
 }
 
 #[test]
+fn a_page_that_continues_in_a_smaller_block_is_checked_against_that_one() {
+    let mut stream = with(part(), &[&word(0x3000 | ram::FLAG_ZERO)[..], b"\x06pc.ram\0"].concat());
+    stream.extend([&word(ram::FLAG_ZERO)[..], b"\x03vga\0"].concat());
+    stream.extend(word(0x1000 | ram::FLAG_PAGE | ram::FLAG_CONTINUE));
+    let fault = Fault::OutsideBlock { block: "vga".into(), offset: 0x1000, used_length: 0x1000 };
+    assert_eq!(*error_of(&stream).fault(), fault);
+}
+
+#[test]
+fn a_host_page_size_that_was_not_announced_is_no_page_size() {
+    let mut stream = Vec::new();
+    Configuration::new("pc").encode(&mut stream).unwrap();
+    let sizes = PageSizes { summary: 0x20_1000, target: 0x1000 };
+    Command::PostcopyAdvise(Some(sizes)).encode(&mut stream).unwrap();
+    let huge = |size| RamBlock { page_size: Some(size), ..RamBlock::new("pc.ram", 0x4000_0000) };
+    let mut announced = stream.clone();
+    ram::encode_ram_start(2, &[huge(0x20_0000)], &mut announced).unwrap();
+    section::encode_eof(&mut announced);
+    assert!(run(&announced).is_ok());
+    ram::encode_ram_start(2, &[huge(0x4000_0000)], &mut stream).unwrap();
+    assert!(error_of(&stream).to_string().contains("expected EOS (0x010) behind the RAM block list"));
+}
+
+#[test]
 fn records_without_a_known_block_are_refused() {
     let nameless = with(part(), &word(ram::FLAG_PAGE | ram::FLAG_CONTINUE));
     assert!(error_of(&nameless).to_string().contains("a block name in the first page record"));
@@ -252,7 +276,13 @@ fn commands_are_checked_against_the_block_list_and_the_limits() {
     assert!(matches!(command(whole("vga", 0x2000)).fault(), Fault::OutsideBlock { .. }));
     assert!(matches!(command(Command::Packaged { length: 1001 }).fault(), Fault::TooLarge { limit: 1000, .. }));
     assert!(matches!(command(Command::ReceiveBitmap { block: "x".into() }).fault(), Fault::UnknownBlock { .. }));
-    for wrong in [&b"\x08\0\x0c\0\0"[..], b"\x08\0\0\0\0", b"\x08\0\x02\0\x05\0\0\0\0\0", b"\x08\0\x06\0\x02\0\x01"] {
+    for wrong in [
+        &b"\x08\0\x0c\0\0"[..],
+        b"\x08\0\0\0\0",
+        b"\x08\0\x02\0\x05\0\0\0\0\0",
+        b"\x08\0\x06\0\x02\0\x01",
+        b"\x08\0\x0a\0\x03\x01ab",
+    ] {
         assert!(Command::decode(wrong).is_err(), "{wrong:x?}");
     }
     let unaligned = b"\x08\0\x06\0\x14\0\x01a\0\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\x10\0";
