@@ -24,6 +24,8 @@ use args::{Cli, Command};
 fn main() -> ExitCode {
     let cli = Cli::parse();
     log(cli.verbose);
+    // A core dump would hold pages of the guest. If it cannot be forbidden, the jobs are still worth doing.
+    let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
     let result = match cli.command {
         Command::Save(args) => save::run(&args),
         Command::Restore(args) => restore::run(args),
