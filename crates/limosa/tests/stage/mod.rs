@@ -1,0 +1,262 @@
+//! What every black-box test here does: run the real limosa beside a stock QEMU, and look at what it left behind.
+//!
+//! Law: nothing is believed that limosa says of itself. QEMU is asked over the testkit's own monitor, files are loaded by
+//! QEMU, and the guest's memory is proven by the testkit.
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use limosa_testkit::{BeatGuest, Machine, Process, Vm, is_alive, scratch};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// For what should take moments on any machine: a limit for the stuck, not a measure.
+pub(crate) const SOON: Duration = Duration::from_secs(120);
+
+/// Returns from the test if QEMU tests are switched off.
+#[macro_export]
+macro_rules! needs_qemu {
+    () => {
+        if limosa_testkit::qemu_skipped() {
+            return;
+        }
+    };
+}
+
+/// A running limosa. Its output goes to files, so that a guard that outlives it holds up no pipe. Killed when dropped.
+#[derive(Debug)]
+pub(crate) struct Limosa {
+    process: Process,
+    folder: TempDir,
+}
+
+/// How a limosa ended and what it said.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Limosa {
+    /// Starts limosa with these arguments.
+    pub(crate) fn start<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.args(arguments);
+        Self::start_command(command)
+    }
+
+    /// Starts a command that becomes limosa (`setpriv ... limosa ...`).
+    pub(crate) fn start_command(mut command: Command) -> Self {
+        let folder = scratch().unwrap();
+        let file = |name: &str| Stdio::from(File::create(folder.path().join(name)).unwrap());
+        command.stdin(Stdio::null()).stdout(file("stdout")).stderr(file("stderr"));
+        let process = Process::spawn("limosa", command).unwrap();
+        Self { process, folder }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        self.process.signal(signal);
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        self.process.try_wait().unwrap().is_none()
+    }
+
+    /// What it has said on stderr so far.
+    pub(crate) fn stderr(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("stderr")).unwrap()
+    }
+
+    /// The guard that it has started, once there is one; `None` if limosa ended before.
+    pub(crate) fn guard(&self) -> Option<u32> {
+        wait_for("the guard of limosa", || match guard_of(self.pid()) {
+            Some(pid) => Some(Some(pid)),
+            None if self.is_running() => None,
+            None => Some(None),
+        })
+    }
+
+    /// Waits for the end.
+    pub(crate) fn wait(self) -> Ended {
+        let status = self.process.wait(SOON).unwrap_or_else(|error| panic!("{error:#}; it said: {}", self.stderr()));
+        let stdout = std::fs::read_to_string(self.folder.path().join("stdout")).unwrap();
+        Ended { status, stdout, stderr: self.stderr() }
+    }
+}
+
+/// Runs limosa to its end.
+pub(crate) fn limosa<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Ended {
+    Limosa::start(arguments).wait()
+}
+
+/// The arguments of a save of this VM: `more` stands before the file.
+pub(crate) fn save_arguments(vm: &Vm, snapshot: &Path, more: &[&str]) -> Vec<String> {
+    let mut arguments = vec!["save".to_owned(), "--qmp".to_owned(), vm.qmp_socket().display().to_string()];
+    arguments.extend(more.iter().map(|&word| word.to_owned()));
+    arguments.push(snapshot.display().to_string());
+    arguments
+}
+
+/// Saves this VM, and expects that it works; returns what `--json` printed.
+pub(crate) fn save(vm: &Vm, snapshot: &Path, more: &[&str]) -> Value {
+    let more: Vec<&str> = ["--json"].iter().chain(more).copied().collect();
+    limosa(save_arguments(vm, snapshot, &more)).json()
+}
+
+impl Ended {
+    /// Expects exit status 0.
+    #[track_caller]
+    pub(crate) fn success(self) -> Self {
+        assert!(self.status.success(), "limosa: {}: {}", self.status, self.stderr);
+        self
+    }
+
+    /// Expects exit status 0 and one JSON object on stdout.
+    #[track_caller]
+    pub(crate) fn json(self) -> Value {
+        let this = self.success();
+        let value: Value = serde_json::from_str(&this.stdout).unwrap_or_else(|e| panic!("{e}: {:?}", this.stdout));
+        assert!(value.is_object() && this.stdout.trim_end().lines().count() == 1, "{:?}", this.stdout);
+        value
+    }
+
+    /// Expects a failure as users should see it: exit status 1, nothing on stdout, one line on stderr that holds all of
+    /// `words`. Returns the line.
+    #[track_caller]
+    pub(crate) fn one_line(self, words: &[&str]) -> String {
+        let said = &self.stderr;
+        assert_eq!(self.status.signal(), None, "killed instead of failed: {said}");
+        assert_eq!(self.status.code(), Some(1), "{said}");
+        assert_eq!(self.stdout, "");
+        assert!(said.ends_with('\n') && said.lines().count() == 1, "not one line: {said:?}");
+        assert!(said.starts_with("limosa: ") && !said.contains("panicked"), "{said:?}");
+        for word in words {
+            assert!(said.contains(word), "{word:?} is not in {said:?}");
+        }
+        self.stderr.trim_end().to_owned()
+    }
+}
+
+/// The guard that this limosa has started.
+fn guard_of(limosa: u32) -> Option<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{limosa}/task/{limosa}/children")).ok()?;
+    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
+        let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        words.split(|&byte| byte == 0).nth(1) == Some(b"guard")
+    })
+}
+
+/// Asks again and again until there is an answer.
+#[track_caller]
+pub(crate) fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + SOON;
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(Instant::now() < end, "waited {SOON:?} in vain for {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Waits until a process is gone.
+#[track_caller]
+pub(crate) fn wait_gone(pid: u32) {
+    wait_for("the end of a process", || (!is_alive(pid)).then_some(()));
+}
+
+/// QEMU as a job found it: what has to be the same afterwards.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Found {
+    run_state: String,
+    capabilities: Value,
+    parameters: Value,
+    objects: BTreeSet<String>,
+    descriptor_sets: Value,
+}
+
+impl Found {
+    pub(crate) fn of(vm: &Vm) -> Self {
+        let ask = |command: &str, arguments: Value| vm.execute(command, arguments).unwrap();
+        let objects = ask("qom-list", json!({ "path": "/objects" }));
+        let name = |object: &Value| object["name"].as_str().unwrap().to_owned();
+        Self {
+            run_state: vm.run_state().unwrap(),
+            capabilities: ask("query-migrate-capabilities", json!({})),
+            parameters: ask("query-migrate-parameters", json!({})),
+            objects: objects.as_array().unwrap().iter().map(name).collect(),
+            descriptor_sets: ask("query-fdsets", json!({})),
+        }
+    }
+
+    /// Expects that all is as it was found.
+    #[track_caller]
+    pub(crate) fn assert_same(&self, vm: &Vm) {
+        assert_eq!(&Self::of(vm), self);
+        assert_no_descriptor(vm);
+    }
+
+    /// Expects that all but the run state is as it was found, and that this is the run state.
+    #[track_caller]
+    pub(crate) fn assert_same_but(&self, vm: &Vm, run_state: &str) {
+        let expected = Self { run_state: run_state.to_owned(), ..self.clone() };
+        assert_eq!(Self::of(vm), expected);
+        assert_no_descriptor(vm);
+    }
+}
+
+/// Expects that QEMU keeps no end of limosa's socket pair.
+#[track_caller]
+fn assert_no_descriptor(vm: &Vm) {
+    let error = vm.execute("closefd", json!({ "fdname": "limosa-save" })).expect_err("a descriptor was left in QEMU");
+    assert!(format!("{error:#}").contains("limosa-save"), "{error:#}");
+}
+
+/// Expects that the guest beats on and that its memory is of one instant.
+#[track_caller]
+pub(crate) fn assert_beats(vm: &Vm) {
+    vm.wait_beats(2).unwrap();
+    vm.check_beat().unwrap();
+}
+
+/// The names in a folder.
+pub(crate) fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// Loads the file in a second stock QEMU by QEMU's own means, and expects the beat to go on there.
+#[track_caller]
+pub(crate) fn load_in_stock_qemu(machine: &Machine, snapshot: &Path, multifd_channels: u8) -> Vm {
+    let vm = machine.start_incoming().unwrap();
+    vm.load_file(snapshot, multifd_channels).unwrap();
+    vm.wait_run_state("running", SOON).unwrap();
+    assert_beats(&vm);
+    vm
+}
+
+/// A VM with a small beat guest.
+pub(crate) fn small() -> Machine {
+    Machine::beat(BeatGuest::over(8 << 20))
+}
+
+/// A folder and a file in it that is not there yet.
+pub(crate) fn place() -> (TempDir, PathBuf) {
+    let folder = scratch().unwrap();
+    let file = folder.path().join("vm.snapshot");
+    (folder, file)
+}
