@@ -37,6 +37,7 @@ impl Default for LinuxGuest {
     }
 }
 
+/// What a command says is collected and written at once: between two writes the counter may have its line.
 const INIT: &str = "\
 #!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /tmp
@@ -52,8 +53,11 @@ done
 echo ready
 ( n=0; while :; do n=$((n+1)); echo \"count $n\"; sleep 0.1; done ) &
 while read -r line; do
-    eval \"$line\"
-    echo \"done $?\"
+    eval \"$line\" > /tmp/.said 2>&1
+    status=$?
+    if [ -n \"$(tail -c 1 /tmp/.said)\" ]; then echo >> /tmp/.said; fi
+    cat /tmp/.said
+    echo \"done $status\"
 done
 ";
 
