@@ -7,11 +7,14 @@ use limosa_migrate::{MigrateError, Phase, ProgressReading};
 
 use super::{OnTimeout, SaveJob};
 use crate::job::JobError;
-use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, Settings};
+use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
 
 /// How often QEMU is asked how far it is. Events end the wait at once.
 const ASK_EVERY: Duration = Duration::from_millis(100);
+
+/// How long QEMU may take to let the VM go on: for one that hangs, not a measure.
+const CONTINUE_WITHIN: Duration = Duration::from_secs(10);
 
 /// The watch over one migration of the source QEMU.
 pub(super) struct Watcher<'a> {
@@ -134,8 +137,18 @@ impl<'a> Watcher<'a> {
     /// Lets the VM run and waits until it does; how long it stood still.
     pub(super) fn continue_vm(&mut self) -> Result<Option<Duration>, JobError> {
         let monitor = self.job.monitor;
-        monitor.cont()?;
-        let limit = Instant::now() + Duration::from_secs(10);
+        let limit = Instant::now() + CONTINUE_WITHIN;
+        // QEMU says `completed` a moment before it leaves `finish-migrate`, and until then refuses `cont`.
+        let mut finishing = true;
+        loop {
+            match monitor.cont() {
+                Err(error) if error.is_refusal() && finishing && Instant::now() < limit => {
+                    finishing = monitor.status()?.state == RunState::FinishMigrate;
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                other => break other?,
+            }
+        }
         while self.resumed.is_none() && Instant::now() < limit {
             if let Some(event) = monitor.qmp().wait_event(&["RESUME", "STOP"], ASK_EVERY)? {
                 match event.name.as_str() {
