@@ -119,24 +119,32 @@ impl Monitor {
         Ok(SettingChange { set, undo, unknown })
     }
 
-    /// Sets capabilities, then parameters. QEMU takes each list as a whole or not at all.
+    /// Sets capabilities and parameters: first what goes off, then the parameters, then what comes on, because QEMU checks each
+    /// list against what is set at that moment (facts found with QEMU 10.0.2: `mapped-ram` excludes `xbzrle`, and no parameter
+    /// at all can be set while it stands beside a `multifd-compression`). QEMU takes each list as a whole or not at all.
     ///
     /// # Errors
     /// QEMU's, for example while a migration runs, or for a combination that it excludes.
     pub fn set(&self, settings: &Settings) -> Result<(), QmpError> {
-        if !settings.capabilities.is_empty() {
-            let list: Vec<Value> =
-                settings.capabilities.iter().map(|(name, on)| json!({ "capability": name, "state": on })).collect();
-            self.order("migrate-set-capabilities", json!({ "capabilities": list }))?;
-        }
+        self.switch(settings, false)?;
         if !settings.parameters.is_empty() {
             self.order("migrate-set-parameters", Value::Object(settings.parameters.clone()))?;
         }
-        Ok(())
+        self.switch(settings, true)
     }
 
-    /// Puts settings back: sets those that are not so already and that this QEMU knows. Parameters are tried even if the
-    /// capabilities are refused.
+    /// Switches on, or off, those capabilities that are to be so.
+    fn switch(&self, settings: &Settings, on: bool) -> Result<(), QmpError> {
+        let wanted = settings.capabilities.iter().filter(|(_, state)| **state == on);
+        let list: Vec<Value> = wanted.map(|(name, state)| json!({ "capability": name, "state": state })).collect();
+        if list.is_empty() {
+            return Ok(());
+        }
+        self.order("migrate-set-capabilities", json!({ "capabilities": list }))
+    }
+
+    /// Puts settings back: sets those that are not so already and that this QEMU knows. The rest is tried even if something
+    /// is refused.
     ///
     /// # Errors
     /// QEMU's first.
@@ -144,10 +152,11 @@ impl Monitor {
         if undo.is_empty() {
             return Ok(());
         }
-        let Settings { capabilities, parameters } = undo.against(&self.settings()?).0;
-        let first = self.set(&Settings { capabilities, parameters: Map::new() });
-        let second = self.set(&Settings { capabilities: BTreeMap::new(), parameters });
-        first.and(second)
+        let undo = undo.against(&self.settings()?).0;
+        let off = self.switch(&undo, false);
+        let parameters = self.set(&Settings { capabilities: BTreeMap::new(), parameters: undo.parameters.clone() });
+        let on = self.switch(&undo, true);
+        off.and(parameters).and(on)
     }
 }
 

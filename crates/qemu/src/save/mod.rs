@@ -253,7 +253,10 @@ fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) 
         .capability("return-path", !by_file)
         .capability("mapped-ram", by_file)
         .capability("multifd", by_file)
-        .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get));
+        .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get))
+        .parameter("mode", "normal")
+        // Neither a file nor a socket to this process has a TLS server at its other end.
+        .parameter("tls-creds", "");
     for other in [
         "xbzrle",
         "rdma-pin-all",
