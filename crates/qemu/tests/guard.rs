@@ -118,9 +118,11 @@ fn job(arguments: &[OsString]) -> ExitCode {
             eventually("device", || monitor.migration().unwrap().status == MigrationStatus::Device);
             arrive();
         }
-        "sending" => {
+        "sending-text" | "sending-object" => {
             monitor.stop().unwrap();
-            raw(&monitor, br#"{"execute": "migrate", "arguments": {"uri": "fi"#);
+            let command = r#"{"execute": "migrate", "arguments": {"uri": "file:x"#;
+            // Cut inside a text, and where another object could follow.
+            raw(&monitor, command.as_bytes().get(..if scenario == "sending-text" { 47 } else { 44 }).unwrap());
             arrive();
         }
         "reading" => {
@@ -216,6 +218,13 @@ impl Job {
     fn heard(&mut self, word: &str) {
         let lines = self.output.by_ref().lines().map(Result::unwrap);
         self.said = lines.take_while(|line| line != word).collect();
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
     }
 }
 
@@ -315,12 +324,14 @@ fn undecided() {
 }
 
 fn killed_while_sending() {
-    let stock = Stock::start(&[]);
-    let before = before(&stock);
-    let monitor = kill_at(&stock, "sending");
-    assert_eq!(run_state(&monitor), RunState::Running);
-    assert_eq!(monitor.migration().unwrap().status, MigrationStatus::None, "the half command was not carried out");
-    assert_undone(&monitor, &before);
+    for scenario in ["sending-text", "sending-object"] {
+        let stock = Stock::start(&[]);
+        let before = before(&stock);
+        let monitor = kill_at(&stock, scenario);
+        assert_eq!(run_state(&monitor), RunState::Running);
+        assert_eq!(monitor.migration().unwrap().status, MigrationStatus::None, "the half command was not carried out");
+        assert_undone(&monitor, &before);
+    }
 }
 
 fn killed_while_reading() {
