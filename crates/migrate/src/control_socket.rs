@@ -49,9 +49,18 @@ struct Shared {
     control: Control,
     progress: Progress,
     begun: Instant,
-    /// Who gets events; each under the number that its thread knows it by.
-    clients: Mutex<Vec<(usize, UnixStream)>>,
+    clients: Mutex<Vec<Client>>,
     admitted: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct Client {
+    /// What its thread knows it by.
+    number: usize,
+    /// For events.
+    stream: UnixStream,
+    /// Whether it gets events: from `qmp_capabilities` on, as with QEMU. Before, an event could arrive ahead of the greeting.
+    listens: bool,
 }
 
 impl ControlSocket {
@@ -99,8 +108,8 @@ fn serve(listener: &UnixListener, shared: &Arc<Shared>, over: &AtomicBool) {
             announce(shared, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
         }
         if ending {
-            for (_, client) in shared.clients.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-                let _ = client.shutdown(std::net::Shutdown::Both);
+            for client in shared.clients.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                let _ = client.stream.shutdown(std::net::Shutdown::Both);
             }
             return;
         }
@@ -112,18 +121,18 @@ fn admit(shared: &Arc<Shared>, client: UnixStream) {
     // A client that does not read must not hold up the events of the others.
     let _ = client.set_nonblocking(false);
     let _ = client.set_write_timeout(Some(Duration::from_secs(1)));
-    let Ok(events) = client.try_clone() else { return };
+    let Ok(stream) = client.try_clone() else { return };
     let number = shared.admitted.fetch_add(1, Ordering::Relaxed);
     {
         let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
         if clients.len() >= CLIENTS {
             return;
         }
-        clients.push((number, events));
+        clients.push(Client { number, stream, listens: false });
     }
     let mine = Arc::clone(shared);
     let spawned = thread::Builder::new().name("control client".into()).spawn(move || {
-        let _ = converse(&mine, &client);
+        let _ = converse(&mine, &client, number);
         let _ = client.shutdown(std::net::Shutdown::Both);
         dismiss(&mine, number);
     });
@@ -133,12 +142,12 @@ fn admit(shared: &Arc<Shared>, client: UnixStream) {
 }
 
 fn dismiss(shared: &Shared, number: usize) {
-    shared.clients.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _)| *known != number);
+    shared.clients.lock().unwrap_or_else(PoisonError::into_inner).retain(|client| client.number != number);
 }
 
 fn announce(shared: &Shared, event: &Value) {
     let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
-    clients.retain_mut(|(_, client)| say(client, event).is_ok());
+    clients.retain_mut(|client| !client.listens || say(&mut client.stream, event).is_ok());
 }
 
 fn say(client: &mut UnixStream, message: &Value) -> io::Result<()> {
@@ -147,7 +156,7 @@ fn say(client: &mut UnixStream, message: &Value) -> io::Result<()> {
     client.write_all(line.as_bytes())
 }
 
-fn converse(shared: &Shared, client: &UnixStream) -> io::Result<()> {
+fn converse(shared: &Shared, client: &UnixStream, number: usize) -> io::Result<()> {
     let mut out = client.try_clone()?;
     let version = json!({ "qemu": { "major": 0, "minor": 0, "micro": 0 }, "package": concat!("limosa ", env!("CARGO_PKG_VERSION")) });
     say(&mut out, &json!({ "QMP": { "version": version, "capabilities": [] } }))?;
@@ -164,8 +173,10 @@ fn converse(shared: &Shared, client: &UnixStream) -> io::Result<()> {
         if line.trim_ascii().is_empty() {
             continue;
         }
+        let mut negotiated = false;
         let reply = match serde_json::from_slice::<Value>(&line) {
             Ok(command) => {
+                negotiated = command.get("execute").and_then(Value::as_str) == Some("qmp_capabilities");
                 let mut reply = answer(shared, &command);
                 if let (Some(id), Some(reply)) = (command.get("id"), reply.as_object_mut()) {
                     reply.insert("id".into(), id.clone());
@@ -174,7 +185,14 @@ fn converse(shared: &Shared, client: &UnixStream) -> io::Result<()> {
             }
             Err(fault) => error("GenericError", &format!("not JSON: {fault}")),
         };
+        if !negotiated {
+            say(&mut out, &reply)?;
+            continue;
+        }
+        // Under the lock of those who announce: no event before the reply, and none lost after it.
+        let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
         say(&mut out, &reply)?;
+        clients.iter_mut().filter(|client| client.number == number).for_each(|client| client.listens = true);
     }
 }
 

@@ -102,6 +102,21 @@ fn phases_are_announced_and_the_end_of_the_job_ends_the_conversation() {
 }
 
 #[test]
+fn nothing_is_announced_to_a_client_before_it_has_negotiated() {
+    let (directory, _socket, _control, progress, mut listener) = socket(Job::Save);
+    let mut newcomers: Vec<Client> = (0..4).map(|_| Client::connect(&directory.path().join("control"))).collect();
+    progress.enter(Phase::Active);
+    assert_eq!(listener.hear()["data"]["status"], "active");
+    for newcomer in &mut newcomers {
+        assert!(newcomer.hear().get("QMP").is_some());
+        newcomer.lines.get_mut().write_all(b"{\"execute\": \"qmp_capabilities\"}\n").unwrap();
+        assert_eq!(newcomer.hear(), json!({ "return": {} }));
+    }
+    progress.enter(Phase::Completing);
+    assert!(newcomers.iter_mut().all(|newcomer| newcomer.hear()["data"]["status"] == "device"));
+}
+
+#[test]
 fn nonsense_is_answered_and_too_much_of_it_hung_up_on() {
     let (directory, _socket, _control, _progress, mut client) = socket(Job::Save);
     for nonsense in [json!({}), json!([]), json!("x"), json!({ "execute": 3 })] {
