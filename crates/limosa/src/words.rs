@@ -10,7 +10,7 @@ pub(crate) fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
         let said = cause.to_string();
-        if !line.ends_with(&said) {
+        if !line.contains(&said) {
             if !line.is_empty() {
                 line.push_str(": ");
             }
@@ -115,5 +115,7 @@ mod tests {
         let inner = anyhow::anyhow!("no space left");
         let error = inner.context("cannot write x: no space left");
         assert_eq!(one_line(&error), "cannot write x: no space left");
+        let inner = anyhow::anyhow!("no space left");
+        assert_eq!(one_line(&inner.context("x: no space left; free some")), "x: no space left; free some");
     }
 }

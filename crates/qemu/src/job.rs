@@ -86,6 +86,15 @@ pub enum JobError {
         reason: String,
     },
 
+    /// QEMU gave up writing the file.
+    #[error("{}: QEMU gave up writing it: {reason}; nothing was kept{}", path.display(), room(reason))]
+    Unwritten {
+        /// The file that there was to be.
+        path: PathBuf,
+        /// QEMU's own message.
+        reason: String,
+    },
+
     /// The VM changed its memory faster than it could be saved.
     #[error("not done within {} s: the VM changes its memory faster than it is saved; give it more time, more bandwidth, or --on-timeout pause", after.as_secs_f64())]
     TimedOut {
@@ -97,5 +106,14 @@ pub enum JobError {
 impl JobError {
     pub(crate) fn refused(why: impl Into<String>, hint: impl Into<String>) -> Self {
         Self::Refused { why: why.into(), hint: hint.into() }
+    }
+}
+
+/// What to do about QEMU's reason, where it is one that a person can do something about.
+fn room(reason: &str) -> &'static str {
+    if reason.contains("No space left") || reason.contains("quota") {
+        ": free some space or choose another directory"
+    } else {
+        ""
     }
 }

@@ -160,8 +160,16 @@ impl JobMarker {
             Err(error) if error.is_refusal() => error,
             Err(other) => return Err(other.into()),
         };
-        let Some(other) = Self::read(monitor)? else { return Err(refused.into()) };
-        let other = Box::new(other);
+        Self::expect_none(monitor)?;
+        Err(refused.into())
+    }
+
+    /// Checks that no job has left a record, so that whoever comes second is told of the job and not of its traces.
+    ///
+    /// # Errors
+    /// [`MarkerError::Busy`], [`MarkerError::Elsewhere`] or [`MarkerError::LeftOver`] if there is one.
+    pub fn expect_none(monitor: &Monitor) -> Result<(), MarkerError> {
+        let Some(other) = Self::read(monitor)?.map(Box::new) else { return Ok(()) };
         Err(match other.process.liveness() {
             Liveness::Alive => MarkerError::Busy(other),
             Liveness::Elsewhere => MarkerError::Elsewhere(other),

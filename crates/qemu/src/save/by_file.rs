@@ -19,7 +19,10 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
     let written = write(job, &pending, &set.path());
     // QEMU has closed its duplicates when the migration was over; the set itself stays until it is told.
     let removed = job.monitor.remove_fd(set.set);
-    let saved = written?;
+    let saved = written.map_err(|error| match error {
+        JobError::Failed { reason } => JobError::Unwritten { path: pending.target().to_owned(), reason },
+        other => other,
+    })?;
     removed?;
     let published = adopt(pending, saved.manifest.clone(), job.write_options())?;
     job.published(marker)?;

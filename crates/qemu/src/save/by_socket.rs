@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_migrate::{Destination, DestinationOptions, Incoming, MigrateError};
@@ -16,6 +16,8 @@ use crate::monitor::MigrationStatus;
 
 /// The name under which QEMU keeps its end of the socket pair.
 pub(super) const DESCRIPTOR: &str = "limosa-save";
+/// How long the receiver may take to notice that QEMU has gone.
+const NOTICE_WITHIN: Duration = Duration::from_secs(2);
 /// How long QEMU may take to connect.
 const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 
@@ -40,13 +42,19 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
                 Ok(_) => {}
             }
         };
-        if watched.is_err() {
+        if let Err(error) = &watched {
+            // A QEMU that has given up has closed its end: the receiver is about to notice, or has a reason of its own.
+            let limit = Instant::now() + NOTICE_WITHIN;
+            while matches!(error, JobError::Failed { .. }) && !receiving.is_finished() && Instant::now() < limit {
+                thread::sleep(Duration::from_millis(1));
+            }
             job.watch.control.stop(limosa_migrate::Stop::Cancel);
         }
         let received = receiving.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the receiver panicked".into())));
         match (watched, received) {
             (Ok(()), Ok(incoming)) => Ok(incoming),
             (Ok(()), Err(error)) => Err(broken_off(&mut watcher, error)),
+            (Err(JobError::Failed { .. }), Err(error)) if !is_consequence(&error) => Err(error.into()),
             (Err(error), _) => Err(error),
         }
     })?;
@@ -92,9 +100,7 @@ fn receive(job: &SaveJob<'_>, channel: Channel, writer: &mut SnapshotWriter) -> 
 
 /// The reason for a stream that ended early: QEMU's, if the receiver saw no more than a closed connection.
 fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
-    let only_closed = matches!(&error, MigrateError::Channel(closed) if closed.is_closed())
-        || matches!(&error, MigrateError::Stream(_));
-    if only_closed {
+    if is_consequence(&error) {
         for _ in 0..20 {
             match watcher.look() {
                 Err(reason @ JobError::Failed { .. }) => return reason,
@@ -105,6 +111,15 @@ fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
         }
     }
     error.into()
+}
+
+/// Whether the receiver saw no more than that the other side went away, or was told to stop.
+fn is_consequence(error: &MigrateError) -> bool {
+    match error {
+        MigrateError::Channel(closed) => closed.is_closed(),
+        MigrateError::Stream(_) | MigrateError::Cancelled => true,
+        _ => false,
+    }
 }
 
 /// Starts QEMU's migration towards this process, and returns the connection.

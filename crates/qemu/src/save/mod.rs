@@ -130,6 +130,7 @@ pub fn save(
     guarded: impl FnOnce() -> Result<Option<Guard>, JobError>,
 ) -> Result<SaveReport, JobError> {
     let begun = Instant::now();
+    JobMarker::expect_none(monitor)?;
     let before = Preflight::check(monitor, options)?;
     let route = route(monitor, options)?;
     let pending = PendingFile::create(target, options.replace)?;
