@@ -224,6 +224,15 @@ fn assert_no_descriptor(vm: &Vm) {
     assert!(format!("{error:#}").contains("limosa-save"), "{error:#}");
 }
 
+/// Waits until a migration out of this VM moves memory.
+#[track_caller]
+pub(crate) fn wait_moving(vm: &Vm) {
+    wait_for("memory to move", || {
+        let info = vm.execute("query-migrate", json!({})).unwrap();
+        info["ram"]["transferred"].as_u64().filter(|bytes| *bytes > 100_000).map(drop)
+    });
+}
+
 /// Expects that the guest beats on and that its memory is of one instant.
 #[track_caller]
 pub(crate) fn assert_beats(vm: &Vm) {
