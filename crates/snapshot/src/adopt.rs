@@ -1,7 +1,7 @@
 //! A snapshot file that QEMU wrote itself.
 //!
-//! QEMU knows when it has handed everything to the kernel, not whether it can be loaded again. Before limosa gives the file
-//! its name, the file is taken apart exactly as a restore would, and its stream must end where the file ends.
+//! QEMU knows when it has handed everything to the kernel, not whether it can be loaded again. Before limosa gives the
+//! file its name, the file is taken apart exactly as a restore would, and its stream must end where the file ends.
 
 use crate::anatomy::Anatomy;
 use crate::error::SnapshotError;
@@ -13,14 +13,14 @@ use crate::writer::WriteOptions;
 
 /// Verifies a file that QEMU has written, appends limosa's trailer and publishes it.
 ///
-/// The manifest's page statistics are taken from the file's bitmaps; machine, uuid, run state, RAM length and finishing time
-/// are filled in as [`SnapshotWriter::finish`](crate::SnapshotWriter::finish) does. `options.write_behind` means nothing here: follow the
-/// file with [`WriteBehind::watching`](crate::WriteBehind::watching) while QEMU writes it.
+/// The manifest's page statistics are taken from the file's bitmaps; machine, uuid, run state, RAM length and finishing
+/// time are filled in as [`SnapshotWriter::finish`](crate::SnapshotWriter::finish) does. `options.write_behind` means
+/// nothing here: follow the file with [`WriteBehind::watching`](crate::WriteBehind::watching) while QEMU writes it.
 ///
 /// # Errors
 /// [`SnapshotError::Structure`] if it is not a whole mapped-ram file that ends with its VM description,
-/// [`SnapshotError::Empty`] if no block has a stored page. That is decided without exception: every machine has firmware
-/// in RAM blocks, so a save without one non-zero page is one whose bitmaps were never written.
+/// [`SnapshotError::Empty`] if no block has a stored page. That is decided without exception: every machine has
+/// firmware in RAM blocks, so a save without one non-zero page is one whose bitmaps were never written.
 pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) -> Result<Published, SnapshotError> {
     let file = StoreFile::duplicate(pending.file(), pending.target())?;
     let length = u64::try_from(file.stat()?.st_size).unwrap_or(0);

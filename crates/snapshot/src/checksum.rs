@@ -1,13 +1,14 @@
 //! Checksums of guest memory, one for each MiB.
 //!
 //! A checksum covers 1 MiB of guest memory, not of the file: pages that are not stored count as zeros, so it stays true
-//! when a page moves between "stored zeros" and "not stored". crc32c, because the processor has an instruction for it: it
-//! guards against a disk that returns something else than it was given, not against an attacker, who can compute one
+//! when a page moves between "stored zeros" and "not stored". crc32c, because the processor has an instruction for it:
+//! it guards against a disk that returns something else than it was given, not against an attacker, who can compute one
 //! too.
 //!
 //! Law of this module: a page that is served was part of a chunk that was verified, from the very buffer that was
-//! verified if it is the first of its chunk. Later pages of the chunk come from a small cache of verified chunks or from the
-//! file again; a file that changes in between is what [`Snapshot::still_whole`](crate::Snapshot::still_whole) is for.
+//! verified if it is the first of its chunk. Later pages of the chunk come from a small cache of verified chunks or
+//! from the file again; a file that changes in between is what [`Snapshot::still_whole`](crate::Snapshot::still_whole)
+//! is for.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;

@@ -1,8 +1,9 @@
-//! A stored VM: QEMU's mapped-ram file with limosa's trailer, as a page sink while saving and a page source while restoring.
+//! A stored VM: QEMU's mapped-ram file with limosa's trailer, as a page sink while saving and a page source while
+//! restoring.
 //!
-//! The file is QEMU's own format; stock QEMU loads it with `-incoming file:` and the capability `mapped-ram`. What limosa
-//! adds stands behind the end of QEMU's stream, where QEMU does not look, so that one rename publishes both and the file is
-//! whole or not there.
+//! The file is QEMU's own format; stock QEMU loads it with `-incoming file:` and the capability `mapped-ram`. What
+//! limosa adds stands behind the end of QEMU's stream, where QEMU does not look, so that one rename publishes both and
+//! the file is whole or not there.
 //!
 //! - [`PendingFile`]: a file without a name, and how it gets one.
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::pages::PageSink)).
@@ -12,8 +13,8 @@
 //!
 //! # Example
 //!
-//! A VM with two pages of memory, one of them zero, is stored and read again. (The device tail comes from the stream; here it
-//! is made by hand, with one device.)
+//! A VM with two pages of memory, one of them zero, is stored and read again. (The device tail comes from the stream;
+//! here it is made by hand, with one device.)
 //!
 //! ```
 //! use std::io::IoSlice;

@@ -1,10 +1,10 @@
 //! Who may use a snapshot file: many that serve it, or one that replaces it.
 //!
 //! The lock is `flock`, for three reasons. It belongs to the open file description, so a pager that forks into the
-//! background keeps it by keeping the descriptor, and it is gone when the last holder is, however that one died; a POSIX
-//! record lock would be lost at the fork, and again at any close of the same file. It is one lock for a whole file, on a
-//! descriptor that need not be writable. And shell users have `flock(1)`. The open-file-description record lock (`F_OFD`)
-//! has the first property too, but wants a writable descriptor for its exclusive form.
+//! background keeps it by keeping the descriptor, and it is gone when the last holder is, however that one died; a
+//! POSIX record lock would be lost at the fork, and again at any close of the same file. It is one lock for a whole
+//! file, on a descriptor that need not be writable. And shell users have `flock(1)`. The open-file-description record
+//! lock (`F_OFD`) has the first property too, but wants a writable descriptor for its exclusive form.
 //!
 //! A server holds the lock shared for as long as it answers faults. A save that will replace the file holds it
 //! exclusively from before the VM is touched until the new file has the name, so that it is refused at once rather than
@@ -18,7 +18,8 @@ use rustix::io::Errno;
 
 use crate::error::SnapshotError;
 
-const SERVED: &str = "it is being served to a restored VM, or another save is replacing it; wait for that to end, or save under another name";
+const SERVED: &str = "it is being served to a restored VM, or another save is replacing it; \
+                      wait for that to end, or save under another name";
 const REPLACED: &str = "a save is replacing it; try again when that has ended";
 
 /// Takes the lock of a server: shared, without waiting.

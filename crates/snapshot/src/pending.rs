@@ -1,9 +1,9 @@
 //! A file that has no name yet.
 //!
-//! Law of this module: under the target's name there is either nothing new or a whole file. What is being written has no
-//! name at all (`O_TMPFILE`), so that a kill at any moment leaves nothing; where the file system cannot do that it has the
-//! temporary name `.NAME.limosa-PID-RANDOM`, is removed when dropped, and what a kill leaves behind is removed by the next
-//! save to the same target. Publishing is fsync, then the name, then fsync of the directory.
+//! Law of this module: under the target's name there is either nothing new or a whole file. What is being written has
+//! no name at all (`O_TMPFILE`), so that a kill at any moment leaves nothing; where the file system cannot do that it
+//! has the temporary name `.NAME.limosa-PID-RANDOM`, is removed when dropped, and what a kill leaves behind is removed
+//! by the next save to the same target. Publishing is fsync, then the name, then fsync of the directory.
 //!
 //! Everything that can refuse a target refuses it in [`PendingFile::create`], before a VM is touched.
 
@@ -28,8 +28,8 @@ pub enum Durability {
     /// fsync of the file before it gets its name and of its directory afterwards.
     #[default]
     Synced,
-    /// No fsync. The file is whole for every process that sees it, but a power cut may lose or tear it: for tmpfs and for
-    /// benchmarks.
+    /// No fsync. The file is whole for every process that sees it, but a power cut may lose or tear it: for tmpfs and
+    /// for benchmarks.
     Unsynced,
 }
 
@@ -51,7 +51,16 @@ pub struct PendingFile {
 #[derive(Debug)]
 struct Replaced {
     /// Open only for its lock; none if there was no file yet.
-    _held: Option<File>,
+    held: Option<File>,
+}
+
+impl Drop for Replaced {
+    fn drop(&mut self) {
+        // Said aloud, because a child that was just forked may have a copy of the descriptor.
+        if let Some(held) = &self.held {
+            lock::release(held);
+        }
+    }
 }
 
 impl PendingFile {
@@ -101,7 +110,7 @@ impl PendingFile {
                 (File::from(file), Some(temporary))
             }
         };
-        let replaces = replace.then_some(Replaced { _held: held });
+        let replaces = replace.then_some(Replaced { held });
         let pending = Self { file, directory, target: target.to_path_buf(), name, temporary, replaces };
         // Tells a later save's sweep that the temporary name belongs to somebody alive.
         lock::exclusive(&pending.file, target)?;
@@ -125,10 +134,10 @@ impl PendingFile {
 
     /// Another open file description of the same file, write-only, for a QEMU that writes it itself.
     ///
-    /// QEMU takes a descriptor out of a set (`add-fd`, `file:/dev/fdset/N`) only if its access mode is exactly the one it
-    /// would have opened the file with, and that is write-only for a save. A save with `direct-io` needs a second one in
-    /// the same set with `O_DIRECT`, which is what `direct_io` asks for. A description of its own, because flags and position of this
-    /// one must not move.
+    /// QEMU takes a descriptor out of a set (`add-fd`, `file:/dev/fdset/N`) only if its access mode is exactly the one
+    /// it would have opened the file with, and that is write-only for a save. A save with `direct-io` needs a second
+    /// one in the same set with `O_DIRECT`, which is what `direct_io` asks for. A description of its own, because flags
+    /// and position of this one must not move.
     ///
     /// # Errors
     /// If the file cannot be opened again, e.g. with `O_DIRECT` on a file system that has none.
@@ -148,8 +157,8 @@ impl PendingFile {
     /// Makes the file durable (or not), gives it its name, and makes the name durable.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`] if somebody else took the name meanwhile and `replace` was not given. After any error the
-    /// target is what it was, with one exception that the error states: the directory's own fsync failed.
+    /// [`SnapshotError::Exists`] if somebody else took the name meanwhile and `replace` was not given. After any error
+    /// the target is what it was, with one exception that the error states: the directory's own fsync failed.
     pub fn publish(mut self, durability: Durability) -> Result<PathBuf, SnapshotError> {
         if durability == Durability::Synced {
             self.file.sync_all().map_err(|e| SnapshotError::io("make it durable (fsync)", &self.target, None, e))?;

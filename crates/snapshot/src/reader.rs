@@ -1,8 +1,8 @@
 //! A snapshot file being read: a [`PageSource`] for a restore, and what `limosa inspect` looks at.
 //!
 //! Law of this module: a page comes back as it was saved or not at all. Reads are positional and whole, checksums that
-//! were recorded are enforced, and after each read the file must still be the one that was opened (length and modification time):
-//! a file cut short, or cut and filled up again with holes, is an error and never zeros in a guest.
+//! were recorded are enforced, and after each read the file must still be the one that was opened (length and
+//! modification time): a file cut short, or cut and filled up again with holes, is an error and never zeros in a guest.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -118,11 +118,12 @@ impl Snapshot {
 
     /// Takes the lock of a server, which keeps a save with `--force` from replacing the file.
     ///
-    /// The lock is held until the last copy of the file's descriptor is closed: by dropping this, or, after a fork, by the
-    /// process that still has it.
+    /// The lock is held until the last copy of the file's descriptor is closed: by dropping this, or, after a fork, by
+    /// the process that still has it.
     ///
     /// # Errors
-    /// [`SnapshotError::Locked`] while a save is replacing the file; [`SnapshotError::Changed`] if one did since it was opened.
+    /// [`SnapshotError::Locked`] while a save is replacing the file; [`SnapshotError::Changed`] if one did since it was
+    /// opened.
     pub fn lock_serving(&self) -> Result<(), SnapshotError> {
         lock::shared(self.file.fd(), self.file.path())?;
         let Ok(named) = rustix::fs::stat(self.file.path()) else { return Ok(()) };
@@ -158,9 +159,9 @@ impl Snapshot {
     /// Refuses a file that can be looked at but would restore to a broken guest.
     ///
     /// # Errors
-    /// [`SnapshotError::Empty`] if no block has a stored page, unless the manifest says that a stream really brought zeros only;
-    /// [`SnapshotError::Unsupported`] if shared memory was left out of the save; [`SnapshotError::Structure`] if a checksum of
-    /// the device state was recorded and differs.
+    /// [`SnapshotError::Empty`] if no block has a stored page, unless the manifest says that a stream really brought
+    /// zeros only; [`SnapshotError::Unsupported`] if shared memory was left out of the save;
+    /// [`SnapshotError::Structure`] if a checksum of the device state was recorded and differs.
     pub fn check_restorable(&self) -> Result<(), SnapshotError> {
         let path = || self.file.path().to_path_buf();
         if self.devices_damaged {

@@ -1,7 +1,7 @@
 //! What stands behind QEMU's stream in the same file.
 //!
-//! Stock QEMU stops reading at the end of its VM description, so one file holds both and one rename publishes both. Behind
-//! the description follow, without padding:
+//! Stock QEMU stops reading at the end of its VM description, so one file holds both and one rename publishes both.
+//! Behind the description follow, without padding:
 //!
 //! | part | contents |
 //! |---|---|
@@ -26,8 +26,8 @@
 //! | 56 | 4 | 0 |
 //! | 60 | 4 | crc32c of the 60 bytes before |
 //!
-//! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the memory.
-//! The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
+//! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the
+//! memory. The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
 
 use crate::manifest::Manifest;
 
@@ -81,7 +81,8 @@ impl Footer {
         self.manifest_offset.saturating_add(self.manifest_length)
     }
 
-    /// Reads the last bytes of a file whose QEMU stream ends at `stream_end`; the reason if they are not a footer for it.
+    /// Reads the last bytes of a file whose QEMU stream ends at `stream_end`; the reason if they are not a footer for
+    /// it.
     fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, file_length: u64) -> Result<Self, String> {
         let (magic, mut words) = bytes.split_at(MAGIC.len());
         if magic != MAGIC {

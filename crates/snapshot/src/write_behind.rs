@@ -1,12 +1,12 @@
 //! Write-back that begins while the file is still being written.
 //!
-//! Without it the kernel keeps gigabytes of a fresh snapshot dirty in the page cache, and the fsync before publishing has
-//! to write all of them while everybody waits. A thread asks for write-back early and often instead, and the path that receives pages
-//! only ever adds to a counter.
+//! Without it the kernel keeps gigabytes of a fresh snapshot dirty in the page cache, and the fsync before publishing
+//! has to write all of them while everybody waits. A thread asks for write-back early and often instead, and the path
+//! that receives pages only ever adds to a counter.
 //!
-//! `sync_file_range(SYNC_FILE_RANGE_WRITE)` queues the pages that are dirty now and does not wait for them. It is given the
-//! whole file: the page cache keeps the dirty pages tagged, so "what was written since" costs nothing to find, and no
-//! list of our own has to be right about it. It also works on a file that another process writes.
+//! `sync_file_range(SYNC_FILE_RANGE_WRITE)` queues the pages that are dirty now and does not wait for them. It is given
+//! the whole file: the page cache keeps the dirty pages tagged, so "what was written since" costs nothing to find, and
+//! no list of our own has to be right about it. It also works on a file that another process writes.
 
 #![allow(unsafe_code)] // one system call that rustix lacks
 
@@ -18,7 +18,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Bytes between two requests for write-back: large enough for sequential I/O, small against what a disk takes in a second.
+/// Bytes between two requests for write-back: large enough for sequential I/O, small against what a disk takes in a
+/// second.
 const STEP: u64 = 32 << 20;
 
 /// How often a file that somebody else writes is looked at.
@@ -159,7 +160,8 @@ impl Shared {
     /// Starts write-back; false where the file system has none of it, so that nobody asks again.
     fn request(&self, file: &File) -> bool {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: no memory is passed, only a descriptor that `file` keeps open, an offset and a length (0: to the end).
+        // SAFETY: no memory is passed, only a descriptor that `file` keeps open, an offset and a length (0: to the
+        // end).
         let done = unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
         done == 0
     }

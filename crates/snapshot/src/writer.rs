@@ -6,9 +6,9 @@
 //! - a page whose last word was contents has its bit set and those contents behind it;
 //! - a page whose last word was zero, or that was never mentioned, is a hole of the file, also if it had contents in
 //!   between: old contents are never left in a published file;
-//! - in blocks under 64 MiB (firmware, option ROMs, video memory) a page that *arrived* as zero has its bit set over that
-//!   hole. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does not clear what has a clear
-//!   bit; a set bit over a hole makes it load zeros, and costs no room.
+//! - in blocks under 64 MiB (firmware, option ROMs, video memory) a page that *arrived* as zero has its bit set over
+//!   that hole. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does not clear what
+//!   has a clear bit; a set bit over a hole makes it load zeros, and costs no room.
 
 use std::io::IoSlice;
 
@@ -106,8 +106,8 @@ impl SnapshotWriter {
     /// Ends the file with the device state and publishes it.
     ///
     /// `tail` is what the stream had from the first FULL section to the end of the VM description, inclusive; it is
-    /// stored as it is. The manifest's page statistics, RAM length and finishing time are filled in here; machine, uuid and
-    /// run state are if it does not say them.
+    /// stored as it is. The manifest's page statistics, RAM length and finishing time are filled in here; machine, uuid
+    /// and run state are if it does not say them.
     ///
     /// # Errors
     /// The writer is gone then and nothing is left of the file: the disk is full, the tail is not whole, the stream
