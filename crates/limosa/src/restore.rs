@@ -160,7 +160,7 @@ fn object(report: &RestoreReport) -> Value {
         })
     });
     json!({
-        "mode": if report.lazy.is_some() { "lazy" } else { "eager" },
+        "mode": if report.mode == Mode::Eager { "eager" } else { "lazy" },
         "vm_state": report.vm_state,
         "to_guest_ms": words::millis(report.to_guest),
         "to_resident_ms": words::millis(report.to_resident),

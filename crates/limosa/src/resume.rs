@@ -12,11 +12,10 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.qmp)?;
     let resumed = resume(&monitor, &ResumeOptions { force: args.force, ..ResumeOptions::default() })?;
     let takeover = &resumed.takeover;
-    eprintln!("{}", resumed.why);
     for remark in &takeover.remarks {
-        eprintln!("  {remark}");
+        tracing::info!("{remark}");
     }
-    eprintln!("{}", takeover.outcome);
+    eprintln!("limosa: {}", resumed.summary(&args.qmp.to_string()));
     if args.json {
         let object = json!({
             "why": resumed.why,

@@ -46,7 +46,7 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     match served {
         Ok((stats, to_guest)) => {
             settle(job.monitor, &marker)?;
-            Ok(report(job, stats, to_guest))
+            Ok(report(job, Some(stats), to_guest))
         }
         Err(Unserved { error, guest_runs: true }) => Err(error),
         Err(Unserved { error, guest_runs: false }) => Err(job.give_up(&marker, error)),
@@ -153,14 +153,19 @@ pub(super) fn settle(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobErr
     Ok(())
 }
 
-pub(super) fn report(job: &RestoreJob<'_>, stats: PostcopyStats, to_guest: Duration) -> RestoreReport {
+/// `stats` are those of the transfer, if there was anything left to transfer.
+pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_guest: Duration) -> RestoreReport {
     RestoreReport {
         mode: Mode::Lazy,
         to_guest,
         to_resident: job.begun.elapsed(),
-        normal_pages: Some(stats.normal_pages),
-        zero_pages: Some(stats.zero_pages),
-        lazy: Some(LazyReport { request_latency: stats.request_latency, main: stats.main, preempt: stats.preempt }),
+        normal_pages: Some(stats.as_ref().map_or(0, |stats| stats.normal_pages)),
+        zero_pages: Some(stats.as_ref().map_or(0, |stats| stats.zero_pages)),
+        lazy: stats.map(|stats| LazyReport {
+            request_latency: stats.request_latency,
+            main: stats.main,
+            preempt: stats.preempt,
+        }),
         channel: None,
         vm_state: job.vm_state(),
     }

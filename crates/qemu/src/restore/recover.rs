@@ -10,9 +10,8 @@ use limosa_snapshot::Snapshot;
 use super::incoming::Rendezvous;
 use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, identity, lazy};
 use crate::job::{JobError, Watch};
-use crate::marker::{JobKind, JobMarker, MarkerError};
+use crate::marker::{JobKind, JobMarker};
 use crate::monitor::{MigrationStatus, Monitor};
-use crate::process::{Liveness, ProcessIdentity};
 
 /// How long QEMU may take to notice that its channel is gone.
 const PAUSED_WITHIN: Duration = Duration::from_secs(10);
@@ -31,15 +30,15 @@ pub fn recover(
 ) -> Result<RestoreReport, JobError> {
     let begun = Instant::now();
     let mut marker = own_marker(monitor, snapshot)?;
+    marker.claim(monitor)?;
     snapshot.lock_serving()?;
     let runs = marker.was_running;
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, begun, runs };
     if wait_paused(monitor)? == MigrationStatus::Completed {
+        (watch.notice)("every page had been sent before the interruption");
         lazy::settle(monitor, &marker)?;
-        return Err(JobError::refused("this VM has all its pages already", "there is nothing to recover"));
+        return Ok(lazy::report(&job, None, begun.elapsed()));
     }
-    marker.process = ProcessIdentity::own();
-    marker.update(monitor)?;
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
     let rendezvous = Rendezvous::new(monitor, options.listen.as_ref())?;
     monitor.migrate_recover(&rendezvous.uri())?;
@@ -52,7 +51,7 @@ pub fn recover(
     drop(rendezvous);
     let (stats, to_guest) = served.map_err(|unserved| unserved.error)?;
     lazy::settle(monitor, &marker)?;
-    Ok(lazy::report(&job, stats, to_guest))
+    Ok(lazy::report(&job, Some(stats), to_guest))
 }
 
 /// The record of the interrupted job, if it is one of this snapshot.
@@ -65,9 +64,6 @@ fn own_marker(monitor: &Monitor, snapshot: &Snapshot) -> Result<JobMarker, JobEr
     };
     if marker.job != JobKind::Restore {
         return Err(JobError::refused("the job that was interrupted in this QEMU is a save", "run limosa resume"));
-    }
-    if marker.process.liveness() == Liveness::Alive {
-        return Err(MarkerError::Busy(Box::new(marker)).into());
     }
     if marker.snapshot != identity(snapshot) {
         return Err(JobError::refused(
