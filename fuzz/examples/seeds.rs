@@ -1,6 +1,9 @@
 //! Writes seed inputs for the fuzz targets into `corpus/TARGET/` of this folder: well-formed pieces of the format, made
 //! by limosa's own encoders, so that a fuzzer begins behind the magic numbers.
 
+use limosa_migrate::{PageSink, StreamStart};
+use limosa_page::{PAGE_LEN, PageNumber};
+use limosa_snapshot::{Durability, Manifest, PendingFile, SnapshotWriter, WriteOptions};
 use limosa_stream::command::{Command, PageSizes};
 use limosa_stream::configuration::Configuration;
 use limosa_stream::devices;
@@ -12,6 +15,7 @@ use limosa_stream::section::{self, SectionHeader, SectionKind};
 use limosa_stream::vm;
 use std::error::Error;
 use std::fs;
+use std::io::IoSlice;
 use std::path::Path;
 
 type Seeds = Vec<Vec<u8>>;
@@ -24,6 +28,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("command", command()?),
         ("mapped_ram", mapped_ram()?),
         ("device_tail", device_tail()?),
+        ("snapshot", snapshot()?),
+        ("text", text()),
     ] {
         let folder = corpus.join(target);
         fs::create_dir_all(&folder)?;
@@ -33,6 +39,28 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{target}: {} seeds", seeds.len());
     }
     Ok(())
+}
+
+/// A whole snapshot with checksums: two small blocks, a page with contents.
+fn snapshot() -> Result<Seeds, Box<dyn Error>> {
+    let folder = tempfile::tempdir()?;
+    let target = folder.path().join("seed");
+    let options = WriteOptions { durability: Durability::Unsynced, checksum: true, write_behind: false };
+    let mut writer = SnapshotWriter::new(PendingFile::create(&target, false)?, options)?;
+    let blocks = vec![RamBlock::new("pc.ram", 0x4000), RamBlock::new("rom", 0x1000)];
+    let start = StreamStart { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks };
+    let failed = |error: Box<dyn Error + Send + Sync>| error.to_string();
+    writer.begin(&start).map_err(failed)?;
+    writer.put_pages(0, PageNumber(2), &[IoSlice::new(&[0x5a; PAGE_LEN])]).map_err(failed)?;
+    let tail = device_tail()?.into_iter().next().unwrap_or_default();
+    writer.finish(&tail, Manifest::new())?;
+    Ok(vec![fs::read(&target)?])
+}
+
+fn text() -> Seeds {
+    let table = "              Block Name    PSize              Offset               Used              Total\n\
+                 pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 0x00007f\n";
+    ["tcp:[::1]:4444", "unix:/run/vm/qmp", "fd:3", "file:/a,offset=4096", table].map(|text| text.into()).into()
 }
 
 fn configurations() -> Vec<Configuration> {

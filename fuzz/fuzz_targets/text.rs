@@ -1,0 +1,20 @@
+//! What people and QEMU's human monitor write: addresses, and the table of RAM blocks.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use limosa_channel::Uri;
+use limosa_qemu::monitor::parse_ram_blocks;
+use limosa_qemu::qmp::MonitorAddress;
+
+fuzz_target!(|text: &str| {
+    if let Ok(uri) = text.parse::<Uri>() {
+        assert_eq!(uri.to_string().parse::<Uri>().as_ref(), Ok(&uri));
+    }
+    if let Ok(address) = text.parse::<MonitorAddress>() {
+        assert_eq!(address.to_string().parse::<MonitorAddress>().ok(), Some(address));
+    }
+    for block in parse_ram_blocks(text) {
+        assert!(block.page_size.is_power_of_two());
+    }
+});
