@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 
 use limosa_snapshot::{PendingFile, Via, WriteBehind, adopt};
 
+use super::preflight::record_disks_again;
 use super::watcher::Watcher;
 use super::{SaveJob, SaveReport, Saved};
 use crate::job::JobError;
@@ -45,5 +46,6 @@ fn write(job: &SaveJob<'_>, pending: &PendingFile, path: &str) -> Result<Saved, 
     drop(write_back);
     let mut manifest = job.before.manifest.clone();
     manifest.via = Some(Via::File);
+    record_disks_again(&mut manifest)?;
     Ok(Saved { manifest, downtime, rounds: totals.map(|ram| ram.dirty_sync_count), to_vm_running })
 }

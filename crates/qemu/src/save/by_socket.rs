@@ -8,6 +8,7 @@ use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_migrate::{Destination, DestinationOptions, Incoming, MigrateError};
 use limosa_snapshot::{PendingFile, SnapshotWriter, Via};
 
+use super::preflight::record_disks_again;
 use super::watcher::Watcher;
 use super::{SaveJob, SaveReport, Saved};
 use crate::job::JobError;
@@ -64,6 +65,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
         manifest.run_state = Some(state.run_state);
     }
     manifest.pages.resent = incoming.stats.resent_pages;
+    record_disks_again(&mut manifest)?;
     let counters = (writer.counters(), incoming.stats.channel);
     let finish = |writer: SnapshotWriter, manifest| writer.finish(&incoming.tail, manifest);
     let (published, saved) = if job.options.stop {

@@ -1,5 +1,7 @@
 //! What is found out about a VM before anything is changed: whether it can be saved, and what its snapshot will say of it.
 
+use std::path::PathBuf;
+
 use limosa_snapshot::{Disk as RecordedDisk, Manifest};
 
 use super::{DiskPolicy, SaveOptions};
@@ -29,7 +31,7 @@ impl Preflight {
             RunState::Postmigrate => {
                 return Err(JobError::refused(
                     "the VM has been stopped by an earlier save or migration",
-                    "continue it first (limosa resume, or cont in the monitor)",
+                    "if it runs nowhere else, continue it first: limosa resume --force",
                 ));
             }
             _ => {}
@@ -99,8 +101,23 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Rec
                     "say --disks ignore if it is kept consistent by other means",
                 )
             })?;
-            RecordedDisk::record(&disk.node, Some(disk.device.clone()), &path, &disk.format)
-                .map_err(|source| JobError::Place { what: "look at the disk", path, source })
+            record(&disk.node, Some(disk.device.clone()), path, &disk.format)
         })
         .collect()
+}
+
+/// Records the disks as they are when the VM has stopped: until then it may have written to them.
+pub(super) fn record_disks_again(manifest: &mut Manifest) -> Result<(), JobError> {
+    for disk in &mut manifest.disks {
+        *disk = record(&disk.node, disk.device.clone(), disk.path.clone(), &disk.format)?;
+    }
+    Ok(())
+}
+
+fn record(node: &str, device: Option<String>, path: PathBuf, format: &str) -> Result<RecordedDisk, JobError> {
+    RecordedDisk::record(node, device, &path, format).map_err(|source| JobError::Place {
+        what: "look at the disk",
+        path,
+        source,
+    })
 }
