@@ -56,6 +56,12 @@ pub enum ResumeError {
     /// A job lives, or its record cannot be read.
     #[error(transparent)]
     Marker(#[from] MarkerError),
+    /// The VM has been saved or migrated, and what was made of it may run.
+    #[error("{why}; it may run elsewhere: if it does not, --force continues it here")]
+    Elsewhere {
+        /// Why it is stopped.
+        why: String,
+    },
     /// The VM is stopped, but not by limosa.
     #[error("{why}; no job of limosa's stopped this VM: use --force to continue it all the same")]
     NotOurs {
@@ -97,7 +103,11 @@ fn unmarked(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) 
         return Ok(done(Outcome::Running, seen.run.clone(), Vec::new()));
     }
     if !options.force {
-        return Err(ResumeError::NotOurs { why: why.to_owned() });
+        let why = why.to_owned();
+        return Err(match seen.run {
+            RunState::Postmigrate => ResumeError::Elsewhere { why },
+            _ => ResumeError::NotOurs { why },
+        });
     }
     monitor.cont()?;
     let run = monitor.status()?.state;
