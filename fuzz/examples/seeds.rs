@@ -1,21 +1,17 @@
 //! Writes seed inputs for the fuzz targets into `corpus/TARGET/` of this folder: well-formed pieces of the format, made
 //! by limosa's own encoders, so that a fuzzer begins behind the magic numbers.
 
-use limosa_migrate::{PageSink, StreamStart};
-use limosa_page::{PAGE_LEN, PageNumber};
-use limosa_snapshot::{Durability, Manifest, PendingFile, SnapshotWriter, WriteOptions};
 use limosa_stream::command::{Command, PageSizes};
 use limosa_stream::configuration::Configuration;
 use limosa_stream::devices;
 use limosa_stream::global_state::GlobalState;
-use limosa_stream::mapped_ram::Layout;
+use limosa_stream::mapped_ram::{HEADER_LENGTH, Layout};
 use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::section::{self, SectionHeader, SectionKind};
 use limosa_stream::vm;
 use std::error::Error;
 use std::fs;
-use std::io::IoSlice;
 use std::path::Path;
 
 type Seeds = Vec<Vec<u8>>;
@@ -41,20 +37,30 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// A whole snapshot with checksums: two small blocks, a page with contents.
+/// A whole mapped-ram file of two small blocks and one page with contents. Its parts stand closer together than QEMU puts
+/// them, or there would be a megabyte of nothing between them.
 fn snapshot() -> Result<Seeds, Box<dyn Error>> {
-    let folder = tempfile::tempdir()?;
-    let target = folder.path().join("seed");
-    let options = WriteOptions { durability: Durability::Unsynced, checksum: true, write_behind: false };
-    let mut writer = SnapshotWriter::new(PendingFile::create(&target, false)?, options)?;
-    let blocks = vec![RamBlock::new("pc.ram", 0x4000), RamBlock::new("rom", 0x1000)];
-    let start = StreamStart { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks };
-    let failed = |error: Box<dyn Error + Send + Sync>| error.to_string();
-    writer.begin(&start).map_err(failed)?;
-    writer.put_pages(0, PageNumber(2), &[IoSlice::new(&[0x5a; PAGE_LEN])]).map_err(failed)?;
-    let tail = device_tail()?.into_iter().next().unwrap_or_default();
-    writer.finish(&tail, Manifest::new())?;
-    Ok(vec![fs::read(&target)?])
+    let blocks = [RamBlock::new("pc.ram", 0x4000), RamBlock::new("rom", 0x1000)];
+    let mut layout = Layout::plan(&Configuration::new("pc-q35-10.0"), 2, &blocks)?;
+    let mut at = layout.blocks[0].header_offset;
+    for block in &mut layout.blocks {
+        block.header_offset = at;
+        block.bitmap_offset = at + 1 + block.block.name.len() as u64 + 8 + HEADER_LENGTH as u64;
+        block.pages_offset = (block.bitmap_offset + block.bitmap_length()).next_multiple_of(4096);
+        at = block.end();
+    }
+    let mut seed = vec![0; at as usize];
+    for chunk in layout.chunks()? {
+        let begin = chunk.offset as usize;
+        seed.resize(seed.len().max(begin + chunk.bytes.len()), 0);
+        seed[begin..begin + chunk.bytes.len()].copy_from_slice(&chunk.bytes);
+    }
+    let first = &layout.blocks[0];
+    seed[first.bitmap_offset as usize] = 0b100;
+    seed[first.pages_offset as usize + 0x2000..][..0x1000].fill(0x5a);
+    seed.extend(device_tail()?.into_iter().next().unwrap_or_default());
+    assert!(limosa_snapshot::fuzz_open(&seed).is_ok(), "a seed is well-formed");
+    Ok(vec![seed])
 }
 
 fn text() -> Seeds {
