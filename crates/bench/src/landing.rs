@@ -25,6 +25,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
 use self::batch::{Hand, Outlet, PAGE, WriteBack};
 use self::feeder::Content;
 use self::scatter::{InFile, Ring, Scatter};
+use crate::content::fill_random;
 use crate::frame::{Contestant, Frame, interleave};
 use crate::machine::Machine;
 use crate::measure::{Measured, Stopwatch, millis, thread_cpu};
@@ -100,7 +101,7 @@ struct Setting<'a> {
 pub(crate) fn run(options: &Options) -> Result<Report> {
     let len = usize::try_from(options.size()).context("--size")?.next_multiple_of(PAGE);
     let mut memory = Mapping::anonymous(len).context("memory for the stream's pages")?;
-    feeder::fill_random(memory.bytes_mut());
+    fill_random(memory.bytes_mut());
     let memory = &memory;
     let disk = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let shm = PathBuf::from("/dev/shm");
@@ -281,7 +282,7 @@ mod tests {
     #[test]
     fn every_way_lands_every_page_at_its_place_and_leaves_zero_pages_zero() {
         let mut memory = vec![0; 3000 * PAGE];
-        feeder::fill_random(&mut memory);
+        fill_random(&mut memory);
         for content in [Content::Dense, Content::ScatteredZeros, Content::ZeroRuns] {
             let mut expected = memory.clone();
             for (number, page) in (0..).zip(expected.as_chunks_mut::<PAGE>().0) {

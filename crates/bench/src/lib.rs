@@ -18,12 +18,21 @@
 //! # anyhow::Ok(())
 //! ```
 
+mod content;
 pub mod frame;
+mod guest;
 mod landing;
+mod limosa;
 pub mod machine;
 pub mod measure;
+mod process;
+mod qmp;
 mod raw;
 pub mod report;
+mod restore;
+mod save;
+pub mod scratch;
+mod vm;
 
 use std::path::PathBuf;
 
@@ -35,7 +44,7 @@ pub use report::Report;
 const PLAIN: &str = "linear 1M";
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["landing"];
+pub const NAMES: &[&str] = &["landing", "restore", "save"];
 
 /// How a bench is to be run.
 #[derive(Debug, Clone)]
@@ -100,6 +109,8 @@ impl Options {
 pub fn run(name: &str, options: &Options) -> Result<Report> {
     match name {
         "landing" => landing::run(options),
+        "restore" => restore::run(options),
+        "save" => save::run(options),
         _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
     }
 }

@@ -37,6 +37,15 @@ impl Machine {
     }
 }
 
+impl Machine {
+    /// Why the QEMU here cannot write or read mapped-ram files, if it cannot.
+    pub(crate) fn lacks_mapped_ram(&self) -> Option<String> {
+        let Some(version) = &self.qemu else { return Some("no QEMU was found".into()) };
+        let major: u32 = version.split('.').next().and_then(|number| number.parse().ok()).unwrap_or(0);
+        (major < 9).then(|| format!("QEMU {version} has no mapped-ram; that takes 9.0"))
+    }
+}
+
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { cpu, cores, memory_gib, kernel, qemu } = self;

@@ -92,7 +92,7 @@ fn cpu_clock(clock: ClockId) -> Duration {
 }
 
 /// User and system time of a process, in clock ticks of 10 ms.
-fn process_cpu(pid: u32) -> Result<Duration> {
+pub(crate) fn process_cpu(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("{path}: process gone before it was measured"))?;
     process_ticks(&stat).map(ticks).with_context(|| format!("{path}: not a stat line"))

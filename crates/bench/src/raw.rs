@@ -6,7 +6,9 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -108,6 +110,34 @@ pub(crate) fn start_write_back(file: &File, offset: u64, len: u64) -> io::Result
         libc::sync_file_range(file.as_fd().as_raw_fd(), signed(offset)?, signed(len)?, libc::SYNC_FILE_RANGE_WRITE)
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Makes the child of `command` die when the thread that starts it does, and hands it a descriptor under its number here.
+/// The descriptor has to stay open until the child has been started.
+pub(crate) fn bind_child(command: &mut Command, hand: Option<BorrowedFd<'_>>) {
+    let parent = std::process::id();
+    let hand = hand.map(|fd| fd.as_raw_fd());
+    let prepare = move || {
+        // SAFETY: prctl(2) takes numbers here.
+        if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // A parent that died before that call has sent no signal.
+        // SAFETY: getppid(2) takes nothing and cannot fail.
+        if u32::try_from(unsafe { libc::getppid() }) != Ok(parent) {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        if let Some(fd) = hand {
+            // SAFETY: fcntl(2) takes numbers here; the table of descriptors is the child's own.
+            if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed: these are plain system calls, and nothing is
+    // allocated, also not for the errors.
+    unsafe { command.pre_exec(prepare) };
 }
 
 /// CPU time, user and system, of all children that have ended and been waited for.

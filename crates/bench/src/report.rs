@@ -171,7 +171,9 @@ impl fmt::Display for Report {
                 [case.clone(), variant.clone()].into_iter().chain(figures.map(|figure| format!("{figure:.3}"))),
             );
             let values: Vec<String> = values.iter().map(|(name, value)| format!("{name} {value}")).collect();
-            counters.push_str(&format!("{case}, {variant}: {}\n", values.join(", ")));
+            if !values.is_empty() {
+                counters.push_str(&format!("{case}, {variant}: {}\n", values.join(", ")));
+            }
         }
         for column in cases.column_iter_mut().skip(2) {
             column.set_cell_alignment(CellAlignment::Right);

@@ -1,10 +1,16 @@
 //! `limosa bench`.
 
 use std::process::ExitCode;
+use std::thread;
+
+use anyhow::Context;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::args::BenchArgs;
 
 pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
+    leave_nothing_behind()?;
     let options = limosa_bench::Options {
         size: args.size,
         rounds: args.rounds,
@@ -19,4 +25,17 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         println!("{report}");
     }
     Ok(if args.check && !report.targets_met() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Has a signal that ends the bench remove its files first. Its processes end with it in any case.
+fn leave_nothing_behind() -> anyhow::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
+    let wait = move || {
+        if let Some(signal) = signals.forever().next() {
+            limosa_bench::scratch::remove_all();
+            std::process::exit(128 + signal);
+        }
+    };
+    thread::Builder::new().name("signals".into()).spawn(wait).context("cannot start a thread for signals")?;
+    Ok(())
 }

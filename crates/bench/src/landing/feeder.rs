@@ -37,17 +37,6 @@ impl Content {
     }
 }
 
-/// Fills memory with content that no page detection takes for zeros.
-pub(super) fn fill_random(memory: &mut [u8]) {
-    let mut state = 0x2545_f491_4f6c_dd1d_u64;
-    for word in memory.as_chunks_mut::<8>().0 {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        *word = state.to_le_bytes();
-    }
-}
-
 /// Sends every page of `memory` in ascending order, then the end mark, and closes the socket.
 pub(super) fn feed(socket: &OwnedFd, memory: &[u8], content: Content) -> Result<()> {
     let mut numbers = (0u64..).zip(memory.as_chunks::<PAGE>().0).peekable();

@@ -1,0 +1,229 @@
+//! A VM out of a file: limosa's lazy restore, beside stock QEMU's own load of the same file and its postcopy of the same VM.
+//!
+//! Every run takes a fresh destination. The clock begins right before limosa's exec, or before the first command to QEMU,
+//! and three times are taken: when the guest runs (QEMU's own time of its `RESUME` event), when its first beat has come
+//! over the serial port, and when all memory is there (its `MIGRATION` event). The file lies in the page cache. A postcopy
+//! from QEMU to QEMU needs no file at all: it is the fastest that this QEMU can receive.
+
+mod runs;
+mod stored;
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use self::runs::{RATE, Stage, TO_BEAT, TO_GUEST};
+use self::stored::Stored;
+use crate::Options;
+use crate::frame::{Contestant, Frame, Series, interleave};
+use crate::machine::Machine;
+use crate::measure::Measured;
+use crate::report::{Bound, Report, Target, figure, ratio};
+
+const LAZY: &str = "limosa lazy";
+const LAZY_ONE_CHANNEL: &str = "limosa lazy, --preempt off";
+const EAGER: &str = "QEMU mapped-ram, multifd";
+const POSTCOPY: &str = "QEMU postcopy, preempt";
+const POSTCOPY_ONE_CHANNEL: &str = "QEMU postcopy";
+
+/// The three times of a restore; the last is the wall time of the run itself.
+const GUEST_RUNS: &str = "guest runs";
+const FIRST_BEAT: &str = "first beat";
+const ALL_MEMORY: &str = "all memory there";
+
+/// How the VM gets to its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Limosa { preempt: bool },
+    Eager,
+    Postcopy { preempt: bool },
+}
+
+const WAYS: &[(&str, Way)] = &[
+    (LAZY, Way::Limosa { preempt: true }),
+    (POSTCOPY, Way::Postcopy { preempt: true }),
+    (LAZY_ONE_CHANNEL, Way::Limosa { preempt: false }),
+    (POSTCOPY_ONE_CHANNEL, Way::Postcopy { preempt: false }),
+    (EAGER, Way::Eager),
+];
+
+/// The two VMs: sizes, and what they are called.
+struct Plan {
+    full: u64,
+    full_case: String,
+    wide: u64,
+    content: u64,
+    wide_case: String,
+}
+
+impl Plan {
+    fn new(options: &Options) -> Self {
+        // 4 GiB, because that is what the bound on the time to the guest is for.
+        let full = options.size.unwrap_or(4 << 30).next_multiple_of(2 << 20);
+        let (wide, content) = (full.saturating_mul(4), full / 64);
+        let wide_case = format!("{} with {} in it", words(wide), words(content));
+        Self { full, full_case: words(full), wide, content, wide_case }
+    }
+}
+
+/// Bytes of memory for people.
+fn words(bytes: u64) -> String {
+    if bytes.is_multiple_of(1 << 30) { format!("{} GiB", bytes >> 30) } else { format!("{} MiB", bytes >> 20) }
+}
+
+/// Runs the bench.
+pub(crate) fn run(options: &Options) -> Result<Report> {
+    let machine = Machine::this(&options.qemu);
+    let plan = Plan::new(options);
+    let lacking = machine.lacks_mapped_ram();
+    let room = plan.wide >> 30 < machine.memory_gib;
+    let all = if lacking.is_none() { in_parts(rounds(options, &plan, room)?) } else { Vec::new() };
+    let mut report = Report::new("restore", machine, options.rounds, &all);
+    let no_room = (!room).then(|| format!("a VM of {} does not fit into this machine", words(plan.wide)));
+    compare(&mut report, &all, &[&plan.full_case, &plan.wide_case]);
+    judge(&mut report, &all, &plan, lacking.as_deref(), no_room.as_deref());
+    Ok(report)
+}
+
+/// Saves the VMs and lets everybody restore them.
+fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
+    let entries = |case: &str, postcopy: bool| -> Vec<(&'static str, Way)> {
+        let ways = WAYS.iter().filter(|(_, way)| postcopy || !matches!(way, Way::Postcopy { .. }));
+        ways.filter(|(name, _)| options.wants(case, name)).copied().collect()
+    };
+    let full_ways = entries(&plan.full_case, true);
+    // To send the wide VM by postcopy would take as much memory once more, and shows nothing that the other does not.
+    let wide_ways = if room { entries(&plan.wide_case, false) } else { Vec::new() };
+    let full = if full_ways.is_empty() {
+        None
+    } else {
+        options.tell("saving the VM that is full");
+        let (stored, source) = Stored::full(options, plan.full)?;
+        Some((stored, RefCell::new(source)))
+    };
+    let wide = if wide_ways.is_empty() {
+        None
+    } else {
+        options.tell("saving the VM that is almost empty");
+        Some(Stored::sparse(options, plan.wide, plan.content)?)
+    };
+    let stages = [
+        (&plan.full_case, full_ways, full.as_ref().map(|(stored, source)| (stored, Some(source))), plan.full),
+        (&plan.wide_case, wide_ways, wide.as_ref().map(|stored| (stored, None)), plan.content),
+    ];
+    let mut contestants = Vec::new();
+    for (case, ways, stage, touch) in stages {
+        let Some((stored, source)) = stage else { continue };
+        let frame = Frame { touch: options.touch.unwrap_or(touch) };
+        for (name, way) in ways {
+            let stage = Stage { options, stored, source };
+            contestants.push(Contestant {
+                case: case.clone(),
+                variant: name.to_owned(),
+                run: Box::new(move |_| stage.run(way, &frame)),
+            });
+        }
+    }
+    ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
+    interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
+}
+
+fn part(case: &str, part: &str) -> String {
+    format!("{case}: {part}")
+}
+
+/// Makes of every series one for each of the three times. CPU seconds and counters are the whole run's and stay with the
+/// last.
+fn in_parts(all: Vec<Series>) -> Vec<Series> {
+    let mut parts = Vec::new();
+    for (name, counter) in [(GUEST_RUNS, Some(TO_GUEST)), (FIRST_BEAT, Some(TO_BEAT)), (ALL_MEMORY, None)] {
+        for series in &all {
+            let runs = series.runs.iter().map(|run| match counter {
+                Some(counter) => {
+                    let micros = run.counters.get(counter).copied().unwrap_or(0);
+                    Measured { wall: Duration::from_micros(micros), ..Measured::default() }
+                }
+                None => run.clone(),
+            });
+            let case = part(&series.case, name);
+            parts.push(Series { case, variant: series.variant.clone(), runs: runs.collect() });
+        }
+    }
+    parts
+}
+
+/// limosa beside QEMU's load in all times, and beside the postcopy of the same kind where all memory is concerned.
+fn compare(report: &mut Report, all: &[Series], cases: &[&str]) {
+    for case in cases {
+        for limosa in [LAZY, LAZY_ONE_CHANNEL] {
+            for name in [GUEST_RUNS, FIRST_BEAT, ALL_MEMORY] {
+                report.ratios.extend(ratio(all, &part(case, name), limosa, EAGER, "wall"));
+            }
+        }
+        for (limosa, qemu) in [(LAZY, POSTCOPY), (LAZY_ONE_CHANNEL, POSTCOPY_ONE_CHANNEL)] {
+            for figure in [RATE, "cpu"] {
+                report.ratios.extend(ratio(all, &part(case, ALL_MEMORY), limosa, qemu, figure));
+            }
+        }
+    }
+}
+
+fn judge(report: &mut Report, all: &[Series], plan: &Plan, lacking: Option<&str>, no_room: Option<&str>) {
+    let why = lacking.unwrap_or("it was not run");
+    let to_guest = |case: &str| Some(figure(all, &part(case, GUEST_RUNS), LAZY, "wall")?.median * 1e3);
+    let (full, wide) = (to_guest(&plan.full_case), to_guest(&plan.wide_case));
+    let name = format!("{}: ms from exec to the guest", plan.full_case);
+    report.targets.push(Target::new(name, Bound::AtMost(50.0), full, why));
+    let name = format!("{}: ms more than at {}", plan.wide_case, plan.full_case);
+    let more = full.zip(wide).map(|(full, wide)| wide - full);
+    report.targets.push(Target::new(name, Bound::AtMost(10.0), more, lacking.or(no_room).unwrap_or(why)));
+    for (limosa, qemu) in [(LAZY, POSTCOPY), (LAZY_ONE_CHANNEL, POSTCOPY_ONE_CHANNEL)] {
+        let rate = ratio(all, &part(&plan.full_case, ALL_MEMORY), limosa, qemu, RATE).map(|ratio| ratio.median);
+        let name = format!("{}: rate of {limosa} / {qemu}", plan.full_case);
+        report.targets.push(Target::new(name, Bound::AtLeast(0.95), rate, why));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn series(case: &str, variant: &str, guest_ms: u64, rate: u64) -> Series {
+        let run = Measured { wall: Duration::from_secs(2), ..Measured::default() };
+        let run = run.with(TO_GUEST, guest_ms * 1000).with(TO_BEAT, guest_ms * 1000 + 500).with(RATE, rate);
+        Series { case: case.into(), variant: variant.into(), runs: vec![run] }
+    }
+
+    fn plan() -> Plan {
+        Plan::new(&Options::default())
+    }
+
+    #[test]
+    fn the_cases_are_named_by_their_sizes() {
+        assert_eq!((plan().full_case.as_str(), plan().wide_case.as_str()), ("4 GiB", "16 GiB with 64 MiB in it"));
+    }
+
+    #[test]
+    fn a_run_is_reported_in_its_three_times() {
+        let parts = in_parts(vec![series("4 GiB", LAZY, 30, 900)]);
+        let walls: Vec<_> = parts.iter().map(|part| (part.case.as_str(), part.runs[0].wall.as_micros())).collect();
+        let expected =
+            [("4 GiB: guest runs", 30_000), ("4 GiB: first beat", 30_500), ("4 GiB: all memory there", 2_000_000)];
+        assert_eq!(walls, expected);
+    }
+
+    #[test]
+    fn each_target_is_judged_by_its_own_figures() {
+        let all = in_parts(vec![
+            series("4 GiB", LAZY, 30, 900),
+            series("4 GiB", POSTCOPY, 40, 1000),
+            series("16 GiB with 64 MiB in it", LAZY, 45, 10),
+        ]);
+        let mut report = Report::new("restore", Machine::this("/none"), 1, &all);
+        judge(&mut report, &all, &plan(), None, None);
+        let found: Vec<_> = report.targets.iter().map(|target| (target.got, target.met)).collect();
+        let expected = [(Some(30.0), Some(true)), (Some(15.0), Some(false)), (Some(0.9), Some(false)), (None, None)];
+        assert_eq!(found, expected);
+    }
+}

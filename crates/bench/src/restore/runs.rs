@@ -1,0 +1,133 @@
+//! One run of each way.
+
+use std::cell::RefCell;
+use std::os::unix::net::UnixStream;
+use std::time::SystemTime;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use super::Way;
+use super::stored::{Stored, wait_beat};
+use crate::Options;
+use crate::frame::Frame;
+use crate::limosa::Prepared;
+use crate::measure::{Measured, Stopwatch, millis, process_cpu};
+use crate::vm::{Ram, Role, Vm};
+
+/// Microseconds until the guest ran.
+pub(super) const TO_GUEST: &str = "to_guest_us";
+/// Microseconds until its first beat arrived.
+pub(super) const TO_BEAT: &str = "to_beat_us";
+/// MiB of pages with content per second until all memory was there.
+pub(super) const RATE: &str = "rate_mib_s";
+
+/// What one run works with.
+pub(super) struct Stage<'a> {
+    pub(super) options: &'a Options,
+    pub(super) stored: &'a Stored,
+    /// The QEMU that still has the VM, for a postcopy.
+    pub(super) source: Option<&'a RefCell<Vm>>,
+}
+
+/// When things happened.
+struct Times {
+    begin: SystemTime,
+    guest: SystemTime,
+    beat: SystemTime,
+    resident: SystemTime,
+}
+
+impl Times {
+    /// Follows a destination from the guest's start to the last page. A destination that loads all memory first says both
+    /// at about the same time, and not always in this order.
+    fn follow(begin: SystemTime, vm: &mut Vm, serial: &mut UnixStream, lazy: bool) -> Result<Self> {
+        let guest = vm.qmp.wait_resumed()?;
+        wait_beat(serial)?;
+        let beat = SystemTime::now();
+        let resident = if lazy { vm.qmp.wait_migration("completed")? } else { guest };
+        Ok(Self { begin, guest, beat, resident })
+    }
+}
+
+impl Stage<'_> {
+    /// Restores into a fresh destination once.
+    pub(super) fn run(&self, way: Way, frame: &Frame) -> Result<Measured> {
+        let Self { options, stored, .. } = self;
+        let mut vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
+        let mut serial = vm.serial()?;
+        stored.warm()?;
+        frame.touch()?;
+        let destination_before = process_cpu(vm.pid())?;
+        let (measured, times) = match way {
+            Way::Limosa { preempt } => self.by_limosa(&mut vm, &mut serial, preempt)?,
+            Way::Eager => self.by_load(&mut vm, &mut serial)?,
+            Way::Postcopy { preempt } => self.by_postcopy(&mut vm, &mut serial, preempt)?,
+        };
+        let destination = process_cpu(vm.pid())?.saturating_sub(destination_before);
+        let since = |at: SystemTime| at.duration_since(times.begin).context("the clock was set back meanwhile");
+        let micros = |at| since(at).map(|duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX));
+        let resident = since(times.resident)?;
+        let rate = u128::from(stored.content >> 20) * 1_000_000 / resident.as_micros().max(1);
+        Ok(Measured { wall: resident, ..measured }
+            .with(TO_GUEST, micros(times.guest)?)
+            .with(TO_BEAT, micros(times.beat)?)
+            .with(RATE, u64::try_from(rate).unwrap_or(u64::MAX))
+            .with("destination_cpu_ms", millis(destination)))
+    }
+
+    fn by_limosa(&self, vm: &mut Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
+        let prepared = Prepared::new(self.options, "restore")?
+            .arguments(&["--mode", "lazy", "--run", "--preempt", if preempt { "on" } else { "off" }])
+            .path(Some("--qmp"), &vm.monitor())
+            .path(None, &self.stored.path);
+        let watch = Stopwatch::start(&[vm.pid()])?;
+        let before = process_cpu(vm.pid())?;
+        let begin = SystemTime::now();
+        let limosa = prepared.start()?;
+        let times = Times::follow(begin, vm, serial, true).with_context(|| format!("limosa: {}", limosa.said()))?;
+        let said = limosa.finish()?;
+        let mut measured = watch.stop()?;
+        let destination = process_cpu(vm.pid())?.saturating_sub(before);
+        measured = measured.clone().with("limosa_cpu_ms", millis(measured.cpu.saturating_sub(destination)));
+        if let Some(requests) = said.pointer("/lazy/requests").and_then(Value::as_u64) {
+            measured = measured.with("requests", requests);
+        }
+        Ok((measured, times))
+    }
+
+    fn by_load(&self, vm: &mut Vm, serial: &mut UnixStream) -> Result<(Measured, Times)> {
+        let watch = Stopwatch::start(&[vm.pid()])?;
+        let begin = SystemTime::now();
+        vm.tune(&[("mapped-ram", true), ("multifd", true)])?;
+        vm.qmp.execute("migrate-incoming", &json!({ "uri": format!("file:{}", self.stored.path.display()) }))?;
+        let times = Times::follow(begin, vm, serial, false)?;
+        Ok((watch.stop()?, times))
+    }
+
+    fn by_postcopy(&self, vm: &mut Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
+        let source = &mut *self.source.context("a source to send the VM")?.borrow_mut();
+        let uri = json!({ "uri": format!("unix:{}", vm.at("incoming").display()) });
+        for side in [&mut *source, &mut *vm] {
+            // Off first: what is on from a round before would forbid the other.
+            side.qmp.set(&[("postcopy-preempt", false)])?;
+            side.tune(&[("postcopy-ram", true), ("postcopy-preempt", preempt)])?;
+        }
+        vm.qmp.execute("migrate-incoming", &uri)?;
+        // From here on the guest runs, as the one did that was saved.
+        source.run()?;
+        source.qmp.forget_events();
+        let watch = Stopwatch::start(&[vm.pid(), source.pid()])?;
+        let before = process_cpu(source.pid())?;
+        let begin = SystemTime::now();
+        source.qmp.execute("migrate", &uri)?;
+        source.qmp.execute("migrate-start-postcopy", &json!({}))?;
+        vm.qmp.wait_migration("postcopy-active")?;
+        let times = Times::follow(begin, vm, serial, true)?;
+        let measured = watch.stop()?.with("source_cpu_ms", millis(process_cpu(source.pid())?.saturating_sub(before)));
+        source.qmp.wait_migration("completed")?;
+        let state = source.qmp.execute("query-migrate", &json!({}))?;
+        let early = state.pointer("/ram/precopy-bytes").and_then(Value::as_u64).unwrap_or(0);
+        Ok((measured.with("precopy_mib", early >> 20), times))
+    }
+}

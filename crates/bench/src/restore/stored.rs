@@ -1,0 +1,105 @@
+//! The VMs that are restored: a guest that beats, saved by limosa while it runs.
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::fs::{SeekFrom, seek};
+use serde_json::Value;
+
+use crate::Options;
+use crate::content::{fill_random, random_memory};
+use crate::guest::BEAT;
+use crate::limosa::Prepared;
+use crate::scratch::Scratch;
+use crate::vm::{Ram, Role, Vm};
+
+/// How long a guest that runs may take for a beat.
+const BEAT_WITHIN: Duration = Duration::from_secs(60);
+
+/// A saved VM.
+#[derive(Debug)]
+pub(super) struct Stored {
+    /// Bytes of its memory.
+    pub(super) memory: u64,
+    /// Bytes of the pages that have content.
+    pub(super) content: u64,
+    /// The snapshot.
+    pub(super) path: PathBuf,
+    _folder: Scratch,
+}
+
+impl Stored {
+    /// A VM full of random bytes, and the QEMU that it was saved from, stopped: it can still send the VM elsewhere.
+    pub(super) fn full(options: &Options, size: u64) -> Result<(Self, Vm)> {
+        let memory = random_memory(size)?;
+        Self::save(options, size, Ram::Shared(&memory))
+    }
+
+    /// A VM of which almost nothing has content.
+    pub(super) fn sparse(options: &Options, size: u64, content: u64) -> Result<Self> {
+        let folder = Scratch::new_in(&std::env::temp_dir())?;
+        let path = folder.path().join("content");
+        let mut bytes = vec![0; usize::try_from(content).context("--size")?];
+        fill_random(&mut bytes);
+        fs::write(&path, bytes).with_context(|| path.display().to_string())?;
+        Ok(Self::save(options, size, Ram::Own { content: Some(&path) })?.0)
+    }
+
+    fn save(options: &Options, memory: u64, ram: Ram<'_>) -> Result<(Self, Vm)> {
+        let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+        let folder = Scratch::new_in(&parent)?;
+        let path = folder.path().join("snapshot");
+        let mut vm = Vm::start(&options.qemu, memory, ram, Role::Source)?;
+        let mut serial = vm.serial()?;
+        vm.run()?;
+        wait_beat(&mut serial)?;
+        drop(serial);
+        let limosa = Prepared::new(options, "save")?.arguments(&["--via", "file"]);
+        let said = limosa.path(Some("--qmp"), &vm.monitor()).path(None, &path).start()?.finish()?;
+        vm.stop()?;
+        let pages = said.pointer("/pages/normal").and_then(Value::as_u64).context("limosa's count of pages")?;
+        Ok((Self { memory, content: pages * 4096, path, _folder: folder }, vm))
+    }
+
+    /// Brings the file into the page cache, whatever the kernel has thrown out of it meanwhile.
+    pub(super) fn warm(&self) -> Result<()> {
+        let file = File::open(&self.path).with_context(|| self.path.display().to_string())?;
+        let mut buffer = vec![0; 1 << 20];
+        let mut at = 0;
+        loop {
+            // Holes are left alone: to read them would fill the cache with nothing.
+            let (start, end) = match seek(&file, SeekFrom::Data(at)) {
+                Ok(start) => (start, seek(&file, SeekFrom::Hole(start)).context("SEEK_HOLE")?),
+                Err(rustix::io::Errno::NXIO) => return Ok(()),
+                Err(error) => return Err(error).context("SEEK_DATA"),
+            };
+            at = start;
+            while at < end {
+                match file.read_at(&mut buffer, at).context("reading the snapshot")? {
+                    0 => return Ok(()),
+                    length => at += length as u64,
+                }
+            }
+        }
+    }
+}
+
+/// Waits for a byte from the serial port.
+pub(super) fn wait_beat(serial: &mut std::os::unix::net::UnixStream) -> Result<()> {
+    serial.set_read_timeout(Some(BEAT_WITHIN)).context("setting a timeout")?;
+    let mut byte = [0];
+    loop {
+        match serial.read(&mut byte) {
+            Ok(0) => bail!("QEMU closed the serial port"),
+            Ok(_) => break,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error).context("no beat from the guest"),
+        }
+    }
+    ensure!(byte == [BEAT], "the guest sent {byte:?}, which is no beat");
+    Ok(())
+}

@@ -1,0 +1,186 @@
+//! A VM into a file: limosa, through the socket and by file, beside stock QEMU.
+//!
+//! Every run saves a fresh paused VM whose RAM is the same random bytes. The clock begins with limosa's exec, or with the
+//! first command to QEMU, and ends when the file is durable: QEMU syncs nothing, so that is done here in its place. In
+//! memory (tmpfs) nobody syncs. How fast QEMU's single channel is at most shows where a receiver throws all of it away.
+
+use std::fs::{self, File};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::Options;
+use crate::content::random_memory;
+use crate::frame::{Contestant, Frame, interleave};
+use crate::limosa::Prepared;
+use crate::machine::Machine;
+use crate::measure::{Measured, Stopwatch, millis, process_cpu};
+use crate::report::{Bound, Report, Target, ratio};
+use crate::scratch::Scratch;
+use crate::vm::{Ram, Role, Vm};
+
+/// The variant that the others are compared with.
+const QEMU: &str = "QEMU mapped-ram, multifd";
+const SOCKET: &str = "limosa --via socket";
+const FILE: &str = "limosa --via file";
+
+/// How the VM is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Limosa(&'static str),
+    /// QEMU writes the file with two multifd channels.
+    Multifd,
+    /// QEMU's main channel, thrown away.
+    Nowhere,
+}
+
+/// A variant's name and way, and its most allowed wall time in terms of QEMU's.
+const WAYS: &[(&str, Way, Option<f64>)] = &[
+    (QEMU, Way::Multifd, None),
+    (SOCKET, Way::Limosa("socket"), Some(1.25)),
+    (FILE, Way::Limosa("file"), Some(1.05)),
+    ("QEMU main channel, thrown away", Way::Nowhere, None),
+];
+
+/// Where the file goes.
+struct Place {
+    case: &'static str,
+    dir: PathBuf,
+    durable: bool,
+}
+
+/// Runs the bench.
+pub(crate) fn run(options: &Options) -> Result<Report> {
+    let machine = Machine::this(&options.qemu);
+    let size = options.size().next_multiple_of(2 << 20);
+    let places = [
+        Place { case: "disk", dir: options.dir.clone().unwrap_or_else(std::env::temp_dir), durable: true },
+        Place { case: "tmpfs", dir: PathBuf::from("/dev/shm"), durable: false },
+    ];
+    let lacking = machine.lacks_mapped_ram();
+    let mut all = Vec::new();
+    if lacking.is_none() {
+        options.tell("filling the VM's memory");
+        let memory = random_memory(size)?;
+        let memory = &memory;
+        let mut contestants = Vec::new();
+        for place in &places {
+            for &(name, way, _) in WAYS {
+                if options.wants(place.case, name) {
+                    contestants.push(Contestant {
+                        case: place.case.to_owned(),
+                        variant: name.to_owned(),
+                        run: Box::new(move |frame| save(options, place, way, memory, size, frame)),
+                    });
+                }
+            }
+        }
+        let frame = Frame { touch: options.touch.unwrap_or(size) };
+        all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
+    }
+    let mut report = Report::new("save", machine, options.rounds, &all);
+    let why = lacking.unwrap_or_else(|| "it was not run".to_owned());
+    for place in &places {
+        for &(name, _, most) in WAYS.iter().filter(|(name, ..)| *name != QEMU) {
+            let found = ["wall", "cpu"].map(|figure| ratio(&all, place.case, name, QEMU, figure));
+            if let Some(most) = most {
+                let got = found.first().and_then(Option::as_ref).map(|ratio| ratio.median);
+                let name = format!("{}: wall of {name} / {QEMU}", place.case);
+                report.targets.push(Target::new(name, Bound::AtMost(most), got, &why));
+            }
+            report.ratios.extend(found.into_iter().flatten());
+        }
+    }
+    Ok(report)
+}
+
+/// Saves a fresh VM once.
+fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, frame: &Frame) -> Result<Measured> {
+    let scratch = Scratch::new_in(&place.dir)?;
+    let path = scratch.path().join("snapshot");
+    let mut vm = Vm::start(&options.qemu, size, Ram::Shared(memory), Role::Source)?;
+    let limosa = match way {
+        Way::Limosa(via) => {
+            let sync: &[&str] = if place.durable { &[] } else { &["--no-sync"] };
+            let prepared = Prepared::new(options, "save")?.arguments(&["--via", via]).arguments(sync);
+            Some(prepared.path(Some("--qmp"), &vm.monitor()).path(None, &path))
+        }
+        Way::Multifd | Way::Nowhere => None,
+    };
+    // What the last contestant left to be written is not this one's.
+    rustix::fs::syncfs(&File::open(scratch.path())?).context("syncfs")?;
+    frame.touch()?;
+
+    let qemu_before = process_cpu(vm.pid())?;
+    let watch = Stopwatch::start(&[vm.pid()])?;
+    let mut moved = 0;
+    let mut said = Value::Null;
+    match (way, limosa) {
+        (Way::Nowhere, _) => moved = throw_away(&mut vm)?,
+        (_, Some(prepared)) => said = prepared.start()?.finish()?,
+        (_, None) => write_by_qemu(&mut vm, &path)?,
+    }
+    if way == Way::Multifd && place.durable {
+        make_durable(&path)?;
+    }
+    let measured = watch.stop()?;
+    let qemu = process_cpu(vm.pid())?.saturating_sub(qemu_before);
+    if way != Way::Nowhere {
+        moved = fs::metadata(&path).with_context(|| path.display().to_string())?.blocks() * 512;
+    }
+    ensure!(moved >= size, "only {moved} of {size} bytes were saved");
+    let others = measured.cpu.saturating_sub(qemu);
+    let counter = |name: &str| said.pointer(name).and_then(Value::as_u64);
+    let (reads, writes) = (counter("/channel/calls_in"), counter("/file/calls_out"));
+    let mut measured = measured.with("qemu_cpu_ms", millis(qemu)).with("receiver_cpu_ms", millis(others));
+    for (name, value) in [("reads", reads), ("writes", writes)] {
+        if let Some(value) = value {
+            measured = measured.with(name, value);
+        }
+    }
+    Ok(measured)
+}
+
+/// QEMU's own save: mapped-ram with two multifd channels.
+fn write_by_qemu(vm: &mut Vm, path: &Path) -> Result<()> {
+    vm.tune(&[("mapped-ram", true), ("multifd", true)])?;
+    vm.qmp.execute("migrate", &json!({ "uri": format!("file:{}", path.display()) }))?;
+    vm.qmp.wait_migration("completed").map(drop)
+}
+
+/// The file's bytes and its name are on the disk when this returns.
+fn make_durable(path: &Path) -> Result<()> {
+    let sync = |path: &Path| rustix::fs::fdatasync(File::open(path)?).map_err(std::io::Error::from);
+    let folder = path.parent().context("a file in a directory")?;
+    sync(path).and_then(|()| File::open(folder)?.sync_all()).with_context(|| format!("syncing {}", path.display()))
+}
+
+/// QEMU's main channel into a receiver that looks at nothing; returns how much came.
+fn throw_away(vm: &mut Vm) -> Result<u64> {
+    vm.tune(&[])?;
+    let path = vm.at("nowhere");
+    let listener = UnixListener::bind(&path).context("a socket to throw away from")?;
+    vm.qmp.execute("migrate", &json!({ "uri": format!("unix:{}", path.display()) }))?;
+    let (stream, _) = listener.accept().context("QEMU's connection")?;
+    let moved = drain(&OwnedFd::from(stream))?;
+    vm.qmp.wait_migration("completed")?;
+    Ok(moved)
+}
+
+/// Reads into a buffer that stays in the cache until the other side closes.
+fn drain(stream: &OwnedFd) -> Result<u64> {
+    let mut buffer = vec![0; 256 << 10];
+    let mut total = 0;
+    loop {
+        match rustix::io::read(stream, &mut buffer[..]) {
+            Ok(0) => return Ok(total),
+            Ok(length) => total += length as u64,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error).context("reading QEMU's stream"),
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! The QEMU processes that take part.
+//!
+//! Law: all VMs of a bench are the same machine, so that what one saves another can load. Every one has two monitors: the
+//! bench's own and one for limosa.
+
+use std::fs::{self, File};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+
+use crate::guest;
+use crate::process::Process;
+use crate::qmp::{self, Qmp};
+use crate::scratch::Scratch;
+
+/// What the RAM is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Ram<'a> {
+    /// A file, shared with whoever else has it.
+    Shared(&'a File),
+    /// QEMU's own, with this file's bytes at 1 MiB if there is one.
+    Own { content: Option<&'a Path> },
+}
+
+/// What the VM is started for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// To be saved or sent; its CPU waits for `cont`.
+    Source,
+    /// To be restored into.
+    Destination,
+}
+
+/// A QEMU process; it ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Vm {
+    // Before the directory of its sockets.
+    process: Process,
+    /// The bench's own monitor.
+    pub(crate) qmp: Qmp,
+    folder: Scratch,
+}
+
+impl Vm {
+    /// Starts a QEMU and waits until its monitor answers.
+    pub(crate) fn start(qemu: &str, memory: u64, ram: Ram<'_>, role: Role) -> Result<Self> {
+        // In the temporary directory whatever `--dir` says, because a socket's path is short.
+        let folder = Scratch::new_in(&std::env::temp_dir())?;
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("firmware"), guest::firmware()).context("writing the guest's firmware")?;
+        let mut command = Command::new(qemu);
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        command.args(["-machine", "q35,memory-backend=mem", "-accel", "tcg", "-smp", "1"]);
+        command.arg("-m").arg(format!("{memory}B")).arg("-bios").arg(at("firmware"));
+        command.arg("-object").arg(match ram {
+            Ram::Shared(file) => {
+                format!("memory-backend-file,id=mem,size={memory},mem-path=/proc/self/fd/{},share=on", file.as_raw_fd())
+            }
+            Ram::Own { .. } => format!("memory-backend-ram,id=mem,size={memory}"),
+        });
+        if let Ram::Own { content: Some(path) } = ram {
+            let path = path.to_str().context("a temporary directory whose path is not UTF-8")?.replace(',', ",,");
+            command.arg("-device").arg(format!("loader,file={path},addr=0x100000,force-raw=on"));
+        }
+        for monitor in ["qmp", "qmp-limosa"] {
+            command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", at(monitor).display()));
+        }
+        command.arg("-serial").arg(format!("unix:{},server=on,wait=off", at("serial").display()));
+        command.args(if role == Role::Destination { &["-incoming", "defer"][..] } else { &["-S"][..] });
+        let log = File::create(at("log")).context("a log for QEMU")?;
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let hand = if let Ram::Shared(file) = ram { Some(file.as_fd()) } else { None };
+        let mut process = Process::start(command, hand)?;
+        let qmp = Qmp::connect(&at("qmp"), &mut || match process.ended()? {
+            None => Ok(()),
+            Some(status) => bail!("QEMU ended with {status}"),
+        });
+        let qmp = qmp.with_context(|| match fs::read_to_string(at("log")) {
+            Ok(text) if !text.trim().is_empty() => format!("QEMU says: {}", text.trim()),
+            _ => "QEMU does not answer".to_owned(),
+        })?;
+        let mut vm = Self { process, qmp, folder };
+        vm.qmp.set(&[("events", true)])?;
+        Ok(vm)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// The monitor for limosa.
+    pub(crate) fn monitor(&self) -> PathBuf {
+        self.at("qmp-limosa")
+    }
+
+    /// A place for a socket or a log, gone with the VM.
+    pub(crate) fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Connects to the serial port. Whoever does has to read, or the guest is held up; the output is dropped as long as
+    /// nobody is connected.
+    pub(crate) fn serial(&mut self) -> Result<UnixStream> {
+        let path = self.at("serial");
+        qmp::connect(&path, &mut || Ok(()))
+    }
+
+    /// Lets the CPU run.
+    pub(crate) fn run(&mut self) -> Result<()> {
+        self.qmp.execute("cont", &json!({})).map(drop)
+    }
+
+    /// Stops the CPU.
+    pub(crate) fn stop(&mut self) -> Result<()> {
+        self.qmp.execute("stop", &json!({})).map(drop)
+    }
+
+    /// Sets QEMU as everybody does who wants it fast: no limit on the bandwidth, two channels if there are several.
+    pub(crate) fn tune(&mut self, capabilities: &[(&str, bool)]) -> Result<()> {
+        self.qmp.set(capabilities)?;
+        self.qmp.execute("migrate-set-parameters", &json!({ "max-bandwidth": 0, "multifd-channels": 2 })).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::content::random_memory;
+
+    /// Whether the tests that need QEMU were switched off; that one is skipped is said in the file named for it.
+    fn skipped() -> bool {
+        if std::env::var_os("LIMOSA_SKIP_QEMU").is_none_or(|value| value != "1") {
+            return false;
+        }
+        let line = format!("SKIPPED (LIMOSA_SKIP_QEMU=1): {}\n", std::thread::current().name().unwrap_or("a test"));
+        eprint!("{line}");
+        if let Some(path) = std::env::var_os("LIMOSA_SKIP_LOG") {
+            let mut log = File::options().append(true).create(true).open(path).expect("the log of skipped tests");
+            std::io::Write::write_all(&mut log, line.as_bytes()).expect("writes");
+        }
+        true
+    }
+
+    fn start(memory: u64, ram: Ram<'_>) -> Vm {
+        let vm = Vm::start("qemu-system-x86_64", memory, ram, Role::Source);
+        vm.expect("this test needs QEMU: run `cargo xtask setup` (or skip with LIMOSA_SKIP_QEMU=1)")
+    }
+
+    #[test]
+    fn the_guest_beats_in_shared_memory_full_of_random_bytes() {
+        if skipped() {
+            return;
+        }
+        let memory = random_memory(16 << 20).expect("fills");
+        let mut vm = start(16 << 20, Ram::Shared(&memory));
+        let mut serial = vm.serial().expect("connects");
+        serial.set_read_timeout(Some(Duration::from_secs(120))).expect("sets");
+        vm.run().expect("runs");
+        let mut beats = [0; 100];
+        serial.read_exact(&mut beats).expect("beats");
+        assert_eq!(beats, [guest::BEAT; 100]);
+    }
+
+    #[test]
+    fn a_vm_leaves_nothing_behind() {
+        if skipped() {
+            return;
+        }
+        let vm = start(16 << 20, Ram::Own { content: None });
+        let (folder, entry) = (vm.at(""), PathBuf::from(format!("/proc/{}", vm.pid())));
+        assert!(folder.exists() && entry.exists());
+        drop(vm);
+        assert!(!folder.exists() && !entry.exists());
+    }
+
+    #[test]
+    fn a_qemu_that_refuses_is_quoted() {
+        if skipped() {
+            return;
+        }
+        let ram = Ram::Own { content: Some(Path::new("/no/such/file")) };
+        let error = Vm::start("qemu-system-x86_64", 16 << 20, ram, Role::Source).expect_err("no such file");
+        assert!(error.to_string().contains("/no/such/file"), "{error:#}");
+    }
+}
