@@ -1,0 +1,76 @@
+//! Eager restores: by QEMU reading the file, and by limosa sending it.
+
+use crate::needs_qemu;
+use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, beat, load_ballast, migration_status, saved_beat};
+use crate::stage::Found;
+
+/// Restores eagerly with `how` and expects the very instant that was saved, and nothing left behind.
+fn comes_back_eagerly(scene: &Scene, saved: &Saved, how: &[&str]) {
+    let destination = beat().start_incoming().unwrap();
+    let found = Found::of(&destination);
+    let words: Vec<&str> = ["--mode", "eager", "--paused", "--json"].iter().chain(how).copied().collect();
+    let report = scene.restore(&saved.snapshot, &destination, &words).json();
+    assert_eq!((report["mode"].as_str(), report["vm_state"].as_str()), (Some("eager"), Some("paused")), "{report}");
+    let sent = report["channel"].is_object();
+    assert_eq!(sent, how.contains(&"socket") || how.contains(&"--listen"), "{how:?}: {report}");
+    assert_eq!(destination.check_beat().unwrap(), saved.beat, "{how:?}");
+    assert_ballast(&destination);
+    assert_eq!(migration_status(&destination), "completed");
+    found.assert_same_but(&destination, "paused");
+    scene.assert_tidy();
+    destination.cont().unwrap();
+    saved.assert_goes_on(&destination);
+    assert_consistent(&destination);
+}
+
+#[test]
+fn a_beat_guest_comes_back_eagerly_by_file_and_through_a_socket() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    comes_back_eagerly(&scene, &saved, &["--via", "file"]);
+    comes_back_eagerly(&scene, &saved, &["--via", "socket"]);
+    comes_back_eagerly(&scene, &saved, &["--via", "auto"]);
+    let listen = format!("unix:{}", scene.path("incoming").display());
+    comes_back_eagerly(&scene, &saved, &["--listen", &listen]);
+}
+
+#[test]
+fn a_checksummed_guest_comes_back_eagerly_by_file_and_through_a_socket() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &["--checksum"]);
+    comes_back_eagerly(&scene, &saved, &["--via", "file"]);
+    comes_back_eagerly(&scene, &saved, &["--via", "socket"]);
+}
+
+#[test]
+fn a_file_that_stock_qemu_wrote_comes_back_eagerly() {
+    needs_qemu!();
+    for threads in [0, 2] {
+        let scene = Scene::new();
+        let source = beat().start().unwrap();
+        source.wait_beats(2).unwrap();
+        load_ballast(&source);
+        let snapshot = scene.path("snapshot");
+        source.save_file(&snapshot, threads).unwrap();
+        let saved = Saved { snapshot, beat: source.check_beat().unwrap(), lap: source.last_lap().unwrap() };
+        drop(source);
+        comes_back_eagerly(&scene, &saved, &["--via", "file"]);
+        comes_back_eagerly(&scene, &saved, &["--via", "socket"]);
+    }
+}
+
+#[test]
+fn a_running_guest_that_comes_back_eagerly_goes_on_by_itself() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    for via in ["file", "socket"] {
+        let destination = beat().start_incoming().unwrap();
+        scene.restore(&saved.snapshot, &destination, &["--mode", "eager", "--via", via]).success();
+        assert_eq!(destination.run_state().unwrap(), "running");
+        saved.assert_goes_on(&destination);
+        assert_consistent(&destination);
+    }
+}

@@ -1,0 +1,161 @@
+//! Guests of many kinds: Linux, huge pages, private files, a balloon, prefilled memory, and one VM saved and restored
+//! again and again.
+
+use limosa_testkit::{BeatGuest, HugePages, LinuxGuest, Machine, MemoryBackend, Prefill, note_skip};
+
+use crate::needs_qemu;
+use crate::scene::{Scene, TRICKLE, assert_consistent, beat, release, saved_beat, wait_guest};
+use crate::stage::{Found, assert_beats};
+
+#[test]
+fn linux_keeps_counting_while_its_memory_comes_and_after() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let machine = Machine::linux(LinuxGuest::default()).balloon();
+    let source = machine.start().unwrap();
+    source.wait_counts(3).unwrap();
+    source.shell("mkdir /big; dd if=/dev/urandom of=/big/file bs=1M count=8 2>/dev/null").unwrap();
+    let sum = source.shell("md5sum /big/file").unwrap();
+    let snapshot = scene.save(&source, "snapshot", &["--stop"]);
+    let there = source.serial().lines();
+    let last = there.iter().rev().find_map(|line| line.text.strip_prefix("count ")?.parse::<u64>().ok()).unwrap();
+    drop(source);
+
+    let destination = machine.start_incoming().unwrap();
+    let words: Vec<&str> = ["--mode", "lazy"].into_iter().chain(TRICKLE).collect();
+    let limosa = scene.start_restore(&snapshot, &destination, &words);
+    wait_guest(&limosa);
+    let first = destination.wait_counts(1).unwrap();
+    // A number that was being written when the guest was stopped has its end here, which is no whole line.
+    assert!((last + 1..=last + 2).contains(&first), "{last} there, {first} here");
+    assert_eq!(destination.shell("md5sum /big/file").unwrap(), sum);
+    assert!(limosa.is_running());
+    release(limosa);
+    destination.wait_counts(3).unwrap();
+    assert_eq!(destination.shell("md5sum /big/file").unwrap(), sum);
+}
+
+#[test]
+fn one_vm_saved_and_restored_twenty_times_in_a_row_never_misses_a_beat() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let machine = beat();
+    let mut vm = machine.start().unwrap();
+    vm.wait_beats(2).unwrap();
+    let mut lap = vm.last_lap().unwrap();
+    for round in 0..20 {
+        let via = if round % 2 == 0 { "socket" } else { "file" };
+        // The VM goes on after the save: what comes back is the instant of the save, which may be some laps ago.
+        let snapshot = scene.save(&vm, &format!("{round}"), &["--via", via]);
+        drop(vm);
+        vm = machine.start_incoming().unwrap();
+        let how: &[&str] = match round % 4 {
+            0 | 3 => &["--mode", "lazy"],
+            1 => &["--mode", "eager", "--via", "socket"],
+            _ => &["--mode", "eager", "--via", "file"],
+        };
+        scene.restore(&snapshot, &vm, how).success();
+        assert_beats(&vm);
+        let now = vm.last_lap().unwrap();
+        assert!(now > lap, "round {round}: lap {now} after {lap}");
+        lap = now;
+        std::fs::remove_file(snapshot).unwrap();
+    }
+    vm.check_beat().unwrap();
+}
+
+#[test]
+fn a_guest_in_huge_pages_comes_back_eagerly_because_it_cannot_lazily() {
+    needs_qemu!();
+    let machine = Machine::beat(BeatGuest::over(4 << 20)).backend(MemoryBackend::HugeMemfd);
+    let pages = match HugePages::reserve(machine.memory_bytes() + (2 << 20)) {
+        Ok(pages) => pages,
+        Err(error) => return note_skip(&format!("{error:#}")),
+    };
+    let scene = Scene::new();
+    let saved = {
+        let source = machine.start().unwrap();
+        source.wait_beats(1).unwrap();
+        scene.save(&source, "snapshot", &[])
+    };
+    let destination = machine.start_incoming().unwrap();
+    let found = Found::of(&destination);
+    let line =
+        scene.restore(&saved, &destination, &["--mode", "lazy"]).one_line(&["cannot restore lazily", "2048 KiB"]);
+    assert!(line.contains("--mode eager"), "{line}");
+    // The refusal has changed nothing, so this QEMU still takes the VM.
+    found.assert_same(&destination);
+    let said = scene.restore(&saved, &destination, &["--mode", "auto"]).success();
+    assert!(said.stderr.contains("restoring eagerly: RAM block mem has pages of 2048 KiB"), "{}", said.stderr);
+    assert_consistent(&destination);
+    drop(destination);
+    drop(pages);
+}
+
+#[test]
+fn a_guest_with_memory_in_a_private_file_comes_back_eagerly_because_it_cannot_lazily() {
+    needs_qemu!();
+    const DIMM: u64 = 32 << 20;
+    let scene = Scene::new();
+    let file = scene.path("dimm");
+    std::fs::File::create(&file).unwrap().set_len(DIMM).unwrap();
+    let object = format!("memory-backend-file,id=private,size={DIMM},share=off,mem-path={}", file.display());
+    let words = ["-m", "slots=1,maxmem=1G", "-object", &object, "-device", "pc-dimm,id=dimm0,memdev=private"];
+    let machine = words.into_iter().fold(beat(), |machine, word| machine.argument(word));
+    let saved = saved_beat(&scene, &machine, &[]);
+
+    let destination = machine.start_incoming().unwrap();
+    let found = Found::of(&destination);
+    let why = "memory backend private maps a file privately";
+    scene.restore(&saved.snapshot, &destination, &["--mode", "lazy"]).one_line(&["cannot restore lazily", why]);
+    found.assert_same(&destination);
+    let said = scene.restore(&saved.snapshot, &destination, &[]).success();
+    assert!(said.stderr.contains(&format!("restoring eagerly: {why}")), "{}", said.stderr);
+    saved.assert_goes_on(&destination);
+    assert_consistent(&destination);
+}
+
+#[test]
+fn a_guest_with_a_balloon_that_hints_free_pages_comes_back() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let machine = Machine::linux(LinuxGuest::default()).balloon();
+    for (via, mode) in [("socket", "lazy"), ("file", "eager"), ("socket", "eager")] {
+        let source = machine.start().unwrap();
+        source.wait_counts(2).unwrap();
+        let snapshot = scene.save(&source, via, &["--via", via, "--force"]);
+        drop(source);
+        let destination = machine.start_incoming().unwrap();
+        scene.restore(&snapshot, &destination, &["--mode", mode]).success();
+        destination.wait_counts(3).unwrap();
+        assert_eq!(destination.shell("echo alive").unwrap(), ["alive"]);
+    }
+}
+
+#[test]
+fn memory_of_every_kind_of_page_comes_back_to_the_bit() {
+    needs_qemu!();
+    const BYTES: u64 = 64 << 20;
+    let scene = Scene::new();
+    let machine = Machine::paused(BYTES);
+    let filling = Prefill::mixed(11);
+    let snapshots = ["file", "socket"].map(|via| {
+        let source = machine.start().unwrap();
+        filling.fill(source.memory_file().unwrap(), BYTES).unwrap();
+        scene.save(&source, via, &["--via", via])
+    });
+    for snapshot in &snapshots {
+        for how in [
+            &["--mode", "lazy"][..],
+            &["--mode", "lazy", "--preempt", "off"],
+            &["--mode", "eager", "--via", "file"],
+            &["--mode", "eager", "--via", "socket"],
+        ] {
+            let destination = machine.start_incoming_stopped().unwrap();
+            scene.restore(snapshot, &destination, how).success();
+            filling.verify(destination.memory_file().unwrap(), BYTES).unwrap_or_else(|error| {
+                panic!("{}, {how:?}: {error:#}", snapshot.display());
+            });
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! A lazy restore whose limosa is killed, at any moment: the guest is not there at all, or it is brought back whole.
+
+use std::time::{Duration, Instant};
+
+use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, is_alive};
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::needs_qemu;
+use crate::scene::{
+    Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, migration_status, release,
+    saved_beat, text, wait_guest, wait_migration_status,
+};
+use crate::stage::{Found, Limosa, SOON, assert_beats};
+
+/// A walk that is long enough to fault all the time while the rest comes: 16 MiB without rest.
+fn walker() -> Machine {
+    Machine::beat(BeatGuest { rest: 0, ..BeatGuest::over(12 << 20) }).backend(MemoryBackend::Memfd)
+}
+
+/// What was found after a kill.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Left {
+    /// QEMU never got the guest: it is to be thrown away.
+    Nothing,
+    /// The guest was there and had to be recovered.
+    Half,
+    /// The guest was there with all its pages; at most QEMU's settings were left.
+    Whole,
+}
+
+/// Restores with `how`, kills limosa after `delay`, and brings the guest back by what limosa says is to be done.
+fn kill_and_bring_back(scene: &Scene, saved: &Saved, machine: &Machine, how: &[&str], delay: Duration) -> Left {
+    let destination = machine.start_incoming().unwrap();
+    let limosa = scene.start_restore(&saved.snapshot, &destination, how);
+    let end = Instant::now() + delay;
+    while Instant::now() < end && limosa.is_running() {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    limosa.signal(Signal::KILL);
+    let ended = limosa.wait();
+    if ended.status.success() {
+        assert_consistent(&destination);
+        return Left::Whole;
+    }
+    if never_got_it(&destination) {
+        drop(destination);
+        let fresh = machine.start_incoming().unwrap();
+        scene.restore(&saved.snapshot, &fresh, &["--mode", "lazy"]).success();
+        saved.assert_goes_on(&fresh);
+        assert_beats(&fresh);
+        return Left::Nothing;
+    }
+    let whole = migration_status(&destination) == "completed";
+    let recovered = scene.recover(&saved.snapshot, &destination);
+    if whole && !recovered.status.success() {
+        // It was killed after it had put QEMU's settings back.
+        assert_failed(&recovered, &["no lazy restore by limosa was interrupted"]);
+    } else {
+        recovered.success();
+    }
+    saved.assert_goes_on(&destination);
+    assert_consistent(&destination);
+    if whole { Left::Whole } else { Left::Half }
+}
+
+/// Whether the destination's guest was not started: its QEMU has ended, still waits, has failed, or is stuck. Waits until
+/// that is decided.
+///
+/// QEMU 10.0 ends if it loses its source while it loads the devices, or, if it has a channel for requests, waits for ever for the
+/// page that it has asked for there: its main loop then answers nothing. The guest has not run in either case.
+fn never_got_it(destination: &Vm) -> bool {
+    let stack = format!("/proc/{pid}/task/{pid}/wchan", pid = destination.pid());
+    let (mut waits, end) = (0, Instant::now() + SOON);
+    loop {
+        if !is_alive(destination.pid()) {
+            break;
+        }
+        // Nobody serves its memory any more, so a main thread that waits for some does so for good.
+        waits = if std::fs::read_to_string(&stack).unwrap_or_default() == "handle_userfault" { waits + 1 } else { 0 };
+        if waits > 100 {
+            break;
+        }
+        // It may end between these two.
+        if waits == 0
+            && let Ok(info) = destination.execute("query-migrate", json!({}))
+        {
+            match info["status"].as_str().unwrap_or("none") {
+                "none" | "setup" | "failed" => break,
+                "postcopy-paused" | "completed" => return false,
+                other => assert!(Instant::now() < end, "QEMU still says {other}"),
+            }
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let lines = destination.serial().lines();
+    assert!(lines.is_empty(), "the guest ran, and cannot be recovered: {lines:?}");
+    true
+}
+
+/// Kills at `times` moments spread evenly, shifted by what `seed` decides, from the start to the end of a restore.
+fn killed_often(times: u32, how: &[&str], seed: u32) {
+    let scene = Scene::new();
+    let machine = walker();
+    let saved = saved_beat(&scene, &machine, &[]);
+    // How long a whole restore takes here and now: the moments are spread over that.
+    let how: Vec<&str> = ["--mode", "lazy", "--max-bandwidth", "64M"].iter().chain(how).copied().collect();
+    let whole = {
+        let destination = machine.start_incoming().unwrap();
+        let begun = Instant::now();
+        scene.restore(&saved.snapshot, &destination, &how).success();
+        begun.elapsed()
+    };
+    let mut found = std::collections::BTreeMap::<Left, u32>::new();
+    for time in 0..times {
+        let shift = f64::from(seed.wrapping_add(time).wrapping_mul(0x9e37_79b9)) / f64::from(u32::MAX);
+        let delay = whole.mul_f64((f64::from(time) + shift) / f64::from(times));
+        let left = kill_and_bring_back(&scene, &saved, &machine, &how, delay);
+        *found.entry(left).or_default() += 1;
+    }
+    eprintln!("killed {times} times within {whole:?}: {found:?}");
+    assert!(found.contains_key(&Left::Half), "no kill came while pages were missing: {found:?}");
+}
+
+#[test]
+fn a_pager_killed_at_any_of_fifty_moments_loses_no_page_with_requests_on_their_own_channel() {
+    needs_qemu!();
+    killed_often(50, &["--preempt", "on"], 1);
+}
+
+#[test]
+fn a_pager_killed_at_any_of_fifty_moments_loses_no_page_with_one_channel() {
+    needs_qemu!();
+    killed_often(50, &["--preempt", "off"], 2);
+}
+
+/// A guest whose pager was killed while the ballast was missing.
+fn orphan(scene: &Scene, saved: &Saved, more: &[&str]) -> Vm {
+    let destination = beat().start_incoming().unwrap();
+    let words = [&["--mode", "lazy"], &TRICKLE[..], more].concat();
+    let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
+    wait_guest(&limosa);
+    assert_beats(&destination);
+    limosa.signal(Signal::KILL);
+    limosa.wait();
+    wait_migration_status(&destination, "postcopy-paused");
+    destination
+}
+
+#[test]
+fn a_recovery_puts_back_what_the_dead_restore_had_changed() {
+    needs_qemu!();
+    for preempt in ["on", "off"] {
+        let scene = Scene::new();
+        let saved = saved_beat(&scene, &beat(), &[]);
+        let found = Found::of(&beat().start_incoming().unwrap());
+        let destination = orphan(&scene, &saved, &["--preempt", preempt]);
+        let said = scene.recover(&saved.snapshot, &destination).success();
+        assert!(said.stderr.contains("all memory is there"), "{}", said.stderr);
+        found.assert_same_but(&destination, "running");
+        assert_consistent(&destination);
+        assert_ballast(&destination);
+        saved.assert_goes_on(&destination);
+    }
+}
+
+#[test]
+fn a_recovery_that_is_killed_too_is_recovered_from() {
+    needs_qemu!();
+    for preempt in ["on", "off"] {
+        let scene = Scene::new();
+        let saved = saved_beat(&scene, &beat(), &[]);
+        let destination = orphan(&scene, &saved, &["--preempt", preempt]);
+        for round in 0..3 {
+            let socket = scene.path(&format!("control{round}"));
+            let words: Vec<&str> = ["--recover", "--control", text(&socket)].into_iter().chain(TRICKLE).collect();
+            let recovery = scene.start_restore(&saved.snapshot, &destination, &words);
+            wait_migration_status(&destination, "postcopy-active");
+            let progress = control(&socket).execute("query-migrate", json!({})).unwrap();
+            assert!(progress["ram"]["total"].as_u64() > Some(0), "{progress}");
+            assert_beats(&destination);
+            recovery.signal(Signal::KILL);
+            recovery.wait();
+        }
+        scene.recover(&saved.snapshot, &destination).success();
+        saved.assert_goes_on(&destination);
+        assert_consistent(&destination);
+        assert_ballast(&destination);
+    }
+}
+
+#[test]
+fn a_recovery_killed_at_any_moment_can_be_tried_again() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    let destination = orphan(&scene, &saved, &[]);
+    for step in 0..20_u32 {
+        let words: Vec<&str> = ["--recover"].into_iter().chain(TRICKLE).collect();
+        let recovery = scene.start_restore(&saved.snapshot, &destination, &words);
+        let end = Instant::now() + Duration::from_millis(2) * step;
+        while Instant::now() < end && recovery.is_running() {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        recovery.signal(Signal::KILL);
+        recovery.wait();
+    }
+    scene.recover(&saved.snapshot, &destination).success();
+    saved.assert_goes_on(&destination);
+    assert_consistent(&destination);
+    assert_ballast(&destination);
+}
+
+#[test]
+fn a_recovery_from_another_snapshot_is_refused() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    let other = Scene::new();
+    // The same machine a moment earlier or later: any page of it would fit, and none may come.
+    let wrong = saved_beat(&other, &beat(), &[]);
+    let destination = orphan(&scene, &saved, &[]);
+    let line = scene.recover(&wrong.snapshot, &destination).one_line(&["stands on another snapshot"]);
+    assert!(line.contains(text(&saved.snapshot)), "the right file is named: {line}");
+    assert_eq!(migration_status(&destination), "postcopy-paused");
+    scene.recover(&saved.snapshot, &destination).success();
+    assert_consistent(&destination);
+    assert_ballast(&destination);
+}
+
+#[test]
+fn a_recovery_of_what_needs_none_is_refused() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    // A QEMU that waits for a VM. limosa holds its monitor, so another limosa needs one of its own.
+    let second = scene.path("second");
+    let monitor = format!("unix:{},server=on,wait=off", second.display());
+    let destination = beat().argument("-qmp").argument(&monitor).start_incoming().unwrap();
+    let recover = || {
+        Limosa::start_command(scene.command(&["restore", text(&saved.snapshot), "--recover", "--qmp", text(&second)]))
+            .wait()
+    };
+    let none = "no lazy restore by limosa was interrupted in this QEMU";
+    recover().one_line(&[none, "without --recover"]);
+
+    // One whose pager lives.
+    let words: Vec<&str> = ["--mode", "lazy"].into_iter().chain(TRICKLE).collect();
+    let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
+    wait_guest(&limosa);
+    let line = recover().one_line(&["in the middle of a restore"]);
+    assert!(line.contains(&limosa.pid().to_string()), "{line}");
+    assert!(limosa.is_running());
+    assert_eq!(migration_status(&destination), "postcopy-active");
+
+    // One that has got everything.
+    release(limosa);
+    recover().one_line(&[none]);
+    assert_eq!(destination.run_state().unwrap(), "running");
+    assert_consistent(&destination);
+}

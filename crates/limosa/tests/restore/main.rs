@@ -1,0 +1,16 @@
+//! `limosa restore` from outside: the real program, stock QEMU, guests whose memory can be proven.
+//!
+//! One module for each feature.
+
+#[path = "../stage/mod.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod stage;
+
+mod scene;
+
+mod eager;
+mod guests;
+mod interrupted;
+mod lazy;
+mod run_state;
+mod steered;

@@ -1,0 +1,207 @@
+//! What the restore tests share: limosa with a temporary directory that can be looked into, and guests that were saved at
+//! an instant that is known to the page and the beat.
+//!
+//! Law: waits are for conditions; a limit only ends a test that would hang.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use limosa_testkit::{Beat, BeatGuest, Machine, MemoryBackend, PAGE, Qmp, Vm, scratch};
+use rustix::process::Signal;
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::stage::{Ended, Limosa, SOON, assert_beats, names, save, wait_for};
+
+/// A rate so low that pages that nobody asks for do not come before the test lets them.
+pub(crate) const TRICKLE: [&str; 2] = ["--max-bandwidth", "4K"];
+
+/// The folder of one test; limosa's temporary directory is in it, so that leftovers are seen.
+#[derive(Debug)]
+pub(crate) struct Scene {
+    folder: TempDir,
+}
+
+impl Scene {
+    pub(crate) fn new() -> Self {
+        let folder = scratch().unwrap();
+        std::fs::create_dir(folder.path().join("tmp")).unwrap();
+        Self { folder }
+    }
+
+    /// A path in the test's folder.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `limosa` with these words.
+    pub(crate) fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.args(words).env("TMPDIR", self.path("tmp")).env_remove("XDG_RUNTIME_DIR");
+        command
+    }
+
+    /// Starts `limosa restore SNAPSHOT --qmp SOCK MORE` for `vm`.
+    pub(crate) fn start_restore(&self, snapshot: &Path, vm: &Vm, more: &[&str]) -> Limosa {
+        let socket = vm.qmp_socket();
+        let mut words = vec!["restore", text(snapshot), "--qmp", text(&socket)];
+        words.extend(more);
+        Limosa::start_command(self.command(&words))
+    }
+
+    /// Runs `limosa restore` to its end.
+    pub(crate) fn restore(&self, snapshot: &Path, vm: &Vm, more: &[&str]) -> Ended {
+        self.start_restore(snapshot, vm, more).wait()
+    }
+
+    /// Finishes a lazy restore that was broken off.
+    pub(crate) fn recover(&self, snapshot: &Path, vm: &Vm) -> Ended {
+        self.restore(snapshot, vm, &["--recover"])
+    }
+
+    /// Saves `vm` into a file of this name.
+    pub(crate) fn save(&self, vm: &Vm, name: &str, more: &[&str]) -> PathBuf {
+        let snapshot = self.path(name);
+        let more: Vec<&str> = ["--no-sync"].iter().chain(more).copied().collect();
+        save(vm, &snapshot, &more);
+        snapshot
+    }
+
+    /// Expects that limosa has left nothing in its temporary directory.
+    #[track_caller]
+    pub(crate) fn assert_tidy(&self) {
+        assert_eq!(names(&self.path("tmp")), Vec::<String>::new());
+    }
+}
+
+/// A path as text; the tests' own paths are.
+pub(crate) fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Waits until limosa has said this on stderr.
+#[track_caller]
+pub(crate) fn wait_said(limosa: &Limosa, what: &str) {
+    wait_for(what, || {
+        let running = limosa.is_running();
+        let said = limosa.stderr();
+        assert!(running || said.contains(what), "it ended without {what:?}: {said}");
+        said.contains(what).then_some(())
+    });
+}
+
+/// Waits until limosa says that the guest is back.
+#[track_caller]
+pub(crate) fn wait_guest(limosa: &Limosa) {
+    wait_said(limosa, "the guest is back");
+}
+
+/// Lets limosa send the rest at full speed, as the first Ctrl-C does, and waits for its end.
+#[track_caller]
+pub(crate) fn release(limosa: Limosa) -> Ended {
+    limosa.signal(Signal::INT);
+    limosa.wait().success()
+}
+
+/// Expects exit status 1, and as the last line on stderr one that holds all of `words`; lines before it told of the
+/// progress until then.
+#[track_caller]
+pub(crate) fn assert_failed(ended: &Ended, words: &[&str]) {
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    let line = ended.stderr.lines().last().unwrap_or_default();
+    assert!(line.starts_with("limosa: ") && !ended.stderr.contains("panicked"), "{}", ended.stderr);
+    for word in words {
+        assert!(line.contains(word), "{word:?} is not in the last line of {}", ended.stderr);
+    }
+}
+
+/// A beat guest of 8 MiB that rests between its laps, so that several VMs can share a core.
+pub(crate) fn beat() -> Machine {
+    Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(8 << 20) }).backend(MemoryBackend::Memfd)
+}
+
+/// A beat guest of 64 KiB, for tests that are about something else than memory.
+pub(crate) fn small_beat() -> Machine {
+    Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(64 << 10) })
+}
+
+/// Where the ballast lies: above the walk of [`beat`], below what the BIOS uses.
+pub(crate) const BALLAST: std::ops::Range<u64> = (16 << 20)..(32 << 20);
+
+/// Fills memory that no guest asks for: it keeps a lazy restore under way until the test lets it end.
+pub(crate) fn load_ballast(vm: &Vm) {
+    vm.tamper(BALLAST.start, &ballast()).unwrap();
+}
+
+/// Expects the ballast to be what [`load_ballast`] wrote. Pages that are not there yet are asked for by this.
+#[track_caller]
+pub(crate) fn assert_ballast(vm: &Vm) {
+    let (found, wanted) = (vm.read_memory(BALLAST).unwrap(), ballast());
+    let page = usize::try_from(PAGE).unwrap();
+    for (index, (found, wanted)) in found.chunks(page).zip(wanted.chunks(page)).enumerate() {
+        assert!(found == wanted, "page {index} of the ballast differs");
+    }
+}
+
+fn ballast() -> Vec<u8> {
+    let words = (1_u64..).map(|number| number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29) | 1);
+    words.take(usize::try_from((BALLAST.end - BALLAST.start) / 8).unwrap()).flat_map(u64::to_le_bytes).collect()
+}
+
+/// A guest saved at one instant, and what it was then.
+#[derive(Debug)]
+pub(crate) struct Saved {
+    pub(crate) snapshot: PathBuf,
+    pub(crate) beat: Beat,
+    pub(crate) lap: u32,
+}
+
+/// Runs `machine`'s beat guest, with ballast where its memory can be reached, and saves it at an instant that is known
+/// because the guest stays stopped. The source is gone afterwards.
+pub(crate) fn saved_beat(scene: &Scene, machine: &Machine, how: &[&str]) -> Saved {
+    let source = machine.start().unwrap();
+    source.wait_beats(2).unwrap();
+    if source.memory_file().is_ok() {
+        load_ballast(&source);
+    }
+    let how: Vec<&str> = ["--stop"].iter().chain(how).copied().collect();
+    let snapshot = scene.save(&source, "snapshot", &how);
+    let beat = source.check_beat().unwrap();
+    Saved { snapshot, beat, lap: source.last_lap().unwrap() }
+}
+
+impl Saved {
+    /// Expects the guest to go on where it was when it was saved: no beat is lost and none comes twice.
+    #[track_caller]
+    pub(crate) fn assert_goes_on(&self, vm: &Vm) {
+        let (_, line) = vm.serial().wait_from(0, SOON, |line| line.len() == 8).unwrap();
+        let first = u32::from_str_radix(&line.text, 16).unwrap();
+        // A guest that was saved while it said its number says the rest of it here: that is no full line.
+        let whole = vm.serial().lines()[0].text.len() == 8;
+        assert_eq!(first, self.lap + if whole { 1 } else { 2 }, "{:?}", vm.serial().lines());
+    }
+}
+
+/// Expects memory of one instant now, beats, and memory of one instant again.
+#[track_caller]
+pub(crate) fn assert_consistent(vm: &Vm) {
+    vm.check_beat().unwrap();
+    assert_beats(vm);
+}
+
+/// QEMU's word on its migration.
+pub(crate) fn migration_status(vm: &Vm) -> String {
+    let info = vm.execute("query-migrate", json!({})).unwrap();
+    info["status"].as_str().unwrap_or("none").to_owned()
+}
+
+/// Waits for QEMU's word on its migration.
+#[track_caller]
+pub(crate) fn wait_migration_status(vm: &Vm, wanted: &str) {
+    wait_for(wanted, || (migration_status(vm) == wanted).then_some(()));
+}
+
+/// A client of `--control`.
+pub(crate) fn control(path: &Path) -> Qmp {
+    Qmp::connect(path, SOON).unwrap()
+}
