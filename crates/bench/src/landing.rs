@@ -20,7 +20,6 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
 
 use self::batch::{Hand, Outlet, PAGE, WriteBack};
 use self::feeder::Content;
@@ -31,6 +30,7 @@ use crate::machine::Machine;
 use crate::measure::{Measured, Stopwatch, millis, thread_cpu};
 use crate::raw::Mapping;
 use crate::report::{Report, ratio};
+use crate::socket_pair::{WIDE, pair};
 use crate::{Options, PLAIN};
 
 /// What a receiver did.
@@ -48,15 +48,19 @@ struct Intake {
 /// How pages are taken from the socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    Linear { len: usize, writers: usize, fill: bool },
-    Ring { len: usize, writers: usize, direct: bool },
-    InFile { populate_step: Option<usize> },
+    /// Through one buffer; with a writer thread full ones are handed over.
+    Linear { len: usize, writers: usize },
+    /// Straight to places in a ring of buffers, which threads write past the page cache.
+    Ring { len: usize, direct_writers: usize },
+    /// Straight into the mapped file.
+    InFile,
+    /// Through a pipe, without leaving the kernel.
     Splice,
 }
 
 impl Way {
     fn direct(self) -> bool {
-        matches!(self, Self::Ring { direct: true, .. })
+        matches!(self, Self::Ring { direct_writers: 1.., .. })
     }
 }
 
@@ -66,26 +70,20 @@ const MIB: usize = 1 << 20;
 /// A contestant's name, its way, the write-back modes that it runs with on a disk, and whether it runs in every setting.
 type Entry = (&'static str, Way, &'static [WriteBack], bool);
 
-const ASIS: &[WriteBack] = &[WriteBack::Kernel];
+const KERNEL: &[WriteBack] = &[WriteBack::Kernel];
+const STARTED: &[WriteBack] = &[WriteBack::Started];
 const BOTH: &[WriteBack] = &[WriteBack::Kernel, WriteBack::Started];
-const ALL: &[WriteBack] = &[WriteBack::Kernel, WriteBack::Started, WriteBack::DontCache];
 
 /// The contestants.
 const WAYS: &[Entry] = &[
-    (PLAIN, Way::Linear { len: MIB, writers: 0, fill: false }, ALL, true),
-    ("linear 256K", Way::Linear { len: 256 * KIB, writers: 0, fill: false }, ASIS, false),
-    ("linear 4M", Way::Linear { len: 4 * MIB, writers: 0, fill: false }, ASIS, false),
-    ("linear 1M filled", Way::Linear { len: MIB, writers: 0, fill: true }, ASIS, false),
-    ("linear 1M, writer thread", Way::Linear { len: MIB, writers: 1, fill: true }, BOTH, false),
-    ("ring 1M", Way::Ring { len: MIB, writers: 0, direct: false }, BOTH, true),
-    ("ring 1M, writer thread", Way::Ring { len: MIB, writers: 1, direct: false }, BOTH, true),
-    ("ring 1M, direct", Way::Ring { len: MIB, writers: 0, direct: true }, ASIS, false),
-    ("ring 1M, direct writer", Way::Ring { len: MIB, writers: 1, direct: true }, ASIS, true),
-    ("ring 1M, 2 direct writers", Way::Ring { len: MIB, writers: 2, direct: true }, ASIS, true),
-    ("ring 4M, 2 direct writers", Way::Ring { len: 4 * MIB, writers: 2, direct: true }, ASIS, false),
-    ("mapped", Way::InFile { populate_step: None }, BOTH, false),
-    ("mapped, populated ahead", Way::InFile { populate_step: Some(4 * MIB) }, ASIS, false),
-    ("splice", Way::Splice, ASIS, false),
+    (PLAIN, Way::Linear { len: MIB, writers: 0 }, BOTH, true),
+    ("linear 256K", Way::Linear { len: 256 * KIB, writers: 0 }, STARTED, false),
+    ("linear 4M", Way::Linear { len: 4 * MIB, writers: 0 }, STARTED, false),
+    ("linear 1M, writer thread", Way::Linear { len: MIB, writers: 1 }, STARTED, false),
+    ("ring 1M", Way::Ring { len: MIB, direct_writers: 0 }, STARTED, true),
+    ("ring 1M, 2 direct writers", Way::Ring { len: MIB, direct_writers: 2 }, KERNEL, true),
+    ("mapped", Way::InFile, STARTED, false),
+    ("splice", Way::Splice, STARTED, false),
 ];
 
 /// One kind of file and stream.
@@ -99,7 +97,8 @@ struct Setting<'a> {
 
 /// Runs the bench. Every variant is compared with the plain one of its case.
 pub(crate) fn run(options: &Options) -> Result<Report> {
-    let len = usize::try_from(options.size()).context("--size")?.next_multiple_of(PAGE);
+    let size = options.size.unwrap_or(1 << 30);
+    let len = usize::try_from(size).context("--size")?.next_multiple_of(PAGE);
     let mut memory = Mapping::anonymous(len).context("memory for the stream's pages")?;
     fill_random(memory.bytes_mut());
     let memory = &memory;
@@ -112,17 +111,15 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         content,
         socket_buffer,
     };
-    let wide = Some(options.socket_buffer.unwrap_or(4 * MIB));
+    let wide = Some(WIDE);
     // Scattered zeros only on tmpfs: on a disk they make a file of ten thousands of extents, and to delete that takes a
     // file system mounted with `discard` longer than all rounds.
     let settings = [
-        setting("disk", true, Content::Dense, None),
-        setting("tmpfs", false, Content::Dense, None),
-        setting("disk, wide socket", true, Content::Dense, wide),
-        setting("tmpfs, wide socket", false, Content::Dense, wide),
-        setting("tmpfs, scattered zeros", false, Content::ScatteredZeros, None),
-        setting("disk, runs of zeros", true, Content::ZeroRuns, None),
-        setting("tmpfs, runs of zeros", false, Content::ZeroRuns, None),
+        setting("disk", true, Content::Dense, wide),
+        setting("tmpfs", false, Content::Dense, wide),
+        setting("tmpfs, narrow socket", false, Content::Dense, None),
+        setting("tmpfs, scattered zeros", false, Content::ScatteredZeros, wide),
+        setting("disk, runs of zeros", true, Content::ZeroRuns, wide),
     ];
     let mut contestants = Vec::new();
     for setting in &settings {
@@ -137,7 +134,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     }
     ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
-    let frame = Frame { touch: options.touch.unwrap_or(options.size()) };
+    let frame = Frame { touch: options.touch.unwrap_or(size) };
     let all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
     let mut report = Report::new("landing", Machine::this(&options.qemu), options.rounds, &all);
     for series in all.iter().filter(|series| series.variant != PLAIN) {
@@ -151,19 +148,14 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 /// Who takes part in a setting: on a disk in each of the write-back modes given; on tmpfs, which has no write-back and
 /// takes no direct I/O, once. Where the socket or the content differs only those that could win take part.
 fn contest(setting: &Setting<'_>) -> Vec<(String, Way, WriteBack)> {
-    let main = setting.content == Content::Dense && setting.socket_buffer.is_none();
+    let main = setting.content == Content::Dense && setting.socket_buffer.is_some();
     let mut all = Vec::new();
     for &(name, way, write_backs, everywhere) in WAYS {
         if !(main || everywhere) || (way.direct() && !setting.durable) {
             continue;
         }
-        for &write_back in if setting.durable { write_backs } else { ASIS } {
-            let suffix = match write_back {
-                WriteBack::Kernel => "",
-                WriteBack::Started => ", write-back",
-                WriteBack::DontCache if main => ", dontcache",
-                WriteBack::DontCache => continue,
-            };
+        for &write_back in if setting.durable { write_backs } else { KERNEL } {
+            let suffix = if write_back == WriteBack::Started { ", write-back" } else { "" };
             all.push((format!("{name}{suffix}"), way, write_back));
         }
     }
@@ -220,36 +212,21 @@ fn create(path: &Path, len: usize, direct: bool) -> Result<File> {
     Ok(file)
 }
 
-/// Both ends of a local stream socket.
-fn pair(buffer: Option<usize>) -> Result<(OwnedFd, OwnedFd)> {
-    let (sender, receiver) =
-        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).context("socketpair")?;
-    if let Some(bytes) = buffer {
-        // The forced form passes the system's limit and needs CAP_NET_ADMIN.
-        if sockopt::set_socket_send_buffer_size_force(&sender, bytes).is_err() {
-            sockopt::set_socket_send_buffer_size(&sender, bytes).context("SO_SNDBUF")?;
-        }
-    }
-    Ok((sender, receiver))
-}
-
 fn receive(way: Way, socket: &OwnedFd, outlet: &Outlet<'_>, len: usize) -> Result<Intake> {
     let pages = (len / PAGE) as u64;
     let queue = Mutex::new(None);
     std::thread::scope(|scope| match way {
-        Way::Linear { len, writers, fill } => {
-            linear::receive(socket, Hand::new(scope, outlet, &queue, writers, len), len, pages, fill)
+        Way::Linear { len, writers } => {
+            linear::receive(socket, Hand::new(scope, outlet, &queue, writers, len), len, pages, writers > 0)
         }
-        Way::Ring { len, writers, .. } => {
-            let ring = Ring::new(Hand::new(scope, outlet, &queue, writers, len), len);
+        Way::Ring { len, direct_writers } => {
+            let ring = Ring::new(Hand::new(scope, outlet, &queue, direct_writers, len), len);
             let mut scatter = Scatter::new(socket, ring, pages);
             scatter.receive()?;
             Ok(Intake { writer_cpu: scatter.places.finish()?, ..scatter.intake })
         }
-        Way::InFile { populate_step } => {
-            let mut places = InFile::new(outlet, len, populate_step)?;
-            places.populate()?;
-            let mut scatter = Scatter::new(socket, places, pages);
+        Way::InFile => {
+            let mut scatter = Scatter::new(socket, InFile::new(outlet, len)?, pages);
             scatter.receive()?;
             scatter.places.finish();
             Ok(scatter.intake)
@@ -303,7 +280,7 @@ mod tests {
         drop(sender);
         let file = tempfile::tempfile().expect("a file");
         let outlet = Outlet::new(&file, WriteBack::Kernel);
-        let way = Way::Linear { len: MIB, writers: 0, fill: false };
+        let way = Way::Linear { len: MIB, writers: 0 };
         let error = receive(way, &socket, &outlet, 7 * PAGE).expect_err("page 7 of 7");
         assert!(error.to_string().contains("not one of a block of 7 pages"), "{error:#}");
     }

@@ -32,6 +32,7 @@ pub mod report;
 mod restore;
 mod save;
 pub mod scratch;
+mod socket_pair;
 mod vm;
 
 use std::path::PathBuf;
@@ -57,8 +58,6 @@ pub struct Options {
     pub touch: Option<u64>,
     /// Directory on the disk to measure; none for the temporary directory.
     pub dir: Option<PathBuf>,
-    /// Send buffer of the cases with a wide socket, in bytes; none for 4 MiB.
-    pub socket_buffer: Option<usize>,
     /// Runs only the contestants whose case and variant, with a space between, start with this.
     pub only: Option<String>,
     /// The QEMU to run.
@@ -76,7 +75,6 @@ impl Default for Options {
             size: None,
             touch: None,
             dir: None,
-            socket_buffer: None,
             only: None,
             qemu: "qemu-system-x86_64".into(),
             limosa: None,
@@ -86,11 +84,6 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Bytes of memory to move, with the usual 2 GiB where nothing is said.
-    fn size(&self) -> u64 {
-        self.size.unwrap_or(2 << 30)
-    }
-
     fn tell(&self, line: &str) {
         (self.progress)(line);
     }

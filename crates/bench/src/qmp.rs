@@ -1,12 +1,15 @@
 //! A QMP client as small as a bench needs it (QEMU docs: interop/qmp-spec): commands, and events with QEMU's own times.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 
 /// How long QEMU may take for any one answer or event: for one that hangs, not a measure.
@@ -49,9 +52,25 @@ impl Qmp {
 
     /// Runs a command; events that come meanwhile are kept.
     pub(crate) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value> {
-        let mut text = json!({ "execute": command, "arguments": arguments }).to_string();
-        text.push('\n');
+        let text = line(command, arguments);
         self.stream.write_all(text.as_bytes()).with_context(|| format!("sending {command}"))?;
+        self.answer(command)
+    }
+
+    /// Gives QEMU a descriptor under a name, for a URI `fd:NAME`.
+    pub(crate) fn give(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<()> {
+        let text = line("getfd", &json!({ "fdname": name }));
+        let fds = [fd];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+        let slices = [IoSlice::new(text.as_bytes())];
+        let sent = sendmsg(&self.stream, &slices, &mut control, SendFlags::NOSIGNAL).context("sending getfd")?;
+        self.stream.write_all(text.as_bytes().get(sent..).unwrap_or_default()).context("sending getfd")?;
+        self.answer("getfd").map(drop)
+    }
+
+    fn answer(&mut self, command: &str) -> Result<Value> {
         loop {
             let mut message = self.receive().with_context(|| format!("waiting for the answer to {command}"))?;
             if let Some(answer) = message.get_mut("return") {
@@ -145,6 +164,12 @@ pub(crate) fn connect(path: &Path, alive: &mut dyn FnMut() -> Result<()>) -> Res
             }
         }
     }
+}
+
+fn line(command: &str, arguments: &Value) -> String {
+    let mut text = json!({ "execute": command, "arguments": arguments }).to_string();
+    text.push('\n');
+    text
 }
 
 fn event(message: &Value) -> Option<Event> {

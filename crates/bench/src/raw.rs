@@ -68,19 +68,8 @@ impl Mapping {
 
     /// Makes every page present and writable now, so that no later access faults.
     pub(crate) fn populate(&mut self) -> io::Result<()> {
-        self.populate_range(0, self.len)
-    }
-
-    /// The same for `len` bytes at `start`, as far as the mapping reaches.
-    pub(crate) fn populate_range(&mut self, start: usize, len: usize) -> io::Result<()> {
-        let rest = self.len.saturating_sub(start);
-        if rest == 0 {
-            return Ok(());
-        }
-        // SAFETY: `start` lies within the mapping, as `rest` is not zero.
-        let first = unsafe { self.address.as_ptr().add(start) };
-        // SAFETY: the range is part of the mapping, which is exclusively borrowed.
-        let result = unsafe { libc::madvise(first.cast(), len.min(rest), libc::MADV_POPULATE_WRITE) };
+        // SAFETY: the range is the mapping, which is exclusively borrowed.
+        let result = unsafe { libc::madvise(self.address.as_ptr().cast(), self.len, libc::MADV_POPULATE_WRITE) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 

@@ -5,9 +5,8 @@
 //! memory (tmpfs) nobody syncs. How fast QEMU's single channel is at most shows where a receiver throws all of it away.
 
 use std::fs::{self, File};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -21,6 +20,7 @@ use crate::machine::Machine;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::report::{Bound, Report, Target, ratio};
 use crate::scratch::Scratch;
+use crate::socket_pair::{WIDE, pair};
 use crate::vm::{Ram, Role, Vm};
 
 /// The variant that the others are compared with.
@@ -56,7 +56,7 @@ struct Place {
 /// Runs the bench.
 pub(crate) fn run(options: &Options) -> Result<Report> {
     let machine = Machine::this(&options.qemu);
-    let size = options.size().next_multiple_of(2 << 20);
+    let size = options.size.unwrap_or(2 << 30).next_multiple_of(2 << 20);
     let places = [
         Place { case: "disk", dir: options.dir.clone().unwrap_or_else(std::env::temp_dir), durable: true },
         Place { case: "tmpfs", dir: PathBuf::from("/dev/shm"), durable: false },
@@ -162,11 +162,11 @@ fn make_durable(path: &Path) -> Result<()> {
 /// QEMU's main channel into a receiver that looks at nothing; returns how much came.
 fn throw_away(vm: &mut Vm) -> Result<u64> {
     vm.tune(&[])?;
-    let path = vm.at("nowhere");
-    let listener = UnixListener::bind(&path).context("a socket to throw away from")?;
-    vm.qmp.execute("migrate", &json!({ "uri": format!("unix:{}", path.display()) }))?;
-    let (stream, _) = listener.accept().context("QEMU's connection")?;
-    let moved = drain(&OwnedFd::from(stream))?;
+    let (theirs, ours) = pair(Some(WIDE))?;
+    vm.qmp.give("nowhere", theirs.as_fd())?;
+    drop(theirs);
+    vm.qmp.execute("migrate", &json!({ "uri": "fd:nowhere" }))?;
+    let moved = drain(&ours)?;
     vm.qmp.wait_migration("completed")?;
     Ok(moved)
 }

@@ -9,7 +9,7 @@ use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use rustix::io::{ReadWriteFlags, pwritev2};
+use rustix::io::pwritev;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::measure::thread_cpu;
@@ -18,8 +18,6 @@ use crate::raw;
 /// Bytes of a page.
 pub(super) const PAGE: usize = 4096;
 
-/// `RWF_DONTCACHE` (Linux 6.14): write-back starts at once and the pages leave the cache afterwards.
-const DONT_CACHE: u32 = 0x80;
 /// How much is written between two requests to start write-back.
 const WRITE_BACK_STEP: u64 = 32 << 20;
 /// Most slices that one vectored call takes (`UIO_MAXIOV`).
@@ -50,8 +48,6 @@ pub(super) enum WriteBack {
     Kernel,
     /// Asked for after every 32 MiB.
     Started,
-    /// With every write, and the page cache is left as it was.
-    DontCache,
 }
 
 /// The file, and how it is written.
@@ -104,14 +100,10 @@ impl<'a> Outlet<'a> {
     }
 
     fn write_run(&self, slices: &mut Vec<IoSlice<'_>>, mut offset: u64) -> Result<u64> {
-        let flags = match self.write_back {
-            WriteBack::DontCache => ReadWriteFlags::from_bits_retain(DONT_CACHE),
-            _ => ReadWriteFlags::empty(),
-        };
         let (start, mut calls) = (offset, 0);
         let mut rest = slices.as_mut_slice();
         while !rest.is_empty() {
-            let count = pwritev2(self.file.as_fd(), rest, offset, flags)
+            let count = pwritev(self.file.as_fd(), rest, offset)
                 .with_context(|| format!("writing pages at offset {offset}"))?;
             ensure!(count > 0, "writing pages at offset {offset}: nothing was written");
             offset += count as u64;

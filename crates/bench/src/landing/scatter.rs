@@ -93,29 +93,17 @@ pub(super) struct InFile<'a> {
     outlet: &'a Outlet<'a>,
     next: usize,
     spoilt: usize,
-    populate_step: Option<usize>,
-    populated: usize,
 }
 
 impl<'a> InFile<'a> {
-    /// With `populate_step` pages are made present ahead of the reads, that many bytes at a time.
-    pub(super) fn new(outlet: &'a Outlet<'a>, len: usize, populate_step: Option<usize>) -> Result<Self> {
+    /// All of `outlet`'s file, which is `len` bytes long.
+    pub(super) fn new(outlet: &'a Outlet<'a>, len: usize) -> Result<Self> {
         let mapping = Mapping::of_file(outlet.file(), len).context("mapping the file")?;
-        Ok(Self { mapping, outlet, next: 0, spoilt: 0, populate_step, populated: 0 })
+        Ok(Self { mapping, outlet, next: 0, spoilt: 0 })
     }
 
     fn pages(&mut self) -> &mut [Page] {
         zerocopy::FromBytes::mut_from_bytes(self.mapping.bytes_mut()).unwrap_or_default()
-    }
-
-    /// Populates far enough for the next read.
-    pub(super) fn populate(&mut self) -> Result<()> {
-        let Some(step) = self.populate_step else { return Ok(()) };
-        while self.populated < (self.next + WIDEST) * PAGE && self.populated < self.mapping.bytes().len() {
-            self.mapping.populate_range(self.populated, step).context("populating the mapped file")?;
-            self.populated += step;
-        }
-        Ok(())
     }
 
     pub(super) fn finish(mut self) {
@@ -143,8 +131,7 @@ impl Places for InFile<'_> {
     fn completed(&mut self) -> Result<()> {
         let start = (self.next * PAGE) as u64;
         self.next += 1;
-        self.outlet.wrote(start, start + PAGE as u64, 0)?;
-        self.populate()
+        self.outlet.wrote(start, start + PAGE as u64, 0)
     }
 
     fn zero(&mut self, number: u64) {

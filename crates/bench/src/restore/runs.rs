@@ -56,7 +56,9 @@ impl Stage<'_> {
         let Self { options, stored, .. } = self;
         let mut vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
         let mut serial = vm.serial()?;
-        stored.warm()?;
+        if !matches!(way, Way::Postcopy { .. }) {
+            stored.warm()?;
+        }
         frame.touch()?;
         let destination_before = process_cpu(vm.pid())?;
         let (measured, times) = match way {
