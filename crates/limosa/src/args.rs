@@ -20,7 +20,7 @@ pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
 
-    /// Say more on stderr: -v what is done, -vv every message to and from QEMU
+    /// Say more on stderr: -v what is decided and undone, -vv also every message to and from QEMU
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     pub(crate) verbose: u8,
 }

@@ -370,6 +370,7 @@ impl Qmp {
         }
         object.insert("id".to_owned(), id.into());
         let mut line = Value::Object(object).to_string().into_bytes();
+        tracing::debug!("to QEMU: {}", String::from_utf8_lossy(&line));
         line.push(b'\n');
         self.lock().awaited.insert(id);
         let sent = Instant::now();
@@ -471,6 +472,7 @@ impl Inbox {
         let pushed = self.framer.push(bytes);
         while let Some(frame) = self.framer.next() {
             let (Frame::Object(bytes) | Frame::Garbage(bytes)) = &frame;
+            tracing::debug!("from QEMU: {}", String::from_utf8_lossy(bytes).trim_end());
             match (&frame, Message::parse(bytes)) {
                 (Frame::Object(_), Ok(message)) => self.file(message),
                 _ if self.lenient => {}

@@ -125,6 +125,9 @@ pub fn restore(
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, begun, runs: plan.runs };
+    let (how, then) =
+        (if plan.mode == Mode::Eager { "eagerly" } else { "lazily" }, if plan.runs { "run" } else { "stay paused" });
+    tracing::info!("restoring {how}; the guest is to {then}");
     match plan.mode {
         Mode::Eager => eager::run(&job),
         _ => lazy::run(&job),
