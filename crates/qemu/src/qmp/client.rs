@@ -24,6 +24,9 @@ const READ_SIZE: usize = 64 * 1024;
 pub struct Options {
     /// How long to wait for the greeting before saying that another client holds the monitor. 5 s.
     pub greeting: Duration,
+    /// How long to wait for the first answer, after the greeting. QEMU greets from a thread of its own, but answers from its main
+    /// loop, which is held up for ever where it waits for memory that nobody brings any more. 20 s.
+    pub negotiation: Duration,
     /// How long to wait for the answer to a command. QEMU answers from its main loop, which a slow disk or the loading of
     /// device state can hold up. 120 s.
     pub reply: Duration,
@@ -33,7 +36,12 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { greeting: Duration::from_secs(5), reply: Duration::from_secs(120), message_limit: 64 * 1024 * 1024 }
+        Self {
+            greeting: Duration::from_secs(5),
+            negotiation: Duration::from_secs(20),
+            reply: Duration::from_secs(120),
+            message_limit: 64 * 1024 * 1024,
+        }
     }
 }
 
@@ -93,7 +101,8 @@ impl Qmp {
     /// Connects, takes the greeting and negotiates capabilities (out-of-band execution where it is offered).
     ///
     /// # Errors
-    /// [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::NotQmp`].
+    /// [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::HeldUp`] without an answer after
+    /// it, [`QmpError::NotQmp`].
     pub fn connect(address: &MonitorAddress, options: &Options) -> Result<Self, QmpError> {
         let monitor = address.to_string();
         let begun = Instant::now();
@@ -131,8 +140,11 @@ impl Qmp {
         }
         qmp.oob = qmp.greeting.capabilities.iter().any(|capability| capability == "oob");
         let enable = if qmp.oob { vec!["oob"] } else { Vec::new() };
-        qmp.execute("qmp_capabilities", json!({ "enable": enable }))?;
-        Ok(qmp)
+        match qmp.execute_within("qmp_capabilities", json!({ "enable": enable }), options.negotiation) {
+            Ok(_) => Ok(qmp),
+            Err(QmpError::NoReply { monitor, waited, .. }) => Err(QmpError::HeldUp { monitor, waited }),
+            Err(other) => Err(other),
+        }
     }
 
     /// Takes over a connection that another process had negotiated and left at any point: in the middle of sending a

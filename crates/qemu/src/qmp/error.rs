@@ -33,6 +33,18 @@ pub enum QmpError {
         /// How long the greeting was waited for.
         waited: Duration,
     },
+    /// QEMU has greeted, and answers nothing.
+    #[error(
+        "QEMU greets on {monitor} but answers nothing within {} s: its main loop is held up, by a slow disk (then try again) or \
+         for memory that an interrupted restore has not brought (then end this QEMU)",
+        waited.as_secs_f32()
+    )]
+    HeldUp {
+        /// The monitor's address.
+        monitor: String,
+        /// How long the answer was waited for.
+        waited: Duration,
+    },
     /// Something answers, but it does not speak QMP.
     #[error("{monitor} is no QMP monitor: it greets with '{got}' (is it a human monitor? use -qmp or mode=control)")]
     NotQmp {

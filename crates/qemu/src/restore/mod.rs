@@ -20,11 +20,13 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use limosa_channel::{Counters, Uri};
 use limosa_snapshot::Snapshot;
+use serde_json::Value;
 use uuid::Uuid;
 
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker};
 use crate::monitor::{Monitor, RunState, Settings};
+use crate::qmp::QmpError;
 use crate::takeover::{Actor, take_over};
 pub use recover::recover;
 
@@ -171,7 +173,13 @@ impl RestoreJob<'_> {
 
     /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has one.
     fn give_up(&self, marker: &JobMarker, error: JobError) -> JobError {
-        let said = self.monitor.migration().ok().and_then(|info| info.error);
+        // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the page that it
+        // has asked for there, and answers nothing (found with QEMU 10.0.2).
+        let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
+        if let Err(QmpError::NoReply { .. }) = answer {
+            return error;
+        }
+        let said = answer.ok().and_then(|info| info.get("error-desc")?.as_str().map(str::to_owned));
         // The QEMU is to be thrown away anyway; what it refuses now changes nothing.
         let _ = take_over(self.monitor, marker, Actor::Guard, FAIL_WITHIN);
         match said {
