@@ -10,17 +10,20 @@
 //!   postcopy; `cont` there takes it back, and takes back a `-S`. The state stays `inmigrate` meanwhile.
 //! * While a postcopy destination loads device state and waits for a page, it answers no command, except those executed
 //!   out of band. Cutting the channel there (`migrate-pause`) ends the QEMU process, whatever `exit-on-error` says.
+//! * `migrate_cancel` of a save with multifd and mapped-ram ends the QEMU process every fourtieth time or so (segmentation
+//!   fault): it frees the file's page bitmaps while its threads still set bits in them. With the threads idle it does not.
 //! * When guest code waits for a page, commands are answered as usual.
 //! * A postcopy channel that breaks after the VM was told to run leaves `postcopy-paused`: `stop` and `cont` work,
 //!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until somebody
 //!   connects (`postcopy-recover`). It may be repeated, each time in place of the one before; a recovery that breaks is back in
 //!   `postcopy-paused`, and may be begun again.
 
-use std::time::Duration;
+use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::{Monitor, named_states};
+use super::{Monitor, RunState, named_states};
 use crate::qmp::{QmpError, Version};
 
 named_states! {
@@ -114,7 +117,7 @@ pub struct MigrationInfo {
 }
 
 impl MigrationInfo {
-    fn of(raw: Value) -> Self {
+    pub(crate) fn of(raw: Value) -> Self {
         let millis = |key: &str| raw.get(key).and_then(Value::as_u64).map(Duration::from_millis);
         let text = |key: &str| raw.get(key).and_then(Value::as_str).map(str::to_owned);
         let ram = raw.get("ram").map(|ram| {
@@ -192,10 +195,54 @@ impl Monitor {
 
     /// Asks for the end of an outgoing migration. The VM goes on if it ran before. Does nothing if there is none.
     ///
+    /// Not to be used for one that writes a mapped-ram file with multifd: see [`Monitor::cancel_write`].
+    ///
     /// # Errors
     /// QEMU's, for example once the VM has been handed over by postcopy.
     pub fn migrate_cancel(&self) -> Result<(), QmpError> {
         self.order("migrate_cancel", Value::Null)
+    }
+
+    /// Asks for the end of a migration in which QEMU writes a mapped-ram file, in a way that QEMU survives: it is slowed down
+    /// until nothing moves, and then cancelled. This changes `max-bandwidth`, which the caller puts back.
+    ///
+    /// One that is in its last part, with the VM stopped, is left alone, because nothing can slow it down: it is about to end by
+    /// itself. `Ok(false)` says so.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub fn cancel_write(&self) -> Result<bool, QmpError> {
+        // Slowed down, QEMU has its threads handle a few pages every tenth of a second, and nothing in between: the time to act
+        // is soon after such a burst.
+        const SLOW: u64 = 4096;
+        const AFTER_A_BURST: Range<Duration> = Duration::from_millis(20)..Duration::from_millis(60);
+        const NO_BURST: Duration = Duration::from_millis(300);
+        const LOOK: Duration = Duration::from_millis(5);
+        const PATIENCE: Duration = Duration::from_secs(3);
+        let moves = |info: &MigrationInfo| matches!(info.status, MigrationStatus::Setup | MigrationStatus::Active);
+        self.order("migrate-set-parameters", json!({ "max-bandwidth": SLOW }))?;
+        let begun = Instant::now();
+        let mut counted = None;
+        let (mut changed, mut bursts) = (begun, 0u32);
+        while begun.elapsed() < PATIENCE {
+            let info = self.migration()?;
+            if !moves(&info) {
+                return Ok(false);
+            }
+            let now = info.ram.map(|ram| (ram.transferred, ram.normal, ram.duplicate));
+            let quiet = changed.elapsed();
+            if counted != Some(now) {
+                bursts += u32::from(counted.is_some());
+                (counted, changed) = (Some(now), Instant::now());
+            } else if bursts > 0 && AFTER_A_BURST.contains(&quiet) || quiet >= NO_BURST {
+                break;
+            }
+            std::thread::sleep(LOOK);
+        }
+        if !moves(&self.migration()?) || self.status()?.state == RunState::FinishMigrate {
+            return Ok(false);
+        }
+        self.migrate_cancel().map(|()| true)
     }
 
     /// Cuts the channel of a postcopy migration. Out of band: works while the main loop waits for a page.

@@ -70,12 +70,23 @@ impl Settings {
     }
 }
 
+impl Settings {
+    /// The part of `self` whose names are in `names` too.
+    fn of_the_names_in(&self, names: &Settings) -> Settings {
+        let mut part = self.clone();
+        part.capabilities.retain(|name, _| names.capabilities.contains_key(name));
+        part.parameters.retain(|name, _| names.parameters.contains_key(name));
+        part
+    }
+}
+
 /// What [`Monitor::plan_settings`] found out.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SettingChange {
     /// What must be set: the part of the wish that is not so already.
     pub set: Settings,
-    /// The present values of exactly those.
+    /// The present values of all that was wished for: also of what is so already, because a job may change it later on
+    /// (`max-bandwidth`).
     pub undo: Settings,
     /// Wished for, but this QEMU does not know them.
     pub unknown: Vec<String>,
@@ -111,11 +122,7 @@ impl Monitor {
     pub fn plan_settings(&self, wish: &Settings) -> Result<SettingChange, QmpError> {
         let current = self.settings()?;
         let (set, unknown) = wish.against(&current);
-        let present = |name: &String| current.parameters.get(name).map(|value| (name.clone(), value.clone()));
-        let undo = Settings {
-            capabilities: set.capabilities.iter().map(|(name, on)| (name.clone(), !on)).collect(),
-            parameters: set.parameters.keys().filter_map(present).collect(),
-        };
+        let undo = current.of_the_names_in(wish);
         Ok(SettingChange { set, undo, unknown })
     }
 
@@ -177,5 +184,6 @@ mod tests {
         let (set, unknown) = wish.against(&current);
         assert_eq!(set, Settings::new().capability("multifd", true).parameter("max-bandwidth", 0));
         assert_eq!(unknown, ["mapped-ram", "direct-io"]);
+        assert_eq!(current.of_the_names_in(&wish), current, "what is so already is put back too: it may change");
     }
 }

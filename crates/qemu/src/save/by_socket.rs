@@ -69,7 +69,9 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
     let counters = (writer.counters(), incoming.stats.channel);
     let finish = |writer: SnapshotWriter, manifest| writer.finish(&incoming.tail, manifest);
     let (published, saved) = if job.options.stop {
+        job.watch.control.check()?;
         let published = finish(writer, manifest.clone())?;
+        watcher.commit();
         job.published(marker)?;
         incoming.acknowledge()?;
         watcher.wait_completed()?;
@@ -100,13 +102,13 @@ fn receive(job: &SaveJob<'_>, channel: Channel, writer: &mut SnapshotWriter) -> 
     Ok(incoming)
 }
 
-/// The reason for a stream that ended early: QEMU's, if the receiver saw no more than a closed connection.
+/// The reason for a stream that ended early: QEMU's, or why it was cancelled, if the receiver saw no more than a closed
+/// connection.
 fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
     if is_consequence(&error) {
         for _ in 0..20 {
             match watcher.look() {
-                Err(reason @ JobError::Failed { .. }) => return reason,
-                Err(_) => break,
+                Err(reason) => return reason,
                 Ok(MigrationStatus::Completed) => break,
                 Ok(_) => {}
             }

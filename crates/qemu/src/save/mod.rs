@@ -45,7 +45,7 @@ pub enum Route {
 /// What to do about a VM that changes its memory faster than it is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnTimeout {
-    /// Stop the VM until it is saved.
+    /// Stop the VM until it is saved; the rest of its memory goes at full speed.
     Pause,
     /// Give up; the VM goes on.
     Cancel,
@@ -134,20 +134,27 @@ pub fn save(
     let before = Preflight::check(monitor, options)?;
     let route = route(monitor, options)?;
     let pending = PendingFile::create(target, options.replace)?;
-    let change = monitor.plan_settings(&settings(route, options, watch.control.max_bandwidth()))?;
+    let mut wish = settings(route, options, watch.control.max_bandwidth());
+    if options.downtime.is_none()
+        && let Some(limit) = monitor.settings()?.parameters.remove("downtime-limit")
+    {
+        // Not changed yet, but a time-out may: this has it put back.
+        wish = wish.parameter("downtime-limit", limit);
+    }
+    let change = monitor.plan_settings(&wish)?;
+    tracing::info!(
+        "saving by {}; QEMU's settings that change: {:?}",
+        if route == Route::File { "file" } else { "socket" },
+        change.set
+    );
     let mut marker = JobMarker::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone());
     if options.stop {
         marker.vm_after = VmAfter::Stopped;
     }
     marker.descriptors.push(by_socket::DESCRIPTOR.to_owned());
+    // The guard first: a record without one would outlive a kill. Without a record of this job the guard does nothing.
+    let mut guard = guarded()?;
     marker.place(monitor)?;
-    let mut guard = match guarded() {
-        Ok(guard) => guard,
-        Err(error) => {
-            JobMarker::remove(monitor)?;
-            return Err(error);
-        }
-    };
     if let (Some(guard), Some(path)) = (&mut guard, pending.temporary_path()) {
         // A guard that died already is noticed at the end; until then the save is worth going on with.
         let _ = guard.temporary(Some(&path));

@@ -16,6 +16,9 @@ const ASK_EVERY: Duration = Duration::from_millis(100);
 /// How long QEMU may take to let the VM go on: for one that hangs, not a measure.
 const CONTINUE_WITHIN: Duration = Duration::from_secs(10);
 
+/// The longest `downtime-limit` that QEMU takes, in milliseconds.
+const LONGEST_DOWNTIME: u64 = 2_000_000;
+
 /// The watch over one migration of the source QEMU.
 pub(super) struct Watcher<'a> {
     job: &'a SaveJob<'a>,
@@ -26,12 +29,13 @@ pub(super) struct Watcher<'a> {
     last: Option<MigrationInfo>,
     cancelling: Option<JobError>,
     completed: bool,
-    /// Whether QEMU moves the pages itself, so that its numbers are the job's.
-    reports: bool,
+    committed: bool,
+    /// Whether QEMU writes the file itself, so that its numbers are the job's.
+    writes: bool,
 }
 
 impl<'a> Watcher<'a> {
-    pub(super) fn new(job: &'a SaveJob<'a>, reports: bool) -> Self {
+    pub(super) fn new(job: &'a SaveJob<'a>, writes: bool) -> Self {
         Self {
             job,
             applied_bandwidth: job.watch.control.max_bandwidth(),
@@ -41,7 +45,8 @@ impl<'a> Watcher<'a> {
             last: None,
             cancelling: None,
             completed: false,
-            reports,
+            committed: false,
+            writes,
         }
     }
 
@@ -68,7 +73,7 @@ impl<'a> Watcher<'a> {
         self.steer()?;
         if status != Some(MigrationStatus::Completed) {
             let info = monitor.migration()?;
-            if let (Some(ram), true) = (&info.ram, self.reports) {
+            if let (Some(ram), true) = (&info.ram, self.writes) {
                 self.job.watch.progress.report(&reading(&info.status, ram));
             }
             status = Some(info.status.clone());
@@ -76,10 +81,13 @@ impl<'a> Watcher<'a> {
         }
         match status.unwrap_or(MigrationStatus::None) {
             MigrationStatus::Failed | MigrationStatus::Cancelled => Err(self.failure()),
-            MigrationStatus::Completed => {
-                self.completed = true;
-                Ok(MigrationStatus::Completed)
-            }
+            MigrationStatus::Completed => match self.cancelling.take() {
+                Some(reason) => Err(reason),
+                None => {
+                    self.completed = true;
+                    Ok(MigrationStatus::Completed)
+                }
+            },
             other => Ok(other),
         }
     }
@@ -89,6 +97,10 @@ impl<'a> Watcher<'a> {
         if let Some(reason) = self.cancelling.take() {
             return reason;
         }
+        if self.job.watch.control.stopped().is_some() {
+            // The channel was shut down, and QEMU noticed before it could be told.
+            return MigrateError::Cancelled.into();
+        }
         let said = self.last.as_ref().and_then(|info| info.error.clone());
         JobError::Failed { reason: said.unwrap_or_else(|| "it does not say why; its own log does".into()) }
     }
@@ -96,13 +108,12 @@ impl<'a> Watcher<'a> {
     /// Passes on what was asked of this job.
     fn steer(&mut self) -> Result<(), JobError> {
         let SaveJob { monitor, watch, options, .. } = self.job;
-        if self.cancelling.is_some() {
+        if self.cancelling.is_some() || self.committed {
             return Ok(());
         }
         if watch.control.stopped().is_some() {
             self.cancelling = Some(MigrateError::Cancelled.into());
-            monitor.migrate_cancel()?;
-            return Ok(());
+            return self.cancel();
         }
         let bandwidth = watch.control.max_bandwidth();
         if bandwidth != self.applied_bandwidth {
@@ -117,15 +128,32 @@ impl<'a> Watcher<'a> {
             match then {
                 OnTimeout::Pause => {
                     (watch.notice)(&format!("not done after {} s: stopping the VM", limit.as_secs_f64()));
-                    monitor.stop()?;
+                    // Not `stop`: the snapshot would come back stopped. A QEMU that may take its time stops the VM itself.
+                    monitor.set(&Settings::new().parameter("downtime-limit", LONGEST_DOWNTIME))?;
                 }
                 OnTimeout::Cancel => {
                     self.cancelling = Some(JobError::TimedOut { after: limit });
-                    monitor.migrate_cancel()?;
+                    self.cancel()?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Has QEMU give up. If it was too late for that the migration completes, and [`Self::look`] fails all the same.
+    fn cancel(&self) -> Result<(), JobError> {
+        let monitor = self.job.monitor;
+        if self.writes {
+            monitor.cancel_write()?
+        } else {
+            monitor.migrate_cancel().map(|()| true)?
+        };
+        Ok(())
+    }
+
+    /// From here on nobody can cancel: the snapshot has its name.
+    pub(super) fn commit(&mut self) {
+        self.committed = true;
     }
 
     /// Watches until the migration is completed.

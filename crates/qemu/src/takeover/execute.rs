@@ -45,7 +45,12 @@ pub fn take_over(
             Step::Wait => pause(monitor)?,
             Step::Cancel => {
                 progress.cancelled = true;
-                remark(&mut remarks, "the migration was cancelled", monitor.migrate_cancel())?;
+                match cancel(monitor, marker) {
+                    Ok(true) => remarks.push("the migration was cancelled".to_owned()),
+                    Ok(false) => remarks.push("the migration was about to end by itself".to_owned()),
+                    Err(error) if error.is_refusal() => remarks.push(error.to_string()),
+                    Err(other) => return Err(other.into()),
+                }
             }
             Step::Continue => {
                 progress.continued += 1;
@@ -68,9 +73,7 @@ pub fn take_over(
             }
             Step::DropDescriptors => {
                 progress.dropped = true;
-                for set in &marker.descriptor_sets {
-                    monitor.remove_fd(*set)?;
-                }
+                drop_sets(monitor, marker)?;
                 for name in &marker.descriptors {
                     monitor.closefd(name)?;
                 }
@@ -82,6 +85,23 @@ pub fn take_over(
         JobMarker::remove(monitor)?;
     }
     Ok(Takeover { outcome, run, remarks })
+}
+
+/// Cancels in the way that suits the migration; `Ok(false)` if it is so near its end that it was left alone.
+fn cancel(monitor: &Monitor, marker: &JobMarker) -> Result<bool, QmpError> {
+    if marker.descriptor_sets.is_empty() { monitor.migrate_cancel().map(|()| true) } else { monitor.cancel_write() }
+}
+
+/// Takes the job's descriptor sets away: those of the record, and one that was made a moment before its record could be,
+/// which is known by its remark.
+fn drop_sets(monitor: &Monitor, marker: &JobMarker) -> Result<(), QmpError> {
+    let id = marker.snapshot.to_string();
+    for (set, remarks) in monitor.descriptor_sets()? {
+        if marker.descriptor_sets.contains(&set) || remarks.iter().any(|remark| remark.ends_with(&id)) {
+            monitor.remove_fd(set)?;
+        }
+    }
+    Ok(())
 }
 
 fn pause(monitor: &Monitor) -> Result<(), QmpError> {
