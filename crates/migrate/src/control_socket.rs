@@ -6,7 +6,7 @@
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::num::NonZeroU64;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -64,9 +64,15 @@ struct Client {
 }
 
 impl ControlSocket {
-    /// Listens at `path`, which only the owner may open. The path must not exist.
+    /// Listens at `path`, which only the owner may open. Nothing may be there but a socket that a killed job left behind.
     pub fn listen(path: &Path, job: Job, control: Control, progress: Progress) -> io::Result<Self> {
-        let listener = UnixListener::bind(path)?;
+        let listener = match UnixListener::bind(path) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
+                std::fs::remove_file(path)?;
+                UnixListener::bind(path)?
+            }
+            bound => bound?,
+        };
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         listener.set_nonblocking(true)?;
         let over = Arc::new(AtomicBool::new(false));
@@ -92,6 +98,12 @@ impl Drop for ControlSocket {
         }
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+/// Whether nobody listens at this socket any more.
+fn is_dead_socket(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
+        && UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 /// Accepts clients and announces phases until the job is over; then says the last phase and hangs up.
