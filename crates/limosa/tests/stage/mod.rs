@@ -204,15 +204,18 @@ impl Found {
     /// Expects that all is as it was found.
     #[track_caller]
     pub(crate) fn assert_same(&self, vm: &Vm) {
-        assert_eq!(&Self::of(vm), self);
-        assert_no_descriptor(vm);
+        self.assert_same_but(vm, &self.run_state);
     }
 
     /// Expects that all but the run state is as it was found, and that this is the run state.
     #[track_caller]
     pub(crate) fn assert_same_but(&self, vm: &Vm, run_state: &str) {
-        let expected = Self { run_state: run_state.to_owned(), ..self.clone() };
-        assert_eq!(Self::of(vm), expected);
+        let now = Self::of(vm);
+        assert_eq!(now.run_state, run_state);
+        assert_eq!(now.objects, self.objects, "QEMU's objects");
+        assert_eq!(now.descriptor_sets, self.descriptor_sets, "QEMU's descriptor sets");
+        assert_eq!(now.parameters, self.parameters, "QEMU's migration parameters");
+        assert_eq!(now.capabilities, self.capabilities, "QEMU's migration capabilities");
         assert_no_descriptor(vm);
     }
 }

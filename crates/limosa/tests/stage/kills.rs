@@ -1,0 +1,173 @@
+//! SIGKILL at random moments of a save, by either route.
+//!
+//! Law: whatever was killed and whenever, the VM runs, QEMU is as it was, and under the snapshot's name there is nothing
+//! or a whole file.
+
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Qmp, Vm, kill9, kill9_after};
+use tempfile::TempDir;
+
+use crate::stage::*;
+
+/// RAM, of which the guest changes 16 MiB all the time and most of the rest is filled once, so that a save lasts.
+const MEMORY: u64 = 256 << 20;
+const FILLED: Range<u64> = 32 << 20..224 << 20;
+/// Makes a save last about a second, so that random moments hit every part of it.
+const RATE: &str = "192M";
+
+/// A VM that is saved and killed over again.
+pub(crate) struct Victim {
+    machine: Machine,
+    vm: Vm,
+    found: Found,
+    folder: TempDir,
+    file: PathBuf,
+    more: Vec<&'static str>,
+    /// How long a save takes that nobody kills.
+    lasts: Duration,
+}
+
+/// What a kill left.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) files: u32,
+    pub(crate) none: u32,
+    pub(crate) stopped: u32,
+}
+
+impl Victim {
+    pub(crate) fn new(more: &[&'static str]) -> Self {
+        let machine = Machine::beat(BeatGuest::over(16 << 20)).memory(MEMORY).backend(MemoryBackend::Memfd);
+        let vm = machine.start().unwrap();
+        vm.wait_beats(1).unwrap();
+        let contents: Vec<u8> = (0..1 << 20).map(|n: u32| n.wrapping_mul(2_654_435_761).to_le_bytes()[3] | 1).collect();
+        for offset in FILLED.step_by(1 << 20) {
+            vm.memory_file().unwrap().write_all_at(&contents, offset).unwrap();
+        }
+        let (folder, file) = place();
+        let found = Found::of(&vm);
+        let more = [&["--max-bandwidth", RATE], more].concat();
+        let mut this = Self { machine, vm, found, folder, file, more, lasts: Duration::ZERO };
+        let begun = Instant::now();
+        this.start().wait().success();
+        this.lasts = begun.elapsed();
+        this.settle(&mut Tally::default());
+        this
+    }
+
+    fn start(&self) -> Limosa {
+        Limosa::start(save_arguments(&self.vm, &self.file, &self.more))
+    }
+
+    /// Moments from the first to the last of a save, and then some about its beginning, when the record of the job is made,
+    /// and its end, where the most is at stake.
+    fn moments(&self, spread: u32, at_the_ends: u32) -> Vec<(u64, Range<Duration>)> {
+        let lasts = self.lasts;
+        let slices = (0..spread).map(|n| lasts * n / spread..lasts * (n + 1) / spread);
+        let beginning = (0..at_the_ends).map(|_| Duration::ZERO..lasts / 20);
+        let end = (0..at_the_ends).map(|_| lasts * 8 / 10..lasts * 21 / 20);
+        (1..).zip(slices.chain(beginning).chain(end)).collect()
+    }
+
+    /// Kills limosa alone, at a moment in each part of the save.
+    pub(crate) fn survives_kills_of_limosa(&self) -> Tally {
+        let mut tally = Tally::default();
+        for (seed, window) in self.moments(20, 12) {
+            let saving = self.start();
+            let kill = kill9_after(saving.pid(), window, seed);
+            println!("killed after {:?} of {:?}", kill.after, self.lasts);
+            kill.wait();
+            drop(saving);
+            self.settle(&mut tally);
+        }
+        tally
+    }
+
+    /// Kills the guard alone: the save goes on.
+    pub(crate) fn survives_the_death_of_the_guard(&self) {
+        for (seed, window) in self.moments(4, 0) {
+            let saving = self.start();
+            let Some(guard) = saving.guard() else { panic!("no guard: {}", saving.stderr()) };
+            // It is not our child, but limosa does not reap it before its own end.
+            kill9_after(guard, window.start / 2..window.end / 2, seed).wait();
+            let ended = saving.wait().success();
+            assert!(ended.stderr.contains("the guard process had died"), "{}", ended.stderr);
+            assert!(self.file.exists());
+            self.settle(&mut Tally::default());
+        }
+    }
+
+    /// Kills both: the next person to come is told, and `limosa resume` puts all right.
+    pub(crate) fn is_repaired_when_both_die(&self) -> Tally {
+        let mut tally = Tally::default();
+        let mut left_over = 0;
+        for (seed, window) in self.moments(8, 4) {
+            let saving = self.start();
+            let Some(guard) = saving.guard() else { panic!("no guard: {}", saving.stderr()) };
+            std::thread::sleep(window.start + (window.end - window.start) * u32::try_from(seed % 5).unwrap() / 5);
+            // limosa reaps its guard when it ends by itself: then there is nothing to kill.
+            if saving.is_running() && limosa_testkit::is_alive(guard) {
+                kill9(guard).unwrap();
+            }
+            drop(saving);
+            wait_gone(guard);
+            let monitor = self.vm.qmp_socket().display().to_string();
+            if Found::of(&self.vm) != self.found {
+                let next = limosa(save_arguments(&self.vm, Path::new("/nowhere/x"), &[]));
+                let said = next.one_line(&[]);
+                left_over += u32::from(said.contains("was interrupted: run 'limosa resume' first"));
+                println!("{said}");
+            }
+            let resumed = limosa(["resume", "--qmp", &monitor]).success();
+            println!("{}", resumed.stderr);
+            self.settle(&mut tally);
+        }
+        assert!(left_over >= 3, "only {left_over} of these kills left something to repair");
+        tally
+    }
+
+    /// Kills limosa while it saves with `--stop`: the VM is given up only for a whole file.
+    pub(crate) fn survives_kills_with_stop(mut self) -> Tally {
+        self.more.push("--stop");
+        let mut tally = Tally::default();
+        for (seed, window) in self.moments(8, 8) {
+            let saving = self.start();
+            kill9_after(saving.pid(), window, seed).wait();
+            drop(saving);
+            self.settle(&mut tally);
+        }
+        tally
+    }
+
+    /// Waits until the guard has gone, and looks at what is left. The file is taken away again.
+    #[track_caller]
+    fn settle(&self, tally: &mut Tally) {
+        // The guard holds the monitor as long as it has something to do.
+        let free = Qmp::connect(&self.vm.qmp_socket(), SOON);
+        assert!(free.is_ok(), "{:#}; QEMU: {:?}: {}", free.unwrap_err(), self.vm.process().try_wait(), self.vm.log());
+        let left = names(self.folder.path());
+        match left.as_slice() {
+            [] => tally.none += 1,
+            [name] if name == "vm.snapshot" => {
+                tally.files += 1;
+                let loaded = load_in_stock_qemu(&self.machine, &self.file, 2);
+                let mut page = [0; 4096];
+                loaded.memory_file().unwrap().read_exact_at(&mut page, FILLED.end - 4096).unwrap();
+                assert!(page.iter().all(|byte| byte & 1 == 1), "the last pages are not in the file");
+                std::fs::remove_file(&self.file).unwrap();
+            }
+            other => panic!("left behind: {other:?}"),
+        }
+        if self.more.contains(&"--stop") && self.vm.run_state().unwrap() == "postmigrate" {
+            assert_eq!(left.len(), 1, "the VM was given up without a file");
+            tally.stopped += 1;
+            self.vm.cont().unwrap();
+        }
+        self.found.assert_same(&self.vm);
+        assert_beats(&self.vm);
+    }
+}
