@@ -1,6 +1,7 @@
 //! `limosa restore`.
 
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use limosa_migrate::MigrateError;
@@ -37,7 +38,7 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let snapshot = Snapshot::open(&args.snapshot)?;
     let monitor = job::connect(&args.job.qmp)?;
     let surroundings = Surroundings::new(&args.job, Job::Restore, "restoring", args.pager)?;
-    let observer = Observer { begun, reporter, quiet: args.pager };
+    let observer = Observer { begun, reporter, quiet: args.pager, lazy_guest: AtomicBool::new(false) };
     let options = options(args);
     let go = if args.recover { recover } else { restore };
     let done = go(&monitor, &snapshot, &args.snapshot, &options, surroundings.watch(), &observer);
@@ -46,7 +47,9 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let report = match done {
         Ok(report) => report,
         Err(error) => {
-            let guest_runs = phase >= limosa_migrate::Phase::PostcopyActive;
+            // Everything may have been sent to a QEMU that could not load the devices, so the phase alone proves nothing.
+            let recovered = args.recover && phase >= limosa_migrate::Phase::PostcopyActive;
+            let guest_runs = recovered || observer.lazy_guest.load(Ordering::Acquire);
             return Err(with_advice(error, args, guest_runs));
         }
     };
@@ -102,10 +105,13 @@ struct Observer<'a> {
     begun: Instant,
     reporter: &'a Reporter,
     quiet: bool,
+    /// Whether there is a guest whose memory is still to come.
+    lazy_guest: AtomicBool,
 }
 
 impl RestoreObserver for Observer<'_> {
     fn guest_ready(&self, _after: Duration, mode: Mode) {
+        self.lazy_guest.store(mode == Mode::Lazy, Ordering::Release);
         let after = self.begun.elapsed();
         self.reporter.guest_ready(after);
         if !self.quiet && mode == Mode::Lazy {
