@@ -8,9 +8,12 @@ mod stage;
 
 mod scene;
 
+mod damage;
 mod eager;
 mod guests;
 mod interrupted;
+mod large;
 mod lazy;
+mod refusals;
 mod run_state;
 mod steered;

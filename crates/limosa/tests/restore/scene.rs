@@ -148,6 +148,12 @@ fn ballast() -> Vec<u8> {
     words.take(usize::try_from((BALLAST.end - BALLAST.start) / 8).unwrap()).flat_map(u64::to_le_bytes).collect()
 }
 
+/// One page of the ballast.
+pub(crate) fn ballast_page(index: u64) -> Vec<u8> {
+    let page = usize::try_from(PAGE).unwrap();
+    ballast().chunks(page).nth(usize::try_from(index).unwrap()).unwrap().to_vec()
+}
+
 /// A guest saved at one instant, and what it was then.
 #[derive(Debug)]
 pub(crate) struct Saved {
