@@ -59,9 +59,16 @@ pub trait PageSource: Sync {
     /// silent corruption of a guest.
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError>;
 
-    /// Tells that these pages will be read soon. A hint, and free to ignore.
-    fn will_need(&self, block: usize, pages: PageRange) {
+    /// Called before the destination is told that pages which are not stored are zero; a source that can verify its
+    /// memory does so here.
+    ///
+    /// `pages` is the claim, whether or not stored pages lie between; called often, and cheap when repeated.
+    ///
+    /// # Errors
+    /// Pages of the range, or the stored pages beside them, are not what was saved: the claim must not be made.
+    fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {
         let _ = (block, pages);
+        Ok(())
     }
 
     /// The device sections as they stood in the stream: from the first FULL section to the last footer.

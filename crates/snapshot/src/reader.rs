@@ -332,10 +332,8 @@ impl PageSource for Snapshot {
         Ok(self.read_pages(block, pages, into)?)
     }
 
-    fn will_need(&self, block: usize, pages: PageRange) {
-        if let Ok((place, stored)) = self.block(block, pages) {
-            self.file.will_need(place, stored, pages);
-        }
+    fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {
+        Ok(self.verify(block, pages)?)
     }
 
     fn device_sections(&self) -> &[u8] {

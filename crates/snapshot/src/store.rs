@@ -163,16 +163,6 @@ impl StoreFile {
         Ok(())
     }
 
-    /// Tells the kernel that these pages will be read soon.
-    pub(crate) fn will_need(&self, place: &Place, stored: &PageBitmap, pages: PageRange) {
-        for run in stored.runs_in(pages) {
-            let bytes = run.bytes();
-            let length = std::num::NonZeroU64::new(bytes.end - bytes.start);
-            // A hint: where it cannot be taken, reading is merely slower.
-            let _ = rustix::fs::fadvise(&self.channel, place.offset(run), length, rustix::fs::Advice::WillNeed);
-        }
-    }
-
     /// A failed transfer, in this crate's words: the channel names its peer, here it is the file's name that helps.
     fn transfer(&self, operation: String, offset: u64, e: ChannelError) -> SnapshotError {
         match e {
