@@ -155,7 +155,7 @@ pub(crate) struct SaveArgs {
     pub(crate) disks: DisksArg,
 
     /// Do not wait for the file to be durable: a power cut may lose it
-    #[arg(long)]
+    #[arg(long, conflicts_with = "stop")]
     pub(crate) no_sync: bool,
 }
 

@@ -8,6 +8,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::args::BenchArgs;
+use crate::voice::{print_out, say};
 
 pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     leave_nothing_behind()?;
@@ -15,14 +16,14 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         size: args.size,
         rounds: args.rounds,
         dir: args.dir,
-        progress: |line| eprintln!("{line}"),
+        progress: |line| say!("{line}"),
         ..Default::default()
     };
     let report = limosa_bench::run(&args.name, &options)?;
     if args.json {
-        println!("{}", report.to_json()?);
+        print_out!("{}", report.to_json()?);
     } else {
-        println!("{report}");
+        print_out!("{report}");
     }
     Ok(if args.check && !report.targets_met() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

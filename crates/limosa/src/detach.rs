@@ -3,6 +3,7 @@
 //! The command starts itself again as the pager, in a session of its own, and waits for one line on the pager's stdout. The
 //! pager says it when the guest runs or when it failed, and is silent afterwards.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,26 +11,46 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::args::RestoreArgs;
+use crate::voice::{print_out, say};
 use crate::words;
 
 /// The command's side: starts the pager and waits for its word.
 pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     let executable = std::env::current_exe().context("cannot find this program to start the pager")?;
-    // The same words again, but for the one that asks to detach; it takes no value, so nothing else can look like it
-    // but a file of that name, which the user would have had to write behind `--`.
-    let words = std::env::args_os().skip(1).filter(|word| word != "--detach");
+    // The same words again, but for the first that asks to detach, in whose place another asks to be the pager.
+    let mut asked = false;
+    let words = std::env::args_os().skip(1).map(|word| {
+        let replace = !asked && word == "--detach";
+        asked |= replace;
+        if replace { OsString::from("--pager") } else { word }
+    });
+    // Until the guest runs, what is said to this process is meant for the pager, which has left its session.
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
     let mut pager = Command::new(executable)
         .args(words)
-        .arg("--pager")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot start the pager")?;
     let stdout = pager.stdout.take().context("the pager has no stdout")?;
+    let handle = signals.handle();
+    let number = i32::try_from(pager.id()).ok().and_then(rustix::process::Pid::from_raw);
+    let passing_on = std::thread::spawn(move || {
+        for _ in signals.forever() {
+            if let Some(number) = number {
+                let _ = rustix::process::kill_process(number, rustix::process::Signal::TERM);
+            }
+        }
+    });
     let mut line = String::new();
-    BufReader::new(stdout).read_line(&mut line).context("cannot hear the pager")?;
+    let heard = BufReader::new(stdout).read_line(&mut line);
+    handle.close();
+    let _ = passing_on.join();
+    heard.context("cannot hear the pager")?;
     let Ok(said) = serde_json::from_str::<Value>(&line) else {
         bail!("the pager died before the guest ran; the snapshot is as it was: start a fresh QEMU and try again");
     };
@@ -37,13 +58,14 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
         bail!("{why}");
     }
     let after = said.get("to_guest_ms").and_then(Value::as_f64).unwrap_or_default();
-    eprintln!(
+    let mode = said.get("mode").and_then(Value::as_str).unwrap_or("lazy");
+    say!(
         "the guest is back after {}; process {} brings its memory",
         words::time(Duration::from_secs_f64(after / 1e3)),
         pager.id()
     );
     if args.job.json {
-        println!("{}", json!({ "mode": "lazy", "detached": true, "pager": pager.id(), "to_guest_ms": after }));
+        print_out!("{}", json!({ "mode": mode, "detached": true, "pager": pager.id(), "to_guest_ms": after }));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -65,8 +87,8 @@ impl Reporter {
     }
 
     /// The guest runs.
-    pub(crate) fn guest_ready(&self, after: Duration) {
-        self.say(&json!({ "to_guest_ms": words::millis(after) }));
+    pub(crate) fn guest_ready(&self, after: Duration, mode: &str) {
+        self.say(&json!({ "mode": mode, "to_guest_ms": words::millis(after) }));
     }
 
     /// It does not; `true` if that was heard.

@@ -6,12 +6,13 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 use limosa_snapshot::{BlockSummary, DeviceSummary, Manifest, Summary, summarize};
 
 use crate::args::InspectArgs;
+use crate::voice::print_out;
 use crate::words;
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     let summary = summarize(&args.file)?;
     if args.json {
-        println!("{}", serde_json::to_string(&summary)?);
+        print_out!("{}", serde_json::to_string(&summary)?);
     } else {
         show(&summary);
     }
@@ -19,40 +20,46 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn show(summary: &Summary) {
-    println!("{}: {} ({} on disk)", summary.path, words::bytes(summary.length), words::bytes(summary.allocated));
-    println!("machine       {}", summary.machine);
+    print_out!("{}: {} ({} on disk)", summary.path, words::bytes(summary.length), words::bytes(summary.allocated));
+    print_out!("machine       {}", summary.machine);
     if !summary.capabilities.is_empty() {
-        println!("capabilities  {}", summary.capabilities.join(", "));
+        print_out!("capabilities  {}", summary.capabilities.join(", "));
     }
-    println!("run state     {}", summary.run_state.as_deref().unwrap_or("not recorded"));
+    print_out!("run state     {}", summary.run_state.as_deref().unwrap_or("not recorded"));
     match &summary.manifest {
         Some(manifest) => show_manifest(manifest, summary.checksums),
-        None => println!("limosa        {}", summary.without_manifest.as_deref().unwrap_or("no trailer")),
+        None => print_out!("limosa        {}", summary.without_manifest.as_deref().unwrap_or("no trailer")),
     }
-    println!("\n{}", blocks(&summary.blocks));
-    println!("\n{}", devices(&summary.devices));
+    print_out!("\n{}", blocks(&summary.blocks));
+    print_out!("\n{}", devices(&summary.devices));
     for warning in &summary.warnings {
-        println!("warning: {warning}");
+        print_out!("warning: {warning}");
     }
 }
 
 fn show_manifest(manifest: &Manifest, checksums: bool) {
-    println!("id            {}", manifest.id);
+    print_out!("id            {}", manifest.id);
     if let Some(name) = &manifest.vm_name {
-        println!("VM            {name}");
+        print_out!("VM            {name}");
     }
     if let Some(uuid) = &manifest.vm_uuid {
-        println!("VM uuid       {uuid}");
+        print_out!("VM uuid       {uuid}");
     }
-    println!("QEMU          {}", manifest.qemu.as_deref().unwrap_or("unknown"));
-    println!("limosa        {}, checksums {}", manifest.limosa, if checksums { "recorded" } else { "not recorded" });
-    println!(
+    print_out!("QEMU          {}", manifest.qemu.as_deref().unwrap_or("unknown"));
+    print_out!("limosa        {}, checksums {}", manifest.limosa, if checksums { "recorded" } else { "not recorded" });
+    print_out!(
         "saved         {} s since 1970, {} pages sent again",
         manifest.finished,
         words::count(manifest.pages.resent)
     );
     for disk in &manifest.disks {
-        println!("disk          {} {} ({}, {})", disk.node, disk.path.display(), disk.format, words::bytes(disk.size));
+        print_out!(
+            "disk          {} {} ({}, {})",
+            disk.node,
+            disk.path.display(),
+            disk.format,
+            words::bytes(disk.size)
+        );
     }
 }
 

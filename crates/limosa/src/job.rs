@@ -12,6 +12,7 @@ use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 use crate::args::JobArgs;
 use crate::bars::Bar;
 use crate::signals::SignalWatch;
+use crate::voice::say;
 
 /// Connects to QEMU's monitor.
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
@@ -32,13 +33,13 @@ impl Surroundings {
         let (control, progress) = (Control::new(), Progress::new());
         control.set_max_bandwidth(args.max_bandwidth);
         let socket = args.control.as_deref().map(|path| listen(path, job, &control, &progress)).transpose()?;
-        let signals = SignalWatch::start(&control, &progress)?;
+        let signals = SignalWatch::start(job, &control, &progress)?;
         let bar = (!quiet).then(|| Bar::show(&progress, verb));
         Ok(Self { control, progress, _socket: socket, _signals: signals, _bar: bar })
     }
 
     pub(crate) fn watch(&self) -> Watch<'_> {
-        Watch { control: &self.control, progress: &self.progress, notice: &|line| eprintln!("limosa: {line}") }
+        Watch { control: &self.control, progress: &self.progress, notice: &|line| say!("limosa: {line}") }
     }
 }
 

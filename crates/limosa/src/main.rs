@@ -13,12 +13,14 @@ mod restore;
 mod resume;
 mod save;
 mod signals;
+mod voice;
 mod words;
 
 use std::process::ExitCode;
 
 use clap::Parser;
 
+use crate::voice::say;
 use args::{Cli, Command};
 
 fn main() -> ExitCode {
@@ -37,7 +39,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("limosa: {}", words::one_line(&error));
+            say!("limosa: {}", words::one_line(&error));
             ExitCode::FAILURE
         }
     }

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use crate::args::{ModeArg, PreemptArg, RestoreArgs};
 use crate::detach::{self, Reporter};
 use crate::job::{self, Surroundings};
+use crate::voice::{print_out, say};
 use crate::words;
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
@@ -56,7 +57,7 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     if !args.pager {
         tell(&report);
         if args.job.json {
-            println!("{}", object(&report));
+            print_out!("{}", object(&report));
         }
     }
     Ok(())
@@ -113,9 +114,9 @@ impl RestoreObserver for Observer<'_> {
     fn guest_ready(&self, _after: Duration, mode: Mode) {
         self.lazy_guest.store(mode == Mode::Lazy, Ordering::Release);
         let after = self.begun.elapsed();
-        self.reporter.guest_ready(after);
+        self.reporter.guest_ready(after, if mode == Mode::Eager { "eager" } else { "lazy" });
         if !self.quiet && mode == Mode::Lazy {
-            eprintln!("the guest is back after {}; its memory follows", words::time(after));
+            say!("the guest is back after {}; its memory follows", words::time(after));
         }
     }
 }
@@ -124,15 +125,11 @@ fn tell(report: &RestoreReport) {
     if let Some(lazy) = &report.lazy {
         let latency = &lazy.request_latency;
         let at = |quantile: f64| words::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
-        eprintln!(
-            "restored: all memory is there after {}; the VM is {}",
-            words::time(report.to_resident),
-            report.vm_state
-        );
+        say!("restored: all memory is there after {}; the VM is {}", words::time(report.to_resident), report.vm_state);
         if latency.is_empty() {
-            eprintln!("  no page had to be asked for");
+            say!("  no page had to be asked for");
         } else {
-            eprintln!(
+            say!(
                 "  {} pages were asked for; answered within {} (median), {} (99%), {} (longest)",
                 words::count(latency.len()),
                 at(0.5),
@@ -141,11 +138,11 @@ fn tell(report: &RestoreReport) {
             );
         }
     } else {
-        eprintln!("restored after {}; the VM is {}", words::time(report.to_guest), report.vm_state);
+        say!("restored after {}; the VM is {}", words::time(report.to_guest), report.vm_state);
     }
     if let (Some(normal), Some(zero)) = (report.normal_pages, report.zero_pages) {
         let moved = normal.saturating_mul(limosa_page::PAGE_SIZE);
-        eprintln!(
+        say!(
             "  pages: {} with contents, {} zero; {} at {:.2} GiB/s",
             words::count(normal),
             words::count(zero),

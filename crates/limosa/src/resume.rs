@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::args::ResumeArgs;
 use crate::job;
+use crate::voice::{print_out, say};
 
 pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.qmp)?;
@@ -15,7 +16,7 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     for remark in &takeover.remarks {
         tracing::info!("{remark}");
     }
-    eprintln!("limosa: {}", resumed.summary(&args.qmp.to_string()));
+    say!("limosa: {}", resumed.summary(&args.qmp.to_string()));
     if args.json {
         let object = json!({
             "why": resumed.why,
@@ -23,7 +24,7 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
             "outcome": takeover.outcome.to_string(),
             "vm_state": takeover.run.as_str(),
         });
-        println!("{object}");
+        print_out!("{object}");
     }
     Ok(if takeover.outcome.ends_job() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, ViaArg};
 use crate::job::{self, Surroundings};
+use crate::voice::{print_out, say};
 use crate::words;
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
@@ -24,7 +25,7 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let report = report?;
     tell(&report);
     if args.job.json {
-        println!("{}", object(&report));
+        print_out!("{}", object(&report));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -77,7 +78,7 @@ fn tell(report: &SaveReport) {
     let manifest = &report.published.manifest;
     let pages = &manifest.pages;
     let stored = pages.normal.saturating_mul(limosa_page::PAGE_SIZE);
-    eprintln!(
+    say!(
         "saved {} ({} of {} memory) in {}, {:.2} GiB/s, via {}",
         report.published.path.display(),
         words::bytes(stored),
@@ -86,30 +87,30 @@ fn tell(report: &SaveReport) {
         words::rate(stored, report.elapsed),
         via(report),
     );
-    eprintln!(
+    say!(
         "  pages: {} with contents, {} zero, {} sent again",
         words::count(pages.normal),
         words::count(pages.zero),
         words::count(pages.resent)
     );
     match report.downtime {
-        Some(downtime) => eprintln!(
+        Some(downtime) => say!(
             "  the VM stood still for {} and ran on after {}; it is {}",
             words::time(downtime),
             words::time(report.to_vm_running),
             report.vm_state
         ),
-        None => eprintln!("  the VM is {}", report.vm_state),
+        None => say!("  the VM is {}", report.vm_state),
     }
     if let (Some(channel), Some(file)) = (&report.channel, &report.file) {
-        eprintln!("  system calls: {} reads, {} writes", words::count(channel.calls_in), words::count(file.calls_out));
+        say!("  system calls: {} reads, {} writes", words::count(channel.calls_in), words::count(file.calls_out));
     }
 }
 
 fn object(report: &SaveReport) -> serde_json::Value {
     let manifest = &report.published.manifest;
     json!({
-        "snapshot": report.published.path,
+        "snapshot": report.published.path.to_string_lossy(),
         "id": manifest.id,
         "via": via(report),
         "vm_state": report.vm_state,

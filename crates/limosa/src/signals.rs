@@ -6,8 +6,9 @@
 
 use std::thread;
 
+use crate::voice::say;
 use anyhow::Context;
-use limosa_migrate::{Control, Phase, Progress, Stop};
+use limosa_migrate::{Control, Job, Phase, Progress, Stop};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
@@ -19,14 +20,14 @@ pub(crate) struct SignalWatch {
 
 impl SignalWatch {
     /// Starts to listen on behalf of a job.
-    pub(crate) fn start(control: &Control, progress: &Progress) -> anyhow::Result<Self> {
+    pub(crate) fn start(job: Job, control: &Control, progress: &Progress) -> anyhow::Result<Self> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
         let handle = signals.handle();
         let (control, progress) = (control.clone(), progress.clone());
         let thread = thread::Builder::new().name("signals".into()).spawn(move || {
             let mut heard = 0;
             for signal in signals.forever() {
-                heed(signal, &mut heard, &control, &progress);
+                heed(signal, &mut heard, job, &control, &progress);
             }
         });
         Ok(Self { handle, thread: Some(thread.context("cannot start a thread for signals")?) })
@@ -42,19 +43,21 @@ impl Drop for SignalWatch {
     }
 }
 
-fn heed(signal: i32, heard: &mut u32, control: &Control, progress: &Progress) {
-    let guest_runs = progress.read().phase == Phase::PostcopyActive;
-    match (guest_runs, signal) {
-        (true, SIGHUP) => {}
-        (true, _) => {
+fn heed(signal: i32, heard: &mut u32, job: Job, control: &Control, progress: &Progress) {
+    let phase = progress.read().phase;
+    match (phase, signal) {
+        (Phase::PostcopyActive, SIGHUP) => {}
+        (Phase::PostcopyActive, _) => {
             *heard += 1;
             if *heard == 1 {
-                eprintln!("limosa: pushing the rest at full speed; once more leaves the guest paused");
+                say!("limosa: pushing the rest at full speed; once more leaves the guest paused");
                 control.set_max_bandwidth(None);
             } else {
                 control.stop(Stop::Pause);
             }
         }
-        (false, _) => control.stop(Stop::Cancel),
+        // Everything has been handed over; what is left takes a moment and cannot be taken back.
+        (Phase::Completing | Phase::Completed, _) if job == Job::Restore => {}
+        _ => control.stop(Stop::Cancel),
     }
 }

@@ -22,6 +22,8 @@ pub enum Stop {
 #[derive(Debug, Default)]
 struct State {
     stop: Option<Stop>,
+    /// Nothing is shut down for the time being.
+    held: bool,
     channels: Vec<Arc<Channel>>,
 }
 
@@ -65,6 +67,9 @@ impl Control {
     pub fn stop(&self, stop: Stop) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.stop.get_or_insert(stop);
+        if state.held {
+            return;
+        }
         for channel in state.channels.drain(..) {
             // It may be closed already, which is what we want of it.
             let _ = channel.shutdown(How::Both);
@@ -76,18 +81,36 @@ impl Control {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).stop
     }
 
+    /// From here until [`release`](Self::release) a stop is only remembered: the other side must not be left in the middle
+    /// of what it is doing.
+    pub(crate) fn hold(&self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).held = true;
+    }
+
+    /// A stop takes effect again, also one that came meanwhile.
+    pub(crate) fn release(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.held = false;
+        if state.stop.is_some() {
+            for channel in state.channels.drain(..) {
+                let _ = channel.shutdown(How::Both);
+            }
+        }
+    }
+
     /// Fails if the engine was told to stop.
     pub fn check(&self) -> Result<(), MigrateError> {
-        match self.stopped() {
-            None => Ok(()),
-            Some(stop) => Err(stop.into()),
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match state.stop {
+            Some(stop) if !state.held => Err(stop.into()),
+            _ => Ok(()),
         }
     }
 
     /// Registers a channel that a later [`stop`](Self::stop) shuts down; shuts it down at once if that has come already.
     pub(crate) fn watch(&self, channel: &Arc<Channel>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.stop.is_some() {
+        if state.stop.is_some() && !state.held {
             let _ = channel.shutdown(How::Both);
         } else {
             state.channels.push(Arc::clone(channel));

@@ -49,9 +49,19 @@ impl ProcessIdentity {
         }
         match stat(self.pid) {
             Some((_, started)) if started == self.started => Liveness::Alive,
-            _ => Liveness::Dead,
+            Some(_) => Liveness::Dead,
+            // Where /proc hides the processes of others (hidepid), only the kernel's answer to a signal tells.
+            None if hidden(self.pid) => Liveness::Alive,
+            None => Liveness::Dead,
         }
     }
+}
+
+/// Whether a process exists that /proc does not show.
+fn hidden(pid: u32) -> bool {
+    let unseen = !std::path::Path::new(&format!("/proc/{pid}")).exists();
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    unseen && pid.is_some_and(|pid| !matches!(rustix::process::test_kill_process(pid), Err(rustix::io::Errno::SRCH)))
 }
 
 impl fmt::Display for ProcessIdentity {

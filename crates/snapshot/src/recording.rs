@@ -4,7 +4,7 @@
 //! from its beginning: it is summarized here, not served.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
@@ -24,7 +24,9 @@ use crate::summary::{BlockSummary, DeviceSummary, Summary};
 /// # Errors
 /// If the file cannot be read or is neither.
 pub fn summarize(path: &Path) -> Result<Summary, SnapshotError> {
-    let file = File::open(path).map_err(|error| SnapshotError::io("open it", path, None, error))?;
+    // Without O_NONBLOCK, opening a named pipe would wait for its other end.
+    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    let file = opened.map_err(|error| SnapshotError::io("open it", path, None, error))?;
     let metadata = file.metadata().map_err(|error| SnapshotError::io("look at it", path, None, error))?;
     if !metadata.is_file() {
         return Err(SnapshotError::Target { path: path.to_path_buf(), why: "is not a regular file".to_owned() });

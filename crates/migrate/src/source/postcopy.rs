@@ -168,6 +168,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                     if *message == ReturnMessage::Pong(vm::PING_LOADED) {
                         self.progress.enter(Phase::PostcopyActive);
                         (self.observer)(Milestone::DevicesLoaded);
+                        self.control.release();
                     }
                 });
             });
@@ -181,6 +182,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             sent
         });
         self.control.unwatch();
+        self.control.release();
         let (latency, preempt) = result.map_err(|error| self.control.explain(error))?;
         self.progress.enter(Phase::Completed);
         Ok(PostcopyStats {
@@ -263,6 +265,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         vm::encode_packaged(&package, &mut body)?;
         section::encode_part(start.section_id, &mut body);
         let Some(open) = open_preempt else {
+            self.commit()?;
             self.channel.put_vector(&[IoSlice::new(&prologue), IoSlice::new(&body)])?;
             return Ok(None);
         };
@@ -271,8 +274,23 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.channel.put(&prologue)?;
         shared.inbox.wait_pong(vm::PING_OPENED, self.options.patience)?;
         let preempt = self.connect_preempt(open)?;
+        self.commit()?;
         self.channel.put(&body)?;
         Ok(Some(preempt))
+    }
+
+    /// The last moment to turn back. A destination that is left while it loads the package can neither go on nor give up:
+    /// its main loop waits for pages that only this side has. So from here to the answer of the package's PING a stop has
+    /// to wait.
+    fn commit(&self) -> Result<(), MigrateError> {
+        self.control.hold();
+        match self.control.stopped() {
+            None => Ok(()),
+            Some(stop) => {
+                self.control.release();
+                Err(stop.into())
+            }
+        }
     }
 
     fn connect_preempt(&self, open: OpenPreempt<'_>) -> Result<Arc<Channel>, MigrateError> {

@@ -5,13 +5,15 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 use std::time::Duration;
 
-use limosa_migrate::{PageSource, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
+use limosa_migrate::{MigrateError, PageSource, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
 use limosa_page::{PageNumber, PageRange};
+use serde_json::Value;
 
 use super::incoming::Rendezvous;
 use super::{Mode, RestoreJob, RestoreReport, Route, identity, lazy};
 use crate::job::JobError;
-use crate::monitor::{MigrationStatus, Settings};
+use crate::marker::JobMarker;
+use crate::monitor::{MigrationInfo, MigrationStatus, Settings};
 use crate::qmp::Version;
 
 /// How often QEMU is asked whether it is done; its events end the wait at once.
@@ -33,9 +35,16 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
             .parameter("direct-io", false);
     }
     let change = job.monitor.plan_settings(&wish)?;
-    let marker = job.marker(change.undo);
+    let mut marker = job.marker(change.undo);
     marker.place(job.monitor)?;
-    let stats = fill(job, &change.set, by_file).map_err(|error| job.give_up(&marker, error))?;
+    let stats = match fill(job, &change.set, by_file, &mut marker) {
+        Ok(stats) => stats,
+        Err(error) => {
+            // What was not restored must not run here: it may be restored elsewhere next.
+            marker.was_running = false;
+            return Err(job.give_up(&marker, error));
+        }
+    };
     job.settle_run_state()?;
     let to_guest = job.begun.elapsed();
     job.observer.guest_ready(to_guest, Mode::Eager);
@@ -54,10 +63,15 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
 }
 
 /// Brings the memory in; what limosa sent, if it was limosa.
-fn fill(job: &RestoreJob<'_>, settings: &Settings, by_file: bool) -> Result<Option<PrecopyStats>, JobError> {
+fn fill(
+    job: &RestoreJob<'_>,
+    settings: &Settings,
+    by_file: bool,
+    marker: &mut JobMarker,
+) -> Result<Option<PrecopyStats>, JobError> {
     job.monitor.set(settings)?;
     job.choose_autostart()?;
-    if by_file { load(job).map(|()| None) } else { send(job).map(Some) }
+    if by_file { load(job, marker).map(|()| None) } else { send(job).map(Some) }
 }
 
 /// Whether QEMU is to read the file itself.
@@ -69,7 +83,12 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     } else {
         None
     };
+    let limited = job.watch.control.max_bandwidth().is_some();
     match (job.options.route, unable) {
+        (Route::File, _) if limited => Err(JobError::refused(
+            "QEMU reads a file as fast as it can",
+            "leave --max-bandwidth out, or use --via socket",
+        )),
         (Route::File, Some(why)) => Err(JobError::refused(why, "use --via socket")),
         (Route::File, None) => {
             verify(job)?;
@@ -77,7 +96,9 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
         }
         (Route::Socket, _) => Ok(false),
         // Checksums are verified as chunks are served, so limosa has to serve them.
-        (Route::Auto, unable) => Ok(unable.is_none() && !job.snapshot.has_checksums() && job.options.listen.is_none()),
+        (Route::Auto, unable) => {
+            Ok(unable.is_none() && !limited && !job.snapshot.has_checksums() && job.options.listen.is_none())
+        }
     }
 }
 
@@ -93,12 +114,14 @@ fn verify(job: &RestoreJob<'_>) -> Result<(), JobError> {
 }
 
 /// QEMU reads the file through a descriptor.
-fn load(job: &RestoreJob<'_>) -> Result<(), JobError> {
+fn load(job: &RestoreJob<'_>, marker: &mut JobMarker) -> Result<(), JobError> {
     let place = |source| JobError::Place { what: "open", path: job.path.to_owned(), source };
     // A description of its own, at offset 0; through /proc, so that it is the file that was checked, whatever has its name.
     let file = File::open(format!("/proc/self/fd/{}", job.snapshot.file().as_raw_fd())).map_err(place)?;
     let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", identity(job.snapshot)))?;
     drop(file);
+    marker.descriptor_sets.push(set.set);
+    marker.update(job.monitor)?;
     job.watch.progress.enter(Phase::Active);
     let loaded = job
         .monitor
@@ -110,13 +133,31 @@ fn load(job: &RestoreJob<'_>) -> Result<(), JobError> {
     Ok(removed?)
 }
 
+/// Waits until QEMU has loaded the VM or has failed to.
+///
+/// Its main loop answers nothing while it loads, however long that takes, and a load cannot be called back. So a
+/// cancellation orders it to stop the VM as soon as it can, and waits all the same.
 fn wait_loaded(job: &RestoreJob<'_>) -> Result<(), JobError> {
+    let qmp = job.monitor.qmp();
+    let mut cancelled = false;
     loop {
-        // A load by QEMU cannot be called back; the user's word ends the wait, and the destination is to be thrown away.
-        job.watch.control.check()?;
-        let _ = job.monitor.qmp().wait_event(&["MIGRATION", "RESUME"], ASK_EVERY)?;
-        let info = job.monitor.migration()?;
+        let _ = qmp.wait_event(&["MIGRATION", "RESUME"], ASK_EVERY)?;
+        let asked = qmp.start("query-migrate", Value::Null)?;
+        let info = loop {
+            if !cancelled && job.watch.control.stopped().is_some() {
+                cancelled = true;
+                (job.watch.notice)("QEMU loads by itself and cannot be called back: waiting, to leave the VM paused");
+                qmp.abandon(qmp.start("stop", Value::Null)?);
+            }
+            if let Some(answer) = qmp.wait(&asked, ASK_EVERY)? {
+                break MigrationInfo::of(answer);
+            }
+        };
         match info.status {
+            MigrationStatus::Completed if cancelled => {
+                job.monitor.stop()?;
+                return Err(MigrateError::Cancelled.into());
+            }
             MigrationStatus::Completed => return Ok(()),
             MigrationStatus::Failed => {
                 let reason = info.error.unwrap_or_else(|| "it does not say why; its own log does".into());

@@ -27,7 +27,11 @@ impl Rendezvous {
     pub(super) fn new(monitor: &Monitor, listen: Option<&Uri>) -> Result<Self, JobError> {
         match listen {
             None => Self::private(monitor),
-            Some(uri @ Uri::Unix(_)) => Ok(Self { uri: uri.clone(), directory: None }),
+            Some(Uri::Unix(path)) => {
+                // QEMU has a working directory of its own.
+                let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+                Ok(Self { uri: Uri::Unix(path), directory: None })
+            }
             Some(uri @ Uri::Tcp { port, .. }) if *port != 0 => Ok(Self { uri: uri.clone(), directory: None }),
             Some(other) => Err(JobError::refused(
                 format!("QEMU cannot be made to listen at {other}"),
@@ -44,17 +48,17 @@ impl Rendezvous {
                 "say with --listen tcp:HOST:PORT where it is to listen for the stream",
             ));
         }
-        let parent = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
-        let directory = parent.join(format!("limosa-{}", Uuid::new_v4().simple()));
+        // A peer of another pid namespace has no number here, and then nothing is known of it: it is taken for our own user.
+        let peer = rustix::net::sockopt::socket_peercred(monitor.qmp().descriptor().as_fd()).ok();
+        let other = peer.filter(|peer| peer.uid != rustix::process::geteuid());
+        let directory = place_for(other.is_none()).join(format!("limosa-{}", Uuid::new_v4().simple()));
         let place = |what| {
             let path = directory.clone();
             move |source| JobError::Place { what, path, source }
         };
         std::fs::DirBuilder::new().mode(0o700).create(&directory).map_err(place("make the directory"))?;
         let rendezvous = Self { uri: Uri::Unix(socket(&directory)), directory: Some(directory.clone()) };
-        let peer = rustix::net::sockopt::socket_peercred(monitor.qmp().descriptor().as_fd())
-            .map_err(|errno| place("find out who owns the monitor, to give it")(errno.into()))?;
-        if peer.uid != rustix::process::geteuid() {
+        if let Some(peer) = other {
             std::os::unix::fs::chown(&directory, Some(peer.uid.as_raw()), Some(peer.gid.as_raw()))
                 .map_err(place("give QEMU's user (as root, or with --listen elsewhere)"))?;
         }
@@ -66,6 +70,14 @@ impl Rendezvous {
         self.uri.to_string()
     }
 
+    /// Takes the directory away: once connected, nobody needs the name any more, and a kill would leave it.
+    pub(super) fn leave(&self) {
+        if let Some(directory) = &self.directory {
+            let _ = std::fs::remove_file(socket(directory));
+            let _ = std::fs::remove_dir(directory);
+        }
+    }
+
     /// Connects; QEMU must listen already.
     pub(super) fn connect(&self) -> Result<Channel, ChannelError> {
         Channel::connect(&self.uri, &Options { connect_timeout: Some(CONNECT_WITHIN), ..Options::default() })
@@ -74,11 +86,16 @@ impl Rendezvous {
 
 impl Drop for Rendezvous {
     fn drop(&mut self) {
-        if let Some(directory) = &self.directory {
-            let _ = std::fs::remove_file(socket(directory));
-            let _ = std::fs::remove_dir(directory);
-        }
+        self.leave();
     }
+}
+
+/// Where private directories are made: the user's own place is closed to others, and a socket's name has at most 107
+/// bytes, of which the name of the directory and the socket take 49.
+fn place_for(own_user: bool) -> PathBuf {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|_| own_user);
+    let place = own.unwrap_or_else(std::env::temp_dir);
+    if place.as_os_str().len() > 107 - 49 { PathBuf::from("/tmp") } else { place }
 }
 
 fn socket(directory: &Path) -> PathBuf {

@@ -37,12 +37,8 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let marker = job.marker(change.undo);
     marker.place(monitor)?;
     let channel = listen(job, &change.set, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
-    let mut source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
-    if preempt {
-        source = source.with_preempt(Box::new(|| rendezvous.connect()));
-    }
-    let served = serve(job, source, Go::Start, job.runs);
-    drop(rendezvous);
+    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
+    let served = serve(job, answering(source, rendezvous, preempt), Go::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {
             settle(job.monitor, &marker)?;
@@ -59,6 +55,23 @@ fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous) ->
     job.choose_autostart()?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     Ok(rendezvous.connect()?)
+}
+
+/// With a preempt channel, if there is to be one; the place of the rendezvous is left as soon as all have met there.
+pub(super) fn answering(
+    source: PostcopySource<'_, Snapshot>,
+    rendezvous: Rendezvous,
+    preempt: bool,
+) -> PostcopySource<'_, Snapshot> {
+    if !preempt {
+        rendezvous.leave();
+        return source;
+    }
+    source.with_preempt(Box::new(move || {
+        let channel = rendezvous.connect();
+        rendezvous.leave();
+        channel
+    }))
 }
 
 /// A transfer that was broken off.

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::{Counters, Uri};
+use limosa_migrate::Phase;
 use limosa_snapshot::Snapshot;
 use serde_json::Value;
 use uuid::Uuid;
@@ -27,7 +28,7 @@ use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker};
 use crate::monitor::{Monitor, RunState, Settings};
 use crate::qmp::QmpError;
-use crate::takeover::{Actor, take_over};
+use crate::takeover::{Actor, Outcome, take_over};
 pub use recover::recover;
 
 pub use crate::save::{DiskPolicy, Route};
@@ -177,11 +178,16 @@ impl RestoreJob<'_> {
         // has asked for there, and answers nothing (found with QEMU 10.0.2).
         let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
         if let Err(QmpError::NoReply { .. }) = answer {
-            return error;
+            let reason = format!("{error}; this QEMU waits for memory that will not come and answers nothing: kill it");
+            return JobError::Failed { reason };
         }
         let said = answer.ok().and_then(|info| info.get("error-desc")?.as_str().map(str::to_owned));
         // The QEMU is to be thrown away anyway; what it refuses now changes nothing.
-        let _ = take_over(self.monitor, marker, Actor::Guard, FAIL_WITHIN);
+        let left = take_over(self.monitor, marker, Actor::Guard, FAIL_WITHIN);
+        if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
+            // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
+            self.watch.progress.enter(Phase::PostcopyActive);
+        }
         match said {
             Some(reason) => {
                 JobError::Failed { reason: format!("{reason} (its own log may say more); limosa saw: {error}") }

@@ -44,7 +44,10 @@ pub(super) fn check(
         RunChoice::Run => true,
         RunChoice::Paused => false,
         // A foreign stream may lack the state; a VM that was migrated was running far more often than not.
-        RunChoice::AsSaved => snapshot.run_state().is_none_or(|state| state == RunState::Running.as_str()),
+        // One that slept goes on sleeping: its devices know.
+        RunChoice::AsSaved => snapshot
+            .run_state()
+            .is_none_or(|state| state == RunState::Running.as_str() || state == RunState::Suspended.as_str()),
     };
     let mode = match options.mode {
         Mode::Eager => Mode::Eager,
@@ -149,11 +152,10 @@ fn why_not_lazy(monitor: &Monitor, blocks: &[RamBlockInfo]) -> Result<Option<Str
             .capability("x-ignore-shared", false)
             .capability("postcopy-ram", true),
     )?;
-    match monitor.set(&change.set) {
-        Ok(()) => {
-            monitor.put_back(&change.undo)?;
-            Ok(None)
-        }
+    let tried = monitor.set(&change.set);
+    monitor.put_back(&change.undo)?;
+    match tried {
+        Ok(()) => Ok(None),
         Err(refusal) if refusal.is_refusal() => Ok(Some(refusal.desc().unwrap_or("QEMU refuses postcopy").to_owned())),
         Err(other) => Err(other.into()),
     }

@@ -10,8 +10,9 @@ use limosa_snapshot::Snapshot;
 use super::incoming::Rendezvous;
 use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, identity, lazy};
 use crate::job::{JobError, Watch};
-use crate::marker::{JobKind, JobMarker};
+use crate::marker::{JobKind, JobMarker, MarkerError};
 use crate::monitor::{MigrationStatus, Monitor};
+use crate::process::ProcessIdentity;
 
 /// How long QEMU may take to notice that its channel is gone.
 const PAUSED_WITHIN: Duration = Duration::from_secs(10);
@@ -30,7 +31,15 @@ pub fn recover(
 ) -> Result<RestoreReport, JobError> {
     let begun = Instant::now();
     let mut marker = own_marker(monitor, snapshot)?;
-    marker.claim(monitor)?;
+    match marker.claim(monitor) {
+        // The process that served this VM cannot be seen from here, for example because it was in a container that is gone.
+        // But a paused QEMU says itself that nobody serves it.
+        Err(MarkerError::Elsewhere(_)) if monitor.migration()?.status == MigrationStatus::PostcopyPaused => {
+            marker.process = ProcessIdentity::own();
+            marker.update(monitor)?;
+        }
+        claimed => claimed?,
+    }
     snapshot.lock_serving()?;
     let runs = marker.was_running;
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, begun, runs };
@@ -43,12 +52,8 @@ pub fn recover(
     let rendezvous = Rendezvous::new(monitor, options.listen.as_ref())?;
     monitor.migrate_recover(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
-    let mut source = PostcopySource::new(snapshot, channel, watch.control, watch.progress);
-    if preempt {
-        source = source.with_preempt(Box::new(|| rendezvous.connect()));
-    }
-    let served = lazy::serve(&job, source, lazy::Go::Recover, false);
-    drop(rendezvous);
+    let source = PostcopySource::new(snapshot, channel, watch.control, watch.progress);
+    let served = lazy::serve(&job, lazy::answering(source, rendezvous, preempt), lazy::Go::Recover, false);
     let (stats, to_guest) = served.map_err(|unserved| unserved.error)?;
     lazy::settle(monitor, &marker)?;
     Ok(lazy::report(&job, Some(stats), to_guest))
