@@ -52,7 +52,7 @@ pub fn summarize(path: &Path) -> Result<Summary, SnapshotError> {
                 let mut tail = vec![0; usize::try_from(length).unwrap_or(0)];
                 file.read_exact_at(&mut tail, begin)
                     .map_err(|error| SnapshotError::io("read its device sections", path, Some(begin), error))?;
-                recording.devices(&tail, begin);
+                recording.devices(&tail, begin)?;
                 break;
             }
             Event::EndOfStream => {
@@ -139,14 +139,12 @@ impl<'a> Recording<'a> {
         }
     }
 
-    fn devices(&mut self, tail: &[u8], offset: u64) {
-        match devices::locate(tail, offset, TAIL_LIMIT) {
-            Ok(state) => {
-                self.summary.run_state = state.global_state(tail).ok().flatten().map(|found| found.run_state);
-                self.summary.devices = state.sections.iter().map(DeviceSummary::of).collect();
-            }
-            Err(error) => self.summary.warnings.push(format!("the device sections cannot be listed: {error}")),
-        }
+    fn devices(&mut self, tail: &[u8], offset: u64) -> Result<(), SnapshotError> {
+        let state = devices::locate(tail, offset, TAIL_LIMIT)
+            .map_err(|error| structure(self.path, error.offset(), error.to_string()))?;
+        self.summary.run_state = state.global_state(tail).ok().flatten().map(|found| found.run_state);
+        self.summary.devices = state.sections.iter().map(DeviceSummary::of).collect();
+        Ok(())
     }
 
     fn finish(mut self) -> Summary {
