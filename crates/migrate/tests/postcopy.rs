@@ -252,8 +252,7 @@ fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
                     Event::Command(limosa_stream::Command::PostcopyResume) => {
                         say(&far, &ReturnMessage::ResumeAck(1));
                     }
-                    Event::EndOfStream => say(&far, &ReturnMessage::Shut(0)),
-                    _ => {}
+                    event => answer(&far, event),
                 }
                 true
             });
@@ -281,6 +280,8 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
                             say(&far, &ReturnMessage::Shut(status));
                         }
                         far.shutdown(limosa_channel::How::Both).unwrap();
+                    } else {
+                        answer(&far, event);
                     }
                     true
                 });
@@ -295,9 +296,92 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
     let (near, far) = pair();
     let (control, progress) = (Control::new(), Progress::new());
     let options = PostcopyOptions { patience: Duration::from_millis(50), ..PostcopyOptions::default() };
-    let error = PostcopySource::new(&memory, near, &control, &progress).with_options(options).start().unwrap_err();
+    let error = PostcopySource::new(&memory, near, &control, &progress)
+        .with_options(options)
+        .with_preempt(Box::new(|| unreachable!("the first PING was not answered")))
+        .start()
+        .unwrap_err();
     assert!(matches!(error, MigrateError::Silent { .. }), "{error}");
     drop(far);
+}
+
+#[test]
+fn the_stream_does_not_end_before_devices_are_loaded_pages_placed_and_the_gate_is_open() {
+    let memory = Memory::new(&[300], every_third);
+    let (near, far) = pair();
+    let (control, progress) = (Control::new(), Progress::new());
+    let asked = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (memory, far, asked) = (&memory, &far, &asked);
+        let destination = scope.spawn(move || {
+            let mut landed = Landed::new(memory);
+            let mut pings = Vec::new();
+            Records::new(memory, Decoder::new()).run(far, &mut landed, |event| {
+                match event {
+                    Event::Command(limosa_stream::Command::Ping(token)) if *token == vm::PING_PACKAGED => {
+                        // The devices are still being loaded, and wait for a page that was never stored.
+                        pings.push(*token);
+                        ask(far, memory, 0, 1);
+                    }
+                    Event::Zero { .. } => {
+                        say(far, &ReturnMessage::Pong(vm::PING_LOADED));
+                        say(far, &ReturnMessage::Pong(vm::PING_PACKAGED));
+                    }
+                    Event::Package { .. } => {}
+                    Event::EndOfStream => {
+                        assert!(asked.load(Ordering::Relaxed), "the gate was not asked");
+                        say(far, &ReturnMessage::Shut(0));
+                    }
+                    event => answer(far, event),
+                }
+                true
+            });
+            (landed, pings)
+        });
+        let placed = AtomicBool::new(false);
+        PostcopySource::new(memory, near, &control, &progress)
+            .with_options(impatient())
+            .on_milestone(|milestone| placed.store(milestone == Milestone::AllPlaced, Ordering::Relaxed))
+            .with_end_gate(|| {
+                assert!(placed.load(Ordering::Relaxed));
+                asked.swap(true, Ordering::Relaxed)
+            })
+            .start()
+            .unwrap();
+        let (landed, pings) = destination.join().unwrap();
+        assert_eq!(pings, [vm::PING_PACKAGED]);
+        assert_eq!((landed.wrong.len(), landed.missing(memory), landed.ended), (0, 0, true));
+    });
+}
+
+#[test]
+fn a_page_that_the_preempt_channel_cannot_read_keeps_the_stream_from_ending() {
+    let memory = Memory::new(&[64], |_, _| true);
+    memory.reads_left.store(63, Ordering::Relaxed);
+    let (near, far) = pair();
+    let (near_preempt, _far_preempt) = pair();
+    let (control, progress) = (Control::new(), Progress::new());
+    control.set_max_bandwidth(std::num::NonZeroU64::new(256 << 10));
+    thread::scope(|scope| {
+        let (memory, far) = (&memory, &far);
+        let destination = scope.spawn(move || {
+            let mut landed = Landed::new(memory);
+            Records::new(memory, Decoder::new()).run(far, &mut landed, |event| {
+                answer(far, event);
+                if let Event::Package { .. } = event {
+                    (0..64).for_each(|page| ask(far, memory, 0, page));
+                }
+                true
+            });
+            landed
+        });
+        let result = PostcopySource::new(memory, near, &control, &progress)
+            .with_options(PostcopyOptions { batch_pages: 1, ..impatient() })
+            .with_preempt(Box::new(move || Ok(near_preempt)))
+            .start();
+        assert!(matches!(result, Err(MigrateError::Source(_))), "{result:?}");
+        assert!(!destination.join().unwrap().ended);
+    });
 }
 
 proptest! {

@@ -4,6 +4,7 @@
 //! for a page is noticed while a sender is busy, and the time between the two is what the fault histogram counts.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -32,7 +33,8 @@ pub(crate) struct Request {
 #[derive(Debug, Default)]
 struct State {
     requests: VecDeque<Request>,
-    pong: Option<u32>,
+    /// Tokens of the PINGs that were answered: one bit each, of the handful that a stream has.
+    pongs: u64,
     bitmap: Option<(String, Vec<u8>)>,
     resume_ack: bool,
     shut: Option<u32>,
@@ -107,12 +109,13 @@ impl Inbox {
         }
     }
 
-    /// Takes the next request, waiting for one for at most `patience`.
-    pub(crate) fn next_request(&self, patience: Duration) -> Wake {
+    /// Takes the next request, waiting for one for at most `patience`. It is counted in `taken` in the same moment.
+    pub(crate) fn next_request(&self, patience: Duration, taken: &AtomicU64) -> Wake {
         let deadline = Instant::now() + patience;
         let mut state = self.lock();
         loop {
             if let Some(request) = state.requests.pop_front() {
+                taken.fetch_add(1, Ordering::Relaxed);
                 return Wake::Request(request);
             }
             if state.ended || state.finishing {
@@ -126,9 +129,22 @@ impl Inbox {
         }
     }
 
+    /// As [`next_request`](Self::next_request), for the thread that ends the stream itself and need not count.
+    pub(crate) fn wait_request(&self, patience: Duration) -> Option<Request> {
+        match self.next_request(patience, &AtomicU64::new(0)) {
+            Wake::Request(request) => Some(request),
+            Wake::Idle | Wake::Ended => None,
+        }
+    }
+
     /// Takes the next request if one is there already.
     pub(crate) fn try_request(&self) -> Option<Request> {
         self.lock().requests.pop_front()
+    }
+
+    /// Whether the PING of this token was answered.
+    pub(crate) fn has_pong(&self, token: u32) -> bool {
+        self.lock().pongs & bit(token) != 0
     }
 
     /// Whether the return path has ended.
@@ -175,7 +191,7 @@ impl Inbox {
 
     /// Waits for the answer to a PING.
     pub(crate) fn wait_pong(&self, token: u32, patience: Duration) -> Result<(), MigrateError> {
-        self.wait_for("a PING", patience, |state| (state.pong == Some(token)).then_some(()))
+        self.wait_for("a PING", patience, |state| (state.pongs & bit(token) != 0).then_some(()))
     }
 
     /// Waits for the bitmap of received pages of the block asked for last.
@@ -208,6 +224,11 @@ impl Inbox {
     }
 }
 
+/// The bit of a PING's token; tokens are small.
+fn bit(token: u32) -> u64 {
+    1u64.checked_shl(token).unwrap_or(0)
+}
+
 /// Sorts one message; `true` if it is the last one.
 fn deliver(
     state: &mut State,
@@ -221,7 +242,7 @@ fn deliver(
             state.shut = Some(status);
             return Ok(true);
         }
-        ReturnMessage::Pong(token) => state.pong = Some(token),
+        ReturnMessage::Pong(token) => state.pongs |= bit(token),
         ReturnMessage::RequestPages { block, start, length } => {
             if let Some(name) = block {
                 let index = blocks.iter().position(|known| known.name == name);

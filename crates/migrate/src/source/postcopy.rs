@@ -10,8 +10,8 @@
 //! completes, but an unasked page on that channel could still be under way when the main channel ends, and would be lost.
 
 use std::io::IoSlice;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,11 @@ use crate::control::Control;
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 use crate::progress::{Moved, Phase, Progress};
+
+/// How often the end of the stream is tried for.
+const END_TICK: Duration = Duration::from_micros(200);
+/// Longer than anybody waits, and short enough to be added to a clock.
+const UNTIL_IT_ENDS: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// How a postcopy is to be done.
 #[derive(Debug, Clone)]
@@ -50,8 +55,9 @@ impl Default for PostcopyOptions {
 pub enum Milestone {
     /// The destination has loaded the device state; the guest starts now.
     DevicesLoaded,
-    /// Every stored page has been sent.
-    AllSent,
+    /// Every stored page has been placed by the destination; the stream is about to end. Only from here on can the
+    /// destination complete.
+    AllPlaced,
 }
 
 /// What a postcopy came to.
@@ -84,6 +90,8 @@ pub struct PostcopySource<'a, S: PageSource + ?Sized> {
     control: &'a Control,
     progress: &'a Progress,
     options: PostcopyOptions,
+    recovering: bool,
+    may_end: Box<dyn Fn() -> bool + Send + Sync + 'a>,
     observer: Box<dyn Fn(Milestone) + Send + Sync + 'a>,
 }
 
@@ -101,6 +109,12 @@ struct Shared<'a, S: PageSource + ?Sized> {
     progress: &'a Progress,
     normal: AtomicU64,
     zero: AtomicU64,
+    /// Requests that the preempt channel's thread has taken and not yet answered.
+    unanswered: AtomicU64,
+    /// Where the last request was, for the background to go on near it.
+    near: Mutex<Option<Cursor>>,
+    /// The stream's end is on its way: the destination may close the preempt channel at any moment.
+    ending: AtomicBool,
 }
 
 impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
@@ -113,6 +127,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             control,
             progress,
             options: PostcopyOptions::default(),
+            recovering: false,
+            may_end: Box::new(|| true),
             observer: Box::new(|_| {}),
         }
     }
@@ -135,6 +151,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self
     }
 
+    /// Asks `may_end` again and again between [`Milestone::AllPlaced`] and the end of the stream, which waits until it says
+    /// yes. Requests are answered meanwhile.
+    pub fn with_end_gate(mut self, may_end: impl Fn() -> bool + Send + Sync + 'a) -> Self {
+        self.may_end = Box::new(may_end);
+        self
+    }
+
     /// Starts the guest at a fresh destination and sends every page.
     ///
     /// On `Err` before [`Milestone::DevicesLoaded`] the destination's VM has not run and must be thrown away. On `Err`
@@ -149,6 +172,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     }
 
     fn run(mut self, recovery: bool) -> Result<PostcopyStats, MigrateError> {
+        self.recovering = recovery;
         let begun = Instant::now();
         let open_preempt = self.open_preempt.take();
         let start = self.source.start();
@@ -159,6 +183,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             progress: self.progress,
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
+            unanswered: AtomicU64::new(0),
+            near: Mutex::new(None),
+            ending: AtomicBool::new(false),
         };
         self.progress.expect_pages(shared.ledger.left());
         self.control.watch(&self.channel);
@@ -220,7 +247,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         });
         let pushed = self.push(shared, answering.is_some());
         let finished = pushed.and_then(|latency| {
-            shared.inbox.wait_shut(self.options.patience)?;
+            // Not limited: the destination has everything, and a pager that goes away now leaves it nobody to tell so.
+            shared.inbox.wait_shut(UNTIL_IT_ENDS)?;
             Ok(latency)
         });
         shared.inbox.finish();
@@ -339,7 +367,6 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
 
     /// The main channel's sender: requests first (unless the preempt channel has them), then everything else, then the end.
     fn push(&self, shared: &Shared<'_, S>, preempted: bool) -> Result<Histogram<u64>, MigrateError> {
-        let start = self.source.start();
         let mut sender = Sender::new(shared, &self.channel)?;
         let mut cursor = Cursor { block: 0, page: PageNumber(0) };
         let batch = self.options.batch_pages.clamp(1, CLAIM_PAGES);
@@ -359,32 +386,71 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             if !pause.is_zero() {
                 if preempted {
                     thread::sleep(pause.min(Duration::from_millis(10)));
-                } else if let Wake::Request(request) = shared.inbox.next_request(pause.min(Duration::from_millis(100)))
-                {
+                } else if let Some(request) = shared.inbox.wait_request(pause.min(Duration::from_millis(100))) {
                     cursor = Cursor { block: request.block, page: request.pages.end };
                     sender.answer(request)?;
                 }
                 continue;
             }
+            if let Some(near) = shared.near.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                cursor = near;
+            }
             let Some((block, pages)) = shared.ledger.claim_run(&mut cursor, batch) else { break };
             sender.send(block, pages)?;
             self.control.rate().spend(pages.len().saturating_mul(PAGE_SIZE));
         }
-        // The destination takes whatever is missing at the end for zero, so this is asked of the bitmaps once more and not
-        // believed of the search.
-        let left = shared.ledger.left();
-        if left > 0 {
-            return Err(MigrateError::Protocol(format!("{left} pages were left over; the stream is not ended")));
-        }
-        let mut end = Vec::new();
-        ram::encode_eos(start.section_id, &mut end);
-        section::encode_end(start.section_id, &mut end);
-        ram::encode_eos(start.section_id, &mut end);
-        section::encode_eof(&mut end);
-        self.progress.enter(Phase::Completing);
-        self.channel.put(&end)?;
-        (self.observer)(Milestone::AllSent);
+        self.end(shared, &mut sender, preempted)?;
         Ok(sender.latency)
+    }
+
+    /// Ends the stream, once the destination has placed every page and has no more need of answers.
+    ///
+    /// A destination that is told the end completes with what it has. So first it is asked, by a PING behind the last page,
+    /// whether it has come so far; and until it has loaded its devices it may still wait for pages that were never stored,
+    /// which are answered meanwhile.
+    fn end(&self, shared: &Shared<'_, S>, sender: &mut Sender<'_, S>, preempted: bool) -> Result<(), MigrateError> {
+        let start = self.source.start();
+        let mut bytes = Vec::new();
+        ram::encode_eos(start.section_id, &mut bytes);
+        Command::Ping(vm::PING_PACKAGED).encode(&mut bytes)?;
+        section::encode_part(start.section_id, &mut bytes);
+        self.channel.put(&bytes)?;
+        let mut placed = false;
+        loop {
+            self.control.check()?;
+            if shared.inbox.has_ended() {
+                return Err(shared.inbox.outcome());
+            }
+            // In this order: when nothing is left to claim, what the preempt channel's thread has claimed is counted. It is not
+            // sent yet, and reading it may still fail.
+            let all = shared.inbox.has_pong(vm::PING_PACKAGED)
+                && (self.recovering || shared.inbox.has_pong(vm::PING_LOADED))
+                && shared.ledger.left() == 0
+                && shared.unanswered.load(Ordering::Acquire) == 0;
+            if all && !placed {
+                placed = true;
+                (self.observer)(Milestone::AllPlaced);
+            }
+            if all && (self.may_end)() {
+                break;
+            }
+            if preempted {
+                thread::sleep(END_TICK);
+            } else if let Some(request) = shared.inbox.wait_request(END_TICK) {
+                sender.answer(request)?;
+            }
+        }
+        while !preempted && let Some(request) = shared.inbox.try_request() {
+            sender.answer(request)?;
+        }
+        bytes.clear();
+        ram::encode_eos(start.section_id, &mut bytes);
+        section::encode_end(start.section_id, &mut bytes);
+        ram::encode_eos(start.section_id, &mut bytes);
+        section::encode_eof(&mut bytes);
+        shared.ending.store(true, Ordering::Release);
+        self.progress.enter(Phase::Completing);
+        Ok(self.channel.put(&bytes)?)
     }
 }
 
@@ -395,8 +461,21 @@ fn answer_requests<S: PageSource + ?Sized>(
 ) -> Result<Histogram<u64>, MigrateError> {
     let mut sender = Sender::new(shared, channel)?;
     loop {
-        match shared.inbox.next_request(Duration::from_secs(1)) {
-            Wake::Request(request) => sender.answer(request)?,
+        match shared.inbox.next_request(Duration::from_secs(1), &shared.unanswered) {
+            Wake::Request(request) => {
+                let near = Cursor { block: request.block, page: request.pages.end };
+                *shared.near.lock().unwrap_or_else(PoisonError::into_inner) = Some(near);
+                let answered = sender.answer(request);
+                if answered.is_ok() {
+                    // One that failed stays counted for ever, so that the stream can never end over it.
+                    shared.unanswered.fetch_sub(1, Ordering::Release);
+                }
+                match answered {
+                    // The destination has everything and has closed this channel: its last requests need no answer.
+                    Err(MigrateError::Channel(_)) if shared.ending.load(Ordering::Acquire) => return Ok(sender.latency),
+                    answered => answered?,
+                }
+            }
             Wake::Idle => {}
             Wake::Ended => return Ok(sender.latency),
         }
@@ -429,6 +508,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
             match self.shared.ledger.claim(request.block, page, stored) {
                 Claim::Contents => self.send(request.block, one)?,
                 Claim::Zero => {
+                    self.shared.source.confirm_zero(request.block, one).map_err(MigrateError::Source)?;
                     self.records.send_zero(request.block, one)?;
                     self.count(0, 1);
                 }

@@ -1,7 +1,7 @@
 //! The source role in precopy of a guest that does not run: every page once, then the device sections.
 //!
-//! The destination's guest starts when all has arrived. Zero pages of large blocks are left out: a fresh destination has
-//! them. Those of small blocks are sent, because ROMs and video memory are not zero in a fresh destination.
+//! The destination's guest starts when all has arrived. Every page is sent, zero pages as zero: memory that looks fresh may
+//! be a file with old contents. Only who knows better says so, block by block ([`PrecopyOptions::fresh`]).
 
 use std::sync::Arc;
 use std::thread;
@@ -19,10 +19,6 @@ use crate::error::MigrateError;
 use crate::pages::PageSource;
 use crate::progress::{Moved, Phase, Progress};
 
-/// Blocks smaller than this may be filled by the destination itself (firmware, option ROMs, video memory): their zero
-/// pages are said, not assumed. QEMU's largest such block by default is 16 MiB of video memory.
-const PREFILLED_BELOW: u64 = 64 << 20;
-
 /// How a precopy is to be done.
 #[derive(Debug, Clone)]
 pub struct PrecopyOptions {
@@ -30,11 +26,13 @@ pub struct PrecopyOptions {
     pub return_path: bool,
     /// Longest wait for that word: the destination loads the device state in that time.
     pub patience: Duration,
+    /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
+    pub fresh: Vec<String>,
 }
 
 impl Default for PrecopyOptions {
     fn default() -> Self {
-        Self { return_path: true, patience: Duration::from_secs(60) }
+        Self { return_path: true, patience: Duration::from_secs(60), fresh: Vec::new() }
     }
 }
 
@@ -129,8 +127,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             for run in stored.runs() {
                 self.send_run(&mut records, block, run, &mut buffer, &mut moved)?;
             }
-            if layout.used_length < PREFILLED_BELOW {
+            if !self.options.fresh.contains(&layout.name) {
                 for run in stored.gaps() {
+                    self.source.confirm_zero(block, run).map_err(MigrateError::Source)?;
                     records.send_zero(block, run)?;
                     self.count(&mut moved, 0, run.len());
                 }
@@ -169,12 +168,25 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             run.start = piece.end;
             let length = usize::try_from(piece.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
             let contents = buffer.get_mut(..length).unwrap_or_default();
-            self.control.rate().take(piece.len().saturating_mul(PAGE_SIZE));
+            self.wait_for_rate()?;
+            self.control.rate().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;
             let (normal, zero) = records.send(block, piece, contents)?;
             self.count(moved, normal, zero);
         }
         Ok(())
+    }
+
+    /// Waits until the rate allows more, or the job is stopped.
+    fn wait_for_rate(&self) -> Result<(), MigrateError> {
+        loop {
+            self.control.check()?;
+            let pause = self.control.rate().delay();
+            if pause.is_zero() {
+                return Ok(());
+            }
+            thread::sleep(pause.min(Duration::from_millis(50)));
+        }
     }
 
     fn count(&self, moved: &mut Moved, normal: u64, zero: u64) {
