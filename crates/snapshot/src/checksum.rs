@@ -5,20 +5,23 @@
 //! it guards against a disk that returns something else than it was given, not against an attacker, who can compute one
 //! too.
 //!
-//! Law of this module: a page that is served was part of a chunk that was verified, from the very buffer that was
-//! verified if it is the first of its chunk. Later pages of the chunk come from a small cache of verified chunks or
-//! from the file again; a file that changes in between is what [`Snapshot::still_whole`](crate::Snapshot::still_whole)
-//! is for.
+//! Law of this module: a page that is served comes from the very buffer that was verified, which is a small cache's or
+//! was just read. That a page is zero because it is not stored is the bitmap's word, and not believed either: a chunk
+//! without a stored page is compared with the checksum of zeros when the file is opened, which reads nothing, and one
+//! that is partly stored when somebody asks ([`Verifier::verify`]).
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::num::NonZeroUsize;
 use std::panic::resume_unwind;
+use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use limosa_page::{AtomicPageBitmap, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 
+use crate::anatomy::Memory;
 use crate::error::SnapshotError;
 use crate::store::{Place, StoreFile};
 use crate::trailer::CHUNK;
@@ -62,14 +65,14 @@ pub(crate) fn compute(file: &StoreFile, places: &[Place], stored: &[PageBitmap])
         .collect();
     let results: Vec<AtomicU32> = jobs.iter().map(|_| AtomicU32::new(0)).collect();
     let next = AtomicUsize::new(0);
+    let zeros = ZeroChecksums::new();
     let work = || -> Result<(), SnapshotError> {
         let mut buffer = Vec::new();
-        let zeros = zero_checksum(length(PageRange::first(CHUNK_PAGES)));
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
             let (Some((place, stored, pages)), Some(result)) = (jobs.get(at), results.get(at)) else { return Ok(()) };
-            let checksum = if pages.len() == CHUNK_PAGES && stored.count_in(*pages) == 0 {
-                zeros
+            let checksum = if stored.count_in(*pages) == 0 {
+                zeros.of(*pages)
             } else {
                 buffer.clear();
                 buffer.resize(length(*pages), 0);
@@ -91,8 +94,57 @@ pub(crate) fn compute(file: &StoreFile, places: &[Place], stored: &[PageBitmap])
     Ok(results.into_iter().map(AtomicU32::into_inner).collect())
 }
 
-fn zero_checksum(length: usize) -> u32 {
-    crc32c::crc32c(&vec![0; length])
+/// The checksums of zero pages: at index n, that of n pages.
+#[derive(Debug)]
+struct ZeroChecksums(Vec<u32>);
+
+impl ZeroChecksums {
+    fn new() -> Self {
+        let append = |so_far: &mut u32, ()| {
+            let checksum = *so_far;
+            *so_far = crc32c::crc32c_append(checksum, &[0; PAGE_LEN]);
+            Some(checksum)
+        };
+        Self(std::iter::repeat_n((), length(PageRange::first(CHUNK_PAGES)) / PAGE_LEN + 1).scan(0, append).collect())
+    }
+
+    /// That of a chunk of zeros.
+    fn of(&self, chunk: PageRange) -> u32 {
+        usize::try_from(chunk.len()).ok().and_then(|pages| self.0.get(pages)).copied().unwrap_or(0)
+    }
+}
+
+/// A chunk that has no stored page although its recorded checksum is not that of zeros.
+#[derive(Debug, Clone)]
+pub(crate) struct Lost {
+    block: String,
+    offset: u64,
+    recorded: u32,
+    found: u32,
+}
+
+impl Lost {
+    /// The error that this is for the file of that name.
+    pub(crate) fn error(&self, path: &Path) -> SnapshotError {
+        SnapshotError::Checksum {
+            path: path.to_path_buf(),
+            block: self.block.clone(),
+            offset: self.offset,
+            recorded: self.recorded,
+            found: self.found,
+        }
+    }
+}
+
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { block, offset, .. } = self;
+        write!(
+            f,
+            "the page bitmap of RAM block {block} is damaged: nothing is stored at block offset {offset:#x}, where by its \
+             checksum there was more than zeros"
+        )
+    }
 }
 
 /// Recorded checksums, and which chunks were found to match theirs.
@@ -102,22 +154,43 @@ pub(crate) struct Verifier {
     /// Index of each block's first checksum.
     first: Vec<u64>,
     verified: AtomicPageBitmap,
+    zeros: ZeroChecksums,
+    /// The first chunk that lost its pages.
+    lost: Option<Lost>,
     cache: Mutex<VecDeque<(u64, Arc<[u8]>)>>,
 }
 
 impl Verifier {
     /// `recorded` has exactly [`count`] checksums.
-    pub(crate) fn new(recorded: Vec<u32>, places: &[Place]) -> Self {
+    ///
+    /// Verifies the chunks that have no stored page.
+    pub(crate) fn new(recorded: Vec<u32>, memory: &Memory) -> Self {
+        let (zeros, verified) = (ZeroChecksums::new(), AtomicPageBitmap::new(recorded.len() as u64));
+        let (mut first, mut lost) = (Vec::new(), None);
+        let mut checksums = recorded.iter().copied();
         let mut next = 0;
-        let first = places
-            .iter()
-            .map(|place| {
-                let first = next;
-                next += place.pages.div_ceil(CHUNK_PAGES);
-                first
-            })
-            .collect();
-        Self { recorded, first, verified: AtomicPageBitmap::new(next), cache: Mutex::default() }
+        for (place, stored) in memory.places.iter().zip(&memory.stored) {
+            first.push(next);
+            for (index, recorded) in (0..place.pages.div_ceil(CHUNK_PAGES)).zip(checksums.by_ref()) {
+                let chunk = chunk_pages(place, index);
+                if stored.count_in(chunk) == 0 {
+                    let found = zeros.of(chunk);
+                    if found == recorded {
+                        verified.set(PageNumber(next + index));
+                    } else if lost.is_none() {
+                        let (block, offset) = (place.name.clone(), chunk.start.offset());
+                        lost = Some(Lost { block, offset, recorded, found });
+                    }
+                }
+            }
+            next += place.pages.div_ceil(CHUNK_PAGES);
+        }
+        Self { recorded, first, verified, zeros, lost, cache: Mutex::default() }
+    }
+
+    /// The first chunk whose stored pages are gone from the bitmap, all of them.
+    pub(crate) fn lost(&self) -> Option<&Lost> {
+        self.lost.as_ref()
     }
 
     /// Chunks that were verified so far.
@@ -125,7 +198,7 @@ impl Verifier {
         self.verified.count()
     }
 
-    /// Reads pages of one block, verifying every chunk that is touched for the first time.
+    /// Reads pages of one block out of verified chunks.
     pub(crate) fn read(
         &self,
         file: &StoreFile,
@@ -144,18 +217,20 @@ impl Verifier {
                 return Err(file.misuse("a buffer shorter than the pages it is for".to_owned()));
             };
             let global = self.global(block, index);
-            if now == chunk {
-                // A whole chunk is verified where it lies, again if it was before: that costs no reading.
+            if stored.count_in(chunk) == 0 {
+                self.check(file, place, chunk, global, self.zeros.of(chunk))?;
+                part.fill(0);
+            } else if now == chunk {
+                // A whole chunk is verified where it lies, which costs no reading.
                 file.read_pages(place, stored, chunk, part)?;
-                self.check(file, place, chunk, global, part)?;
+                self.check(file, place, chunk, global, crc32c::crc32c(part))?;
             } else if let Some(cached) = self.cached(global) {
                 copy(file, &cached, chunk, now, part)?;
-            } else if self.verified.get(PageNumber(global)) {
-                file.read_pages(place, stored, now, part)?;
             } else {
+                // Also if it was verified before: that was another reading of the file.
                 let mut buffer = vec![0; length(chunk)];
                 file.read_pages(place, stored, chunk, &mut buffer)?;
-                self.check(file, place, chunk, global, &buffer)?;
+                self.check(file, place, chunk, global, crc32c::crc32c(&buffer))?;
                 copy(file, &buffer, chunk, now, part)?;
                 self.keep(global, buffer.into());
             }
@@ -178,11 +253,17 @@ impl Verifier {
             let chunk = chunk_pages(place, index);
             rest = rest.split_at(chunk.end).1;
             let global = self.global(block, index);
-            if !self.verified.get(PageNumber(global)) {
+            if self.verified.get(PageNumber(global)) {
+                continue;
+            }
+            let found = if stored.count_in(chunk) == 0 {
+                self.zeros.of(chunk)
+            } else {
                 buffer.resize(length(chunk), 0);
                 file.read_pages(place, stored, chunk, &mut buffer)?;
-                self.check(file, place, chunk, global, &buffer)?;
-            }
+                crc32c::crc32c(&buffer)
+            };
+            self.check(file, place, chunk, global, found)?;
         }
         Ok(())
     }
@@ -192,19 +273,19 @@ impl Verifier {
         self.first.get(block).copied().unwrap_or(u64::MAX).saturating_add(index)
     }
 
+    /// Compares the checksum `found` of a whole chunk with the one that was recorded.
     fn check(
         &self,
         file: &StoreFile,
         place: &Place,
         chunk: PageRange,
         global: u64,
-        contents: &[u8],
+        found: u32,
     ) -> Result<(), SnapshotError> {
         let recorded = usize::try_from(global).ok().and_then(|index| self.recorded.get(index)).copied();
         let Some(recorded) = recorded else {
             return Err(file.misuse(format!("no checksum for {chunk} of RAM block {}", place.name)));
         };
-        let found = crc32c::crc32c(contents);
         if found != recorded {
             let (path, block) = (file.path().to_path_buf(), place.name.clone());
             return Err(SnapshotError::Checksum { path, block, offset: chunk.start.offset(), recorded, found });

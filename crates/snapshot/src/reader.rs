@@ -98,10 +98,13 @@ impl Snapshot {
         let mut devices_damaged = false;
         let verifier = trailer.checksums.take().map(|recorded| {
             devices_damaged = crc32c::crc32c(anatomy.devices.bytes()) != recorded.devices;
-            Verifier::new(recorded.chunks, &anatomy.memory.places)
+            Verifier::new(recorded.chunks, &anatomy.memory)
         });
         if devices_damaged {
             trailer.warnings.push(DEVICES_DAMAGED.to_owned());
+        }
+        if let Some(lost) = verifier.as_ref().and_then(Verifier::lost) {
+            trailer.warnings.push(lost.to_string());
         }
         if anatomy.memory.is_empty() {
             trailer
@@ -161,7 +164,9 @@ impl Snapshot {
     /// # Errors
     /// [`SnapshotError::Empty`] if no block has a stored page, unless the manifest says that a stream really brought
     /// zeros only; [`SnapshotError::Unsupported`] if shared memory was left out of the save;
-    /// [`SnapshotError::Structure`] if a checksum of the device state was recorded and differs.
+    /// [`SnapshotError::Structure`] if a checksum of the device state was recorded and differs;
+    /// [`SnapshotError::Checksum`] if no page is stored of a chunk of memory that was not zero by its checksum. Stored
+    /// memory is not read here, see [`verify`](Snapshot::verify).
     pub fn check_restorable(&self) -> Result<(), SnapshotError> {
         let path = || self.file.path().to_path_buf();
         if self.devices_damaged {
@@ -170,6 +175,9 @@ impl Snapshot {
         if self.anatomy.layout.configuration.has_capability(IGNORE_SHARED) {
             let what = "shared memory was left out of it (capability x-ignore-shared), only QEMU itself can load it";
             return Err(SnapshotError::Unsupported { path: path(), what: what.to_owned() });
+        }
+        if let Some(lost) = self.verifier.as_ref().and_then(Verifier::lost) {
+            return Err(lost.error(self.file.path()));
         }
         let all_zero = |manifest: &Manifest| manifest.pages.normal == 0 && manifest.pages.zero > 0;
         if self.anatomy.memory.is_empty() && !self.manifest().is_some_and(all_zero) {
@@ -262,7 +270,8 @@ impl Snapshot {
         stored.get(page).then(|| place.offset(PageRange::starting_at(page, 1)))
     }
 
-    /// Checks the recorded checksums of all chunks that these pages are in; does nothing if none were recorded.
+    /// Checks the recorded checksums of all chunks that these pages are in, each once; does nothing if none were
+    /// recorded.
     ///
     /// # Errors
     /// [`SnapshotError::Checksum`], or that the file cannot be read or has changed.
@@ -273,7 +282,7 @@ impl Snapshot {
         self.still_whole()
     }
 
-    /// Chunks of 1 MiB whose checksum was verified so far.
+    /// Chunks of 1 MiB whose checksum was verified so far; those without a stored page are when the file is opened.
     pub fn verified_chunks(&self) -> u64 {
         self.verifier.as_ref().map_or(0, Verifier::verified)
     }
@@ -332,6 +341,8 @@ impl PageSource for Snapshot {
         Ok(self.read_pages(block, pages, into)?)
     }
 
+    /// Verifies the checksums of the chunks that the pages are in, as far as that was not done before: a bitmap that
+    /// lost some bits of a chunk is found so.
     fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {
         Ok(self.verify(block, pages)?)
     }

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use fixture::{CHECKED, QUICK, page, put, range, small, tail, writer};
+use limosa_migrate::pages::PageSource;
 use limosa_page::PageNumber;
 use limosa_snapshot::{Manifest, Snapshot, SnapshotError, fuzz_open};
 use proptest::prelude::*;
@@ -117,7 +118,108 @@ fn a_damaged_page_is_an_error_that_names_block_and_offset_and_costs_no_other_chu
     assert!(snapshot.read_pages(0, range(256, 512), &mut chunk).is_err(), "a whole chunk is verified where it lies");
     snapshot.read_pages(0, range(10, 11), &mut buffer).unwrap();
     assert_eq!(buffer, page(1));
-    assert_eq!(snapshot.verified_chunks(), 1);
+    assert_eq!(snapshot.verified_chunks(), 3, "this one, and the two where nothing is stored");
+}
+
+/// Clears the bits of these pages in the bitmap of a block.
+fn forget(file: &[u8], block: usize, pages: std::ops::Range<u64>) -> Vec<u8> {
+    let mut bytes = file.to_vec();
+    let bitmap = usize::try_from(fuzz_open(file).unwrap().layout().blocks[block].bitmap_offset).unwrap();
+    for page in pages {
+        let at = usize::try_from(page).unwrap();
+        assert_ne!(bytes[bitmap + at / 8] & (1 << (at % 8)), 0, "page {page} was not stored");
+        bytes[bitmap + at / 8] &= !(1 << (at % 8));
+    }
+    bytes
+}
+
+/// The bytes as a file; the directory goes with what is returned.
+fn as_file(bytes: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let target = directory.path().join("vm");
+    std::fs::write(&target, bytes).unwrap();
+    (directory, target)
+}
+
+#[test]
+fn a_chunk_that_lost_all_its_bits_is_not_taken_for_zeros() {
+    // 300 to 309 are all that is stored of the second chunk, 4 to 7 of the firmware, which has explicit zeros before.
+    for (block, pages, name, offset) in [(0, 300..310, "pc.ram", 0x10_0000), (1, 0..8, "pc.bios", 0)] {
+        let (_directory, target) = as_file(&forget(&files()[1], block, pages.clone()));
+        let snapshot = Snapshot::open(&target).unwrap();
+        assert_eq!(snapshot.warnings().len(), 1);
+        assert!(snapshot.warnings()[0].contains(name), "{:?}", snapshot.warnings());
+        let one = range(pages.start, pages.start + 1);
+        let refusals = [
+            snapshot.check_restorable(),
+            snapshot.verify(block, one),
+            snapshot.read_pages(block, one, &mut [0; 4096]),
+            snapshot.confirm_zero(block, one).map_err(|error| *error.downcast::<SnapshotError>().unwrap()),
+        ];
+        for refused in refusals {
+            let error = refused.unwrap_err();
+            let named = matches!(&error, SnapshotError::Checksum { block, offset: at, .. } if block == name && *at == offset);
+            assert!(named, "{error}");
+        }
+        // What is really zero is still served.
+        snapshot.confirm_zero(0, range(0, 256)).unwrap();
+        snapshot.read_pages(0, range(512, 513), &mut [0; 4096]).unwrap();
+    }
+}
+
+#[test]
+fn a_chunk_that_lost_some_of_its_bits_is_found_before_anybody_is_told_of_zeros() {
+    let (_directory, target) = as_file(&forget(&files()[1], 0, 303..304));
+    let snapshot = Snapshot::open(&target).unwrap();
+    assert!(!snapshot.stored(0).get(PageNumber(303)));
+    let error = snapshot.confirm_zero(0, range(303, 304)).unwrap_err().downcast::<SnapshotError>().unwrap();
+    assert!(matches!(&*error, SnapshotError::Checksum { offset: 0x10_0000, .. }), "{error}");
+    assert!(snapshot.confirm_zero(0, range(0, 600)).is_err(), "a longer claim with that page in it");
+}
+
+#[test]
+fn that_a_page_is_zero_is_confirmed_with_one_reading_of_its_chunk() {
+    let (_directory, target) = as_file(&files()[1]);
+    let snapshot = Snapshot::open(&target).unwrap();
+    let opened = snapshot.counters().calls_in;
+    for page in 0..256 {
+        snapshot.confirm_zero(0, range(page, page + 1)).unwrap();
+    }
+    assert_eq!(snapshot.counters().calls_in, opened, "nothing is stored there");
+    snapshot.confirm_zero(0, range(256, 257)).unwrap();
+    let once = snapshot.counters().calls_in;
+    assert!(once > opened);
+    for page in (257..300).chain(310..512) {
+        snapshot.confirm_zero(0, range(page, page + 1)).unwrap();
+    }
+    assert_eq!(snapshot.counters().calls_in, once);
+    assert!(snapshot.confirm_zero(0, range(599, 601)).is_err(), "no such page");
+}
+
+#[test]
+fn a_chunk_that_is_read_again_is_verified_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let target = directory.path().join("vm");
+    let mut sink = writer(&target, 40 * 256, CHECKED);
+    for chunk in 0..40 {
+        put(&mut sink, 0, chunk * 256, &[chunk + 1, 100]);
+    }
+    sink.finish(&tail("running"), Manifest::new()).unwrap();
+    let snapshot = Snapshot::open(&target).unwrap();
+    let mut buffer = [0; 4096];
+    // More than are kept.
+    for chunk in 0..40 {
+        snapshot.read_pages(0, range(chunk * 256, chunk * 256 + 1), &mut buffer).unwrap();
+        assert_eq!(buffer, page(chunk + 1));
+    }
+    // A change that nothing but the contents shows.
+    let file = OpenOptions::new().write(true).open(&target).unwrap();
+    let modified = file.metadata().unwrap().modified().unwrap();
+    file.write_all_at(b"damage", snapshot.locate(0, PageNumber(0)).unwrap()).unwrap();
+    file.set_modified(modified).unwrap();
+    snapshot.still_whole().unwrap();
+    let error = snapshot.read_pages(0, range(0, 1), &mut buffer).unwrap_err();
+    assert!(matches!(error, SnapshotError::Checksum { offset: 0, .. }), "{error}");
 }
 
 #[test]
