@@ -180,8 +180,9 @@ pub(crate) struct RestoreArgs {
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
 
-    /// Answer requested pages on a channel of their own (QEMU's postcopy-preempt)
-    #[arg(long, value_enum, default_value_t = PreemptArg::On)]
+    /// Answer requested pages on a channel of their own (QEMU's postcopy-preempt): sooner, but a limosa that is killed in
+    /// the very last moment can then leave the VM without an end of its restore
+    #[arg(long, value_enum, default_value_t = PreemptArg::Off)]
     pub(crate) preempt: PreemptArg,
 
     /// Let the guest run, whatever state it was saved in

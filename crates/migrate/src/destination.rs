@@ -28,9 +28,8 @@ use crate::progress::{Moved, Phase, Progress};
 /// that empties it.
 const BUFFER_LEN: usize = 1 << 20;
 
-/// How long nothing may come behind the end of the device sections before it is believed to be the end. QEMU writes the
-/// whole tail at once, so the next piece of it is microseconds away; the VM stands still meanwhile.
-const AFTER_THE_END: Duration = Duration::from_millis(1);
+/// Longest silence inside the device sections. QEMU writes them from memory, and the VM stands still meanwhile.
+const TAIL_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How a stream is to be received.
 #[derive(Debug, Clone)]
@@ -39,11 +38,19 @@ pub struct DestinationOptions {
     pub max_device_state: u64,
     /// Longest silence of the source; a running migration always has something to say.
     pub patience: Option<Duration>,
+    /// How long nothing may come behind the end of the device sections before it is taken for the end. QEMU writes the whole
+    /// tail at once, so the next piece of it is microseconds away; the VM stands still meanwhile. What is taken for the end is
+    /// certain only after [`Incoming::confirm_end`].
+    pub after_the_end: Duration,
 }
 
 impl Default for DestinationOptions {
     fn default() -> Self {
-        Self { max_device_state: TAIL_LIMIT, patience: Some(Duration::from_secs(60)) }
+        Self {
+            max_device_state: TAIL_LIMIT,
+            patience: Some(Duration::from_secs(60)),
+            after_the_end: Duration::from_millis(1),
+        }
     }
 }
 
@@ -91,6 +98,21 @@ impl Incoming {
     /// Tells the source that all is well: its VM is now this side's.
     pub fn acknowledge(&self) -> Result<(), MigrateError> {
         self.shut(0)
+    }
+
+    /// Makes sure, after [`acknowledge`](Self::acknowledge), that the stream ended where it seemed to: the source closes the
+    /// channel then, and not a byte comes before that.
+    ///
+    /// A guest can put what looks like an end into a device's memory. If that was believed because the source was held up
+    /// just there, the rest of the stream comes now, and what was received is worth nothing.
+    pub fn confirm_end(&self) -> Result<(), MigrateError> {
+        self.channel.set_timeouts(Some(TAIL_PATIENCE), None)?;
+        match self.channel.get_some(&mut [0; 64])? {
+            0 => Ok(()),
+            _ => Err(MigrateError::Protocol(
+                "the stream goes on behind what looked like its end: what was received is not whole; try again".into(),
+            )),
+        }
     }
 
     /// Tells the source that this side failed: its VM resumes.
@@ -429,7 +451,9 @@ impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
             if found.is_some() && self.return_path {
                 // The guest can put what looks like an end into a device's memory, so an end counts only if nothing comes
                 // behind it. The source has nothing more to say until it is answered.
-                channel.set_timeouts(Some(AFTER_THE_END), None)?;
+                channel.set_timeouts(Some(self.role.options.after_the_end), None)?;
+            } else {
+                channel.set_timeouts(Some(TAIL_PATIENCE), None)?;
             }
             self.buffer.start = 0;
             self.buffer.end = 0;
@@ -437,6 +461,12 @@ impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
             match (more, found) {
                 (Err(MigrateError::Channel(error)), Some(devices)) if error.is_timeout() => return Ok((tail, devices)),
                 (Ok(0), Some(devices)) => return Ok((tail, devices)),
+                (Err(MigrateError::Channel(error)), None) if error.is_timeout() => {
+                    // What is wrong with what came says more than that nothing more does: a stream without a description,
+                    // for one, has no end that can be found.
+                    devices::locate(&tail, offset, self.role.options.max_device_state)?;
+                    return Err(error.into());
+                }
                 (Ok(0), None) => {
                     // With nothing to come, the search's own error says what is wrong with what came.
                     let devices = devices::locate(&tail, offset, self.role.options.max_device_state)?;
@@ -448,7 +478,6 @@ impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
                 (Err(error), _) => return Err(error),
                 (Ok(_), _) => {}
             }
-            channel.set_timeouts(self.role.options.patience, None)?;
             tail.extend_from_slice(self.buffer.arrived());
         }
     }

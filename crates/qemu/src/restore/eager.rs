@@ -84,10 +84,16 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
         None
     };
     let limited = job.watch.control.max_bandwidth().is_some();
+    // QEMU takes the pages that a file does not store for zero as they are, and never clears them.
+    let stale = file_backends(job)?.into_iter().next();
     match (job.options.route, unable) {
         (Route::File, _) if limited => Err(JobError::refused(
             "QEMU reads a file as fast as it can",
             "leave --max-bandwidth out, or use --via socket",
+        )),
+        (Route::File, _) if let Some(id) = &stale => Err(JobError::refused(
+            format!("memory backend {id} maps a file, whose old contents QEMU would leave in place of zero pages"),
+            "use --via socket",
         )),
         (Route::File, Some(why)) => Err(JobError::refused(why, "use --via socket")),
         (Route::File, None) => {
@@ -96,10 +102,31 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
         }
         (Route::Socket, _) => Ok(false),
         // Checksums are verified as chunks are served, so limosa has to serve them.
-        (Route::Auto, unable) => {
-            Ok(unable.is_none() && !limited && !job.snapshot.has_checksums() && job.options.listen.is_none())
-        }
+        (Route::Auto, unable) => Ok(unable.is_none()
+            && !limited
+            && stale.is_none()
+            && !job.snapshot.has_checksums()
+            && job.options.listen.is_none()),
     }
+}
+
+/// Memory backends that map a file of a name, by id. Only these can have contents before a VM is loaded.
+fn file_backends(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
+    let backends = job.monitor.memory_backends()?.into_iter();
+    Ok(backends.filter(|backend| backend.kind == "memory-backend-file").map(|backend| backend.id).collect())
+}
+
+/// The RAM blocks that are zero before the VM is loaded: memory that QEMU has just made. Firmware, option ROMs and video
+/// memory have blocks of their own, which are not among them.
+fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
+    let backends = job.monitor.memory_backends()?;
+    let fresh = backends.iter().filter(|backend| backend.kind != "memory-backend-file");
+    let mut names: Vec<_> = fresh.map(|backend| backend.id.clone()).collect();
+    if backends.is_empty() {
+        // Without backends of its own, a PC has one block of RAM, of this name.
+        names.push("pc.ram".to_owned());
+    }
+    Ok(names)
 }
 
 /// Verifies every chunk before QEMU reads them behind limosa's back.
@@ -174,8 +201,8 @@ fn send(job: &RestoreJob<'_>) -> Result<PrecopyStats, JobError> {
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
     drop(rendezvous);
-    let source =
-        PrecopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress, PrecopyOptions::default());
+    let options = PrecopyOptions { fresh: fresh_blocks(job)?, ..PrecopyOptions::default() };
+    let source = PrecopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress, options);
     let stats = source.run()?;
     wait_loaded(job)?;
     Ok(stats)

@@ -1,5 +1,6 @@
 //! The lazy restore: limosa as a postcopy source, started with all RAM missing.
 
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
@@ -37,8 +38,9 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let marker = job.marker(change.undo);
     marker.place(monitor)?;
     let channel = listen(job, &change.set, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
+    let keep = channel.try_clone()?;
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
-    let served = serve(job, answering(source, rendezvous, preempt), Go::Start, job.runs);
+    let served = serve(job, answering(source, rendezvous, preempt), &keep, Go::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {
             settle(job.monitor, &marker)?;
@@ -94,19 +96,24 @@ pub(super) enum Go {
 pub(super) fn serve(
     job: &RestoreJob<'_>,
     source: PostcopySource<'_, Snapshot>,
+    keep: &Channel,
     go: Go,
     resumes: bool,
 ) -> Result<(PostcopyStats, Duration), Unserved> {
     let loaded = AtomicBool::new(false);
+    let kept = AtomicBool::new(false);
     let (say, heard) = mpsc::channel();
     thread::scope(|scope| {
         let flag = &loaded;
-        let source = source.on_milestone(move |milestone| {
-            if milestone == Milestone::DevicesLoaded {
-                flag.store(true, Ordering::Release);
-                let _ = say.send(());
-            }
-        });
+        let gate = &kept;
+        let source = source
+            .on_milestone(move |milestone| {
+                if milestone == Milestone::DevicesLoaded {
+                    flag.store(true, Ordering::Release);
+                }
+                let _ = say.send(milestone);
+            })
+            .with_end_gate(move || gate.load(Ordering::Acquire));
         let engine = thread::Builder::new().name("push".into()).spawn_scoped(scope, move || match go {
             Go::Start => source.start(),
             Go::Recover => source.recover(),
@@ -115,10 +122,7 @@ pub(super) fn serve(
             error: JobError::Place { what: "start a thread to serve", path: job.path.to_owned(), source },
             guest_runs: false,
         })?;
-        let to_guest = wait_for_guest(job, &heard, resumes, || engine.is_finished());
-        if let Some(after) = to_guest {
-            job.observer.guest_ready(after, Mode::Lazy);
-        }
+        let to_guest = attend(job, &heard, keep, &kept, resumes, || engine.is_finished());
         let result = engine.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sender panicked".into())));
         match result {
             Ok(stats) => Ok((stats, to_guest.unwrap_or_else(|| job.begun.elapsed()))),
@@ -127,26 +131,68 @@ pub(super) fn serve(
     })
 }
 
-/// Waits until the devices are loaded and, if the guest is to run, QEMU says that it does. `None` if the engine ended
-/// before that.
-fn wait_for_guest(
+/// Looks after the monitor while the engine runs: tells when the guest is there, and opens the gate to the stream's end.
+///
+/// The guest is there when the devices are loaded and, if it is to run, QEMU says that it does. `None` if the engine ended
+/// before the devices were loaded.
+fn attend(
     job: &RestoreJob<'_>,
-    loaded: &mpsc::Receiver<()>,
+    heard: &mpsc::Receiver<Milestone>,
+    keep: &Channel,
+    kept: &AtomicBool,
     resumes: bool,
     over: impl Fn() -> bool,
 ) -> Option<Duration> {
-    while let Err(error) = loaded.recv_timeout(Duration::from_millis(20)) {
-        if error == mpsc::RecvTimeoutError::Disconnected || over() {
-            return loaded.try_recv().ok().map(|()| job.begun.elapsed());
+    let tick = Duration::from_millis(20);
+    let (mut loaded, mut to_guest) = (false, None);
+    loop {
+        // Before the look at the messages: what the engine said last is heard all the same.
+        let ended = over();
+        let waits_for_guest = loaded && to_guest.is_none();
+        let message = if waits_for_guest { heard.try_recv().ok() } else { heard.recv_timeout(tick).ok() };
+        match message {
+            Some(Milestone::DevicesLoaded) => loaded = true,
+            Some(Milestone::AllPlaced) => {
+                keep_open(job.monitor, keep);
+                kept.store(true, Ordering::Release);
+            }
+            None if ended && !waits_for_guest => return to_guest,
+            None => {}
+        }
+        if loaded && to_guest.is_none() {
+            let runs = !resumes
+                || job
+                    .monitor
+                    .qmp()
+                    .wait_event(&["RESUME"], tick)
+                    .unwrap_or_else(|_| {
+                        // Without a monitor nothing can be heard; the engine will end too.
+                        thread::sleep(tick);
+                        None
+                    })
+                    .is_some();
+            if runs || ended {
+                let after = job.begun.elapsed();
+                to_guest = Some(after);
+                job.observer.guest_ready(after, Mode::Lazy);
+            }
         }
     }
-    while resumes && !over() {
-        match job.monitor.qmp().wait_event(&["RESUME"], Duration::from_millis(50)) {
-            Ok(Some(_)) | Err(_) => break,
-            Ok(None) => {}
-        }
+}
+
+/// The name under which QEMU keeps limosa's end of the channel.
+pub(super) const KEPT: &str = "limosa-restore";
+
+/// Gives QEMU a duplicate of limosa's end of the channel, just before the stream ends.
+///
+/// A QEMU that has every page and has read the end still wants to tell its source so. If that is gone, QEMU waits for a
+/// recovery that can never come, because it has left the state in which it could take one (found with QEMU 10.0.2). With a
+/// duplicate of its own it talks to itself and completes. Before the last page is placed this would be wrong: a pager that
+/// dies must be noticed. Without descriptors (a monitor over tcp) that window stays.
+fn keep_open(monitor: &Monitor, channel: &Channel) {
+    if monitor.qmp().passes_descriptors() {
+        let _ = monitor.getfd(KEPT, channel.as_fd());
     }
-    Some(job.begun.elapsed())
 }
 
 /// After the last page: waits for QEMU to see it so, then puts its settings back.
@@ -161,6 +207,7 @@ pub(super) fn settle(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobErr
             _ => thread::sleep(Duration::from_millis(2)),
         }
     }
+    monitor.closefd(KEPT)?;
     monitor.put_back(&marker.undo)?;
     JobMarker::remove(monitor)?;
     Ok(())

@@ -52,8 +52,9 @@ pub fn recover(
     let rendezvous = Rendezvous::new(monitor, options.listen.as_ref())?;
     monitor.migrate_recover(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
+    let keep = channel.try_clone()?;
     let source = PostcopySource::new(snapshot, channel, watch.control, watch.progress);
-    let served = lazy::serve(&job, lazy::answering(source, rendezvous, preempt), lazy::Go::Recover, false);
+    let served = lazy::serve(&job, lazy::answering(source, rendezvous, preempt), &keep, lazy::Go::Recover, false);
     let (stats, to_guest) = served.map_err(|unserved| unserved.error)?;
     lazy::settle(monitor, &marker)?;
     Ok(lazy::report(&job, Some(stats), to_guest))

@@ -19,6 +19,8 @@ use crate::monitor::MigrationStatus;
 pub(super) const DESCRIPTOR: &str = "limosa-save";
 /// How long the receiver may take to notice that QEMU has gone.
 const NOTICE_WITHIN: Duration = Duration::from_secs(2);
+/// How long nothing may come behind the end of a stream whose VM stays stopped.
+const STOPPED_AFTER_THE_END: Duration = Duration::from_millis(100);
 /// How long QEMU may take to connect.
 const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 
@@ -75,6 +77,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
         job.published(marker)?;
         incoming.acknowledge()?;
         watcher.wait_completed()?;
+        incoming.confirm_end()?;
         let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
         let saved = Saved { manifest, downtime: None, rounds, to_vm_running: job.begun.elapsed() };
         (published, saved)
@@ -83,6 +86,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
         let downtime = if job.goes_on() { watcher.continue_vm()? } else { None };
         let to_vm_running = job.begun.elapsed();
         let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
+        incoming.confirm_end()?;
         let published = finish(writer, manifest.clone())?;
         (published, Saved { manifest, downtime, rounds, to_vm_running })
     };
@@ -94,7 +98,12 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
 
 /// Receives the stream; if the VM goes on, answers at once, because it stands still until then.
 fn receive(job: &SaveJob<'_>, channel: Channel, writer: &mut SnapshotWriter) -> Result<Incoming, MigrateError> {
-    let destination = Destination::new(channel, job.watch.control, job.watch.progress, DestinationOptions::default());
+    let mut options = DestinationOptions::default();
+    if job.options.stop {
+        // Nobody waits for this VM, and the file gets its name before the end of the stream is certain.
+        options.after_the_end = STOPPED_AFTER_THE_END;
+    }
+    let destination = Destination::new(channel, job.watch.control, job.watch.progress, options);
     let incoming = destination.receive(writer)?;
     if !job.options.stop {
         incoming.acknowledge()?;
