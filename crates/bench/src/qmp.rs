@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 
@@ -57,6 +57,14 @@ impl Qmp {
         self.answer(command)
     }
 
+    /// Runs two commands of which the second must not come late: both are there before QEMU begins the first.
+    pub(crate) fn execute_both(&mut self, first: (&str, &Value), second: (&str, &Value)) -> Result<()> {
+        let text = line(first.0, first.1) + &line(second.0, second.1);
+        self.stream.write_all(text.as_bytes()).with_context(|| format!("sending {}", first.0))?;
+        self.answer(first.0)?;
+        self.answer(second.0).map(drop)
+    }
+
     /// Gives QEMU a descriptor under a name, for a URI `fd:NAME`.
     pub(crate) fn give(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<()> {
         let text = line("getfd", &json!({ "fdname": name }));
@@ -96,13 +104,13 @@ impl Qmp {
         self.events.clear();
     }
 
-    /// The time of the next event that `wanted` accepts; others are kept. A migration that fails is an error.
-    fn wait(&mut self, wanted: impl Fn(&Event) -> bool) -> Result<SystemTime> {
+    /// The next event that `wanted` accepts; others are kept. A migration that fails is an error.
+    fn wait(&mut self, wanted: impl Fn(&Event) -> bool) -> Result<Event> {
         let failed =
             |event: &Event| matches!(event.status.as_deref(), Some("failed" | "cancelled" | "postcopy-paused"));
         loop {
             if let Some(event) = self.events.iter().position(&wanted).and_then(|found| self.events.remove(found)) {
-                return Ok(event.at);
+                return Ok(event);
             }
             if self.events.iter().any(failed) {
                 let state = self.execute("query-migrate", &json!({}))?;
@@ -115,13 +123,22 @@ impl Qmp {
 
     /// Waits for the event that says that the guest runs.
     pub(crate) fn wait_resumed(&mut self) -> Result<SystemTime> {
-        self.wait(|event| event.name == "RESUME").context("the guest to run")
+        Ok(self.wait(|event| event.name == "RESUME").context("the guest to run")?.at)
     }
 
     /// Waits for a `MIGRATION` event, which takes the capability `events`.
     pub(crate) fn wait_migration(&mut self, status: &str) -> Result<SystemTime> {
-        self.wait(|event| event.status.as_deref() == Some(status))
-            .with_context(|| format!("a migration to be {status}"))
+        let found = self.wait(|event| event.status.as_deref() == Some(status));
+        Ok(found.with_context(|| format!("a migration to be {status}"))?.at)
+    }
+
+    /// Waits until an incoming migration has become a postcopy.
+    pub(crate) fn wait_postcopy(&mut self) -> Result<()> {
+        let (postcopy, completed) = (Some("postcopy-active"), Some("completed"));
+        let found = self.wait(|event| [postcopy, completed].contains(&event.status.as_deref()));
+        let status = found.context("a migration to become a postcopy")?.status;
+        ensure!(status.as_deref() == postcopy, "all was sent before the postcopy could begin: take a larger --size");
+        Ok(())
     }
 
     fn receive(&mut self) -> Result<Value> {

@@ -1,6 +1,6 @@
 //! Directories of a bench that do not outlive it.
 //!
-//! Law: a directory is removed when its [`Scratch`] is dropped, also by a panic, and by [`remove_all`] when a signal ends
+//! Law: a directory is removed when its owner is dropped, also by a panic, and by [`remove_all`] when a signal ends
 //! the program and nothing is dropped.
 
 use std::fs;

@@ -122,9 +122,8 @@ impl Stage<'_> {
         let watch = Stopwatch::start(&[vm.pid(), source.pid()])?;
         let before = process_cpu(source.pid())?;
         let begin = SystemTime::now();
-        source.qmp.execute("migrate", &uri)?;
-        source.qmp.execute("migrate-start-postcopy", &json!({}))?;
-        vm.qmp.wait_migration("postcopy-active")?;
+        source.qmp.execute_both(("migrate", &uri), ("migrate-start-postcopy", &json!({})))?;
+        vm.qmp.wait_postcopy()?;
         let times = Times::follow(begin, vm, serial, true)?;
         let measured = watch.stop()?.with("source_cpu_ms", millis(process_cpu(source.pid())?.saturating_sub(before)));
         source.qmp.wait_migration("completed")?;
