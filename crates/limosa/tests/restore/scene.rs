@@ -62,8 +62,9 @@ impl Scene {
     /// Saves `vm` into a file of this name.
     pub(crate) fn save(&self, vm: &Vm, name: &str, more: &[&str]) -> PathBuf {
         let snapshot = self.path(name);
-        let more: Vec<&str> = ["--no-sync"].iter().chain(more).copied().collect();
-        save(vm, &snapshot, &more);
+        // A save that stops the VM is always durable; another need not be, here.
+        let durability: &[&str] = if more.contains(&"--stop") { &[] } else { &["--no-sync"] };
+        save(vm, &snapshot, &[durability, more].concat());
         snapshot
     }
 
