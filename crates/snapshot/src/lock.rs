@@ -3,18 +3,23 @@
 //! The lock is `flock`, for three reasons. It belongs to the open file description, so a pager that forks into the
 //! background keeps it by keeping the descriptor, and it is gone when the last holder is, however that one died; a
 //! POSIX record lock would be lost at the fork, and again at any close of the same file. It is one lock for a whole
-//! file, on a descriptor that need not be writable. And shell users have `flock(1)`. The open-file-description record
-//! lock (`F_OFD`) has the first property too, but wants a writable descriptor for its exclusive form.
+//! file, and a server takes it shared on a descriptor that is only readable. And shell users have `flock(1)`.
+//!
+//! The exclusive form wants a writable descriptor on NFS, which makes a record lock of it. Elsewhere it does not, and a
+//! file that its owner may not write is replaced all the same: that is a matter of its directory. So
+//! [`open_for_exclusive`] opens for writing where that is allowed.
 //!
 //! A server holds the lock shared for as long as it answers faults. A save that will replace the file holds it
 //! exclusively from before the VM is touched until the new file has the name, so that it is refused at once rather than
 //! after gigabytes, and so that two saves never race for one name.
 
+use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::Path;
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
+use rustix::path::Arg;
 
 use crate::error::SnapshotError;
 
@@ -25,6 +30,18 @@ const REPLACED: &str = "a save is replacing it; try again when that has ended";
 /// Takes the lock of a server: shared, without waiting.
 pub(crate) fn shared(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
     take(file, path, FlockOperation::NonBlockingLockShared, REPLACED)
+}
+
+/// Opens a file for [`exclusive`]: for writing, although nothing is written, and only for reading where it has to be.
+pub(crate) fn open_for_exclusive(directory: impl AsFd, name: impl Arg + Copy) -> Result<File, Errno> {
+    let open = |access: OFlags| {
+        let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        rustix::fs::openat(&directory, name, flags, Mode::empty()).map(File::from)
+    };
+    match open(OFlags::RDWR) {
+        Err(Errno::ACCESS | Errno::ROFS) => open(OFlags::RDONLY),
+        opened => opened,
+    }
 }
 
 /// Takes the lock of a replacer: exclusive, without waiting.
@@ -46,5 +63,26 @@ fn take(file: impl AsFd, path: &Path, operation: FlockOperation, by: &'static st
             Err(Errno::WOULDBLOCK) => return Err(SnapshotError::Locked { path: path.to_path_buf(), by }),
             Err(errno) => return Err(SnapshotError::io("lock it", path, None, errno)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exclusive_lock_is_taken_on_a_writable_descriptor_where_there_can_be_one() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("vm"), b"contents").unwrap();
+        let writable = |path: &Path, name: &str| {
+            let file = open_for_exclusive(File::open(path).unwrap(), name).unwrap();
+            exclusive(&file, Path::new(name)).unwrap();
+            rustix::fs::fcntl_getfl(&file).unwrap().contains(OFlags::RDWR)
+        };
+        assert!(writable(directory.path(), "vm"));
+        // Nobody may write here, not even root.
+        assert!(!writable(Path::new("/sys/kernel"), "uevent_seqnum"));
+        let missing = open_for_exclusive(File::open(directory.path()).unwrap(), "missing");
+        assert_eq!(missing.unwrap_err(), Errno::NOENT);
     }
 }

@@ -21,6 +21,8 @@ use crate::lock;
 
 /// Guest memory is the owner's alone.
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+/// How often something is tried that only other saves to the same target can spoil.
+const TRIES: usize = 100;
 
 /// Whether publishing waits until the file would survive a power cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -43,23 +45,20 @@ pub struct PendingFile {
     name: OsString,
     /// The temporary name, while it has one.
     temporary: Option<OsString>,
-    /// The file to be replaced, held exclusively, or none if an existing target is an error.
-    replaces: Option<Replaced>,
+    /// Whether an existing file is replaced, or else an error.
+    replace: bool,
+    /// The file to be replaced, if there was one.
+    held: Option<Held>,
 }
 
-/// What a forced save found under the target's name.
+/// A file that is open only for its exclusive lock.
 #[derive(Debug)]
-struct Replaced {
-    /// Open only for its lock; none if there was no file yet.
-    held: Option<File>,
-}
+struct Held(File);
 
-impl Drop for Replaced {
+impl Drop for Held {
     fn drop(&mut self) {
         // Said aloud, because a child that was just forked may have a copy of the descriptor.
-        if let Some(held) = &self.held {
-            lock::release(held);
-        }
+        lock::release(&self.0);
     }
 }
 
@@ -101,20 +100,14 @@ impl PendingFile {
 
         let hidden = if nameless { open_nameless(&directory, target)? } else { None };
         let (file, temporary) = match hidden {
-            Some(file) => (file, None),
-            None => {
-                let temporary = temporary_name(&name);
-                let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let file = fs::openat(&directory, temporary.as_os_str(), flags, MODE)
-                    .map_err(|errno| SnapshotError::io("create a temporary file beside it", target, None, errno))?;
-                (File::from(file), Some(temporary))
+            Some(file) => {
+                // It may get a temporary name on its way to the target's.
+                lock::exclusive(&file, target)?;
+                (file, None)
             }
+            None => open_temporary(&directory, &name, target)?,
         };
-        let replaces = replace.then_some(Replaced { held });
-        let pending = Self { file, directory, target: target.to_path_buf(), name, temporary, replaces };
-        // Tells a later save's sweep that the temporary name belongs to somebody alive.
-        lock::exclusive(&pending.file, target)?;
-        Ok(pending)
+        Ok(Self { file, directory, target: target.to_path_buf(), name, temporary, replace, held })
     }
 
     /// The file, open for reading and writing.
@@ -157,14 +150,15 @@ impl PendingFile {
     /// Makes the file durable (or not), gives it its name, and makes the name durable.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`] if somebody else took the name meanwhile and `replace` was not given. After any error
-    /// the target is what it was, with one exception that the error states: the directory's own fsync failed.
+    /// [`SnapshotError::Exists`] if somebody else took the name meanwhile and `replace` was not given;
+    /// [`SnapshotError::Locked`] if it was, and what has the name now is being served. After any error the target is
+    /// what it was, with one exception that the error states: the directory's own fsync failed.
     pub fn publish(mut self, durability: Durability) -> Result<PathBuf, SnapshotError> {
         if durability == Durability::Synced {
             self.file.sync_all().map_err(|e| SnapshotError::io("make it durable (fsync)", &self.target, None, e))?;
         }
-        if self.replaces.is_some() {
-            self.replace()?;
+        if self.replace {
+            self.name_it_or_replace()?;
         } else {
             self.name_it()?;
         }
@@ -202,8 +196,28 @@ impl PendingFile {
         Ok(())
     }
 
+    /// Takes the target's name, from nobody else than the file that is held.
+    ///
+    /// The name may have been free when this save began, or its file was moved away since; what another save has
+    /// published there meanwhile may be in use.
+    fn name_it_or_replace(&mut self) -> Result<(), SnapshotError> {
+        for _ in 0..TRIES {
+            if self.held.as_ref().is_some_and(|held| names_file(&self.directory, &self.name, &held.0)) {
+                return self.take_over();
+            }
+            match self.name_it() {
+                Err(SnapshotError::Exists { .. }) => {
+                    self.held = existing(&self.directory, &self.name, &self.target, true)?;
+                }
+                done => return done,
+            }
+        }
+        let why = "other programs create and remove it again and again".to_owned();
+        Err(SnapshotError::Target { path: self.target.clone(), why })
+    }
+
     /// Takes the target's name from whoever has it.
-    fn replace(&mut self) -> Result<(), SnapshotError> {
+    fn take_over(&mut self) -> Result<(), SnapshotError> {
         let temporary = match self.temporary.clone() {
             Some(temporary) => temporary,
             None => {
@@ -249,7 +263,7 @@ impl AsFd for PendingFile {
 }
 
 /// Looks at what has the target's name now; the returned file is held exclusively.
-fn existing(directory: &OwnedFd, name: &OsStr, target: &Path, replace: bool) -> Result<Option<File>, SnapshotError> {
+fn existing(directory: &OwnedFd, name: &OsStr, target: &Path, replace: bool) -> Result<Option<Held>, SnapshotError> {
     let stat = match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => stat,
         Err(Errno::NOENT) => return Ok(None),
@@ -265,14 +279,45 @@ fn existing(directory: &OwnedFd, name: &OsStr, target: &Path, replace: bool) -> 
     if !replace {
         return Err(SnapshotError::Exists { path: target.to_path_buf() });
     }
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let file = match fs::openat(directory, name, flags, Mode::empty()) {
-        Ok(file) => File::from(file),
+    let file = match lock::open_for_exclusive(directory, name) {
+        Ok(file) => file,
         Err(Errno::NOENT) => return Ok(None),
         Err(errno) => return Err(SnapshotError::io("open it to see whether it is in use", target, None, errno)),
     };
     lock::exclusive(&file, target)?;
-    Ok(Some(file))
+    Ok(Some(Held(file)))
+}
+
+/// Whether the name is that of this open file.
+fn names_file(directory: &OwnedFd, name: &OsStr, file: &File) -> bool {
+    match (fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW), fs::fstat(file)) {
+        (Ok(named), Ok(open)) => (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino),
+        _ => false,
+    }
+}
+
+/// A file with a temporary name, locked: that tells a later save's sweep that the name belongs to somebody alive.
+///
+/// Until it is locked, a sweep that runs at the same moment takes it for a dead save's.
+fn open_temporary(directory: &OwnedFd, name: &OsStr, target: &Path) -> Result<(File, Option<OsString>), SnapshotError> {
+    for _ in 0..TRIES {
+        let temporary = temporary_name(name);
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = fs::openat(directory, temporary.as_os_str(), flags, MODE)
+            .map_err(|errno| SnapshotError::io("create a temporary file beside it", target, None, errno))?;
+        let file = File::from(file);
+        match lock::exclusive(&file, target) {
+            Ok(()) if names_file(directory, &temporary, &file) => return Ok((file, Some(temporary))),
+            // Swept, or about to be: whoever holds the lock removes it.
+            Ok(()) | Err(SnapshotError::Locked { .. }) => {}
+            Err(error) => {
+                let _ = fs::unlinkat(directory, temporary.as_os_str(), AtFlags::empty());
+                return Err(error);
+            }
+        }
+    }
+    let why = "other saves to it remove its temporary file again and again; try again".to_owned();
+    Err(SnapshotError::Target { path: target.to_path_buf(), why })
 }
 
 /// A file without a name, or none where the file system (or a missing procfs) leaves no way to name it later.
@@ -328,8 +373,7 @@ fn sweep(directory: &OwnedFd, name: &OsStr) {
         if !is_temporary_of(found.to_bytes(), &prefix) {
             continue;
         }
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let Ok(file) = fs::openat(directory, found, flags, Mode::empty()) else { continue };
+        let Ok(file) = lock::open_for_exclusive(directory, found) else { continue };
         let regular = fs::fstat(&file).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
         // Its writer holds the lock for as long as it lives.
         if regular && lock::exclusive(&file, Path::new("")).is_ok() {
@@ -394,6 +438,23 @@ mod tests {
         assert!(matches!(pending.publish(Durability::Unsynced), Err(SnapshotError::Exists { .. })));
         assert_eq!(std::fs::read(&other).unwrap(), b"theirs");
         assert_eq!(names(directory.path()), ["other", "vm"]);
+    }
+
+    #[test]
+    fn saves_that_begin_at_the_same_moment_leave_each_other_their_temporary_files() {
+        let directory = tempfile::tempdir().unwrap();
+        let target = directory.path().join("vm");
+        let begin_and_end = || {
+            for _ in 0..3000 {
+                let pending = PendingFile::create_in(&target, false, false).unwrap();
+                assert!(pending.temporary_path().unwrap().exists(), "another save removed it");
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(begin_and_end);
+            scope.spawn(begin_and_end);
+        });
+        assert!(names(directory.path()).is_empty());
     }
 
     #[test]

@@ -158,7 +158,8 @@ fn a_chunk_that_lost_all_its_bits_is_not_taken_for_zeros() {
         ];
         for refused in refusals {
             let error = refused.unwrap_err();
-            let named = matches!(&error, SnapshotError::Checksum { block, offset: at, .. } if block == name && *at == offset);
+            let named =
+                matches!(&error, SnapshotError::Checksum { block, offset: at, .. } if block == name && *at == offset);
             assert!(named, "{error}");
         }
         // What is really zero is still served.

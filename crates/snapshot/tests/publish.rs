@@ -119,6 +119,43 @@ fn force_without_an_existing_file_publishes_too() {
 }
 
 #[test]
+fn force_replaces_what_was_published_meanwhile_unless_it_is_being_served() {
+    let directory = tempfile::tempdir().unwrap();
+    // A name that was free when the save began, and one whose file was moved away since.
+    for was_free in [true, false] {
+        let name = if was_free { "free" } else { "moved" };
+        let target = directory.path().join(name);
+        let begin = || {
+            if !was_free {
+                std::fs::write(&target, b"old").unwrap();
+            }
+            let pending = PendingFile::create(&target, true).unwrap();
+            pending.file().write_all_at(b"new", 0).unwrap();
+            if !was_free {
+                std::fs::remove_file(&target).unwrap();
+            }
+            pending
+        };
+        let pending = begin();
+        small(directory.path(), name, QUICK);
+        let served = Snapshot::open(&target).unwrap();
+        served.lock_serving().unwrap();
+        let error = pending.publish(Durability::Unsynced).unwrap_err();
+        assert!(matches!(error, SnapshotError::Locked { .. }), "{error}");
+        served.lock_serving().unwrap();
+        drop(served);
+        std::fs::remove_file(&target).unwrap();
+
+        let pending = begin();
+        small(directory.path(), name, QUICK);
+        pending.publish(Durability::Unsynced).unwrap();
+        assert_eq!(std::fs::read(&target).unwrap(), b"new");
+        std::fs::remove_file(&target).unwrap();
+    }
+    assert_eq!(names(directory.path()), [] as [&str; 0]);
+}
+
+#[test]
 fn what_is_no_regular_file_is_refused_also_with_force() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
