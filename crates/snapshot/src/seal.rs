@@ -2,7 +2,7 @@
 
 use limosa_page::PageBitmap;
 use limosa_stream::configuration::Configuration;
-use limosa_stream::mapped_ram::Layout;
+use limosa_stream::mapped_ram::{Layout, MappedBlock};
 use uuid::Uuid;
 
 use crate::anatomy::{DeviceBytes, Memory};
@@ -19,10 +19,15 @@ pub(crate) fn write_frame(file: &StoreFile, layout: &Layout, stored: &[PageBitma
         file.write("the stream's frame", chunk.offset, &chunk.bytes)?;
     }
     for (block, stored) in layout.blocks.iter().zip(stored) {
-        let what = format!("the page bitmap of RAM block {}", block.block.name);
-        file.write(&what, block.bitmap_offset, &stored.to_le_bytes())?;
+        write_bitmap(file, block, stored)?;
     }
     Ok(())
+}
+
+/// Writes the bitmap that tells which pages of a block are stored.
+pub(crate) fn write_bitmap(file: &StoreFile, block: &MappedBlock, stored: &PageBitmap) -> Result<(), SnapshotError> {
+    let what = format!("the page bitmap of RAM block {}", block.block.name);
+    file.write(&what, block.bitmap_offset, &stored.to_le_bytes())
 }
 
 /// Fills in what the file itself says and the manifest does not.

@@ -9,12 +9,16 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use limosa_channel::{ChannelError, FileChannel};
-use limosa_page::{PageBitmap, PageRange};
+use limosa_page::{PAGE_SIZE, PageBitmap, PageRange};
 use limosa_stream::mapped_ram::MappedBlock;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::error::SnapshotError;
+
+/// Blocks shorter than this, in bytes, may be filled by a destination before it loads: firmware, option ROMs, video
+/// memory.
+const PREFILLED_BELOW: u64 = 64 << 20;
 
 /// Where a RAM block lies in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +34,11 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn new(block: &MappedBlock) -> Self {
         Self { name: block.block.name.clone(), pages: block.pages, pages_offset: block.pages_offset }
+    }
+
+    /// Whether a destination may have filled the block before it loads, so that its zeros have to be loaded too.
+    pub(crate) fn may_be_prefilled(&self) -> bool {
+        self.pages < PREFILLED_BELOW / PAGE_SIZE
     }
 
     /// The file offset of a page; whoever decoded or planned the layout made sure that it fits.
@@ -141,7 +150,6 @@ impl StoreFile {
 
     /// Takes pages out of the file: a hole where the file system has holes, zeros where it has none.
     pub(crate) fn punch(&self, place: &Place, pages: PageRange) -> Result<(), SnapshotError> {
-        static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
         let what = || format!("take {pages} of RAM block {} out of it", place.name);
         let (offset, bytes) = (place.offset(pages), pages.bytes());
         let length = bytes.end - bytes.start;
@@ -150,10 +158,18 @@ impl StoreFile {
             match rustix::fs::fallocate(&self.channel, flags, offset, length) {
                 Ok(()) => return Ok(()),
                 Err(Errno::INTR) => {}
-                Err(Errno::OPNOTSUPP | Errno::NOSYS) => break,
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => return self.zero(place, pages),
                 Err(errno) => return Err(self.io(what(), Some(offset), errno)),
             }
         }
+    }
+
+    /// Writes zeros over pages.
+    fn zero(&self, place: &Place, pages: PageRange) -> Result<(), SnapshotError> {
+        static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+        let what = || format!("zero {pages} of RAM block {}", place.name);
+        let (offset, bytes) = (place.offset(pages), pages.bytes());
+        let length = bytes.end - bytes.start;
         let mut done = 0;
         while done < length {
             let now = usize::try_from(length - done).unwrap_or(ZEROS.len()).min(ZEROS.len());
@@ -172,6 +188,32 @@ impl StoreFile {
                 self.structure(offset, what)
             }
             other => self.io(operation, Some(offset), io::Error::other(other)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use limosa_page::PageNumber;
+
+    use super::*;
+
+    #[test]
+    fn pages_are_taken_out_with_and_without_holes_and_their_neighbours_stay() {
+        let place = Place { name: "pc.bios".to_owned(), pages: 40, pages_offset: 1000 };
+        let out = PageRange::new(PageNumber(3), PageNumber(37));
+        for take_out in [StoreFile::punch, StoreFile::zero] {
+            let file = tempfile::tempfile().unwrap();
+            let mut wanted = vec![0x5a; 1000 + 40 * 4096];
+            file.write_all_at(&wanted, 0).unwrap();
+            take_out(&StoreFile::duplicate(&file, Path::new("vm")).unwrap(), &place, out).unwrap();
+            wanted[1000 + 3 * 4096..1000 + 37 * 4096].fill(0);
+            let mut found = vec![0; wanted.len()];
+            file.read_exact_at(&mut found, 0).unwrap();
+            assert!(found == wanted);
+            assert_eq!(file.metadata().unwrap().len(), wanted.len() as u64);
         }
     }
 }

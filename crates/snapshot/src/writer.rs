@@ -14,7 +14,7 @@ use std::io::IoSlice;
 
 use limosa_channel::Counters;
 use limosa_migrate::pages::{PageError, PageSink, StreamStart};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
 
@@ -25,9 +25,6 @@ use crate::pending::{Durability, PendingFile};
 use crate::seal;
 use crate::store::{Place, StoreFile};
 use crate::write_behind::WriteBehind;
-
-/// Blocks shorter than this may be filled by a destination before it loads.
-const PREFILLED_BELOW: u64 = 64 << 20;
 
 /// How a snapshot file is finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,7 +154,7 @@ impl Receiving {
 
     /// Zero pages that a loader must write, because the destination may have filled the block before.
     fn explicit_zeros(&self) -> Option<PageBitmap> {
-        if self.place.pages >= PREFILLED_BELOW / PAGE_SIZE {
+        if !self.place.may_be_prefilled() {
             return None;
         }
         let mut explicit = self.seen.clone();
