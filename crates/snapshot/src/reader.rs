@@ -140,6 +140,11 @@ impl Snapshot {
 
     /// Whether the file is still as long as, and not written since, it was opened.
     ///
+    /// That is told by its length and modification time. The change time would also show a write whose modification time
+    /// somebody set back, but it moves just as well when the file is renamed, linked, or given another owner or mode, all
+    /// of which leave a restore that is under way alone; the kernel has nothing that tells these apart. With checksums
+    /// such a write is found all the same, because what is read is verified at each reading.
+    ///
     /// # Errors
     /// [`SnapshotError::Changed`] if not.
     pub fn still_whole(&self) -> Result<(), SnapshotError> {

@@ -3,7 +3,7 @@
 mod fixture;
 
 use std::fs::OpenOptions;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -280,6 +280,27 @@ fn a_file_that_is_cut_or_written_while_it_is_served_is_an_error_and_never_zeros(
         });
         change(&name("written"), options, &|file, _| file.write_all_at(b"x", 0).unwrap());
     }
+}
+
+#[test]
+fn a_file_that_is_renamed_linked_or_given_another_mode_while_it_is_served_is_still_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let target = small(directory.path(), "vm", CHECKED);
+    let snapshot = Snapshot::open(&target).unwrap();
+    let before = target.metadata().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    // File times are only as fine as the kernel's clock tick.
+    std::thread::sleep(Duration::from_millis(20));
+    std::fs::rename(&target, at("renamed")).unwrap();
+    std::fs::hard_link(at("renamed"), at("linked")).unwrap();
+    std::fs::set_permissions(at("linked"), std::fs::Permissions::from_mode(0o400)).unwrap();
+    std::fs::remove_file(at("renamed")).unwrap();
+    let after = at("linked").metadata().unwrap();
+    assert_ne!((before.ctime(), before.ctime_nsec()), (after.ctime(), after.ctime_nsec()));
+    snapshot.still_whole().unwrap();
+    let mut buffer = [0; 4096];
+    snapshot.read_pages(0, range(300, 301), &mut buffer).unwrap();
+    assert_eq!(buffer, page(1));
 }
 
 #[test]
