@@ -49,7 +49,7 @@ fn comes_back_lazily(scene: &Scene, how: &[&str]) {
     assert_eq!((&report["mode"], &report["vm_state"]), (&json!("lazy"), &json!("running")), "{report}");
     assert!(report["lazy"]["requests"].as_u64().unwrap() > 0, "{report}");
     assert!(report["pages"]["normal"].as_u64().unwrap() > 4096, "{report}");
-    let second_channel = !how.contains(&"off");
+    let second_channel = how.contains(&"on");
     assert_eq!(report["lazy"]["preempt"].is_object(), second_channel, "{report}");
 }
 
@@ -70,7 +70,7 @@ fn a_beat_guest_comes_back_lazily_over_a_unix_socket_of_the_users_choice() {
     needs_qemu!();
     let scene = Scene::new();
     let listen = format!("unix:{}", scene.path("incoming").display());
-    comes_back_lazily(&scene, &["--listen", &listen]);
+    comes_back_lazily(&scene, &["--listen", &listen, "--preempt", "on"]);
 }
 
 #[test]

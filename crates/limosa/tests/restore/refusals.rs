@@ -46,13 +46,15 @@ fn a_device_that_the_destination_lacks_leaves_no_guest_and_qemus_word_for_it() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &small_beat().balloon(), &[]);
-    for how in
-        [&["--mode", "lazy"][..], &["--mode", "lazy", "--preempt", "off"], &["--mode", "eager", "--via", "socket"]]
-    {
+    for how in [
+        &["--mode", "lazy", "--preempt", "on"][..],
+        &["--mode", "lazy", "--preempt", "off"],
+        &["--mode", "eager", "--via", "socket"],
+    ] {
         let destination = small_beat().start_incoming().unwrap();
         let ended = scene.restore(&saved.snapshot, &destination, how);
         // QEMU names the device in its log alone, and limosa passes on what there is and where to look.
-        assert_failed(&ended, &["load of migration failed", "its own log", "start a fresh one"]);
+        assert_failed(&ended, &["its own log", "start a fresh one"]);
         assert!(destination.log().contains("virtio-balloon"), "{how:?}: {}", destination.log());
         assert!(destination.serial().lines().is_empty());
         scene.assert_tidy();
