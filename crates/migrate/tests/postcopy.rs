@@ -318,16 +318,16 @@ fn the_stream_does_not_end_before_devices_are_loaded_pages_placed_and_the_gate_i
             let mut pings = Vec::new();
             Records::new(memory, Decoder::new()).run(far, &mut landed, |event| {
                 match event {
-                    Event::Command(limosa_stream::Command::Ping(token)) if *token == vm::PING_PACKAGED => {
-                        // The devices are still being loaded, and wait for a page that was never stored.
-                        pings.push(*token);
-                        ask(far, memory, 0, 1);
-                    }
+                    // The devices are still being loaded, and wait for a page that was never stored.
+                    Event::Package { .. } => ask(far, memory, 0, 1),
                     Event::Zero { .. } => {
+                        assert!(pings.is_empty(), "asked before the devices were loaded");
                         say(far, &ReturnMessage::Pong(vm::PING_LOADED));
-                        say(far, &ReturnMessage::Pong(vm::PING_PACKAGED));
                     }
-                    Event::Package { .. } => {}
+                    Event::Command(limosa_stream::Command::Ping(token)) if *token == vm::PING_PACKAGED => {
+                        pings.push(*token);
+                        say(far, &ReturnMessage::Pong(*token));
+                    }
                     Event::EndOfStream => {
                         assert!(asked.load(Ordering::Relaxed), "the gate was not asked");
                         say(far, &ReturnMessage::Shut(0));

@@ -95,6 +95,15 @@ pub enum JobError {
         reason: String,
     },
 
+    /// The snapshot is in place, but what was to follow failed.
+    #[error("the snapshot {} is whole and in place, but then: {source}", path.display())]
+    Afterwards {
+        /// The snapshot.
+        path: PathBuf,
+        /// What failed.
+        source: Box<JobError>,
+    },
+
     /// The VM changed its memory faster than it could be saved.
     #[error("not done within {} s: the VM changes its memory faster than it is saved; give it more time, more bandwidth, or --on-timeout pause", after.as_secs_f64())]
     TimedOut {
@@ -104,6 +113,11 @@ pub enum JobError {
 }
 
 impl JobError {
+    /// Whether QEMU was asked something and did not answer: it may be asked again much later, but not by a person who waits.
+    pub(crate) fn is_unanswered(&self) -> bool {
+        matches!(self, Self::Qmp(QmpError::NoReply { .. }) | Self::Marker(MarkerError::Qmp(QmpError::NoReply { .. })))
+    }
+
     pub(crate) fn refused(why: impl Into<String>, hint: impl Into<String>) -> Self {
         Self::Refused { why: why.into(), hint: hint.into() }
     }

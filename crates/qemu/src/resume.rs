@@ -68,6 +68,12 @@ pub enum ResumeError {
         /// Why it is stopped.
         why: String,
     },
+    /// Continuing would not make it run.
+    #[error("{why}; there is nothing that could be continued")]
+    NothingToContinue {
+        /// Why it is stopped.
+        why: String,
+    },
 }
 
 impl From<QmpError> for ResumeError {
@@ -108,6 +114,10 @@ fn unmarked(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) 
             RunState::Postmigrate => ResumeError::Elsewhere { why },
             _ => ResumeError::NotOurs { why },
         });
+    }
+    if matches!(seen.run, RunState::Inmigrate | RunState::Shutdown | RunState::GuestPanicked | RunState::InternalError)
+    {
+        return Err(ResumeError::NothingToContinue { why: why.to_owned() });
     }
     monitor.cont()?;
     let run = monitor.status()?.state;

@@ -63,7 +63,9 @@ impl Plan {
     }
 
     fn push_install(&mut self, options: &[&str], packages: &[&str]) {
-        self.push(&[&["apt-get", "install", "-y", "--no-install-recommends"], options, packages].concat());
+        self.push(
+            &[&["apt-get", "install", "-y", "--no-install-recommends", "--no-remove"], options, packages].concat(),
+        );
     }
 
     /// The plan as one line for a user who may use sudo.
@@ -76,7 +78,12 @@ impl Plan {
         for words in &self.commands {
             steps.push(words.iter().map(|word| shell::quoted(word)).collect::<Vec<_>>().join(" "));
         }
-        format!("sudo sh -c {}", shell::quoted(&steps.join(" && ")))
+        let mut script = steps.join(" && ");
+        if let Some((path, _)) = &self.file {
+            // A source that cannot be fetched from would make every later update of this machine fail.
+            script.push_str(&format!(" || {{ rm -f {}; exit 1; }}", shell::quoted(&path.to_string_lossy())));
+        }
+        format!("sudo sh -c {}", shell::quoted(&script))
     }
 
     /// Does it.
@@ -85,6 +92,16 @@ impl Plan {
             eprintln!("+ write {}", path.display());
             std::fs::write(path, content).with_context(|| format!("writing {}", path.display()))?;
         }
+        let done = self.run_commands();
+        if let (Err(_), Some((path, _))) = (&done, &self.file) {
+            // A source that cannot be fetched from would make every later update of this machine fail.
+            eprintln!("+ remove {}", path.display());
+            let _ = std::fs::remove_file(path);
+        }
+        done
+    }
+
+    fn run_commands(&self) -> Result<()> {
         for words in &self.commands {
             let (program, arguments) = words.split_first().context("an empty command")?;
             shell::run(Command::new(program).args(arguments).env("DEBIAN_FRONTEND", "noninteractive"))?;
@@ -165,7 +182,7 @@ mod tests {
         let plan = install(&machine("debian", "12", "bookworm", bookworm()), &["qemu-system-x86"]).unwrap();
         let line = plan.line();
         assert!(line.contains("deb http://mirror.example/debian bookworm-backports main"), "{line}");
-        assert!(line.ends_with("-t bookworm-backports qemu-system-x86'"), "{line}");
+        assert!(line.contains("-t bookworm-backports qemu-system-x86 || { rm -f"), "{line}");
         assert!(line.starts_with("sudo sh -c '") && !line.contains('\n'), "{line}");
     }
 
@@ -180,7 +197,10 @@ mod tests {
     #[test]
     fn debian_13_installs_from_its_release_and_old_releases_are_refused() {
         let plan = install(&machine("debian", "13", "trixie", Vec::new()), &["qemu-utils"]).unwrap();
-        assert_eq!(plan.line(), "sudo sh -c 'apt-get update && apt-get install -y --no-install-recommends qemu-utils'");
+        assert_eq!(
+            plan.line(),
+            "sudo sh -c 'apt-get update && apt-get install -y --no-install-recommends --no-remove qemu-utils'"
+        );
         assert!(install(&machine("debian", "11", "bullseye", Vec::new()), &["qemu-utils"]).is_err());
         assert!(install(&machine("fedora", "41", "", Vec::new()), &["qemu-utils"]).is_err());
     }

@@ -18,6 +18,10 @@ use crate::takeover::{Actor, take_over};
 /// How long a migration may take to end after it was cancelled: a write to a dead network file system can hold it up.
 const PATIENCE: Duration = Duration::from_secs(600);
 
+/// How long QEMU may leave a command unanswered. One that is stopped, or whose disk hangs, may come back any time, and there is
+/// nobody else to continue its VM then.
+const REPLY: Duration = Duration::from_secs(86_400);
+
 /// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand; nothing may have
 /// been written to stdout before, which is the monitor.
 #[must_use]
@@ -120,7 +124,7 @@ fn decode(hexadecimal: &[u8]) -> Option<PathBuf> {
 
 /// limosa is dead: does for its VM what has to be done.
 fn rescue(socket: OwnedFd, monitor: &str, pid: u32) -> Result<(), ChildError> {
-    let qmp = match Qmp::adopt(socket, monitor, &Options::default()) {
+    let qmp = match Qmp::adopt(socket, monitor, &Options { reply: REPLY, ..Options::default() }) {
         Ok(qmp) => qmp,
         // QEMU has gone as well: there is nothing to be done.
         Err(error) if error.is_gone() => return Ok(()),

@@ -108,6 +108,13 @@ impl Guard {
         }
     }
 
+    /// Leaves the job to the guard: it takes over at once, and this process does not wait for it. The monitor's connection
+    /// must not be used after that.
+    pub fn hand_over(mut self) {
+        // Without the control channel, dropping the guard waits for nothing.
+        drop(self.control.take());
+    }
+
     /// Tells the guard that the job is done, and waits for it to go.
     ///
     /// # Errors

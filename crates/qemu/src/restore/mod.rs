@@ -181,14 +181,14 @@ impl RestoreJob<'_> {
             let reason = format!("{error}; this QEMU waits for memory that will not come and answers nothing: kill it");
             return JobError::Failed { reason };
         }
-        let said = answer.ok().and_then(|info| info.get("error-desc")?.as_str().map(str::to_owned));
         // The QEMU is to be thrown away anyway; what it refuses now changes nothing.
         let left = take_over(self.monitor, marker, Actor::Guard, FAIL_WITHIN);
         if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
             // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
             self.watch.progress.enter(Phase::PostcopyActive);
         }
-        match said {
+        // Asked when QEMU has come to the end of its failure: before that it may not know yet.
+        match self.monitor.migration().ok().and_then(|info| info.error) {
             Some(reason) => {
                 JobError::Failed { reason: format!("{reason} (its own log may say more); limosa saw: {error}") }
             }

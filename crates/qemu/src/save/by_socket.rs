@@ -10,10 +10,10 @@ use limosa_snapshot::{PendingFile, SnapshotWriter, Via};
 
 use super::preflight::record_disks_again;
 use super::watcher::Watcher;
-use super::{SaveJob, SaveReport, Saved};
+use super::{SaveJob, SaveReport, Saved, afterwards};
 use crate::job::JobError;
 use crate::marker::JobMarker;
-use crate::monitor::MigrationStatus;
+use crate::monitor::{MigrationStatus, RunState};
 
 /// The name under which QEMU keeps its end of the socket pair.
 pub(super) const DESCRIPTOR: &str = "limosa-save";
@@ -21,13 +21,15 @@ pub(super) const DESCRIPTOR: &str = "limosa-save";
 const NOTICE_WITHIN: Duration = Duration::from_secs(2);
 /// How long nothing may come behind the end of a stream whose VM stays stopped.
 const STOPPED_AFTER_THE_END: Duration = Duration::from_millis(100);
+/// How long QEMU is waited for at a stretch.
+const ACCEPT_TICK: Duration = Duration::from_millis(50);
 /// How long QEMU may take to connect.
 const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 
 pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
     let mut writer = SnapshotWriter::new(pending, job.write_options())?;
-    let channel = connect(job)?;
-    let mut watcher = Watcher::new(job, false);
+    let mut watcher = Watcher::new(job, false)?;
+    let channel = connect(job, &mut watcher)?;
     let incoming = thread::scope(|scope| {
         let receiving =
             thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channel, &mut writer));
@@ -63,9 +65,9 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
     })?;
     let mut manifest = job.before.manifest.clone();
     manifest.via = Some(Via::Socket);
-    if let Ok(Some(state)) = incoming.devices.global_state(&incoming.tail) {
-        manifest.run_state = Some(state.run_state);
-    }
+    let recorded = incoming.devices.global_state(&incoming.tail).ok().flatten();
+    let state = recorded.map_or_else(|| watcher.state().clone(), |state| RunState::from(state.run_state.as_str()));
+    manifest.run_state = Some(state.to_string());
     manifest.pages.resent = incoming.stats.resent_pages;
     record_disks_again(&mut manifest)?;
     let counters = (writer.counters(), incoming.stats.channel);
@@ -74,16 +76,20 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
         job.watch.control.check()?;
         let published = finish(writer, manifest.clone())?;
         watcher.commit();
-        job.published(marker)?;
-        incoming.acknowledge()?;
-        watcher.wait_completed()?;
-        incoming.confirm_end()?;
-        let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
+        job.published(marker, &published)?;
+        let ended = incoming.acknowledge().map_err(JobError::from).and_then(|()| watcher.wait_completed());
+        ended.map_err(|error| afterwards(&published, error))?;
+        if let Err(error @ MigrateError::Protocol(_)) = incoming.confirm_end() {
+            // Not whole after all, and its VM is still here.
+            let _ = std::fs::remove_file(&published.path);
+            return Err(error.into());
+        }
+        let rounds = watcher.totals().ok().flatten().map(|ram| ram.dirty_sync_count);
         let saved = Saved { manifest, downtime: None, rounds, to_vm_running: job.begun.elapsed() };
         (published, saved)
     } else {
         watcher.wait_completed()?;
-        let downtime = if job.goes_on() { watcher.continue_vm()? } else { None };
+        let downtime = if job.runs_again(&state, marker)? { watcher.continue_vm()? } else { None };
         let to_vm_running = job.begun.elapsed();
         let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
         incoming.confirm_end()?;
@@ -136,7 +142,7 @@ fn is_consequence(error: &MigrateError) -> bool {
 }
 
 /// Starts QEMU's migration towards this process, and returns the connection.
-fn connect(job: &SaveJob<'_>) -> Result<Channel, JobError> {
+fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<Channel, JobError> {
     match &job.options.listen {
         None => {
             let (channel, theirs) = Channel::pair()?;
@@ -151,7 +157,16 @@ fn connect(job: &SaveJob<'_>) -> Result<Channel, JobError> {
         Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })) => {
             let listener = Listener::bind(uri, &Options::default())?;
             job.monitor.migrate(&listener.local_uri().to_string(), false)?;
-            Ok(listener.accept(Some(CONNECT_WITHIN))?)
+            let limit = Instant::now() + CONNECT_WITHIN;
+            loop {
+                match listener.accept(Some(ACCEPT_TICK)) {
+                    Err(error) if error.is_timeout() && Instant::now() < limit => {
+                        // Meanwhile QEMU may have given up, or somebody has cancelled.
+                        watcher.look()?;
+                    }
+                    other => return Ok(other?),
+                }
+            }
         }
         Some(other) => Err(JobError::refused(
             format!("QEMU cannot connect to {other}"),

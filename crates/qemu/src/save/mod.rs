@@ -23,7 +23,7 @@ use limosa_snapshot::{Durability, Manifest, PendingFile, Published, Via, WriteOp
 use crate::guard::{Guard, GuardEnd};
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
-use crate::monitor::{Monitor, Settings};
+use crate::monitor::{Monitor, RunState, Settings};
 use crate::takeover::{Actor, take_over};
 use preflight::Preflight;
 
@@ -164,24 +164,33 @@ pub fn save(
         Route::File => by_file::run(&job, pending, &mut marker),
         _ => by_socket::run(&job, pending, &mut marker),
     });
-    let undone = match &done {
-        Ok(_) => monitor.put_back(&marker.undo).map_err(MarkerError::from).and_then(|()| JobMarker::remove(monitor)),
-        Err(_) => take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN).map(|undone| {
+    let tidied = match &done {
+        Ok(_) => {
+            monitor.put_back(&marker.undo).map_err(MarkerError::from).and_then(|()| JobMarker::remove(monitor)).is_ok()
+        }
+        Err(error) if error.is_unanswered() => false,
+        Err(_) => take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN).is_ok_and(|undone| {
             undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+            undone.outcome.ends_job()
         }),
     };
-    if let (Some(guard), Ok(())) = (guard, &undone) {
-        match guard.finish() {
+    match guard {
+        Some(guard) if tidied => match guard.finish() {
             Ok(GuardEnd::Told) => {}
             Ok(GuardEnd::WasGone(status)) => (watch.notice)(&format!("the guard process had died ({status})")),
             Err(error) => (watch.notice)(&format!("the guard process cannot be waited for: {error}")),
+        },
+        Some(guard) => {
+            (watch.notice)(&format!(
+                "QEMU could not be set right yet; process {} goes on trying, and limosa resume --qmp {} tries too",
+                guard.pid(),
+                monitor.qmp().monitor()
+            ));
+            guard.hand_over();
         }
+        None => {}
     }
-    match (done, undone) {
-        (Ok(report), Ok(())) => Ok(report),
-        (Ok(_), Err(error)) => Err(error.into()),
-        (Err(error), _) => Err(error),
-    }
+    done
 }
 
 /// What both routes work with.
@@ -204,9 +213,20 @@ impl SaveJob<'_> {
     }
 
     /// Writes down that the file is there, for whoever might have to take over.
-    fn published(&self, marker: &mut JobMarker) -> Result<(), JobError> {
+    fn published(&self, marker: &mut JobMarker, file: &Published) -> Result<(), JobError> {
         marker.phase = JobPhase::Published;
-        Ok(marker.update(self.monitor)?)
+        marker.update(self.monitor).map_err(|error| afterwards(file, error.into()))
+    }
+
+    /// Decides whether the VM is to run again: not if it stopped for a reason of its own while it was saved. `state` is the
+    /// one that it was in when it stopped for the save.
+    fn runs_again(&self, state: &RunState, marker: &mut JobMarker) -> Result<bool, JobError> {
+        if self.before.was_running && !is_live(state) {
+            (self.watch.notice)(&format!("the VM has stopped by itself meanwhile ({state}) and is left so"));
+            marker.was_running = false;
+            marker.update(self.monitor)?;
+        }
+        Ok(self.goes_on() && marker.was_running)
     }
 
     fn report(&self, published: Published, via: Via, saved: Saved) -> SaveReport {
@@ -222,6 +242,15 @@ impl SaveJob<'_> {
             rounds: saved.rounds,
         }
     }
+}
+
+/// Whether a VM in this state goes on by itself once its CPUs may run.
+fn is_live(state: &RunState) -> bool {
+    matches!(state, RunState::Running | RunState::Suspended)
+}
+
+fn afterwards(file: &Published, error: JobError) -> JobError {
+    JobError::Afterwards { path: file.path.clone(), source: Box::new(error) }
 }
 
 fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
@@ -246,6 +275,15 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
         },
         Route::Socket => Ok(Route::Socket),
     }
+    .and_then(|route| {
+        if route == Route::Socket && options.listen.is_none() && !monitor.qmp().passes_descriptors() {
+            return Err(JobError::refused(
+                "a monitor over tcp cannot be passed a socket",
+                "say with --listen tcp:HOST:PORT where QEMU is to connect",
+            ));
+        }
+        Ok(route)
+    })
 }
 
 /// Channels with which QEMU writes a file in parallel: more than a few only compete for the disk.
@@ -263,6 +301,8 @@ fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) 
         .capability("multifd", by_file)
         .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get))
         .parameter("mode", "normal")
+        // Whatever the user has chosen for other migrations: zero pages take no room in a snapshot.
+        .parameter("zero-page-detection", if by_file { "multifd" } else { "legacy" })
         // Neither a file nor a socket to this process has a TLS server at its other end.
         .parameter("tls-creds", "");
     for other in [

@@ -49,7 +49,9 @@ impl Preflight {
                 "remove what blocks it",
             ));
         }
-        let goes_on = status.running && !options.stop;
+        // A guest that sleeps is woken by its devices: its CPUs stand, but nobody has stopped it.
+        let was_running = status.running || super::is_live(&status.state);
+        let goes_on = was_running && !options.stop;
         let disks = disks(monitor, options.disks, goes_on)?;
         let mut manifest = Manifest::new();
         let version = monitor.version();
@@ -59,7 +61,7 @@ impl Preflight {
         manifest.vm_name = monitor.name()?;
         manifest.run_state = Some(status.state.to_string());
         manifest.disks = disks;
-        Ok(Self { was_running: status.running, manifest })
+        Ok(Self { was_running, manifest })
     }
 }
 

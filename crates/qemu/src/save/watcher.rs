@@ -30,13 +30,18 @@ pub(super) struct Watcher<'a> {
     cancelling: Option<JobError>,
     completed: bool,
     committed: bool,
+    /// The VM's last state but those of the migration itself.
+    state: RunState,
     /// Whether QEMU writes the file itself, so that its numbers are the job's.
     writes: bool,
 }
 
 impl<'a> Watcher<'a> {
-    pub(super) fn new(job: &'a SaveJob<'a>, writes: bool) -> Self {
-        Self {
+    /// To be called before QEMU is told to migrate: what it says from here on is about this migration.
+    pub(super) fn new(job: &'a SaveJob<'a>, writes: bool) -> Result<Self, JobError> {
+        job.monitor.qmp().take_events()?;
+        let state = job.before.manifest.run_state.as_deref().map_or(RunState::Running, RunState::from);
+        Ok(Self {
             job,
             applied_bandwidth: job.watch.control.max_bandwidth(),
             deadline: job.options.timeout.map(|(limit, _)| job.begun + limit),
@@ -46,8 +51,9 @@ impl<'a> Watcher<'a> {
             cancelling: None,
             completed: false,
             committed: false,
+            state,
             writes,
-        }
+        })
     }
 
     /// Waits for an event or a little while, then looks how the migration stands and does what the moment asks for.
@@ -59,19 +65,27 @@ impl<'a> Watcher<'a> {
         if self.completed {
             return Ok(MigrationStatus::Completed);
         }
-        let event = monitor.qmp().wait_event(&["STOP", "RESUME", "MIGRATION"], ASK_EVERY)?;
+        let event =
+            monitor.qmp().wait_event(&["STOP", "RESUME", "SHUTDOWN", "GUEST_PANICKED", "MIGRATION"], ASK_EVERY)?;
         let mut status = None;
         if let Some(event) = event {
             match event.name.as_str() {
                 "STOP" => {
                     self.stopped.get_or_insert(event);
                 }
-                "RESUME" => self.resumed = Some(event),
+                // Somebody else stopped and continued it: that is no part of the downtime.
+                "RESUME" => self.stopped = None,
+                "SHUTDOWN" => self.state = RunState::Shutdown,
+                "GUEST_PANICKED" => self.state = RunState::GuestPanicked,
                 _ => status = event.data.get("status").and_then(|name| name.as_str()).map(MigrationStatus::from),
             }
         }
         self.steer()?;
         if status != Some(MigrationStatus::Completed) {
+            match monitor.status()?.state {
+                RunState::FinishMigrate | RunState::Postmigrate => {}
+                other => self.state = other,
+            }
             let info = monitor.migration()?;
             if let (Some(ram), true) = (&info.ram, self.writes) {
                 self.job.watch.progress.report(&reading(&info.status, ram));
@@ -156,6 +170,11 @@ impl<'a> Watcher<'a> {
         self.committed = true;
     }
 
+    /// The state in which the VM was when it was stopped for the save, as far as QEMU said.
+    pub(super) fn state(&self) -> &RunState {
+        &self.state
+    }
+
     /// Watches until the migration is completed.
     pub(super) fn wait_completed(&mut self) -> Result<(), JobError> {
         while self.look()? != MigrationStatus::Completed {}
@@ -185,6 +204,9 @@ impl<'a> Watcher<'a> {
                         self.stopped.get_or_insert(event);
                     }
                 }
+            } else if monitor.status()?.state == RunState::Suspended {
+                // A guest that sleeps does not run, and QEMU says nothing of it.
+                return Ok(None);
             }
         }
         Ok(match (&self.stopped, &self.resumed) {
