@@ -169,10 +169,14 @@ pub fn save(
             monitor.put_back(&marker.undo).map_err(MarkerError::from).and_then(|()| JobMarker::remove(monitor)).is_ok()
         }
         Err(error) if error.is_unanswered() => false,
-        Err(_) => take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN).is_ok_and(|undone| {
-            undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
-            undone.outcome.ends_job()
-        }),
+        Err(_) => match take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN) {
+            Ok(undone) => {
+                undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+                undone.outcome.ends_job()
+            }
+            // Whatever was changed in it went with QEMU.
+            Err(error) => matches!(error, MarkerError::Qmp(gone) if gone.is_gone()),
+        },
     };
     match guard {
         Some(guard) if tidied => match guard.finish() {
