@@ -71,6 +71,13 @@ impl Settings {
 }
 
 impl Settings {
+    /// What has to be set to come from these to `wish`, and what to put back afterwards.
+    #[must_use]
+    pub fn change_to(&self, wish: &Settings) -> SettingChange {
+        let (set, unknown) = wish.against(self);
+        SettingChange { set, undo: self.of_the_names_in(wish), unknown }
+    }
+
     /// The part of `self` whose names are in `names` too.
     fn of_the_names_in(&self, names: &Settings) -> Settings {
         let mut part = self.clone();
@@ -120,10 +127,7 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn plan_settings(&self, wish: &Settings) -> Result<SettingChange, QmpError> {
-        let current = self.settings()?;
-        let (set, unknown) = wish.against(&current);
-        let undo = current.of_the_names_in(wish);
-        Ok(SettingChange { set, undo, unknown })
+        Ok(self.settings()?.change_to(wish))
     }
 
     /// Sets capabilities and parameters: first what goes off, then the parameters, then what comes on, because QEMU checks each

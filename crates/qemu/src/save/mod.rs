@@ -15,6 +15,7 @@ mod watcher;
 
 use std::num::NonZeroU64;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Counters, Uri};
@@ -23,7 +24,7 @@ use limosa_snapshot::{Durability, Manifest, PendingFile, Published, Via, WriteOp
 use crate::guard::{Guard, GuardEnd};
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
-use crate::monitor::{Monitor, RunState, Settings};
+use crate::monitor::{Monitor, RunState, SettingChange, Settings};
 use crate::takeover::{Actor, take_over};
 use preflight::Preflight;
 
@@ -127,21 +128,26 @@ pub fn save(
     target: &Path,
     options: &SaveOptions,
     watch: Watch<'_>,
-    guarded: impl FnOnce() -> Result<Option<Guard>, JobError>,
+    guarded: impl FnOnce() -> Result<Option<Guard>, JobError> + Send,
 ) -> Result<SaveReport, JobError> {
     let begun = Instant::now();
-    JobMarker::expect_none(monitor)?;
-    let before = Preflight::check(monitor, options)?;
-    let route = route(monitor, options)?;
-    let pending = PendingFile::create(target, options.replace)?;
-    let mut wish = settings(route, options, watch.control.max_bandwidth());
-    if options.downtime.is_none()
-        && let Some(limit) = monitor.settings()?.parameters.remove("downtime-limit")
-    {
-        // Not changed yet, but a time-out may: this has it put back.
-        wish = wish.parameter("downtime-limit", limit);
-    }
-    let change = monitor.plan_settings(&wish)?;
+    // The guard takes some milliseconds to come up; the VM is looked at meanwhile. It stands before there is a record of the
+    // job, because a record without a guard would outlive a kill; and without a record it does nothing.
+    let (prepared, guard) = thread::scope(|scope| {
+        let guard = scope.spawn(guarded);
+        let prepared = prepare(monitor, target, options, watch);
+        (prepared, guard.join().unwrap_or(Ok(None)))
+    });
+    let mut guard = guard?;
+    let (before, route, pending, change) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            if let Some(guard) = guard {
+                let _ = guard.finish();
+            }
+            return Err(error);
+        }
+    };
     tracing::info!(
         "saving by {}; QEMU's settings that change: {:?}",
         if route == Route::File { "file" } else { "socket" },
@@ -152,9 +158,12 @@ pub fn save(
         marker.vm_after = VmAfter::Stopped;
     }
     marker.descriptors.push(by_socket::DESCRIPTOR.to_owned());
-    // The guard first: a record without one would outlive a kill. Without a record of this job the guard does nothing.
-    let mut guard = guarded()?;
-    marker.place(monitor)?;
+    if let Err(error) = marker.place(monitor) {
+        if let Some(guard) = guard {
+            let _ = guard.finish();
+        }
+        return Err(error.into());
+    }
     if let (Some(guard), Some(path)) = (&mut guard, pending.temporary_path()) {
         // A guard that died already is noticed at the end; until then the save is worth going on with.
         let _ = guard.temporary(Some(&path));
@@ -195,6 +204,28 @@ pub fn save(
         None => {}
     }
     done
+}
+
+/// Everything that only looks: whether the VM can be saved, how, into what, and what has to be changed for it.
+fn prepare(
+    monitor: &Monitor,
+    target: &Path,
+    options: &SaveOptions,
+    watch: Watch<'_>,
+) -> Result<(Preflight, Route, PendingFile, SettingChange), JobError> {
+    JobMarker::expect_none(monitor)?;
+    let before = Preflight::check(monitor, options)?;
+    let route = route(monitor, options)?;
+    let pending = PendingFile::create(target, options.replace)?;
+    let current = monitor.settings()?;
+    let mut wish = settings(route, options, watch.control.max_bandwidth());
+    if options.downtime.is_none()
+        && let Some(limit) = current.parameters.get("downtime-limit")
+    {
+        // Not changed yet, but a time-out may: this has it put back.
+        wish = wish.parameter("downtime-limit", limit.clone());
+    }
+    Ok((before, route, pending, current.change_to(&wish)))
 }
 
 /// What both routes work with.
@@ -292,7 +323,7 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
 
 /// Channels with which QEMU writes a file in parallel: more than a few only compete for the disk.
 fn file_channels() -> usize {
-    std::thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4))
+    thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4))
 }
 
 /// How QEMU must be set for the route: what it needs is on, and whatever would give the stream another form is off.
