@@ -70,7 +70,7 @@ pub(super) fn answering(
         return source;
     }
     source.with_preempt(Box::new(move || {
-        let channel = rendezvous.connect();
+        let channel = rendezvous.connect_preempt();
         rendezvous.leave();
         channel
     }))
