@@ -1,23 +1,28 @@
 //! The destination role in precopy: pages from the channel to a [`PageSink`], then the device state.
 //!
-//! The stream is read in large pieces into one receive buffer and decoded in place. A page is not taken out of it: the
-//! sink gets slices of the buffer, gathered over as many consecutive pages as have arrived, and hands them to the kernel
-//! in one vectored call. What user space moves is the tail of a record that a read cut in two, at most one page a buffer.
+//! The stream is read in large pieces into receive buffers and decoded in place. A page is not taken out of them: the
+//! sink gets slices of a buffer, gathered over as many consecutive pages as have arrived, and hands them to the kernel
+//! in one vectored call, while the next buffer fills ([`landing`]). What user space moves is the tail of a record that the
+//! end of a buffer cut in two, at most one page a buffer.
 //!
 //! The role ends with the VM stopped at the source and the source waiting for the destination's word. That word is given
 //! by [`Incoming::acknowledge`], not here: until then the source can resume its VM, and it is the caller who knows
 //! whether what was received has to be durable first.
 
-use std::io::IoSlice;
+mod landing;
+
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber};
 use limosa_stream::Command;
 use limosa_stream::decoder::{Decoder, Event, Step};
 use limosa_stream::devices::{self, DeviceState, DeviceTail, TAIL_LIMIT};
 use limosa_stream::return_path::ReturnMessage;
+
+use landing::{Landing, Orders};
 
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -148,9 +153,9 @@ impl<'a> Destination<'a> {
     /// Receives a whole stream.
     ///
     /// On `Err` the channel is closed, so that a source with a return path resumes its VM.
-    pub fn receive<S: PageSink + ?Sized>(self, sink: &mut S) -> Result<Incoming, MigrateError> {
+    pub fn receive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Incoming, MigrateError> {
         self.control.watch(&self.channel);
-        let result = Receiver::new(&self, sink).run();
+        let result = Receiver::new(&self).run(sink);
         self.control.unwatch();
         let channel = Arc::clone(&self.channel);
         match result {
@@ -166,7 +171,7 @@ impl<'a> Destination<'a> {
 }
 
 /// The receive buffer: `bytes[start..end]` has arrived and is not decoded yet. What lies before `start` stays in place
-/// until [`compact`](Self::compact), so that slices of it can still go to the sink.
+/// until the buffer is given away, so that slices of it can go to the sink.
 struct Buffer {
     bytes: Box<[u8]>,
     start: usize,
@@ -186,15 +191,18 @@ impl Buffer {
         self.start = self.end.min(self.start + count);
     }
 
-    /// Whether `count` more bytes behind `start` would not fit without [`compact`](Self::compact).
+    /// Whether `count` more bytes behind `start` would not fit into this buffer.
     fn is_short_of(&self, count: usize) -> bool {
         self.bytes.len() - self.start < count
     }
 
-    fn compact(&mut self) {
-        self.bytes.copy_within(self.start..self.end, 0);
-        self.end -= self.start;
-        self.start = 0;
+    /// Goes on in another buffer, whose first bytes are those that have arrived and are not decoded.
+    fn begin_with(&mut self, bytes: Box<[u8]>, rest: &[u8]) {
+        self.bytes = bytes;
+        if let Some(begin) = self.bytes.get_mut(..rest.len()) {
+            begin.copy_from_slice(rest);
+        }
+        (self.start, self.end) = (0, rest.len());
     }
 
     fn fill(&mut self, channel: &Channel) -> Result<usize, MigrateError> {
@@ -205,22 +213,11 @@ impl Buffer {
     }
 }
 
-/// Consecutive pages of one block that lie in the buffer and have not gone to the sink.
-#[derive(Default)]
-struct Batch {
-    block: usize,
-    first: u64,
-    /// Where in the buffer each page begins.
-    places: Vec<usize>,
-}
-
-struct Receiver<'a, S: ?Sized> {
+struct Receiver<'a> {
     role: &'a Destination<'a>,
-    sink: &'a mut S,
     buffer: Buffer,
-    batch: Batch,
-    /// Consecutive zero pages of one block that have not gone to the sink.
-    zeros: Option<(usize, PageRange)>,
+    orders: Orders,
+    decoder: Decoder,
     seen: Vec<PageBitmap>,
     stats: DestinationStats,
     uncounted: Moved,
@@ -229,14 +226,13 @@ struct Receiver<'a, S: ?Sized> {
 
 type Received = (StreamStart, Vec<u8>, DeviceState, DestinationStats, bool);
 
-impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
-    fn new(role: &'a Destination<'a>, sink: &'a mut S) -> Self {
+impl<'a> Receiver<'a> {
+    fn new(role: &'a Destination<'a>) -> Self {
         Self {
             role,
-            sink,
             buffer: Buffer::new(),
-            batch: Batch::default(),
-            zeros: None,
+            orders: Orders::default(),
+            decoder: Decoder::new(),
             seen: Vec::new(),
             stats: DestinationStats::default(),
             uncounted: Moved::default(),
@@ -244,70 +240,21 @@ impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
         }
     }
 
-    fn run(mut self) -> Result<Received, MigrateError> {
+    fn run<S: PageSink + Send + ?Sized>(mut self, sink: &mut S) -> Result<Received, MigrateError> {
         let begun = Instant::now();
         self.role.channel.set_timeouts(self.role.options.patience, None)?;
-        let mut decoder = Decoder::new();
-        let mut configuration = None;
-        let mut ram_section = None;
-        let mut start: Option<StreamStart> = None;
-        let (start, devices_begun) = loop {
-            let (consumed, event) = match decoder.step(self.buffer.arrived())? {
-                Step::Need(total) => {
-                    self.refill(total, &decoder)?;
-                    continue;
-                }
-                Step::Event { consumed, event } => (consumed, event),
-            };
-            match event {
-                Event::Page { block, offset } => {
-                    self.buffer.consume(consumed);
-                    while self.buffer.arrived().len() < PAGE_LEN {
-                        self.refill(PAGE_LEN, &decoder)?;
-                    }
-                    self.take_page(block, PageNumber(offset / PAGE_SIZE))?;
-                    continue;
-                }
-                Event::Zero { block, offset } => {
-                    self.buffer.consume(consumed);
-                    self.take_zero(block, PageNumber(offset / PAGE_SIZE))?;
-                    continue;
-                }
-                Event::Configuration(found) => configuration = Some(found),
-                Event::SectionStart(header) => ram_section = Some(header.id),
-                Event::RamStart(blocks) => {
-                    let (Some(configuration), Some(section_id)) = (configuration.take(), ram_section) else {
-                        return Err(MigrateError::Protocol("the RAM layout came before its section began".into()));
-                    };
-                    let layout = StreamStart { configuration, section_id, blocks };
-                    self.begin(&layout)?;
-                    start = Some(layout);
-                }
-                Event::Command(command) => self.obey(&command, decoder.offset())?,
-                Event::DeviceTail => {
-                    self.buffer.consume(consumed);
-                    let start = start
-                        .ok_or_else(|| MigrateError::Protocol("device sections came before the RAM layout".into()))?;
-                    break (start, Instant::now());
-                }
-                Event::RamBlock { .. }
-                | Event::SectionPart { .. }
-                | Event::SectionEnd { .. }
-                | Event::SectionFooter { .. }
-                | Event::EndOfSection => {}
-                other => {
-                    return Err(MigrateError::Unsupported {
-                        what: format!("{other:?}"),
-                        offset: decoder.offset(),
-                        role: "the precopy destination",
-                    });
-                }
-            }
-            self.buffer.consume(consumed);
-        };
-        self.flush()?;
+        let start = self.take_layout()?;
+        sink.begin(&start).map_err(MigrateError::Sink)?;
+        self.begin(&start);
+        thread::scope(|scope| {
+            let landing = Landing::start(scope, sink, BUFFER_LEN)?;
+            let taken = self.take_pages(&landing);
+            // A sink that failed is the cause; that no buffer came back is what it led to.
+            landing.finish().and(taken)
+        })?;
         self.role.progress.enter(Phase::Device);
-        let (tail, devices) = self.take_devices(decoder.offset())?;
+        let devices_begun = Instant::now();
+        let (tail, devices) = self.take_devices(self.decoder.offset())?;
         self.stats.device_bytes = u64::try_from(tail.len()).unwrap_or(u64::MAX);
         self.stats.device_elapsed = devices_begun.elapsed();
         self.stats.elapsed = begun.elapsed();
@@ -316,13 +263,84 @@ impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
         Ok((start, tail, devices, self.stats, self.return_path))
     }
 
-    fn begin(&mut self, start: &StreamStart) -> Result<(), MigrateError> {
-        self.sink.begin(start).map_err(MigrateError::Sink)?;
+    /// Everything up to the end of the RAM layout.
+    fn take_layout(&mut self) -> Result<StreamStart, MigrateError> {
+        let (mut configuration, mut ram_section) = (None, None);
+        loop {
+            let (consumed, event) = match self.decoder.step(self.buffer.arrived())? {
+                Step::Need(total) => {
+                    self.fill(total)?;
+                    continue;
+                }
+                Step::Event { consumed, event } => (consumed, event),
+            };
+            self.buffer.consume(consumed);
+            match event {
+                Event::Configuration(found) => configuration = Some(found),
+                Event::SectionStart(header) => ram_section = Some(header.id),
+                Event::RamBlock { .. } => {}
+                Event::RamStart(blocks) => {
+                    let (Some(configuration), Some(section_id)) = (configuration, ram_section) else {
+                        return Err(MigrateError::Protocol("the RAM layout came before its section began".into()));
+                    };
+                    return Ok(StreamStart { configuration, section_id, blocks });
+                }
+                Event::Command(command) => self.obey(&command, self.decoder.offset())?,
+                other => return Err(self.unsupported(&other)),
+            }
+        }
+    }
+
+    /// Everything up to the first device section, which is left in the buffer.
+    fn take_pages(&mut self, landing: &Landing<'_>) -> Result<(), MigrateError> {
+        loop {
+            let (consumed, event) = match self.decoder.step(self.buffer.arrived())? {
+                Step::Need(total) => {
+                    self.refill(total, landing)?;
+                    continue;
+                }
+                Step::Event { consumed, event } => (consumed, event),
+            };
+            self.buffer.consume(consumed);
+            match event {
+                Event::Page { block, offset } => {
+                    self.refill(PAGE_LEN, landing)?;
+                    let page = PageNumber(offset / PAGE_SIZE);
+                    self.orders.page(block, page, self.buffer.start);
+                    self.buffer.consume(PAGE_LEN);
+                    self.uncounted.normal += 1;
+                    self.see(block, page);
+                }
+                Event::Zero { block, offset } => {
+                    let page = PageNumber(offset / PAGE_SIZE);
+                    self.orders.zero(block, page);
+                    self.uncounted.zero += 1;
+                    self.see(block, page);
+                }
+                Event::Command(command) => self.obey(&command, self.decoder.offset())?,
+                Event::DeviceTail => return self.exchange(landing),
+                Event::SectionPart { .. }
+                | Event::SectionEnd { .. }
+                | Event::SectionFooter { .. }
+                | Event::EndOfSection => {}
+                other => return Err(self.unsupported(&other)),
+            }
+        }
+    }
+
+    fn unsupported(&self, event: &Event) -> MigrateError {
+        MigrateError::Unsupported {
+            what: format!("{event:?}"),
+            offset: self.decoder.offset(),
+            role: "the precopy destination",
+        }
+    }
+
+    fn begin(&mut self, start: &StreamStart) {
         let pages = || start.blocks.iter().map(|block| block.used_length / PAGE_SIZE);
         self.seen = pages().map(PageBitmap::new).collect();
         self.role.progress.expect_pages(pages().sum());
         self.role.progress.enter(Phase::Active);
-        Ok(())
     }
 
     fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {
@@ -345,51 +363,37 @@ impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
         Ok(())
     }
 
-    /// Reads on until `total` bytes have arrived behind the last decoded one, or fails at the end of the stream.
-    fn refill(&mut self, total: usize, decoder: &Decoder) -> Result<(), MigrateError> {
-        if total > BUFFER_LEN {
-            return Err(MigrateError::Protocol(format!("a record of {total} bytes at offset {}", decoder.offset())));
+    /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
+    fn refill(&mut self, total: usize, landing: &Landing<'_>) -> Result<(), MigrateError> {
+        if self.buffer.arrived().len() < total && self.buffer.is_short_of(total) {
+            self.exchange(landing)?;
         }
-        if self.buffer.is_short_of(total.max(PAGE_LEN)) || self.buffer.end == self.buffer.bytes.len() {
-            self.flush()?;
-            self.buffer.compact();
-        }
+        self.fill(total)
+    }
+
+    /// Reads until `total` bytes have arrived behind the last decoded one, or fails at the end of the stream.
+    fn fill(&mut self, total: usize) -> Result<(), MigrateError> {
         while self.buffer.arrived().len() < total {
+            if self.buffer.is_short_of(total) {
+                let offset = self.decoder.offset();
+                return Err(MigrateError::Protocol(format!("a record of {total} bytes at stream offset {offset}")));
+            }
             if self.buffer.fill(&self.role.channel)? == 0 {
-                return Err(MigrateError::Stream(decoder.truncated(self.buffer.arrived().len(), total)));
+                return Err(MigrateError::Stream(self.decoder.truncated(self.buffer.arrived().len(), total)));
             }
         }
         Ok(())
     }
 
-    fn take_page(&mut self, block: usize, page: PageNumber) -> Result<(), MigrateError> {
-        self.flush_zeros()?;
-        let follows = self.batch.block == block
-            && !self.batch.places.is_empty()
-            && self.batch.first + u64::try_from(self.batch.places.len()).unwrap_or(u64::MAX) == page.0;
-        if !follows {
-            self.flush_pages()?;
-            self.batch.block = block;
-            self.batch.first = page.0;
-        }
-        self.batch.places.push(self.buffer.start);
-        self.buffer.consume(PAGE_LEN);
-        self.uncounted.normal += 1;
-        self.see(block, page);
-        Ok(())
-    }
-
-    fn take_zero(&mut self, block: usize, page: PageNumber) -> Result<(), MigrateError> {
-        self.flush_pages()?;
-        match &mut self.zeros {
-            Some((same, run)) if *same == block && run.end == page => run.end = PageNumber(page.0 + 1),
-            _ => {
-                self.flush_zeros()?;
-                self.zeros = Some((block, PageRange::new(page, PageNumber(page.0 + 1))));
-            }
-        }
-        self.uncounted.zero += 1;
-        self.see(block, page);
+    /// Gives the buffer away with what is to become of it, and goes on in an empty one.
+    fn exchange(&mut self, landing: &Landing<'_>) -> Result<(), MigrateError> {
+        let full = std::mem::take(&mut self.buffer.bytes);
+        let rest = full.get(self.buffer.start..self.buffer.end).unwrap_or_default().to_vec();
+        let (empty, orders) = landing
+            .exchange((full, std::mem::take(&mut self.orders)))
+            .ok_or_else(|| MigrateError::Protocol("pages cannot be stored any more".into()))?;
+        self.orders = orders;
+        self.buffer.begin_with(empty, &rest);
         Ok(())
     }
 
@@ -408,36 +412,6 @@ impl<'a, S: PageSink + ?Sized> Receiver<'a, S> {
         self.stats.zero_pages += batch.zero;
         self.stats.resent_pages += batch.resent;
         self.role.progress.moved(batch);
-    }
-
-    /// Hands to the sink what has been gathered. At most one of the two batches holds anything, so the order in which a
-    /// page came as contents and as zero is kept.
-    fn flush(&mut self) -> Result<(), MigrateError> {
-        self.flush_zeros()?;
-        self.flush_pages()
-    }
-
-    fn flush_zeros(&mut self) -> Result<(), MigrateError> {
-        match self.zeros.take() {
-            None => Ok(()),
-            Some((block, run)) => self.sink.put_zero(block, run).map_err(MigrateError::Sink),
-        }
-    }
-
-    fn flush_pages(&mut self) -> Result<(), MigrateError> {
-        if self.batch.places.is_empty() {
-            return Ok(());
-        }
-        let bytes = &self.buffer.bytes;
-        let slices: Vec<_> = self
-            .batch
-            .places
-            .iter()
-            .map(|&place| IoSlice::new(bytes.get(place..place + PAGE_LEN).unwrap_or_default()))
-            .collect();
-        self.sink.put_pages(self.batch.block, PageNumber(self.batch.first), &slices).map_err(MigrateError::Sink)?;
-        self.batch.places.clear();
-        Ok(())
     }
 
     /// Collects the device sections up to the end that their own description proves.
