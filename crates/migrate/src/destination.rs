@@ -2,7 +2,7 @@
 //!
 //! The stream is read in large pieces into receive buffers and decoded in place. A page is not taken out of them: the
 //! sink gets slices of a buffer, gathered over as many consecutive pages as have arrived, and hands them to the kernel
-//! in one vectored call, while the next buffer fills ([`landing`]). What user space moves is the tail of a record that the
+//! in one vectored call, while the next buffer fills (`landing`). What user space moves is the tail of a record that the
 //! end of a buffer cut in two, at most one page a buffer.
 //!
 //! The role ends with the VM stopped at the source and the source waiting for the destination's word. That word is given
