@@ -5,3 +5,4 @@ mod ledger;
 pub mod postcopy;
 pub mod precopy;
 mod records;
+mod sender;

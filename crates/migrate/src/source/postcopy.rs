@@ -17,18 +17,18 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::{Channel, ChannelError, Counters};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
 use limosa_stream::command::Command;
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::{ram, section, vm};
 
-use super::inbox::{Inbox, Request, Wake};
-use super::ledger::{CLAIM_PAGES, Claim, Cursor, Ledger};
-use super::records::RecordWriter;
+use super::inbox::Inbox;
+use super::ledger::{CLAIM_PAGES, Cursor, Ledger};
+use super::sender::{Sender, Shared, answer_requests, new_histogram};
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::pages::PageSource;
-use crate::progress::{Moved, Phase, Progress};
+use crate::progress::{Phase, Progress};
 
 /// How often the end of the stream is tried for.
 const END_TICK: Duration = Duration::from_micros(200);
@@ -99,22 +99,6 @@ impl<S: PageSource + ?Sized> std::fmt::Debug for PostcopySource<'_, S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("PostcopySource").field("channel", &self.channel).field("options", &self.options).finish()
     }
-}
-
-/// What the sending threads share.
-struct Shared<'a, S: PageSource + ?Sized> {
-    source: &'a S,
-    ledger: Ledger,
-    inbox: Inbox,
-    progress: &'a Progress,
-    normal: AtomicU64,
-    zero: AtomicU64,
-    /// Requests that the preempt channel's thread has taken and not yet answered.
-    unanswered: AtomicU64,
-    /// Where the last request was, for the background to go on near it.
-    near: Mutex<Option<Cursor>>,
-    /// The stream's end is on its way: the destination may close the preempt channel at any moment.
-    ending: AtomicBool,
 }
 
 impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
@@ -455,93 +439,4 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.progress.enter(Phase::Completing);
         Ok(self.channel.put(&bytes)?)
     }
-}
-
-/// The preempt channel's thread: answers requests until the migration is over.
-fn answer_requests<S: PageSource + ?Sized>(
-    shared: &Shared<'_, S>,
-    channel: &Channel,
-) -> Result<Histogram<u64>, MigrateError> {
-    let mut sender = Sender::new(shared, channel)?;
-    loop {
-        match shared.inbox.next_request(Duration::from_secs(1), &shared.unanswered) {
-            Wake::Request(request) => {
-                let near = Cursor { block: request.block, page: request.pages.end };
-                *shared.near.lock().unwrap_or_else(PoisonError::into_inner) = Some(near);
-                let answered = sender.answer(request);
-                if answered.is_ok() {
-                    // One that failed stays counted for ever, so that the stream can never end over it.
-                    shared.unanswered.fetch_sub(1, Ordering::Release);
-                }
-                match answered {
-                    // The destination has everything and has closed this channel: its last requests need no answer.
-                    Err(MigrateError::Channel(_)) if shared.ending.load(Ordering::Acquire) => return Ok(sender.latency),
-                    answered => answered?,
-                }
-            }
-            Wake::Idle => {}
-            Wake::Ended => return Ok(sender.latency),
-        }
-    }
-}
-
-/// One sending thread: a channel, a buffer, and what it counted.
-struct Sender<'a, S: PageSource + ?Sized> {
-    shared: &'a Shared<'a, S>,
-    records: RecordWriter<'a>,
-    buffer: Vec<u8>,
-    latency: Histogram<u64>,
-}
-
-impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
-    fn new(shared: &'a Shared<'a, S>, channel: &'a Channel) -> Result<Self, MigrateError> {
-        Ok(Self {
-            shared,
-            records: RecordWriter::new(channel, &shared.source.start().blocks)?,
-            buffer: vec![0; usize::try_from(CLAIM_PAGES * PAGE_SIZE).unwrap_or(PAGE_LEN)],
-            latency: new_histogram(),
-        })
-    }
-
-    /// Answers a request: every page of it is sent, unless it has been.
-    fn answer(&mut self, request: Request) -> Result<(), MigrateError> {
-        let stored = self.shared.source.stored(request.block);
-        for page in request.pages.iter() {
-            let one = PageRange::new(page, PageNumber(page.0 + 1));
-            match self.shared.ledger.claim(request.block, page, stored) {
-                Claim::Contents => self.send(request.block, one)?,
-                Claim::Zero => {
-                    self.shared.source.confirm_zero(request.block, one).map_err(MigrateError::Source)?;
-                    self.records.send_zero(request.block, one)?;
-                    self.count(0, 1);
-                }
-                Claim::Taken => continue,
-            }
-            let nanos = u64::try_from(request.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            self.latency.saturating_record(nanos);
-        }
-        self.shared.progress.requested(request.pages.len());
-        Ok(())
-    }
-
-    /// Sends a claimed run of pages.
-    fn send(&mut self, block: usize, pages: PageRange) -> Result<(), MigrateError> {
-        let length = usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
-        let buffer = self.buffer.get_mut(..length).ok_or_else(|| MigrateError::Protocol("a claim too long".into()))?;
-        self.shared.source.read(block, pages, buffer).map_err(MigrateError::Source)?;
-        let (normal, zero) = self.records.send(block, pages, buffer)?;
-        self.count(normal, zero);
-        Ok(())
-    }
-
-    fn count(&self, normal: u64, zero: u64) {
-        self.shared.normal.fetch_add(normal, Relaxed);
-        self.shared.zero.fetch_add(zero, Relaxed);
-        self.shared.progress.moved(Moved { normal, zero, resent: 0 });
-    }
-}
-
-/// Latencies from 1 ns to 1000 s, three digits.
-fn new_histogram() -> Histogram<u64> {
-    Histogram::new_with_bounds(1, 1_000_000_000_000, 3).unwrap_or_else(|_| unreachable!("the bounds are constants"))
 }

@@ -1,0 +1,125 @@
+//! The sending threads of a postcopy: each a channel, a buffer, and what it counts.
+//!
+//! All of them claim pages from one ledger and take requests from one inbox; what else they share stands in [`Shared`].
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use limosa_channel::Channel;
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
+
+use super::inbox::{Inbox, Request, Wake};
+use super::ledger::{CLAIM_PAGES, Claim, Cursor, Ledger};
+use super::records::RecordWriter;
+use crate::error::MigrateError;
+use crate::pages::PageSource;
+use crate::progress::{Moved, Progress};
+
+/// What the sending threads share.
+pub(crate) struct Shared<'a, S: PageSource + ?Sized> {
+    pub(crate) source: &'a S,
+    pub(crate) ledger: Ledger,
+    pub(crate) inbox: Inbox,
+    pub(crate) progress: &'a Progress,
+    pub(crate) normal: AtomicU64,
+    pub(crate) zero: AtomicU64,
+    /// Requests that the preempt channel's thread has taken and not yet answered.
+    pub(crate) unanswered: AtomicU64,
+    /// Where the last request was, for the background to go on near it.
+    pub(crate) near: Mutex<Option<Cursor>>,
+    /// The stream's end is on its way: the destination may close the preempt channel at any moment.
+    pub(crate) ending: AtomicBool,
+}
+
+/// The preempt channel's thread: answers requests until the migration is over.
+pub(crate) fn answer_requests<S: PageSource + ?Sized>(
+    shared: &Shared<'_, S>,
+    channel: &Channel,
+) -> Result<Histogram<u64>, MigrateError> {
+    let mut sender = Sender::new(shared, channel)?;
+    loop {
+        match shared.inbox.next_request(Duration::from_secs(1), &shared.unanswered) {
+            Wake::Request(request) => {
+                let near = Cursor { block: request.block, page: request.pages.end };
+                *shared.near.lock().unwrap_or_else(PoisonError::into_inner) = Some(near);
+                let answered = sender.answer(request);
+                if answered.is_ok() {
+                    // One that failed stays counted for ever, so that the stream can never end over it.
+                    shared.unanswered.fetch_sub(1, Ordering::Release);
+                }
+                match answered {
+                    // The destination has everything and has closed this channel: its last requests need no answer.
+                    Err(MigrateError::Channel(_)) if shared.ending.load(Ordering::Acquire) => return Ok(sender.latency),
+                    answered => answered?,
+                }
+            }
+            Wake::Idle => {}
+            Wake::Ended => return Ok(sender.latency),
+        }
+    }
+}
+
+/// One sending thread: a channel, a buffer, and what it counted.
+pub(crate) struct Sender<'a, S: PageSource + ?Sized> {
+    shared: &'a Shared<'a, S>,
+    records: RecordWriter<'a>,
+    buffer: Vec<u8>,
+    /// From the arrival of a request to its answer, nanoseconds.
+    pub(crate) latency: Histogram<u64>,
+}
+
+impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
+    /// A sender whose first record will name its block.
+    pub(crate) fn new(shared: &'a Shared<'a, S>, channel: &'a Channel) -> Result<Self, MigrateError> {
+        Ok(Self {
+            shared,
+            records: RecordWriter::new(channel, &shared.source.start().blocks)?,
+            buffer: vec![0; usize::try_from(CLAIM_PAGES * PAGE_SIZE).unwrap_or(PAGE_LEN)],
+            latency: new_histogram(),
+        })
+    }
+
+    /// Answers a request: every page of it is sent, unless it has been.
+    pub(crate) fn answer(&mut self, request: Request) -> Result<(), MigrateError> {
+        let stored = self.shared.source.stored(request.block);
+        for page in request.pages.iter() {
+            let one = PageRange::new(page, PageNumber(page.0 + 1));
+            match self.shared.ledger.claim(request.block, page, stored) {
+                Claim::Contents => self.send(request.block, one)?,
+                Claim::Zero => {
+                    self.shared.source.confirm_zero(request.block, one).map_err(MigrateError::Source)?;
+                    self.records.send_zero(request.block, one)?;
+                    self.count(0, 1);
+                }
+                Claim::Taken => continue,
+            }
+            let nanos = u64::try_from(request.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            self.latency.saturating_record(nanos);
+        }
+        self.shared.progress.requested(request.pages.len());
+        Ok(())
+    }
+
+    /// Sends a claimed run of pages.
+    pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<(), MigrateError> {
+        let length = usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
+        let buffer = self.buffer.get_mut(..length).ok_or_else(|| MigrateError::Protocol("a claim too long".into()))?;
+        self.shared.source.read(block, pages, buffer).map_err(MigrateError::Source)?;
+        let (normal, zero) = self.records.send(block, pages, buffer)?;
+        self.count(normal, zero);
+        Ok(())
+    }
+
+    fn count(&self, normal: u64, zero: u64) {
+        self.shared.normal.fetch_add(normal, Relaxed);
+        self.shared.zero.fetch_add(zero, Relaxed);
+        self.shared.progress.moved(Moved { normal, zero, resent: 0 });
+    }
+}
+
+/// Latencies from 1 ns to 1000 s, three digits.
+pub(crate) fn new_histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, 1_000_000_000_000, 3).unwrap_or_else(|_| unreachable!("the bounds are constants"))
+}
