@@ -64,10 +64,8 @@ impl Ledger {
     pub(crate) fn received(&self, block: usize, received: &PageBitmap) {
         let Some(ledger) = self.blocks.get(block) else { return };
         for run in received.runs() {
-            for page in run.iter() {
-                ledger.to_send.clear(page);
-                ledger.zero_sent.set(page);
-            }
+            ledger.to_send.clear_range(run);
+            ledger.zero_sent.set_range(run);
         }
     }
 
