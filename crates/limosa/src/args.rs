@@ -96,7 +96,7 @@ pub(crate) struct JobArgs {
     #[arg(long, value_name = "SOCK")]
     pub(crate) qmp: MonitorAddress,
 
-    /// Most bytes a second; none by default
+    /// Most bytes a second, no limit by default; below a few MiB QEMU keeps it only roughly
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
@@ -239,10 +239,10 @@ pub(crate) struct InspectArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// What to measure
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", value_parser = ["save", "restore", "landing"])]
     pub(crate) name: String,
 
-    /// Memory of the VMs
+    /// Memory of the VMs; 2G for save, 4G for restore, 1G for landing by default
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) size: Option<u64>,
 

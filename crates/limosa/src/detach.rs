@@ -59,13 +59,16 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     }
     let after = said.get("to_guest_ms").and_then(Value::as_f64).unwrap_or_default();
     let mode = said.get("mode").and_then(Value::as_str).unwrap_or("lazy");
-    say!(
-        "the guest is back after {}; process {} brings its memory",
-        words::time(Duration::from_secs_f64(after / 1e3)),
-        pager.id()
-    );
+    let after_words = words::time(Duration::from_secs_f64(after / 1e3));
+    let pager = if mode == "lazy" {
+        say!("the guest is back after {after_words}; process {} brings its memory", pager.id());
+        Some(pager.id())
+    } else {
+        say!("restored eagerly after {after_words}; all memory is there");
+        None
+    };
     if args.job.json {
-        print_out!("{}", json!({ "mode": mode, "detached": true, "pager": pager.id(), "to_guest_ms": after }));
+        print_out!("{}", json!({ "mode": mode, "detached": true, "pager": pager, "to_guest_ms": after }));
     }
     Ok(ExitCode::SUCCESS)
 }

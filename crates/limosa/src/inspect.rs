@@ -48,14 +48,14 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
     print_out!("QEMU          {}", manifest.qemu.as_deref().unwrap_or("unknown"));
     print_out!("limosa        {}, checksums {}", manifest.limosa, if checksums { "recorded" } else { "not recorded" });
     print_out!(
-        "saved         {} s since 1970, {} pages sent again",
-        manifest.finished,
+        "saved         {}, {} pages sent again",
+        words::date(manifest.finished),
         words::count(manifest.pages.resent)
     );
     for disk in &manifest.disks {
         print_out!(
             "disk          {} {} ({}, {})",
-            disk.node,
+            disk.device.as_deref().unwrap_or(&disk.node),
             disk.path.display(),
             disk.format,
             words::bytes(disk.size)

@@ -39,7 +39,8 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let snapshot = Snapshot::open(&args.snapshot)?;
     let monitor = job::connect(&args.job.qmp)?;
     let surroundings = Surroundings::new(&args.job, Job::Restore, "restoring", args.pager)?;
-    let observer = Observer { begun, reporter, quiet: args.pager, lazy_guest: AtomicBool::new(false) };
+    let observer =
+        Observer { begun, reporter, quiet: args.pager, paused: args.paused, lazy_guest: AtomicBool::new(false) };
     let options = options(args);
     let go = if args.recover { recover } else { restore };
     let done = go(&monitor, &snapshot, &args.snapshot, &options, surroundings.watch(), &observer);
@@ -69,11 +70,11 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
     if guest_runs {
         let how = format!("limosa restore --recover {} --qmp {}", args.snapshot.display(), args.job.qmp);
         let what = if matches!(error, JobError::Migrate(MigrateError::Paused)) {
-            "the guest is left without the rest of its memory and stalls where it needs it"
+            "the guest is left without the rest of its memory, and stalls where it needs it"
         } else {
             "the guest stalls where it needs memory that is missing"
         };
-        return anyhow::Error::from(error).context(format!("{what}; go on with: {how}"));
+        return anyhow::anyhow!("{error}; {what}; go on with: {how}");
     }
     if refused || args.recover {
         return error.into();
@@ -106,6 +107,7 @@ struct Observer<'a> {
     begun: Instant,
     reporter: &'a Reporter,
     quiet: bool,
+    paused: bool,
     /// Whether there is a guest whose memory is still to come.
     lazy_guest: AtomicBool,
 }
@@ -116,7 +118,8 @@ impl RestoreObserver for Observer<'_> {
         let after = self.begun.elapsed();
         self.reporter.guest_ready(after, if mode == Mode::Eager { "eager" } else { "lazy" });
         if !self.quiet && mode == Mode::Lazy {
-            say!("the guest is back after {}; its memory follows", words::time(after));
+            let what = if self.paused { "the guest is loaded, paused," } else { "the guest is back" };
+            say!("{what} after {}; its memory follows", words::time(after));
         }
     }
 }

@@ -50,7 +50,9 @@ fn heed(signal: i32, heard: &mut u32, job: Job, control: &Control, progress: &Pr
         (Phase::PostcopyActive, _) => {
             *heard += 1;
             if *heard == 1 {
-                say!("limosa: pushing the rest at full speed; once more leaves the guest paused");
+                say!(
+                    "limosa: pushing the rest at full speed; once more leaves the guest without the rest of its memory"
+                );
                 control.set_max_bandwidth(None);
             } else {
                 control.stop(Stop::Pause);

@@ -50,6 +50,21 @@ pub(crate) fn time(time: Duration) -> String {
     }
 }
 
+/// A moment in seconds since 1970, as UTC.
+pub(crate) fn date(seconds: u64) -> String {
+    let (days, time) = (seconds / 86_400, seconds % 86_400);
+    // The calendar repeats every 400 years of 146,097 days; counted from 1 March 0000, leap days end years.
+    let shifted = days + 719_468;
+    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let year = year_of_era + era * 400 + next;
+    format!("{year}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", time / 3600, time / 60 % 60, time % 60)
+}
+
 /// Pages with thousands set apart.
 pub(crate) fn count(number: u64) -> String {
     let digits = number.to_string();
@@ -101,6 +116,14 @@ mod tests {
         assert_eq!(bytes(4096), "4 KiB");
         assert_eq!(bytes((3 << 30) / 2), "1.5 GiB");
         assert_eq!(bytes(u64::MAX), "16777215 TiB");
+    }
+
+    #[test]
+    fn dates_follow_the_calendar_over_leap_days() {
+        assert_eq!(date(0), "1970-01-01 00:00:00 UTC");
+        assert_eq!(date(951_782_399), "2000-02-28 23:59:59 UTC");
+        assert_eq!(date(951_782_400), "2000-02-29 00:00:00 UTC");
+        assert_eq!(date(1_795_161_946), "2026-11-20 08:05:46 UTC");
     }
 
     #[test]

@@ -105,7 +105,7 @@ pub enum JobError {
     },
 
     /// The VM changed its memory faster than it could be saved.
-    #[error("not done within {} s: the VM changes its memory faster than it is saved; give it more time, more bandwidth, or --on-timeout pause", after.as_secs_f64())]
+    #[error("not done within {} s: the VM changes its memory faster than it is saved, or the rate is limited too low; give it more time, more bandwidth, or --on-timeout pause", after.as_secs_f64())]
     TimedOut {
         /// The limit that was set.
         after: Duration,

@@ -100,6 +100,9 @@ pub struct JobMarker {
     pub descriptors: Vec<String>,
     /// When the job began, in seconds since 1970.
     pub begun: u64,
+    /// Why it broke off, if it could still say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<String>,
 }
 
 /// Why a marker could not be placed or read.
@@ -146,6 +149,7 @@ impl JobMarker {
             undo,
             descriptor_sets: Vec::new(),
             descriptors: Vec::new(),
+            failure: None,
             begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         }
     }

@@ -44,6 +44,7 @@ impl Resumed {
                 "{why}: a part of the VM's memory is still in the snapshot; go on with 'limosa restore --recover {} --qmp {monitor}'",
                 marker.path
             ),
+            (Outcome::Running, None) if takeover.remarks.is_empty() => format!("{why}; nothing to do"),
             (outcome, _) => format!("{why}; now {outcome}"),
         }
     }
@@ -146,7 +147,12 @@ pub fn explain(marker: Option<&JobMarker>, seen: &Seen) -> String {
         (JobKind::Save, JobPhase::Working, _) => "was being saved",
         (JobKind::Restore, ..) => "was being restored",
     };
-    format!("it {what} ({}) when {} died; {now}", marker.path, marker.process)
+    match &marker.failure {
+        Some(failure) => {
+            format!("it {what} ({}) when {} had to give up: {failure}; {now}", marker.path, marker.process)
+        }
+        None => format!("it {what} ({}) when {} died; {now}", marker.path, marker.process),
+    }
 }
 
 #[cfg(test)]

@@ -75,7 +75,7 @@ fn structure(path: &Path, offset: u64, why: String) -> SnapshotError {
 fn walk_error(path: &Path, error: WalkError) -> SnapshotError {
     match error {
         WalkError::Read { offset, source, .. } => SnapshotError::io("read it", path, Some(offset), source),
-        WalkError::Stream(error) => structure(path, error.offset(), error.to_string()),
+        WalkError::Stream(error) => structure(path, error.offset(), format!("{}: {}", error.place(), error.fault())),
         other => structure(path, 0, other.to_string()),
     }
 }

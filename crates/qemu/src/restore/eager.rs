@@ -45,6 +45,7 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
             return Err(job.give_up(&marker, error));
         }
     };
+    job.check_loaded()?;
     job.settle_run_state()?;
     let to_guest = job.begun.elapsed();
     job.observer.guest_ready(to_guest, Mode::Eager);

@@ -44,9 +44,13 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     match served {
         Ok((stats, to_guest)) => {
             settle(job.monitor, &marker)?;
+            job.check_loaded()?;
             Ok(report(job, Some(stats), to_guest))
         }
-        Err(Unserved { error, guest_runs: true }) => Err(error),
+        Err(Unserved { error, guest_runs: true }) => {
+            note_failure(monitor, marker, &error);
+            Err(error)
+        }
         Err(Unserved { error, guest_runs: false }) => Err(job.give_up(&marker, error)),
     }
 }
@@ -156,7 +160,7 @@ fn attend(
                 keep_open(job.monitor, keep);
                 kept.store(true, Ordering::Release);
             }
-            None if ended && !waits_for_guest => return to_guest,
+            None if ended && (!waits_for_guest || job.is_unloaded()) => return to_guest,
             None => {}
         }
         if loaded && to_guest.is_none() {
@@ -171,7 +175,8 @@ fn attend(
                         None
                     })
                     .is_some();
-            if runs || ended {
+            // A guest that sleeps, for one, does not say that it runs; but one that is still to be loaded is not there.
+            if runs || (ended && !job.is_unloaded()) {
                 let after = job.begun.elapsed();
                 to_guest = Some(after);
                 job.observer.guest_ready(after, Mode::Lazy);
@@ -193,6 +198,12 @@ fn keep_open(monitor: &Monitor, channel: &Channel) {
     if monitor.qmp().passes_descriptors() {
         let _ = monitor.getfd(KEPT, channel.as_fd());
     }
+}
+
+/// Writes down why the transfer broke off, for whoever recovers it: a detached pager has nobody else to tell.
+pub(super) fn note_failure(monitor: &Monitor, mut marker: JobMarker, error: &JobError) {
+    marker.failure = Some(error.to_string());
+    let _ = marker.update(monitor);
 }
 
 /// After the last page: waits for QEMU to see it so, then puts its settings back.

@@ -196,6 +196,23 @@ impl RestoreJob<'_> {
         }
     }
 
+    /// Whether QEMU says that it still waits for its VM.
+    fn is_unloaded(&self) -> bool {
+        self.monitor.status().is_ok_and(|status| status.state == RunState::Inmigrate)
+    }
+
+    /// After everything has been handed over: QEMU takes the VM's disks then, and may fail to without a word on the stream.
+    fn check_loaded(&self) -> Result<(), JobError> {
+        if self.runs && self.is_unloaded() {
+            return Err(JobError::refused(
+                "not restored: QEMU has the VM's memory but could not start it, most likely because another process has its disks \
+                 open (QEMU's log says)",
+                "end this QEMU, free the disks and start a fresh one",
+            ));
+        }
+        Ok(())
+    }
+
     /// The VM's state, as people and programs are told.
     fn vm_state(&self) -> String {
         self.monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string())

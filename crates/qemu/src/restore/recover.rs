@@ -55,7 +55,13 @@ pub fn recover(
     let keep = channel.try_clone()?;
     let source = PostcopySource::new(snapshot, channel, watch.control, watch.progress);
     let served = lazy::serve(&job, lazy::answering(source, rendezvous, preempt), &keep, lazy::Go::Recover, false);
-    let (stats, to_guest) = served.map_err(|unserved| unserved.error)?;
+    let (stats, to_guest) = match served {
+        Ok(served) => served,
+        Err(unserved) => {
+            lazy::note_failure(monitor, marker, &unserved.error);
+            return Err(unserved.error);
+        }
+    };
     lazy::settle(monitor, &marker)?;
     Ok(lazy::report(&job, Some(stats), to_guest))
 }
