@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -38,9 +38,9 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let marker = job.marker(change.undo);
     marker.place(monitor)?;
     let channel = listen(job, &change.set, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
-    let keep = channel.try_clone()?;
+    let ends = Arc::new(Ends::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
-    let served = serve(job, answering(source, rendezvous, preempt), &keep, Go::Start, job.runs);
+    let served = serve(job, answering(source, rendezvous, preempt, &ends), &ends, Go::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {
             settle(job.monitor, &marker)?;
@@ -64,20 +64,36 @@ fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous) ->
 }
 
 /// With a preempt channel, if there is to be one; the place of the rendezvous is left as soon as all have met there.
-pub(super) fn answering(
-    source: PostcopySource<'_, Snapshot>,
+pub(super) fn answering<'a>(
+    source: PostcopySource<'a, Snapshot>,
     rendezvous: Rendezvous,
     preempt: bool,
-) -> PostcopySource<'_, Snapshot> {
+    ends: &Arc<Ends>,
+) -> PostcopySource<'a, Snapshot> {
     if !preempt {
         rendezvous.leave();
         return source;
     }
+    let ends = Arc::clone(ends);
     source.with_preempt(Box::new(move || {
         let channel = rendezvous.connect_preempt();
         rendezvous.leave();
-        channel
+        let channel = channel?;
+        *ends.preempt.lock().unwrap_or_else(PoisonError::into_inner) = Some(channel.try_clone()?);
+        Ok(channel)
     }))
+}
+
+/// Limosa's ends of the channels, for QEMU to keep open when the stream ends.
+pub(super) struct Ends {
+    main: Channel,
+    preempt: Mutex<Option<Channel>>,
+}
+
+impl Ends {
+    pub(super) fn new(main: &Channel) -> Result<Self, JobError> {
+        Ok(Self { main: main.try_clone()?, preempt: Mutex::new(None) })
+    }
 }
 
 /// A transfer that was broken off.
@@ -100,7 +116,7 @@ pub(super) enum Go {
 pub(super) fn serve(
     job: &RestoreJob<'_>,
     source: PostcopySource<'_, Snapshot>,
-    keep: &Channel,
+    ends: &Ends,
     go: Go,
     resumes: bool,
 ) -> Result<(PostcopyStats, Duration), Unserved> {
@@ -126,7 +142,7 @@ pub(super) fn serve(
             error: JobError::Place { what: "start a thread to serve", path: job.path.to_owned(), source },
             guest_runs: false,
         })?;
-        let to_guest = attend(job, &heard, keep, &kept, resumes, || engine.is_finished());
+        let to_guest = attend(job, &heard, ends, &kept, resumes, || engine.is_finished());
         let result = engine.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sender panicked".into())));
         match result {
             Ok(stats) => Ok((stats, to_guest.unwrap_or_else(|| job.begun.elapsed()))),
@@ -142,7 +158,7 @@ pub(super) fn serve(
 fn attend(
     job: &RestoreJob<'_>,
     heard: &mpsc::Receiver<Milestone>,
-    keep: &Channel,
+    ends: &Ends,
     kept: &AtomicBool,
     resumes: bool,
     over: impl Fn() -> bool,
@@ -157,7 +173,7 @@ fn attend(
         match message {
             Some(Milestone::DevicesLoaded) => loaded = true,
             Some(Milestone::AllPlaced) => {
-                keep_open(job.monitor, keep);
+                keep_open(job.monitor, ends);
                 kept.store(true, Ordering::Release);
             }
             None if ended && (!waits_for_guest || job.is_unloaded()) => return to_guest,
@@ -185,8 +201,8 @@ fn attend(
     }
 }
 
-/// The name under which QEMU keeps limosa's end of the channel.
-pub(super) const KEPT: &str = "limosa-restore";
+/// The names under which QEMU keeps limosa's ends of the channels.
+const KEPT: [&str; 2] = ["limosa-restore", "limosa-restore-preempt"];
 
 /// Gives QEMU a duplicate of limosa's end of the channel, just before the stream ends.
 ///
@@ -194,9 +210,15 @@ pub(super) const KEPT: &str = "limosa-restore";
 /// recovery that can never come, because it has left the state in which it could take one (found with QEMU 10.0.2). With a
 /// duplicate of its own it talks to itself and completes. Before the last page is placed this would be wrong: a pager that
 /// dies must be noticed. Without descriptors (a monitor over tcp) that window stays.
-fn keep_open(monitor: &Monitor, channel: &Channel) {
-    if monitor.qmp().passes_descriptors() {
-        let _ = monitor.getfd(KEPT, channel.as_fd());
+fn keep_open(monitor: &Monitor, ends: &Ends) {
+    if !monitor.qmp().passes_descriptors() {
+        return;
+    }
+    let preempt = ends.preempt.lock().unwrap_or_else(PoisonError::into_inner);
+    for (name, end) in KEPT.into_iter().zip([Some(&ends.main), preempt.as_ref()]) {
+        if let Some(end) = end {
+            let _ = monitor.getfd(name, end.as_fd());
+        }
     }
 }
 
@@ -218,7 +240,9 @@ pub(super) fn settle(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobErr
             _ => thread::sleep(Duration::from_millis(2)),
         }
     }
-    monitor.closefd(KEPT)?;
+    for name in KEPT {
+        monitor.closefd(name)?;
+    }
     monitor.put_back(&marker.undo)?;
     JobMarker::remove(monitor)?;
     Ok(())

@@ -1,6 +1,7 @@
 //! Finishing a lazy restore that was interrupted.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -52,9 +53,10 @@ pub fn recover(
     let rendezvous = Rendezvous::new(monitor, options.listen.as_ref())?;
     monitor.migrate_recover(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
-    let keep = channel.try_clone()?;
+    let ends = Arc::new(lazy::Ends::new(&channel)?);
     let source = PostcopySource::new(snapshot, channel, watch.control, watch.progress);
-    let served = lazy::serve(&job, lazy::answering(source, rendezvous, preempt), &keep, lazy::Go::Recover, false);
+    let served =
+        lazy::serve(&job, lazy::answering(source, rendezvous, preempt, &ends), &ends, lazy::Go::Recover, false);
     let (stats, to_guest) = match served {
         Ok(served) => served,
         Err(unserved) => {
