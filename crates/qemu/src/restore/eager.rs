@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
-use std::thread;
 use std::time::Duration;
 
 use limosa_migrate::{MigrateError, PageSource, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
@@ -15,6 +14,7 @@ use crate::job::JobError;
 use crate::marker::JobMarker;
 use crate::monitor::{MigrationInfo, MigrationStatus, Settings};
 use crate::qmp::Version;
+use crate::save::file_channels;
 
 /// How often QEMU is asked whether it is done; its events end the wait at once.
 const ASK_EVERY: Duration = Duration::from_millis(20);
@@ -28,9 +28,8 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
         wish = wish.capability(other, false);
     }
     if by_file {
-        let channels = thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4));
         wish = wish
-            .parameter("multifd-channels", channels)
+            .parameter("multifd-channels", file_channels())
             .parameter("multifd-compression", "none")
             .parameter("direct-io", false);
     }

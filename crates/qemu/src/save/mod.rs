@@ -321,8 +321,8 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
     })
 }
 
-/// Channels with which QEMU writes a file in parallel: more than a few only compete for the disk.
-fn file_channels() -> usize {
+/// Channels with which QEMU writes or reads a file in parallel: more than a few only compete for the disk.
+pub(crate) fn file_channels() -> usize {
     thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4))
 }
 
