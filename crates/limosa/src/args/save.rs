@@ -1,0 +1,68 @@
+//! The arguments of `limosa save`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use limosa_channel::Uri;
+
+use super::values::parse_time;
+use super::{DisksArg, JobArgs, ViaArg};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnTimeoutArg {
+    /// Stop the VM, so that the rest is saved without it changing
+    Pause,
+    /// Give up; the VM goes on
+    Cancel,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SaveArgs {
+    #[command(flatten)]
+    pub(crate) job: JobArgs,
+
+    /// The file to make
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    /// Who writes the pages
+    #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
+    pub(crate) via: ViaArg,
+
+    /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT; by default a socket passed through the monitor
+    #[arg(long, value_name = "URI")]
+    pub(crate) listen: Option<Uri>,
+
+    /// Leave the VM stopped, and answer QEMU only when the file is durable
+    #[arg(long)]
+    pub(crate) stop: bool,
+
+    /// Replace the file if it is there
+    #[arg(long)]
+    pub(crate) force: bool,
+
+    /// Record a checksum of every 1 MiB of memory, verified when it is restored
+    #[arg(long)]
+    pub(crate) checksum: bool,
+
+    /// Longest stop of the VM that QEMU should aim for (its downtime-limit)
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub(crate) downtime: Option<Duration>,
+
+    /// How long the VM may run on while it is saved
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub(crate) timeout: Option<Duration>,
+
+    /// What to do with a VM that changes its memory faster than it is saved
+    #[arg(long, value_enum, default_value_t = OnTimeoutArg::Cancel, requires = "timeout")]
+    pub(crate) on_timeout: OnTimeoutArg,
+
+    /// What to do about writable disks
+    #[arg(long, value_enum, default_value_t = DisksArg::Check)]
+    pub(crate) disks: DisksArg,
+
+    /// Do not wait for the file to be durable: a power cut may lose it
+    #[arg(long, conflicts_with = "stop")]
+    pub(crate) no_sync: bool,
+}

@@ -1,0 +1,60 @@
+//! Sizes, rates and times as they are written on the command line.
+
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+/// `4K`, `64M`, `8G`, `1T` or plain bytes.
+pub(super) fn parse_size(text: &str) -> Result<u64, String> {
+    let wrong = || format!("{text:?} is not a size: write 4K, 64M, 8G, 1T or a number of bytes");
+    let (digits, shift) = match text.char_indices().last().ok_or_else(wrong)? {
+        (at, 'K' | 'k') => (text.get(..at).ok_or_else(wrong)?, 10),
+        (at, 'M' | 'm') => (text.get(..at).ok_or_else(wrong)?, 20),
+        (at, 'G' | 'g') => (text.get(..at).ok_or_else(wrong)?, 30),
+        (at, 'T' | 't') => (text.get(..at).ok_or_else(wrong)?, 40),
+        _ => (text, 0),
+    };
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    number.checked_mul(1 << shift).filter(|size| *size > 0).ok_or_else(wrong)
+}
+
+pub(super) fn parse_rate(text: &str) -> Result<NonZeroU64, String> {
+    let rate = parse_size(text).map_err(|_| format!("{text:?} is not a rate: write 100M for 100 MiB per second"))?;
+    NonZeroU64::new(rate).ok_or_else(|| "a rate is more than 0".into())
+}
+
+/// `300ms`, `30s`, `5m` or plain seconds.
+pub(super) fn parse_time(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("{text:?} is not a time: write 300ms, 30s or 5m");
+    let (digits, millis) = if let Some(digits) = text.strip_suffix("ms") {
+        (digits, 1)
+    } else if let Some(digits) = text.strip_suffix('m') {
+        (digits, 60_000)
+    } else {
+        (text.strip_suffix('s').unwrap_or(text), 1000)
+    };
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    number.checked_mul(millis).filter(|millis| *millis > 0).map(Duration::from_millis).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_binary_suffixes_and_never_overflow() {
+        assert_eq!(parse_size("4K"), Ok(4096));
+        assert_eq!(parse_size("1T"), Ok(1 << 40));
+        assert_eq!(parse_size("17"), Ok(17));
+        for wrong in ["", "K", "0", "-1", "4KB", "99999999999T", "1.5G", "é"] {
+            assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn times_are_seconds_unless_they_say_otherwise() {
+        assert_eq!(parse_time("300ms"), Ok(Duration::from_millis(300)));
+        assert_eq!(parse_time("5m"), Ok(Duration::from_secs(300)));
+        assert_eq!(parse_time("30s"), parse_time("30"));
+        assert!(parse_time("0").is_err() && parse_time("m").is_err());
+    }
+}
