@@ -30,9 +30,15 @@ pub(crate) struct Surroundings {
 
 impl Surroundings {
     pub(crate) fn new(args: &JobArgs, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
+        let surroundings = Self::over(args.control.as_deref(), job, verb, quiet)?;
+        surroundings.control.set_max_bandwidth(args.max_bandwidth);
+        Ok(surroundings)
+    }
+
+    /// For a job that has no QEMU.
+    pub(crate) fn over(socket: Option<&Path>, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
         let (control, progress) = (Control::new(), Progress::new());
-        control.set_max_bandwidth(args.max_bandwidth);
-        let socket = args.control.as_deref().map(|path| listen(path, job, &control, &progress)).transpose()?;
+        let socket = socket.map(|path| listen(path, job, &control, &progress)).transpose()?;
         let signals = SignalWatch::start(job, &control, &progress)?;
         let bar = (!quiet).then(|| Bar::show(&progress, verb));
         Ok(Self { control, progress, _socket: socket, _signals: signals, _bar: bar })

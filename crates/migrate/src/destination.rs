@@ -47,6 +47,9 @@ pub struct DestinationOptions {
     /// tail at once, so the next piece of it is microseconds away; the VM stands still meanwhile. What is taken for the end is
     /// certain only after [`Incoming::confirm_end`].
     pub after_the_end: Duration,
+    /// Whether the stream was recorded: nobody listens at its other end. A wish for answers is passed over then, and the
+    /// stream ends where the bytes end, however long they take.
+    pub recorded: bool,
 }
 
 impl Default for DestinationOptions {
@@ -55,6 +58,7 @@ impl Default for DestinationOptions {
             max_device_state: TAIL_LIMIT,
             patience: Some(Duration::from_secs(60)),
             after_the_end: Duration::from_millis(1),
+            recorded: false,
         }
     }
 }
@@ -345,6 +349,7 @@ impl<'a> Receiver<'a> {
 
     fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {
         match command {
+            Command::OpenReturnPath | Command::Ping(_) if self.role.options.recorded => {}
             Command::OpenReturnPath => self.return_path = true,
             Command::Ping(token) if self.return_path => {
                 let mut bytes = Vec::new();
@@ -418,6 +423,7 @@ impl<'a> Receiver<'a> {
     fn take_devices(&mut self, offset: u64) -> Result<(Vec<u8>, DeviceState), MigrateError> {
         self.count();
         let channel = &self.role.channel;
+        let patience = if self.role.options.recorded { self.role.options.patience } else { Some(TAIL_PATIENCE) };
         let mut search = DeviceTail::new(offset, self.role.options.max_device_state);
         let mut tail = self.buffer.arrived().to_vec();
         loop {
@@ -427,7 +433,7 @@ impl<'a> Receiver<'a> {
                 // behind it. The source has nothing more to say until it is answered.
                 channel.set_timeouts(Some(self.role.options.after_the_end), None)?;
             } else {
-                channel.set_timeouts(Some(TAIL_PATIENCE), None)?;
+                channel.set_timeouts(patience, None)?;
             }
             self.buffer.start = 0;
             self.buffer.end = 0;
