@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber};
-use limosa_stream::Command;
 use limosa_stream::decoder::{Decoder, Event, Step};
 use limosa_stream::devices::{self, DeviceState, DeviceTail, TAIL_LIMIT};
 use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::{Command, Fault, Feature, StreamError};
 
 use landing::{Landing, Orders};
 
@@ -333,6 +333,15 @@ impl<'a> Receiver<'a> {
     }
 
     fn unsupported(&self, event: &Event) -> MigrateError {
+        let feature = match event {
+            Event::MultifdFlush => Some(Feature::Multifd),
+            Event::Xbzrle { .. } => Some(Feature::Xbzrle),
+            _ => None,
+        };
+        if let Some(feature) = feature {
+            let fault = Fault::Unsupported(feature);
+            return MigrateError::Stream(StreamError::new(self.decoder.offset(), "section \"ram\"", fault));
+        }
         MigrateError::Unsupported {
             what: format!("{event:?}"),
             offset: self.decoder.offset(),

@@ -38,6 +38,16 @@ pub struct Configuration {
     pub target_page_bits: Option<u32>,
 }
 
+/// What depends on the machine type in a stream of multifd. The default is that of current types.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct MultifdRules {
+    /// Machine types up to 8.0: every EOS of a RAM section is a join point, that of START included, and the word 0x200 is
+    /// unknown. Otherwise the word 0x200 is the join point.
+    pub sync_at_every_section: bool,
+    /// Machine types up to 8.2: zero pages travel as records of the main channel, and packets of none.
+    pub zero_pages_on_main: bool,
+}
+
 impl Configuration {
     /// A configuration of `machine` and nothing else.
     pub fn new(machine: impl Into<String>) -> Self {
@@ -61,6 +71,22 @@ impl Configuration {
     pub fn without_mapped_ram(mut self) -> Self {
         self.capabilities.retain(|capability| capability != MAPPED_RAM);
         self
+    }
+
+    /// How a QEMU of this machine type uses multifd: QEMU does not negotiate it, both ends go by the type.
+    ///
+    /// A name without a version (`microvm`, one of a distribution) counts as current. A reader need not guess: see
+    /// [`Event::MultifdFlush`](crate::Event::MultifdFlush).
+    pub fn multifd_rules(&self) -> MultifdRules {
+        let mut version = self.machine.rsplit('-').next().unwrap_or_default().split('.');
+        let mut number = || version.next().and_then(|number| number.parse::<u32>().ok());
+        match (number(), number()) {
+            (Some(major), Some(minor)) => MultifdRules {
+                sync_at_every_section: (major, minor) <= (8, 0),
+                zero_pages_on_main: (major, minor) <= (8, 2),
+            },
+            _ => MultifdRules::default(),
+        }
     }
 
     /// Appends file header and configuration record.

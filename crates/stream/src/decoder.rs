@@ -84,6 +84,20 @@ pub enum Event {
         /// Byte offset inside the block, page aligned; the whole page is inside.
         offset: u64,
     },
+    /// A page delta: `length` bytes follow, and the caller takes them without showing them to the decoder. They are for
+    /// [`xbzrle::decode`](crate::xbzrle::decode), on top of what the page holds so far.
+    Xbzrle {
+        /// Index of the RAM block.
+        block: usize,
+        /// Byte offset inside the block, page aligned; the whole page is inside.
+        offset: u64,
+        /// Bytes of the delta, at most 4096.
+        length: u16,
+    },
+    /// Join point with the [multifd](crate::multifd) channels: what is behind it counts only when every channel has come to
+    /// its next SYNC packet. In a stream of multifd there is one in START, behind [`RamStart`](Self::RamStart); if there is
+    /// none, every [`EndOfSection`](Self::EndOfSection) is a join point, that of START included.
+    MultifdFlush,
     /// The EOS word: no more records in this section.
     EndOfSection,
     /// The footer behind it.
@@ -300,6 +314,7 @@ impl Decoder {
                     other => {
                         let payload = match other {
                             Event::Page { .. } => PAGE_SIZE,
+                            Event::Xbzrle { length, .. } => u64::from(*length),
                             Event::Package { length } => u64::from(*length),
                             _ => 0,
                         };

@@ -143,6 +143,17 @@ pub enum Feature {
         "the stream joins with multifd channels, which carry its pages; turn the capability multifd off at the source"
     )]
     Multifd,
+    /// Flag 0x40 of a multifd packet: the state of an assigned device.
+    #[error("the channel carries device state (of an assigned device, vfio), which is not supported")]
+    MultifdDeviceState,
+    /// Pages of a multifd channel, compressed by special hardware.
+    #[error(
+        "the channel's pages are compressed by {method}; set multifd-compression to none, zlib or zstd at the source"
+    )]
+    MultifdCompression {
+        /// QEMU's name of the method.
+        method: &'static str,
+    },
     /// Flag 0x80: RDMA.
     #[error("the stream is controlled by RDMA hooks, which only an rdma: transport can follow")]
     RdmaHook,

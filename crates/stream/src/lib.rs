@@ -13,6 +13,8 @@
 //! | [`command`] | commands of the main channel |
 //! | [`decoder`] | the main channel, read |
 //! | [`walk`] | a decoder driven over a file, page payloads skipped |
+//! | [`multifd`] | packets of the channels beside the main one |
+//! | [`xbzrle`] | deltas between two states of a page |
 //! | [`return_path`] | what a destination tells its source |
 //! | [`mapped_ram`] | where everything lies in a mapped-ram file |
 //! | [`description`] | the JSON description of the device sections |
@@ -74,11 +76,13 @@ pub mod devices;
 pub mod error;
 pub mod global_state;
 pub mod mapped_ram;
+pub mod multifd;
 pub mod ram;
 pub mod return_path;
 pub mod section;
 pub mod vm;
 pub mod walk;
+pub mod xbzrle;
 
 pub use command::Command;
 pub use configuration::Configuration;

@@ -209,13 +209,25 @@ fn footers_and_section_ids_must_match() {
 }
 
 #[test]
+fn a_page_delta_is_inside_its_block_of_method_1_and_no_longer_than_a_page() {
+    let delta = |offset: u64, method: u8, length: u16| {
+        let record = [&word(offset | ram::FLAG_XBZRLE)[..], b"\x06pc.ram", &[method], &length.to_be_bytes()].concat();
+        error_of(&with(part(), &record)).to_string()
+    };
+    assert!(delta(0x1000, 1, 4096).contains("the input ends"), "the delta itself is the caller's");
+    assert!(delta(0x1000, 2, 10).contains("expected the method byte 0x01 of a page delta, found 0x02"));
+    assert!(delta(0x1000, 1, 4097).contains("length of a page delta is 4097"));
+    assert!(delta(0x4000, 1, 10).contains("outside RAM block"));
+    let nameless = with(part(), &word(ram::FLAG_XBZRLE | ram::FLAG_CONTINUE));
+    assert!(error_of(&nameless).to_string().contains("a block name in the first page record"));
+}
+
+#[test]
 fn other_features_are_named() {
     let flagged = |flag: u64| unsupported(&with(part(), &word(0x1000 | flag)));
-    assert_eq!(flagged(ram::FLAG_XBZRLE), Feature::Xbzrle);
-    assert_eq!(flagged(ram::FLAG_XBZRLE | ram::FLAG_CONTINUE), Feature::Xbzrle);
     assert_eq!(flagged(ram::FLAG_HOOK), Feature::RdmaHook);
     assert_eq!(flagged(ram::FLAG_COMPRESS_PAGE), Feature::CompressedPage);
-    assert_eq!(unsupported(&with(part(), &word(ram::FLAG_MULTIFD_FLUSH))), Feature::Multifd);
+    assert_eq!(flagged(ram::FLAG_MULTIFD_FLUSH), Feature::Multifd, "the join word has no address");
     assert!(error_of(&with(part(), &word(0x400))).to_string().contains("expected a RAM record"));
     assert!(error_of(&with(part(), &word(ram::FLAG_PAGE | ram::FLAG_ZERO))).to_string().contains("a RAM record"));
     let section = |name: &str, kind| {

@@ -4,7 +4,14 @@ use super::{Decoder, Event, NO_BLOCK, PAGE, PAGE_CONTINUE, State, ZERO, ZERO_CON
 use crate::cursor::{Cursor, Stop};
 use crate::error::{Fault, Feature};
 use crate::mapped_ram::MappedHeader;
-use crate::ram::{self, BLOCKS_LIMIT, FLAG_CONTINUE, FLAG_EOS, FLAG_ZERO, FLAGS_MASK, PAGE_SIZE, RamBlock};
+use crate::ram::{
+    self, BLOCKS_LIMIT, FLAG_CONTINUE, FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE, FLAG_ZERO, FLAGS_MASK, PAGE_LEN,
+    PAGE_SIZE, RamBlock,
+};
+
+const XBZRLE: u64 = FLAG_XBZRLE;
+const XBZRLE_CONTINUE: u64 = FLAG_XBZRLE | FLAG_CONTINUE;
+const XBZRLE_METHOD: u8 = 1;
 
 impl Decoder {
     pub(super) fn total(&mut self, cursor: &mut Cursor<'_>) -> Result<Event, Stop> {
@@ -99,17 +106,19 @@ impl Decoder {
                 self.state = if self.bare { State::Ended } else { State::Footer };
                 return Ok(if self.bare { Event::EndOfStream } else { Event::EndOfSection });
             }
+            FLAG_MULTIFD_FLUSH if offset == 0 && !self.mapped && !self.bare => return Ok(Event::MultifdFlush),
             PAGE | PAGE_CONTINUE | ZERO | ZERO_CONTINUE if self.mapped => {
                 let found = format_args!("page record {word:#x}").to_string();
                 return fail(Fault::expected("only EOS in the RAM sections of a mapped-ram file", found));
             }
             PAGE | PAGE_CONTINUE | ZERO | ZERO_CONTINUE if self.pages_begun || self.bare => {}
+            XBZRLE | XBZRLE_CONTINUE if self.pages_begun && !self.mapped => {}
             _ => {
                 return fail(match flags & !FLAG_CONTINUE {
-                    ram::FLAG_XBZRLE => Fault::Unsupported(Feature::Xbzrle),
+                    FLAG_XBZRLE => Fault::Unsupported(Feature::Xbzrle),
                     ram::FLAG_HOOK => Fault::Unsupported(Feature::RdmaHook),
                     ram::FLAG_COMPRESS_PAGE => Fault::Unsupported(Feature::CompressedPage),
-                    ram::FLAG_MULTIFD_FLUSH => Fault::Unsupported(Feature::Multifd),
+                    FLAG_MULTIFD_FLUSH => Fault::Unsupported(Feature::Multifd),
                     _ if self.pages_begun || self.bare => Fault::expected(
                         "a RAM record (flags 0x002, 0x008, each with or without 0x020, or the word 0x010)",
                         format_args!("word {word:#x}"),
@@ -142,7 +151,20 @@ impl Decoder {
                 None => Fault::expected("a RAM block", format_args!("index {block}")),
             });
         }
-        let event = if flags & FLAG_ZERO != 0 {
+        let event = if flags & FLAG_XBZRLE != 0 {
+            let at = cursor.at();
+            let (method, length) = (cursor.u8()?, cursor.be16()?);
+            if method != XBZRLE_METHOD {
+                let fault = Fault::expected("the method byte 0x01 of a page delta", format_args!("{method:#04x}"));
+                return Err(Stop::Fail { at, fault });
+            }
+            if usize::from(length) > PAGE_LEN {
+                let (value, limit) = (length.into(), PAGE_SIZE);
+                let fault = Fault::TooLarge { what: "length of a page delta", value, limit };
+                return Err(Stop::Fail { at: at + 1, fault });
+            }
+            Event::Xbzrle { block, offset, length }
+        } else if flags & FLAG_ZERO != 0 {
             let at = cursor.at();
             let fill = cursor.u8()?;
             if fill != 0 {
