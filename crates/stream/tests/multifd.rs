@@ -52,7 +52,7 @@ proptest! {
         let (normal, zero) = offsets.split_at(split.index(offsets.len() + 1));
         let payload_len = match (compression, normal.len()) {
             (_, 0) => 0,
-            (Compression::None, pages) => pages as u32 * 4096,
+            (Compression::None, pages) => u32::try_from(pages).unwrap() * 4096,
             _ => compressed,
         };
         let block = if offsets.is_empty() { "" } else { block.as_str() };
