@@ -6,7 +6,7 @@
 //! `shutdown(2)`, in `poll` by an event descriptor, in the rate limit by its condition variable.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use crate::counters::Side;
 use crate::rate::RateLimit;
 use crate::transport::Transport;
-use crate::vector::{Cursor, In, Out};
+use crate::vector::{BYTES_MAX, Cursor, In, Out};
 
 /// Why a transfer stopped, before it is known to whom and where.
 #[derive(Debug)]
@@ -98,6 +98,41 @@ impl Lane {
             }
             paid = paid.saturating_sub(moved);
             gather.advance(moved);
+        }
+        Ok(())
+    }
+
+    /// Writes `length` bytes of a file from `offset` on, as fast as `rate` lets it, without their passing through here.
+    pub(crate) fn put_file(
+        &self,
+        transport: &Transport,
+        rate: &RateLimit,
+        file: BorrowedFd<'_>,
+        mut offset: u64,
+        length: u64,
+    ) -> Result<()> {
+        let mut quiet = self.quiet();
+        let mut paid = 0;
+        let mut left = length;
+        while left != 0 {
+            let now = usize::try_from(left).unwrap_or(BYTES_MAX).min(rate.chunk()).min(BYTES_MAX);
+            let owed = now.saturating_sub(paid);
+            if owed != 0 {
+                let waited = rate.take_unless(owed as u64, &self.shut).ok_or(Stop::ShutDown)?;
+                if !waited.is_zero() {
+                    self.side.throttled(waited);
+                    quiet.progress();
+                }
+                paid += owed;
+            }
+            let moved = self.attempt(transport, &mut quiet, now, || transport.put_file(file, offset, now))?;
+            if moved == 0 {
+                let why = format!("the file that is sent ends at byte {offset}, {left} bytes too early");
+                return Err(Stop::Failed(io::Error::new(io::ErrorKind::UnexpectedEof, why)));
+            }
+            paid = paid.saturating_sub(moved);
+            offset = offset.saturating_add(moved as u64);
+            left = left.saturating_sub(moved as u64);
         }
         Ok(())
     }

@@ -46,6 +46,11 @@ impl Transport {
         }
     }
 
+    /// Writes some bytes of a file, at most `length`, straight from the page cache; returns how many, 0 at its end.
+    pub(crate) fn put_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: usize) -> io::Result<usize> {
+        Ok(rustix::fs::sendfile(self, file, Some(&mut offset), length)?)
+    }
+
     /// Reads some of the batch, or all of it (`whole`) where the kernel can wait for that; returns how many bytes.
     pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         match self {

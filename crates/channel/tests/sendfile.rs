@@ -1,0 +1,77 @@
+//! Pieces of files, sent past user space.
+
+use std::fs::File;
+use std::io::{ErrorKind, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::Duration;
+
+use limosa_channel::{Channel, ChannelError, How, Options};
+
+/// A file of this process that holds a pattern, and the pattern.
+fn patterned(length: usize) -> (File, Vec<u8>) {
+    let bytes: Vec<u8> = (0..length).map(|i| i.wrapping_mul(0x9e37_79b9).to_le_bytes()[2]).collect();
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(&bytes).unwrap();
+    (file, bytes)
+}
+
+fn small_ends() -> [(Channel, Channel); 2] {
+    let options = Options { send_buffer: Some(4096), receive_buffer: Some(4096), ..Options::default() };
+    let (a, b) = UnixStream::pair().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    let channel = |fd: OwnedFd| Channel::from_fd_with(fd, &options).unwrap();
+    [(channel(a.into()), channel(b.into())), (channel(writer.into()), channel(reader.into()))]
+}
+
+#[test]
+fn a_piece_of_a_file_goes_through_sockets_and_pipes_as_it_is() {
+    let (file, bytes) = patterned(3_000_000);
+    for (writer, reader) in small_ends() {
+        for (offset, length) in [(0, 3_000_000), (4096, 8192), (1, 100_001), (2_999_999, 1), (17, 0)] {
+            let mut received = vec![0; length];
+            thread::scope(|scope| {
+                scope.spawn(|| writer.put_file(&file, offset as u64, length as u64).unwrap());
+                reader.get(&mut received).unwrap();
+            });
+            assert!(received == bytes[offset..offset + length], "{length} bytes at {offset}");
+        }
+        assert_eq!(writer.counters().bytes_out, reader.counters().bytes_in);
+    }
+}
+
+#[test]
+fn a_file_that_is_too_short_or_that_the_kernel_cannot_send_is_an_error_that_says_so() {
+    let (file, _) = patterned(10_000);
+    for (writer, reader) in small_ends() {
+        thread::scope(|scope| {
+            scope.spawn(|| reader.get(&mut [0; 9_000]).unwrap());
+            let error = writer.put_file(&file, 1_000, 9_001).unwrap_err();
+            assert_eq!(error.io_kind(), Some(ErrorKind::UnexpectedEof), "{error}");
+            assert!(error.to_string().contains("ends at byte 10000, 1 bytes too early"), "{error}");
+        });
+        let folder = File::open("/").unwrap();
+        let error = writer.put_file(&folder, 0, 100).unwrap_err();
+        assert!(matches!(error, ChannelError::Unsupported { .. }), "{error:?}");
+        drop(reader);
+        let error = writer.put_file(&file, 0, 100).unwrap_err();
+        assert!(error.is_closed(), "{error:?}");
+    }
+}
+
+#[test]
+fn a_peer_that_takes_nothing_and_a_shutdown_end_the_sending_of_a_file() {
+    let (file, _) = patterned(3_000_000);
+    for (writer, _reader) in small_ends() {
+        writer.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
+        let error = writer.put_file(&file, 0, 3_000_000).unwrap_err();
+        assert!(error.is_timeout(), "{error:?}");
+        writer.set_timeouts(None, None).unwrap();
+        thread::scope(|scope| {
+            let sending = scope.spawn(|| writer.put_file(&file, 0, 3_000_000));
+            writer.shutdown(How::Both).unwrap();
+            assert!(sending.join().unwrap().unwrap_err().is_shut_down());
+        });
+    }
+}
