@@ -8,6 +8,7 @@
 //! | [`monitor`] | what limosa asks QEMU, as typed calls |
 //! | [`process`] | which process a job is, and whether it lives |
 //! | [`marker`] | the record of a running job, kept inside the QEMU process |
+//! | [`meeting`] | a private place where QEMU and limosa meet when a descriptor cannot be passed |
 //! | [`takeover`] | what to do with a VM whose job died: a pure plan, and its execution |
 //! | [`guard`] | the child process that takes over when limosa is killed |
 //! | [`resume`] | `limosa resume`: the same, on request, with an explanation |
@@ -30,6 +31,7 @@
 pub mod guard;
 pub mod job;
 pub mod marker;
+pub mod meeting;
 pub mod monitor;
 pub mod process;
 pub mod qmp;

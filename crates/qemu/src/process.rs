@@ -76,6 +76,14 @@ fn place() -> String {
     format!("{} {}", boot.trim(), namespace.display())
 }
 
+/// The user and the group by whose rights a process acts on files; `None` if /proc does not show it.
+pub(crate) fn user(pid: u32) -> Option<(u32, u32)> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    // Real, effective, saved and file system id (proc_pid_status(5)).
+    let last = |key: &str| text.lines().find_map(|line| line.strip_prefix(key))?.split_ascii_whitespace().nth(3);
+    Some((last("Uid:")?.parse().ok()?, last("Gid:")?.parse().ok()?))
+}
+
 /// Name and start time; `None` if there is no such process or it is a zombie.
 fn stat(pid: u32) -> Option<(String, u64)> {
     parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
@@ -116,6 +124,13 @@ mod tests {
         }
         child.wait().unwrap();
         assert_eq!(identity.liveness(), Liveness::Dead);
+    }
+
+    #[test]
+    fn a_process_acts_as_its_user() {
+        let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        assert_eq!(user(std::process::id()), Some(own));
+        assert_eq!(user(0), None);
     }
 
     #[test]

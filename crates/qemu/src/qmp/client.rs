@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::framer::{Frame, Framer};
 use super::message::{Event, Greeting, Message, Version};
+use super::peer::Peer;
 use super::socket::{self, Received};
 use super::{MonitorAddress, QmpError, excerpt};
 
@@ -110,8 +111,7 @@ impl Qmp {
             .map_err(|source| QmpError::Connect { monitor: monitor.clone(), source })?
             .ok_or_else(|| QmpError::Busy { monitor: monitor.clone(), waited: options.greeting })?;
         // The peer of a socket that was reached by its name is the process that listens.
-        let process = rustix::net::sockopt::socket_peercred(&socket).ok();
-        let process = process.and_then(|cred| u32::try_from(cred.pid.as_raw_nonzero().get()).ok());
+        let process = Peer::of(socket.as_fd()).ok().and_then(|peer| peer.pid);
         Self::negotiate(socket, monitor, process, options, begun)
     }
 

@@ -15,11 +15,13 @@ mod client;
 mod error;
 mod framer;
 mod message;
+mod peer;
 mod socket;
 
 pub use address::MonitorAddress;
 pub use client::{Options, Pending, Qmp};
 pub use error::QmpError;
 pub use message::{Event, Greeting, Version};
+pub(crate) use peer::Peer;
 
 pub(crate) use error::excerpt;

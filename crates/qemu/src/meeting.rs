@@ -1,0 +1,158 @@
+//! A private place where QEMU and limosa meet when a descriptor cannot be passed: a directory with sockets in it that
+//! nobody else can enter.
+//!
+//! Law: **it belongs to the user that QEMU runs as, with mode 0700, and QEMU is known to see it** (it may run as another
+//! user, in a chroot, in a mount namespace of its own), or it is refused with what to do instead.
+
+use std::fs::DirBuilder;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
+use std::path::{Path, PathBuf};
+
+use limosa_channel::{Listener, Options, Uri};
+use uuid::Uuid;
+
+use crate::job::JobError;
+use crate::monitor::Monitor;
+use crate::process;
+use crate::qmp::Peer;
+
+/// The longest name of a socket in the directory. A socket's address has room for 107 bytes, of which `/limosa-`, the
+/// directory's number, `/` and this are 57.
+const LONGEST_NAME: usize = 16;
+
+/// The directory; it is removed when this is dropped.
+#[derive(Debug)]
+pub struct MeetingPlace {
+    directory: PathBuf,
+    /// User and group of QEMU, where they are not this process's own.
+    other: Option<(u32, u32)>,
+}
+
+impl MeetingPlace {
+    /// Makes the directory, in `$XDG_RUNTIME_DIR` or the temporary directory.
+    ///
+    /// # Errors
+    /// If QEMU is, or may be, elsewhere, or runs as another user and this process is not root.
+    pub fn new(monitor: &Monitor) -> Result<Self, JobError> {
+        if !monitor.qmp().passes_descriptors() {
+            return Err(JobError::refused(
+                "QEMU's monitor is reached over tcp, so QEMU may be on another host",
+                "say with --listen tcp:HOST:PORT where to meet",
+            ));
+        }
+        let peer = Peer::of(monitor.qmp().descriptor().as_fd()).ok();
+        let pid = monitor.qmp().process();
+        // The process itself knows best: it may have changed its user since it made its socket (-run-with user=...).
+        let user = pid.and_then(process::user).or_else(|| peer.map(|peer| (peer.uid, peer.gid)));
+        let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        let other = user.filter(|user| user.0 != own.0);
+        let directory = place_for(other.is_none()).join(format!("limosa-{}", Uuid::new_v4().simple()));
+        let place = |what| {
+            let path = directory.clone();
+            move |source| JobError::Place { what, path, source }
+        };
+        DirBuilder::new().mode(0o700).create(&directory).map_err(place("make the directory"))?;
+        let meeting = Self { directory, other };
+        if let Some((uid, gid)) = other {
+            chown(&meeting.directory, Some(uid), Some(gid)).map_err(|_| {
+                JobError::refused(
+                    format!("QEMU runs as user {uid} and limosa as user {}, who cannot give it a private place", own.0),
+                    "run limosa as that user or as root, or say with --listen where to meet",
+                )
+            })?;
+        }
+        if pid.and_then(|pid| sees(pid, &meeting.directory)) == Some(false) {
+            return Err(JobError::refused(
+                format!("QEMU runs in a container or a chroot, where there is no {}", meeting.directory.display()),
+                "say where to meet: --listen unix:PATH in a directory that both have at the same path, or tcp:HOST:PORT",
+            ));
+        }
+        Ok(meeting)
+    }
+
+    /// The address of this name there. `name` has at most 16 bytes.
+    #[must_use]
+    pub fn uri(&self, name: &str) -> Uri {
+        debug_assert!(name.len() <= LONGEST_NAME);
+        Uri::Unix(self.directory.join(name))
+    }
+
+    /// Listens there for QEMU to connect.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn listen(&self, name: &str, options: &Options) -> Result<Listener, JobError> {
+        let listener = Listener::bind(&self.uri(name), options)?;
+        if let Some((uid, gid)) = self.other {
+            // The socket is this user's alone, and QEMU has to be able to write to it.
+            let path = self.directory.join(name);
+            chown(&path, Some(uid), Some(gid)).map_err(|source| JobError::Place {
+                what: "give QEMU's user",
+                path: path.clone(),
+                source,
+            })?;
+        }
+        Ok(listener)
+    }
+
+    /// Takes the directory away: once all are connected nobody needs the names any more, and a kill would leave them.
+    pub fn leave(&self) {
+        for entry in std::fs::read_dir(&self.directory).into_iter().flatten().flatten() {
+            let _ = std::fs::remove_file(entry.path());
+        }
+        let _ = std::fs::remove_dir(&self.directory);
+    }
+}
+
+impl Drop for MeetingPlace {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+/// Where private directories are made: the user's own place is closed to others.
+fn place_for(own_user: bool) -> PathBuf {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|_| own_user);
+    let place = own.unwrap_or_else(std::env::temp_dir);
+    let place = std::path::absolute(&place).unwrap_or(place);
+    let taken = "/limosa-".len() + 32 + 1 + LONGEST_NAME;
+    if place.as_os_str().len() > 107 - taken { PathBuf::from("/tmp") } else { place }
+}
+
+/// Whether the process finds this very directory under this name; `None` if that cannot be found out.
+fn sees(pid: u32, directory: &Path) -> Option<bool> {
+    let ours = std::fs::metadata(directory).ok()?;
+    let root = format!("/proc/{pid}/root");
+    // Without the right to look into that process even this fails.
+    std::fs::metadata(format!("{root}/")).ok()?;
+    match std::fs::metadata(format!("{root}{}", directory.display())) {
+        Ok(theirs) => Some((theirs.dev(), theirs.ino()) == (ours.dev(), ours.ino())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Some(false),
+        Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_sees_what_is_there_and_not_what_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let own = std::process::id();
+        assert_eq!(sees(own, folder.path()), Some(true));
+        let gone = folder.path().to_path_buf();
+        drop(folder);
+        assert_eq!(sees(own, &gone), None);
+    }
+
+    #[test]
+    fn every_place_leaves_room_for_a_sockets_name() {
+        for own in [true, false] {
+            let longest =
+                place_for(own).join(format!("limosa-{}", Uuid::nil().simple())).join("x".repeat(LONGEST_NAME));
+            assert!(longest.is_absolute() && longest.as_os_str().len() <= 107, "{}", longest.display());
+        }
+    }
+}
