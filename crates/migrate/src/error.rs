@@ -43,6 +43,17 @@ pub enum MigrateError {
         role: &'static str,
     },
 
+    /// The destination was said to have pages that a RAM block cannot have.
+    #[error("RAM block {block} cannot have pages of {page_size} bytes: {why}")]
+    PageSize {
+        /// The block.
+        block: String,
+        /// Bytes.
+        page_size: u64,
+        /// What does not fit.
+        why: &'static str,
+    },
+
     /// The destination ended the migration with a status other than 0.
     #[error("the destination reports failure (status {status}); its own log says why")]
     Refused {

@@ -1,5 +1,6 @@
 //! The source role: pages from a [`PageSource`](crate::PageSource) to a destination.
 
+mod host_pages;
 mod inbox;
 mod ledger;
 pub mod postcopy;

@@ -33,7 +33,7 @@ pub fn encode_postcopy_prologue(
     Configuration { capabilities: Vec::new(), ..configuration.clone() }.encode(out)?;
     Command::OpenReturnPath.encode(out)?;
     Command::Ping(PING_OPENED).encode(out)?;
-    let summary = blocks.iter().fold(PAGE_SIZE, |summary, block| summary | block.page_size.unwrap_or(PAGE_SIZE));
+    let summary = blocks.iter().fold(0, |summary, block| summary | block.page_size.unwrap_or(PAGE_SIZE));
     Command::PostcopyAdvise(Some(PageSizes { summary, target: PAGE_SIZE })).encode(out)?;
     ram::encode_ram_start(section_id, &blocks, out)?;
     encode_discards(&blocks, out)

@@ -3,30 +3,38 @@
 //! A destination in postcopy takes a page once: a second copy of it breaks the migration off, and a page left out becomes
 //! a silent zero page when the stream ends. So a page is *claimed*, atomically, before it is sent, and the stream may end
 //! only when nothing is left to claim.
+//!
+//! What is claimed is a whole *host page* of the block, because the destination can only place a whole one: the thread
+//! that has claimed it sends all of its pages, the zero ones among them too. In a block of 4 KiB pages that is one page.
 
 use limosa_page::{AtomicPageBitmap, PageBitmap, PageNumber, PageRange};
+use limosa_stream::ram::RamBlock;
 
+use super::host_pages;
 use crate::pages::PageSource;
 
-/// Pages that one claim of the background push covers at most: 1 MiB.
+/// Pages that one claim of the background push covers at most, 1 MiB, unless a single host page is larger.
 pub(crate) const CLAIM_PAGES: u64 = 256;
 
 #[derive(Debug)]
-struct BlockLedger {
-    /// Pages with contents that nobody has claimed.
+struct BlockLedger<'a> {
+    /// Pages with contents, as they were saved.
+    stored: &'a PageBitmap,
+    /// Pages of a host page.
+    each: u64,
+    /// Host pages with contents that nobody has claimed.
     to_send: AtomicPageBitmap,
-    /// Zero pages that were asked for and answered.
+    /// Host pages without contents that were asked for and answered.
     zero_sent: AtomicPageBitmap,
-    pages: u64,
 }
 
 /// What is still to be sent, over all RAM blocks.
 #[derive(Debug)]
-pub(crate) struct Ledger {
-    blocks: Vec<BlockLedger>,
+pub(crate) struct Ledger<'a> {
+    blocks: Vec<BlockLedger<'a>>,
 }
 
-/// What became of a claim on one requested page.
+/// What became of a claim on one requested host page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Claim {
     /// Send its contents.
@@ -46,48 +54,98 @@ pub(crate) struct Cursor {
     pub(crate) page: PageNumber,
 }
 
-impl Ledger {
-    /// All stored pages are to be sent.
-    pub(crate) fn new<S: PageSource + ?Sized>(source: &S) -> Self {
-        let blocks = (0..source.start().blocks.len()).map(|block| {
-            let stored = source.stored(block);
-            BlockLedger {
-                to_send: AtomicPageBitmap::from(stored.clone()),
-                zero_sent: AtomicPageBitmap::new(stored.len()),
-                pages: stored.len(),
+impl<'a> BlockLedger<'a> {
+    fn new(stored: &'a PageBitmap, each: u64) -> Self {
+        let to_send = if each == 1 {
+            stored.clone()
+        } else {
+            let mut host_pages = PageBitmap::new(stored.len().div_ceil(each));
+            for run in stored.runs() {
+                host_pages
+                    .set_range(PageRange::new(PageNumber(run.start.0 / each), PageNumber(run.end.0.div_ceil(each))));
             }
-        });
-        Self { blocks: blocks.collect() }
+            host_pages
+        };
+        let zero_sent = AtomicPageBitmap::new(to_send.len());
+        Self { stored, each, to_send: AtomicPageBitmap::from(to_send), zero_sent }
     }
 
-    /// Takes the pages that the destination has already off the ledger.
+    /// The pages of a run of host pages.
+    fn pages(&self, host_pages: PageRange) -> PageRange {
+        let page = |host_page: PageNumber| PageNumber(host_page.0.saturating_mul(self.each).min(self.stored.len()));
+        PageRange::new(page(host_pages.start), page(host_pages.end))
+    }
+
+    fn has_contents(&self, host_page: PageNumber) -> bool {
+        if self.each == 1 {
+            return self.stored.get(host_page);
+        }
+        let pages = self.pages(PageRange::starting_at(host_page, 1));
+        self.stored.next_set(pages.start).is_some_and(|page| page < pages.end)
+    }
+
+    fn left(&self) -> u64 {
+        if self.each == 1 {
+            return self.to_send.count();
+        }
+        let (mut left, mut from) = (0, PageNumber(0));
+        while let Some(host_page) = self.to_send.next_set(from) {
+            left += self.stored.count_in(self.pages(PageRange::starting_at(host_page, 1)));
+            from = host_page.saturating_add(1);
+        }
+        left
+    }
+}
+
+impl<'a> Ledger<'a> {
+    /// All stored pages of `source` are to be sent, to a destination whose blocks are `blocks`.
+    pub(crate) fn new<S: PageSource + ?Sized>(source: &'a S, blocks: &[RamBlock]) -> Self {
+        let blocks = blocks.iter().enumerate();
+        let ledgers = blocks.map(|(index, block)| BlockLedger::new(source.stored(index), host_pages::pages_of(block)));
+        Self { blocks: ledgers.collect() }
+    }
+
+    /// Takes the pages that the destination has already off the ledger. A host page of which it has a part was not placed:
+    /// that part is lost, and it counts as missing.
     pub(crate) fn received(&self, block: usize, received: &PageBitmap) {
         let Some(ledger) = self.blocks.get(block) else { return };
         for run in received.runs() {
-            ledger.to_send.clear_range(run);
-            ledger.zero_sent.set_range(run);
+            let whole =
+                PageRange::new(PageNumber(run.start.0.div_ceil(ledger.each)), PageNumber(run.end.0 / ledger.each));
+            ledger.to_send.clear_range(whole);
+            ledger.zero_sent.set_range(whole);
         }
     }
 
-    /// Pages with contents that are still to be claimed.
+    /// Pages with contents whose host pages are still to be claimed.
     pub(crate) fn left(&self) -> u64 {
-        self.blocks.iter().map(|block| block.to_send.count()).sum()
+        self.blocks.iter().map(BlockLedger::left).sum()
     }
 
-    /// Claims one page that was asked for.
-    pub(crate) fn claim(&self, block: usize, page: PageNumber, stored: &PageBitmap) -> Claim {
+    /// The host pages that these pages are in, each as the pages that it consists of.
+    pub(crate) fn host_pages(&self, block: usize, pages: PageRange) -> impl Iterator<Item = PageRange> + use<'_> {
+        let ledger = self.blocks.get(block).filter(|_| !pages.is_empty());
+        ledger.into_iter().flat_map(move |ledger| {
+            let (first, end) = (pages.start.0 / ledger.each, pages.end.0.div_ceil(ledger.each));
+            (first..end).map(|host_page| ledger.pages(PageRange::starting_at(PageNumber(host_page), 1)))
+        })
+    }
+
+    /// Claims one host page that was asked for, by its first page.
+    pub(crate) fn claim(&self, block: usize, first: PageNumber) -> Claim {
         let Some(ledger) = self.blocks.get(block) else { return Claim::Taken };
-        if ledger.to_send.clear(page) {
+        let host_page = PageNumber(first.0 / ledger.each);
+        if ledger.to_send.clear(host_page) {
             Claim::Contents
-        } else if stored.get(page) || ledger.zero_sent.set(page) {
+        } else if ledger.has_contents(host_page) || ledger.zero_sent.set(host_page) {
             Claim::Taken
         } else {
             Claim::Zero
         }
     }
 
-    /// Claims the next run of pages with contents at or behind the cursor, going round once, and moves the cursor behind
-    /// it. `None` if nothing is left anywhere.
+    /// Claims the next run of host pages with contents at or behind the cursor, going round once, and moves the cursor
+    /// behind it; `at_most` so many pages, but one host page at least. `None` if nothing is left anywhere.
     pub(crate) fn claim_run(&self, cursor: &mut Cursor, at_most: u64) -> Option<(usize, PageRange)> {
         // One more turn than there are blocks: the block that the search starts in is looked at again from its beginning.
         for _ in 0..=self.blocks.len() {
@@ -95,10 +153,11 @@ impl Ledger {
                 *cursor = Cursor { block: 0, page: PageNumber(0) };
             }
             let ledger = self.blocks.get(cursor.block)?;
-            let rest = PageRange::new(cursor.page, PageNumber(ledger.pages));
-            if let Some(run) = ledger.to_send.take_run(rest, at_most) {
-                cursor.page = run.end;
-                return Some((cursor.block, run));
+            let rest = PageRange::new(PageNumber(cursor.page.0 / ledger.each), PageNumber(ledger.to_send.len()));
+            if let Some(run) = ledger.to_send.take_run(rest, (at_most / ledger.each).max(1)) {
+                let pages = ledger.pages(run);
+                cursor.page = pages.end;
+                return Some((cursor.block, pages));
             }
             *cursor = Cursor { block: cursor.block + 1, page: PageNumber(0) };
         }

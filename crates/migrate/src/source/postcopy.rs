@@ -5,10 +5,14 @@
 //! LISTEN, device sections and RUN; then pages, each exactly once, requested ones first. The stream ends only when every
 //! stored page has been sent, because a destination completes with whatever it has and takes the rest for zero.
 //!
+//! Where the destination's memory is made of huge pages, a page is such a host page everywhere above: it is claimed, sent,
+//! recovered and asked for as a whole, and its 4 KiB pages follow each other on one channel with nothing between them.
+//!
 //! Threads: the caller's sends on the main channel; one reads the return path; with a preempt channel one more answers
 //! requests there. Only *requested* pages may go on the preempt channel: the destination waits for those before it
 //! completes, but an unasked page on that channel could still be under way when the main channel ends, and would be lost.
 
+use std::collections::BTreeMap;
 use std::io::IoSlice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,9 +23,11 @@ use hdrhistogram::Histogram;
 use limosa_channel::{Channel, ChannelError, Counters};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
 use limosa_stream::command::Command;
+use limosa_stream::ram::RamBlock;
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::{ram, section, vm};
 
+use super::host_pages::with_page_sizes;
 use super::inbox::Inbox;
 use super::ledger::{CLAIM_PAGES, Cursor, Ledger};
 use super::sender::{Sender, Shared, answer_requests, new_histogram};
@@ -42,11 +48,19 @@ pub struct PostcopyOptions {
     pub patience: Duration,
     /// Pages of one write of the background push while requests keep coming. Smaller answers requests sooner.
     pub batch_pages: u64,
+    /// Bytes of the pages that the *destination's* memory is made of, by RAM block; 4096 for a block that is not named here.
+    /// Powers of two (2 MiB: `2 << 20`) of which the block's length is a multiple.
+    ///
+    /// They must be the destination's own (QEMU's `info ramblock` tells them), both to start and to recover: a destination
+    /// refuses other ones before it runs. Where the pages come from has no say: what was saved from 4 KiB pages goes into
+    /// huge ones and the other way round. A host page is sent whole and at once, so it is also the least that a limited rate
+    /// and [`batch_pages`](Self::batch_pages) apply to, and what a requested page waits for at most.
+    pub page_sizes: BTreeMap<String, u64>,
 }
 
 impl Default for PostcopyOptions {
     fn default() -> Self {
-        Self { patience: Duration::from_secs(30), batch_pages: 64 }
+        Self { patience: Duration::from_secs(30), batch_pages: 64, page_sizes: BTreeMap::new() }
     }
 }
 
@@ -159,10 +173,10 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.recovering = recovery;
         let begun = Instant::now();
         let open_preempt = self.open_preempt.take();
-        let start = self.source.start();
+        let blocks = with_page_sizes(&self.source.start().blocks, &self.options.page_sizes)?;
         let shared = Shared {
             source: self.source,
-            ledger: Ledger::new(self.source),
+            ledger: Ledger::new(self.source, &blocks),
             inbox: Inbox::default(),
             progress: self.progress,
             normal: AtomicU64::new(0),
@@ -175,7 +189,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.control.watch(&self.channel);
         let result = thread::scope(|scope| {
             let reader = scope.spawn(|| {
-                shared.inbox.read_from(&self.channel, &start.blocks, |message| {
+                shared.inbox.read_from(&self.channel, &blocks, |message| {
                     if *message == ReturnMessage::Pong(vm::PING_LOADED) {
                         self.progress.enter(Phase::PostcopyActive);
                         (self.observer)(Milestone::DevicesLoaded);
@@ -183,7 +197,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                     }
                 });
             });
-            let sent = self.drive(scope, &shared, recovery, open_preempt);
+            let sent = self.drive(scope, &shared, &blocks, recovery, open_preempt);
             // Whatever the outcome, the reader must end before its borrows do.
             shared.inbox.finish();
             if sent.is_err() {
@@ -211,13 +225,14 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
         shared: &'scope Shared<'_, S>,
+        blocks: &[RamBlock],
         recovery: bool,
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<(Histogram<u64>, Option<Counters>), MigrateError> {
         let preempt = if recovery {
             self.negotiate_recovery(shared, open_preempt)?
         } else {
-            self.send_prologue(shared, open_preempt)?
+            self.send_prologue(shared, blocks, open_preempt)?
         };
         let answering = preempt.clone().map(|channel| {
             scope.spawn(move || {
@@ -266,11 +281,12 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     fn send_prologue(
         &self,
         shared: &Shared<'_, S>,
+        blocks: &[RamBlock],
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<Option<Arc<Channel>>, MigrateError> {
         let start = self.source.start();
         let mut prologue = Vec::new();
-        vm::encode_postcopy_prologue(&start.configuration, start.section_id, &start.blocks, &mut prologue)?;
+        vm::encode_postcopy_prologue(&start.configuration, start.section_id, blocks, &mut prologue)?;
         let package = vm::postcopy_package(self.source.device_sections(), Some(vm::PING_LOADED))?;
         // The package, and the PART section that every later page of this channel stands in.
         let mut body = Vec::with_capacity(package.len() + 32);
@@ -380,8 +396,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 cursor = near;
             }
             let Some((block, pages)) = shared.ledger.claim_run(&mut cursor, batch) else { break };
-            sender.send(block, pages)?;
-            self.control.rate().spend(pages.len().saturating_mul(PAGE_SIZE));
+            let contents = sender.send(block, pages)?;
+            self.control.rate().spend(contents.saturating_mul(PAGE_SIZE));
         }
         self.end(shared, &mut sender, preempted)?;
         Ok(sender.latency)

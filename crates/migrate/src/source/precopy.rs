@@ -171,7 +171,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             self.wait_for_rate()?;
             self.control.rate().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;
-            let (normal, zero) = records.send(block, piece, contents)?;
+            let (normal, zero) = records.send(block, piece, self.source.stored(block), contents)?;
             self.count(moved, normal, zero);
         }
         Ok(())

@@ -6,7 +6,7 @@
 use std::io::IoSlice;
 
 use limosa_channel::Channel;
-use limosa_page::{PAGE_LEN, PageRange};
+use limosa_page::{PAGE_LEN, PageBitmap, PageRange};
 use limosa_stream::ram::{RamBlock, RecordEncoder, RecordKind};
 
 use crate::error::MigrateError;
@@ -30,15 +30,22 @@ impl<'a> RecordWriter<'a> {
         Ok(Self { channel, encoder: RecordEncoder::new(blocks)?, headers: Vec::new(), records: Vec::new() })
     }
 
-    /// Sends a run of pages of one block, `contents` being theirs; those that turn out to be zero go as ZERO records.
+    /// Sends a run of pages of one block, `contents` being theirs; those that are not `stored`, which are not looked at, or
+    /// turn out to be zero go as ZERO records.
     ///
     /// Returns how many went with contents and how many as zero.
-    pub(crate) fn send(&mut self, block: usize, pages: PageRange, contents: &[u8]) -> Result<(u64, u64), MigrateError> {
+    pub(crate) fn send(
+        &mut self,
+        block: usize,
+        pages: PageRange,
+        stored: &PageBitmap,
+        contents: &[u8],
+    ) -> Result<(u64, u64), MigrateError> {
         self.headers.clear();
         self.records.clear();
         let mut zeros = 0;
         for (page, bytes) in pages.iter().zip(contents.chunks_exact(PAGE_LEN)) {
-            let zero = limosa_page::zero::is_zero(bytes);
+            let zero = !stored.get(page) || limosa_page::zero::is_zero(bytes);
             zeros += u64::from(zero);
             let kind = if zero { RecordKind::Zero } else { RecordKind::Page };
             self.encoder.append(kind, block, page.offset(), &mut self.headers)?;
@@ -46,12 +53,16 @@ impl<'a> RecordWriter<'a> {
         }
         let mut slices = Vec::with_capacity(2 * self.records.len());
         let mut begin = 0;
+        // Headers with no page between them lie side by side, and are one slice.
         for (&(end, kind), bytes) in self.records.iter().zip(contents.chunks_exact(PAGE_LEN)) {
-            slices.push(IoSlice::new(self.headers.get(begin..end).unwrap_or_default()));
             if kind == RecordKind::Page {
+                slices.push(IoSlice::new(self.headers.get(begin..end).unwrap_or_default()));
                 slices.push(IoSlice::new(bytes));
+                begin = end;
             }
-            begin = end;
+        }
+        if let Some(last @ [_, ..]) = self.headers.get(begin..) {
+            slices.push(IoSlice::new(last));
         }
         self.channel.put_vector(&slices)?;
         Ok((pages.len() - zeros, zeros))

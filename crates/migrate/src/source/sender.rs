@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange};
 
 use super::inbox::{Inbox, Request, Wake};
 use super::ledger::{CLAIM_PAGES, Claim, Cursor, Ledger};
@@ -20,7 +20,7 @@ use crate::progress::{Moved, Progress};
 /// What the sending threads share.
 pub(crate) struct Shared<'a, S: PageSource + ?Sized> {
     pub(crate) source: &'a S,
-    pub(crate) ledger: Ledger,
+    pub(crate) ledger: Ledger<'a>,
     pub(crate) inbox: Inbox,
     pub(crate) progress: &'a Progress,
     pub(crate) normal: AtomicU64,
@@ -81,17 +81,17 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
         })
     }
 
-    /// Answers a request: every page of it is sent, unless it has been.
+    /// Answers a request: every host page of it is sent, unless it has been.
     pub(crate) fn answer(&mut self, request: Request) -> Result<(), MigrateError> {
-        let stored = self.shared.source.stored(request.block);
-        for page in request.pages.iter() {
-            let one = PageRange::new(page, PageNumber(page.0 + 1));
-            match self.shared.ledger.claim(request.block, page, stored) {
-                Claim::Contents => self.send(request.block, one)?,
+        for host_page in self.shared.ledger.host_pages(request.block, request.pages) {
+            match self.shared.ledger.claim(request.block, host_page.start) {
+                Claim::Contents => {
+                    self.send(request.block, host_page)?;
+                }
                 Claim::Zero => {
-                    self.shared.source.confirm_zero(request.block, one).map_err(MigrateError::Source)?;
-                    self.records.send_zero(request.block, one)?;
-                    self.count(0, 1);
+                    self.shared.source.confirm_zero(request.block, host_page).map_err(MigrateError::Source)?;
+                    self.records.send_zero(request.block, host_page)?;
+                    self.count(0, host_page.len());
                 }
                 Claim::Taken => continue,
             }
@@ -102,14 +102,30 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
         Ok(())
     }
 
-    /// Sends a claimed run of pages.
-    pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<(), MigrateError> {
-        let length = usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
-        let buffer = self.buffer.get_mut(..length).ok_or_else(|| MigrateError::Protocol("a claim too long".into()))?;
-        self.shared.source.read(block, pages, buffer).map_err(MigrateError::Source)?;
-        let (normal, zero) = self.records.send(block, pages, buffer)?;
-        self.count(normal, zero);
-        Ok(())
+    /// Sends a claimed run of pages, and returns how many of them had contents. Of a huge page all pages go, in order and
+    /// with nothing between them, as the destination demands; holes of it are not read.
+    pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<u64, MigrateError> {
+        let too_long = || MigrateError::Protocol("a claim too long".into());
+        let length = |pages: PageRange| usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
+        let (source, stored) = (self.shared.source, self.shared.source.stored(block));
+        let mut contents = 0;
+        for piece in pages.chunks(CLAIM_PAGES) {
+            let buffer = self.buffer.get_mut(..length(piece)).ok_or_else(too_long)?;
+            let mut read = 0;
+            for run in stored.runs_in(piece) {
+                let begin = length(PageRange::new(piece.start, run.start));
+                let part = buffer.get_mut(begin..begin + length(run)).ok_or_else(too_long)?;
+                source.read(block, run, part).map_err(MigrateError::Source)?;
+                read += run.len();
+            }
+            if read < piece.len() {
+                source.confirm_zero(block, piece).map_err(MigrateError::Source)?;
+            }
+            let (normal, zero) = self.records.send(block, piece, stored, buffer)?;
+            self.count(normal, zero);
+            contents += normal;
+        }
+        Ok(contents)
     }
 
     fn count(&self, normal: u64, zero: u64) {

@@ -145,18 +145,30 @@ pub struct Landed {
     pub ended: bool,
 }
 
-/// Reads records of one channel as a postcopy destination does: every page at most once, with the right contents.
+/// Reads records of one channel as a postcopy destination does: every page at most once, with the right contents, and all
+/// pages of a host page one behind the other.
 ///
 /// `lands` is called for each page that arrived and may say to stop (cut the channel).
 pub struct Records<'a> {
     pub memory: &'a Memory,
     pub decoder: Decoder,
     buffer: Vec<u8>,
+    /// Pages of a host page, by block.
+    each: Vec<u64>,
+    /// The host page that is being collected: its block, its number, how many of its pages are there.
+    open: Option<(usize, u64, u64)>,
 }
 
 impl<'a> Records<'a> {
     pub fn new(memory: &'a Memory, decoder: Decoder) -> Self {
-        Self { memory, decoder, buffer: Vec::new() }
+        let each = vec![1; memory.start.blocks.len()];
+        Self { memory, decoder, buffer: Vec::new(), each, open: None }
+    }
+
+    /// With so many pages a host page in each block.
+    pub fn with_host_pages(mut self, each: &[u64]) -> Self {
+        self.each = each.to_vec();
+        self
     }
 
     /// Handles what comes until the stream ends, the channel closes, or `lands` returns false.
@@ -200,11 +212,12 @@ impl<'a> Records<'a> {
                             self.buffer.drain(..usize::try_from(*length).unwrap());
                         }
                         Event::EndOfStream => {
+                            self.nothing_open(landed, &event);
                             landed.ended = true;
                             lands(&event);
                             return;
                         }
-                        _ => {}
+                        event => self.nothing_open(landed, event),
                     }
                     if !lands(&event) {
                         return;
@@ -214,9 +227,25 @@ impl<'a> Records<'a> {
         }
     }
 
-    fn land(&self, landed: &mut Landed, block: usize, page: u64, bytes: &[u8]) {
-        if landed.received[block].set(PageNumber(page)) {
+    fn nothing_open(&self, landed: &mut Landed, event: &Event) {
+        if let Some(open) = self.open {
+            landed.wrong.push(format!("{event:?} inside of host page {open:?}"));
+        }
+    }
+
+    /// Takes one page. What is received is whole host pages.
+    fn land(&mut self, landed: &mut Landed, block: usize, page: u64, bytes: &[u8]) {
+        let each = self.each[block];
+        let (_, host_page, had) = *self.open.get_or_insert((block, page / each, 0));
+        if self.open != Some((block, page / each, had)) || page != host_page * each + had {
+            landed.wrong.push(format!("page {page} of block {block} inside of host page {:?}", self.open));
+        }
+        self.open = (had + 1 < each).then_some((block, host_page, had + 1));
+        if landed.received[block].get(PageNumber(page)) {
             landed.wrong.push(format!("page {page} of block {block} came twice"));
+        }
+        if self.open.is_none() {
+            landed.received[block].set_range(PageRange::starting_at(PageNumber(host_page * each), each));
         }
         if bytes != self.memory.page(block, page) {
             landed.wrong.push(format!("page {page} of block {block} has other contents"));
@@ -251,8 +280,14 @@ pub fn say(channel: &Channel, message: &ReturnMessage) {
 
 /// Asks for one page.
 pub fn ask(channel: &Channel, memory: &Memory, block: usize, page: u64) {
+    ask_host_page(channel, memory, block, page, 1);
+}
+
+/// Asks for one host page of `each` pages.
+pub fn ask_host_page(channel: &Channel, memory: &Memory, block: usize, host_page: u64, each: u64) {
     let block = Some(memory.start.blocks[block].name.clone());
-    say(channel, &ReturnMessage::RequestPages { block, start: page * 4096, length: 4096 });
+    let (start, length) = (host_page * each * 4096, u32::try_from(each * 4096).unwrap());
+    say(channel, &ReturnMessage::RequestPages { block, start, length });
 }
 
 /// Two connected channels with a time-out, so that a test that hangs fails.
