@@ -5,6 +5,7 @@
 mod bench;
 mod inspect;
 mod job;
+mod packaging;
 mod restore;
 mod save;
 mod values;
@@ -16,6 +17,7 @@ use clap::{Parser, Subcommand};
 pub(crate) use bench::BenchArgs;
 pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, ViaArg};
+pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use restore::{ModeArg, PreemptArg, RestoreArgs, ResumeArgs};
 pub(crate) use save::{OnTimeoutArg, SaveArgs};
 
@@ -45,6 +47,11 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// Measure limosa beside stock QEMU
     Bench(BenchArgs),
+    /// Print a script that makes a shell complete limosa's commands and options
+    Completions(CompletionsArgs),
+    /// Write the manual pages, as packages install them
+    #[command(hide = true)]
+    Man(ManArgs),
     /// Watch over a job and clean up if it dies
     #[command(hide = true)]
     Guard {

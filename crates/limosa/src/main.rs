@@ -9,6 +9,7 @@ mod bench;
 mod detach;
 mod inspect;
 mod job;
+mod packaging;
 mod restore;
 mod resume;
 mod save;
@@ -35,6 +36,8 @@ fn main() -> ExitCode {
         Command::Resume(args) => resume::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Bench(args) => bench::run(args),
+        Command::Completions(args) => packaging::completions(&args),
+        Command::Man(args) => packaging::man(&args),
         Command::Guard { arguments } => return limosa_qemu::guard::run(&arguments),
     };
     match result {
