@@ -16,6 +16,15 @@ pub enum MigrateError {
     #[error(transparent)]
     Channel(#[from] ChannelError),
 
+    /// One of the channels beside the main one failed, and with it the whole job.
+    #[error("multifd channel {id}: {source}")]
+    Multifd {
+        /// Its number, counted from 0.
+        id: u8,
+        /// What happened to it.
+        source: Box<Self>,
+    },
+
     /// The peer's bytes are not a migration stream that this engine can take.
     #[error("the migration stream is not valid: {0}")]
     Stream(#[from] StreamError),

@@ -6,6 +6,7 @@
 
 use std::error::Error;
 use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
 
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::Configuration;
@@ -58,6 +59,23 @@ pub trait PageSource: Sync {
     /// Must fail rather than return anything else than the stored contents: a zero page in place of an unreadable one is
     /// silent corruption of a guest.
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError>;
+
+    /// Where the contents of a stored page lie in a file: the descriptor, and the offset of its first byte; the stored pages
+    /// behind it follow there. A sender may pass them on from there without reading them. `None` if they have to be
+    /// [read](Self::read), for example because that is where they are verified.
+    fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
+        let _ = (block, page);
+        None
+    }
+
+    /// Called when the destination has taken everything that was passed on from its [`place`](Self::place), and now and then
+    /// before.
+    ///
+    /// # Errors
+    /// The file may not have held what was stored: the destination must not go on with what it got.
+    fn still_whole(&self) -> Result<(), PageError> {
+        Ok(())
+    }
 
     /// Called before the destination is told that pages which are not stored are zero; a source that can verify its
     /// memory does so here.

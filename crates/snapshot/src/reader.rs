@@ -346,6 +346,15 @@ impl PageSource for Snapshot {
         Ok(self.read_pages(block, pages, into)?)
     }
 
+    /// Where there are checksums, pages come verified or not at all, so they have to be read.
+    fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
+        if self.has_checksums() { None } else { self.locate(block, page).map(|offset| (self.file.fd(), offset)) }
+    }
+
+    fn still_whole(&self) -> Result<(), PageError> {
+        Ok(Self::still_whole(self)?)
+    }
+
     /// Verifies the checksums of the chunks that the pages are in, as far as that was not done before: a bitmap that
     /// lost some bits of a chunk is found so.
     fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {

@@ -111,14 +111,29 @@ pub fn check_blocks(blocks: &[RamBlock]) -> Result<u64, EncodeError> {
 /// # Errors
 /// What [`check_blocks`] finds.
 pub fn encode_ram_start(section_id: u32, blocks: &[RamBlock], out: &mut Vec<u8>) -> Result<(), EncodeError> {
+    encode_ram_layout(section_id, blocks, out)?;
+    encode_eos(section_id, out);
+    Ok(())
+}
+
+/// As [`encode_ram_start`], without the EOS and the footer: the section stays open, for a
+/// [join point](encode_multifd_flush).
+///
+/// # Errors
+/// The same.
+pub fn encode_ram_layout(section_id: u32, blocks: &[RamBlock], out: &mut Vec<u8>) -> Result<(), EncodeError> {
     let total = check_blocks(blocks)?;
     section::encode_start(section_id, RAM, 0, RAM_VERSION, out)?;
     out.extend_from_slice(&(total | FLAG_MEM_SIZE).to_be_bytes());
     for block in blocks {
         block.encode(out)?;
     }
-    encode_eos(section_id, out);
     Ok(())
+}
+
+/// Appends the word of a join point: the reader goes on when every multifd channel has come to its next SYNC packet.
+pub fn encode_multifd_flush(out: &mut Vec<u8>) {
+    out.extend_from_slice(&FLAG_MULTIFD_FLUSH.to_be_bytes());
 }
 
 /// Appends what ends a RAM section: the EOS word and the footer.
