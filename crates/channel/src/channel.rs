@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFlags, eventfd};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::fs::{self, FileType, OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
 
@@ -86,13 +86,9 @@ impl Channel {
     /// # Errors
     /// If the kernel has no descriptors left.
     pub fn pair() -> Result<(Self, OwnedFd)> {
-        let failed = |errno: Errno| ChannelError::setup(Operation::Connect, "a socket pair", errno);
-        let (near, far) =
-            net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).map_err(failed)?;
-        grow_buffers(&far, Some(PAIR_BUFFER), Some(PAIR_BUFFER)).map_err(failed)?;
-        let options =
-            Options { send_buffer: Some(PAIR_BUFFER), receive_buffer: Some(PAIR_BUFFER), ..Options::default() };
-        Ok((Self::over(near, "the other end of a socket pair", &options)?, far))
+        let peer = "the other end of a socket pair";
+        let (near, far) = socket_pair().map_err(|source| ChannelError::setup(Operation::Connect, peer, source))?;
+        Ok((Self::over(near, peer, &Options::default())?, far))
     }
 
     pub(crate) fn over(fd: OwnedFd, peer: impl Into<Arc<str>>, options: &Options) -> Result<Self> {
@@ -107,15 +103,34 @@ impl Channel {
                 (Transport::Socket(fd), None)
             }
             Kind::Ordered => {
-                let flags = fcntl_getfl(&fd).map_err(|e| failed(e.into()))?;
-                fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(|e| failed(e.into()))?;
-                let wake = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-                let wakes = (wake().map_err(|e| failed(e.into()))?, wake().map_err(|e| failed(e.into()))?);
+                let wakes = unblock(&[&fd]).map_err(|e| failed(e.into()))?;
                 (Transport::Pipe(fd), Some(wakes))
             }
             Kind::Listening => return Err(unsupported("it waits for connections itself; use it with a listener")),
             Kind::Useless(why) => return Err(unsupported(why)),
         };
+        Self::with_transport(transport, wakes, peer, options)
+    }
+
+    /// A channel that reads from one descriptor and writes to another.
+    pub(crate) fn over_two(
+        input: OwnedFd,
+        output: OwnedFd,
+        peer: impl Into<Arc<str>>,
+        options: &Options,
+    ) -> Result<Self> {
+        let peer = peer.into();
+        let wakes =
+            unblock(&[&input, &output]).map_err(|e| ChannelError::setup(Operation::Configure, Arc::clone(&peer), e))?;
+        Self::with_transport(Transport::Pair { input, output }, Some(wakes), peer, options)
+    }
+
+    fn with_transport(
+        transport: Transport,
+        wakes: Option<(OwnedFd, OwnedFd)>,
+        peer: Arc<str>,
+        options: &Options,
+    ) -> Result<Self> {
         let (wake_get, wake_put) = wakes.unzip();
         let shared = Shared {
             peer,
@@ -319,14 +334,33 @@ impl Channel {
             Transport::Socket(socket) => {
                 grow_buffers(socket, send, receive).map_err(|e| self.failed(Operation::Configure, e.into()))
             }
-            Transport::Pipe(pipe) => {
+            Transport::Pipe(_) | Transport::Pair { .. } => {
                 if let Some(size) = send.max(receive) {
                     // Above the limit (EPERM), too small for what is in it (EBUSY), or no pipe at all (EBADF): it stays
                     // as it is, and works.
-                    let _granted = rustix::pipe::fcntl_setpipe_size(pipe, size);
+                    let _granted = rustix::pipe::fcntl_setpipe_size(self.transport.output(), size);
+                    let _granted = rustix::pipe::fcntl_setpipe_size(self.transport.input(), size);
                 }
                 Ok(())
             }
+        }
+    }
+
+    /// Whether bytes can be got (`How::Read`), put (`How::Write`), or both: a pipe's end and a file carry one direction.
+    pub fn carries(&self, how: How) -> bool {
+        let opened = |fd: BorrowedFd<'_>| fcntl_getfl(fd).map_or(OFlags::empty(), |flags| flags & OFlags::RWMODE);
+        let (get, put) = match &self.transport {
+            Transport::Socket(_) => (true, true),
+            Transport::Pipe(_) | Transport::Pair { .. } => {
+                (opened(self.transport.input()) != OFlags::WRONLY, opened(self.transport.output()) != OFlags::RDONLY)
+            }
+        };
+        let is_file =
+            |fd| fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
+        match how {
+            How::Read => get,
+            How::Write => put,
+            How::Both => get && put && !is_file(self.transport.input()),
         }
     }
 
@@ -367,16 +401,35 @@ impl Channel {
     }
 }
 
-/// For waiting on several channels, or for handing the descriptor on. Who reads or writes it goes around the counters.
+/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who reads or writes it goes around the counters.
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.transport.as_fd()
+        self.transport.input()
     }
 }
 
 /// Whether this is the kernel's word that sendfile has no way from this file to this descriptor (sendfile(2)).
 fn cannot_send(error: &io::Error) -> bool {
     [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP].into_iter().any(|errno| Errno::from_io_error(error) == Some(errno))
+}
+
+/// Puts descriptors that the kernel cannot shut down into non-blocking mode; returns what wakes who waits for one, to get
+/// and to put.
+fn unblock(descriptors: &[&OwnedFd]) -> std::result::Result<(OwnedFd, OwnedFd), Errno> {
+    for fd in descriptors {
+        fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)?;
+    }
+    let wake = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    Ok((wake()?, wake()?))
+}
+
+/// Both ends of a socket pair, with buffers for a hundred pages.
+pub(crate) fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (near, far) = net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    for end in [&near, &far] {
+        grow_buffers(end, Some(PAIR_BUFFER), Some(PAIR_BUFFER))?;
+    }
+    Ok((near, far))
 }
 
 /// With the privilege to do so beyond the system's limits, else up to them.

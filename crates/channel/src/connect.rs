@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::fs::FileType;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt};
 
@@ -19,13 +20,14 @@ use crate::uri::Uri;
 const OPERATION: Operation = Operation::Connect;
 
 impl Channel {
-    /// Connects to a `tcp:` or `unix:` listener, or takes over the descriptor of `fd:`.
+    /// Connects to a `tcp:` or `unix:` listener, or takes over the descriptor of `fd:` or those of `-`.
     ///
     /// `fd:N` takes possession of number N: it must be open, inherited by this process, and not taken before.
     ///
     /// # Errors
     /// [`ChannelError::Refused`] if nobody listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,
-    /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)).
+    /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)), for `exec:` (start it
+    /// as an [`Exec`](crate::Exec)), and for `-` if standard input and output do not carry a direction each.
     pub fn connect(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let peer: Arc<str> = uri.to_string().into();
         let timeout = options.connect_timeout.map(|time| time.max(Duration::from_millis(1)));
@@ -33,6 +35,11 @@ impl Channel {
             Uri::Tcp { host, port } => tcp(host, *port, timeout),
             Uri::Unix(path) => unix(path, timeout),
             Uri::Fd(number) => Ok(descriptor::take(*number, OPERATION)?),
+            Uri::Stdio => return Self::stdio(options),
+            Uri::Exec(_) => {
+                let why = "a command has to be started, and its end to be waited for";
+                return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
+            }
             Uri::File { .. } => {
                 let why = "a file is no stream; it has to be opened as a file";
                 return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
@@ -48,6 +55,24 @@ impl Channel {
             _ => ChannelError::setup(OPERATION, peer.clone(), source),
         })?;
         Self::over(fd, peer, options)
+    }
+
+    /// Standard input and output: what a program has that is run by another, here or behind ssh.
+    fn stdio(options: &Options) -> Result<Self, ChannelError> {
+        let peer: Arc<str> = "standard input and output".into();
+        let failed = |source: io::Error| ChannelError::setup(OPERATION, peer.clone(), source);
+        for (fd, why) in [
+            (rustix::stdio::stdin(), "standard input is no pipe or socket; say fd:1 to send to standard output alone"),
+            (rustix::stdio::stdout(), "standard output is no pipe or socket; say fd:0 to read standard input alone"),
+        ] {
+            // Nothing would answer from a file or /dev/null, and a terminal is no place for a stream.
+            let found = rustix::fs::fstat(fd).map_err(|errno| failed(errno.into()))?;
+            if !matches!(FileType::from_raw_mode(found.st_mode), FileType::Fifo | FileType::Socket) {
+                return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
+            }
+        }
+        let (input, output) = (descriptor::take(0, OPERATION)?, descriptor::take(1, OPERATION)?);
+        Self::over_two(input, output, peer, options)
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::io;
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -113,6 +114,22 @@ pub enum ChannelError {
         peer: Arc<str>,
         /// Bytes moved before.
         offset: u64,
+    },
+    /// The command at the other end failed, or was ended by a signal.
+    #[error("{peer}: the command failed ({status})")]
+    Command {
+        /// The command's URI.
+        peer: Arc<str>,
+        /// How it ended.
+        status: ExitStatus,
+    },
+    /// The command at the other end had nothing more to do, and did not end. It has been ended.
+    #[error("{peer}: the command did not end within {after:?}, and was ended")]
+    Lingering {
+        /// The command's URI.
+        peer: Arc<str>,
+        /// How long it was waited for.
+        after: Duration,
     },
     /// The end point exists but cannot do what was asked of it.
     #[error("{operation} {peer}: {why}")]

@@ -69,7 +69,9 @@ impl FileChannel {
                 (options.open(path).map_err(failed)?, *offset)
             }
             Uri::Fd(number) => (crate::descriptor::take(*number, operation)?.into(), 0),
-            Uri::Tcp { .. } | Uri::Unix(_) => return Err(unsupported("a socket has no offsets; a file is needed")),
+            Uri::Tcp { .. } | Uri::Unix(_) | Uri::Exec(_) | Uri::Stdio => {
+                return Err(unsupported("a stream has no offsets; a file is needed"));
+            }
         };
         let kind = file.metadata().map_err(failed)?.file_type();
         if !kind.is_file() && !kind.is_block_device() {

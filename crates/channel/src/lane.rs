@@ -6,7 +6,7 @@
 //! `shutdown(2)`, in `poll` by an event descriptor, in the rate limit by its condition variable.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -218,7 +218,10 @@ impl Lane {
     /// Waits until the descriptor is ready, the direction is shut down, or the time is over.
     fn wait(&self, transport: &Transport, time: Option<Duration>) -> std::result::Result<(), Errno> {
         let time = time.and_then(|time| Timespec::try_from(time).ok());
-        let own = PollFd::from_borrowed_fd(transport.as_fd(), self.readiness);
+        let own = PollFd::from_borrowed_fd(
+            if self.readiness.contains(PollFlags::OUT) { transport.output() } else { transport.input() },
+            self.readiness,
+        );
         match &self.wake {
             Some(wake) => poll(&mut [own, PollFd::new(wake, PollFlags::IN)], time.as_ref())?,
             None => poll(&mut [own], time.as_ref())?,

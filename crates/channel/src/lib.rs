@@ -1,7 +1,7 @@
 //! Bytes in motion for VM migration: URIs, vectored put and get, rate limit, time-outs, counters.
 //!
 //! A [`Channel`] is a connected byte stream (socket or pipe), a [`FileChannel`] a file with offsets; a [`Listener`] waits
-//! for peers, a [`Uri`] says where. Transfers are blocking and complete: a gather list of hundreds of pages is one
+//! for peers, an [`Exec`] is a command at the other end, a [`Uri`] says where. Transfers are blocking and complete: a gather list of hundreds of pages is one
 //! call here, and as few system calls as the kernel allows. Nothing is copied on the way.
 //!
 //! ```
@@ -37,6 +37,7 @@ mod connect;
 mod counters;
 mod descriptor;
 mod error;
+mod exec;
 mod file;
 mod lane;
 mod listener;
@@ -49,6 +50,7 @@ mod vector;
 pub use channel::{Channel, How};
 pub use counters::Counters;
 pub use error::{ChannelError, Operation};
+pub use exec::Exec;
 pub use file::{Access, FileChannel};
 pub use listener::Listener;
 pub use options::Options;

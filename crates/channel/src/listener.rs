@@ -50,7 +50,7 @@ impl Listener {
     ///
     /// # Errors
     /// If the address is in use or not this machine's, or something other than a dead socket stands at the path;
-    /// [`ChannelError::Unsupported`] for `file:`.
+    /// [`ChannelError::Unsupported`] for `file:`, `exec:` and `-`.
     pub fn bind(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let operation = Operation::Listen;
         let name: Arc<str> = uri.to_string().into();
@@ -75,6 +75,9 @@ impl Listener {
                     Kind::Stream(_) | Kind::Ordered => Source::Connected(Mutex::new(Some(fd))),
                     Kind::Useless(why) => return Err(unsupported(why)),
                 }
+            }
+            Uri::Exec(_) | Uri::Stdio => {
+                return Err(unsupported("it is connected from the beginning; nobody else comes"));
             }
             Uri::File { .. } => return Err(unsupported("nobody connects to a file; it has to be opened as a file")),
         };

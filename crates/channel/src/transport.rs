@@ -7,7 +7,7 @@
 
 use std::io;
 use std::mem;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
 
 use libc::{c_int, iovec};
 
@@ -20,6 +20,13 @@ pub(crate) enum Transport {
     Socket(OwnedFd),
     /// A pipe or whatever else is read and written in order; in non-blocking mode.
     Pipe(OwnedFd),
+    /// Two descriptors, one for each direction; both in non-blocking mode.
+    Pair {
+        /// What is read from.
+        input: OwnedFd,
+        /// What is written to.
+        output: OwnedFd,
+    },
 }
 
 impl Transport {
@@ -38,7 +45,7 @@ impl Transport {
                 // SAFETY: the message and its list live through the call; the batch's entries are valid for reads.
                 answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) })
             }
-            Self::Pipe(fd) => {
+            Self::Pipe(fd) | Self::Pair { output: fd, .. } => {
                 let (list, count) = parts(batch.entries());
                 // SAFETY: the batch's entries are valid for reads; the list has `count` of them.
                 answer(unsafe { libc::writev(fd.as_raw_fd(), list, count) })
@@ -48,7 +55,7 @@ impl Transport {
 
     /// Writes some bytes of a file, at most `length`, straight from the page cache; returns how many, 0 at its end.
     pub(crate) fn put_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: usize) -> io::Result<usize> {
-        Ok(rustix::fs::sendfile(self, file, Some(&mut offset), length)?)
+        Ok(rustix::fs::sendfile(self.output(), file, Some(&mut offset), length)?)
     }
 
     /// Reads some of the batch, or all of it (`whole`) where the kernel can wait for that; returns how many bytes.
@@ -64,7 +71,7 @@ impl Transport {
                 // SAFETY: the message and its list live through the call; the batch's entries are valid for writes.
                 answer(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })
             }
-            Self::Pipe(fd) => {
+            Self::Pipe(fd) | Self::Pair { input: fd, .. } => {
                 let (list, count) = parts(batch.entries());
                 // SAFETY: the batch's entries are valid for writes; the list has `count` of them.
                 answer(unsafe { libc::readv(fd.as_raw_fd(), list, count) })
@@ -77,14 +84,21 @@ impl Transport {
         Ok(match self {
             Self::Socket(fd) => Self::Socket(fd.try_clone()?),
             Self::Pipe(fd) => Self::Pipe(fd.try_clone()?),
+            Self::Pair { input, output } => Self::Pair { input: input.try_clone()?, output: output.try_clone()? },
         })
     }
-}
 
-impl AsFd for Transport {
-    fn as_fd(&self) -> BorrowedFd<'_> {
+    /// What gets read from.
+    pub(crate) fn input(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Socket(fd) | Self::Pipe(fd) => fd.as_fd(),
+            Self::Socket(fd) | Self::Pipe(fd) | Self::Pair { input: fd, .. } => fd.as_fd(),
+        }
+    }
+
+    /// What puts write to.
+    pub(crate) fn output(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Socket(fd) | Self::Pipe(fd) | Self::Pair { output: fd, .. } => fd.as_fd(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Where a channel leads: the four URI forms, spelled as QEMU spells them (QEMU docs: migration URIs).
+//! Where a channel leads: the URI forms, spelled as QEMU spells them (QEMU docs: migration URIs), and `-`.
 //!
 //! The law of this module: parsing touches nothing (no name lookup, no file access), never panics, and what it returns
 //! prints as a string that parses back to the same value.
@@ -25,6 +25,8 @@ const OFFSET_KEY: &str = ",offset=";
 /// | `unix:PATH` | a stream socket in the file system |
 /// | `fd:N` | a descriptor that this process inherited |
 /// | `file:PATH[,offset=N]` | a file, from byte N on; N is decimal, `0x` hexadecimal, or has a suffix K, M, G, T |
+/// | `exec:COMMAND` | a command's standard input and output; the shell runs it |
+/// | `-` | this process's own standard input and output, one direction each |
 ///
 /// ```
 /// use limosa_channel::Uri;
@@ -54,6 +56,10 @@ pub enum Uri {
         /// First byte used, at most `i64::MAX`.
         offset: u64,
     },
+    /// A command for `/bin/sh -c`: everything behind the colon, as it stands.
+    Exec(String),
+    /// This process's standard input and output.
+    Stdio,
 }
 
 /// Why a string is no [`Uri`]. The message repeats the string and says what would be accepted.
@@ -66,7 +72,7 @@ pub struct UriError {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 enum Reason {
-    #[error("expected tcp:HOST:PORT, unix:PATH, fd:NUMBER or file:PATH[,offset=BYTES]")]
+    #[error("expected tcp:HOST:PORT, unix:PATH, fd:NUMBER, file:PATH[,offset=BYTES], exec:COMMAND or -")]
     Form,
     #[error("tcp: needs a host and a port, as in tcp:localhost:4444")]
     TcpParts,
@@ -84,6 +90,10 @@ enum Reason {
     PathEmpty,
     #[error("the path contains a NUL byte")]
     PathNul,
+    #[error("the command is empty")]
+    CommandEmpty,
+    #[error("the command contains a NUL byte")]
+    CommandNul,
     #[error("fd: takes the decimal number of an open descriptor, as in fd:3")]
     Descriptor,
     #[error("the offset is a number of bytes below 2^63: decimal, 0x hexadecimal, or with a suffix K, M, G or T")]
@@ -99,6 +109,8 @@ impl FromStr for Uri {
             Some(("unix", rest)) => path(rest).map(Self::Unix),
             Some(("fd", rest)) => decimal(rest).map(Self::Fd).ok_or(Reason::Descriptor),
             Some(("file", rest)) => file(rest),
+            Some(("exec", rest)) => command(rest).map(Self::Exec),
+            None if text == "-" => Ok(Self::Stdio),
             _ => Err(Reason::Form),
         };
         parsed.map_err(|reason| UriError { text: text.to_owned(), reason })
@@ -143,6 +155,16 @@ fn path(text: &str) -> Result<PathBuf, Reason> {
         Err(Reason::PathNul)
     } else {
         Ok(PathBuf::from(text))
+    }
+}
+
+fn command(text: &str) -> Result<String, Reason> {
+    if text.trim().is_empty() {
+        Err(Reason::CommandEmpty)
+    } else if text.contains('\0') {
+        Err(Reason::CommandNul)
+    } else {
+        Ok(text.to_owned())
     }
 }
 
@@ -192,6 +214,8 @@ impl fmt::Display for Uri {
                 }
                 Ok(())
             }
+            Self::Exec(command) => write!(f, "exec:{command}"),
+            Self::Stdio => f.write_str("-"),
         }
     }
 }
@@ -207,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_four_forms_parse() {
+    fn each_form_parses() {
         assert_eq!(parse("tcp:vm-7.example:4444"), Ok(Uri::Tcp { host: "vm-7.example".into(), port: 4444 }));
         assert_eq!(parse("tcp:[fe80::1%eth0]:0"), Ok(Uri::Tcp { host: "fe80::1%eth0".into(), port: 0 }));
         assert_eq!(parse("unix:/run/a:b,c"), Ok(Uri::Unix("/run/a:b,c".into())));
@@ -215,6 +239,8 @@ mod tests {
         assert_eq!(parse("file:a"), Ok(Uri::File { path: "a".into(), offset: 0 }));
         assert_eq!(parse("file:a,offset=0x1000"), Ok(Uri::File { path: "a".into(), offset: 4096 }));
         assert_eq!(parse("file:a,offset=3M"), Ok(Uri::File { path: "a".into(), offset: 3 << 20 }));
+        assert_eq!(parse("exec:ssh a 'b | c:1'"), Ok(Uri::Exec("ssh a 'b | c:1'".into())));
+        assert_eq!(parse("-"), Ok(Uri::Stdio));
         assert_eq!(parse("file:a,offset=1,offset=2"), Ok(Uri::File { path: "a,offset=1".into(), offset: 2 }));
     }
 
@@ -224,7 +250,10 @@ mod tests {
             ("", Reason::Form),
             ("tcp", Reason::Form),
             ("TCP:a:1", Reason::Form),
-            ("exec:cat", Reason::Form),
+            ("--", Reason::Form),
+            ("exec:", Reason::CommandEmpty),
+            ("exec: \n", Reason::CommandEmpty),
+            ("exec:a\0b", Reason::CommandNul),
             ("tcp:", Reason::TcpParts),
             ("tcp:a", Reason::TcpParts),
             ("tcp:[::1]", Reason::TcpParts),
@@ -277,6 +306,8 @@ mod tests {
             (0..=RawFd::MAX).prop_map(Uri::Fd),
             (prop_oneof![path, awkward], prop_oneof![Just(0), 0..=OFFSET_MAX])
                 .prop_map(|(path, offset)| Uri::File { path, offset }),
+            "[^\0]{0,20}[a-z|][^\0]{0,20}".prop_map(Uri::Exec),
+            Just(Uri::Stdio),
         ]
     }
 
@@ -288,7 +319,7 @@ mod tests {
 
         #[test]
         fn any_string_is_refused_or_survives_a_round_trip(
-            scheme in "(tcp:|unix:|fd:|file:|)",
+            scheme in "(tcp:|unix:|fd:|file:|exec:|-|)",
             rest in prop_oneof!["\\PC{0,40}", "[\\[\\]:%,=0-9a-fK+ -]{0,30}", "(a|,offset=|0x|9{1,20}|T){0,6}"],
         ) {
             if let Ok(uri) = format!("{scheme}{rest}").parse::<Uri>() {
