@@ -58,6 +58,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
         route: args.via.into(),
         listen: args.listen.clone(),
         stop: args.stop,
+        background: args.background,
         replace: args.force,
         checksum: args.checksum,
         downtime: args.downtime,

@@ -38,6 +38,10 @@ pub(crate) struct SaveArgs {
     #[arg(long)]
     pub(crate) stop: bool,
 
+    /// Do not stop the VM for its memory: QEMU saves each page before the guest changes it; the snapshot is of the beginning
+    #[arg(long, conflicts_with = "stop")]
+    pub(crate) background: bool,
+
     /// Replace the file if it is there
     #[arg(long)]
     pub(crate) force: bool,

@@ -89,8 +89,12 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
         (published, saved)
     } else {
         watcher.wait_completed()?;
-        let downtime = if job.runs_again(&state, marker)? { watcher.continue_vm()? } else { None };
-        let to_vm_running = job.begun.elapsed();
+        let (downtime, to_vm_running) = if job.options.background {
+            watcher.freeze()?
+        } else {
+            let downtime = if job.runs_again(&state, marker)? { watcher.continue_vm()? } else { None };
+            (downtime, job.begun.elapsed())
+        };
         let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
         incoming.confirm_end()?;
         let published = finish(writer, manifest.clone())?;
@@ -141,6 +145,10 @@ fn is_consequence(error: &MigrateError) -> bool {
     }
 }
 
+fn begin(job: &SaveJob<'_>, uri: &str) -> Result<(), JobError> {
+    job.monitor.migrate(uri, false).map_err(|error| job.setup_error(error))
+}
+
 /// Starts QEMU's migration towards this process, and returns the connection.
 fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<Channel, JobError> {
     match &job.options.listen {
@@ -148,15 +156,15 @@ fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<Channel, JobE
             let (channel, theirs) = Channel::pair()?;
             job.monitor.getfd(DESCRIPTOR, theirs.as_fd())?;
             drop(theirs);
-            if let Err(error) = job.monitor.migrate(&format!("fd:{DESCRIPTOR}"), false) {
+            if let Err(error) = begin(job, &format!("fd:{DESCRIPTOR}")) {
                 let _ = job.monitor.closefd(DESCRIPTOR);
-                return Err(error.into());
+                return Err(error);
             }
             Ok(channel)
         }
         Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })) => {
             let listener = Listener::bind(uri, &Options::default())?;
-            job.monitor.migrate(&listener.local_uri().to_string(), false)?;
+            begin(job, &listener.local_uri().to_string())?;
             let limit = Instant::now() + CONNECT_WITHIN;
             loop {
                 match listener.accept(Some(ACCEPT_TICK)) {

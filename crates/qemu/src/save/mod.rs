@@ -7,7 +7,11 @@
 //! Order, when the VM goes on: the last byte arrives, QEMU is answered, the VM is continued, *then* the file is made
 //! durable and published. The VM's downtime holds no disk. With [`SaveOptions::stop`] the file is durable and published
 //! before QEMU is answered, because from then on it may be all that is left of the VM.
+//!
+//! With [`SaveOptions::background`] the VM stands still at the beginning only, for its devices, and QEMU asks for nothing at
+//! the end: nobody can be called back. The snapshot is of the moment at which the save began.
 
+mod background;
 mod by_file;
 mod by_socket;
 mod preflight;
@@ -25,6 +29,7 @@ use crate::guard::{Guard, GuardEnd};
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
 use crate::monitor::{Monitor, RunState, SettingChange, Settings};
+use crate::qmp::QmpError;
 use crate::takeover::{Actor, take_over};
 use preflight::Preflight;
 
@@ -71,6 +76,8 @@ pub struct SaveOptions {
     pub listen: Option<Uri>,
     /// Leave the VM stopped.
     pub stop: bool,
+    /// Have QEMU protect the memory against writing and save it while the VM goes on.
+    pub background: bool,
     /// Replace the file if it is there.
     pub replace: bool,
     /// Record checksums.
@@ -83,6 +90,23 @@ pub struct SaveOptions {
     pub disks: DiskPolicy,
     /// Whether to wait until a power cut cannot lose the file.
     pub durability: Durability,
+}
+
+impl SaveOptions {
+    /// Refuses what contradicts itself.
+    fn check(&self) -> Result<(), JobError> {
+        let refused = |why: &str, hint: &str| Err(JobError::refused(why, hint));
+        if self.background && self.stop {
+            return refused("a VM that is saved in the background goes on", "leave --background or --stop out");
+        }
+        if self.background && matches!(self.timeout, Some((_, OnTimeout::Pause))) {
+            return refused(
+                "a background save is not late because the VM changes its memory: stopping it would not help",
+                "use --on-timeout cancel",
+            );
+        }
+        Ok(())
+    }
 }
 
 /// What a save came to.
@@ -169,7 +193,7 @@ pub fn save(
         let _ = guard.temporary(Some(&path));
     }
     let job = SaveJob { monitor, options, watch, before, begun };
-    let done = monitor.set(&change.set).map_err(JobError::from).and_then(|()| match route {
+    let done = monitor.set(&change.set).map_err(|error| job.setup_error(error)).and_then(|()| match route {
         Route::File => by_file::run(&job, pending, &mut marker),
         _ => by_socket::run(&job, pending, &mut marker),
     });
@@ -214,10 +238,14 @@ fn prepare(
     watch: Watch<'_>,
 ) -> Result<(Preflight, Route, PendingFile, SettingChange), JobError> {
     JobMarker::expect_none(monitor)?;
+    options.check()?;
     let before = Preflight::check(monitor, options)?;
     let route = route(monitor, options)?;
     let pending = PendingFile::create(target, options.replace)?;
     let current = monitor.settings()?;
+    if options.background {
+        background::check(monitor, &current)?;
+    }
     let mut wish = settings(route, options, watch.control.max_bandwidth());
     if options.downtime.is_none()
         && let Some(limit) = current.parameters.get("downtime-limit")
@@ -241,6 +269,11 @@ impl SaveJob<'_> {
     /// Whether the VM is to run when it has been saved.
     fn goes_on(&self) -> bool {
         self.before.was_running && !self.options.stop
+    }
+
+    /// What QEMU says against the migration before it begins, as a person should read it.
+    fn setup_error(&self, error: QmpError) -> JobError {
+        if self.options.background { background::explain(error) } else { error.into() }
     }
 
     fn write_options(&self) -> WriteOptions {
@@ -299,7 +332,11 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
         }
     };
     match options.route {
-        Route::Auto if options.listen.is_some() || unable().is_some() => Ok(Route::Socket),
+        Route::File if options.background => Err(JobError::refused(
+            "QEMU cannot write a file of a VM that goes on meanwhile: it would come out empty",
+            "use --background with --via socket",
+        )),
+        Route::Auto if options.background || options.listen.is_some() || unable().is_some() => Ok(Route::Socket),
         Route::Auto => Ok(Route::File),
         Route::File => match unable() {
             Some(why) => Err(JobError::refused(why, "use --via socket")),
@@ -329,11 +366,13 @@ pub(crate) fn file_channels() -> usize {
 /// How QEMU must be set for the route: what it needs is on, and whatever would give the stream another form is off.
 fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) -> Settings {
     let by_file = route == Route::File;
-    let mut wish = Settings::new()
+    let mut wish = if options.background { background::settings() } else { Settings::new() };
+    wish = wish
         .capability("events", true)
-        .capability("return-path", !by_file)
+        .capability("return-path", !by_file && !options.background)
         .capability("mapped-ram", by_file)
         .capability("multifd", by_file)
+        .capability("background-snapshot", options.background)
         .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get))
         .parameter("mode", "normal")
         // Whatever the user has chosen for other migrations: zero pages take no room in a snapshot.
@@ -351,7 +390,6 @@ fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) 
         "pause-before-switchover",
         "dirty-bitmaps",
         "x-ignore-shared",
-        "background-snapshot",
         "zero-copy-send",
         "switchover-ack",
         "block",

@@ -26,6 +26,8 @@ pub(super) struct Watcher<'a> {
     deadline: Option<Instant>,
     stopped: Option<Event>,
     resumed: Option<Event>,
+    /// When a VM that is saved in the background ran on, counted from the beginning of the save.
+    ran_after: Duration,
     last: Option<MigrationInfo>,
     cancelling: Option<JobError>,
     completed: bool,
@@ -47,6 +49,7 @@ impl<'a> Watcher<'a> {
             deadline: job.options.timeout.map(|(limit, _)| job.begun + limit),
             stopped: None,
             resumed: None,
+            ran_after: Duration::ZERO,
             last: None,
             cancelling: None,
             completed: false,
@@ -73,6 +76,7 @@ impl<'a> Watcher<'a> {
                 "STOP" => {
                     self.stopped.get_or_insert(event);
                 }
+                "RESUME" if self.job.options.background => self.note_resumed(event),
                 // Somebody else stopped and continued it: that is no part of the downtime.
                 "RESUME" => self.stopped = None,
                 "SHUTDOWN" => self.state = RunState::Shutdown,
@@ -134,7 +138,7 @@ impl<'a> Watcher<'a> {
             monitor.set(&Settings::new().parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get)))?;
             self.applied_bandwidth = bandwidth;
         }
-        if self.stopped.is_none()
+        if (self.stopped.is_none() || options.background)
             && self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
             && let Some((limit, then)) = options.timeout
         {
@@ -213,6 +217,32 @@ impl<'a> Watcher<'a> {
             (Some(stopped), Some(resumed)) => resumed.since(stopped),
             _ => None,
         })
+    }
+
+    /// The end of the freeze with which a background save begins: the first after its first STOP.
+    fn note_resumed(&mut self, event: Event) {
+        if self.stopped.is_some() && self.resumed.is_none() {
+            self.resumed = Some(event);
+            self.ran_after = self.job.begun.elapsed();
+        }
+    }
+
+    /// How long the VM stood still at the beginning of a background save, and how long after the save's beginning it ran on.
+    pub(super) fn freeze(&mut self) -> Result<(Option<Duration>, Duration), JobError> {
+        // `completed` may have been seen before them.
+        while let Some(event) = self.job.monitor.qmp().wait_event(&["STOP", "RESUME"], Duration::ZERO)? {
+            match event.name.as_str() {
+                "STOP" => {
+                    self.stopped.get_or_insert(event);
+                }
+                _ => self.note_resumed(event),
+            }
+        }
+        let stood = match (&self.stopped, &self.resumed) {
+            (Some(stopped), Some(resumed)) => resumed.since(stopped),
+            _ => None,
+        };
+        Ok((stood, self.ran_after))
     }
 
     /// Rounds over the dirty log and pages by kind, as QEMU counts when it is done.
