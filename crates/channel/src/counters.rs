@@ -100,6 +100,23 @@ impl Counters {
     }
 }
 
+/// Of several channels together.
+impl std::iter::Sum for Counters {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |sum, one| Self {
+            calls_out: sum.calls_out.wrapping_add(one.calls_out),
+            calls_in: sum.calls_in.wrapping_add(one.calls_in),
+            bytes_out: sum.bytes_out.wrapping_add(one.bytes_out),
+            bytes_in: sum.bytes_in.wrapping_add(one.bytes_in),
+            partial: sum.partial.wrapping_add(one.partial),
+            interrupted: sum.interrupted.wrapping_add(one.interrupted),
+            waits: sum.waits.wrapping_add(one.waits),
+            waited_ns: sum.waited_ns.wrapping_add(one.waited_ns),
+            throttled_ns: sum.throttled_ns.wrapping_add(one.throttled_ns),
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

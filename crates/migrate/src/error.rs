@@ -1,5 +1,6 @@
 //! What a migration fails with.
 
+use std::io;
 use std::time::Duration;
 
 use limosa_channel::ChannelError;
@@ -28,6 +29,14 @@ pub enum MigrateError {
     /// The peer's bytes are not a migration stream that this engine can take.
     #[error("the migration stream is not valid: {0}")]
     Stream(#[from] StreamError),
+
+    /// The pages of a channel could not be compressed.
+    #[error("cannot compress pages: {0}")]
+    Compress(#[source] io::Error),
+
+    /// The system has no thread left for a channel.
+    #[error("cannot start the thread of a channel: {0}")]
+    Thread(#[source] io::Error),
 
     /// What should be sent has no form in the stream: the stored layout is not one that QEMU makes.
     #[error("cannot be put into a migration stream: {0}")]

@@ -8,7 +8,7 @@
 //! | role | starts the guest | module |
 //! |---|---|---|
 //! | destination, precopy | when all has arrived and is acknowledged | [`destination`] |
-//! | source, precopy | when all has been sent | [`source::precopy`] |
+//! | source, precopy | when all has been sent | [`source::precopy`], [`source::multifd`] |
 //! | source, postcopy | at once; pages follow, requested ones first | [`source::postcopy`] |
 //!
 //! # Example
@@ -92,5 +92,6 @@ pub use destination::{Destination, DestinationOptions, DestinationStats, Incomin
 pub use error::MigrateError;
 pub use pages::{PageError, PageSink, PageSource, StreamStart};
 pub use progress::{Phase, Progress, ProgressReading};
+pub use source::multifd::MultifdSourceOptions;
 pub use source::postcopy::{Milestone, PostcopyOptions, PostcopySource, PostcopyStats};
 pub use source::precopy::{PrecopyOptions, PrecopySource, PrecopyStats};

@@ -3,6 +3,7 @@
 mod host_pages;
 mod inbox;
 mod ledger;
+pub mod multifd;
 pub mod postcopy;
 pub mod precopy;
 mod records;

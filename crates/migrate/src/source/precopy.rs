@@ -2,6 +2,8 @@
 //!
 //! The destination's guest starts when all has arrived. Every page is sent, zero pages as zero: memory that looks fresh may
 //! be a file with old contents. Only who knows better says so, block by block ([`PrecopyOptions::fresh`]).
+//!
+//! Pages go out as records on the one channel, or in packets on channels beside it ([`PrecopySource::with_channels`]).
 
 use std::sync::Arc;
 use std::thread;
@@ -13,6 +15,7 @@ use limosa_stream::{Command, ram, section};
 
 use super::inbox::Inbox;
 use super::ledger::CLAIM_PAGES;
+use super::multifd::{CHANNELS_MAX, Multifd, MultifdSourceOptions, Parts};
 use super::records::RecordWriter;
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -24,7 +27,8 @@ use crate::progress::{Moved, Phase, Progress};
 pub struct PrecopyOptions {
     /// Whether to ask the destination for a last word. Needs a channel that carries both directions.
     pub return_path: bool,
-    /// Longest wait for that word: the destination loads the device state in that time.
+    /// Longest wait for that word: the destination loads the device state in that time. On channels beside the main one also
+    /// the longest time in which the destination takes nothing.
     pub patience: Duration,
     /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
     pub fresh: Vec<String>,
@@ -45,9 +49,12 @@ pub struct PrecopyStats {
     pub zero_pages: u64,
     /// From the first byte to the last word of the destination.
     pub elapsed: Duration,
-    /// Of the channel.
+    /// Of the channel; of all together if there are several.
     pub channel: Counters,
 }
+
+/// The PING whose answer says that the destination has taken all pages.
+const TAKEN: u32 = 5;
 
 /// The source role in precopy, over any [`PageSource`].
 #[derive(Debug)]
@@ -57,6 +64,8 @@ pub struct PrecopySource<'a, S: PageSource + ?Sized> {
     control: &'a Control,
     progress: &'a Progress,
     options: PrecopyOptions,
+    beside: Vec<Arc<Channel>>,
+    multifd: MultifdSourceOptions,
 }
 
 impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
@@ -68,27 +77,59 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         progress: &'a Progress,
         options: PrecopyOptions,
     ) -> Self {
-        Self { source, channel: Arc::new(channel), control, progress, options }
+        let (beside, multifd) = (Vec::new(), MultifdSourceOptions::default());
+        Self { source, channel: Arc::new(channel), control, progress, options, beside, multifd }
+    }
+
+    /// Sends the pages on `channels`, a thread each, beside the main one: QEMU's multifd, for a destination that expects just
+    /// so many. They were connected after the main one; their order is that of their numbers.
+    ///
+    /// # Errors
+    /// More than 16 channels, or one whose time-out cannot be set.
+    pub fn with_channels(
+        mut self,
+        channels: Vec<Channel>,
+        options: MultifdSourceOptions,
+    ) -> Result<Self, MigrateError> {
+        if channels.len() > CHANNELS_MAX {
+            return Err(MigrateError::Protocol(format!("{} channels, of at most {CHANNELS_MAX}", channels.len())));
+        }
+        for channel in &channels {
+            channel.set_timeouts(None, Some(self.options.patience))?;
+        }
+        self.beside = channels.into_iter().map(Arc::new).collect();
+        self.multifd = options;
+        Ok(self)
     }
 
     /// Sends everything and waits for the destination's last word, if there is a return path.
     pub fn run(self) -> Result<PrecopyStats, MigrateError> {
         let begun = Instant::now();
         self.control.watch(&self.channel);
+        for channel in &self.beside {
+            self.control.watch(channel);
+        }
         let inbox = Inbox::default();
+        let multifd = (!self.beside.is_empty()).then(|| self.multifd());
         let result = thread::scope(|scope| {
-            let reader = self
-                .options
-                .return_path
-                .then(|| scope.spawn(|| inbox.read_from(&self.channel, &self.source.start().blocks, |_| {})));
-            let sent = self.send().and_then(|moved| {
+            let read = || {
+                inbox.read_from(&self.channel, &self.source.start().blocks, |_| {});
+                if let Some(multifd) = &multifd {
+                    // The channels' threads do not look at the return path, and it is over.
+                    multifd.fail(inbox.outcome());
+                }
+            };
+            let reader = self.options.return_path.then(|| scope.spawn(read));
+            let sent = self.send(&inbox, multifd.as_ref()).and_then(|moved| {
                 if self.options.return_path {
                     inbox.wait_shut(self.options.patience)?;
                 }
                 Ok(moved)
             });
             if sent.is_err() {
-                let _ = self.channel.shutdown(limosa_channel::How::Both);
+                for channel in self.channels() {
+                    let _ = channel.shutdown(limosa_channel::How::Both);
+                }
             }
             if let Some(reader) = reader {
                 let _ = reader.join();
@@ -102,11 +143,16 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             normal_pages: moved.normal,
             zero_pages: moved.zero,
             elapsed: begun.elapsed(),
-            channel: self.channel.counters(),
+            channel: self.channels().map(|channel| channel.counters()).sum(),
         })
     }
 
-    fn send(&self) -> Result<Moved, MigrateError> {
+    /// The main channel and those beside it.
+    fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
+        std::iter::once(&self.channel).chain(&self.beside)
+    }
+
+    fn send(&self, inbox: &Inbox, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
         let start = self.source.start();
         let pages = (0..start.blocks.len()).map(|block| self.source.stored(block).count()).sum();
         self.progress.expect_pages(pages);
@@ -115,10 +161,62 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         if self.options.return_path {
             Command::OpenReturnPath.encode(&mut bytes)?;
         }
-        ram::encode_ram_start(start.section_id, &start.blocks, &mut bytes)?;
+        let joins = multifd.is_some_and(Multifd::joins_by_word);
+        ram::encode_ram_layout(start.section_id, &start.blocks, &mut bytes)?;
+        if joins {
+            ram::encode_multifd_flush(&mut bytes);
+        }
+        ram::encode_eos(start.section_id, &mut bytes);
         section::encode_part(start.section_id, &mut bytes);
         self.channel.put(&bytes)?;
         self.progress.enter(Phase::Active);
+        let moved = multifd.map_or_else(|| self.send_pages(), Multifd::send_pages)?;
+        bytes.clear();
+        ram::encode_eos(start.section_id, &mut bytes);
+        section::encode_end(start.section_id, &mut bytes);
+        if joins {
+            ram::encode_multifd_flush(&mut bytes);
+        }
+        ram::encode_eos(start.section_id, &mut bytes);
+        if multifd.is_some_and(|multifd| multifd.in_place) {
+            // Until the destination has read what was passed on unread, whoever writes to the file changes it.
+            Command::Ping(TAKEN).encode(&mut bytes)?;
+            self.channel.put(&bytes)?;
+            bytes.clear();
+            inbox.wait_pong(TAKEN, self.options.patience)?;
+            self.source.still_whole().map_err(MigrateError::Source)?;
+        }
+        bytes.extend_from_slice(self.source.device_sections());
+        section::encode_eof(&mut bytes);
+        if let (description @ [_, ..], Ok(length)) =
+            (self.source.description(), u32::try_from(self.source.description().len()))
+        {
+            bytes.push(section::DESCRIPTION);
+            bytes.extend_from_slice(&length.to_be_bytes());
+            bytes.extend_from_slice(description);
+        }
+        self.progress.enter(Phase::Device);
+        self.channel.put(&bytes)?;
+        self.progress.enter(Phase::Completing);
+        Ok(moved)
+    }
+
+    fn multifd(&self) -> Multifd<'_, S> {
+        Multifd::new(Parts {
+            source: self.source,
+            control: self.control,
+            progress: self.progress,
+            options: &self.multifd,
+            main: &self.channel,
+            channels: &self.beside,
+            fresh: &self.options.fresh,
+            return_path: self.options.return_path,
+        })
+    }
+
+    /// Sends all pages as records of the one channel.
+    fn send_pages(&self) -> Result<Moved, MigrateError> {
+        let start = self.source.start();
         let mut moved = Moved::default();
         let mut records = RecordWriter::new(&self.channel, &start.blocks)?;
         let mut buffer = vec![0; usize::try_from(CLAIM_PAGES * PAGE_SIZE).unwrap_or(PAGE_LEN)];
@@ -135,22 +233,6 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
                 }
             }
         }
-        bytes.clear();
-        ram::encode_eos(start.section_id, &mut bytes);
-        section::encode_end(start.section_id, &mut bytes);
-        ram::encode_eos(start.section_id, &mut bytes);
-        bytes.extend_from_slice(self.source.device_sections());
-        section::encode_eof(&mut bytes);
-        if let (description @ [_, ..], Ok(length)) =
-            (self.source.description(), u32::try_from(self.source.description().len()))
-        {
-            bytes.push(section::DESCRIPTION);
-            bytes.extend_from_slice(&length.to_be_bytes());
-            bytes.extend_from_slice(description);
-        }
-        self.progress.enter(Phase::Device);
-        self.channel.put(&bytes)?;
-        self.progress.enter(Phase::Completing);
         Ok(moved)
     }
 
@@ -168,7 +250,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             run.start = piece.end;
             let length = usize::try_from(piece.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
             let contents = buffer.get_mut(..length).unwrap_or_default();
-            self.wait_for_rate()?;
+            wait_for_rate(self.control, || self.control.check())?;
             self.control.rate().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;
             let (normal, zero) = records.send(block, piece, self.source.stored(block), contents)?;
@@ -177,21 +259,24 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         Ok(())
     }
 
-    /// Waits until the rate allows more, or the job is stopped.
-    fn wait_for_rate(&self) -> Result<(), MigrateError> {
-        loop {
-            self.control.check()?;
-            let pause = self.control.rate().delay();
-            if pause.is_zero() {
-                return Ok(());
-            }
-            thread::sleep(pause.min(Duration::from_millis(50)));
-        }
-    }
-
     fn count(&self, moved: &mut Moved, normal: u64, zero: u64) {
         moved.normal += normal;
         moved.zero += zero;
         self.progress.moved(Moved { normal, zero, resent: 0 });
+    }
+}
+
+/// Waits until the rate allows more, or `check` fails.
+pub(super) fn wait_for_rate(
+    control: &Control,
+    check: impl Fn() -> Result<(), MigrateError>,
+) -> Result<(), MigrateError> {
+    loop {
+        check()?;
+        let pause = control.rate().delay();
+        if pause.is_zero() {
+            return Ok(());
+        }
+        thread::sleep(pause.min(Duration::from_millis(50)));
     }
 }

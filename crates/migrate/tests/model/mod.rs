@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
+pub mod multifd;
+
 use std::io::IoSlice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
