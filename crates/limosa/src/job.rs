@@ -14,6 +14,9 @@ use crate::bars::Bar;
 use crate::signals::SignalWatch;
 use crate::voice::say;
 
+/// This program, for guards: through /proc, so that it is this one even if its file was replaced meanwhile.
+pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
+
 /// Connects to QEMU's monitor.
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
     Ok(Monitor::new(Qmp::connect(address, &Options::default())?))

@@ -1,11 +1,12 @@
 //! `limosa restore`.
 
-use std::process::ExitCode;
+use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use limosa_migrate::MigrateError;
 use limosa_migrate::control_socket::Job;
+use limosa_qemu::guard::Guard;
 use limosa_qemu::job::JobError;
 use limosa_qemu::restore::{Mode, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore};
 use limosa_snapshot::Snapshot;
@@ -43,7 +44,10 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
         Observer { begun, reporter, quiet: args.pager, paused: args.paused, lazy_guest: AtomicBool::new(false) };
     let options = options(args);
     let go = if args.recover { recover } else { restore };
-    let done = go(&monitor, &snapshot, &args.snapshot, &options, surroundings.watch(), &observer);
+    // A detached pager must not hold its caller's terminal open, and neither must its guard.
+    let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
+    let guard = || Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp(), stderr())?));
+    let done = go(&monitor, &snapshot, &args.snapshot, &options, surroundings.watch(), &observer, &guard);
     let phase = surroundings.progress.read().phase;
     drop(surroundings);
     let report = match done {

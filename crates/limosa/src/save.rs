@@ -1,6 +1,5 @@
 //! `limosa save`.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use limosa_migrate::control_socket::Job;
@@ -18,8 +17,7 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
     let surroundings = Surroundings::new(&args.job, Job::Save, "saving", false)?;
     let report = save(&monitor, &args.snapshot, &options(args), surroundings.watch(), || {
-        // Through /proc, so that it is this program even if its file was replaced meanwhile.
-        Ok(Some(Guard::spawn(Path::new("/proc/self/exe"), ["guard", "--"], monitor.qmp())?))
+        Ok(Some(Guard::spawn(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp())?))
     });
     drop(surroundings);
     let report = report?;

@@ -203,6 +203,17 @@ impl JobMarker {
         Ok(monitor.qom_set(OBJECT, "data", self.to_json().into())?)
     }
 
+    /// Replaces the record as soon as QEMU answers again, without waiting for that.
+    ///
+    /// # Errors
+    /// The monitor's.
+    pub(crate) fn update_later(&self, monitor: &Monitor) -> Result<(), MarkerError> {
+        let arguments = json!({ "path": OBJECT, "property": "data", "value": self.to_json() });
+        let pending = monitor.qmp().start("qom-set", arguments)?;
+        monitor.qmp().abandon(pending);
+        Ok(())
+    }
+
     /// The record that is there; `None` if there is none.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, is_alive};
+use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, is_alive, kill9};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -11,11 +11,20 @@ use crate::scene::{
     Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, migration_status, release,
     saved_beat, text, wait_guest, wait_migration_status,
 };
-use crate::stage::{Found, Limosa, SOON, assert_beats};
+use crate::stage::{Found, Limosa, SOON, assert_beats, guard_of, wait_for, wait_gone};
 
 /// A walk that is long enough to fault all the time while the rest comes: 16 MiB without rest.
 fn walker() -> Machine {
     Machine::beat(BeatGuest { rest: 0, ..BeatGuest::over(12 << 20) }).backend(MemoryBackend::Memfd)
+}
+
+/// Who is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Victims {
+    /// limosa; its guard has to go on.
+    Pager,
+    /// Both: a person has to go on.
+    Both,
 }
 
 /// What was found after a kill.
@@ -25,22 +34,38 @@ enum Left {
     Nothing,
     /// The guest was there and had to be recovered.
     Half,
+    /// The guest was there and the guard brought the rest.
+    Healed,
     /// The guest was there with all its pages; at most QEMU's settings were left.
     Whole,
     /// QEMU has every page, has read the end, and waits for an answer to a page that was never stored, which nobody can give
     /// any more. Possible with `--preempt on` alone, and what its help warns of.
     Unended,
+    /// QEMU's main loop waits for a page, so that nobody new can talk to it. Possible if the guard is killed too.
+    HeldUp,
 }
 
-/// Restores with `how`, kills limosa after `delay`, and brings the guest back by what limosa says is to be done.
-fn kill_and_bring_back(scene: &Scene, saved: &Saved, machine: &Machine, how: &[&str], delay: Duration) -> Left {
+/// Restores with `how`, kills after `delay`, and brings the guest back by what limosa says is to be done.
+fn kill_and_bring_back(
+    scene: &Scene,
+    saved: &Saved,
+    machine: &Machine,
+    how: &[&str],
+    (delay, victims): (Duration, Victims),
+) -> Left {
     let destination = machine.start_incoming().unwrap();
     let limosa = scene.start_restore(&saved.snapshot, &destination, how);
     let end = Instant::now() + delay;
     while Instant::now() < end && limosa.is_running() {
         std::thread::sleep(Duration::from_micros(200));
     }
+    let guard = guard_of(limosa.pid());
+    if let (Victims::Both, Some(guard)) = (victims, guard) {
+        // It is not our child, but limosa does not reap it before its own end.
+        let _ = kill9(guard);
+    }
     limosa.signal(Signal::KILL);
+    guard.into_iter().for_each(wait_gone);
     let ended = limosa.wait();
     if ended.status.success() {
         assert_consistent(&destination);
@@ -49,33 +74,49 @@ fn kill_and_bring_back(scene: &Scene, saved: &Saved, machine: &Machine, how: &[&
     if how.contains(&"on") && is_unended(&destination) {
         return Left::Unended;
     }
-    if never_got_it(&destination) {
-        drop(destination);
-        let fresh = machine.start_incoming().unwrap();
-        scene.restore(&saved.snapshot, &fresh, &["--mode", "lazy"]).success();
-        saved.assert_goes_on(&fresh);
-        assert_beats(&fresh);
-        return Left::Nothing;
+    match found(&destination) {
+        Left::Nothing => {
+            drop(destination);
+            let fresh = machine.start_incoming().unwrap();
+            scene.restore(&saved.snapshot, &fresh, &["--mode", "lazy"]).success();
+            saved.assert_goes_on(&fresh);
+            assert_beats(&fresh);
+            return Left::Nothing;
+        }
+        Left::HeldUp => {
+            assert_eq!(victims, Victims::Both, "the guard did nothing: {}", ended.stderr);
+            return Left::HeldUp;
+        }
+        _ => {}
     }
     let whole = migration_status(&destination) == "completed";
-    let recovered = scene.recover(&saved.snapshot, &destination);
-    if whole && !recovered.status.success() {
-        // It was killed after it had put QEMU's settings back.
-        assert_failed(&recovered, &["no lazy restore by limosa was interrupted"]);
+    let healed = ended.stderr.contains("its guard has brought the rest of the memory");
+    if victims == Victims::Pager {
+        assert!(whole, "{}: {}", migration_status(&destination), ended.stderr);
     } else {
-        recovered.success();
+        let recovered = scene.recover(&saved.snapshot, &destination);
+        if whole && !recovered.status.success() {
+            // It was killed after it had put QEMU's settings back.
+            assert_failed(&recovered, &["no lazy restore by limosa was interrupted"]);
+        } else {
+            recovered.success();
+        }
     }
     saved.assert_goes_on(&destination);
     assert_consistent(&destination);
-    if whole { Left::Whole } else { Left::Half }
+    match (healed, whole) {
+        (true, _) => Left::Healed,
+        (false, true) => Left::Whole,
+        (false, false) => Left::Half,
+    }
 }
 
-/// Whether the destination's guest was not started: its QEMU has ended, still waits, has failed, or is stuck. Waits until
-/// that is decided.
+/// Whether the destination's guest was not started, because its QEMU has ended, still waits, has failed, or is stuck; or
+/// whether it can be asked ([`Left::Half`]), or not. Waits until that is decided.
 ///
 /// QEMU 10.0 ends if it loses its source while it loads the devices, or, if it has a channel for requests, waits for ever for the
-/// page that it has asked for there: its main loop then answers nothing. The guest has not run in either case.
-fn never_got_it(destination: &Vm) -> bool {
+/// page that it has asked for there: its main loop then answers nothing.
+fn found(destination: &Vm) -> Left {
     let stack = format!("/proc/{pid}/task/{pid}/wchan", pid = destination.pid());
     let (mut waits, end) = (0, Instant::now() + SOON);
     loop {
@@ -85,7 +126,7 @@ fn never_got_it(destination: &Vm) -> bool {
         // Nobody serves its memory any more, so a main thread that waits for some does so for good.
         waits = if std::fs::read_to_string(&stack).unwrap_or_default() == "handle_userfault" { waits + 1 } else { 0 };
         if waits > 100 {
-            break;
+            return if destination.serial().lines().is_empty() { Left::Nothing } else { Left::HeldUp };
         }
         // It may end between these two.
         if waits == 0
@@ -93,7 +134,7 @@ fn never_got_it(destination: &Vm) -> bool {
         {
             match info["status"].as_str().unwrap_or("none") {
                 "none" | "setup" | "failed" => break,
-                "postcopy-paused" | "completed" => return false,
+                "postcopy-paused" | "completed" => return Left::Half,
                 other => assert!(Instant::now() < end, "QEMU still says {other}"),
             }
         }
@@ -101,7 +142,7 @@ fn never_got_it(destination: &Vm) -> bool {
     }
     let lines = destination.serial().lines();
     assert!(lines.is_empty(), "the guest ran, and cannot be recovered: {lines:?}");
-    true
+    Left::Nothing
 }
 
 /// Whether QEMU goes on believing in a transfer whose other end is dead: it notices a channel that breaks within moments, but
@@ -123,7 +164,7 @@ fn is_unended(destination: &Vm) -> bool {
 }
 
 /// Kills at `times` moments spread evenly, shifted by what `seed` decides, from the start to the end of a restore.
-fn killed_often(times: u32, how: &[&str], seed: u32) {
+fn killed_often(times: u32, how: &[&str], victims: Victims, seed: u32) {
     let scene = Scene::new();
     let machine = walker();
     let saved = saved_beat(&scene, &machine, &[]);
@@ -139,24 +180,87 @@ fn killed_often(times: u32, how: &[&str], seed: u32) {
     for time in 0..times {
         let shift = f64::from(seed.wrapping_add(time).wrapping_mul(0x9e37_79b9)) / f64::from(u32::MAX);
         let delay = whole.mul_f64((f64::from(time) + shift) / f64::from(times));
-        let left = kill_and_bring_back(&scene, &saved, &machine, &how, delay);
+        let left = kill_and_bring_back(&scene, &saved, &machine, &how, (delay, victims));
         *found.entry(left).or_default() += 1;
     }
     eprintln!("killed {times} times within {whole:?}: {found:?}");
-    assert!(found.get(&Left::Unended).is_none_or(|times| *times <= 2), "more than the very last moment: {found:?}");
-    assert!(found.contains_key(&Left::Half), "no kill came while pages were missing: {found:?}");
+    for rare in [Left::Unended, Left::HeldUp] {
+        assert!(found.get(&rare).is_none_or(|times| *times <= 2), "more than a moment: {found:?}");
+    }
+    let missing = if victims == Victims::Pager { Left::Healed } else { Left::Half };
+    assert!(found.contains_key(&missing), "no kill came while pages were missing: {found:?}");
 }
 
 #[test]
-fn a_pager_killed_at_any_of_fifty_moments_loses_no_page_with_requests_on_their_own_channel() {
+fn the_guest_of_a_pager_killed_at_any_of_fifty_moments_is_brought_back_by_its_guard_with_requests_on_their_own_channel()
+{
     needs_qemu!();
-    killed_often(50, &["--preempt", "on"], 1);
+    killed_often(50, &["--preempt", "on"], Victims::Pager, 1);
 }
 
 #[test]
-fn a_pager_killed_at_any_of_fifty_moments_loses_no_page_with_one_channel() {
+fn the_guest_of_a_pager_killed_at_any_of_fifty_moments_is_brought_back_by_its_guard_with_one_channel() {
     needs_qemu!();
-    killed_often(50, &["--preempt", "off"], 2);
+    killed_often(50, &["--preempt", "off"], Victims::Pager, 2);
+}
+
+#[test]
+fn a_pager_killed_with_its_guard_at_any_moment_loses_no_page_with_requests_on_their_own_channel() {
+    needs_qemu!();
+    killed_often(25, &["--preempt", "on"], Victims::Both, 3);
+}
+
+#[test]
+fn a_pager_killed_with_its_guard_at_any_moment_loses_no_page_with_one_channel() {
+    needs_qemu!();
+    killed_often(25, &["--preempt", "off"], Victims::Both, 4);
+}
+
+#[test]
+fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
+    needs_qemu!();
+    for preempt in ["on", "off"] {
+        let scene = Scene::new();
+        let saved = saved_beat(&scene, &beat(), &[]);
+        let found = Found::of(&beat().start_incoming().unwrap());
+        let destination = beat().start_incoming().unwrap();
+        let words = [&["--mode", "lazy", "--preempt", preempt], &TRICKLE[..]].concat();
+        let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
+        wait_guest(&limosa);
+        let guard = limosa.guard().unwrap();
+        limosa.signal(Signal::STOP);
+        std::thread::scope(|scope| {
+            // QEMU reads the ballast in its main loop, and limosa does not answer.
+            let reading = scope.spawn(|| assert_ballast(&destination));
+            let stack = format!("/proc/{pid}/task/{pid}/wchan", pid = destination.pid());
+            wait_for("QEMU's main loop to wait", || {
+                (std::fs::read_to_string(&stack).unwrap() == "handle_userfault").then_some(())
+            });
+            limosa.signal(Signal::KILL);
+            reading.join().unwrap();
+        });
+        // The rate is still the one that was asked for, so the rest would take its time.
+        kill9(guard).unwrap();
+        wait_gone(guard);
+        let said = limosa.wait().stderr;
+        wait_migration_status(&destination, "postcopy-paused");
+        scene.recover(&saved.snapshot, &destination).success();
+        found.assert_same_but(&destination, "running");
+        saved.assert_goes_on(&destination);
+        assert_consistent(&destination);
+        assert!(!said.contains("guard"), "{said}");
+    }
+}
+
+/// Kills limosa with its guard, so that nobody goes on.
+fn kill_both(limosa: Limosa) {
+    let guard = limosa.guard();
+    if let Some(guard) = guard {
+        kill9(guard).unwrap();
+    }
+    limosa.signal(Signal::KILL);
+    limosa.wait();
+    guard.into_iter().for_each(wait_gone);
 }
 
 /// A guest whose pager was killed while the ballast was missing.
@@ -166,8 +270,7 @@ fn orphan(scene: &Scene, saved: &Saved, more: &[&str]) -> Vm {
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
     wait_guest(&limosa);
     assert_beats(&destination);
-    limosa.signal(Signal::KILL);
-    limosa.wait();
+    kill_both(limosa);
     wait_migration_status(&destination, "postcopy-paused");
     destination
 }
@@ -204,8 +307,7 @@ fn a_recovery_that_is_killed_too_is_recovered_from() {
             let progress = control(&socket).execute("query-migrate", json!({})).unwrap();
             assert!(progress["ram"]["total"].as_u64() > Some(0), "{progress}");
             assert_beats(&destination);
-            recovery.signal(Signal::KILL);
-            recovery.wait();
+            kill_both(recovery);
         }
         scene.recover(&saved.snapshot, &destination).success();
         saved.assert_goes_on(&destination);
@@ -226,6 +328,9 @@ fn a_recovery_killed_at_any_moment_can_be_tried_again() {
         let end = Instant::now() + Duration::from_millis(2) * step;
         while Instant::now() < end && recovery.is_running() {
             std::thread::sleep(Duration::from_micros(200));
+        }
+        if let Some(guard) = guard_of(recovery.pid()) {
+            let _ = kill9(guard);
         }
         recovery.signal(Signal::KILL);
         recovery.wait();

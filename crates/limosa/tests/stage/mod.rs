@@ -150,7 +150,7 @@ impl Ended {
 }
 
 /// The guard that this limosa has started.
-fn guard_of(limosa: u32) -> Option<u32> {
+pub(crate) fn guard_of(limosa: u32) -> Option<u32> {
     let children = std::fs::read_to_string(format!("/proc/{limosa}/task/{limosa}/children")).ok()?;
     children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
         let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();

@@ -10,9 +10,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use super::signals;
+use crate::job::JobError;
 use crate::marker::{JobMarker, MarkerError};
 use crate::monitor::Monitor;
 use crate::qmp::{Options, Qmp, QmpError};
+use crate::restore::orphan::{Kept, Orphan, Rescue};
 use crate::takeover::{Actor, take_over};
 
 /// How long a migration may take to end after it was cancelled: a write to a dead network file system can hold it up.
@@ -45,6 +47,8 @@ enum ChildError {
     Setup(&'static str, #[source] io::Error),
     #[error(transparent)]
     Marker(#[from] MarkerError),
+    #[error("the restore was killed and cannot be gone on with: {0}")]
+    Orphan(#[from] JobError),
     #[error("cannot remove {path}: {source}")]
     Unlink { path: PathBuf, source: io::Error },
 }
@@ -74,11 +78,16 @@ fn watch(arguments: &[OsString]) -> Result<(), ChildError> {
     // Keep no directory busy.
     let _ = rustix::process::chdir("/");
     let mut control = UnixStream::from(control);
-    control.write_all(b"ready\n").map_err(setup("report to limosa"))?;
-    match listen(BufReader::new(control)) {
+    // limosa may be dead already; what it said before is still there to be read.
+    let _ = control.write_all(b"ready\n");
+    let mut kept = None;
+    match listen(BufReader::new(control), |orphan| kept = Some(orphan.keep())) {
         Word::Done => Ok(()),
         Word::Dead { temporary } => {
-            let result = rescue(socket, &monitor, pid);
+            let result = match kept {
+                Some(kept) => adopt(kept?, socket, &monitor),
+                None => rescue(socket, &monitor, pid),
+            };
             if let Some(path) = temporary {
                 match std::fs::remove_file(&path) {
                     Err(source) if source.kind() != io::ErrorKind::NotFound => {
@@ -96,7 +105,7 @@ fn is_socket(descriptor: &OwnedFd) -> bool {
     rustix::net::sockopt::socket_type(descriptor).is_ok()
 }
 
-fn listen(mut control: impl io::BufRead) -> Word {
+fn listen(mut control: impl io::BufRead, mut orphaned: impl FnMut(Orphan)) -> Word {
     let mut temporary = None;
     let mut line = Vec::new();
     loop {
@@ -107,19 +116,35 @@ fn listen(mut control: impl io::BufRead) -> Word {
             return Word::Dead { temporary };
         }
         line.pop();
-        match line.strip_prefix(b"temporary ") {
-            Some(hexadecimal) => temporary = decode(hexadecimal),
-            None if line == b"done" => return Word::Done,
-            None => {}
+        if let Some(hexadecimal) = line.strip_prefix(b"temporary ") {
+            temporary = decode(hexadecimal).map(|path| PathBuf::from(OsString::from_vec(path)));
+        } else if let Some(hexadecimal) = line.strip_prefix(b"restore ") {
+            let orphan = decode(hexadecimal).and_then(|object| serde_json::from_slice(&object).ok());
+            orphan.into_iter().for_each(&mut orphaned);
+        } else if line == b"done" {
+            return Word::Done;
         }
     }
 }
 
-fn decode(hexadecimal: &[u8]) -> Option<PathBuf> {
+fn decode(hexadecimal: &[u8]) -> Option<Vec<u8>> {
     let digits = std::str::from_utf8(hexadecimal).ok()?;
     let bytes: Option<Vec<u8>> =
         (0..digits.len()).step_by(2).map(|at| u8::from_str_radix(digits.get(at..at + 2)?, 16).ok()).collect();
-    bytes.filter(|bytes| !bytes.is_empty()).map(|bytes| PathBuf::from(OsString::from_vec(bytes)))
+    bytes.filter(|bytes| !bytes.is_empty())
+}
+
+/// limosa is dead, and its guest stands on memory that has not come: brings it.
+fn adopt(kept: Kept, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
+    let path = kept.path().display();
+    let what = match kept.go_on(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
+        Rescue::Whole => "its guard has brought the rest of the memory",
+        Rescue::NeverRan => "the guest had not been started: end this QEMU and start a fresh one",
+        Rescue::Unended => "QEMU has its memory but does not end the transfer (a risk of --preempt on): end this QEMU",
+        Rescue::Gone => return Ok(()),
+    };
+    drop(writeln!(io::stderr(), "limosa: the restore of {path} was killed: {what}"));
+    Ok(())
 }
 
 /// limosa is dead: does for its VM what has to be done.
@@ -155,15 +180,15 @@ mod tests {
 
     #[test]
     fn only_the_whole_word_done_ends_the_watch_in_peace() {
-        assert_eq!(listen(&b"done\n"[..]), Word::Done);
+        assert_eq!(listen(&b"done\n"[..], |_| {}), Word::Done);
         for words in [&b""[..], b"done", b"don\n", b"novel\n"] {
-            assert_eq!(listen(words), Word::Dead { temporary: None });
+            assert_eq!(listen(words, |_| {}), Word::Dead { temporary: None });
         }
     }
 
     #[test]
     fn the_temporary_file_is_the_last_one_named() {
-        let named = |words: &[u8]| match listen(words) {
+        let named = |words: &[u8]| match listen(words, |_| {}) {
             Word::Dead { temporary } => temporary,
             Word::Done => None,
         };

@@ -11,6 +11,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use crate::qmp::Qmp;
+use crate::restore::orphan::Orphan;
 
 /// How long a guard may take to start.
 const START: Duration = Duration::from_secs(20);
@@ -56,23 +57,8 @@ impl Guard {
         arguments: impl IntoIterator<Item = S>,
         qmp: &Qmp,
     ) -> Result<Self, GuardError> {
-        let (mut control, theirs) = UnixStream::pair().map_err(GuardError::Spawn)?;
-        let monitor = qmp.descriptor().try_clone_to_owned().map_err(GuardError::Spawn)?;
-        let child = Command::new(executable)
-            .args(arguments)
-            .arg(qmp.monitor())
-            .arg(std::process::id().to_string())
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::from(monitor))
-            .spawn()
-            .map_err(GuardError::Spawn)?;
-        let ready = (|| {
-            control.set_read_timeout(Some(START))?;
-            let mut word = [0; 6];
-            control.read_exact(&mut word)?;
-            if &word == b"ready\n" { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
-        })();
-        let mut guard = Self { child, control: Some(control) };
+        let mut guard = Self::start(executable, arguments, qmp, Stdio::inherit())?;
+        let ready = guard.wait_ready();
         if let Err(error) = ready {
             // It has not taken over anything and must not.
             guard.control = None;
@@ -81,6 +67,39 @@ impl Guard {
             return Err(GuardError::NotReady(error));
         }
         Ok(guard)
+    }
+
+    /// The same without waiting: what it is told meanwhile is not lost, and a guard that does not come up is found out by
+    /// [`Guard::finish`]. What it has to say goes to `stderr`.
+    ///
+    /// # Errors
+    /// [`GuardError::Spawn`].
+    pub fn start<S: AsRef<OsStr>>(
+        executable: &Path,
+        arguments: impl IntoIterator<Item = S>,
+        qmp: &Qmp,
+        stderr: Stdio,
+    ) -> Result<Self, GuardError> {
+        let (control, theirs) = UnixStream::pair().map_err(GuardError::Spawn)?;
+        let monitor = qmp.descriptor().try_clone_to_owned().map_err(GuardError::Spawn)?;
+        let child = Command::new(executable)
+            .args(arguments)
+            .arg(qmp.monitor())
+            .arg(std::process::id().to_string())
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::from(monitor))
+            .stderr(stderr)
+            .spawn()
+            .map_err(GuardError::Spawn)?;
+        Ok(Self { child, control: Some(control) })
+    }
+
+    fn wait_ready(&mut self) -> io::Result<()> {
+        let control = self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
+        control.set_read_timeout(Some(START))?;
+        let mut word = [0; 6];
+        control.read_exact(&mut word)?;
+        if &word == b"ready\n" { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
     }
 
     /// The guard's process id.
@@ -94,12 +113,20 @@ impl Guard {
     /// # Errors
     /// The kernel's, for example if the guard has died.
     pub fn temporary(&mut self, path: Option<&Path>) -> io::Result<()> {
-        let mut line = String::from("temporary ");
-        if let Some(path) = path {
-            // Hexadecimal, because a path may hold line feeds.
-            for byte in std::path::absolute(path)?.as_os_str().as_bytes() {
-                write!(line, "{byte:02x}").map_err(io::Error::other)?;
-            }
+        let path = path.map(std::path::absolute).transpose()?.unwrap_or_default();
+        self.say("temporary", path.as_os_str().as_bytes())
+    }
+
+    /// Tells the guard what it needs to go on with a lazy restore.
+    pub(crate) fn orphan(&mut self, orphan: &Orphan) -> io::Result<()> {
+        self.say("restore", &serde_json::to_vec(orphan)?)
+    }
+
+    /// Says a word with an object, which is written in hexadecimal, because it may hold line feeds.
+    fn say(&mut self, word: &str, object: &[u8]) -> io::Result<()> {
+        let mut line = format!("{word} ");
+        for byte in object {
+            write!(line, "{byte:02x}").map_err(io::Error::other)?;
         }
         line.push('\n');
         match &mut self.control {

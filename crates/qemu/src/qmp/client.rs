@@ -6,6 +6,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::framer::{Frame, Framer};
@@ -44,6 +45,15 @@ impl Default for Options {
             message_limit: 64 * 1024 * 1024,
         }
     }
+}
+
+/// What a connection's negotiation came to, to be handed on with its descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Negotiated {
+    /// QEMU's version.
+    pub version: Version,
+    /// Whether commands can be executed out of band.
+    pub oob: bool,
 }
 
 /// A command that was sent. Its answer is kept until [`Qmp::wait`] takes it or [`Qmp::abandon`] gives it up.
@@ -156,18 +166,42 @@ impl Qmp {
     /// # Errors
     /// The connection's.
     pub fn adopt(socket: OwnedFd, monitor: &str, options: &Options) -> Result<Self, QmpError> {
-        let mut qmp = Self::bare(socket, monitor.to_owned(), None, options, true);
-        // Ids that the other process cannot have used: it counted from 1.
-        *qmp.sender.get_mut().unwrap_or_else(PoisonError::into_inner) = u64::from(u32::MAX) + 1;
-        let deadline = Some(Instant::now() + options.reply);
-        socket::send(qmp.socket.as_fd(), b"\xff\n", &[], deadline)
-            .map_err(|errno| qmp.error(&Broken::Io("send", errno), Some("the flush of the parser")))?;
+        let mut qmp = Self::flushed(socket, monitor, options)?;
         let version = qmp.execute("query-version", Value::Null)?;
         let number =
             Version::of(&version).ok_or_else(|| QmpError::unexpected("query-version", "a version", &version))?;
         let package = version.get("package").and_then(Value::as_str).unwrap_or_default().to_owned();
         qmp.greeting = Greeting { version: number, package, capabilities: Vec::new(), raw: version };
         qmp.lock().lenient = false;
+        Ok(qmp)
+    }
+
+    /// [`Qmp::adopt`] while QEMU's main loop may be held up: asks nothing, so what the other process had found out has to be
+    /// told. Out of band, commands are answered at once; others when the main loop comes back to life.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn adopt_held_up(
+        socket: OwnedFd,
+        monitor: &str,
+        options: &Options,
+        negotiated: &Negotiated,
+    ) -> Result<Self, QmpError> {
+        // What QEMU says to the flush waits for its main loop too, so what cannot be understood is skipped for good.
+        let mut qmp = Self::flushed(socket, monitor, options)?;
+        qmp.greeting.version = negotiated.version;
+        qmp.oob = negotiated.oob;
+        Ok(qmp)
+    }
+
+    /// An adopted connection, with what was half sent dropped.
+    fn flushed(socket: OwnedFd, monitor: &str, options: &Options) -> Result<Self, QmpError> {
+        let mut qmp = Self::bare(socket, monitor.to_owned(), None, options, true);
+        // Ids that the other process cannot have used: it counted from 1.
+        *qmp.sender.get_mut().unwrap_or_else(PoisonError::into_inner) = u64::from(u32::MAX) + 1;
+        let deadline = Some(Instant::now() + options.reply);
+        socket::send(qmp.socket.as_fd(), b"\xff\n", &[], deadline)
+            .map_err(|errno| qmp.error(&Broken::Io("send", errno), Some("the flush of the parser")))?;
         Ok(qmp)
     }
 
@@ -233,6 +267,12 @@ impl Qmp {
     #[must_use]
     pub fn has_oob(&self) -> bool {
         self.oob
+    }
+
+    /// What was found out about the monitor, for a process that may have to go on with the connection.
+    #[must_use]
+    pub fn negotiated(&self) -> Negotiated {
+        Negotiated { version: self.version(), oob: self.oob }
     }
 
     /// The connection's descriptor, to be handed to the guard.

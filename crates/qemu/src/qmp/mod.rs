@@ -19,7 +19,7 @@ mod peer;
 mod socket;
 
 pub use address::MonitorAddress;
-pub use client::{Options, Pending, Qmp};
+pub use client::{Negotiated, Options, Pending, Qmp};
 pub use error::QmpError;
 pub use message::{Event, Greeting, Version};
 pub(crate) use peer::Peer;

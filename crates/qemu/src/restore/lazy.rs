@@ -11,8 +11,10 @@ use limosa_migrate::{MigrateError, Milestone, PostcopySource, PostcopyStats};
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
+use super::orphan::Orphan;
 use super::{LazyReport, Mode, RestoreJob, RestoreReport};
-use crate::job::JobError;
+use crate::guard::{Guard, GuardEnd, GuardError};
+use crate::job::{JobError, Watch};
 use crate::marker::JobMarker;
 use crate::monitor::{MigrationStatus, Monitor, Settings};
 
@@ -37,7 +39,21 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let rendezvous = Rendezvous::new(monitor, job.options.listen.as_ref())?;
     let marker = job.marker(change.undo);
     marker.place(monitor)?;
-    let channel = listen(job, &change.set, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
+    let guard = Guarded::start(job, &marker, preempt);
+    let restored = transfer(job, &change.set, rendezvous, preempt, marker);
+    guard.dismiss();
+    restored
+}
+
+/// Has QEMU listen, and brings it everything.
+fn transfer(
+    job: &RestoreJob<'_>,
+    settings: &Settings,
+    rendezvous: Rendezvous,
+    preempt: bool,
+    marker: JobMarker,
+) -> Result<RestoreReport, JobError> {
+    let channel = listen(job, settings, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
     let ends = Arc::new(Ends::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
     let served = serve(job, answering(source, rendezvous, preempt, &ends), &ends, Go::Start, job.runs);
@@ -48,10 +64,46 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
             Ok(report(job, Some(stats), to_guest))
         }
         Err(Unserved { error, guest_runs: true }) => {
-            note_failure(monitor, marker, &error);
+            note_failure(job.monitor, marker, &error);
             Err(error)
         }
         Err(Unserved { error, guest_runs: false }) => Err(job.give_up(&marker, error)),
+    }
+}
+
+/// The process that goes on if this one is killed, if there is one.
+pub(super) struct Guarded<'a> {
+    guard: Option<Guard>,
+    watch: Watch<'a>,
+}
+
+impl<'a> Guarded<'a> {
+    /// Starts it and tells it all it has to know. Nobody waits for it to come up: what it is told waits for it.
+    pub(super) fn start(job: &RestoreJob<'a>, marker: &JobMarker, preempt: bool) -> Self {
+        let watch = job.watch;
+        let started = (job.guarded)().and_then(|guard| {
+            let Some(mut guard) = guard else { return Ok(None) };
+            match guard.orphan(&Orphan::new(job, marker, preempt)) {
+                Ok(()) => Ok(Some(guard)),
+                Err(error) => Err(GuardError::Spawn(error).into()),
+            }
+        });
+        let guard = started.unwrap_or_else(|error| {
+            (watch.notice)(&format!("{error}; if this process is killed, go on with limosa restore --recover"));
+            None
+        });
+        Self { guard, watch }
+    }
+
+    /// Tells it that it is not needed: all is done, or a person is to decide.
+    pub(super) fn dismiss(self) {
+        match self.guard.map(Guard::finish) {
+            None | Some(Ok(GuardEnd::Told)) => {}
+            Some(Ok(GuardEnd::WasGone(status))) => {
+                (self.watch.notice)(&format!("the guard process had died ({status})"));
+            }
+            Some(Err(error)) => (self.watch.notice)(&format!("the guard process cannot be waited for: {error}")),
+        }
     }
 }
 

@@ -11,6 +11,7 @@
 mod eager;
 mod incoming;
 mod lazy;
+pub(crate) mod orphan;
 mod preflight;
 mod recover;
 
@@ -24,6 +25,7 @@ use limosa_snapshot::Snapshot;
 use serde_json::Value;
 use uuid::Uuid;
 
+use crate::guard::Guard;
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker};
 use crate::monitor::{Monitor, RunState, Settings};
@@ -80,6 +82,9 @@ pub trait RestoreObserver: Sync {
     fn guest_ready(&self, after: Duration, mode: Mode);
 }
 
+/// Starts the process that goes on with a lazy restore if this one is killed ([`Guard::start`]), or declines.
+pub type StartGuard<'a> = dyn Fn() -> Result<Option<Guard>, JobError> + Sync + 'a;
+
 /// What a lazy restore counted.
 #[derive(Debug, Clone)]
 pub struct LazyReport {
@@ -114,6 +119,9 @@ pub struct RestoreReport {
 
 /// Restores `snapshot`, which was opened from `path`, into the QEMU behind `monitor`.
 ///
+/// A lazy restore starts the guest long before its memory is there; `guarded` starts the process that brings the rest if
+/// this one is killed.
+///
 /// # Errors
 /// Before the guest runs: the QEMU has to be thrown away, and a fresh one can be tried with; the snapshot is untouched.
 /// After: the guest stalls on missing pages, and [`recover`] goes on.
@@ -124,10 +132,11 @@ pub fn restore(
     options: &RestoreOptions,
     watch: Watch<'_>,
     observer: &dyn RestoreObserver,
+    guarded: &StartGuard<'_>,
 ) -> Result<RestoreReport, JobError> {
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
-    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, begun, runs: plan.runs };
+    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs: plan.runs };
     let (how, then) =
         (if plan.mode == Mode::Eager { "eagerly" } else { "lazily" }, if plan.runs { "run" } else { "stay paused" });
     tracing::info!("restoring {how}; the guest is to {then}");
@@ -155,6 +164,7 @@ struct RestoreJob<'a> {
     options: &'a RestoreOptions,
     watch: Watch<'a>,
     observer: &'a dyn RestoreObserver,
+    guarded: &'a StartGuard<'a>,
     begun: Instant,
     /// Whether the guest is to run.
     runs: bool,

@@ -9,7 +9,7 @@ use limosa_migrate::PostcopySource;
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
-use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, identity, lazy};
+use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, StartGuard, identity, lazy};
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, MarkerError};
 use crate::monitor::{MigrationStatus, Monitor};
@@ -29,6 +29,7 @@ pub fn recover(
     options: &RestoreOptions,
     watch: Watch<'_>,
     observer: &dyn RestoreObserver,
+    guarded: &StartGuard<'_>,
 ) -> Result<RestoreReport, JobError> {
     let begun = Instant::now();
     let mut marker = own_marker(monitor, snapshot)?;
@@ -43,29 +44,43 @@ pub fn recover(
     }
     snapshot.lock_serving()?;
     let runs = marker.was_running;
-    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, begun, runs };
+    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs };
     if wait_paused(monitor)? == MigrationStatus::Completed {
         (watch.notice)("every page had been sent before the interruption");
         lazy::settle(monitor, &marker)?;
         return Ok(lazy::report(&job, None, begun.elapsed()));
     }
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
+    let guard = lazy::Guarded::start(&job, &marker, preempt);
     let rendezvous = Rendezvous::new(monitor, options.listen.as_ref())?;
-    monitor.migrate_recover(&rendezvous.uri())?;
+    let recovered = monitor
+        .migrate_recover(&rendezvous.uri())
+        .map_err(JobError::from)
+        .and_then(|()| go_on(&job, &marker, preempt, rendezvous));
+    guard.dismiss();
+    recovered
+}
+
+/// Brings the rest of the memory to a QEMU that has been told to expect it.
+pub(super) fn go_on(
+    job: &RestoreJob<'_>,
+    marker: &JobMarker,
+    preempt: bool,
+    rendezvous: Rendezvous,
+) -> Result<RestoreReport, JobError> {
     let channel = rendezvous.connect()?;
     let ends = Arc::new(lazy::Ends::new(&channel)?);
-    let source = PostcopySource::new(snapshot, channel, watch.control, watch.progress);
-    let served =
-        lazy::serve(&job, lazy::answering(source, rendezvous, preempt, &ends), &ends, lazy::Go::Recover, false);
+    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
+    let served = lazy::serve(job, lazy::answering(source, rendezvous, preempt, &ends), &ends, lazy::Go::Recover, false);
     let (stats, to_guest) = match served {
         Ok(served) => served,
         Err(unserved) => {
-            lazy::note_failure(monitor, marker, &unserved.error);
+            lazy::note_failure(job.monitor, marker.clone(), &unserved.error);
             return Err(unserved.error);
         }
     };
-    lazy::settle(monitor, &marker)?;
-    Ok(lazy::report(&job, Some(stats), to_guest))
+    lazy::settle(job.monitor, marker)?;
+    Ok(lazy::report(job, Some(stats), to_guest))
 }
 
 /// The record of the interrupted job, if it is one of this snapshot.

@@ -1,0 +1,195 @@
+//! A lazily restored guest whose limosa was killed: its guard goes on.
+//!
+//! The law: **a dead pager stalls the guest, and the stall ends.** Whoever comes to QEMU afterwards with a new connection may
+//! find nobody in: the monitor answers from QEMU's main loop, and that waits for a page as soon as a device touches one that is
+//! missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the guard keeps limosa's,
+//! and with it everything that [`super::recover`] would ask QEMU for.
+
+use std::ffi::OsString;
+use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use limosa_channel::Uri;
+use limosa_migrate::{Control, Progress};
+use limosa_snapshot::Snapshot;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::incoming::Rendezvous;
+use super::{Mode, RestoreJob, RestoreObserver, RestoreOptions, identity, lazy, recover};
+use crate::job::{JobError, Watch};
+use crate::marker::JobMarker;
+use crate::monitor::{MigrationInfo, MigrationStatus, Monitor};
+use crate::process::ProcessIdentity;
+use crate::qmp::{Negotiated, Options, Qmp, QmpError};
+
+/// How long QEMU may take to notice that its channel is gone before it is told.
+const NOTICE_WITHIN: Duration = Duration::from_secs(5);
+/// How long QEMU may not be ready to go on. It notices the end of its channel at once where it can be gone on with.
+const LOST_AFTER: Duration = Duration::from_secs(15);
+/// How often QEMU is asked whether it is ready to go on.
+const ASK_EVERY: Duration = Duration::from_millis(5);
+
+/// What the guard of a lazy restore has to know.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Orphan {
+    marker: JobMarker,
+    /// The snapshot's absolute path, as bytes: not every path is text.
+    path: Vec<u8>,
+    preempt: bool,
+    listen: Option<String>,
+    max_bandwidth: Option<NonZeroU64>,
+    negotiated: Negotiated,
+}
+
+/// The snapshot that the guest of a dead limosa stands on, opened and locked while limosa still lived.
+pub(crate) struct Kept {
+    orphan: Orphan,
+    snapshot: Snapshot,
+}
+
+/// What became of an orphan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rescue {
+    /// All its memory is there.
+    Whole,
+    /// The guest had not been started: nothing is lost but this QEMU.
+    NeverRan,
+    /// QEMU answers, and believes in a transfer that it cannot be made to take up again.
+    Unended,
+    /// QEMU is gone.
+    Gone,
+}
+
+impl Orphan {
+    pub(super) fn new(job: &RestoreJob<'_>, marker: &JobMarker, preempt: bool) -> Self {
+        let path = std::path::absolute(job.path).unwrap_or_else(|_| job.path.to_owned());
+        Self {
+            marker: marker.clone(),
+            path: path.as_os_str().as_bytes().to_vec(),
+            preempt,
+            listen: job.options.listen.as_ref().map(ToString::to_string),
+            max_bandwidth: job.watch.control.max_bandwidth(),
+            negotiated: job.monitor.qmp().negotiated(),
+        }
+    }
+
+    /// Opens the snapshot and locks it, so that nothing replaces it while the guest needs it.
+    pub(crate) fn keep(self) -> Result<Kept, JobError> {
+        let snapshot = Snapshot::open(&PathBuf::from(OsString::from_vec(self.path.clone())))?;
+        if identity(&snapshot) != self.marker.snapshot {
+            return Err(JobError::refused(
+                "another snapshot has its name now",
+                "recover from the one that was restored",
+            ));
+        }
+        snapshot.lock_serving()?;
+        Ok(Kept { orphan: self, snapshot })
+    }
+}
+
+impl Kept {
+    /// The snapshot's path, for messages.
+    pub(crate) fn path(&self) -> &Path {
+        self.snapshot.path()
+    }
+
+    /// Goes on where limosa was killed, over its connection to the monitor.
+    pub(crate) fn go_on(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Rescue, JobError> {
+        match self.serve(socket, monitor, options) {
+            Err(JobError::Qmp(error)) if error.is_gone() => Ok(Rescue::Gone),
+            done => done,
+        }
+    }
+
+    fn serve(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Rescue, JobError> {
+        let begun = Instant::now();
+        let monitor = Monitor::new(Qmp::adopt_held_up(socket, monitor, options, &self.orphan.negotiated)?);
+        let mut marker = self.orphan.marker.clone();
+        marker.process = ProcessIdentity::own();
+        let (control, progress) = (Control::new(), Progress::new());
+        control.set_max_bandwidth(self.orphan.max_bandwidth);
+        let watch = Watch { control: &control, progress: &progress, notice: &|_| {} };
+        let restore = RestoreOptions {
+            listen: self.orphan.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
+            ..RestoreOptions::default()
+        };
+        let rendezvous = Rendezvous::new(&monitor, restore.listen.as_ref())?;
+        match expect_again(&monitor, &rendezvous)? {
+            Found::Expects => {}
+            Found::Complete => {
+                lazy::settle(&monitor, &marker)?;
+                return Ok(Rescue::Whole);
+            }
+            Found::NeverRan => return Ok(Rescue::NeverRan),
+            Found::Unended => return Ok(Rescue::Unended),
+        }
+        marker.update_later(&monitor)?;
+        let job = RestoreJob {
+            monitor: &monitor,
+            snapshot: &self.snapshot,
+            path: self.path(),
+            options: &restore,
+            watch,
+            observer: &Nobody,
+            guarded: &|| Ok(None),
+            begun,
+            runs: marker.was_running,
+        };
+        recover::go_on(&job, &marker, self.orphan.preempt, rendezvous).map(|_| Rescue::Whole)
+    }
+}
+
+/// The guard tells nobody when the guest runs.
+struct Nobody;
+
+impl RestoreObserver for Nobody {
+    fn guest_ready(&self, _after: Duration, _mode: Mode) {}
+}
+
+enum Found {
+    /// QEMU listens for somebody who goes on.
+    Expects,
+    Complete,
+    NeverRan,
+    Unended,
+}
+
+/// Tells QEMU, out of band, to listen for somebody who goes on, as soon as it has noticed that nobody serves it.
+fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous) -> Result<Found, JobError> {
+    let qmp = monitor.qmp();
+    let begun = Instant::now();
+    let (mut told, mut answers) = (false, false);
+    // One question at a time: QEMU stops listening, even out of band, when too many wait for its main loop.
+    let mut asked = qmp.start("query-migrate", Value::Null)?;
+    loop {
+        match monitor.migrate_recover(&rendezvous.uri()) {
+            Ok(()) => return Ok(Found::Expects),
+            Err(QmpError::Command { .. }) => {}
+            Err(other) => return Err(other.into()),
+        }
+        if let Some(answer) = qmp.wait(&asked, ASK_EVERY)? {
+            answers = true;
+            match MigrationInfo::of(answer).status {
+                MigrationStatus::Completed => return Ok(Found::Complete),
+                MigrationStatus::None | MigrationStatus::Setup | MigrationStatus::Failed => return Ok(Found::NeverRan),
+                _ => asked = qmp.start("query-migrate", Value::Null)?,
+            }
+        }
+        // A channel whose other end is gone without a word (a dead host) looks alive to QEMU.
+        if !told && begun.elapsed() > NOTICE_WITHIN {
+            told = true;
+            match monitor.migrate_pause() {
+                Ok(()) | Err(QmpError::Command { .. }) => {}
+                Err(other) => return Err(other.into()),
+            }
+        }
+        if begun.elapsed() > LOST_AFTER {
+            // One that answers nothing waits for memory that it needs to load the devices.
+            return Ok(if answers { Found::Unended } else { Found::NeverRan });
+        }
+    }
+}
