@@ -41,6 +41,9 @@ enum Left {
     /// QEMU has every page, has read the end, and waits for an answer to a page that was never stored, which nobody can give
     /// any more. Possible with `--preempt on` alone, and what its help warns of.
     Unended,
+    /// QEMU ended itself: it lost its source between the last device and the start of the guest, took that for a failed load,
+    /// and had started the guest by the time it ended. As if the power had failed then.
+    Ended,
     /// QEMU's main loop waits for a page, so that nobody new can talk to it. Possible if the guard is killed too.
     HeldUp,
 }
@@ -83,6 +86,7 @@ fn kill_and_bring_back(
             assert_beats(&fresh);
             return Left::Nothing;
         }
+        Left::Ended => return Left::Ended,
         Left::HeldUp => {
             assert_eq!(victims, Victims::Both, "the guard did nothing: {}", ended.stderr);
             return Left::HeldUp;
@@ -121,7 +125,7 @@ fn found(destination: &Vm) -> Left {
     let (mut waits, end) = (0, Instant::now() + SOON);
     loop {
         if !is_alive(destination.pid()) {
-            break;
+            return if destination.serial().lines().is_empty() { Left::Nothing } else { Left::Ended };
         }
         // Nobody serves its memory any more, so a main thread that waits for some does so for good.
         waits = if std::fs::read_to_string(&stack).unwrap_or_default() == "handle_userfault" { waits + 1 } else { 0 };
@@ -184,7 +188,7 @@ fn killed_often(times: u32, how: &[&str], victims: Victims, seed: u32) {
         *found.entry(left).or_default() += 1;
     }
     eprintln!("killed {times} times within {whole:?}: {found:?}");
-    for rare in [Left::Unended, Left::HeldUp] {
+    for rare in [Left::Unended, Left::Ended, Left::HeldUp] {
         assert!(found.get(&rare).is_none_or(|times| *times <= 2), "more than a moment: {found:?}");
     }
     let missing = if victims == Victims::Pager { Left::Healed } else { Left::Half };
