@@ -31,6 +31,7 @@
 
 mod backend;
 mod beat;
+mod cgroup;
 mod fault;
 mod initrd;
 mod linux;
@@ -47,6 +48,7 @@ mod vm;
 
 pub use backend::{HugePages, MemoryBackend};
 pub use beat::{Beat, BeatError, BeatGuest, check_beat};
+pub use cgroup::MemoryGroup;
 pub use fault::{Kill, kill9, kill9_after};
 pub use linux::LinuxGuest;
 pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};

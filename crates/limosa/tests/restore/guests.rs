@@ -1,7 +1,7 @@
-//! Guests of many kinds: Linux, huge pages, private files, a balloon, prefilled memory, and one VM saved and restored
+//! Guests of many kinds: Linux, private files, a balloon, prefilled memory, and one VM saved and restored
 //! again and again.
 
-use limosa_testkit::{BeatGuest, HugePages, LinuxGuest, Machine, MemoryBackend, Prefill, note_skip};
+use limosa_testkit::{LinuxGuest, Machine, Prefill};
 
 use crate::needs_qemu;
 use crate::scene::{Scene, TRICKLE, assert_consistent, assert_failed, beat, release, saved_beat, wait_guest};
@@ -62,34 +62,6 @@ fn one_vm_saved_and_restored_twenty_times_in_a_row_never_misses_a_beat() {
         std::fs::remove_file(snapshot).unwrap();
     }
     vm.check_beat().unwrap();
-}
-
-#[test]
-fn a_guest_in_huge_pages_comes_back_eagerly_because_it_cannot_lazily() {
-    needs_qemu!();
-    let machine = Machine::beat(BeatGuest::over(4 << 20)).backend(MemoryBackend::HugeMemfd);
-    let pages = match HugePages::reserve(machine.memory_bytes() + (2 << 20)) {
-        Ok(pages) => pages,
-        Err(error) => return note_skip(&format!("{error:#}")),
-    };
-    let scene = Scene::new();
-    let saved = {
-        let source = machine.start().unwrap();
-        source.wait_beats(1).unwrap();
-        scene.save(&source, "snapshot", &[])
-    };
-    let destination = machine.start_incoming().unwrap();
-    let found = Found::of(&destination);
-    let line =
-        scene.restore(&saved, &destination, &["--mode", "lazy"]).one_line(&["cannot restore lazily", "2048 KiB"]);
-    assert!(line.contains("--mode eager"), "{line}");
-    // The refusal has changed nothing, so this QEMU still takes the VM.
-    found.assert_same(&destination);
-    let said = scene.restore(&saved, &destination, &["--mode", "auto"]).success();
-    assert!(said.stderr.contains("restoring eagerly: RAM block mem has pages of 2048 KiB"), "{}", said.stderr);
-    assert_consistent(&destination);
-    drop(destination);
-    drop(pages);
 }
 
 #[test]

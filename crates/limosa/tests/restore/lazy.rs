@@ -2,6 +2,7 @@
 
 use std::net::TcpListener;
 
+use limosa_testkit::Machine;
 use serde_json::json;
 
 use crate::needs_qemu;
@@ -11,10 +12,10 @@ use crate::scene::{
 };
 use crate::stage::Found;
 
-/// Restores lazily with `how`; looks at the guest while most of its memory is missing, and when all is there.
-fn comes_back_lazily(scene: &Scene, how: &[&str]) {
-    let machine = beat();
-    let saved = saved_beat(scene, &machine, &[]);
+/// Saves a beat guest and restores it lazily with `how` into `machine`; looks at the guest while most of its memory is
+/// missing, and when all is there.
+pub(crate) fn comes_back_lazily(scene: &Scene, machine: &Machine, how: &[&str]) {
+    let saved = saved_beat(scene, &beat(), &[]);
     let destination = machine.start_incoming().unwrap();
     let found = Found::of(&destination);
     let socket = scene.path("control");
@@ -56,13 +57,13 @@ fn comes_back_lazily(scene: &Scene, how: &[&str]) {
 #[test]
 fn a_beat_guest_comes_back_lazily_with_requests_answered_on_their_own_channel() {
     needs_qemu!();
-    comes_back_lazily(&Scene::new(), &["--preempt", "on"]);
+    comes_back_lazily(&Scene::new(), &beat(), &["--preempt", "on"]);
 }
 
 #[test]
 fn a_beat_guest_comes_back_lazily_over_one_channel() {
     needs_qemu!();
-    comes_back_lazily(&Scene::new(), &["--preempt", "off"]);
+    comes_back_lazily(&Scene::new(), &beat(), &["--preempt", "off"]);
 }
 
 #[test]
@@ -70,7 +71,7 @@ fn a_beat_guest_comes_back_lazily_over_a_unix_socket_of_the_users_choice() {
     needs_qemu!();
     let scene = Scene::new();
     let listen = format!("unix:{}", scene.path("incoming").display());
-    comes_back_lazily(&scene, &["--listen", &listen, "--preempt", "on"]);
+    comes_back_lazily(&scene, &beat(), &["--listen", &listen, "--preempt", "on"]);
 }
 
 #[test]
@@ -78,7 +79,7 @@ fn a_beat_guest_comes_back_lazily_over_tcp() {
     needs_qemu!();
     // A port that was free a moment ago; the kernel does not hand it out again soon.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    comes_back_lazily(&Scene::new(), &["--listen", &format!("tcp:127.0.0.1:{port}"), "--preempt", "off"]);
+    comes_back_lazily(&Scene::new(), &beat(), &["--listen", &format!("tcp:127.0.0.1:{port}"), "--preempt", "off"]);
 }
 
 #[test]

@@ -55,7 +55,8 @@ fn transfer(
 ) -> Result<RestoreReport, JobError> {
     let channel = listen(job, settings, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
     let ends = Arc::new(Ends::new(&channel)?);
-    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
+    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
+        .with_options(job.postcopy_options());
     let served = serve(job, answering(source, rendezvous, preempt, &ends), &ends, Go::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {

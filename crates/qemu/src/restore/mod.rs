@@ -15,12 +15,13 @@ pub(crate) mod orphan;
 mod preflight;
 mod recover;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::{Counters, Uri};
-use limosa_migrate::Phase;
+use limosa_migrate::{Phase, PostcopyOptions};
 use limosa_snapshot::Snapshot;
 use serde_json::Value;
 use uuid::Uuid;
@@ -136,9 +137,10 @@ pub fn restore(
 ) -> Result<RestoreReport, JobError> {
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
-    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs: plan.runs };
+    let (runs, page_sizes) = (plan.runs, plan.page_sizes);
+    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs, page_sizes };
     let (how, then) =
-        (if plan.mode == Mode::Eager { "eagerly" } else { "lazily" }, if plan.runs { "run" } else { "stay paused" });
+        (if plan.mode == Mode::Eager { "eagerly" } else { "lazily" }, if runs { "run" } else { "stay paused" });
     tracing::info!("restoring {how}; the guest is to {then}");
     match plan.mode {
         Mode::Eager => eager::run(&job),
@@ -168,6 +170,8 @@ struct RestoreJob<'a> {
     begun: Instant,
     /// Whether the guest is to run.
     runs: bool,
+    /// Bytes of a page of the destination's memory, by RAM block, where they are more than 4096.
+    page_sizes: BTreeMap<String, u64>,
 }
 
 impl RestoreJob<'_> {
@@ -175,6 +179,11 @@ impl RestoreJob<'_> {
     /// incoming VM, `cont` and `stop` set just that.
     fn choose_autostart(&self) -> Result<(), JobError> {
         Ok(if self.runs { self.monitor.cont() } else { self.monitor.stop() }?)
+    }
+
+    /// How the engine is to send lazily.
+    fn postcopy_options(&self) -> PostcopyOptions {
+        PostcopyOptions { page_sizes: self.page_sizes.clone(), ..PostcopyOptions::default() }
     }
 
     /// The record of this job for QEMU.

@@ -5,6 +5,7 @@
 //! missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the guard keeps limosa's,
 //! and with it everything that [`super::recover`] would ask QEMU for.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
@@ -42,6 +43,8 @@ pub(crate) struct Orphan {
     preempt: bool,
     listen: Option<String>,
     max_bandwidth: Option<NonZeroU64>,
+    /// Of the destination's memory. QEMU tells them in its main loop, which may wait for the very page that is to be sent.
+    page_sizes: BTreeMap<String, u64>,
     negotiated: Negotiated,
 }
 
@@ -73,6 +76,7 @@ impl Orphan {
             preempt,
             listen: job.options.listen.as_ref().map(ToString::to_string),
             max_bandwidth: job.watch.control.max_bandwidth(),
+            page_sizes: job.page_sizes.clone(),
             negotiated: job.monitor.qmp().negotiated(),
         }
     }
@@ -138,6 +142,7 @@ impl Kept {
             guarded: &|| Ok(None),
             begun,
             runs: marker.was_running,
+            page_sizes: self.orphan.page_sizes.clone(),
         };
         recover::go_on(&job, &marker, self.orphan.preempt, rendezvous).map(|_| Rescue::Whole)
     }

@@ -1,5 +1,7 @@
 //! Whether a snapshot and a destination fit, and how it is best restored: asked before anything is changed.
 
+use std::collections::BTreeMap;
+
 use limosa_migrate::PageSource;
 use limosa_page::PAGE_SIZE;
 use limosa_snapshot::{Snapshot, check_disks};
@@ -14,6 +16,8 @@ pub(super) struct Plan {
     pub(super) mode: Mode,
     /// Whether the guest is to run.
     pub(super) runs: bool,
+    /// What [`page_sizes`] found.
+    pub(super) page_sizes: BTreeMap<String, u64>,
 }
 
 /// Looks at both sides.
@@ -49,9 +53,10 @@ pub(super) fn check(
             .run_state()
             .is_none_or(|state| state == RunState::Running.as_str() || state == RunState::Suspended.as_str()),
     };
+    let page_sizes = page_sizes(snapshot, &blocks);
     let mode = match options.mode {
         Mode::Eager => Mode::Eager,
-        wanted => match why_not_lazy(monitor, &blocks)? {
+        wanted => match why_not_lazy(monitor, snapshot, &page_sizes)? {
             None => Mode::Lazy,
             Some(why) if wanted == Mode::Lazy => {
                 return Err(JobError::refused(format!("cannot restore lazily: {why}"), "use --mode eager, or auto"));
@@ -62,7 +67,7 @@ pub(super) fn check(
             }
         },
     };
-    Ok(Plan { mode, runs })
+    Ok(Plan { mode, runs, page_sizes })
 }
 
 fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
@@ -131,10 +136,31 @@ fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobEr
     Ok(())
 }
 
+/// Bytes of a page of the destination, by RAM block of the snapshot, where they are more than 4096. What the VM was saved from
+/// has no say: the snapshot holds 4 KiB pages whatever its memory was made of.
+pub(super) fn page_sizes(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> BTreeMap<String, u64> {
+    let saved = |here: &&RamBlockInfo| snapshot.start().blocks.iter().any(|saved| saved.name == here.name);
+    let large = blocks.iter().filter(|here| here.page_size > PAGE_SIZE).filter(saved);
+    large.map(|here| (here.name.clone(), here.page_size)).collect()
+}
+
 /// What stands against a lazy restore, if anything does.
-fn why_not_lazy(monitor: &Monitor, blocks: &[RamBlockInfo]) -> Result<Option<String>, JobError> {
-    if let Some(block) = blocks.iter().find(|block| block.page_size > PAGE_SIZE) {
-        return Ok(Some(format!("RAM block {} has pages of {} KiB", block.name, block.page_size >> 10)));
+fn why_not_lazy(
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+    page_sizes: &BTreeMap<String, u64>,
+) -> Result<Option<String>, JobError> {
+    for saved in &snapshot.start().blocks {
+        // Its last page would never be whole.
+        if let Some(size) = page_sizes.get(&saved.name)
+            && !saved.used_length.is_multiple_of(*size)
+        {
+            let (name, length) = (&saved.name, saved.used_length >> 10);
+            return Ok(Some(format!(
+                "RAM block {name} of {length} KiB is no multiple of its pages of {} KiB",
+                size >> 10
+            )));
+        }
     }
     if let Some(backend) =
         monitor.memory_backends()?.into_iter().find(|backend| backend.kind == "memory-backend-file" && !backend.share)

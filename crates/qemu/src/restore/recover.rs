@@ -9,7 +9,7 @@ use limosa_migrate::PostcopySource;
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
-use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, StartGuard, identity, lazy};
+use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, StartGuard, identity, lazy, preflight};
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, MarkerError};
 use crate::monitor::{MigrationStatus, Monitor};
@@ -44,7 +44,9 @@ pub fn recover(
     }
     snapshot.lock_serving()?;
     let runs = marker.was_running;
-    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs };
+    // Those that it was started with: a running QEMU's memory does not change its pages.
+    let page_sizes = preflight::page_sizes(snapshot, &monitor.ram_blocks()?);
+    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs, page_sizes };
     if wait_paused(monitor)? == MigrationStatus::Completed {
         (watch.notice)("every page had been sent before the interruption");
         lazy::settle(monitor, &marker)?;
@@ -70,7 +72,8 @@ pub(super) fn go_on(
 ) -> Result<RestoreReport, JobError> {
     let channel = rendezvous.connect()?;
     let ends = Arc::new(lazy::Ends::new(&channel)?);
-    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress);
+    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
+        .with_options(job.postcopy_options());
     let served = lazy::serve(job, lazy::answering(source, rendezvous, preempt, &ends), &ends, lazy::Go::Recover, false);
     let (stats, to_guest) = match served {
         Ok(served) => served,
