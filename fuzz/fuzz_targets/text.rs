@@ -1,4 +1,5 @@
-//! What people and QEMU's human monitor write: addresses, and the table of RAM blocks.
+//! What people and QEMU's human monitor write: addresses, and the table of RAM blocks; the description of device sections
+//! with all its names.
 
 #![no_main]
 
@@ -13,6 +14,9 @@ fuzz_target!(|text: &str| {
     }
     if let Ok(address) = text.parse::<MonitorAddress>() {
         assert_eq!(address.to_string().parse::<MonitorAddress>().ok(), Some(address));
+    }
+    if let Ok(devices) = limosa_stream::outline::decode(text.as_bytes()) {
+        assert!(devices.len() <= limosa_stream::description::DEVICES_LIMIT);
     }
     for block in parse_ram_blocks(text) {
         assert!(block.page_size.is_power_of_two());

@@ -6,10 +6,14 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 use limosa_snapshot::{BlockSummary, DeviceSummary, Manifest, Summary, summarize};
 
 use crate::args::InspectArgs;
+use crate::compare;
 use crate::voice::print_out;
 use crate::words;
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
+    if args.diff || args.against_qmp.is_some() {
+        return Ok(compare::run(args));
+    }
     let summary = summarize(&args.file)?;
     if args.json {
         print_out!("{}", serde_json::to_string(&summary)?);
@@ -24,6 +28,9 @@ fn show(summary: &Summary) {
     print_out!("machine       {}", summary.machine);
     if !summary.capabilities.is_empty() {
         print_out!("capabilities  {}", summary.capabilities.join(", "));
+    }
+    if let Some(uuid) = &summary.uuid {
+        print_out!("stream uuid   {uuid}");
     }
     print_out!("run state     {}", summary.run_state.as_deref().unwrap_or("not recorded"));
     match &summary.manifest {

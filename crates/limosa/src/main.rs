@@ -6,6 +6,7 @@
 mod args;
 mod bars;
 mod bench;
+mod compare;
 mod detach;
 mod inspect;
 mod job;

@@ -11,6 +11,7 @@
 //! | [`meeting`] | a private place where QEMU and limosa meet when a descriptor cannot be passed |
 //! | [`takeover`] | what to do with a VM whose job died: a pure plan, and its execution |
 //! | [`guard`] | the child process that takes over when limosa is killed |
+//! | [`destination`] | whether a stored VM would load on a QEMU, asked without changing it |
 //! | [`resume`] | `limosa resume`: the same, on request, with an explanation |
 //!
 //! A worked example: ask a VM how it is.
@@ -28,6 +29,7 @@
 //! # Ok::<(), limosa_qemu::qmp::QmpError>(())
 //! ```
 
+pub mod destination;
 pub mod guard;
 pub mod job;
 pub mod marker;

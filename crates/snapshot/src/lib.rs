@@ -9,6 +9,7 @@
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::pages::PageSink)).
 //! - [`adopt`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::pages::PageSource)).
+//! - [`compare`]: would it load on another QEMU; [`compare_stored`], [`compare_memory`]: how do two files differ.
 //! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] tells whether its disks are still the same.
 //!
 //! # Example
@@ -56,11 +57,13 @@
 mod adopt;
 mod anatomy;
 mod checksum;
+mod comparison;
 mod disks;
 mod error;
 mod fuzz;
 mod lock;
 mod manifest;
+mod pci;
 mod pending;
 mod reader;
 mod recording;
@@ -72,10 +75,15 @@ mod write_behind;
 mod writer;
 
 pub use adopt::adopt;
+pub use comparison::{
+    Comparison, Confidence, Destination, DestinationBlock, Finding, MemoryComparison, Presence, Sections, Severity,
+    StoredSections, compare, compare_memory, compare_stored, damage, destination_of,
+};
 pub use disks::{Difference, Disk, DiskChange, check_disks};
 pub use error::SnapshotError;
 pub use fuzz::fuzz_open;
 pub use manifest::{Manifest, PageStatistics, Published, Via};
+pub use pci::PciIdentity;
 pub use pending::{Durability, PendingFile};
 pub use reader::Snapshot;
 pub use recording::summarize;

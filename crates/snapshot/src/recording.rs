@@ -17,7 +17,7 @@ use limosa_stream::walk::{StreamWalk, WalkError};
 use crate::anatomy::MEMORY_PAGES_MAX;
 use crate::error::SnapshotError;
 use crate::reader::Snapshot;
-use crate::summary::{BlockSummary, DeviceSummary, Summary};
+use crate::summary::{BlockSummary, DeviceSummary, Summary, outlines, uuid_text};
 
 /// Summarizes a snapshot or a recorded stream.
 ///
@@ -97,9 +97,11 @@ impl<'a> Recording<'a> {
             allocated: 0,
             machine: configuration.machine.clone(),
             capabilities: configuration.capabilities.clone(),
+            uuid: configuration.uuid.map(uuid_text),
             run_state: None,
             blocks: Vec::new(),
             devices: Vec::new(),
+            outlines: Vec::new(),
             manifest: None,
             without_manifest: Some("a recorded migration stream, not a snapshot".to_owned()),
             checksums: false,
@@ -143,7 +145,8 @@ impl<'a> Recording<'a> {
         let state = devices::locate(tail, offset, TAIL_LIMIT)
             .map_err(|error| structure(self.path, error.offset(), error.to_string()))?;
         self.summary.run_state = state.global_state(tail).ok().flatten().map(|found| found.run_state);
-        self.summary.devices = state.sections.iter().map(DeviceSummary::of).collect();
+        self.summary.outlines = outlines(tail.get(state.json_range.clone()).unwrap_or_default());
+        self.summary.devices = state.sections.iter().map(|section| DeviceSummary::of(section, tail)).collect();
         Ok(())
     }
 

@@ -2,9 +2,11 @@
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::devices::DeviceSection;
+use limosa_stream::outline::{self, DeviceOutline};
 use serde::Serialize;
 
 use crate::manifest::Manifest;
+use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
 
 /// A snapshot's contents without its pages.
@@ -20,12 +22,18 @@ pub struct Summary {
     pub machine: String,
     /// Capabilities that both ends of the stream must agree on.
     pub capabilities: Vec<String>,
+    /// The VM's uuid, if the stream itself carries it (capability `validate-uuid`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
     /// Run state that a destination adopts.
     pub run_state: Option<String>,
     /// RAM blocks in stream order.
     pub blocks: Vec<BlockSummary>,
     /// Device sections in stream order.
     pub devices: Vec<DeviceSummary>,
+    /// What the device sections are made of; for comparisons, and too long to print.
+    #[serde(skip)]
+    pub outlines: Vec<DeviceOutline>,
     /// limosa's record.
     pub manifest: Option<Manifest>,
     /// Why there is none.
@@ -64,15 +72,20 @@ pub struct DeviceSummary {
     pub version: u32,
     /// Length of its body in bytes.
     pub size: u64,
+    /// Which PCI device it is of, if it is of one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pci: Option<PciIdentity>,
 }
 
 impl DeviceSummary {
-    pub(crate) fn of(section: &DeviceSection) -> Self {
+    /// `tail` is what the section's ranges are offsets in.
+    pub(crate) fn of(section: &DeviceSection, tail: &[u8]) -> Self {
         Self {
             name: section.name.clone(),
             instance: section.instance,
             version: section.version,
             size: section.body.len() as u64,
+            pci: PciIdentity::of(&section.name, tail.get(section.body.clone()).unwrap_or_default()),
         }
     }
 }
@@ -92,20 +105,32 @@ impl Snapshot {
                 pages_offset: Some(block.pages_offset),
             }
         });
-        let devices = self.devices().sections.iter().map(DeviceSummary::of);
+        let devices = self.devices().sections.iter().map(|section| DeviceSummary::of(section, self.device_tail()));
         Summary {
             path: self.path().display().to_string(),
             length: self.length(),
             allocated: self.allocated(),
             machine: layout.configuration.machine.clone(),
             capabilities: layout.configuration.capabilities.clone(),
+            uuid: layout.configuration.uuid.map(uuid_text),
             run_state: self.run_state(),
             blocks: blocks.collect(),
             devices: devices.collect(),
+            outlines: outlines(limosa_migrate::PageSource::description(self)),
             manifest: self.manifest().cloned(),
             without_manifest: self.without_manifest().map(str::to_owned),
             checksums: self.has_checksums(),
             warnings: self.warnings().to_vec(),
         }
     }
+}
+
+/// What the sections are made of. The text was proven to describe them when the file was opened; one that is too long to
+/// keep all names of leaves a comparison without them.
+pub(crate) fn outlines(json: &[u8]) -> Vec<DeviceOutline> {
+    outline::decode(json).unwrap_or_default()
+}
+
+pub(crate) fn uuid_text(bytes: [u8; 16]) -> String {
+    uuid::Uuid::from_bytes(bytes).to_string()
 }

@@ -18,6 +18,7 @@
 //! | [`return_path`] | what a destination tells its source |
 //! | [`mapped_ram`] | where everything lies in a mapped-ram file |
 //! | [`description`] | the JSON description of the device sections |
+//! | [`outline`] | the same in full: fields and subsections by name |
 //! | [`devices`] | the device tail: where it ends, which sections it holds |
 //! | [`global_state`] | the section that carries the run state |
 //! | [`vm`] | what a postcopy source says before the guest runs |
@@ -77,6 +78,7 @@ pub mod error;
 pub mod global_state;
 pub mod mapped_ram;
 pub mod multifd;
+pub mod outline;
 pub mod ram;
 pub mod return_path;
 pub mod section;

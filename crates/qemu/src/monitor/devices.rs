@@ -1,6 +1,10 @@
 //! Devices that decide what limosa can do with a VM.
 
-use super::Monitor;
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::{Monitor, need_list};
 use crate::qmp::QmpError;
 
 /// A device that the command line or a hot-plug added.
@@ -29,7 +33,28 @@ impl Device {
     }
 }
 
+/// Bridges lie a few levels deep.
+const MAX_BRIDGES: usize = 16;
+
 impl Monitor {
+    /// Vendor and device identifiers of the PCI devices below the first root, by the address that sections' names begin
+    /// with: `0000:00:05.0`, and `0000:00:05.0:00.0` behind a bridge.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn pci_devices(&self) -> Result<BTreeMap<String, (u16, u16)>, QmpError> {
+        const COMMAND: &str = "query-pci";
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let mut found = BTreeMap::new();
+        for root in need_list(COMMAND, &answer)? {
+            // Roots of expanders have numbers of their own.
+            if root.get("bus").and_then(Value::as_u64) == Some(0) {
+                pci_bus(root, "0000:00", 0, &mut found);
+            }
+        }
+        Ok(found)
+    }
+
     /// The devices that were added to the machine (not those that are part of it).
     ///
     /// # Errors
@@ -47,9 +72,41 @@ impl Monitor {
     }
 }
 
+fn pci_bus(bus: &Value, place: &str, depth: usize, found: &mut BTreeMap<String, (u16, u16)>) {
+    for device in bus.get("devices").and_then(Value::as_array).into_iter().flatten() {
+        let number = |value: Option<&Value>| value.and_then(Value::as_u64).and_then(|value| u16::try_from(value).ok());
+        let (Some(slot), Some(function)) = (number(device.get("slot")), number(device.get("function"))) else {
+            continue;
+        };
+        let place = format!("{place}:{slot:02x}.{function:x}");
+        let id = device.get("id");
+        let part = |key: &str| number(id.and_then(|id| id.get(key)));
+        if let (Some(vendor), Some(device)) = (part("vendor"), part("device")) {
+            found.insert(place.clone(), (vendor, device));
+        }
+        if let Some(bridge) = device.get("pci_bridge").filter(|_| depth < MAX_BRIDGES) {
+            pci_bus(bridge, &place, depth + 1, found);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pci_addresses_grow_by_one_step_for_each_bridge() {
+        let bus = serde_json::json!({"bus": 0, "devices": [
+            {"slot": 31, "function": 2, "id": {"vendor": 0x8086, "device": 0x2922}},
+            {"slot": 5, "function": 0, "id": {"vendor": 0x1b36, "device": 12}, "pci_bridge": {"devices": [
+                {"slot": 0, "function": 0, "id": {"vendor": 0x1af4, "device": 0x1005}}]}},
+            {"slot": 6}]});
+        let mut found = BTreeMap::new();
+        pci_bus(&bus, "0000:00", 0, &mut found);
+        let addresses: Vec<&str> = found.keys().map(String::as_str).collect();
+        assert_eq!(addresses, ["0000:00:05.0", "0000:00:05.0:00.0", "0000:00:1f.2"]);
+        assert_eq!(found["0000:00:05.0:00.0"], (0x1af4, 0x1005));
+    }
 
     #[test]
     fn assigned_hardware_and_foreign_disks_are_told_from_ordinary_devices() {

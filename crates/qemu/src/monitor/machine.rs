@@ -18,7 +18,54 @@ pub struct MemoryBackend {
     pub share: bool,
 }
 
+/// A machine type that a QEMU can be started with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MachineType {
+    /// Its name, as the stream has it.
+    pub name: String,
+    /// Whether a later version is to drop it.
+    pub deprecated: bool,
+}
+
+/// A vCPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cpu {
+    /// Its number.
+    pub index: u64,
+    /// Its object.
+    pub path: String,
+}
+
 impl Monitor {
+    /// The machine types that this QEMU can be started with.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn machines(&self) -> Result<Vec<MachineType>, QmpError> {
+        const COMMAND: &str = "query-machines";
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let machines = need_list(COMMAND, &answer)?.iter().filter_map(|entry| {
+            Some(MachineType {
+                name: entry.get("name")?.as_str()?.to_owned(),
+                deprecated: entry.get("deprecated").and_then(Value::as_bool).unwrap_or_default(),
+            })
+        });
+        Ok(machines.collect())
+    }
+
+    /// The vCPUs.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn cpus(&self) -> Result<Vec<Cpu>, QmpError> {
+        const COMMAND: &str = "query-cpus-fast";
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let cpus = need_list(COMMAND, &answer)?.iter().filter_map(|entry| {
+            Some(Cpu { index: entry.get("cpu-index")?.as_u64()?, path: entry.get("qom-path")?.as_str()?.to_owned() })
+        });
+        Ok(cpus.collect())
+    }
+
     /// The machine type as the stream names it, for example `pc-q35-10.0`.
     ///
     /// # Errors

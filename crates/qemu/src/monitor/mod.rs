@@ -18,7 +18,7 @@ mod state;
 pub use descriptors::DescriptorSet;
 pub use devices::Device;
 pub use disks::{Disk, DiskFile};
-pub use machine::MemoryBackend;
+pub use machine::{Cpu, MachineType, MemoryBackend};
 pub use migration::{MigrationInfo, MigrationStatus, RamProgress};
 pub use ram_blocks::{RamBlockInfo, parse_ram_blocks};
 pub use settings::{SettingChange, Settings};

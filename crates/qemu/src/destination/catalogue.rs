@@ -1,0 +1,234 @@
+//! What a QEMU program says about the device sections that it reads: `-dump-vmstate`.
+//!
+//! The program is run with an empty machine (`-machine none`), without configuration files and devices, and ends by itself
+//! once it has written the list. The list has one entry for each type of device whose section is declared with the type;
+//! sections that a machine registers in other ways (`timer`, `cpu`, `PCIBUS`, ...) are not in it.
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, Read as _};
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::Deserialize;
+
+use crate::qmp::Version;
+
+/// Longest list that is read: 64 MiB. That of QEMU 10.0 has 0.8 MB.
+const LIST_LIMIT: usize = 64 << 20;
+/// How long the program may take; it takes 0.2 s.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Why a program's list could not be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CatalogueError {
+    /// It cannot be run, or its output cannot be read.
+    #[error("cannot run {}: {source}", program.display())]
+    Run {
+        /// The program.
+        program: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It does not do what QEMU does.
+    #[error("{} {what}; name the program that the destination runs", program.display())]
+    NotQemu {
+        /// The program.
+        program: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+/// The versions of one section that a program reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Versions {
+    /// The oldest.
+    pub(super) oldest: u32,
+    /// The newest, which is the one it writes.
+    pub(super) newest: u32,
+}
+
+/// The sections that a program declares with its types of devices.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Catalogue {
+    /// By type: the section's name and versions.
+    kinds: HashMap<String, (String, Versions)>,
+    /// By the section's name: the widest range of versions over all types that write it.
+    names: HashMap<String, Versions>,
+    /// By the section's name: the subsections that any of these types knows.
+    subsections: HashMap<String, HashSet<String>>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    #[serde(rename = "Description")]
+    description: Option<Handler>,
+}
+
+#[derive(Deserialize)]
+struct Handler {
+    name: String,
+    version_id: u32,
+    minimum_version_id: u32,
+    #[serde(rename = "Subsections", default)]
+    subsections: Vec<Subsection>,
+}
+
+#[derive(Deserialize)]
+struct Subsection {
+    name: String,
+}
+
+impl Catalogue {
+    /// Runs the program and reads its list, if it is of this version.
+    ///
+    /// # Errors
+    /// It cannot be run, is another version, or prints no list.
+    pub fn of(program: &Path, version: Version) -> Result<Self, CatalogueError> {
+        let said = run(program, &["--version"])?;
+        let said = String::from_utf8_lossy(&said);
+        let first = said.lines().next().unwrap_or_default();
+        let number = version.to_string();
+        // The number is followed by a blank and the package, a suffix, or nothing.
+        let same = first.split_ascii_whitespace().any(|word| word == number);
+        if !same {
+            let what = format!("is not the QEMU {number} that the destination runs (it says {first:?})");
+            return Err(CatalogueError::NotQemu { program: program.to_path_buf(), what });
+        }
+        let options =
+            ["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-dump-vmstate", "/dev/stdout"];
+        Self::parse(&run(program, &options)?)
+            .map_err(|what| CatalogueError::NotQemu { program: program.to_path_buf(), what })
+    }
+
+    /// Reads a list.
+    pub(super) fn parse(json: &[u8]) -> Result<Self, String> {
+        let entries: HashMap<String, Entry> =
+            serde_json::from_slice(json).map_err(|error| format!("prints no list of device sections ({error})"))?;
+        let mut catalogue = Self::default();
+        for (kind, entry) in entries {
+            let Some(handler) = entry.description else { continue };
+            let versions = Versions { oldest: handler.minimum_version_id, newest: handler.version_id };
+            let widest = catalogue.names.entry(handler.name.clone()).or_insert(versions);
+            widest.oldest = widest.oldest.min(versions.oldest);
+            widest.newest = widest.newest.max(versions.newest);
+            let known = catalogue.subsections.entry(handler.name.clone()).or_default();
+            known.extend(handler.subsections.into_iter().map(|subsection| subsection.name));
+            catalogue.kinds.insert(kind, (handler.name, versions));
+        }
+        if catalogue.kinds.is_empty() {
+            return Err("lists no device section".to_owned());
+        }
+        Ok(catalogue)
+    }
+
+    /// Name and versions of the section that a type of device has.
+    pub(super) fn of_kind(&self, kind: &str) -> Option<(&str, Versions)> {
+        self.kinds.get(kind).map(|(name, versions)| (name.as_str(), *versions))
+    }
+
+    /// Whether a section of this name knows a subsection of that name; `None` if no type has such a section.
+    pub(super) fn knows_subsection(&self, section: &str, subsection: &str) -> Option<bool> {
+        self.subsections.get(section).map(|known| known.contains(subsection))
+    }
+
+    /// The versions in which any type of device writes a section of this name.
+    pub(super) fn of_name(&self, name: &str) -> Option<Versions> {
+        self.names.get(name).copied()
+    }
+}
+
+/// Kills and reaps the program, whatever happens.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It has ended, or it is to end: in both cases there is nothing to do about an error.
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+/// Runs the program to its end and returns what it printed.
+fn run(program: &Path, arguments: &[&str]) -> Result<Vec<u8>, CatalogueError> {
+    let fail = |source| CatalogueError::Run { program: program.to_path_buf(), source };
+    let not_qemu = |what: String| CatalogueError::NotQemu { program: program.to_path_buf(), what };
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut running = Running(command.spawn().map_err(fail)?);
+    let mut output = running.0.stdout.take().ok_or_else(|| fail(io::Error::other("its output is lost")))?;
+    let end = Instant::now() + PATIENCE;
+    let mut text = Vec::new();
+    let mut piece = vec![0; 64 << 10];
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let timeout = Timespec::try_from(left).map_err(|_| fail(io::ErrorKind::InvalidInput.into()))?;
+        let ready = match poll(&mut [PollFd::new(&output.as_fd(), PollFlags::IN)], Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => continue,
+            other => other.map_err(|error| fail(error.into()))?,
+        };
+        if ready == 0 {
+            return Err(not_qemu(format!(
+                "does not end within {} s when it is asked for its list",
+                PATIENCE.as_secs()
+            )));
+        }
+        match output.read(&mut piece) {
+            Ok(0) => break,
+            Ok(came) => text.extend_from_slice(piece.get(..came).unwrap_or_default()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(fail(error)),
+        }
+        if text.len() > LIST_LIMIT {
+            return Err(not_qemu("prints more than any QEMU does".to_owned()));
+        }
+    }
+    // Its output is closed, so it ends; one that goes on all the same is ended.
+    if text.is_empty() {
+        return Err(not_qemu("prints nothing".to_owned()));
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_versions_are_read_and_types_without_a_section_left_out() {
+        let list = br#"{"vmschkmachine":{"Name":"none"},
+            "virtio-net-device":{"Name":"virtio-net-device","version_id":11,"minimum_version_id":10,
+                "Description":{"name":"virtio-net","version_id":11,"minimum_version_id":10,"Fields":[{"field":"x"}]}},
+            "a":{"Description":{"name":"same","version_id":2,"minimum_version_id":2,"Subsections":[{"name":"same/x"}]}},
+            "b":{"Description":{"name":"same","version_id":4,"minimum_version_id":3}}}"#;
+        let catalogue = Catalogue::parse(list).unwrap();
+        let versions = Versions { oldest: 10, newest: 11 };
+        assert_eq!(catalogue.of_kind("virtio-net-device"), Some(("virtio-net", versions)));
+        assert_eq!(catalogue.of_name("virtio-net"), Some(versions));
+        assert_eq!(catalogue.of_name("same"), Some(Versions { oldest: 2, newest: 4 }));
+        assert_eq!(catalogue.of_kind("vmschkmachine"), None);
+        assert_eq!(catalogue.knows_subsection("same", "same/x"), Some(true));
+        assert_eq!(catalogue.knows_subsection("same", "same/y"), Some(false));
+        assert_eq!(catalogue.knows_subsection("timer", "timer/x"), None);
+    }
+
+    #[test]
+    fn what_is_no_list_is_refused() {
+        for text in ["", "[]", "{}", "{\"a\":{\"Description\":{\"name\":\"x\",\"version_id\":-1}}}"] {
+            assert!(Catalogue::parse(text.as_bytes()).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn programs_that_are_no_qemu_are_told_apart() {
+        let version = Version::new(10, 0, 2);
+        let error = |program: &str| Catalogue::of(Path::new(program), version).unwrap_err().to_string();
+        assert!(error("/nonexistent/qemu").contains("cannot run /nonexistent/qemu"));
+        assert!(error("test").contains("prints nothing"), "{}", error("test"));
+        assert!(error("echo").contains("is not the QEMU 10.0.2"), "{}", error("echo"));
+    }
+}

@@ -1,0 +1,213 @@
+//! Whether a stored VM would load on another QEMU, and what speaks against it.
+//!
+//! Law of this module: **a finding never says more than its source proves.** What QEMU certainly refuses is `Certain`, what
+//! follows from names and habits is `Likely`, and what nobody can tell without loading is `Unknown` and counts for no
+//! verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`Destination`].
+//!
+//! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that is
+//! missing or of another size, a device section (or instance) that the destination does not have, and a section of a
+//! newer version end the load, and so do other PCI identifiers and another number of MSI-X vectors. More RAM blocks, more
+//! devices, more vCPUs and another CPU model do not. Other options of a device (features, for one) can end it, and stand in
+//! no description.
+
+mod machine;
+mod memory;
+mod sections;
+mod stored;
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::pci::PciIdentity;
+use crate::summary::{DeviceSummary, Summary};
+
+pub use memory::{MemoryComparison, compare_memory};
+pub use stored::{StoredSections, compare_stored, damage, destination_of};
+
+/// What a finding means for the VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// The load ends with an error.
+    Refuses,
+    /// The VM loads, and something about it is not what it was.
+    Loses,
+    /// Nothing that the guest would miss.
+    Harmless,
+}
+
+/// How sure a finding is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Confidence {
+    /// Both sides have said so.
+    Certain,
+    /// It follows from names, or from what QEMU commonly does.
+    Likely,
+    /// It may be so; only loading tells.
+    Unknown,
+}
+
+/// One thing that a person deciding on a move should know.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// What it means for the VM.
+    pub severity: Severity,
+    /// How sure it is.
+    pub confidence: Confidence,
+    /// What it is about: `machine`, `RAM block pc.ram`, `section cpu 2`.
+    pub subject: String,
+    /// What is so, in a sentence without a full stop.
+    pub what: String,
+    /// What to do about it, if anything can be done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub advice: Option<String>,
+}
+
+impl Finding {
+    /// A finding that nothing is to be done about.
+    pub fn new(
+        severity: Severity,
+        confidence: Confidence,
+        subject: impl Into<String>,
+        what: impl Into<String>,
+    ) -> Self {
+        Self { severity, confidence, subject: subject.into(), what: what.into(), advice: None }
+    }
+
+    /// The same with what to do.
+    #[must_use]
+    pub fn advise(mut self, advice: impl Into<String>) -> Self {
+        self.advice = Some(advice.into());
+        self
+    }
+
+    /// Whether this alone lets one expect that the load fails.
+    pub fn refuses(&self) -> bool {
+        self.severity == Severity::Refuses && self.confidence != Confidence::Unknown
+    }
+
+    /// Whether it might make the load fail, and nobody can tell before.
+    pub fn may_refuse(&self) -> bool {
+        self.severity == Severity::Refuses && self.confidence == Confidence::Unknown
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.subject, self.what)?;
+        self.advice.as_ref().map_or(Ok(()), |advice| write!(f, "; {advice}"))
+    }
+}
+
+/// All findings, the gravest first.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct Comparison {
+    /// The findings.
+    pub findings: Vec<Finding>,
+}
+
+impl Comparison {
+    /// Puts the findings in order: what refuses first, what is sure before what is not.
+    pub fn new(mut findings: Vec<Finding>) -> Self {
+        findings.sort_by_key(|finding| (finding.severity, finding.confidence));
+        Self { findings }
+    }
+
+    /// Whether nothing was found that ends a load.
+    pub fn would_load(&self) -> bool {
+        !self.findings.iter().any(Finding::refuses)
+    }
+
+    /// How many findings might end a load, and cannot be told before.
+    pub fn unknown(&self) -> usize {
+        self.findings.iter().filter(|finding| finding.may_refuse()).count()
+    }
+}
+
+/// A QEMU (or the VM that another file was saved from) as far as a load depends on it.
+#[derive(Debug)]
+pub struct Destination<S> {
+    /// Machine type.
+    pub machine: String,
+    /// What to do about another machine type, where more is known than to start QEMU with the right one.
+    pub machine_advice: Option<String>,
+    /// QEMU's version, as it states it.
+    pub qemu: Option<String>,
+    /// The VM's uuid.
+    pub uuid: Option<uuid::Uuid>,
+    /// RAM blocks.
+    pub blocks: Vec<DestinationBlock>,
+    /// Device sections.
+    pub sections: S,
+}
+
+/// A RAM block of a destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DestinationBlock {
+    /// Its name.
+    pub name: String,
+    /// Bytes in use.
+    pub used: u64,
+    /// Bytes up to which a stream may resize it; `None` if that is not known.
+    pub limit: Option<u64>,
+    /// Bytes of a page of its backing; `None` if that is not known.
+    pub page_size: Option<u64>,
+}
+
+/// What a destination knows about its device sections.
+pub trait Sections {
+    /// Whether it takes this section.
+    fn look_up(&self, section: &DeviceSummary) -> Presence;
+
+    /// The PCI device at the address that a section's name begins with, if that is known.
+    fn pci(&self, section: &DeviceSummary) -> Option<PciIdentity>;
+
+    /// Whether it knows this subsection of a section; `None` if that cannot be told.
+    fn knows_subsection(&self, section: &str, subsection: &str) -> Option<bool>;
+
+    /// What it has and the stored VM has not, as findings; `saved` are the stored VM's sections.
+    fn extra(&self, saved: &[DeviceSummary]) -> Vec<Finding>;
+}
+
+/// Whether a destination has a device section.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Presence {
+    /// It has.
+    Present {
+        /// How sure that is.
+        confidence: Confidence,
+        /// The oldest and the newest version that it reads; `None` where it is not known.
+        versions: (Option<u32>, Option<u32>),
+    },
+    /// It has not.
+    Absent {
+        /// How sure that is.
+        confidence: Confidence,
+        /// How that shows, in a part of a sentence.
+        why: String,
+    },
+    /// That cannot be told.
+    Unknown {
+        /// Why not, in a part of a sentence.
+        why: String,
+    },
+}
+
+/// What speaks for and against loading `saved` into `destination`.
+pub fn compare<S: Sections>(saved: &Summary, destination: &Destination<S>) -> Comparison {
+    let mut findings = Vec::new();
+    machine::compare(saved, destination, &mut findings);
+    sections::compare(saved, &destination.sections, &mut findings);
+    Comparison::new(findings)
+}
+
+/// Bytes for people, exact where that takes few digits.
+fn bytes(count: u64) -> String {
+    match count {
+        count if count >= 1 << 20 && count.is_multiple_of(1 << 20) => format!("{} MiB", count >> 20),
+        count if count >= 1 << 10 && count.is_multiple_of(1 << 10) => format!("{} KiB", count >> 10),
+        count => format!("{count} bytes"),
+    }
+}
