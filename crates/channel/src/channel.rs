@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::fs::{self, FileType, OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
-use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
+use rustix::net::{self, AddressFamily, RecvFlags, SocketFlags, SocketType, sockopt};
 
 use crate::counters::Counters;
 use crate::descriptor::{self, Kind};
@@ -258,6 +258,26 @@ impl Channel {
             .get
             .get_some(&self.transport, &mut Cursor::scatter(list))
             .map_err(|stop| self.explain(Operation::Get, stop))
+    }
+
+    /// Copies the first bytes that have arrived, without taking them and without waiting: how many, 0 at the end of the
+    /// data, `None` if nothing has come yet. Not counted.
+    ///
+    /// # Errors
+    /// [`ChannelError::Unsupported`] for anything but a socket; [`ChannelError::Broken`] if the peer is gone.
+    pub fn peek(&self, bytes: &mut [u8]) -> Result<Option<usize>> {
+        let Transport::Socket(socket) = &self.transport else {
+            let why = "what is no socket cannot be looked into before it is read";
+            return Err(ChannelError::Unsupported { operation: Operation::Get, peer: self.shared.peer.clone(), why });
+        };
+        loop {
+            match net::recv(socket, &mut *bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+                Ok((got, _)) => return Ok(Some(got)),
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(self.explain(Operation::Get, Stop::Failed(errno.into()))),
+            }
+        }
     }
 
     fn put_all(&self, mut gather: Cursor<'_, Out>) -> Result<()> {

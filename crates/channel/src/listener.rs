@@ -21,8 +21,8 @@ use crate::error::{ChannelError, Operation};
 use crate::options::Options;
 use crate::uri::Uri;
 
-/// Connections that may wait for `accept`.
-const BACKLOG: i32 = 16;
+/// Connections that may wait for `accept`: those of a migration of many channels come at once.
+const BACKLOG: i32 = 64;
 
 /// A `tcp:` or `unix:` end point that accepts connections, or an inherited descriptor.
 #[derive(Debug)]

@@ -8,26 +8,38 @@
 //! The role ends with the VM stopped at the source and the source waiting for the destination's word. That word is given
 //! by [`Incoming::acknowledge`], not here: until then the source can resume its VM, and it is the caller who knows
 //! whether what was received has to be durable first.
+//!
+//! With [channels](Destination::with_channels) beside the main one (QEMU's multifd) most pages come on these, each read by
+//! a thread of its own, and meet at join points. [`Gathering`] finds out which connection is which channel.
 
+mod gathering;
+mod join;
 mod landing;
+mod multifd;
+mod unpack;
 
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Counters};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber};
+use limosa_channel::{Channel, Counters, How};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
 use limosa_stream::decoder::{Decoder, Event, Step};
 use limosa_stream::devices::{self, DeviceState, DeviceTail, TAIL_LIMIT};
 use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::{Command, Fault, Feature, StreamError};
+use limosa_stream::{Command, Fault, Feature, RamBlock, StreamError};
 
-use landing::{Landing, Orders};
+use join::JoinPoint;
+use landing::{Landing, Lane, Orders};
+use multifd::{PageChannel, Shared};
+
+pub use gathering::{ChannelSet, Gathering, GatheringOptions};
+pub use multifd::MultifdOptions;
 
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::pages::{PageSink, StreamStart};
-use crate::progress::{Moved, Phase, Progress};
+use crate::progress::{Phase, Progress};
 
 /// Size of the receive buffer. It should stay in a core's second-level cache between the read that fills it and the write
 /// that empties it.
@@ -66,9 +78,9 @@ impl Default for DestinationOptions {
 /// What a stream held, by kind.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DestinationStats {
-    /// PAGE records.
+    /// Pages with contents.
     pub normal_pages: u64,
-    /// ZERO records.
+    /// Pages that came as zero.
     pub zero_pages: u64,
     /// Of both, those for a page that had come before.
     pub resent_pages: u64,
@@ -78,7 +90,7 @@ pub struct DestinationStats {
     pub elapsed: Duration,
     /// From the first device section to the last byte: part of the VM's downtime.
     pub device_elapsed: Duration,
-    /// Of the channel.
+    /// Of all channels together.
     pub channel: Counters,
 }
 
@@ -94,6 +106,8 @@ pub struct Incoming {
     /// What was counted.
     pub stats: DestinationStats,
     channel: Arc<Channel>,
+    /// Kept open: the source closes them when it is done.
+    _pages: Vec<Arc<Channel>>,
     return_path: bool,
 }
 
@@ -143,6 +157,8 @@ impl Incoming {
 #[derive(Debug)]
 pub struct Destination<'a> {
     channel: Arc<Channel>,
+    pages: Vec<Arc<Channel>>,
+    multifd: MultifdOptions,
     control: &'a Control,
     progress: &'a Progress,
     options: DestinationOptions,
@@ -151,26 +167,42 @@ pub struct Destination<'a> {
 impl<'a> Destination<'a> {
     /// A destination that reads from `channel`.
     pub fn new(channel: Channel, control: &'a Control, progress: &'a Progress, options: DestinationOptions) -> Self {
-        Self { channel: Arc::new(channel), control, progress, options }
+        let (pages, multifd) = (Vec::new(), MultifdOptions::default());
+        Self { channel: Arc::new(channel), pages, multifd, control, progress, options }
+    }
+
+    /// With channels beside the main one, in the order of their numbers, their initial packets read: those of a
+    /// [`ChannelSet`].
+    #[must_use]
+    pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
+        self.pages = pages.into_iter().map(Arc::new).collect();
+        self.multifd = options;
+        self
     }
 
     /// Receives a whole stream.
     ///
     /// On `Err` the channel is closed, so that a source with a return path resumes its VM.
     pub fn receive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Incoming, MigrateError> {
-        self.control.watch(&self.channel);
+        self.channels().for_each(|channel| self.control.watch(channel));
         let result = Receiver::new(&self).run(sink);
         self.control.unwatch();
-        let channel = Arc::clone(&self.channel);
         match result {
             Ok((start, tail, devices, stats, return_path)) => {
-                Ok(Incoming { start, tail, devices, stats, channel, return_path })
+                let (channel, pages) = (self.channel, self.pages);
+                Ok(Incoming { start, tail, devices, stats, channel, _pages: pages, return_path })
             }
             Err(error) => {
-                let _ = channel.shutdown(limosa_channel::How::Both);
+                for channel in self.channels() {
+                    let _ = channel.shutdown(How::Both);
+                }
                 Err(self.control.explain(error))
             }
         }
+    }
+
+    fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
+        std::iter::once(&self.channel).chain(&self.pages)
     }
 }
 
@@ -222,10 +254,10 @@ struct Receiver<'a> {
     buffer: Buffer,
     orders: Orders,
     decoder: Decoder,
-    seen: Vec<PageBitmap>,
     stats: DestinationStats,
-    uncounted: Moved,
     return_path: bool,
+    /// Bytes that had come on the channels beside the main one when this one was last found silent.
+    heard: u64,
 }
 
 type Received = (StreamStart, Vec<u8>, DeviceState, DestinationStats, bool);
@@ -237,34 +269,88 @@ impl<'a> Receiver<'a> {
             buffer: Buffer::new(),
             orders: Orders::default(),
             decoder: Decoder::new(),
-            seen: Vec::new(),
             stats: DestinationStats::default(),
-            uncounted: Moved::default(),
             return_path: false,
+            heard: 0,
         }
     }
 
     fn run<S: PageSink + Send + ?Sized>(mut self, sink: &mut S) -> Result<Received, MigrateError> {
         let begun = Instant::now();
-        self.role.channel.set_timeouts(self.role.options.patience, None)?;
+        for channel in self.role.channels() {
+            channel.set_timeouts(self.role.options.patience, None)?;
+        }
         let start = self.take_layout()?;
         sink.begin(&start).map_err(MigrateError::Sink)?;
-        self.begin(&start);
-        thread::scope(|scope| {
-            let landing = Landing::start(scope, sink, BUFFER_LEN)?;
-            let taken = self.take_pages(&landing);
-            // A sink that failed is the cause; that no buffer came back is what it led to.
-            landing.finish().and(taken)
-        })?;
+        self.role.progress.expect_pages(start.blocks.iter().map(RamBlock::pages).sum());
+        self.role.progress.enter(Phase::Active);
+        self.take_memory(&start, sink)?;
         self.role.progress.enter(Phase::Device);
         let devices_begun = Instant::now();
         let (tail, devices) = self.take_devices(self.decoder.offset())?;
         self.stats.device_bytes = u64::try_from(tail.len()).unwrap_or(u64::MAX);
         self.stats.device_elapsed = devices_begun.elapsed();
         self.stats.elapsed = begun.elapsed();
-        self.stats.channel = self.role.channel.counters();
+        self.stats.channel = self.role.channels().map(|channel| channel.counters()).sum();
         self.role.progress.enter(Phase::Completing);
         Ok((start, tail, devices, self.stats, self.return_path))
+    }
+
+    /// Everything behind the layout and before the device sections, on all channels.
+    fn take_memory<S: PageSink + Send + ?Sized>(
+        &mut self,
+        start: &StreamStart,
+        sink: &mut S,
+    ) -> Result<(), MigrateError> {
+        let role = self.role;
+        let shared = Shared {
+            blocks: multifd::by_name(&start.blocks),
+            join: JoinPoint::new(role.pages.len()),
+            options: role.multifd,
+            patience: role.options.patience,
+            main: &role.channel,
+            channels: &role.pages,
+        };
+        let moved = thread::scope(|scope| {
+            let landing = Landing::start(scope, sink, start, role.progress)?;
+            let threads = (0..).zip(&role.pages).map(|(id, channel)| {
+                let reader = PageChannel::new(&shared, id, channel, landing.lane(multifd::BUFFER_LEN))?;
+                let thread = thread::Builder::new().name(format!("multifd {id}"));
+                let thread = thread.spawn_scoped(scope, move || reader.run());
+                thread.map_err(|error| MigrateError::Protocol(format!("cannot start a thread: {error}")))
+            });
+            let (threads, begun) = gathered(threads);
+            let taken = begun.and_then(|()| self.take_pages(&mut landing.lane(BUFFER_LEN), &shared.join));
+            shared.end();
+            let mut loose = None;
+            for (id, thread) in (0..).zip(threads) {
+                match thread.join() {
+                    Ok(true) => loose = loose.or(Some(id)),
+                    Ok(false) => {}
+                    Err(_) => {
+                        return Err(MigrateError::Protocol(format!("the reader of multifd channel {id} panicked")));
+                    }
+                }
+            }
+            // A sink that failed is the cause; that no buffer came back is what it led to. So is a channel that failed, and
+            // that the main one was shut down.
+            let moved = landing.finish()?;
+            if let Some(failure) = shared.join.failure() {
+                return Err(failure);
+            }
+            taken?;
+            match loose {
+                None => Ok(moved),
+                Some(id) => {
+                    let what = "it carries pages behind the last join point, so nobody knows whether all have come";
+                    Err(MigrateError::Multifd { id, source: Box::new(MigrateError::Protocol(what.into())) })
+                }
+            }
+        })?;
+        self.stats.normal_pages = moved.normal;
+        self.stats.zero_pages = moved.zero;
+        self.stats.resent_pages = moved.resent;
+        Ok(())
     }
 
     /// Everything up to the end of the RAM layout.
@@ -296,11 +382,15 @@ impl<'a> Receiver<'a> {
     }
 
     /// Everything up to the first device section, which is left in the buffer.
-    fn take_pages(&mut self, landing: &Landing<'_>) -> Result<(), MigrateError> {
+    fn take_pages(&mut self, lane: &mut Lane, join: &JoinPoint) -> Result<(), MigrateError> {
+        let several = !self.role.pages.is_empty();
+        // A source that joins once a round says so before the end of the first section. One that does not joins at the end of
+        // every section, that one included (QEMU's machine types up to 8.0).
+        let (mut by_round, mut first) = (false, true);
         loop {
             let (consumed, event) = match self.decoder.step(self.buffer.arrived())? {
                 Step::Need(total) => {
-                    self.refill(total, landing)?;
+                    self.refill(total, lane)?;
                     continue;
                 }
                 Step::Event { consumed, event } => (consumed, event),
@@ -308,52 +398,50 @@ impl<'a> Receiver<'a> {
             self.buffer.consume(consumed);
             match event {
                 Event::Page { block, offset } => {
-                    self.refill(PAGE_LEN, landing)?;
-                    let page = PageNumber(offset / PAGE_SIZE);
-                    self.orders.page(block, page, self.buffer.start);
+                    self.refill(PAGE_LEN, lane)?;
+                    self.orders.page(block, PageNumber(offset / PAGE_SIZE), self.buffer.start);
                     self.buffer.consume(PAGE_LEN);
-                    self.uncounted.normal += 1;
-                    self.see(block, page);
                 }
-                Event::Zero { block, offset } => {
-                    let page = PageNumber(offset / PAGE_SIZE);
-                    self.orders.zero(block, page);
-                    self.uncounted.zero += 1;
-                    self.see(block, page);
+                Event::Zero { block, offset } => self.orders.zero(block, PageNumber(offset / PAGE_SIZE)),
+                Event::Xbzrle { block, offset, length } => {
+                    let length = usize::from(length);
+                    self.refill(length, lane)?;
+                    let (begin, stream) = (self.buffer.start, self.decoder.offset().saturating_sub(length as u64));
+                    self.orders.delta(block, PageNumber(offset / PAGE_SIZE), begin..begin + length, stream);
+                    self.buffer.consume(length);
+                }
+                Event::MultifdFlush if several && (first || by_round) => {
+                    by_round = true;
+                    self.join(lane, join)?;
+                }
+                Event::EndOfSection => {
+                    first = false;
+                    if several && !by_round {
+                        self.join(lane, join)?;
+                    }
                 }
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
-                Event::DeviceTail => return self.exchange(landing),
-                Event::SectionPart { .. }
-                | Event::SectionEnd { .. }
-                | Event::SectionFooter { .. }
-                | Event::EndOfSection => {}
+                Event::DeviceTail => return self.exchange(lane),
+                Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. } => {}
                 other => return Err(self.unsupported(&other)),
             }
         }
     }
 
-    fn unsupported(&self, event: &Event) -> MigrateError {
-        let feature = match event {
-            Event::MultifdFlush => Some(Feature::Multifd),
-            Event::Xbzrle { .. } => Some(Feature::Xbzrle),
-            _ => None,
-        };
-        if let Some(feature) = feature {
-            let fault = Fault::Unsupported(feature);
-            return MigrateError::Stream(StreamError::new(self.decoder.offset(), "section \"ram\"", fault));
+    /// Waits until every channel has come to the join point, with everything handed over that was read before.
+    fn join(&mut self, lane: &mut Lane, join: &JoinPoint) -> Result<(), MigrateError> {
+        if !self.orders.is_empty() {
+            self.exchange(lane)?;
         }
-        MigrateError::Unsupported {
-            what: format!("{event:?}"),
-            offset: self.decoder.offset(),
-            role: "the precopy destination",
-        }
+        join.pass()
     }
 
-    fn begin(&mut self, start: &StreamStart) {
-        let pages = || start.blocks.iter().map(|block| block.used_length / PAGE_SIZE);
-        self.seen = pages().map(PageBitmap::new).collect();
-        self.role.progress.expect_pages(pages().sum());
-        self.role.progress.enter(Phase::Active);
+    fn unsupported(&self, event: &Event) -> MigrateError {
+        let offset = self.decoder.offset();
+        if *event == Event::MultifdFlush && self.role.pages.is_empty() {
+            return StreamError::new(offset, "section \"ram\"", Fault::Unsupported(Feature::Multifd)).into();
+        }
+        MigrateError::Unsupported { what: format!("{event:?}"), offset, role: "the precopy destination" }
     }
 
     fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {
@@ -378,9 +466,9 @@ impl<'a> Receiver<'a> {
     }
 
     /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
-    fn refill(&mut self, total: usize, landing: &Landing<'_>) -> Result<(), MigrateError> {
+    fn refill(&mut self, total: usize, lane: &mut Lane) -> Result<(), MigrateError> {
         if self.buffer.arrived().len() < total && self.buffer.is_short_of(total) {
-            self.exchange(landing)?;
+            self.exchange(lane)?;
         }
         self.fill(total)
     }
@@ -392,18 +480,28 @@ impl<'a> Receiver<'a> {
                 let offset = self.decoder.offset();
                 return Err(MigrateError::Protocol(format!("a record of {total} bytes at stream offset {offset}")));
             }
-            if self.buffer.fill(&self.role.channel)? == 0 {
-                return Err(MigrateError::Stream(self.decoder.truncated(self.buffer.arrived().len(), total)));
+            match self.buffer.fill(&self.role.channel) {
+                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.buffer.arrived().len(), total))),
+                Ok(_) => {}
+                // While pages come on the other channels there may be nothing to say on this one.
+                Err(MigrateError::Channel(error)) if error.is_timeout() && self.others_moved() => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(())
     }
 
+    /// Whether something has come on the other channels since this was last asked.
+    fn others_moved(&mut self) -> bool {
+        let heard = self.role.pages.iter().map(|channel| channel.counters().bytes_in).sum();
+        std::mem::replace(&mut self.heard, heard) != heard
+    }
+
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
-    fn exchange(&mut self, landing: &Landing<'_>) -> Result<(), MigrateError> {
+    fn exchange(&mut self, lane: &mut Lane) -> Result<(), MigrateError> {
         let full = std::mem::take(&mut self.buffer.bytes);
         let rest = full.get(self.buffer.start..self.buffer.end).unwrap_or_default().to_vec();
-        let (empty, orders) = landing
+        let (empty, orders) = lane
             .exchange((full, std::mem::take(&mut self.orders)))
             .ok_or_else(|| MigrateError::Protocol("pages cannot be stored any more".into()))?;
         self.orders = orders;
@@ -411,26 +509,8 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    fn see(&mut self, block: usize, page: PageNumber) {
-        if self.seen.get_mut(block).is_some_and(|seen| seen.set(page)) {
-            self.uncounted.resent += 1;
-        }
-        if self.uncounted.normal + self.uncounted.zero >= 1024 {
-            self.count();
-        }
-    }
-
-    fn count(&mut self) {
-        let batch = std::mem::take(&mut self.uncounted);
-        self.stats.normal_pages += batch.normal;
-        self.stats.zero_pages += batch.zero;
-        self.stats.resent_pages += batch.resent;
-        self.role.progress.moved(batch);
-    }
-
     /// Collects the device sections up to the end that their own description proves.
     fn take_devices(&mut self, offset: u64) -> Result<(Vec<u8>, DeviceState), MigrateError> {
-        self.count();
         let channel = &self.role.channel;
         let patience = if self.role.options.recorded { self.role.options.patience } else { Some(TAIL_PATIENCE) };
         let mut search = DeviceTail::new(offset, self.role.options.max_device_state);
@@ -470,4 +550,16 @@ impl<'a> Receiver<'a> {
             tail.extend_from_slice(self.buffer.arrived());
         }
     }
+}
+
+/// What was begun, and whether all of it was.
+fn gathered<T>(items: impl Iterator<Item = Result<T, MigrateError>>) -> (Vec<T>, Result<(), MigrateError>) {
+    let mut begun = Vec::new();
+    for item in items {
+        match item {
+            Ok(item) => begun.push(item),
+            Err(error) => return (begun, Err(error)),
+        }
+    }
+    (begun, Ok(()))
 }

@@ -38,6 +38,10 @@ pub enum MigrateError {
     #[error("cannot start the thread of a channel: {0}")]
     Thread(#[source] io::Error),
 
+    /// What connected is not the channels that the migration should have.
+    #[error("the channels of the migration do not come together: {0}")]
+    Channels(String),
+
     /// What should be sent has no form in the stream: the stored layout is not one that QEMU makes.
     #[error("cannot be put into a migration stream: {0}")]
     Encode(#[from] EncodeError),

@@ -88,7 +88,10 @@ pub mod source;
 
 pub use control::{Control, Stop};
 pub use control_socket::{ControlSocket, Job};
-pub use destination::{Destination, DestinationOptions, DestinationStats, Incoming};
+pub use destination::{
+    ChannelSet, Destination, DestinationOptions, DestinationStats, Gathering, GatheringOptions, Incoming,
+    MultifdOptions,
+};
 pub use error::MigrateError;
 pub use pages::{PageError, PageSink, PageSource, StreamStart};
 pub use progress::{Phase, Progress, ProgressReading};

@@ -8,7 +8,7 @@ use std::error::Error;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
-use limosa_page::{PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::Configuration;
 use limosa_stream::ram::RamBlock;
 
@@ -43,6 +43,17 @@ pub trait PageSink {
 
     /// Makes a run of pages of one block zero.
     fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<(), PageError>;
+
+    /// Reads a page as the last word about it left it: zeros if there was none. Only asked for if the source sends deltas of
+    /// pages (capability `xbzrle`).
+    ///
+    /// # Errors
+    /// The page cannot be read; a sink that does not read back, as by default, says so.
+    fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
+        let _ = (block, page, into);
+        Err("changes to a page that was sent before cannot be applied here; turn the capability xbzrle off at the source"
+            .into())
+    }
 }
 
 /// Where pages to be sent come from: immutable while a source role runs.

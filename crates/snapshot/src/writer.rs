@@ -240,4 +240,10 @@ impl PageSink for SnapshotWriter {
         self.resent += receiving.see(pages);
         Ok(())
     }
+
+    fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
+        let pages = PageRange::starting_at(page, 1);
+        let receiving = receiving(&mut self.blocks, &self.file, block, pages)?;
+        Ok(self.file.read_pages(&receiving.place, &receiving.stored, pages, into)?)
+    }
 }

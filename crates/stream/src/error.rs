@@ -140,7 +140,8 @@ pub enum Feature {
     Xbzrle,
     /// Flag 0x200: pages travel on multifd channels.
     #[error(
-        "the stream joins with multifd channels, which carry its pages; turn the capability multifd off at the source"
+        "the stream joins with multifd channels, which carry its pages; say --channels, as many as the source's \
+         multifd-channels, or turn the capability multifd off at the source"
     )]
     Multifd,
     /// Flag 0x40 of a multifd packet: the state of an assigned device.

@@ -1,21 +1,26 @@
-//! From the receive buffer to the sink, on a thread of its own.
+//! From the receive buffers to the sink, on a thread of its own.
 //!
-//! The thread that reads notes what is to become of a buffer's pages, in order, and hands the buffer over when it is full;
+//! A thread that reads notes what is to become of a buffer's pages, in order, and hands the buffer over when it is full;
 //! another carries the orders out while the next buffer fills. So the kernel's two copies, out of the socket and into the
 //! file, run side by side. Measured, that is the fastest of the ways to land pages (docs/benchmarks, landing).
 //!
-//! The law: orders are carried out in the order in which their records came, because the last word about a page counts.
+//! Each reading thread has a [`Lane`]: buffers of its own, so that one that is held up holds up no other. The law: orders
+//! are carried out in the order in which their buffers were handed over, whichever lane they came on, because the last
+//! word about a page counts.
 
 use std::io::IoSlice;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 
-use limosa_page::{PAGE_LEN, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
+use limosa_stream::xbzrle;
 
 use crate::error::MigrateError;
-use crate::pages::PageSink;
+use crate::pages::{PageSink, StreamStart};
+use crate::progress::{Moved, Progress};
 
-/// Buffers in use: one fills, one is emptied, one is ready for whichever is done first.
+/// Buffers of a lane: one fills, one is emptied, one is ready for whichever is done first.
 const BUFFERS: usize = 3;
 
 #[derive(Debug)]
@@ -24,6 +29,8 @@ enum Order {
     Pages { block: usize, first: PageNumber, count: usize },
     /// Pages that are zero.
     Zero { block: usize, pages: PageRange },
+    /// What changed in a page: the delta's place in the buffer, and its offset in the stream.
+    Delta { block: usize, page: PageNumber, place: Range<usize>, offset: u64 },
 }
 
 /// What is to become of a buffer's records.
@@ -56,73 +63,158 @@ impl Orders {
         }
     }
 
+    /// A page that changes: the delta lies at `place` in the buffer and stands at `offset` in the stream.
+    pub(super) fn delta(&mut self, block: usize, page: PageNumber, place: Range<usize>, offset: u64) {
+        self.list.push(Order::Delta { block, page, place, offset });
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
     /// Hands everything to the sink, and forgets it.
-    fn carry_out<S: PageSink + ?Sized>(&mut self, bytes: &[u8], sink: &mut S) -> Result<(), MigrateError> {
+    fn carry_out<S: PageSink + ?Sized>(
+        &mut self,
+        bytes: &[u8],
+        sink: &mut S,
+        tally: &mut Tally<'_>,
+    ) -> Result<(), MigrateError> {
         let mut places = self.places.iter();
         let mut slices = Vec::new();
         for order in self.list.drain(..) {
             match order {
-                Order::Zero { block, pages } => sink.put_zero(block, pages),
+                Order::Zero { block, pages } => {
+                    sink.put_zero(block, pages).map_err(MigrateError::Sink)?;
+                    tally.batch.zero += tally.see(block, pages);
+                }
                 Order::Pages { block, first, count } => {
                     let whole = |&place: &usize| IoSlice::new(bytes.get(place..place + PAGE_LEN).unwrap_or_default());
                     slices.clear();
                     slices.extend(places.by_ref().take(count).map(whole));
-                    sink.put_pages(block, first, &slices)
+                    sink.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
+                    let pages = u64::try_from(count).unwrap_or(u64::MAX);
+                    tally.batch.normal += tally.see(block, PageRange::starting_at(first, pages));
+                }
+                Order::Delta { block, page, place, offset } => {
+                    let mut contents = [0; PAGE_LEN];
+                    sink.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
+                    xbzrle::decode(&mut contents, bytes.get(place).unwrap_or_default(), offset)?;
+                    sink.put_pages(block, page, &[IoSlice::new(&contents)]).map_err(MigrateError::Sink)?;
+                    tally.batch.normal += tally.see(block, PageRange::starting_at(page, 1));
                 }
             }
-            .map_err(MigrateError::Sink)?;
         }
         self.places.clear();
         Ok(())
     }
 }
 
+/// What has gone to the sink.
+struct Tally<'a> {
+    /// Pages of each block that were mentioned.
+    seen: Vec<PageBitmap>,
+    batch: Moved,
+    total: Moved,
+    progress: &'a Progress,
+}
+
+impl Tally<'_> {
+    /// Notes that pages were mentioned; how many they are.
+    fn see(&mut self, block: usize, pages: PageRange) -> u64 {
+        if let Some(seen) = self.seen.get_mut(block) {
+            self.batch.resent += seen.count_in(pages);
+            seen.set_range(pages);
+        }
+        pages.len()
+    }
+
+    fn count(&mut self) {
+        let batch = std::mem::take(&mut self.batch);
+        self.total.normal += batch.normal;
+        self.total.zero += batch.zero;
+        self.total.resent += batch.resent;
+        self.progress.moved(batch);
+    }
+}
+
 /// A buffer and what is to become of it.
 pub(super) type Filled = (Box<[u8]>, Orders);
 
+/// A buffer on its way, and the way back.
+struct Delivery {
+    filled: Filled,
+    home: Sender<Delivery>,
+}
+
+/// One reading thread's buffers.
+pub(super) struct Lane {
+    queue: Sender<Delivery>,
+    emptied: Receiver<Delivery>,
+    /// The way back for the buffer that is in the reader's hands. A buffer that is away has it with it: when the last of them
+    /// is lost with the thread that empties them, waiting for one ends.
+    home: Option<Sender<Delivery>>,
+}
+
+impl Lane {
+    /// Gives a full buffer away and gets an empty one. `None` if the thread has failed: [`Landing::finish`] says why.
+    pub(super) fn exchange(&mut self, filled: Filled) -> Option<Filled> {
+        let home = self.home.take()?;
+        self.queue.send(Delivery { filled, home }).ok()?;
+        let empty = self.emptied.recv().ok()?;
+        self.home = Some(empty.home);
+        Some(empty.filled)
+    }
+}
+
 /// The thread that empties buffers.
-#[derive(Debug)]
 pub(super) struct Landing<'scope> {
-    filled: SyncSender<Filled>,
-    emptied: Receiver<Filled>,
-    thread: ScopedJoinHandle<'scope, Result<(), MigrateError>>,
+    queue: Sender<Delivery>,
+    thread: ScopedJoinHandle<'scope, Result<Moved, MigrateError>>,
 }
 
 impl<'scope> Landing<'scope> {
-    /// Starts the thread over `sink`, which has accepted the layout. `length` is a buffer's, in bytes.
+    /// Starts the thread over `sink`, which has accepted the layout.
     pub(super) fn start<S: PageSink + Send + ?Sized>(
         scope: &'scope Scope<'scope, '_>,
         sink: &'scope mut S,
-        length: usize,
+        start: &StreamStart,
+        progress: &'scope Progress,
     ) -> Result<Self, MigrateError> {
-        let (filled, to_empty) = sync_channel::<Filled>(BUFFERS);
-        let (empty, emptied) = sync_channel(BUFFERS);
-        for _ in 1..BUFFERS {
-            // There is room for all buffers there are.
-            let _ = empty.try_send((vec![0; length].into_boxed_slice(), Orders::default()));
-        }
+        let seen = start.blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
+        let mut tally = Tally { seen, batch: Moved::default(), total: Moved::default(), progress };
+        // Not bounded by itself: the number of buffers bounds it.
+        let (queue, to_empty) = channel::<Delivery>();
         let thread = Builder::new().name("land".into()).spawn_scoped(scope, move || {
-            for (bytes, mut orders) in to_empty {
-                orders.carry_out(&bytes, sink)?;
+            for Delivery { filled: (bytes, mut orders), home } in to_empty {
+                orders.carry_out(&bytes, sink, &mut tally)?;
+                tally.count();
                 // Nobody takes it back once the last buffer has been given away; there may be others to empty all the same.
-                let _ = empty.send((bytes, orders));
+                let _ = home.send(Delivery { filled: (bytes, orders), home: home.clone() });
             }
-            Ok(())
+            Ok(tally.total)
         });
         let thread = thread.map_err(|error| MigrateError::Protocol(format!("cannot start a thread: {error}")))?;
-        Ok(Self { filled, emptied, thread })
+        Ok(Self { queue, thread })
     }
 
-    /// Gives a full buffer away and gets an empty one. `None` if the thread has failed: [`finish`](Self::finish) says why.
-    pub(super) fn exchange(&self, full: Filled) -> Option<Filled> {
-        self.filled.send(full).ok()?;
-        self.emptied.recv().ok()
+    /// Another lane, with empty buffers of `length` bytes beside the one that its reader has.
+    pub(super) fn lane(&self, length: usize) -> Lane {
+        let (home, emptied) = channel();
+        for _ in 1..BUFFERS {
+            let filled = (vec![0; length].into_boxed_slice(), Orders::default());
+            let _ = home.send(Delivery { filled, home: home.clone() });
+        }
+        Lane { queue: self.queue.clone(), emptied, home: Some(home) }
     }
 
-    /// Waits until everything has gone to the sink.
-    pub(super) fn finish(self) -> Result<(), MigrateError> {
-        let Self { filled, emptied, thread } = self;
-        drop((filled, emptied));
+    /// Waits until everything has gone to the sink: what that was. All lanes must have been dropped.
+    pub(super) fn finish(self) -> Result<Moved, MigrateError> {
+        let Self { queue, thread } = self;
+        drop(queue);
         thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sink panicked".into())))
     }
 }

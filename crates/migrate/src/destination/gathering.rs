@@ -1,0 +1,238 @@
+//! The channels of one migration, told apart among whatever connects.
+//!
+//! All channels of a migration connect to one address. Which is which shows in their first bytes: `QEVM` begins the main
+//! channel, an initial packet one of the others. They are looked at without being taken, so order does not matter; where
+//! they cannot be looked at, the main channel is the first to connect.
+//!
+//! The law: **nobody who connects holds up anybody else**, however many they are and whatever they send or do not send.
+//! Connections that have not yet said who they are wait in a short row; when it is full, the one that has waited longest
+//! is closed. What names itself wrongly ends the gathering with an error that says what to set.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, Listener};
+use limosa_stream::configuration;
+use limosa_stream::multifd::{self, INITIAL_LEN, InitialPacket};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::error::MigrateError;
+
+/// Connections that may wait until they say who they are: all channels there can be, and some strangers.
+const ROW: usize = 64;
+/// Connections that are accepted before those that wait are looked at again.
+const AT_ONCE: usize = 256;
+/// How soon a connection is looked at again that has said a part of who it is.
+const AGAIN_AFTER: Duration = Duration::from_millis(5);
+
+/// Which channels are expected, and how they are told apart.
+#[derive(Debug, Clone)]
+pub struct GatheringOptions {
+    /// Channels beside the main one: QEMU's `multifd-channels`.
+    pub channels: u8,
+    /// How long they may take to connect, all together.
+    pub within: Duration,
+    /// The first connection is the main channel, whatever it sends: for transports that cannot be looked into.
+    pub main_first: bool,
+}
+
+/// All channels of one migration.
+#[derive(Debug)]
+pub struct ChannelSet {
+    /// The main channel; nothing has been read from it.
+    pub main: Channel,
+    /// The others by their number; their initial packets have been read.
+    pub pages: Vec<Channel>,
+}
+
+/// Accepts connections until all channels are there.
+#[derive(Debug)]
+pub struct Gathering<'a> {
+    listener: &'a Listener,
+    options: GatheringOptions,
+    begun: Instant,
+    main: Option<Channel>,
+    pages: Vec<Option<Channel>>,
+    uuid: Option<[u8; 16]>,
+    row: VecDeque<Waiting>,
+    turned_away: u64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    channel: Channel,
+    /// It has said a part of who it is: the kernel would report it readable for ever.
+    began: bool,
+}
+
+/// What a connection turned out to be.
+enum Found {
+    Unknown { began: bool },
+    Main,
+    Pages(InitialPacket),
+    Stranger,
+}
+
+impl<'a> Gathering<'a> {
+    /// Begins to wait on `listener`; the time runs from here.
+    pub fn new(listener: &'a Listener, options: GatheringOptions) -> Self {
+        let pages = (0..options.channels).map(|_| None).collect();
+        let (main, uuid, row) = (None, None, VecDeque::with_capacity(ROW));
+        Self { listener, options, begun: Instant::now(), main, pages, uuid, row, turned_away: 0 }
+    }
+
+    /// Waits for so long at most; the channels once they are all there. What else has connected is closed then.
+    ///
+    /// # Errors
+    /// They are not all there in time; a number that occurs twice or is not below the number of channels; channels of two
+    /// VMs.
+    pub fn step(&mut self, wait: Duration) -> Result<Option<ChannelSet>, MigrateError> {
+        let step = Instant::now();
+        loop {
+            self.accept()?;
+            self.look()?;
+            if self.main.is_some() && self.pages.iter().all(Option::is_some) {
+                let pages = std::mem::take(&mut self.pages).into_iter().flatten().collect();
+                return Ok(self.main.take().map(|main| ChannelSet { main, pages }));
+            }
+            let (rest, all) =
+                (wait.saturating_sub(step.elapsed()), self.options.within.saturating_sub(self.begun.elapsed()));
+            if all.is_zero() {
+                return Err(MigrateError::Channels(self.missing()));
+            }
+            if rest.is_zero() {
+                return Ok(None);
+            }
+            self.wait(rest.min(all))?;
+        }
+    }
+
+    /// Takes new connections into the row.
+    fn accept(&mut self) -> Result<(), MigrateError> {
+        for _ in 0..AT_ONCE {
+            let channel = match self.listener.accept(Some(Duration::ZERO)) {
+                Err(error) if error.is_timeout() => return Ok(()),
+                accepted => accepted?,
+            };
+            if self.options.main_first && self.main.is_none() {
+                self.main = Some(channel);
+                continue;
+            }
+            if self.row.len() >= ROW {
+                self.turned_away += 1;
+                self.row.pop_front();
+            }
+            self.row.push_back(Waiting { channel, began: false });
+        }
+        Ok(())
+    }
+
+    /// Looks at those in the row.
+    fn look(&mut self) -> Result<(), MigrateError> {
+        for _ in 0..self.row.len() {
+            let Some(mut waiting) = self.row.pop_front() else { break };
+            match self.identify(&waiting.channel)? {
+                Found::Unknown { began } => {
+                    waiting.began = began;
+                    self.row.push_back(waiting);
+                }
+                Found::Main if self.main.is_none() => self.main = Some(waiting.channel),
+                Found::Pages(packet) => self.place(packet, waiting.channel)?,
+                Found::Main | Found::Stranger => self.turned_away += 1,
+            }
+        }
+        Ok(())
+    }
+
+    fn identify(&self, channel: &Channel) -> Result<Found, MigrateError> {
+        let mut bytes = [0; INITIAL_LEN];
+        let got = match channel.peek(&mut bytes) {
+            Ok(None) => return Ok(Found::Unknown { began: false }),
+            Ok(Some(got)) if got > 0 => got,
+            // It has gone again.
+            Ok(Some(_)) => return Ok(Found::Stranger),
+            Err(error) if error.is_closed() => return Ok(Found::Stranger),
+            Err(error) => return Err(error.into()),
+        };
+        let magic = bytes.get(..got.min(4)).unwrap_or_default();
+        if magic == configuration::MAGIC && !self.options.main_first {
+            return Ok(Found::Main);
+        }
+        if got == INITIAL_LEN && magic == multifd::MAGIC {
+            // It is all there: this waits for nothing.
+            channel.get(&mut bytes)?;
+            return Ok(Found::Pages(InitialPacket::decode(&bytes)?));
+        }
+        let known = [configuration::MAGIC, multifd::MAGIC].iter().any(|known| known.starts_with(magic));
+        Ok(if known { Found::Unknown { began: true } } else { Found::Stranger })
+    }
+
+    fn place(&mut self, packet: InitialPacket, channel: Channel) -> Result<(), MigrateError> {
+        let (id, count) = (packet.id, self.options.channels);
+        if *self.uuid.get_or_insert(packet.uuid) != packet.uuid {
+            let what = format!("multifd channel {id} belongs to another VM than the others (its uuid differs)");
+            return Err(MigrateError::Channels(what));
+        }
+        match self.pages.get_mut(usize::from(id)) {
+            Some(place @ None) => *place = Some(channel),
+            Some(Some(_)) => {
+                return Err(MigrateError::Channels(format!(
+                    "two connections say that they are multifd channel {id}; is only one VM migrating to {}?",
+                    self.listener.local_uri()
+                )));
+            }
+            None => {
+                return Err(MigrateError::Channels(format!(
+                    "a connection says that it is multifd channel {id}, and {count} are expected (numbered from 0); set \
+                     multifd-channels to {count} at the source"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until somebody connects, or one of the row says something.
+    fn wait(&self, rest: Duration) -> Result<(), MigrateError> {
+        let socket = self.listener.socket().ok_or_else(|| {
+            MigrateError::Channels(
+                "several channels cannot come through one connected descriptor; listen instead".into(),
+            )
+        })?;
+        let rest = if self.row.iter().any(|waiting| waiting.began) { rest.min(AGAIN_AFTER) } else { rest };
+        let silent = self.row.iter().filter(|waiting| !waiting.began).map(|waiting| waiting.channel.as_fd());
+        let mut polled: Vec<_> =
+            std::iter::once(socket).chain(silent).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        match poll(&mut polled, Timespec::try_from(rest).ok().as_ref()) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(MigrateError::Channels(format!("waiting for connections: {errno}"))),
+        }
+    }
+
+    /// Who has not come.
+    fn missing(&self) -> String {
+        let missing: Vec<_> = self.pages.iter().enumerate().filter(|(_, place)| place.is_none()).collect();
+        let ids: Vec<_> = missing.iter().map(|(id, _)| id.to_string()).collect();
+        let (main, pages) = (self.main.is_none(), !ids.is_empty());
+        let mut what = format!("within {} s ", self.options.within.as_secs_f32());
+        match (main, pages) {
+            (true, true) => what.push_str("neither the main channel nor multifd channels "),
+            (true, false) => what.push_str("no main channel"),
+            (false, _) => what.push_str("no multifd channels "),
+        }
+        what.push_str(&ids.join(", "));
+        what.push_str(&format!(" came to {}", self.listener.local_uri()));
+        if self.turned_away > 0 {
+            what.push_str(&format!(" ({} other connections were turned away)", self.turned_away));
+        }
+        if !self.row.is_empty() {
+            what.push_str(&format!(" ({} connections say nothing)", self.row.len()));
+        }
+        what.push_str(&format!(
+            "; set multifd on and multifd-channels to {} at the source, and start its migration",
+            self.options.channels
+        ));
+        what
+    }
+}

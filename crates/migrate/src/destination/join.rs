@@ -1,0 +1,129 @@
+//! The join points of multifd: where the channels wait for each other.
+//!
+//! The law: what a channel brought before its SYNC packet has been handed over before the main channel passes the join
+//! point, and nothing behind the SYNC packet is read before. Between two join points a page travels on one channel only,
+//! so no other order is needed.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::MigrateError;
+
+#[derive(Debug, Default)]
+struct State {
+    /// SYNC packets that each channel has come to, and whether it has ended.
+    channels: Vec<(u64, bool)>,
+    /// Join points that the main channel has passed.
+    passed: u64,
+    /// Since when the main channel has been waiting.
+    awaited: Option<Instant>,
+    over: bool,
+    failure: Option<MigrateError>,
+}
+
+/// Where the threads of all channels meet.
+#[derive(Debug)]
+pub(super) struct JoinPoint {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// The join point will not be passed any more: it is over, or a channel has failed.
+#[derive(Debug)]
+pub(super) struct Over;
+
+impl JoinPoint {
+    pub(super) fn new(channels: usize) -> Self {
+        let state = State { channels: vec![(0, false); channels], ..State::default() };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The channel has come to a SYNC packet: waits until the main channel passes the join point.
+    pub(super) fn arrive(&self, channel: usize) -> Result<(), Over> {
+        let mut state = self.lock();
+        let Some((arrived, _)) = state.channels.get_mut(channel) else { return Err(Over) };
+        *arrived += 1;
+        let arrived = *arrived;
+        self.changed.notify_all();
+        while !state.over && state.passed < arrived {
+            state = self.wait(state);
+        }
+        if state.over { Err(Over) } else { Ok(()) }
+    }
+
+    /// The channel has ended between two packets. That is an error only if something is still expected from it.
+    pub(super) fn ended(&self, channel: usize) {
+        if let Some((_, ended)) = self.lock().channels.get_mut(channel) {
+            *ended = true;
+        }
+        self.changed.notify_all();
+    }
+
+    /// The main channel has come to a join point: waits until every channel has, and lets them go on.
+    pub(super) fn pass(&self) -> Result<(), MigrateError> {
+        let mut state = self.lock();
+        state.awaited = Some(Instant::now());
+        loop {
+            if state.over {
+                let gone = || MigrateError::Protocol("a channel has failed".into());
+                return Err(state.failure.take().unwrap_or_else(gone));
+            }
+            let passed = state.passed;
+            let mut behind = state.channels.iter().enumerate().filter(|(_, (arrived, _))| *arrived <= passed);
+            match behind.clone().find(|(_, (_, ended))| *ended) {
+                Some((id, _)) => {
+                    let what = "it ended before the join point that the main channel has come to".into();
+                    let source = Box::new(MigrateError::Protocol(what));
+                    return Err(MigrateError::Multifd { id: u8::try_from(id).unwrap_or(u8::MAX), source });
+                }
+                None if behind.next().is_none() => break,
+                None => state = self.wait(state),
+            }
+        }
+        state.passed += 1;
+        state.awaited = None;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// How long the main channel has been waiting for this one.
+    pub(super) fn waits_for(&self, channel: usize) -> Duration {
+        let state = self.lock();
+        let behind = state.channels.get(channel).is_some_and(|(arrived, _)| *arrived <= state.passed);
+        state.awaited.filter(|_| behind).map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// A channel has failed: nobody waits any more. The first failure counts; those after the end do not.
+    pub(super) fn fail(&self, error: MigrateError) {
+        let mut state = self.lock();
+        if !state.over {
+            state.failure = Some(error);
+            state.over = true;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Whether no more join points come.
+    pub(super) fn is_over(&self) -> bool {
+        self.lock().over
+    }
+
+    /// No more join points come.
+    pub(super) fn end(&self) {
+        self.lock().over = true;
+        self.changed.notify_all();
+    }
+
+    /// What a channel has failed with, if that was the first thing to go wrong.
+    pub(super) fn failure(&self) -> Option<MigrateError> {
+        self.lock().failure.take()
+    }
+}

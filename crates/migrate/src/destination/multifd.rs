@@ -1,0 +1,263 @@
+//! One channel beside the main one, read on a thread of its own.
+//!
+//! A packet's header says how many pages follow and where they belong; the payload is read by one call into the thread's
+//! buffer (or unpacked into it), and the buffer goes to the landing when it is full and at every SYNC packet. No page is
+//! copied, and nothing is allocated for one.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use limosa_channel::{Channel, How};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
+use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, Packet};
+use limosa_stream::{Fault, RamBlock, StreamError};
+
+use super::join::{JoinPoint, Over};
+use super::landing::{Lane, Orders};
+use super::unpack::Unpacker;
+use crate::error::MigrateError;
+
+/// Room for the pages of two full packets.
+pub(super) const BUFFER_LEN: usize = 2 * PACKET_PAGES * PAGE_LEN;
+
+/// Orders after which a buffer is given away although it is not full: packets of zero pages take no room in it.
+const ORDERS: usize = 4096;
+
+/// How the channels beside the main one are read.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MultifdOptions {
+    /// How their pages are compressed: what the source has set as `multifd-compression`.
+    pub compression: Compression,
+}
+
+/// RAM blocks by name: index and length in bytes.
+pub(super) type Blocks<'a> = HashMap<&'a str, (usize, u64)>;
+
+pub(super) fn by_name(blocks: &[RamBlock]) -> Blocks<'_> {
+    blocks.iter().enumerate().map(|(index, block)| (block.name.as_str(), (index, block.used_length))).collect()
+}
+
+/// What all channels have in common.
+pub(super) struct Shared<'a> {
+    pub(super) blocks: Blocks<'a>,
+    pub(super) join: JoinPoint,
+    pub(super) options: MultifdOptions,
+    pub(super) patience: Option<std::time::Duration>,
+    pub(super) main: &'a Channel,
+    pub(super) channels: &'a [Arc<Channel>],
+}
+
+impl Shared<'_> {
+    /// Ends the join points, and wakes every thread that reads; what has arrived already is still read.
+    pub(super) fn end(&self) {
+        self.join.end();
+        for channel in self.channels {
+            let _ = channel.shutdown(How::Read);
+        }
+    }
+
+    fn fail(&self, error: MigrateError) {
+        self.join.fail(error);
+        for channel in self.channels.iter().map(Arc::as_ref).chain([self.main]) {
+            let _ = channel.shutdown(How::Both);
+        }
+    }
+}
+
+/// The reader of one channel.
+pub(super) struct PageChannel<'a> {
+    shared: &'a Shared<'a>,
+    id: usize,
+    channel: &'a Channel,
+    lane: Lane,
+    buffer: Box<[u8]>,
+    used: usize,
+    orders: Orders,
+    packed: Vec<u8>,
+    unpacker: Unpacker,
+    /// Pages have come since the last join point.
+    loose: bool,
+}
+
+impl<'a> PageChannel<'a> {
+    pub(super) fn new(
+        shared: &'a Shared<'a>,
+        id: usize,
+        channel: &'a Channel,
+        lane: Lane,
+    ) -> Result<Self, MigrateError> {
+        let compression = shared.options.compression;
+        let unpacker = Unpacker::new(compression).map_err(MigrateError::Protocol)?;
+        let packed = if compression == Compression::None { 0 } else { usize::try_from(PAYLOAD_LIMIT).unwrap_or(0) };
+        let (buffer, packed) = (vec![0; BUFFER_LEN].into_boxed_slice(), vec![0; packed]);
+        Ok(Self {
+            shared,
+            id,
+            channel,
+            lane,
+            buffer,
+            used: 0,
+            orders: Orders::default(),
+            packed,
+            unpacker,
+            loose: false,
+        })
+    }
+
+    /// Reads packets to the end of the channel. Whether pages came behind the last join point.
+    pub(super) fn run(mut self) -> bool {
+        if let Err(source) = self.take_packets() {
+            let (id, source) = (u8::try_from(self.id).unwrap_or(u8::MAX), Box::new(source));
+            self.shared.fail(MigrateError::Multifd { id, source });
+        }
+        self.loose
+    }
+
+    fn take_packets(&mut self) -> Result<(), MigrateError> {
+        let (mut header, mut offsets) = ([0; PACKET_LEN], [0; PACKET_PAGES]);
+        let mut position = self.channel.counters().bytes_in;
+        loop {
+            if !self.get_header(&mut header, position)? {
+                self.shared.join.ended(self.id);
+                return Ok(());
+            }
+            let packet = Packet::decode(&header, position, &mut offsets)?;
+            let packet = packet.ok_or_else(|| MigrateError::Protocol("a packet that is not whole".into()))?;
+            if self.shared.join.is_over() {
+                self.loose |= !packet.normal.is_empty() || !packet.zero.is_empty();
+                return Ok(());
+            }
+            self.take_pages(&packet, position)?;
+            position = self.channel.counters().bytes_in;
+            if packet.sync {
+                if !self.orders.is_empty() {
+                    self.exchange()?;
+                }
+                match self.shared.join.arrive(self.id) {
+                    Ok(()) => self.loose = false,
+                    Err(Over) => return Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Reads a header; false if the channel has ended before it.
+    fn get_header(&mut self, header: &mut [u8; PACKET_LEN], position: u64) -> Result<bool, MigrateError> {
+        let mut got = 0;
+        while got < PACKET_LEN {
+            let more = match self.channel.get_some(header.get_mut(got..).unwrap_or_default()) {
+                Ok(more) => more,
+                // Between packets a channel may be silent for as long as the main channel does not wait for it.
+                Err(error) if error.is_timeout() && got == 0 && !self.is_overdue() => continue,
+                Err(error) if error.is_shut_down() && got == 0 => return Ok(false),
+                Err(error) => return Err(error.into()),
+            };
+            if more == 0 {
+                if got == 0 {
+                    return Ok(false);
+                }
+                let fault = Fault::Truncated { what: "a packet's header".into(), wanted: PACKET_LEN, available: got };
+                return Err(StreamError::new(position, "packet of a multifd channel", fault).into());
+            }
+            got += more;
+            if got < PACKET_LEN && self.shared.join.is_over() {
+                // Nobody waits for the rest.
+                self.loose = true;
+                return Ok(false);
+            }
+            // Its first bytes may say already that the rest will not come.
+            Packet::decode(header.get(..got).unwrap_or_default(), position, &mut [0; PACKET_PAGES])?;
+        }
+        Ok(true)
+    }
+
+    /// Whether the main channel has waited for this one longer than it may.
+    fn is_overdue(&self) -> bool {
+        self.shared.patience.is_some_and(|patience| self.shared.join.waits_for(self.id) >= patience)
+    }
+
+    fn take_pages(&mut self, packet: &Packet<'_>, position: u64) -> Result<(), MigrateError> {
+        if packet.normal.is_empty() && packet.zero.is_empty() {
+            return Ok(());
+        }
+        self.loose = true;
+        if self.orders.len() > ORDERS {
+            self.exchange()?;
+        }
+        let wrong = |fault| MigrateError::from(StreamError::new(position, "packet of a multifd channel", fault));
+        let wanted = self.shared.options.compression;
+        if packet.compression != wanted {
+            let (what, found) = (format!("pages compressed by {}", wanted.name()), packet.compression.name());
+            let fault =
+                Fault::Expected { what: what.into(), found: format!("{found} (multifd-compression at the source)") };
+            return Err(wrong(fault));
+        }
+        let unknown = || wrong(Fault::UnknownBlock { name: packet.block.to_owned() });
+        let &(block, used_length) = self.shared.blocks.get(packet.block).ok_or_else(unknown)?;
+        if let Some(&offset) = packet.normal.iter().chain(packet.zero).find(|offset| **offset >= used_length) {
+            return Err(wrong(Fault::OutsideBlock { block: packet.block.to_owned(), offset, used_length }));
+        }
+        if !packet.normal.is_empty() {
+            let begin = self.get_payload(packet, position)?;
+            let mut places = [(0, 0); PACKET_PAGES];
+            for (number, (place, &offset)) in places.iter_mut().zip(packet.normal).enumerate() {
+                *place = (offset, begin + number * PAGE_LEN);
+            }
+            // Zero pages are sorted out by swapping, so the rest is in no order, and its runs are worth finding.
+            let places = places.get_mut(..packet.normal.len()).unwrap_or_default();
+            places.sort_unstable();
+            for (offset, place) in places {
+                self.orders.page(block, PageNumber(*offset / PAGE_SIZE), *place);
+            }
+        }
+        let mut zero = [0; PACKET_PAGES];
+        let zero = zero.get_mut(..packet.zero.len()).unwrap_or_default();
+        zero.copy_from_slice(packet.zero);
+        zero.sort_unstable();
+        for offset in zero {
+            self.orders.zero(block, PageNumber(*offset / PAGE_SIZE));
+        }
+        Ok(())
+    }
+
+    /// Reads the pages of a packet into the buffer: where they begin there.
+    fn get_payload(&mut self, packet: &Packet<'_>, position: u64) -> Result<usize, MigrateError> {
+        let length = packet.normal.len() * PAGE_LEN;
+        if self.buffer.len() - self.used < length {
+            self.exchange()?;
+        }
+        let begin = self.used;
+        self.used += length;
+        let pages = self.buffer.get_mut(begin..self.used).unwrap_or_default();
+        if packet.compression == Compression::None {
+            self.channel.get(pages)?;
+            return Ok(begin);
+        }
+        // Not more than the limit, which is as much as there is room for.
+        let packed = usize::try_from(packet.payload_len).unwrap_or(usize::MAX);
+        let packed = self.packed.get_mut(..packed).unwrap_or_default();
+        self.channel.get(packed)?;
+        self.unpacker.unpack(packed, pages).map_err(|found| {
+            let what = format!("{} pages compressed by {}", packet.normal.len(), packet.compression.name()).into();
+            StreamError::new(position, "packet of a multifd channel", Fault::Expected { what, found })
+        })?;
+        Ok(begin)
+    }
+
+    /// Gives the buffer away with what is to become of it, and goes on in an empty one.
+    fn exchange(&mut self) -> Result<(), MigrateError> {
+        let full = (std::mem::take(&mut self.buffer), std::mem::take(&mut self.orders));
+        let empty = self.lane.exchange(full);
+        (self.buffer, self.orders) =
+            empty.ok_or_else(|| MigrateError::Protocol("pages cannot be stored any more".into()))?;
+        self.used = 0;
+        Ok(())
+    }
+}
+
+impl Drop for PageChannel<'_> {
+    /// What came behind the last SYNC packet is no less received.
+    fn drop(&mut self) {
+        let _ = self.exchange();
+    }
+}

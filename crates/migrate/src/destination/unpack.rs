@@ -1,0 +1,158 @@
+//! Pages of a packet out of what they were compressed to.
+//!
+//! The law: **a packet gives exactly the pages that its header says**, whatever its bytes are. The output is bounded by
+//! the pages' own room, the window of a decompressor by its method (zlib: 32 KiB; zstd: [`WINDOW_LOG`]).
+
+use flate2::{Decompress, FlushDecompress, Status};
+use limosa_stream::multifd::Compression;
+use zstd::stream::raw::{DParameter, Decoder, Operation};
+
+/// log2 of the largest window that a zstd frame may ask for, in bytes: that of QEMU's highest level (20).
+const WINDOW_LOG: u32 = 25;
+
+/// The decompressor of one channel; its state lives as long as the channel.
+pub(super) enum Unpacker {
+    Plain,
+    Zlib(Box<Decompress>),
+    Zstd(Box<Decoder<'static>>),
+}
+
+impl Unpacker {
+    pub(super) fn new(compression: Compression) -> Result<Self, String> {
+        Ok(match compression {
+            Compression::None => Self::Plain,
+            Compression::Zlib => Self::Zlib(Box::new(Decompress::new(true))),
+            Compression::Zstd => {
+                let mut decoder = Decoder::new().map_err(|error| format!("zstd does not start: {error}"))?;
+                let limit = decoder.set_parameter(DParameter::WindowLogMax(WINDOW_LOG));
+                limit.map_err(|error| format!("zstd takes no limit of its window: {error}"))?;
+                Self::Zstd(Box::new(decoder))
+            }
+        })
+    }
+
+    /// Fills `pages` from `packed`; the error says what is wrong with `packed`.
+    pub(super) fn unpack(&mut self, packed: &[u8], pages: &mut [u8]) -> Result<(), String> {
+        let (mut taken, mut made) = (0, 0);
+        loop {
+            let input = packed.get(taken..).unwrap_or_default();
+            // Behind the last page there may be an empty block still, but not a byte.
+            let mut beyond = [0];
+            let full = made == pages.len();
+            let room = if full { &mut beyond[..] } else { pages.get_mut(made..).unwrap_or_default() };
+            let (took, gave, ended) = self.run(input, room)?;
+            if full && gave > 0 {
+                return Err(format!("more than the {} bytes of its pages come out of it", pages.len()));
+            }
+            taken += took;
+            made += gave;
+            if (took == 0 && gave == 0) || ended {
+                break;
+            }
+        }
+        if made < pages.len() {
+            return Err(format!("only {made} of the {} bytes of its pages come out of it", pages.len()));
+        }
+        match packed.len().saturating_sub(taken) {
+            0 => Ok(()),
+            rest => Err(format!("{rest} bytes are left behind its last page")),
+        }
+    }
+
+    /// One step: bytes taken, bytes made, whether the stream has ended.
+    fn run(&mut self, input: &[u8], room: &mut [u8]) -> Result<(usize, usize, bool), String> {
+        match self {
+            Self::Plain => Err("it is not compressed".into()),
+            Self::Zlib(zlib) => {
+                let before = (zlib.total_in(), zlib.total_out());
+                let status = zlib.decompress(input, room, FlushDecompress::Sync);
+                let status = status.map_err(|error| format!("it is no zlib stream: {error}"))?;
+                let moved = |after: u64, before: u64| usize::try_from(after - before).unwrap_or(usize::MAX);
+                let (took, gave) = (moved(zlib.total_in(), before.0), moved(zlib.total_out(), before.1));
+                Ok((took, gave, status == Status::StreamEnd))
+            }
+            Self::Zstd(zstd) => {
+                let status = zstd.run_on_buffers(input, room);
+                let status = status.map_err(|error| format!("it is no zstd frame: {error}"))?;
+                Ok((status.bytes_read, status.bytes_written, false))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use flate2::write::ZlibEncoder;
+
+    use super::*;
+
+    /// Packets of one channel, each of so many bytes of `data`.
+    fn packets(compression: Compression, data: &[u8], length: usize) -> Vec<Vec<u8>> {
+        let mut packets = Vec::new();
+        match compression {
+            Compression::Zlib => {
+                let mut encoder = ZlibEncoder::new(Vec::new(), flate2::Compression::fast());
+                for piece in data.chunks(length) {
+                    encoder.write_all(piece).unwrap();
+                    encoder.flush().unwrap();
+                    packets.push(std::mem::take(encoder.get_mut()));
+                }
+            }
+            _ => {
+                let mut encoder = zstd::stream::write::Encoder::new(Vec::new(), 1).unwrap();
+                for piece in data.chunks(length) {
+                    encoder.write_all(piece).unwrap();
+                    encoder.flush().unwrap();
+                    packets.push(std::mem::take(encoder.get_mut()));
+                }
+            }
+        }
+        packets
+    }
+
+    fn data() -> Vec<u8> {
+        (0..40 * 4096u32).map(|at| u8::try_from((at * at / 977 + at % 7) % 251).unwrap()).collect()
+    }
+
+    #[test]
+    fn the_state_goes_on_from_packet_to_packet() {
+        let data = data();
+        for compression in [Compression::Zlib, Compression::Zstd] {
+            let mut unpacker = Unpacker::new(compression).unwrap();
+            let mut pages = vec![0; 8 * 4096];
+            for (packet, wanted) in packets(compression, &data, pages.len()).iter().zip(data.chunks(pages.len())) {
+                unpacker.unpack(packet, &mut pages).unwrap();
+                assert!(pages == wanted, "{compression:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_packet_gives_exactly_its_pages_or_is_refused() {
+        let data = data();
+        for compression in [Compression::Zlib, Compression::Zstd] {
+            let packet = packets(compression, &data, data.len()).remove(0);
+            let refused = |packet: &[u8], length: usize| {
+                let mut pages = vec![0; length];
+                Unpacker::new(compression).unwrap().unpack(packet, &mut pages).expect_err("it is wrong")
+            };
+            assert!(refused(&packet, data.len() - 4096).contains("more than"), "{compression:?}");
+            assert!(refused(&packet, data.len() + 4096).contains("only"), "{compression:?}");
+            assert!(refused(&packet[..packet.len() / 2], data.len()).contains("only"), "{compression:?}");
+            assert!(refused(b"these are not pages", 4096).contains("it is no"), "{compression:?}");
+        }
+    }
+
+    #[test]
+    fn a_bomb_is_not_unpacked_further_than_its_pages() {
+        let zeros = vec![0; 64 << 20];
+        for compression in [Compression::Zlib, Compression::Zstd] {
+            let bomb = packets(compression, &zeros, zeros.len()).remove(0);
+            assert!(bomb.len() < 1 << 20);
+            let error = Unpacker::new(compression).unwrap().unpack(&bomb, &mut [0; 4096]).unwrap_err();
+            assert!(error.contains("more than the 4096 bytes"), "{compression:?}: {error}");
+        }
+    }
+}
