@@ -113,7 +113,7 @@ mod tests {
     }
 
     fn data() -> Vec<u8> {
-        (0..40 * 4096u32).map(|at| u8::try_from((at * at / 977 + at % 7) % 251).unwrap()).collect()
+        (0..40 * 4096u64).map(|at| u8::try_from((at * at / 977 + at % 7) % 251).unwrap()).collect()
     }
 
     #[test]
