@@ -3,6 +3,7 @@
 //! Parsing ends here: each command turns its arguments into what the libraries take, and no library sees clap.
 
 mod bench;
+mod channels;
 mod inspect;
 mod job;
 mod packaging;
@@ -15,6 +16,7 @@ use std::ffi::OsString;
 use clap::{Parser, Subcommand};
 
 pub(crate) use bench::BenchArgs;
+pub(crate) use channels::ChannelArgs;
 pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};

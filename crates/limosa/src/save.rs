@@ -55,6 +55,8 @@ fn options(args: &SaveArgs) -> SaveOptions {
     SaveOptions {
         route: args.via.into(),
         listen: args.listen.clone(),
+        channels: args.channels.channels,
+        compression: args.channels.compression.into(),
         stop: args.stop,
         background: args.background,
         replace: args.force,

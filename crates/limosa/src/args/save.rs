@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
 use super::values::parse_time;
-use super::{DisksArg, JobArgs, ViaArg};
+use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnTimeoutArg {
@@ -33,6 +33,9 @@ pub(crate) struct SaveArgs {
     /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT; by default a socket passed through the monitor
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
+
+    #[command(flatten)]
+    pub(crate) channels: ChannelArgs,
 
     /// Leave the VM stopped, and answer QEMU only when the file is durable
     #[arg(long)]

@@ -4,6 +4,8 @@
 //! QEMU, and the guest's memory is proven by the testkit.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
+pub(crate) mod channels;
+
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::File;

@@ -7,6 +7,9 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use limosa_stream::multifd::PACKET_LEN;
+use limosa_stream::{Fault, StreamError};
+
 use crate::error::MigrateError;
 
 #[derive(Debug, Default)]
@@ -56,7 +59,8 @@ impl JoinPoint {
         while !state.over && state.passed < arrived {
             state = self.wait(state);
         }
-        if state.over { Err(Over) } else { Ok(()) }
+        // That it is over by now does not undo that it was passed.
+        if state.passed < arrived { Err(Over) } else { Ok(()) }
     }
 
     /// The channel has ended between two packets. That is an error only if something is still expected from it.
@@ -80,8 +84,9 @@ impl JoinPoint {
             let mut behind = state.channels.iter().enumerate().filter(|(_, (arrived, _))| *arrived <= passed);
             match behind.clone().find(|(_, (_, ended))| *ended) {
                 Some((id, _)) => {
-                    let what = "it ended before the join point that the main channel has come to".into();
-                    let source = Box::new(MigrateError::Protocol(what));
+                    let what = "its packets, before the join point that the main channel has come to".into();
+                    let fault = Fault::Truncated { what, wanted: PACKET_LEN, available: 0 };
+                    let source = Box::new(StreamError::new(0, "multifd channel", fault).into());
                     return Err(MigrateError::Multifd { id: u8::try_from(id).unwrap_or(u8::MAX), source });
                 }
                 None if behind.next().is_none() => break,

@@ -1,13 +1,13 @@
 //! QEMU sends its migration stream, and limosa writes the file as it comes.
 
-use std::os::fd::AsFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Listener, Options, Uri};
-use limosa_migrate::{Destination, DestinationOptions, Incoming, MigrateError};
+use limosa_migrate::{ChannelSet, Destination, DestinationOptions, Incoming, MigrateError, MultifdOptions};
 use limosa_snapshot::{PendingFile, SnapshotWriter, Via};
+use limosa_stream::Fault;
 
+use super::connection::connect;
 use super::preflight::record_disks_again;
 use super::watcher::Watcher;
 use super::{SaveJob, SaveReport, Saved, afterwards};
@@ -15,24 +15,18 @@ use crate::job::JobError;
 use crate::marker::JobMarker;
 use crate::monitor::{MigrationStatus, RunState};
 
-/// The name under which QEMU keeps its end of the socket pair.
-pub(super) const DESCRIPTOR: &str = "limosa-save";
 /// How long the receiver may take to notice that QEMU has gone.
 const NOTICE_WITHIN: Duration = Duration::from_secs(2);
 /// How long nothing may come behind the end of a stream whose VM stays stopped.
 const STOPPED_AFTER_THE_END: Duration = Duration::from_millis(100);
-/// How long QEMU is waited for at a stretch.
-const ACCEPT_TICK: Duration = Duration::from_millis(50);
-/// How long QEMU may take to connect.
-const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 
 pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
     let mut writer = SnapshotWriter::new(pending, job.write_options())?;
     let mut watcher = Watcher::new(job, false)?;
-    let channel = connect(job, &mut watcher)?;
+    let channels = connect(job, &mut watcher)?;
     let incoming = thread::scope(|scope| {
         let receiving =
-            thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channel, &mut writer));
+            thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channels, &mut writer));
         let receiving = receiving.map_err(|source| JobError::Place {
             what: "start a thread for",
             path: job.before.manifest.id.to_string().into(),
@@ -107,13 +101,15 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
 }
 
 /// Receives the stream; if the VM goes on, answers at once, because it stands still until then.
-fn receive(job: &SaveJob<'_>, channel: Channel, writer: &mut SnapshotWriter) -> Result<Incoming, MigrateError> {
+fn receive(job: &SaveJob<'_>, channels: ChannelSet, writer: &mut SnapshotWriter) -> Result<Incoming, MigrateError> {
     let mut options = DestinationOptions::default();
     if job.options.stop {
         // Nobody waits for this VM, and the file gets its name before the end of the stream is certain.
         options.after_the_end = STOPPED_AFTER_THE_END;
     }
-    let destination = Destination::new(channel, job.watch.control, job.watch.progress, options);
+    let multifd = MultifdOptions { compression: job.options.compression };
+    let destination = Destination::new(channels.main, job.watch.control, job.watch.progress, options)
+        .with_channels(channels.pages, multifd);
     let incoming = destination.receive(writer)?;
     if !job.options.stop {
         incoming.acknowledge()?;
@@ -140,45 +136,9 @@ fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
 fn is_consequence(error: &MigrateError) -> bool {
     match error {
         MigrateError::Channel(closed) => closed.is_closed(),
-        MigrateError::Stream(_) | MigrateError::Cancelled => true,
+        MigrateError::Stream(wrong) => matches!(wrong.fault(), Fault::Truncated { .. }),
+        MigrateError::Multifd { source, .. } => is_consequence(source),
+        MigrateError::Cancelled => true,
         _ => false,
-    }
-}
-
-fn begin(job: &SaveJob<'_>, uri: &str) -> Result<(), JobError> {
-    job.monitor.migrate(uri, false).map_err(|error| job.setup_error(error))
-}
-
-/// Starts QEMU's migration towards this process, and returns the connection.
-fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<Channel, JobError> {
-    match &job.options.listen {
-        None => {
-            let (channel, theirs) = Channel::pair()?;
-            job.monitor.getfd(DESCRIPTOR, theirs.as_fd())?;
-            drop(theirs);
-            if let Err(error) = begin(job, &format!("fd:{DESCRIPTOR}")) {
-                let _ = job.monitor.closefd(DESCRIPTOR);
-                return Err(error);
-            }
-            Ok(channel)
-        }
-        Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })) => {
-            let listener = Listener::bind(uri, &Options::default())?;
-            begin(job, &listener.local_uri().to_string())?;
-            let limit = Instant::now() + CONNECT_WITHIN;
-            loop {
-                match listener.accept(Some(ACCEPT_TICK)) {
-                    Err(error) if error.is_timeout() && Instant::now() < limit => {
-                        // Meanwhile QEMU may have given up, or somebody has cancelled.
-                        watcher.look()?;
-                    }
-                    other => return Ok(other?),
-                }
-            }
-        }
-        Some(other) => Err(JobError::refused(
-            format!("QEMU cannot connect to {other}"),
-            "--listen takes unix:PATH or tcp:HOST:PORT",
-        )),
     }
 }

@@ -14,6 +14,7 @@
 mod background;
 mod by_file;
 mod by_socket;
+mod connection;
 mod preflight;
 mod watcher;
 
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Counters, Uri};
 use limosa_snapshot::{Durability, Manifest, PendingFile, Published, Via, WriteOptions};
+use limosa_stream::multifd::Compression;
 
 use crate::guard::{Guard, GuardEnd};
 use crate::job::{JobError, Watch};
@@ -74,6 +76,11 @@ pub struct SaveOptions {
     pub route: Route,
     /// Where QEMU connects when limosa writes; `None`: a socket pair passed through the monitor.
     pub listen: Option<Uri>,
+    /// Channels beside the main one (QEMU's `multifd-channels`): to write the file with, or to send on. `None`: as many as
+    /// suit a file; everything on one channel.
+    pub channels: Option<u8>,
+    /// How pages are compressed on these channels (QEMU's `multifd-compression`).
+    pub compression: Compression,
     /// Leave the VM stopped.
     pub stop: bool,
     /// Have QEMU protect the memory against writing and save it while the VM goes on.
@@ -98,6 +105,12 @@ impl SaveOptions {
         let refused = |why: &str, hint: &str| Err(JobError::refused(why, hint));
         if self.background && self.stop {
             return refused("a VM that is saved in the background goes on", "leave --background or --stop out");
+        }
+        if self.channels.is_none() && self.compression != Compression::None {
+            return refused("only pages on channels of their own are compressed", "say --channels too");
+        }
+        if self.background && self.channels.is_some() {
+            return refused("QEMU saves on one channel in the background", "leave --background or --channels out");
         }
         if self.background && matches!(self.timeout, Some((_, OnTimeout::Pause))) {
             return refused(
@@ -181,7 +194,7 @@ pub fn save(
     if options.stop {
         marker.vm_after = VmAfter::Stopped;
     }
-    marker.descriptors.push(by_socket::DESCRIPTOR.to_owned());
+    marker.descriptors.push(connection::DESCRIPTOR.to_owned());
     if let Err(error) = marker.place(monitor) {
         if let Some(guard) = guard {
             let _ = guard.finish();
@@ -247,6 +260,13 @@ fn prepare(
         background::check(monitor, &current)?;
     }
     let mut wish = settings(route, options, watch.control.max_bandwidth());
+    if route == Route::Socket
+        && options.channels.is_some()
+        && let Some(how) = current.parameters.get("zero-page-detection").filter(|how| **how != "none")
+    {
+        // On channels or beside them, both is understood: it stays as the machine type or the user has it.
+        wish = wish.parameter("zero-page-detection", how.clone());
+    }
     if options.downtime.is_none()
         && let Some(limit) = current.parameters.get("downtime-limit")
     {
@@ -336,6 +356,11 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
             "QEMU cannot write a file of a VM that goes on meanwhile: it would come out empty",
             "use --background with --via socket",
         )),
+        Route::File if options.compression != Compression::None => Err(JobError::refused(
+            "QEMU compresses nothing in a file that it writes",
+            "use --compression with --via socket",
+        )),
+        Route::Auto if options.compression != Compression::None => Ok(Route::Socket),
         Route::Auto if options.background || options.listen.is_some() || unable().is_some() => Ok(Route::Socket),
         Route::Auto => Ok(Route::File),
         Route::File => match unable() {
@@ -366,17 +391,18 @@ pub(crate) fn file_channels() -> usize {
 /// How QEMU must be set for the route: what it needs is on, and whatever would give the stream another form is off.
 fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) -> Settings {
     let by_file = route == Route::File;
+    let channels = options.channels.map(usize::from).or_else(|| by_file.then(file_channels));
     let mut wish = if options.background { background::settings() } else { Settings::new() };
     wish = wish
         .capability("events", true)
         .capability("return-path", !by_file && !options.background)
         .capability("mapped-ram", by_file)
-        .capability("multifd", by_file)
+        .capability("multifd", channels.is_some())
         .capability("background-snapshot", options.background)
         .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get))
         .parameter("mode", "normal")
         // Whatever the user has chosen for other migrations: zero pages take no room in a snapshot.
-        .parameter("zero-page-detection", if by_file { "multifd" } else { "legacy" })
+        .parameter("zero-page-detection", if channels.is_some() { "multifd" } else { "legacy" })
         // Neither a file nor a socket to this process has a TLS server at its other end.
         .parameter("tls-creds", "");
     for other in [
@@ -396,11 +422,12 @@ fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) 
     ] {
         wish = wish.capability(other, false);
     }
+    if let Some(channels) = channels {
+        wish =
+            wish.parameter("multifd-channels", channels).parameter("multifd-compression", options.compression.name());
+    }
     if by_file {
-        wish = wish
-            .parameter("multifd-channels", file_channels())
-            .parameter("multifd-compression", "none")
-            .parameter("direct-io", false);
+        wish = wish.parameter("direct-io", false);
     }
     if let Some(downtime) = options.downtime {
         wish = wish.parameter("downtime-limit", u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX));

@@ -1,0 +1,36 @@
+//! The arguments of what moves pages on several channels.
+
+use clap::{Args, ValueEnum};
+use limosa_stream::multifd::Compression;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CompressionArg {
+    /// As they are
+    None,
+    /// By zlib
+    Zlib,
+    /// By zstd
+    Zstd,
+}
+
+impl From<CompressionArg> for Compression {
+    fn from(compression: CompressionArg) -> Self {
+        match compression {
+            CompressionArg::None => Self::None,
+            CompressionArg::Zlib => Self::Zlib,
+            CompressionArg::Zstd => Self::Zstd,
+        }
+    }
+}
+
+/// How many channels there are beside the main one, and what is on them.
+#[derive(Debug, Args)]
+pub(crate) struct ChannelArgs {
+    /// Move memory on N channels beside the main one, 1 to 16 (QEMU's multifd and multifd-channels)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub(crate) channels: Option<u8>,
+
+    /// How pages are compressed on these channels (QEMU's multifd-compression)
+    #[arg(long, value_enum, default_value_t = CompressionArg::None, requires = "channels")]
+    pub(crate) compression: CompressionArg,
+}

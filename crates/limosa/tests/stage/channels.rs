@@ -1,0 +1,50 @@
+//! Saving and loading over several channels: the cells of a table of machine types, channels, compressions, transports.
+
+use limosa_testkit::Machine;
+
+use super::{Found, assert_beats, limosa, load_in_stock_qemu, place, save_arguments, small};
+
+/// What `--listen` may be, by the word that a table has for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Transport {
+    /// The private socket that limosa makes by itself.
+    Private,
+    /// A unix socket that is named.
+    Unix,
+    /// TCP on this host.
+    Tcp,
+}
+
+/// One cell: how many channels, compressed how, over what.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cell {
+    pub(crate) channels: u8,
+    pub(crate) compression: &'static str,
+    pub(crate) transport: Transport,
+}
+
+/// Saves a beat guest on a machine of this type over the cell's channels; expects that the guest beats on, that QEMU is set
+/// as it was found, and that a stock QEMU loads the file and beats on there too.
+#[track_caller]
+pub(crate) fn saves_over_channels(kind: &str, cells: &[Cell]) {
+    let machine: Machine = small().kind(kind);
+    let vm = machine.start().unwrap();
+    vm.wait_beats(2).unwrap();
+    let found = Found::of(&vm);
+    for cell in cells {
+        let (folder, file) = place();
+        let channels = cell.channels.to_string();
+        let mut more = vec!["--via", "socket", "--json", "--channels", &channels, "--compression", cell.compression];
+        let unix = format!("unix:{}", folder.path().join("socket").display());
+        match cell.transport {
+            Transport::Private => {}
+            Transport::Unix => more.extend(["--listen", &unix]),
+            Transport::Tcp => more.extend(["--listen", "tcp:127.0.0.1:0"]),
+        }
+        let told = limosa(save_arguments(&vm, &file, &more)).json();
+        assert_eq!(told["via"], "socket", "{kind} {cell:?}");
+        found.assert_same(&vm);
+        assert_beats(&vm);
+        drop(load_in_stock_qemu(&machine, &file, 0));
+    }
+}

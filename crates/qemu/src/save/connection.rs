@@ -1,0 +1,69 @@
+//! Where QEMU sends its migration stream to: one socket passed through the monitor, or several connections.
+//!
+//! QEMU takes multifd over addresses that it can connect to more than once, not over a descriptor (fact found with QEMU
+//! 10.0.2); so its channels meet limosa in a private place, unless a place was named.
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use limosa_channel::{Channel, Listener, Options, Uri};
+use limosa_migrate::{ChannelSet, Gathering, GatheringOptions};
+
+use super::SaveJob;
+use super::watcher::Watcher;
+use crate::job::JobError;
+use crate::meeting::MeetingPlace;
+
+/// The name under which QEMU keeps its end of the socket pair.
+pub(super) const DESCRIPTOR: &str = "limosa-save";
+/// How long QEMU is waited for at a stretch.
+const ACCEPT_TICK: Duration = Duration::from_millis(50);
+/// How long QEMU may take to connect.
+const CONNECT_WITHIN: Duration = Duration::from_secs(30);
+
+/// Starts QEMU's migration towards this process, and returns the connections.
+pub(super) fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<ChannelSet, JobError> {
+    match (&job.options.listen, job.options.channels) {
+        (None, None) => {
+            let (main, theirs) = Channel::pair()?;
+            job.monitor.getfd(DESCRIPTOR, theirs.as_fd())?;
+            drop(theirs);
+            if let Err(error) = begin(job, &format!("fd:{DESCRIPTOR}")) {
+                let _ = job.monitor.closefd(DESCRIPTOR);
+                return Err(error);
+            }
+            Ok(ChannelSet { main, pages: Vec::new() })
+        }
+        (None, Some(_)) => {
+            let place = MeetingPlace::new(job.monitor)?;
+            accept(job, &place.listen("save", &Options::default())?, watcher)
+        }
+        (Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })), _) => {
+            accept(job, &Listener::bind(uri, &Options::default())?, watcher)
+        }
+        (Some(other), _) => Err(JobError::refused(
+            format!("QEMU cannot connect to {other}"),
+            "--listen takes unix:PATH or tcp:HOST:PORT",
+        )),
+    }
+}
+
+fn begin(job: &SaveJob<'_>, uri: &str) -> Result<(), JobError> {
+    job.monitor.migrate(uri, false).map_err(|error| job.setup_error(error))
+}
+
+/// Waits until all channels have connected.
+fn accept(job: &SaveJob<'_>, listener: &Listener, watcher: &mut Watcher<'_>) -> Result<ChannelSet, JobError> {
+    let channels = job.options.channels.unwrap_or(0);
+    // With one channel there is nothing to be told apart.
+    let options = GatheringOptions { channels, within: CONNECT_WITHIN, main_first: channels == 0 };
+    let mut gathering = Gathering::new(listener, options);
+    begin(job, &listener.local_uri().to_string())?;
+    loop {
+        if let Some(set) = gathering.step(ACCEPT_TICK)? {
+            return Ok(set);
+        }
+        // Meanwhile QEMU may have given up, or somebody has cancelled.
+        watcher.look()?;
+    }
+}
