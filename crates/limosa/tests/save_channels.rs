@@ -80,25 +80,6 @@ fn a_stopped_vm_is_saved_over_channels_and_left_stopped() {
 }
 
 #[test]
-fn a_save_over_channels_that_is_cancelled_leaves_the_vm_as_it_was_found() {
-    needs_qemu!();
-    let vm = small().start().unwrap();
-    vm.wait_beats(2).unwrap();
-    let found = Found::of(&vm);
-    for _ in 0..3 {
-        let (folder, file) = place();
-        let more = ["--via", "socket", "--channels", "4", "--max-bandwidth", "1M"];
-        let job = Limosa::start(save_arguments(&vm, &file, &more));
-        wait_moving(&vm);
-        job.signal(rustix::process::Signal::INT);
-        job.wait().one_line(&[]);
-        assert!(names(folder.path()).is_empty());
-        found.assert_same(&vm);
-        assert_beats(&vm);
-    }
-}
-
-#[test]
 fn what_does_not_go_with_channels_is_said() {
     needs_qemu!();
     let vm = small().start().unwrap();
