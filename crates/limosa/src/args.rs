@@ -21,7 +21,7 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use restore::{ModeArg, PreemptArg, RestoreArgs, ResumeArgs};
-pub(crate) use save::{OnTimeoutArg, SaveArgs};
+pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 
 /// Save a running QEMU VM and bring it back in milliseconds.
 #[derive(Debug, Parser)]

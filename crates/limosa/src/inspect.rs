@@ -67,6 +67,9 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
             disk.format,
             words::bytes(disk.size)
         );
+        if let Some(overlay) = &disk.overlay {
+            print_out!("              frozen; the VM went on in {}", overlay.display());
+        }
     }
 }
 

@@ -1,14 +1,15 @@
 //! `limosa save`.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use limosa_migrate::control_socket::Job;
 use limosa_qemu::guard::Guard;
 use limosa_qemu::save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
-use limosa_snapshot::{Durability, Via};
+use limosa_snapshot::{Disk, Durability, Via};
 use serde_json::json;
 
-use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, ViaArg};
+use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, ViaArg};
 use crate::job::{self, Surroundings};
 use crate::voice::{print_out, say};
 use crate::words;
@@ -47,6 +48,16 @@ impl From<DisksArg> for DiskPolicy {
     }
 }
 
+impl From<SaveDisksArg> for DiskPolicy {
+    fn from(disks: SaveDisksArg) -> Self {
+        match disks {
+            SaveDisksArg::Check => Self::Check,
+            SaveDisksArg::Overlay => Self::Overlay,
+            SaveDisksArg::Ignore => Self::Ignore,
+        }
+    }
+}
+
 fn options(args: &SaveArgs) -> SaveOptions {
     let on_timeout = match args.on_timeout {
         OnTimeoutArg::Pause => OnTimeout::Pause,
@@ -64,6 +75,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
         downtime: args.downtime,
         timeout: args.timeout.map(|limit| (limit, on_timeout)),
         disks: args.disks.into(),
+        overlay_dir: args.overlay_dir.clone(),
         durability: if args.no_sync { Durability::Unsynced } else { Durability::Synced },
     }
 }
@@ -103,9 +115,21 @@ fn tell(report: &SaveReport) {
         ),
         None => say!("  the VM is {}", report.vm_state),
     }
+    for (disk, overlay) in frozen(report) {
+        let name = disk.device.as_deref().unwrap_or(&disk.node);
+        say!("  disk {name} goes on in {}, over {}", overlay.display(), disk.path.display());
+    }
+    if frozen(report).next().is_some() {
+        say!("  nothing may write to the files below as long as the overlays or the snapshot are needed");
+    }
     if let (Some(channel), Some(file)) = (&report.channel, &report.file) {
         say!("  system calls: {} reads, {} writes", words::count(channel.calls_in), words::count(file.calls_out));
     }
+}
+
+/// The disks that were frozen, and what the VM goes on with.
+fn frozen(report: &SaveReport) -> impl Iterator<Item = (&Disk, &PathBuf)> {
+    report.published.manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_ref()?)))
 }
 
 fn object(report: &SaveReport) -> serde_json::Value {
@@ -123,6 +147,13 @@ fn object(report: &SaveReport) -> serde_json::Value {
         "file_length": report.published.length,
         "pages": manifest.pages,
         "rounds": report.rounds,
+        "overlays": frozen(report).map(|(disk, overlay)| json!({
+            "device": disk.device,
+            "node": disk.node,
+            "frozen": disk.path.to_string_lossy(),
+            "format": disk.format,
+            "overlay": overlay.to_string_lossy(),
+        })).collect::<Vec<_>>(),
         "channel": report.channel.as_ref().map(words::counters),
         "file": report.file.as_ref().map(words::counters),
     })

@@ -78,7 +78,9 @@ fn a_background_save_that_is_killed_or_cancelled_leaves_nothing() {
     let found = Found::of(&vm);
     for kill in [false, true] {
         let saving = Limosa::start(save_arguments(&vm, &file, &["--background", "--max-bandwidth", "1M"]));
-        wait_moving(&vm);
+        wait_for("a migration", || {
+            (vm.execute("query-migrate", serde_json::json!({})).unwrap()["status"] == "active").then_some(())
+        });
         if kill {
             limosa_testkit::kill9(saving.pid()).unwrap();
             drop(saving);

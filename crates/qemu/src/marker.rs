@@ -27,8 +27,10 @@ use crate::qmp::QmpError;
 const ID: &str = "limosa-job";
 /// Where the object is.
 const OBJECT: &str = "/objects/limosa-job";
-/// The version of the record that this limosa writes, and the newest that it reads.
+/// The version of a record without overlays.
 const VERSION: u32 = 1;
+/// The version of a record with overlays, and the newest that this limosa reads: an older one would leave them lying about.
+const VERSION_WITH_OVERLAYS: u32 = 2;
 
 /// What a job does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,6 +59,9 @@ pub enum JobPhase {
     Working,
     /// The VM may have been handed over; whether it was, is not known. Only a person decides.
     Undecided,
+    /// The snapshot is being given its name: whether it has it, the file system tells. Only of a save with overlays, which are
+    /// undone without a snapshot and not with one.
+    Publishing,
     /// The result is there: the snapshot stands under its name.
     Published,
 }
@@ -69,6 +74,21 @@ pub enum VmAfter {
     AsBefore,
     /// It stays stopped.
     Stopped,
+}
+
+/// An overlay that a save puts over a disk. Recorded before there is such a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Overlay {
+    /// The disk, for messages.
+    pub device: String,
+    /// The block node that is frozen.
+    pub base: String,
+    /// Its file, for messages.
+    pub frozen: String,
+    /// The overlay's block node.
+    pub node: String,
+    /// The overlay's file.
+    pub file: String,
 }
 
 /// A job, as recorded inside the QEMU process that it works on.
@@ -98,6 +118,9 @@ pub struct JobMarker {
     /// Named descriptors to close.
     #[serde(default)]
     pub descriptors: Vec<String>,
+    /// Overlays that may be there, over their disks or not yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overlays: Vec<Overlay>,
     /// When the job began, in seconds since 1970.
     pub begun: u64,
     /// Why it broke off, if it could still say so.
@@ -149,9 +172,20 @@ impl JobMarker {
             undo,
             descriptor_sets: Vec::new(),
             descriptors: Vec::new(),
+            overlays: Vec::new(),
             failure: None,
             begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         }
+    }
+
+    /// With overlays.
+    #[must_use]
+    pub fn with_overlays(mut self, overlays: Vec<Overlay>) -> Self {
+        if !overlays.is_empty() {
+            self.version = VERSION_WITH_OVERLAYS;
+        }
+        self.overlays = overlays;
+        self
     }
 
     /// Puts the record into QEMU; from here on, this job owns the VM.
@@ -245,8 +279,10 @@ impl JobMarker {
         let unreadable = |reason: String| MarkerError::Unreadable { reason };
         let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
         let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
-        if version > u64::from(VERSION) {
-            return Err(unreadable(format!("a newer limosa wrote it (version {version}, this one knows {VERSION})")));
+        if version > u64::from(VERSION_WITH_OVERLAYS) {
+            return Err(unreadable(format!(
+                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_OVERLAYS})"
+            )));
         }
         serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))
     }
@@ -262,6 +298,11 @@ mod tests {
         let mut marker = JobMarker::new(JobKind::Save, Uuid::from_u128(7), Path::new("a \"b\" é"), true, undo);
         marker.descriptor_sets = vec![3];
         marker.descriptors = vec!["limosa".to_owned()];
+        let text = |text: &str| text.to_owned();
+        let overlay =
+            Overlay { device: text("d"), base: text("#b"), frozen: text("/f"), node: text("o"), file: text("/o") };
+        assert!(!marker.to_json().contains("overlays"), "as older ones read it");
+        marker = marker.with_overlays(vec![overlay]);
         assert_eq!(JobMarker::from_json(&marker.to_json()).unwrap(), marker);
         assert!(marker.path.starts_with('/'));
     }
@@ -269,7 +310,7 @@ mod tests {
     #[test]
     fn newer_and_broken_records_are_refused_with_a_reason() {
         let reason = |text: &str| JobMarker::from_json(text).unwrap_err().to_string();
-        assert!(reason(r#"{"version": 2}"#).contains("newer limosa"));
+        assert!(reason(r#"{"version": 3}"#).contains("newer limosa"));
         assert!(reason(r#"{"version": 1}"#).contains("missing field"));
         assert!(reason("").contains("cannot be read"));
     }

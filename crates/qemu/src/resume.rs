@@ -144,7 +144,7 @@ pub fn explain(marker: Option<&JobMarker>, seen: &Seen) -> String {
         (JobKind::Save, JobPhase::Published, VmAfter::Stopped) => "was saved and was to stay stopped",
         (JobKind::Save, JobPhase::Published, VmAfter::AsBefore) => "was saved, but not continued",
         (JobKind::Save, JobPhase::Undecided, _) => "was being handed over, and may run elsewhere",
-        (JobKind::Save, JobPhase::Working, _) => "was being saved",
+        (JobKind::Save, JobPhase::Working | JobPhase::Publishing, _) => "was being saved",
         (JobKind::Restore, ..) => "was being restored",
     };
     match &marker.failure {

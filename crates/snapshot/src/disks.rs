@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::manifest::Manifest;
 
-/// A writable disk of a stored VM, as it was when the VM stopped.
+/// A writable disk of a stored VM, as it was when the VM stopped, or was frozen.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
     /// The block node's name in the source QEMU.
@@ -36,6 +36,9 @@ pub struct Disk {
     /// Modification time in nanoseconds since 1970; absent for what has none that means anything (block devices).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtime_ns: Option<i64>,
+    /// The overlay that the VM went on with when this disk was frozen; absent if it was not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlay: Option<PathBuf>,
 }
 
 impl Disk {
@@ -51,7 +54,7 @@ impl Disk {
     ) -> io::Result<Self> {
         let path = path.into();
         let (size, mtime_ns) = measure(&path)?;
-        Ok(Self { node: node.into(), device, path, format: format.into(), size, mtime_ns })
+        Ok(Self { node: node.into(), device, path, format: format.into(), size, mtime_ns, overlay: None })
     }
 }
 

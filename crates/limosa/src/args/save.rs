@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
 use super::values::parse_time;
-use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
+use super::{ChannelArgs, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnTimeoutArg {
@@ -15,6 +15,16 @@ pub(crate) enum OnTimeoutArg {
     Pause,
     /// Give up; the VM goes on
     Cancel,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SaveDisksArg {
+    /// Refuse where memory and disks could be of different instants
+    Check,
+    /// Freeze them at the instant of the save; the VM goes on with a qcow2 overlay over each
+    Overlay,
+    /// Somebody else keeps the disks consistent
+    Ignore,
 }
 
 #[derive(Debug, Args)]
@@ -66,8 +76,12 @@ pub(crate) struct SaveArgs {
     pub(crate) on_timeout: OnTimeoutArg,
 
     /// What to do about writable disks
-    #[arg(long, value_enum, default_value_t = DisksArg::Check)]
-    pub(crate) disks: DisksArg,
+    #[arg(long, value_enum, default_value_t = SaveDisksArg::Check)]
+    pub(crate) disks: SaveDisksArg,
+
+    /// Where the overlays go with --disks overlay; by default each beside its disk, as NAME.overlay-ID
+    #[arg(long, value_name = "DIR")]
+    pub(crate) overlay_dir: Option<PathBuf>,
 
     /// Do not wait for the file to be durable: a power cut may lose it
     #[arg(long, conflicts_with = "stop")]

@@ -1,4 +1,4 @@
-//! The VM's writable disks: what a stored VM depends on besides its memory.
+//! The VM's disks: what a stored VM depends on besides its memory.
 //!
 //! `query-block` lists every block device front end with its top node, pflash of firmware variables included. Disks that another
 //! process serves (vhost-user) are not in it: see [`super::Device::is_foreign_disk`].
@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::{Monitor, need_list};
 use crate::qmp::QmpError;
 
-/// A writable disk that is attached to a device.
+/// A disk that is attached to a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Disk {
     /// The drive's name (`-drive id=`), or the path of the device for one that was made with `-blockdev`.
@@ -27,6 +27,16 @@ pub struct Disk {
     pub format: String,
     /// Bytes that the guest sees.
     pub virtual_size: u64,
+    /// Whether the guest may write.
+    pub writable: bool,
+    /// Whether QEMU goes past the host's page cache.
+    pub direct: bool,
+    /// Whether QEMU ignores the guest's flushes.
+    pub no_flush: bool,
+    /// The images that it stands on, the uppermost first; `None` for one that is no file of a host.
+    pub backing: Vec<Option<PathBuf>>,
+    /// What QEMU was told about the image that its file does not say (`offset`, `data-file`, another backing file, ...).
+    pub told: Option<String>,
 }
 
 /// A disk's file as it is on the host at this moment.
@@ -52,19 +62,31 @@ impl Disk {
     fn of(entry: &Value, directory: Option<&Path>) -> Option<Self> {
         let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
         let inserted = entry.get("inserted")?;
-        if inserted.get("ro").and_then(Value::as_bool).unwrap_or(false) {
-            return None;
-        }
+        let yes = |value: &Value, key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
         let name = text(entry, "device");
         let filename = text(inserted, "file");
         let image = inserted.get("image");
+        let absolute = |path: PathBuf| match directory {
+            Some(directory) => directory.join(path),
+            None => path,
+        };
+        let mut backing = Vec::new();
+        let mut below = image.and_then(|image| image.get("backing-image"));
+        while let Some(image) = below {
+            backing.push(host_path(&text(image, "filename")).map(absolute));
+            below = image.get("backing-image");
+        }
+        let header = image.and_then(|image| host_path(image.get("full-backing-filename")?.as_str()?)).map(absolute);
+        let cache = inserted.get("cache").unwrap_or(&Value::Null);
         Some(Self {
+            told: told(&filename, header.as_deref() == backing.first().and_then(Option::as_deref)),
+            writable: !yes(inserted, "ro"),
+            direct: yes(cache, "direct"),
+            no_flush: yes(cache, "no-flush"),
+            backing,
             device: if name.is_empty() { text(entry, "qdev") } else { name },
             node: text(inserted, "node-name"),
-            path: host_path(&filename).map(|path| match directory {
-                Some(directory) => directory.join(path),
-                None => path,
-            }),
+            path: host_path(&filename).map(absolute),
             filename,
             format: text(inserted, "drv"),
             virtual_size: image.and_then(|image| image.get("virtual-size")?.as_u64()).unwrap_or_default(),
@@ -94,12 +116,35 @@ fn host_path(filename: &str) -> Option<PathBuf> {
     (!name.is_empty() && !protocol).then(|| PathBuf::from(name))
 }
 
+/// What a `json:` name tells beyond a format and a file: such a name is only given where a plain one would lead to something else.
+/// Overriding the backing file is nothing if the header names the same one (`same_backing`).
+fn told(filename: &str, same_backing: bool) -> Option<String> {
+    let json = filename.strip_prefix("json:")?;
+    let Ok(Value::Object(top)) = serde_json::from_str::<Value>(json) else { return Some("its name".to_owned()) };
+    let plain = |key: &&String| matches!(key.as_str(), "driver" | "file") || key.as_str() == "backing" && same_backing;
+    if let Some(key) = top.keys().find(|key| !plain(key)) {
+        return Some(key.clone());
+    }
+    let file = top.get("file").and_then(Value::as_object);
+    file.and_then(|file| file.keys().find(|key| !matches!(key.as_str(), "driver" | "filename"))).cloned()
+}
+
 impl Monitor {
     /// The writable disks, in QEMU's order.
     ///
     /// # Errors
     /// The connection's.
     pub fn disks(&self) -> Result<Vec<Disk>, QmpError> {
+        let mut disks = self.all_disks()?;
+        disks.retain(|disk| disk.writable);
+        Ok(disks)
+    }
+
+    /// The disks, in QEMU's order.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn all_disks(&self) -> Result<Vec<Disk>, QmpError> {
         const COMMAND: &str = "query-block";
         let answer = self.qmp().execute(COMMAND, Value::Null)?;
         // Relative names are relative to the directory in which QEMU runs.
@@ -127,5 +172,19 @@ mod tests {
         assert_eq!(path(json).as_deref(), Some("/vm/d"));
         assert_eq!(path(r#"json:{"driver": "nbd", "filename": "/vm/d"}"#), None);
         assert_eq!(path("json:{"), None);
+    }
+
+    #[test]
+    fn a_name_that_tells_more_than_a_file_is_noticed() {
+        let file = r#""driver": "raw", "file": {"driver": "file", "filename": "/d"}"#;
+        assert_eq!(told("/d", false), None);
+        assert_eq!(told(&format!("json:{{{file}}}"), false), None);
+        assert_eq!(told(&format!(r#"json:{{"offset": 512, {file}}}"#), true).as_deref(), Some("offset"));
+        let backing = format!(r#"json:{{"backing": {{{file}}}, {file}}}"#);
+        assert_eq!(told(&backing, false).as_deref(), Some("backing"));
+        assert_eq!(told(&backing, true), None);
+        assert_eq!(told("json:{", true).as_deref(), Some("its name"));
+        let nested = r#"json:{"driver": "qcow2", "file": {"driver": "raw", "file": {}}}"#;
+        assert_eq!(told(nested, true).as_deref(), Some("file"));
     }
 }

@@ -207,7 +207,7 @@ impl Monitor {
     /// until nothing moves, and then cancelled. This changes `max-bandwidth`, which the caller puts back.
     ///
     /// One that is in its last part, with the VM stopped, is left alone, because nothing can slow it down: it is about to end by
-    /// itself. `Ok(false)` says so.
+    /// itself. `Ok(false)` says so. If it waits before that part (`pre-switchover`), it is let go on to its end.
     ///
     /// # Errors
     /// QEMU's.
@@ -220,6 +220,10 @@ impl Monitor {
         const LOOK: Duration = Duration::from_millis(5);
         const PATIENCE: Duration = Duration::from_secs(3);
         let moves = |info: &MigrationInfo| matches!(info.status, MigrationStatus::Setup | MigrationStatus::Active);
+        let waits = MigrationStatus::PreSwitchover;
+        if self.migration()?.status == waits {
+            return self.migrate_continue(&waits).map(|()| false);
+        }
         self.order("migrate-set-parameters", json!({ "max-bandwidth": SLOW }))?;
         let begun = Instant::now();
         let mut counted = None;

@@ -9,6 +9,7 @@
 mod descriptors;
 mod devices;
 mod disks;
+mod graph;
 mod machine;
 mod migration;
 mod ram_blocks;
@@ -18,6 +19,7 @@ mod state;
 pub use descriptors::DescriptorSet;
 pub use devices::Device;
 pub use disks::{Disk, DiskFile};
+pub use graph::BlockJob;
 pub use machine::{Cpu, MachineType, MemoryBackend};
 pub use migration::{MigrationInfo, MigrationStatus, RamProgress};
 pub use ram_blocks::{RamBlockInfo, parse_ram_blocks};

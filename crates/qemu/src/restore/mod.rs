@@ -8,6 +8,7 @@
 //! guest stalls on what it has not got and waits for [`recover`]. Which snapshot it stands on is written down inside its
 //! QEMU (the job's marker), so that no other can be mistaken for it.
 
+mod disks;
 mod eager;
 mod incoming;
 mod lazy;

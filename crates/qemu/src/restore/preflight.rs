@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use limosa_migrate::PageSource;
 use limosa_page::PAGE_SIZE;
-use limosa_snapshot::{Snapshot, check_disks};
+use limosa_snapshot::Snapshot;
 
+use super::disks;
 use super::{DiskPolicy, Mode, RestoreOptions, RunChoice};
 use crate::job::{JobError, Watch};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
@@ -31,14 +32,10 @@ pub(super) fn check(
         (watch.notice)(warning);
     }
     snapshot.check_restorable()?;
-    if options.disks == DiskPolicy::Check
+    if options.disks != DiskPolicy::Ignore
         && let Some(manifest) = snapshot.manifest()
-        && let Some(change) = check_disks(manifest).first()
     {
-        return Err(JobError::refused(
-            change.to_string(),
-            "memory and disk would be of different instants; put the disk back, or say --disks ignore",
-        ));
+        disks::check(monitor, manifest, watch)?;
     }
     waits_for_a_vm(monitor)?;
     let blocks = monitor.ram_blocks()?;

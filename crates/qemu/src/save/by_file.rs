@@ -25,6 +25,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
         other => other,
     })?;
     removed?;
+    job.publishing(marker)?;
     let published = adopt(pending, saved.manifest.clone(), job.write_options())?;
     match job.published(marker, &published) {
         Err(error) if job.options.stop => return Err(error),

@@ -91,6 +91,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
         };
         let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
         incoming.confirm_end()?;
+        job.publishing(marker)?;
         let published = finish(writer, manifest.clone())?;
         (published, Saved { manifest, downtime, rounds, to_vm_running })
     };

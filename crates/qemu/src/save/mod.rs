@@ -15,11 +15,12 @@ mod background;
 mod by_file;
 mod by_socket;
 mod connection;
+mod overlay;
 mod preflight;
 mod watcher;
 
 use std::num::NonZeroU64;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -67,6 +68,8 @@ pub enum DiskPolicy {
     Check,
     /// The caller keeps them consistent.
     Ignore,
+    /// A save freezes them at its instant and has the VM go on with overlays over them. A restore checks as with `Check`.
+    Overlay,
 }
 
 /// How a VM is to be saved.
@@ -95,6 +98,8 @@ pub struct SaveOptions {
     pub timeout: Option<(Duration, OnTimeout)>,
     /// About writable disks.
     pub disks: DiskPolicy,
+    /// Where overlays go; `None`: each beside its disk.
+    pub overlay_dir: Option<PathBuf>,
     /// Whether to wait until a power cut cannot lose the file.
     pub durability: Durability,
 }
@@ -111,6 +116,21 @@ impl SaveOptions {
         }
         if self.background && self.channels.is_some() {
             return refused("QEMU saves on one channel in the background", "leave --background or --channels out");
+        }
+        if self.overlay_dir.is_some() && self.disks != DiskPolicy::Overlay {
+            return refused("a folder for overlays has no meaning without overlays", "add --disks overlay");
+        }
+        if self.disks == DiskPolicy::Overlay && self.stop {
+            return refused(
+                "a VM that stays stopped changes its disks no more, and needs no overlays over them",
+                "leave --disks overlay or --stop out",
+            );
+        }
+        if self.disks == DiskPolicy::Overlay && self.background {
+            return refused(
+                "in the background memory is saved as it was at the beginning, and QEMU cannot freeze the disks there",
+                "leave --disks overlay or --background out",
+            );
         }
         if self.background && matches!(self.timeout, Some((_, OnTimeout::Pause))) {
             return refused(
@@ -190,7 +210,8 @@ pub fn save(
         if route == Route::File { "file" } else { "socket" },
         change.set
     );
-    let mut marker = JobMarker::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone());
+    let mut marker = JobMarker::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone())
+        .with_overlays(overlay::records(&before.overlays));
     if options.stop {
         marker.vm_after = VmAfter::Stopped;
     }
@@ -206,10 +227,14 @@ pub fn save(
         let _ = guard.temporary(Some(&path));
     }
     let job = SaveJob { monitor, options, watch, before, begun };
-    let done = monitor.set(&change.set).map_err(|error| job.setup_error(error)).and_then(|()| match route {
-        Route::File => by_file::run(&job, pending, &mut marker),
-        _ => by_socket::run(&job, pending, &mut marker),
-    });
+    let done = monitor
+        .set(&change.set)
+        .map_err(|error| job.setup_error(error))
+        .and_then(|()| overlay::prepare(monitor, &job.before.overlays))
+        .and_then(|()| match route {
+            Route::File => by_file::run(&job, pending, &mut marker),
+            _ => by_socket::run(&job, pending, &mut marker),
+        });
     let tidied = match &done {
         Ok(_) => {
             monitor.put_back(&marker.undo).map_err(MarkerError::from).and_then(|()| JobMarker::remove(monitor)).is_ok()
@@ -217,7 +242,10 @@ pub fn save(
         Err(error) if error.is_unanswered() => false,
         Err(_) => match take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN) {
             Ok(undone) => {
-                undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+                for remark in &undone.remarks {
+                    // Where the VM's disks are now, a person must know.
+                    if remark.starts_with("the disk ") { (watch.notice)(remark) } else { tracing::info!("{remark}") }
+                }
                 undone.outcome.ends_job()
             }
             // Whatever was changed in it went with QEMU.
@@ -259,7 +287,7 @@ fn prepare(
     if options.background {
         background::check(monitor, &current)?;
     }
-    let mut wish = settings(route, options, watch.control.max_bandwidth());
+    let mut wish = settings(route, options, !before.overlays.is_empty(), watch.control.max_bandwidth());
     if route == Route::Socket
         && options.channels.is_some()
         && let Some(how) = current.parameters.get("zero-page-detection").filter(|how| **how != "none")
@@ -298,6 +326,15 @@ impl SaveJob<'_> {
 
     fn write_options(&self) -> WriteOptions {
         WriteOptions { durability: self.options.durability, checksum: self.options.checksum, write_behind: true }
+    }
+
+    /// Writes down that the file is about to get its name, if it then matters whether it has.
+    fn publishing(&self, marker: &mut JobMarker) -> Result<(), JobError> {
+        if marker.overlays.is_empty() {
+            return Ok(());
+        }
+        marker.phase = JobPhase::Publishing;
+        Ok(marker.update(self.monitor)?)
     }
 
     /// Writes down that the file is there, for whoever might have to take over.
@@ -389,7 +426,7 @@ pub(crate) fn file_channels() -> usize {
 }
 
 /// How QEMU must be set for the route: what it needs is on, and whatever would give the stream another form is off.
-fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) -> Settings {
+fn settings(route: Route, options: &SaveOptions, freezes: bool, bandwidth: Option<NonZeroU64>) -> Settings {
     let by_file = route == Route::File;
     let channels = options.channels.map(usize::from).or_else(|| by_file.then(file_channels));
     let mut wish = if options.background { background::settings() } else { Settings::new() };
@@ -399,6 +436,7 @@ fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) 
         .capability("mapped-ram", by_file)
         .capability("multifd", channels.is_some())
         .capability("background-snapshot", options.background)
+        .capability("pause-before-switchover", freezes)
         .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get))
         .parameter("mode", "normal")
         // Whatever the user has chosen for other migrations: zero pages take no room in a snapshot.
@@ -413,7 +451,6 @@ fn settings(route: Route, options: &SaveOptions, bandwidth: Option<NonZeroU64>) 
         "x-colo",
         "release-ram",
         "compress",
-        "pause-before-switchover",
         "dirty-bitmaps",
         "x-ignore-shared",
         "zero-copy-send",

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use limosa_snapshot::{Disk as RecordedDisk, Manifest};
 use serde_json::Value;
 
+use super::overlay::{self, Planned};
 use super::{DiskPolicy, SaveOptions};
 use crate::job::JobError;
-use crate::monitor::{Monitor, RunState};
+use crate::monitor::{Disk, Monitor, RunState};
 
 /// The VM as it was found.
 #[derive(Debug)]
@@ -17,6 +18,8 @@ pub(super) struct Preflight {
     pub(super) was_running: bool,
     /// What is known of the snapshot so far.
     pub(super) manifest: Manifest,
+    /// Overlays to be put over the disks.
+    pub(super) overlays: Vec<Planned>,
 }
 
 impl Preflight {
@@ -57,14 +60,16 @@ impl Preflight {
         let goes_on = was_running && !options.stop;
         let disks = disks(monitor, options.disks, goes_on)?;
         let mut manifest = Manifest::new();
+        manifest.disks = disks.iter().map(record_disk).collect::<Result<_, _>>()?;
+        let overlays = overlay::plan(monitor, options, disks, manifest.id)?;
+        overlay::note(&mut manifest, &overlays);
         let version = monitor.version();
         manifest.qemu = Some(version.to_string());
         manifest.machine = Some(monitor.machine()?);
         manifest.vm_uuid = monitor.uuid()?;
         manifest.vm_name = monitor.name()?;
         manifest.run_state = Some(status.state.to_string());
-        manifest.disks = disks;
-        Ok(Self { was_running, manifest })
+        Ok(Self { was_running, manifest, overlays })
     }
 }
 
@@ -91,13 +96,13 @@ fn wait_for_last(monitor: &Monitor) -> Result<(), JobError> {
 }
 
 /// The writable disks, if they may be there.
-fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<RecordedDisk>, JobError> {
+fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Disk>, JobError> {
     if policy == DiskPolicy::Ignore {
         return Ok(Vec::new());
     }
     let disks = monitor.disks()?;
     let foreign: Vec<_> = monitor.devices()?.into_iter().filter(|device| device.is_foreign_disk()).collect();
-    if goes_on && (!disks.is_empty() || !foreign.is_empty()) {
+    if policy == DiskPolicy::Check && goes_on && (!disks.is_empty() || !foreign.is_empty()) {
         let names =
             disks.iter().map(|disk| disk.device.clone()).chain(foreign.iter().map(|device| device.kind.clone()));
         let names: Vec<_> = names.collect();
@@ -107,7 +112,7 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Rec
                  different instants",
                 names.join(", ")
             ),
-            "save it with --stop, or say --disks ignore if the disks are snapshotted by other means",
+            "save it with --stop or --disks overlay, or say --disks ignore if the disks are snapshotted by other means",
         ));
     }
     if let Some(device) = foreign.first() {
@@ -116,27 +121,28 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Rec
             "say --disks ignore if it is kept consistent by other means",
         ));
     }
-    disks
-        .iter()
-        .map(|disk| {
-            let path = disk.path.clone().ok_or_else(|| {
-                JobError::refused(
-                    format!(
-                        "the disk {} ({}) is no file of this host, so its state cannot be recorded",
-                        disk.device, disk.filename
-                    ),
-                    "say --disks ignore if it is kept consistent by other means",
-                )
-            })?;
-            record(&disk.node, Some(disk.device.clone()), path, &disk.format)
-        })
-        .collect()
+    Ok(disks)
+}
+
+fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
+    let path = disk.path.clone().ok_or_else(|| {
+        JobError::refused(
+            format!(
+                "the disk {} ({}) is no file of this host, so its state cannot be recorded",
+                disk.device, disk.filename
+            ),
+            "say --disks ignore if it is kept consistent by other means",
+        )
+    })?;
+    record(&disk.node, Some(disk.device.clone()), path, &disk.format)
 }
 
 /// Records the disks as they are when the VM has stopped: until then it may have written to them.
 pub(super) fn record_disks_again(manifest: &mut Manifest) -> Result<(), JobError> {
     for disk in &mut manifest.disks {
+        let overlay = disk.overlay.take();
         *disk = record(&disk.node, disk.device.clone(), disk.path.clone(), &disk.format)?;
+        disk.overlay = overlay;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::{MigrateError, Phase, ProgressReading};
 
-use super::{OnTimeout, SaveJob};
+use super::{OnTimeout, SaveJob, overlay};
 use crate::job::JobError;
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
@@ -32,6 +32,8 @@ pub(super) struct Watcher<'a> {
     cancelling: Option<JobError>,
     completed: bool,
     committed: bool,
+    /// The disks are frozen.
+    frozen: bool,
     /// The VM's last state but those of the migration itself.
     state: RunState,
     /// Whether QEMU writes the file itself, so that its numbers are the job's.
@@ -54,6 +56,7 @@ impl<'a> Watcher<'a> {
             cancelling: None,
             completed: false,
             committed: false,
+            frozen: false,
             state,
             writes,
         })
@@ -106,7 +109,32 @@ impl<'a> Watcher<'a> {
                     Ok(MigrationStatus::Completed)
                 }
             },
+            MigrationStatus::PreSwitchover => {
+                self.switch_over()?;
+                Ok(MigrationStatus::PreSwitchover)
+            }
             other => Ok(other),
+        }
+    }
+
+    /// QEMU has stopped the VM and waits: freezes the disks, unless the save is to end, and lets it go on.
+    fn switch_over(&mut self) -> Result<(), JobError> {
+        if self.cancelling.is_some() {
+            // It may have come here after it was too late to cancel it.
+            return self.cancel();
+        }
+        if !self.frozen {
+            if let Err(error) = overlay::put(self.job.monitor, &self.job.before.overlays) {
+                // Nothing has changed, and the VM goes on.
+                self.cancelling = Some(error);
+                return self.cancel();
+            }
+            self.frozen = true;
+        }
+        match self.job.monitor.migrate_continue(&MigrationStatus::PreSwitchover) {
+            // It has gone on, or has ended.
+            Err(error) if error.is_refusal() => Ok(()),
+            other => Ok(other?),
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::overlays;
 use super::plan::{Actor, Outcome, Progress, Seen, Step, next_step};
 use crate::marker::{JobMarker, MarkerError};
 use crate::monitor::{Monitor, RunState};
@@ -44,12 +45,18 @@ pub fn take_over(
         match step {
             Step::Wait => pause(monitor)?,
             Step::Cancel => {
+                if progress.cancelled {
+                    pause(monitor)?;
+                }
                 progress.cancelled = true;
-                match cancel(monitor, marker) {
-                    Ok(true) => remarks.push("the migration was cancelled".to_owned()),
-                    Ok(false) => remarks.push("the migration was about to end by itself".to_owned()),
-                    Err(error) if error.is_refusal() => remarks.push(error.to_string()),
+                let what = match cancel(monitor, marker) {
+                    Ok(true) => "the migration was cancelled".to_owned(),
+                    Ok(false) => "the migration was about to end by itself".to_owned(),
+                    Err(error) if error.is_refusal() => error.to_string(),
                     Err(other) => return Err(other.into()),
+                };
+                if !remarks.contains(&what) {
+                    remarks.push(what);
                 }
             }
             Step::Continue => {
@@ -70,6 +77,10 @@ pub fn take_over(
                 if !marker.undo.is_empty() {
                     remark(&mut remarks, "the migration settings were put back", monitor.put_back(&marker.undo))?;
                 }
+            }
+            Step::SettleOverlays => {
+                progress.settled = true;
+                overlays::settle(monitor, marker, begun + patience, &mut remarks)?;
             }
             Step::DropDescriptors => {
                 progress.dropped = true;

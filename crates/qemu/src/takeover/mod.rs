@@ -19,6 +19,7 @@
 //!   it `postcopy-paused`, with the guest running, or stopped and continued at will, on the pages that are there.
 
 mod execute;
+mod overlays;
 mod plan;
 
 pub use execute::{Takeover, take_over};

@@ -39,6 +39,8 @@ pub struct Progress {
     pub continued: u32,
     /// The settings were put back (or cannot be).
     pub put_back: bool,
+    /// The overlays over the disks were undone, or stay.
+    pub settled: bool,
     /// The descriptors were taken away.
     pub dropped: bool,
     /// Time since the beginning.
@@ -56,6 +58,8 @@ pub enum Step {
     Continue,
     /// Put the settings back.
     PutBack,
+    /// Undo the overlays over the disks.
+    SettleOverlays,
     /// Take the descriptors away.
     DropDescriptors,
     /// Nothing more.
@@ -135,7 +139,9 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
             if marker.phase == JobPhase::Undecided && actor == Actor::Guard {
                 return Step::Finish(Outcome::Undecided);
             }
-            if progress.cancelled { Step::Wait } else { Step::Cancel }
+            // A migration that waits goes nowhere by itself, also when it came there after it was too late to cancel it.
+            let waits = seen.migration == M::PreSwitchover;
+            if progress.cancelled && !waits { Step::Wait } else { Step::Cancel }
         }
         M::Cancelling => Step::Wait,
         M::PostcopyActive | M::PostcopyPaused | M::PostcopyRecoverSetup | M::PostcopyRecover => {
@@ -206,6 +212,7 @@ fn tidy(outcome: Outcome, progress: &Progress) -> Step {
     }
     match progress {
         Progress { put_back: false, .. } => Step::PutBack,
+        Progress { settled: false, .. } => Step::SettleOverlays,
         Progress { dropped: false, .. } => Step::DropDescriptors,
         _ => Step::Finish(outcome),
     }
@@ -220,8 +227,14 @@ mod tests {
     use super::*;
     use crate::monitor::Settings;
 
-    const TIDY: Progress =
-        Progress { cancelled: true, continued: 0, put_back: true, dropped: true, waited: Duration::ZERO };
+    const TIDY: Progress = Progress {
+        cancelled: true,
+        continued: 0,
+        put_back: true,
+        settled: true,
+        dropped: true,
+        waited: Duration::ZERO,
+    };
 
     fn marker(job: JobKind, was_running: bool) -> JobMarker {
         JobMarker::new(job, Uuid::nil(), Path::new("/s"), was_running, Settings::new())
@@ -279,7 +292,8 @@ mod tests {
             let fresh = Progress::default();
             let marker = marker(JobKind::Save, true);
             assert_eq!(next_step(&marker, &seen("running", migration), &fresh, Actor::Guard), Step::Cancel);
-            assert_eq!(save_step("running", migration), Step::Wait);
+            let then = if migration == "pre-switchover" { Step::Cancel } else { Step::Wait };
+            assert_eq!(save_step("running", migration), then);
         }
         assert_eq!(save_step("finish-migrate", "cancelling"), Step::Wait);
         assert_eq!(save_step("finish-migrate", "completed"), Step::Wait);

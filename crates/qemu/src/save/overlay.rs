@@ -1,0 +1,253 @@
+//! Overlays: the disks are frozen at the instant at which the VM stops for its memory, and the VM goes on with overlays over them.
+//!
+//! In time:
+//!
+//! 1. Before anything is changed: which disks there are, whether each can be frozen, where its overlay goes.
+//! 2. The overlays are written down in QEMU (the job's marker). Then their files are made and QEMU opens them, unused: what QEMU may
+//!    not open is refused here, with the VM untouched.
+//! 3. The memory is saved while the VM runs. With `pause-before-switchover` QEMU stops the VM and waits; all overlays are put over
+//!    their disks in one transaction, all or none; the migration goes on.
+//! 4. The VM goes on with its overlays, and the snapshot is published, with the frozen files in its manifest.
+//!
+//! The law: **until the snapshot has its name, all of this can be taken back** (`takeover::overlays`): an overlay that is unused is
+//! closed and removed, one that is used is merged back into its disk while the VM runs. From then on the snapshot stands on the
+//! frozen files, and the VM goes on with the overlays whatever happens.
+
+use std::ffi::OsStr;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use limosa_snapshot::Manifest;
+use uuid::Uuid;
+
+use super::{DiskPolicy, SaveOptions};
+use crate::job::JobError;
+use crate::marker::Overlay;
+use crate::monitor::{Disk, Monitor};
+
+/// What stands between a disk's name and the digits of the snapshot's id.
+const SUFFIX: &str = ".overlay-";
+/// How many of them.
+const DIGITS: usize = 16;
+
+/// One disk and the overlay that it gets.
+#[derive(Debug)]
+pub(super) struct Planned {
+    disk: Disk,
+    path: PathBuf,
+    overlay: Overlay,
+}
+
+/// Which overlays the save makes; none if the policy is another, or no disk can be written to.
+pub(super) fn plan(
+    monitor: &Monitor,
+    options: &SaveOptions,
+    disks: Vec<Disk>,
+    id: Uuid,
+) -> Result<Vec<Planned>, JobError> {
+    if options.disks != DiskPolicy::Overlay || disks.is_empty() {
+        return Ok(Vec::new());
+    }
+    if !monitor.qmp().passes_descriptors() {
+        return Err(JobError::refused(
+            "overlays are made where the VM runs, and this monitor is reached over tcp",
+            "run limosa there, with a unix socket monitor",
+        ));
+    }
+    if let Some(job) = monitor.block_jobs()?.first() {
+        return Err(JobError::refused(
+            format!("a {} job ({}) works on the VM's disks", job.kind, job.id),
+            "wait for its end, or cancel it",
+        ));
+    }
+    let digits: String = id.simple().to_string().chars().take(DIGITS).collect();
+    let mut planned: Vec<Planned> = Vec::new();
+    let mut files: Vec<(String, (u64, u64))> = Vec::new();
+    for disk in disks {
+        if planned.iter().any(|other| other.disk.node == disk.node) {
+            // One node under two devices: one overlay serves both.
+            continue;
+        }
+        let path = freezable(&disk)?;
+        let found = std::fs::metadata(&path).map_err(place("look at the disk", &path))?;
+        let identity = (found.dev(), found.ino());
+        if let Some((other, _)) = files.iter().find(|(_, known)| *known == identity) {
+            return Err(JobError::refused(
+                format!("the disks {other} and {} write to the same file, {}", disk.device, path.display()),
+                "with overlays they would no longer see each other's writes; say --disks ignore if that file is kept consistent by other means",
+            ));
+        }
+        files.push((disk.device.clone(), identity));
+        let mut file = place_for(&disk, &path, options.overlay_dir.as_deref(), &digits, !found.is_file())?;
+        if planned.iter().any(|other| Path::new(&other.overlay.file) == file) {
+            file.as_mut_os_string().push(format!("-{}", planned.len()));
+        }
+        let overlay = Overlay {
+            device: disk.device.clone(),
+            base: disk.node.clone(),
+            frozen: text(&path)?,
+            node: format!("limosa-{digits}-{}", planned.len()),
+            file: text(&file)?,
+        };
+        planned.push(Planned { disk, path, overlay });
+    }
+    Ok(planned)
+}
+
+/// The overlays as the job's record has them.
+pub(super) fn records(planned: &[Planned]) -> Vec<Overlay> {
+    planned.iter().map(|one| one.overlay.clone()).collect()
+}
+
+/// The disk's file, if the disk can be frozen.
+fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
+    /// Formats and protocols whose nodes are images; everything else stands between an image and a device.
+    const IMAGES: [&str; 12] =
+        ["raw", "qcow2", "qcow", "qed", "vmdk", "vdi", "vhdx", "vpc", "parallels", "luks", "file", "host_device"];
+    let hint = "say --disks ignore if this disk is kept consistent by other means";
+    let refused = |why: String| {
+        Err(JobError::refused(format!("no overlay can be put over the disk {}: {why}", disk.device), hint))
+    };
+    if !IMAGES.contains(&disk.format.as_str()) {
+        return refused(format!("its topmost node is a '{}', which is no image", disk.format));
+    }
+    if let Some(told) = &disk.told {
+        return refused(format!("QEMU was told more about {} than its file says ('{told}')", disk.filename));
+    }
+    match &disk.path {
+        Some(path) => Ok(path.clone()),
+        None => refused(format!("'{}' is no file of this host", disk.filename)),
+    }
+}
+
+/// Where a disk's overlay goes: beside it, or into `folder`.
+fn place_for(disk: &Disk, path: &Path, folder: Option<&Path>, digits: &str, device: bool) -> Result<PathBuf, JobError> {
+    if device && folder.is_none() {
+        return Err(JobError::refused(
+            format!(
+                "the disk {} is a block device ({}), beside which no overlay can stand",
+                disk.device,
+                path.display()
+            ),
+            "name a folder with --overlay-dir DIR",
+        ));
+    }
+    let folder = match folder {
+        Some(folder) => std::path::absolute(folder).map_err(place("find the folder", folder))?,
+        None => path.parent().unwrap_or(Path::new("/")).to_owned(),
+    };
+    let mut name = trunk(path.file_name().unwrap_or(OsStr::new("disk"))).to_owned();
+    name.push(format!("{SUFFIX}{digits}"));
+    Ok(folder.join(name))
+}
+
+/// A file's name without what an earlier save added, so that names do not grow from save to save.
+fn trunk(name: &OsStr) -> &OsStr {
+    let Some((trunk, digits)) = name.to_str().and_then(|name| name.rsplit_once(SUFFIX)) else { return name };
+    let ours = digits.len() >= DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
+    if ours && !trunk.is_empty() { OsStr::new(trunk) } else { name }
+}
+
+/// QEMU's monitor takes text.
+fn text(path: &Path) -> Result<String, JobError> {
+    path.to_str().map(str::to_owned).ok_or_else(|| {
+        JobError::refused(
+            format!("the path {} is no text, and QEMU's monitor takes nothing else", path.display()),
+            "rename it",
+        )
+    })
+}
+
+/// Makes the overlays' files and has QEMU open them. They are in the job's record already, so a failure leaves nothing.
+pub(super) fn prepare(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobError> {
+    for one in planned {
+        create(monitor, one)?;
+        let Planned { disk, overlay, .. } = one;
+        monitor.add_overlay(&overlay.node, &overlay.file, disk.direct, disk.no_flush).map_err(|error| {
+            match error.desc() {
+                Some(said) => JobError::refused(
+                    format!("QEMU cannot open the overlay of the disk {}: {said}", disk.device),
+                    "the VM is untouched; choose with --overlay-dir a folder in which QEMU may open files",
+                ),
+                None => error.into(),
+            }
+        })?;
+    }
+    Ok(())
+}
+
+/// An empty overlay, with the owner and the mode of the frozen file; of a device's overlay, with those of QEMU.
+fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Result<(), JobError> {
+    let target = Path::new(&overlay.file);
+    let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(target);
+    let file = file.map_err(place("make the overlay", target))?;
+    let below = std::fs::metadata(path).map_err(place("look at the disk", path))?;
+    let (owner, mode) = if below.is_file() {
+        (Some((below.uid(), below.gid())), below.mode() & 0o777)
+    } else {
+        let process = monitor.qmp().process().and_then(|process| std::fs::metadata(format!("/proc/{process}")).ok());
+        (process.map(|process| (process.uid(), process.gid())), 0o600)
+    };
+    if let Some((user, group)) = owner {
+        // Whoever may not give files away finds out below whether QEMU can open it all the same.
+        let _ = std::os::unix::fs::fchown(&file, Some(user), Some(group));
+    }
+    file.set_permissions(Permissions::from_mode(mode)).map_err(place("set the mode of the overlay", target))?;
+    let format = if matches!(disk.format.as_str(), "file" | "host_device") { "raw" } else { &disk.format };
+    // Through a descriptor: a qemu-img that outlives this process makes no file anew. -u: the disk is not opened.
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-u", "-f", "qcow2", "-F", format, "-b", &overlay.frozen, "/proc/self/fd/0"])
+        .arg(disk.virtual_size.to_string())
+        .stdin(Stdio::from(file))
+        .output();
+    // What the guest will believe to be durable must not hang on a name that is not.
+    if let Some(folder) = target.parent() {
+        File::open(folder).and_then(|folder| folder.sync_all()).map_err(place("make durable the folder", folder))?;
+    }
+    let made = made.map_err(|error| {
+        JobError::refused(
+            format!("qemu-img cannot be started: {error}"),
+            "install it (package qemu-utils): it makes the overlays",
+        )
+    })?;
+    if made.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&made.stderr).trim().replace('\n', " ");
+    Err(JobError::refused(format!("qemu-img cannot make the overlay {}: {said}", overlay.file), "the VM is untouched"))
+}
+
+/// The instant: QEMU has stopped the VM and waits.
+pub(super) fn put(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobError> {
+    Ok(monitor.put_overlays(planned.iter().map(|one| (one.overlay.base.as_str(), one.overlay.node.as_str())))?)
+}
+
+/// Notes in the manifest which overlays the VM goes on with.
+pub(super) fn note(manifest: &mut Manifest, planned: &[Planned]) {
+    for disk in &mut manifest.disks {
+        let over = planned.iter().find(|one| one.overlay.base == disk.node);
+        disk.overlay = over.map(|one| PathBuf::from(&one.overlay.file));
+    }
+}
+
+fn place(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> JobError {
+    let path = path.to_owned();
+    move |source| JobError::Place { what, path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_do_not_grow_from_save_to_save() {
+        let short = |name: &str| trunk(OsStr::new(name)).to_str().unwrap().to_owned();
+        assert_eq!(short("disk.qcow2"), "disk.qcow2");
+        assert_eq!(short("disk.qcow2.overlay-0123456789abcdef"), "disk.qcow2");
+        assert_eq!(short("disk.qcow2.overlay-0123456789abcdef-1"), "disk.qcow2");
+        assert_eq!(short("disk.overlay-mine"), "disk.overlay-mine");
+        assert_eq!(short(".overlay-0123456789abcdef"), ".overlay-0123456789abcdef");
+    }
+}
