@@ -6,7 +6,7 @@ mod stage;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use limosa_testkit::{Disk, DiskFormat, Machine, Vm};
+use limosa_testkit::{Disk, DiskFormat, HugePages, Machine, MemoryBackend, Vm, note_skip};
 use serde_json::{Value, json};
 use stage::*;
 use tempfile::TempDir;
@@ -185,6 +185,22 @@ fn a_section_of_a_newer_version_than_the_program_reads_is_refused_by_both() {
     assert!(!loads && subjects(&told, "refuses", "certain").contains(&"section hpet".to_owned()), "{told:#}");
     assert!(told.to_string().contains("of version 3, the destination reads up to 2"), "{told:#}");
     assert!(vm.load_file(&file, 0).is_err());
+}
+
+#[test]
+fn pages_of_another_size_are_told_and_harmless() {
+    needs_qemu!();
+    if std::env::var_os("LIMOSA_SKIP_HUGETLB").is_some_and(|value| value == "1") {
+        note_skip("LIMOSA_SKIP_HUGETLB=1");
+        return;
+    }
+    let (_folder, file, stream) = saved_with_stream(&rich());
+    let _pages = HugePages::reserve(rich().memory_bytes())
+        .unwrap_or_else(|error| panic!("no huge pages: {error:#}; LIMOSA_SKIP_HUGETLB=1 skips this test"));
+    let vm = rich().backend(MemoryBackend::HugeMemfd).start_incoming().unwrap();
+    let (loads, told) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
+    assert!(loads && told.to_string().contains("in pages of 2 MiB"), "{told:#}");
+    assert!(really_loads(&vm, &stream), "{}", vm.log());
 }
 
 #[test]
