@@ -101,7 +101,15 @@ fn disks(monitor: &Monitor, saved: &Summary, findings: &mut Vec<Finding>) -> Res
     }
     let here = monitor.disks()?;
     for disk in &manifest.disks {
-        if !here.iter().any(|here| here.path.as_ref() == Some(&disk.path)) {
+        if disk.overlay.is_some() {
+            let what = format!(
+                "{} was frozen; that the destination has an overlay on it is not looked at",
+                disk.path.display()
+            );
+            let about = format!("disk {}", disk.device.as_deref().unwrap_or(&disk.node));
+            let finding = Finding::new(Severity::Refuses, Confidence::Unknown, about, what);
+            findings.push(finding.advise("limosa restore checks it"));
+        } else if !here.iter().any(|here| here.path.as_ref() == Some(&disk.path)) {
             let about = format!("disk {}", disk.device.as_deref().unwrap_or(&disk.node));
             let what = format!("the destination has no writable disk on {}", disk.path.display());
             let finding = Finding::new(Severity::Loses, Confidence::Likely, about, what);
