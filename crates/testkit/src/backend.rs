@@ -84,8 +84,18 @@ impl HugePages {
     pub fn reserve(bytes: u64) -> Result<Self> {
         let pages = bytes.div_ceil(2 << 20);
         let mut reserved = Self { pages: 0, lock: File::open(HUGE_PAGE_COUNT).context(HUGE_PAGE_COUNT)? };
-        reserved.change_count(|count| count + pages).context("huge pages (root is needed)")?;
-        reserved.pages = pages;
+        for _ in 0..5 {
+            let missing = pages - reserved.pages;
+            let (before, after) =
+                reserved.change_count(|count| count + missing).context("huge pages (root is needed)")?;
+            // Only what there is now and was not before is ours to give back.
+            reserved.pages += after.saturating_sub(before).min(missing);
+            if reserved.pages == pages {
+                break;
+            }
+            // Memory may be free and in pieces; where the kernel cannot mend that, the count below says so.
+            let _ = std::fs::write("/proc/sys/vm/compact_memory", "1");
+        }
         let free = free_huge_pages()?;
         if free < pages {
             bail!("{pages} huge pages wanted, the kernel has {free} free: memory is too small or too fragmented");
@@ -93,11 +103,16 @@ impl HugePages {
         Ok(reserved)
     }
 
-    fn change_count(&self, new: impl Fn(u64) -> u64) -> Result<()> {
+    /// What the count was and what it came to: the kernel may reach less than it is told.
+    fn change_count(&self, new: impl Fn(u64) -> u64) -> Result<(u64, u64)> {
         self.lock.lock().context(HUGE_PAGE_COUNT)?;
         let changed = (|| {
-            let count: u64 = std::fs::read_to_string(HUGE_PAGE_COUNT)?.trim().parse().unwrap_or(0);
-            std::fs::write(HUGE_PAGE_COUNT, new(count).to_string())
+            let count = || -> std::io::Result<u64> {
+                Ok(std::fs::read_to_string(HUGE_PAGE_COUNT)?.trim().parse().unwrap_or(0))
+            };
+            let before = count()?;
+            std::fs::write(HUGE_PAGE_COUNT, new(before).to_string())?;
+            Ok::<_, std::io::Error>((before, count()?))
         })();
         self.lock.unlock().context(HUGE_PAGE_COUNT)?;
         changed.context(HUGE_PAGE_COUNT)
