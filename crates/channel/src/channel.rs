@@ -56,6 +56,7 @@ pub struct Channel {
 struct Shared {
     peer: Arc<str>,
     rate: RateLimit,
+    get_rate: RateLimit,
     get: Lane,
     put: Lane,
 }
@@ -135,6 +136,7 @@ impl Channel {
         let shared = Shared {
             peer,
             rate: options.rate.clone().unwrap_or_default(),
+            get_rate: options.get_rate.clone().unwrap_or_default(),
             get: Lane::new(PollFlags::IN, wake_get),
             put: Lane::new(PollFlags::OUT, wake_put),
         };
@@ -256,7 +258,7 @@ impl Channel {
     pub fn get_some_vector(&self, list: &mut [IoSliceMut<'_>]) -> Result<usize> {
         self.shared
             .get
-            .get_some(&self.transport, &mut Cursor::scatter(list))
+            .get_some(&self.transport, &self.shared.get_rate, &mut Cursor::scatter(list))
             .map_err(|stop| self.explain(Operation::Get, stop))
     }
 
@@ -286,7 +288,7 @@ impl Channel {
     }
 
     fn get_all(&self, mut scatter: Cursor<'_, In>) -> Result<()> {
-        let got = self.shared.get.get(&self.transport, &mut scatter);
+        let got = self.shared.get.get(&self.transport, &self.shared.get_rate, &mut scatter);
         got.map_err(|stop| self.explain(Operation::Get, stop))
     }
 
@@ -301,6 +303,7 @@ impl Channel {
         let mark = || -> io::Result<()> {
             if read {
                 self.shared.get.shut()?;
+                self.shared.get_rate.wake();
             }
             if write {
                 self.shared.put.shut()?;

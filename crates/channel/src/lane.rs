@@ -138,10 +138,10 @@ impl Lane {
     }
 
     /// Fills all that the list names.
-    pub(crate) fn get(&self, transport: &Transport, scatter: &mut Cursor<'_, In>) -> Result<()> {
+    pub(crate) fn get(&self, transport: &Transport, rate: &RateLimit, scatter: &mut Cursor<'_, In>) -> Result<()> {
         let mut quiet = self.quiet();
         let mut got = 0_u64;
-        while let Some(moved) = self.get_part(transport, scatter, true, &mut quiet)? {
+        while let Some(moved) = self.get_part(transport, rate, scatter, true, &mut quiet)? {
             if moved == 0 {
                 return Err(Stop::Ended { got, wanted: got.saturating_add(scatter.left()) });
             }
@@ -151,26 +151,38 @@ impl Lane {
     }
 
     /// Reads what is there; 0 is the end of the data, or a list without room.
-    pub(crate) fn get_some(&self, transport: &Transport, scatter: &mut Cursor<'_, In>) -> Result<usize> {
+    pub(crate) fn get_some(
+        &self,
+        transport: &Transport,
+        rate: &RateLimit,
+        scatter: &mut Cursor<'_, In>,
+    ) -> Result<usize> {
         let mut quiet = self.quiet();
-        Ok(self.get_part(transport, scatter, false, &mut quiet)?.unwrap_or(0))
+        Ok(self.get_part(transport, rate, scatter, false, &mut quiet)?.unwrap_or(0))
     }
 
     /// One read; `None` if the list is full, `Some(0)` at the end of the data.
     fn get_part(
         &self,
         transport: &Transport,
+        rate: &RateLimit,
         scatter: &mut Cursor<'_, In>,
         whole: bool,
         quiet: &mut Quiet,
     ) -> Result<Option<usize>> {
-        let Some(batch) = scatter.batch(usize::MAX) else { return Ok(None) };
+        let Some(batch) = scatter.batch(rate.chunk()) else { return Ok(None) };
         let moved = self.attempt(transport, quiet, batch.bytes(), || transport.get(&batch, whole))?;
         // A socket's shutdown on this side looks like an end of the data; what had come before was still read.
         if moved == 0 && self.is_shut() {
             return Err(Stop::ShutDown);
         }
         scatter.advance(moved);
+        // Paid for afterwards: how much is there is known only then.
+        let waited = rate.take_unless(moved as u64, &self.shut).ok_or(Stop::ShutDown)?;
+        if !waited.is_zero() {
+            self.side.throttled(waited);
+            quiet.progress();
+        }
         Ok(Some(moved))
     }
 

@@ -19,4 +19,6 @@ pub struct Options {
     pub receive_buffer: Option<usize>,
     /// The limit that puts share; a channel without one gets its own, which is unlimited until changed.
     pub rate: Option<RateLimit>,
+    /// The limit that gets share, which the peer feels as a slow reader; by default there is none.
+    pub get_rate: Option<RateLimit>,
 }

@@ -4,11 +4,14 @@
 
 mod bench;
 mod channels;
+mod endpoint;
 mod inspect;
 mod job;
 mod packaging;
+mod receive;
 mod restore;
 mod save;
+mod send;
 mod values;
 
 use std::ffi::OsString;
@@ -17,11 +20,14 @@ use clap::{Parser, Subcommand};
 
 pub(crate) use bench::BenchArgs;
 pub(crate) use channels::ChannelArgs;
+pub(crate) use endpoint::EndpointArgs;
 pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
+pub(crate) use receive::ReceiveArgs;
 pub(crate) use restore::{ModeArg, PreemptArg, RestoreArgs, ResumeArgs};
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
+pub(crate) use send::{SendArgs, SendModeArg};
 
 /// Save a running QEMU VM and bring it back in milliseconds.
 #[derive(Debug, Parser)]
@@ -43,6 +49,10 @@ pub(crate) enum Command {
     Save(SaveArgs),
     /// Restore a VM into a QEMU started with -incoming defer; lazily where possible
     Restore(RestoreArgs),
+    /// Receive a migrating VM into a file, without a monitor: a migration destination
+    Receive(ReceiveArgs),
+    /// Send a stored VM to a QEMU that waits for it, without a monitor: a migration source
+    Send(SendArgs),
     /// Continue a VM that an interrupted job left paused
     Resume(ResumeArgs),
     /// Show what is in a snapshot or a recorded migration stream

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context;
+use limosa_channel::Uri;
 use limosa_migrate::control_socket::Job;
 use limosa_migrate::{Control, ControlSocket, Progress};
 use limosa_qemu::job::Watch;
@@ -26,7 +27,7 @@ pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
 pub(crate) struct Surroundings {
     pub(crate) control: Control,
     pub(crate) progress: Progress,
-    _socket: Option<ControlSocket>,
+    socket: Option<ControlSocket>,
     _signals: SignalWatch,
     _bar: Option<Bar>,
 }
@@ -44,7 +45,14 @@ impl Surroundings {
         let socket = socket.map(|path| listen(path, job, &control, &progress)).transpose()?;
         let signals = SignalWatch::start(job, &control, &progress)?;
         let bar = (!quiet).then(|| Bar::show(&progress, verb));
-        Ok(Self { control, progress, _socket: socket, _signals: signals, _bar: bar })
+        Ok(Self { control, progress, socket, _signals: signals, _bar: bar })
+    }
+
+    /// Says to programs where the job waits for its peer.
+    pub(crate) fn waits_at(&self, uri: &Uri) {
+        if let Some(socket) = &self.socket {
+            socket.waits_at(uri);
+        }
     }
 
     pub(crate) fn watch(&self) -> Watch<'_> {

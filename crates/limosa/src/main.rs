@@ -8,12 +8,15 @@ mod bars;
 mod bench;
 mod compare;
 mod detach;
+mod endpoint;
 mod inspect;
 mod job;
 mod packaging;
+mod receive;
 mod restore;
 mod resume;
 mod save;
+mod send;
 mod signals;
 mod voice;
 mod words;
@@ -34,6 +37,8 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Save(args) => save::run(&args),
         Command::Restore(args) => restore::run(args),
+        Command::Receive(args) => receive::run(&args),
+        Command::Send(args) => send::run(&args),
         Command::Resume(args) => resume::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Bench(args) => bench::run(args),

@@ -8,7 +8,9 @@ use limosa_migrate::MigrateError;
 use limosa_migrate::control_socket::Job;
 use limosa_qemu::guard::Guard;
 use limosa_qemu::job::JobError;
-use limosa_qemu::restore::{Mode, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore};
+use limosa_qemu::restore::{
+    LazyReport, Mode, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore,
+};
 use limosa_snapshot::Snapshot;
 use serde_json::{Value, json};
 
@@ -130,20 +132,8 @@ impl RestoreObserver for Observer<'_> {
 
 fn tell(report: &RestoreReport) {
     if let Some(lazy) = &report.lazy {
-        let latency = &lazy.request_latency;
-        let at = |quantile: f64| words::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
         say!("restored: all memory is there after {}; the VM is {}", words::time(report.to_resident), report.vm_state);
-        if latency.is_empty() {
-            say!("  no page had to be asked for");
-        } else {
-            say!(
-                "  {} pages were asked for; answered within {} (median), {} (99%), {} (longest)",
-                words::count(latency.len()),
-                at(0.5),
-                at(0.99),
-                words::time(Duration::from_nanos(latency.max()))
-            );
-        }
+        tell_requests(lazy);
     } else {
         say!("restored after {}; the VM is {}", words::time(report.to_guest), report.vm_state);
     }
@@ -159,23 +149,42 @@ fn tell(report: &RestoreReport) {
     }
 }
 
+/// How long a guest waited for pages that it asked for.
+pub(crate) fn tell_requests(lazy: &LazyReport) {
+    let latency = &lazy.request_latency;
+    let at = |quantile: f64| words::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
+    if latency.is_empty() {
+        say!("  no page had to be asked for");
+    } else {
+        say!(
+            "  {} pages were asked for; answered within {} (median), {} (99%), {} (longest)",
+            words::count(latency.len()),
+            at(0.5),
+            at(0.99),
+            words::time(Duration::from_nanos(latency.max()))
+        );
+    }
+}
+
+/// The same, for programs.
+pub(crate) fn lazy_object(lazy: &LazyReport) -> Value {
+    let at = |quantile: f64| millis(lazy.request_latency.value_at_quantile(quantile));
+    json!({
+        "requests": lazy.request_latency.len(),
+        "request_latency_ms": { "p50": at(0.5), "p99": at(0.99), "max": millis(lazy.request_latency.max()) },
+        "main": words::counters(&lazy.main),
+        "preempt": lazy.preempt.as_ref().map(words::counters),
+    })
+}
+
 fn object(report: &RestoreReport) -> Value {
-    let lazy = report.lazy.as_ref().map(|lazy| {
-        let at = |quantile: f64| millis(lazy.request_latency.value_at_quantile(quantile));
-        json!({
-            "requests": lazy.request_latency.len(),
-            "request_latency_ms": { "p50": at(0.5), "p99": at(0.99), "max": millis(lazy.request_latency.max()) },
-            "main": words::counters(&lazy.main),
-            "preempt": lazy.preempt.as_ref().map(words::counters),
-        })
-    });
     json!({
         "mode": if report.mode == Mode::Eager { "eager" } else { "lazy" },
         "vm_state": report.vm_state,
         "to_guest_ms": words::millis(report.to_guest),
         "to_resident_ms": words::millis(report.to_resident),
         "pages": { "normal": report.normal_pages, "zero": report.zero_pages },
-        "lazy": lazy,
+        "lazy": report.lazy.as_ref().map(lazy_object),
         "channel": report.channel.as_ref().map(words::counters),
     })
 }

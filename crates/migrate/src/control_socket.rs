@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
+use limosa_channel::Uri;
 use serde_json::{Value, json};
 
 use crate::control::{Control, Stop};
@@ -39,6 +40,7 @@ pub enum Job {
 #[derive(Debug)]
 pub struct ControlSocket {
     path: PathBuf,
+    shared: Arc<Shared>,
     over: Arc<AtomicBool>,
     listener: Option<thread::JoinHandle<()>>,
 }
@@ -50,6 +52,8 @@ struct Shared {
     progress: Progress,
     begun: Instant,
     clients: Mutex<Vec<Client>>,
+    /// Where the job waits for its peer, as QEMU writes addresses.
+    addresses: Mutex<Vec<Value>>,
     admitted: AtomicUsize,
 }
 
@@ -82,11 +86,23 @@ impl ControlSocket {
             progress,
             begun: Instant::now(),
             clients: Mutex::default(),
+            addresses: Mutex::default(),
             admitted: AtomicUsize::new(0),
         });
-        let stop = Arc::clone(&over);
-        let thread = thread::Builder::new().name("control".into()).spawn(move || serve(&listener, &shared, &stop))?;
-        Ok(Self { path: path.to_owned(), over, listener: Some(thread) })
+        let (stop, mine) = (Arc::clone(&over), Arc::clone(&shared));
+        let thread = thread::Builder::new().name("control".into()).spawn(move || serve(&listener, &mine, &stop))?;
+        Ok(Self { path: path.to_owned(), shared, over, listener: Some(thread) })
+    }
+
+    /// Says where the job waits for its peer: `query-migrate` tells it from now on, as `socket-address`.
+    pub fn waits_at(&self, uri: &Uri) {
+        let address = match uri {
+            Uri::Tcp { host, port } => json!({ "type": "inet", "host": host, "port": port.to_string() }),
+            Uri::Unix(path) => json!({ "type": "unix", "path": path.to_string_lossy() }),
+            Uri::Fd(number) => json!({ "type": "fd", "str": number.to_string() }),
+            _ => return,
+        };
+        self.shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).push(address);
     }
 }
 
@@ -265,7 +281,7 @@ fn query_migrate(shared: &Shared) -> Value {
     let total = reading.total_pages.saturating_mul(limosa_page::PAGE_SIZE);
     let unique = (reading.normal_pages + reading.zero_pages).saturating_sub(reading.resent_pages);
     let remaining = reading.total_pages.saturating_sub(unique).saturating_mul(limosa_page::PAGE_SIZE);
-    json!({
+    let mut answer = json!({
         "status": if shared.control.stopped().is_some() { "cancelling" } else { status(reading.phase) },
         "total-time": u64::try_from(shared.begun.elapsed().as_millis()).unwrap_or(u64::MAX),
         "ram": {
@@ -278,7 +294,12 @@ fn query_migrate(shared: &Shared) -> Value {
             "postcopy-requests": reading.requests,
             "page-size": limosa_page::PAGE_SIZE,
         },
-    })
+    });
+    let addresses = shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    if let (false, Some(answer)) = (addresses.is_empty(), answer.as_object_mut()) {
+        answer.insert("socket-address".into(), addresses.into());
+    }
+    answer
 }
 
 fn status(phase: Phase) -> &'static str {

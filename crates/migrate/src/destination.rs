@@ -423,6 +423,9 @@ impl<'a> Receiver<'a> {
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
                 Event::DeviceTail => return self.exchange(lane),
                 Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. } => {}
+                Event::Package { .. } => {
+                    return Err(MigrateError::SwitchedToPostcopy { offset: self.decoder.offset() });
+                }
                 other => return Err(self.unsupported(&other)),
             }
         }
@@ -447,7 +450,15 @@ impl<'a> Receiver<'a> {
     fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {
         match command {
             Command::OpenReturnPath | Command::Ping(_) if self.role.options.recorded => {}
+            Command::OpenReturnPath if !self.role.channel.carries(How::Write) => {
+                return Err(MigrateError::OneWay { peer: self.role.channel.peer().to_owned() });
+            }
             Command::OpenReturnPath => self.return_path = true,
+            // That postcopy may follow binds nobody; a source that finishes before it is asked to switch is received.
+            Command::PostcopyAdvise(_) => {}
+            Command::RamDiscard { .. } | Command::PostcopyListen | Command::PostcopyRun => {
+                return Err(MigrateError::SwitchedToPostcopy { offset });
+            }
             Command::Ping(token) if self.return_path => {
                 let mut bytes = Vec::new();
                 ReturnMessage::Pong(*token).encode(&mut bytes)?;

@@ -76,6 +76,25 @@ pub enum MigrateError {
         why: &'static str,
     },
 
+    /// The source let the guest run here before its memory had come.
+    #[error(
+        "the source switched to postcopy at stream offset {offset}, but nothing runs here that could use its pages: \
+         migrate with the capability postcopy-ram off, or without migrate-start-postcopy"
+    )]
+    SwitchedToPostcopy {
+        /// Where, in bytes from the start of the stream.
+        offset: u64,
+    },
+
+    /// The source wants answers, and there is no way for them.
+    #[error(
+        "{peer}: the source wants answers, but this carries none: turn its capability return-path off, or connect both directions"
+    )]
+    OneWay {
+        /// The channel.
+        peer: String,
+    },
+
     /// The destination ended the migration with a status other than 0.
     #[error("the destination reports failure (status {status}); its own log says why")]
     Refused {

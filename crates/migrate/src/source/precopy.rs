@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
-use limosa_stream::{Command, ram, section};
+use limosa_stream::{Command, ram, section, vm};
 
 use super::inbox::Inbox;
 use super::ledger::CLAIM_PAGES;
@@ -27,6 +27,10 @@ use crate::progress::{Moved, Phase, Progress};
 pub struct PrecopyOptions {
     /// Whether to ask the destination for a last word. Needs a channel that carries both directions.
     pub return_path: bool,
+    /// How long the destination may take to answer a PING before the first page is sent; `None` sends at once. Without an
+    /// answer nobody is there who could give a last word, and that is better known before than after. Not for channels
+    /// beside the main one: QEMU reads nothing before it has been greeted on all.
+    pub greeting: Option<Duration>,
     /// Longest wait for that word: the destination loads the device state in that time. On channels beside the main one also
     /// the longest time in which the destination takes nothing.
     pub patience: Duration,
@@ -36,7 +40,7 @@ pub struct PrecopyOptions {
 
 impl Default for PrecopyOptions {
     fn default() -> Self {
-        Self { return_path: true, patience: Duration::from_secs(60), fresh: Vec::new() }
+        Self { return_path: true, greeting: None, patience: Duration::from_secs(60), fresh: Vec::new() }
     }
 }
 
@@ -160,6 +164,12 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         if self.options.return_path {
             Command::OpenReturnPath.encode(&mut bytes)?;
+            if let Some(patience) = self.options.greeting {
+                Command::Ping(vm::PING_OPENED).encode(&mut bytes)?;
+                self.channel.put(&bytes)?;
+                bytes.clear();
+                inbox.wait_pong(vm::PING_OPENED, patience)?;
+            }
         }
         let joins = multifd.is_some_and(Multifd::joins_by_word);
         ram::encode_ram_layout(start.section_id, &start.blocks, &mut bytes)?;

@@ -1,0 +1,45 @@
+//! The arguments of `limosa receive`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use limosa_channel::Uri;
+
+use super::EndpointArgs;
+
+#[derive(Debug, Args)]
+#[command(
+    after_long_help = "A source with a return path (QEMU's capability return-path, or limosa send) gets its answer when \
+the file is durable and has its name; until then its VM can go on there. One without takes its last write for success, \
+whatever happens here.\n\n\
+limosa says on stderr where it listens; with --control, query-migrate tells it as socket-address.\n\n\
+  limosa receive tcp:0.0.0.0:4444 vm.limosa\n  \
+  limosa receive unix:/run/in.sock vm.limosa\n  \
+  limosa receive \"exec:ssh host limosa send vm.limosa -\" vm.limosa\n  \
+  zstd -dc stream.zst | limosa receive --one-way fd:0 vm.limosa"
+)]
+pub(crate) struct ReceiveArgs {
+    /// Where the stream comes from: tcp:HOST:PORT or unix:PATH to listen on, exec:COMMAND, fd:N, `file:PATH`, or - for
+    /// standard input and output
+    #[arg(value_name = "URI")]
+    pub(crate) uri: Uri,
+
+    /// The file to make
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) endpoint: EndpointArgs,
+
+    /// Replace the file if it is there
+    #[arg(long)]
+    pub(crate) force: bool,
+
+    /// Record a checksum of every 1 MiB of memory, verified when it is restored
+    #[arg(long)]
+    pub(crate) checksum: bool,
+
+    /// Do not wait for the file to be durable: a power cut may lose it
+    #[arg(long)]
+    pub(crate) no_sync: bool,
+}

@@ -1,0 +1,93 @@
+//! The arguments of `limosa send`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use limosa_channel::Uri;
+
+use super::values::parse_size;
+use super::{EndpointArgs, PreemptArg};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SendModeArg {
+    /// The guest runs when all pages are there
+    Precopy,
+    /// The guest runs at once, its pages follow; the destination must have postcopy-ram on, and answers
+    Postcopy,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_long_help = "The destination is a QEMU of the saved machine and devices, started with -incoming URI; for \
+postcopy with -incoming defer, so that its capability postcopy-ram can be set before migrate-incoming.\n\n\
+  limosa send vm.limosa tcp:host:4444\n  \
+  limosa send vm.limosa \"exec:ssh host limosa receive - vm.limosa\"\n  \
+  limosa send vm.limosa --one-way \"exec:zstd > vm.stream.zst\""
+)]
+pub(crate) struct SendArgs {
+    /// The file to send from
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    /// Where the stream goes: tcp:HOST:PORT, unix:PATH, exec:COMMAND, fd:N, or - for standard input and output
+    #[arg(value_name = "URI")]
+    pub(crate) uri: Uri,
+
+    /// When the guest runs
+    #[arg(long, value_enum, default_value_t = SendModeArg::Precopy)]
+    pub(crate) mode: SendModeArg,
+
+    /// With postcopy, the page size of a RAM block on huge pages at the destination; can be given for several
+    #[arg(long, value_name = "BLOCK=SIZE", value_parser = parse_page_size)]
+    pub(crate) page_size: Vec<(String, u64)>,
+
+    /// With postcopy, answer requested pages on a second connection; the destination must have postcopy-preempt on
+    #[arg(long, value_enum, default_value_t = PreemptArg::Off)]
+    pub(crate) preempt: PreemptArg,
+
+    /// Go on with a postcopy that was interrupted, once the destination was told migrate-recover with this URI
+    #[arg(long, conflicts_with = "mode")]
+    pub(crate) recover: bool,
+
+    #[command(flatten)]
+    pub(crate) endpoint: EndpointArgs,
+}
+
+impl SendArgs {
+    /// What does not go together, in the words of `clap`.
+    pub(crate) fn contradiction(&self) -> Option<&'static str> {
+        let postcopy = self.recover || self.mode == SendModeArg::Postcopy;
+        let two = self.preempt == PreemptArg::On;
+        if !postcopy && (two || !self.page_size.is_empty()) {
+            Some("--page-size and --preempt are for --mode postcopy")
+        } else if postcopy && self.endpoint.one_way {
+            Some("in postcopy the destination asks for pages: --one-way is for --mode precopy")
+        } else if two && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_)) {
+            Some("--preempt on needs a second connection: tcp:HOST:PORT or unix:PATH")
+        } else {
+            None
+        }
+    }
+}
+
+/// `BLOCK=2M`.
+fn parse_page_size(text: &str) -> Result<(String, u64), String> {
+    let wrong = || format!("{text:?} is no page size of a RAM block: write BLOCK=2M");
+    let (block, size) = text.rsplit_once('=').filter(|(block, _)| !block.is_empty()).ok_or_else(wrong)?;
+    let size = parse_size(size).ok().filter(|size| size.is_power_of_two()).ok_or_else(wrong)?;
+    Ok((block.to_owned(), size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_size_names_its_block() {
+        assert_eq!(parse_page_size("/objects/mem=2M"), Ok(("/objects/mem".into(), 2 << 20)));
+        assert_eq!(parse_page_size("a=b=4K"), Ok(("a=b".into(), 4096)));
+        for wrong in ["", "2M", "=2M", "mem=", "mem=3M", "mem=x"] {
+            assert!(parse_page_size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! What the two ends of a migration without a monitor have in common: a connection, and perhaps a command behind it.
+//!
+//! The law: a command that was started is waited for or ended, and what it failed with is told, because it is the cause of
+//! what the stream failed with.
+
+mod arrivals;
+
+use std::fs::File;
+use std::io::Seek as _;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::CommandFactory as _;
+use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Uri};
+use limosa_migrate::MigrateError;
+
+use crate::args::Cli;
+use crate::job::Surroundings;
+use crate::voice::say;
+
+/// How long a command whose stream has broken off may take to end, so that its exit status can be told.
+const EXPLAIN_WITHIN: Duration = Duration::from_secs(2);
+
+/// A connected peer.
+pub(crate) struct Wire {
+    /// For the engine.
+    pub(crate) channel: Channel,
+    pub(crate) end: Other,
+}
+
+/// What is left of a peer when the engine has the channel.
+pub(crate) struct Other {
+    channel: Channel,
+    command: Option<Exec>,
+    /// Whether there are bytes to read only: a file.
+    pub(crate) recorded: bool,
+}
+
+impl Wire {
+    fn new(channel: Channel, command: Option<Exec>, recorded: bool) -> anyhow::Result<Self> {
+        let end = Other { channel: channel.try_clone()?, command, recorded };
+        Ok(Self { channel, end })
+    }
+
+    fn exec(command: &str, options: &Options) -> anyhow::Result<Self> {
+        let (channel, command) = Exec::start(command, options)?;
+        Self::new(channel, Some(command), false)
+    }
+
+    /// Reaches a destination.
+    pub(crate) fn to(uri: &Uri, options: &Options) -> anyhow::Result<Self> {
+        match uri {
+            Uri::Exec(command) => Self::exec(command, options),
+            Uri::File { path, .. } => anyhow::bail!(
+                "limosa send is for somebody who receives; to keep a stream, say --one-way \"exec:cat > {}\"",
+                path.display()
+            ),
+            _ => Self::new(Channel::connect(uri, options)?, None, false),
+        }
+    }
+
+    /// Waits for a source, for ever or for so long.
+    pub(crate) fn from(
+        uri: &Uri,
+        options: &Options,
+        within: Option<Duration>,
+        surroundings: &Surroundings,
+    ) -> anyhow::Result<Self> {
+        match uri {
+            Uri::Exec(command) => Self::exec(command, options),
+            Uri::Stdio => Self::new(Channel::connect(uri, options)?, None, false),
+            Uri::File { path, offset } => {
+                let failed = || format!("cannot read {}", path.display());
+                let mut file = File::open(path).with_context(failed)?;
+                file.seek(std::io::SeekFrom::Start(*offset)).with_context(failed)?;
+                Self::new(Channel::from_fd_with(file.into(), options)?, None, true)
+            }
+            _ => {
+                let listener = Listener::bind(uri, options)?;
+                if listener.socket().is_none() {
+                    let channel = listener.accept(None)?;
+                    let recorded = is_regular_file(&channel);
+                    return Self::new(channel, None, recorded);
+                }
+                surroundings.waits_at(listener.local_uri());
+                say!("limosa: listening on {}", listener.local_uri());
+                Self::new(arrivals::source(&listener, within, &surroundings.control)?, None, false)
+            }
+        }
+    }
+}
+
+impl Other {
+    /// Whether answers can come back.
+    pub(crate) fn answers(&self) -> bool {
+        self.channel.carries(How::Both)
+    }
+
+    /// Whether there is a command that has yet to say that all went well.
+    pub(crate) fn is_command(&self) -> bool {
+        self.command.is_some()
+    }
+
+    /// Shows the other end that nothing more comes, and waits for the command, if there is one.
+    pub(crate) fn finish(mut self, within: Duration) -> Result<(), ChannelError> {
+        // The peer may have gone by itself.
+        let _ = self.channel.shutdown(How::Write);
+        self.command.as_mut().map_or(Ok(()), |command| command.finish(within))
+    }
+
+    /// What the engine failed with, or what the command failed with before that.
+    pub(crate) fn explain(mut self, error: MigrateError) -> anyhow::Error {
+        let broken = match &error {
+            MigrateError::Channel(error) => error.is_closed(),
+            MigrateError::Stream(_) | MigrateError::Protocol(_) => true,
+            _ => false,
+        };
+        if broken && let Some(command) = &mut self.command {
+            let _ = self.channel.shutdown(How::Write);
+            if let Err(failure @ ChannelError::Command { .. }) = command.finish(EXPLAIN_WITHIN) {
+                return anyhow::Error::from(error).context(failure);
+            }
+        }
+        error.into()
+    }
+}
+
+/// Ends with a usage error if standard output has to be two things at once.
+pub(crate) fn keep_stdout(uri: &Uri, json: bool) {
+    if json && matches!(uri, Uri::Stdio | Uri::Fd(1)) {
+        misused("--json prints on standard output, where the stream is");
+    }
+}
+
+/// Ends the program as for any other wrong usage.
+pub(crate) fn misused(why: &str) -> ! {
+    Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit()
+}
+
+fn is_regular_file(channel: &Channel) -> bool {
+    use rustix::fs::{FileType, fstat};
+    fstat(channel).is_ok_and(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile)
+}

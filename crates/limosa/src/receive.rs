@@ -1,0 +1,184 @@
+//! `limosa receive`: a migration destination that is a file.
+//!
+//! The law: a source that waits for a word gets it when the file is durable and has its name, and not before; until then its
+//! VM is its own. One that does not wait cannot be helped, and is only told apart.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::anyhow;
+use limosa_channel::Options;
+use limosa_migrate::control_socket::Job;
+use limosa_migrate::{Destination, DestinationOptions, DestinationStats, Incoming, MigrateError, Phase};
+use limosa_snapshot::{Durability, Manifest, PendingFile, Published, SnapshotWriter, Via, WriteOptions};
+use serde_json::json;
+
+use crate::args::ReceiveArgs;
+use crate::endpoint::{self, Other, Wire};
+use crate::job::Surroundings;
+use crate::voice::{print_out, say};
+use crate::words;
+
+/// Longest silence of a source that is there.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long nothing may come behind the end of the stream. The VM waits at its source, and the file gets its name before the
+/// end is certain.
+const AFTER_THE_END: Duration = Duration::from_millis(100);
+
+pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
+    endpoint::keep_stdout(&args.uri, args.endpoint.json);
+    // Refused before anybody is waited for.
+    let pending = PendingFile::create(&args.snapshot, args.force)?;
+    let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
+    surroundings.control.set_max_bandwidth(args.endpoint.max_bandwidth);
+    let received = receive(args, pending, &surroundings);
+    drop(surroundings);
+    let received = received?;
+    tell(args, &received);
+    if args.endpoint.json {
+        print_out!("{}", object(&received));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What a reception came to.
+struct Received {
+    published: Published,
+    stats: DestinationStats,
+    file: limosa_channel::Counters,
+    /// Whether the source was told that all is well.
+    answered: bool,
+    elapsed: Duration,
+}
+
+fn receive(args: &ReceiveArgs, pending: PendingFile, surroundings: &Surroundings) -> anyhow::Result<Received> {
+    let control = &surroundings.control;
+    let mut writer = SnapshotWriter::new(
+        pending,
+        WriteOptions {
+            durability: if args.no_sync { Durability::Unsynced } else { Durability::Synced },
+            checksum: args.checksum,
+            write_behind: true,
+        },
+    )?;
+    let options = Options { get_rate: Some(control.rate().clone()), ..Options::default() };
+    let Wire { channel, end } = Wire::from(&args.uri, &options, args.endpoint.timeout, surroundings)?;
+    let begun = Instant::now();
+    let options = DestinationOptions {
+        patience: Some(args.endpoint.timeout.unwrap_or(PATIENCE)),
+        after_the_end: AFTER_THE_END,
+        recorded: end.recorded || args.endpoint.one_way,
+        ..DestinationOptions::default()
+    };
+    let destination = Destination::new(channel, control, &surroundings.progress, options);
+    let incoming = match destination.receive(&mut writer) {
+        Ok(incoming) => incoming,
+        Err(error) => return Err(unreceived(error, end)),
+    };
+    let file = writer.counters();
+    let answered = incoming.has_return_path();
+    let stats = incoming.stats;
+    let patience = args.endpoint.timeout.unwrap_or(PATIENCE);
+    let published = if answered {
+        let published = publish(&incoming, writer, surroundings)?;
+        hand_over(incoming, &published.path).map_err(|error| afterwards(&published.path, error))??;
+        end.finish(patience).map_err(|error| afterwards(&published.path, error))?;
+        published
+    } else {
+        // What a command that fails has said is not to be trusted.
+        if end.is_command() {
+            end.finish(patience).map_err(|error| anyhow!("{error}; nothing was kept"))?;
+        }
+        publish(&incoming, writer, surroundings)?
+    };
+    surroundings.progress.enter(Phase::Completed);
+    Ok(Received { published, stats, file, answered, elapsed: begun.elapsed() })
+}
+
+fn unreceived(error: MigrateError, end: Other) -> anyhow::Error {
+    let hint = match &error {
+        MigrateError::OneWay { .. } => "; a recorded stream is received with --one-way",
+        MigrateError::Sink(_) => "",
+        _ => "; nothing was kept",
+    };
+    let explained = end.explain(error);
+    anyhow!("{}{hint}", words::one_line(&explained))
+}
+
+/// Gives the file its name, or tells the source that this side failed.
+fn publish(incoming: &Incoming, writer: SnapshotWriter, surroundings: &Surroundings) -> anyhow::Result<Published> {
+    let mut manifest = Manifest::new();
+    manifest.via = Some(Via::Socket);
+    manifest.pages.resent = incoming.stats.resent_pages;
+    let published = surroundings
+        .control
+        .check()
+        .map_err(anyhow::Error::from)
+        .and_then(|()| Ok(writer.finish(&incoming.tail, manifest)?));
+    if published.is_err() {
+        // A source that does not hear it sees the channel close.
+        let _ = incoming.refuse();
+    }
+    published
+}
+
+/// Gives the source its word. The outer failure leaves the file, which may be all that there is of the VM; the inner one has
+/// taken it away, because it is not whole.
+fn hand_over(incoming: Incoming, path: &Path) -> Result<anyhow::Result<()>, MigrateError> {
+    incoming.acknowledge()?;
+    if let Err(error @ MigrateError::Protocol(_)) = incoming.confirm_end() {
+        let _ = std::fs::remove_file(path);
+        return Ok(Err(error.into()));
+    }
+    Ok(Ok(()))
+}
+
+fn afterwards(path: &Path, error: impl std::fmt::Display) -> anyhow::Error {
+    anyhow!(
+        "the snapshot {} is whole and in place, but then: {error}; look at the source whether its VM runs on",
+        path.display()
+    )
+}
+
+fn tell(args: &ReceiveArgs, received: &Received) {
+    let manifest = &received.published.manifest;
+    let pages = &manifest.pages;
+    let stored = pages.normal.saturating_mul(limosa_page::PAGE_SIZE);
+    say!(
+        "received {} ({} of {} memory) in {}, {:.2} GiB/s, from {}",
+        received.published.path.display(),
+        words::bytes(stored),
+        words::bytes(manifest.ram_bytes),
+        words::time(received.elapsed),
+        words::rate(stored, received.elapsed),
+        args.uri,
+    );
+    say!(
+        "  pages: {} with contents, {} zero, {} sent again",
+        words::count(pages.normal),
+        words::count(pages.zero),
+        words::count(pages.resent)
+    );
+    if !received.answered {
+        say!("  the source did not wait for an answer: it has taken its last write for success");
+    }
+}
+
+fn object(received: &Received) -> serde_json::Value {
+    let manifest = &received.published.manifest;
+    json!({
+        "snapshot": received.published.path.to_string_lossy(),
+        "id": manifest.id,
+        "machine": manifest.machine,
+        "run_state": manifest.run_state,
+        "answered": received.answered,
+        "elapsed_ms": words::millis(received.elapsed),
+        "gib_per_s": words::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, received.elapsed),
+        "ram_bytes": manifest.ram_bytes,
+        "file_length": received.published.length,
+        "pages": manifest.pages,
+        "channel": words::counters(&received.stats.channel),
+        "file": words::counters(&received.file),
+    })
+}

@@ -1,0 +1,211 @@
+//! `limosa send`: a migration source whose VM is a file.
+
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::anyhow;
+use limosa_channel::{Channel, Options};
+use limosa_migrate::control_socket::Job;
+use limosa_migrate::{MigrateError, Milestone, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource};
+use limosa_qemu::restore::LazyReport;
+use limosa_snapshot::Snapshot;
+use serde_json::json;
+
+use crate::args::{PreemptArg, SendArgs, SendModeArg};
+use crate::endpoint::{self, Wire};
+use crate::job::Surroundings;
+use crate::restore;
+use crate::voice::{print_out, say};
+use crate::words;
+
+/// How long a destination may take to be reached, and to answer for the first time.
+const REACH_WITHIN: Duration = Duration::from_secs(60);
+/// How long a destination may take to make room for the next byte, or to finish: it may have gigabytes to make durable.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// Send buffer to ask for: a few batches of pages.
+const SEND_BUFFER: usize = 512 << 10;
+
+/// What was sent.
+struct Sent {
+    normal: u64,
+    zero: u64,
+    channel: limosa_channel::Counters,
+    lazy: Option<LazyReport>,
+    to_guest: Option<Duration>,
+    /// Whether the destination has said that all is well.
+    answered: bool,
+    elapsed: Duration,
+}
+
+pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
+    if let Some(why) = args.contradiction() {
+        endpoint::misused(why);
+    }
+    endpoint::keep_stdout(&args.uri, args.endpoint.json);
+    let snapshot = Snapshot::open(&args.snapshot)?;
+    snapshot.check_restorable()?;
+    snapshot.lock_serving()?;
+    let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
+    surroundings.control.set_max_bandwidth(args.endpoint.max_bandwidth);
+    let sent = send(args, &snapshot, &surroundings);
+    drop(surroundings);
+    let sent = sent?;
+    tell(args, &sent);
+    if args.endpoint.json {
+        print_out!("{}", object(&sent));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn send(args: &SendArgs, snapshot: &Snapshot, surroundings: &Surroundings) -> anyhow::Result<Sent> {
+    let begun = Instant::now();
+    let limit = args.endpoint.timeout;
+    let options = Options {
+        connect_timeout: Some(limit.unwrap_or(REACH_WITHIN)),
+        write_timeout: Some(limit.unwrap_or(PATIENCE)),
+        send_buffer: Some(SEND_BUFFER),
+        ..Options::default()
+    };
+    let Wire { channel, end } = Wire::to(&args.uri, &options)?;
+    let answers = end.answers() && !args.endpoint.one_way;
+    let guest_runs = AtomicBool::new(false);
+    let sent = if args.recover || args.mode == SendModeArg::Postcopy {
+        if !answers {
+            anyhow::bail!("{}: in postcopy the destination asks for pages, and this carries no answers", args.uri);
+        }
+        postcopy(args, snapshot, channel, &options, surroundings, (begun, &guest_runs))
+    } else {
+        let options = PrecopyOptions {
+            return_path: answers,
+            greeting: Some(limit.unwrap_or(REACH_WITHIN)),
+            patience: limit.unwrap_or(PATIENCE),
+            ..PrecopyOptions::default()
+        };
+        let source = PrecopySource::new(snapshot, channel, &surroundings.control, &surroundings.progress, options);
+        source.run().map(|stats| Sent {
+            normal: stats.normal_pages,
+            zero: stats.zero_pages,
+            channel: stats.channel,
+            lazy: None,
+            to_guest: None,
+            answered: answers,
+            elapsed: stats.elapsed,
+        })
+    };
+    match sent {
+        Ok(mut sent) => {
+            let finished = end.finish(limit.unwrap_or(PATIENCE));
+            match finished {
+                Err(error) if sent.answered => {
+                    return Err(anyhow!(
+                        "everything was sent and the destination has said that all is well, but {error}"
+                    ));
+                }
+                finished => finished?,
+            }
+            sent.elapsed = begun.elapsed();
+            Ok(sent)
+        }
+        Err(error) => {
+            let advice = advice(args, &error, guest_runs.load(Ordering::Acquire));
+            Err(anyhow!("{}{advice}", words::one_line(&end.explain(error))))
+        }
+    }
+}
+
+fn postcopy(
+    args: &SendArgs,
+    snapshot: &Snapshot,
+    channel: Channel,
+    options: &Options,
+    surroundings: &Surroundings,
+    (begun, guest_runs): (Instant, &AtomicBool),
+) -> Result<Sent, MigrateError> {
+    let to_guest = std::sync::OnceLock::new();
+    let mut postcopy = PostcopyOptions { page_sizes: args.page_size.iter().cloned().collect(), ..Default::default() };
+    if let Some(limit) = args.endpoint.timeout {
+        postcopy.patience = limit;
+    }
+    let mut source = PostcopySource::new(snapshot, channel, &surroundings.control, &surroundings.progress)
+        .with_options(postcopy)
+        .on_milestone(|milestone| {
+            if milestone == Milestone::DevicesLoaded {
+                guest_runs.store(true, Ordering::Release);
+                let after = *to_guest.get_or_init(|| begun.elapsed());
+                let what = if args.recover { "the destination goes on" } else { "the guest is back" };
+                say!("{what} after {}; its memory follows", words::time(after));
+            }
+        });
+    if args.preempt == PreemptArg::On {
+        source = source.with_preempt(Box::new(|| Channel::connect(&args.uri, options)));
+    }
+    let stats = if args.recover { source.recover() } else { source.start() }?;
+    Ok(Sent {
+        normal: stats.normal_pages,
+        zero: stats.zero_pages,
+        channel: stats.main,
+        lazy: Some(LazyReport { request_latency: stats.request_latency, main: stats.main, preempt: stats.preempt }),
+        to_guest: to_guest.get().copied(),
+        answered: true,
+        elapsed: stats.elapsed,
+    })
+}
+
+/// What can be done after a failure.
+fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
+    if guest_runs || args.recover {
+        return format!(
+            "; the guest stalls where it needs memory that is missing: give its QEMU the command migrate-recover, then: \
+             limosa send --recover {} {}",
+            args.snapshot.display(),
+            args.uri
+        );
+    }
+    match error {
+        MigrateError::Silent { .. } if args.mode == SendModeArg::Precopy => {
+            "; if nobody can answer there, say --one-way".into()
+        }
+        MigrateError::Channel(_) | MigrateError::Silent { .. } | MigrateError::Protocol(_)
+            if args.mode == SendModeArg::Postcopy =>
+        {
+            "; not sent: the destination's own log says why (it needs the capability postcopy-ram)".into()
+        }
+        MigrateError::Channel(_) | MigrateError::Protocol(_) => "; not sent: the destination's own log says why".into(),
+        _ => String::new(),
+    }
+}
+
+fn tell(args: &SendArgs, sent: &Sent) {
+    let moved = sent.normal.saturating_mul(limosa_page::PAGE_SIZE);
+    say!(
+        "sent {} to {} in {}: {} pages with contents, {} zero; {} at {:.2} GiB/s",
+        args.snapshot.display(),
+        args.uri,
+        words::time(sent.elapsed),
+        words::count(sent.normal),
+        words::count(sent.zero),
+        words::bytes(moved),
+        words::rate(moved, sent.elapsed)
+    );
+    if let Some(lazy) = &sent.lazy {
+        restore::tell_requests(lazy);
+    }
+    if !sent.answered {
+        say!("  nobody could answer: whether it has arrived is to be seen at the other end");
+    }
+}
+
+fn object(sent: &Sent) -> serde_json::Value {
+    let moved = sent.normal.saturating_mul(limosa_page::PAGE_SIZE);
+    json!({
+        "mode": if sent.lazy.is_some() { "postcopy" } else { "precopy" },
+        "answered": sent.answered,
+        "to_guest_ms": sent.to_guest.map(words::millis),
+        "elapsed_ms": words::millis(sent.elapsed),
+        "gib_per_s": words::rate(moved, sent.elapsed),
+        "pages": { "normal": sent.normal, "zero": sent.zero },
+        "lazy": sent.lazy.as_ref().map(restore::lazy_object),
+        "channel": words::counters(&sent.channel),
+    })
+}
