@@ -166,7 +166,10 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
         MigrateError::Silent { .. } if args.mode == SendModeArg::Precopy => {
             "; if nobody can answer there, say --one-way".into()
         }
-        MigrateError::Channel(_) | MigrateError::Silent { .. } | MigrateError::Protocol(_)
+        MigrateError::Channel(_)
+        | MigrateError::Silent { .. }
+        | MigrateError::Protocol(_)
+        | MigrateError::Refused { .. }
             if args.mode == SendModeArg::Postcopy =>
         {
             "; not sent: the destination's own log says why (it needs the capability postcopy-ram)".into()

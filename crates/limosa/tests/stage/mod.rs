@@ -57,9 +57,15 @@ impl Limosa {
 
     /// Starts a command that becomes limosa (`setpriv ... limosa ...`).
     pub(crate) fn start_command(mut command: Command) -> Self {
+        command.stdin(Stdio::null());
+        Self::start_with_own_input(command)
+    }
+
+    /// As [`start_command`](Self::start_command), with the standard input that the command was given.
+    pub(crate) fn start_with_own_input(mut command: Command) -> Self {
         let folder = scratch().unwrap();
         let file = |name: &str| Stdio::from(File::create(folder.path().join(name)).unwrap());
-        command.stdin(Stdio::null()).stdout(file("stdout")).stderr(file("stderr"));
+        command.stdout(file("stdout")).stderr(file("stderr"));
         let process = Process::spawn("limosa", command).unwrap();
         Self { process, folder }
     }

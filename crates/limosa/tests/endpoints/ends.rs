@@ -1,0 +1,74 @@
+//! What the tests of both ends share: starting limosa where it is told to listen, and QEMU's side of a migration.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use limosa_testkit::{Beat, Machine, Vm};
+use serde_json::json;
+
+use crate::scene::{Scene, assert_ballast, assert_consistent, beat, load_ballast, text, wait_said};
+use crate::stage::Limosa;
+
+/// The real limosa, for shells.
+pub(crate) const LIMOSA: &str = env!("CARGO_BIN_EXE_limosa");
+
+/// Starts limosa with a descriptor as its standard input, as a socket that was inherited would be.
+pub(crate) fn start_with_input(scene: &Scene, words: &[&str], input: OwnedFd) -> Limosa {
+    let mut command = Command::new(LIMOSA);
+    command.args(words).env("TMPDIR", scene.path("tmp")).stdin(Stdio::from(input));
+    Limosa::start_with_own_input(command)
+}
+
+/// Starts `limosa receive` at `uri` and waits until it listens; returns it and where that is.
+pub(crate) fn start_receive(scene: &Scene, uri: &str, snapshot: &Path, more: &[&str]) -> (Limosa, String) {
+    let mut words = vec!["receive", uri, text(snapshot)];
+    words.extend(more);
+    let limosa = Limosa::start_command(scene.command(&words));
+    wait_said(&limosa, "listening on ");
+    let said = limosa.stderr();
+    let at = said.lines().find_map(|line| line.strip_prefix("limosa: listening on ")).unwrap();
+    (limosa, at.to_owned())
+}
+
+/// A source with a beat guest that has begun, and ballast.
+pub(crate) fn source(machine: &Machine) -> Vm {
+    let vm = machine.start().unwrap();
+    vm.wait_beats(2).unwrap();
+    load_ballast(&vm);
+    vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 0 })).unwrap();
+    vm
+}
+
+/// Starts QEMU's migration to `uri`, with or without a return path.
+pub(crate) fn migrate(vm: &Vm, uri: &str, return_path: bool) {
+    vm.set_capabilities(&[("return-path", return_path)]).unwrap();
+    vm.execute("migrate", json!({ "uri": uri })).unwrap();
+}
+
+/// Expects the snapshot to be `source` at the instant at which that stopped: by stock QEMU, and by limosa.
+#[track_caller]
+pub(crate) fn assert_is_the_instant_of(scene: &Scene, snapshot: &Path, source: &Vm) {
+    let then: Beat = source.check_beat().unwrap();
+    for via in ["file", "socket"] {
+        let vm = beat().start_incoming().unwrap();
+        scene.restore(snapshot, &vm, &["--mode", "eager", "--via", via, "--paused"]).success();
+        assert_eq!(vm.check_beat().unwrap(), then, "{via}");
+        assert_ballast(&vm);
+        vm.cont().unwrap();
+        assert_consistent(&vm);
+    }
+}
+
+/// Expects `source` to be stopped here, and to have gone on as if nothing had been when it is continued.
+#[track_caller]
+pub(crate) fn assert_runs_on(source: &Vm) {
+    source.wait_run_state("running", crate::stage::SOON).unwrap();
+    assert_consistent(source);
+    assert_ballast(source);
+}
+
+/// Makes a destination listen at `uri`.
+pub(crate) fn listen(vm: &Vm, uri: &str) {
+    vm.execute("migrate-incoming", json!({ "uri": uri, "exit-on-error": false })).unwrap();
+}
