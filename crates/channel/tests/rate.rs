@@ -88,3 +88,27 @@ fn channels_can_share_one_limit() {
         put.join().unwrap().unwrap();
     });
 }
+
+#[test]
+fn gets_never_run_ahead_of_their_limit_and_wake_at_a_shutdown() {
+    const RATE: u64 = 4 << 20;
+    let (writer, far) = Channel::pair().unwrap();
+    let limit = RateLimit::new(rate(RATE));
+    let options = Options { get_rate: Some(limit.clone()), ..Options::default() };
+    let channel = Channel::from_fd_with(far, &options).unwrap();
+    thread::scope(|scope| {
+        let feeder = scope.spawn(|| writer.put(&vec![3; 64 << 20]));
+        let began = Instant::now();
+        channel.get(&mut vec![0; 2 << 20]).unwrap();
+        let allowed = u128::from(RATE) * began.elapsed().as_nanos() / 1_000_000_000 + u128::from(RATE / 20 + RATE / 10);
+        assert!(2 << 20 <= allowed, "at most {allowed} allowed");
+        assert!(channel.counters().throttled_ns > 0);
+        // Somebody who waits for the limit is woken.
+        limit.set(rate(1));
+        let getter = scope.spawn(|| channel.get(&mut vec![0; 1 << 20]));
+        thread::sleep(Duration::from_millis(20));
+        channel.shutdown(limosa_channel::How::Both).unwrap();
+        assert!(getter.join().unwrap().unwrap_err().is_shut_down());
+        assert!(feeder.join().unwrap().is_err());
+    });
+}

@@ -15,6 +15,7 @@ const TINY: Options = Options {
     send_buffer: Some(1),
     receive_buffer: Some(1),
     rate: None,
+    get_rate: None,
 };
 
 fn tiny_pair() -> (Channel, Channel) {

@@ -76,8 +76,12 @@ impl Way {
         let model = MultifdModel::new(memory, &self.fresh, self.multifd.compression, self.trouble);
         let (near, far) = pair();
         let (beside, far_beside): (Vec<Channel>, Vec<Channel>) = (0..self.channels).map(|_| pair()).unzip();
-        let options =
-            PrecopyOptions { return_path: self.return_path, patience: self.patience, fresh: self.fresh.clone() };
+        let options = PrecopyOptions {
+            return_path: self.return_path,
+            patience: self.patience,
+            fresh: self.fresh.clone(),
+            ..PrecopyOptions::default()
+        };
         let (sent, outcome) = thread::scope(|scope| {
             let destination = scope.spawn(|| model.run(far, far_beside));
             let role = PrecopySource::new(source, near, control, progress, options);
