@@ -21,7 +21,7 @@ use crate::error::{ChannelError, Operation};
 use crate::lane::{Lane, Stop};
 use crate::options::Options;
 use crate::rate::RateLimit;
-use crate::transport::Transport;
+use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
 
 type Result<T> = std::result::Result<T, ChannelError>;
@@ -104,8 +104,8 @@ impl Channel {
                 (Transport::Socket(fd), None)
             }
             Kind::Ordered => {
-                let wakes = unblock(&[&fd]).map_err(|e| failed(e.into()))?;
-                (Transport::Pipe(fd), Some(wakes))
+                unblock(&fd).map_err(|e| failed(e.into()))?;
+                (Transport::Pipe(fd), Some(wakes().map_err(|e| failed(e.into()))?))
             }
             Kind::Listening => return Err(unsupported("it waits for connections itself; use it with a listener")),
             Kind::Useless(why) => return Err(unsupported(why)),
@@ -121,9 +121,19 @@ impl Channel {
         options: &Options,
     ) -> Result<Self> {
         let peer = peer.into();
-        let wakes =
-            unblock(&[&input, &output]).map_err(|e| ChannelError::setup(Operation::Configure, Arc::clone(&peer), e))?;
-        Self::with_transport(Transport::Pair { input, output }, Some(wakes), peer, options)
+        let halves = || -> std::result::Result<_, Errno> {
+            let half = |fd: OwnedFd| -> std::result::Result<Half, Errno> {
+                if FileType::from_raw_mode(fs::fstat(&fd)?.st_mode) == FileType::Socket {
+                    return Ok(Half::Socket(fd));
+                }
+                unblock(&fd)?;
+                Ok(Half::Pipe(fd))
+            };
+            Ok((Transport::Pair { input: half(input)?, output: half(output)? }, wakes()?))
+        };
+        let (transport, wakes) =
+            halves().map_err(|e| ChannelError::setup(Operation::Configure, Arc::clone(&peer), e))?;
+        Self::with_transport(transport, Some(wakes), peer, options)
     }
 
     fn with_transport(
@@ -436,12 +446,13 @@ fn cannot_send(error: &io::Error) -> bool {
     [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP].into_iter().any(|errno| Errno::from_io_error(error) == Some(errno))
 }
 
-/// Puts descriptors that the kernel cannot shut down into non-blocking mode; returns what wakes who waits for one, to get
-/// and to put.
-fn unblock(descriptors: &[&OwnedFd]) -> std::result::Result<(OwnedFd, OwnedFd), Errno> {
-    for fd in descriptors {
-        fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)?;
-    }
+/// Has calls on a descriptor that the kernel cannot shut down return instead of waiting.
+fn unblock(fd: &OwnedFd) -> std::result::Result<(), Errno> {
+    fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)
+}
+
+/// What wakes who waits for such a descriptor, to get and to put.
+fn wakes() -> std::result::Result<(OwnedFd, OwnedFd), Errno> {
     let wake = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
     Ok((wake()?, wake()?))
 }

@@ -20,32 +20,47 @@ pub(crate) enum Transport {
     Socket(OwnedFd),
     /// A pipe or whatever else is read and written in order; in non-blocking mode.
     Pipe(OwnedFd),
-    /// Two descriptors, one for each direction; both in non-blocking mode.
+    /// Two descriptors, one for each direction.
     Pair {
         /// What is read from.
-        input: OwnedFd,
+        input: Half,
         /// What is written to.
-        output: OwnedFd,
+        output: Half,
     },
+}
+
+/// One direction, that others may have too.
+#[derive(Debug)]
+pub(crate) enum Half {
+    /// A stream socket, left in the mode it is in: that is a property of the open socket, and a program at the other side of
+    /// a pipeline may have the same one and rely on it. Each call says for itself that it does not wait.
+    Socket(OwnedFd),
+    /// A pipe in non-blocking mode.
+    Pipe(OwnedFd),
+}
+
+impl Half {
+    fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Socket(fd) => Self::Socket(fd.try_clone()?),
+            Self::Pipe(fd) => Self::Pipe(fd.try_clone()?),
+        })
+    }
+
+    fn fd(&self) -> &OwnedFd {
+        match self {
+            Self::Socket(fd) | Self::Pipe(fd) => fd,
+        }
+    }
 }
 
 impl Transport {
     /// Writes some of the batch; returns how many bytes.
     pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         match self {
-            Self::Socket(fd) => {
-                if let [entry] = batch.entries() {
-                    // Measured to be a tenth cheaper than a message of one entry, for small ones.
-                    // SAFETY: the batch's entry is valid for reads.
-                    return answer(unsafe {
-                        libc::send(fd.as_raw_fd(), entry.iov_base, entry.iov_len, libc::MSG_NOSIGNAL)
-                    });
-                }
-                let message = message(batch.entries());
-                // SAFETY: the message and its list live through the call; the batch's entries are valid for reads.
-                answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) })
-            }
-            Self::Pipe(fd) | Self::Pair { output: fd, .. } => {
+            Self::Socket(fd) => send(fd, batch, 0),
+            Self::Pair { output: Half::Socket(fd), .. } => send(fd, batch, libc::MSG_DONTWAIT),
+            Self::Pipe(fd) | Self::Pair { output: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
                 // SAFETY: the batch's entries are valid for reads; the list has `count` of them.
                 answer(unsafe { libc::writev(fd.as_raw_fd(), list, count) })
@@ -61,17 +76,9 @@ impl Transport {
     /// Reads some of the batch, or all of it (`whole`) where the kernel can wait for that; returns how many bytes.
     pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         match self {
-            Self::Socket(fd) => {
-                let flags = if whole { libc::MSG_WAITALL } else { 0 };
-                if let [entry] = batch.entries() {
-                    // SAFETY: the batch's entry is valid for writes.
-                    return answer(unsafe { libc::recv(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });
-                }
-                let mut message = message(batch.entries());
-                // SAFETY: the message and its list live through the call; the batch's entries are valid for writes.
-                answer(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })
-            }
-            Self::Pipe(fd) | Self::Pair { input: fd, .. } => {
+            Self::Socket(fd) => receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
+            Self::Pair { input: Half::Socket(fd), .. } => receive(fd, batch, libc::MSG_DONTWAIT),
+            Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
                 // SAFETY: the batch's entries are valid for writes; the list has `count` of them.
                 answer(unsafe { libc::readv(fd.as_raw_fd(), list, count) })
@@ -91,16 +98,40 @@ impl Transport {
     /// What gets read from.
     pub(crate) fn input(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Socket(fd) | Self::Pipe(fd) | Self::Pair { input: fd, .. } => fd.as_fd(),
+            Self::Socket(fd) | Self::Pipe(fd) => fd.as_fd(),
+            Self::Pair { input, .. } => input.fd().as_fd(),
         }
     }
 
     /// What puts write to.
     pub(crate) fn output(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Socket(fd) | Self::Pipe(fd) | Self::Pair { output: fd, .. } => fd.as_fd(),
+            Self::Socket(fd) | Self::Pipe(fd) => fd.as_fd(),
+            Self::Pair { output, .. } => output.fd().as_fd(),
         }
     }
+}
+
+fn send(fd: &OwnedFd, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize> {
+    let flags = flags | libc::MSG_NOSIGNAL;
+    if let [entry] = batch.entries() {
+        // Measured to be a tenth cheaper than a message of one entry, for small ones.
+        // SAFETY: the batch's entry is valid for reads.
+        return answer(unsafe { libc::send(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });
+    }
+    let message = message(batch.entries());
+    // SAFETY: the message and its list live through the call; the batch's entries are valid for reads.
+    answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })
+}
+
+fn receive(fd: &OwnedFd, batch: &Batch<'_, In>, flags: c_int) -> io::Result<usize> {
+    if let [entry] = batch.entries() {
+        // SAFETY: the batch's entry is valid for writes.
+        return answer(unsafe { libc::recv(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });
+    }
+    let mut message = message(batch.entries());
+    // SAFETY: the message and its list live through the call; the batch's entries are valid for writes.
+    answer(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })
 }
 
 /// Writes some of the batch at a file offset.

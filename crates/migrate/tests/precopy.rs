@@ -186,16 +186,29 @@ fn a_source_that_stalls_or_a_person_who_cancels_ends_the_wait() {
     });
 }
 
-#[test]
-fn commands_of_other_roles_are_refused_by_name() {
+/// What a destination says to a stream that begins with these commands.
+fn refusal(commands: &[Command]) -> String {
     let memory = Memory::new(&[4], |_, _| true);
     let mut bytes = Vec::new();
     memory.start.configuration.encode(&mut bytes).unwrap();
-    Command::PostcopyAdvise(None).encode(&mut bytes).unwrap();
+    for command in commands {
+        command.encode(&mut bytes).unwrap();
+    }
     let (near, far) = pair();
     near.put(&bytes).unwrap();
-    let error = receive(far, &mut Kept::default()).map(|_| ()).unwrap_err();
-    assert!(error.to_string().contains("PostcopyAdvise"), "{error}");
+    receive(far, &mut Kept::default()).map(|_| ()).unwrap_err().to_string()
+}
+
+#[test]
+fn commands_of_other_roles_are_refused_by_name() {
+    let said = refusal(&[Command::PostcopyResume]);
+    assert!(said.contains("PostcopyResume"), "{said}");
+}
+
+#[test]
+fn postcopy_may_be_announced_and_is_refused_when_it_begins() {
+    let said = refusal(&[Command::PostcopyAdvise(None), Command::PostcopyListen]);
+    assert!(said.contains("switched to postcopy") && said.contains("migrate-start-postcopy"), "{said}");
 }
 
 proptest! {
