@@ -6,6 +6,7 @@ use limosa_stream::configuration::Configuration;
 use limosa_stream::devices;
 use limosa_stream::global_state::GlobalState;
 use limosa_stream::mapped_ram::{HEADER_LENGTH, Layout};
+use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
 use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::section::{self, SectionHeader, SectionKind};
@@ -26,6 +27,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("device_tail", device_tail()?),
         ("snapshot", snapshot()?),
         ("text", text()),
+        ("multifd", multifd()?),
+        ("xbzrle", xbzrle()),
     ] {
         let folder = corpus.join(target);
         fs::create_dir_all(&folder)?;
@@ -61,6 +64,27 @@ fn snapshot() -> Result<Seeds, Box<dyn Error>> {
     seed.extend(device_tail()?.into_iter().next().unwrap_or_default());
     assert!(limosa_snapshot::fuzz_open(&seed).is_ok(), "a seed is well-formed");
     Ok(vec![seed])
+}
+
+/// An initial packet, and packets with pages, with and without compression, and of none.
+fn multifd() -> Result<Seeds, Box<dyn Error>> {
+    let mut seeds = vec![InitialPacket { uuid: [7; 16], id: 1 }.encode().to_vec()];
+    let pages = Packet { sync: false, block: "pc.ram", normal: &[0x1000, 0], zero: &[0x2000], ..Packet::sync(7) };
+    for packet in [
+        Packet::sync(1),
+        Packet { payload_len: 0x2000, ..pages },
+        Packet { payload_len: 99, compression: Compression::Zlib, ..pages },
+        Packet { payload_len: 99, compression: Compression::Zstd, sync: true, ..pages },
+    ] {
+        let mut bytes = [0; PACKET_LEN];
+        packet.encode(&mut bytes)?;
+        seeds.push(bytes.to_vec());
+    }
+    Ok(seeds)
+}
+
+fn xbzrle() -> Seeds {
+    vec![b"\x00\x01a\x02\x03bcd".to_vec(), b"\x80\x10\x02ab".to_vec(), vec![0xff; 600]]
 }
 
 fn text() -> Seeds {

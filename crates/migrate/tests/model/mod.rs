@@ -137,6 +137,14 @@ impl PageSink for Kept {
         }
         Ok(())
     }
+
+    fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
+        match &self.pages[block][usize::try_from(page.0).unwrap()] {
+            Some(contents) => into.copy_from_slice(contents),
+            None => into.fill(0),
+        }
+        Ok(())
+    }
 }
 
 /// What a postcopy destination saw.
