@@ -25,7 +25,7 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;
-pub(crate) use restore::{ModeArg, PreemptArg, RestoreArgs, ResumeArgs};
+pub(crate) use restore::{ModeArg, PreemptArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendModeArg};
 

@@ -9,12 +9,12 @@ use limosa_migrate::control_socket::Job;
 use limosa_qemu::guard::Guard;
 use limosa_qemu::job::JobError;
 use limosa_qemu::restore::{
-    LazyReport, Mode, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore,
+    LazyReport, Mode, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore,
 };
 use limosa_snapshot::Snapshot;
 use serde_json::{Value, json};
 
-use crate::args::{ModeArg, PreemptArg, RestoreArgs};
+use crate::args::{ModeArg, PreemptArg, RestoreArgs, ZeroPageDetectionArg};
 use crate::detach::{self, Reporter};
 use crate::job::{self, Surroundings};
 use crate::voice::{print_out, say};
@@ -98,6 +98,11 @@ fn options(args: &RestoreArgs) -> RestoreOptions {
         },
         route: args.via.into(),
         listen: args.listen.clone(),
+        channels: args.channels.channels.map(|count| RestoreChannels {
+            count,
+            compression: args.channels.compression.into(),
+            detect_zero: args.zero_page_detection == ZeroPageDetectionArg::Multifd,
+        }),
         preempt: args.preempt == PreemptArg::On,
         run: match (args.run, args.paused) {
             (true, _) => RunChoice::Run,

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::{DisksArg, JobArgs, ViaArg};
+use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ModeArg {
@@ -24,6 +24,14 @@ pub(crate) enum PreemptArg {
     On,
     /// Answer requested pages between the others
     Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ZeroPageDetectionArg {
+    /// Not at all: what a snapshot stores is not zero
+    None,
+    /// In the thread of each channel
+    Multifd,
 }
 
 #[derive(Debug, Args)]
@@ -47,6 +55,13 @@ pub(crate) struct RestoreArgs {
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
 
+    #[command(flatten)]
+    pub(crate) channels: ChannelArgs,
+
+    /// Whether limosa looks if stored pages are zero, before it sends them on the channels
+    #[arg(long, value_enum, default_value_t = ZeroPageDetectionArg::None, requires = "channels")]
+    pub(crate) zero_page_detection: ZeroPageDetectionArg,
+
     /// Answer requested pages on a channel of their own (QEMU's postcopy-preempt): sooner, but a limosa that is killed in
     /// the very last moment can then leave the VM without an end of its restore
     #[arg(long, value_enum, default_value_t = PreemptArg::Off)]
@@ -65,7 +80,7 @@ pub(crate) struct RestoreArgs {
     pub(crate) detach: bool,
 
     /// Finish a lazy restore that was interrupted
-    #[arg(long, conflicts_with_all = ["mode", "run", "paused"])]
+    #[arg(long, conflicts_with_all = ["mode", "run", "paused", "channels"])]
     pub(crate) recover: bool,
 
     /// What to do about disks that have changed since the VM was saved

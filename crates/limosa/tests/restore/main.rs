@@ -8,6 +8,7 @@ mod stage;
 
 mod scene;
 
+mod channels;
 mod damage;
 mod eager;
 mod guests;

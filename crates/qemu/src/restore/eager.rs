@@ -4,12 +4,16 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
-use limosa_migrate::{MigrateError, PageSource, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
+use limosa_migrate::{
+    MigrateError, MultifdSourceOptions, PageSource, Phase, PrecopyOptions, PrecopySource, PrecopyStats,
+};
 use limosa_page::{PageNumber, PageRange};
+use limosa_stream::multifd::Compression;
 use serde_json::Value;
+use uuid::Uuid;
 
 use super::incoming::Rendezvous;
-use super::{Mode, RestoreJob, RestoreReport, Route, identity, lazy};
+use super::{Mode, RestoreChannels, RestoreJob, RestoreReport, Route, identity, lazy};
 use crate::job::JobError;
 use crate::marker::JobMarker;
 use crate::monitor::{MigrationInfo, MigrationStatus, Settings};
@@ -22,17 +26,7 @@ const ASK_EVERY: Duration = Duration::from_millis(20);
 pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     job.snapshot.lock_serving()?;
     let by_file = by_file(job)?;
-    let mut wish =
-        Settings::new().capability("events", true).capability("mapped-ram", by_file).capability("multifd", by_file);
-    for other in ["postcopy-ram", "postcopy-preempt", "x-ignore-shared", "x-colo", "switchover-ack"] {
-        wish = wish.capability(other, false);
-    }
-    if by_file {
-        wish = wish
-            .parameter("multifd-channels", file_channels())
-            .parameter("multifd-compression", "none")
-            .parameter("direct-io", false);
-    }
+    let wish = settings(by_file, job.options.channels);
     let change = job.monitor.plan_settings(&wish)?;
     let mut marker = job.marker(change.undo);
     marker.place(job.monitor)?;
@@ -62,6 +56,28 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     })
 }
 
+/// How QEMU must be set: what it needs is on, and whatever would give the stream another form is off.
+fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
+    let multifd = by_file || channels.is_some();
+    let mut wish =
+        Settings::new().capability("events", true).capability("mapped-ram", by_file).capability("multifd", multifd);
+    for other in ["postcopy-ram", "postcopy-preempt", "x-ignore-shared", "x-colo", "switchover-ack"] {
+        wish = wish.capability(other, false);
+    }
+    if multifd {
+        let count = channels.map_or_else(file_channels, |channels| channels.count.into());
+        let compression = channels.map_or_else(Compression::default, |channels| channels.compression);
+        wish = wish
+            .capability("xbzrle", false)
+            .parameter("multifd-channels", count)
+            .parameter("multifd-compression", compression.name());
+    }
+    if by_file {
+        wish = wish.parameter("direct-io", false);
+    }
+    wish
+}
+
 /// Brings the memory in; what limosa sent, if it was limosa.
 fn fill(
     job: &RestoreJob<'_>,
@@ -84,12 +100,22 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
         None
     };
     let limited = job.watch.control.max_bandwidth().is_some();
+    let compressed = job.options.channels.is_some_and(|channels| channels.compression != Compression::None);
+    let looks = job.options.channels.is_some_and(|channels| channels.detect_zero);
     // QEMU takes the pages that a file does not store for zero as they are, and never clears them.
     let stale = file_backends(job)?.into_iter().next();
     match (job.options.route, unable) {
         (Route::File, _) if limited => Err(JobError::refused(
             "QEMU reads a file as fast as it can",
             "leave --max-bandwidth out, or use --via socket",
+        )),
+        (Route::File, _) if compressed => Err(JobError::refused(
+            "a snapshot is not compressed, and QEMU reads it as it is",
+            "leave --compression out, or use --via socket",
+        )),
+        (Route::File, _) if looks => Err(JobError::refused(
+            "QEMU takes the pages of a file as they are",
+            "leave --zero-page-detection out, or use --via socket",
         )),
         (Route::File, _) if let Some(id) = &stale => Err(JobError::refused(
             format!("memory backend {id} maps a file, whose old contents QEMU would leave in place of zero pages"),
@@ -104,6 +130,8 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
         // Checksums are verified as chunks are served, so limosa has to serve them.
         (Route::Auto, unable) => Ok(unable.is_none()
             && !limited
+            && !compressed
+            && !looks
             && stale.is_none()
             && !job.snapshot.has_checksums()
             && job.options.listen.is_none()),
@@ -197,12 +225,21 @@ fn wait_loaded(job: &RestoreJob<'_>) -> Result<(), JobError> {
 
 /// limosa sends a precopy stream.
 fn send(job: &RestoreJob<'_>) -> Result<PrecopyStats, JobError> {
+    // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
+    let fresh = fresh_blocks(job)?;
+    let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);
     let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref())?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
+    let channels = job.options.channels;
+    let beside = rendezvous.connect_beside(channels.map_or(0, |channels| channels.count))?;
     drop(rendezvous);
-    let options = PrecopyOptions { fresh: fresh_blocks(job)?, ..PrecopyOptions::default() };
-    let source = PrecopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress, options);
+    let options = PrecopyOptions { fresh, ..PrecopyOptions::default() };
+    let mut source = PrecopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress, options);
+    if let Some(RestoreChannels { compression, detect_zero, .. }) = channels {
+        let multifd = MultifdSourceOptions { compression, uuid, detect_zero, ..MultifdSourceOptions::default() };
+        source = source.with_channels(beside, multifd)?;
+    }
     let stats = source.run()?;
     wait_loaded(job)?;
     Ok(stats)

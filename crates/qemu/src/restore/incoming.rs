@@ -66,6 +66,11 @@ impl Rendezvous {
         Channel::connect(&self.uri, &options)
     }
 
+    /// Connects so many channels beside the first, for memory; QEMU numbers them as they come.
+    pub(super) fn connect_beside(&self, count: u8) -> Result<Vec<Channel>, ChannelError> {
+        (0..count).map(|_| self.connect()).collect()
+    }
+
     /// Connects a second channel, for single pages that somebody waits for.
     pub(super) fn connect_preempt(&self) -> Result<Channel, ChannelError> {
         Channel::connect(&self.uri, &Options { connect_timeout: Some(CONNECT_WITHIN), ..Options::default() })

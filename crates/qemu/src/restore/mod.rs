@@ -24,6 +24,7 @@ use hdrhistogram::Histogram;
 use limosa_channel::{Counters, Uri};
 use limosa_migrate::{Phase, PostcopyOptions};
 use limosa_snapshot::Snapshot;
+use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;
 
@@ -70,12 +71,25 @@ pub struct RestoreOptions {
     pub route: Route,
     /// Where QEMU listens; `None`: a socket in a private directory.
     pub listen: Option<Uri>,
+    /// Move the memory of an eager restore on channels beside the main one.
+    pub channels: Option<RestoreChannels>,
     /// Answer requested pages on a channel of their own.
     pub preempt: bool,
     /// The run state.
     pub run: RunChoice,
     /// About disks that changed since the VM was saved.
     pub disks: DiskPolicy,
+}
+
+/// The channels that the memory of an eager restore comes on: QEMU's multifd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RestoreChannels {
+    /// How many, 1 to 16.
+    pub count: u8,
+    /// How pages are compressed; only limosa compresses, not a file.
+    pub compression: Compression,
+    /// Whether limosa looks if stored pages are zero.
+    pub detect_zero: bool,
 }
 
 /// What is told while a restore runs.

@@ -53,6 +53,16 @@ pub(super) fn check(
     let page_sizes = page_sizes(snapshot, &blocks);
     let mode = match options.mode {
         Mode::Eager => Mode::Eager,
+        Mode::Lazy if options.channels.is_some() => {
+            return Err(JobError::refused(
+                "a lazy restore has no channels beside the main one: QEMU's multifd excludes postcopy",
+                "leave --channels out, or use --mode eager",
+            ));
+        }
+        Mode::Auto if options.channels.is_some() => {
+            (watch.notice)("restoring eagerly: only so can QEMU take memory on several channels");
+            Mode::Eager
+        }
         wanted => match why_not_lazy(monitor, snapshot, &page_sizes)? {
             None => Mode::Lazy,
             Some(why) if wanted == Mode::Lazy => {

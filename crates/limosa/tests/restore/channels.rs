@@ -1,0 +1,230 @@
+//! Eager restores on several channels: QEMU's multifd, with limosa as its source.
+
+use std::net::TcpListener;
+use std::os::unix::fs::FileExt;
+
+use limosa_testkit::{Machine, MemoryBackend, Prefill, Vm};
+use rustix::process::Signal;
+
+use crate::needs_qemu;
+use crate::scene::{
+    Saved, Scene, assert_ballast, assert_consistent, assert_failed, beat, load_ballast, migration_status,
+};
+use crate::stage::{Found, wait_for};
+
+/// Over what the channels go.
+#[derive(Debug, Clone, Copy)]
+enum Over {
+    Private,
+    Unix,
+    Tcp,
+}
+
+/// The words that make limosa send on so many channels.
+fn words(scene: &Scene, channels: u8, compression: &str, over: Over) -> Vec<String> {
+    let listen = match over {
+        Over::Private => None,
+        Over::Unix => Some(format!("unix:{}", scene.path("incoming").display())),
+        // QEMU gets the port as soon as it is free again.
+        Over::Tcp => TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).ok().map(|at| format!("tcp:{at}")),
+    };
+    let mut words: Vec<_> =
+        ["--mode", "eager", "--via", "socket", "--compression", compression].map(str::to_owned).into();
+    words.extend(["--channels".to_owned(), channels.to_string()]);
+    words.extend(listen.into_iter().flat_map(|uri| ["--listen".to_owned(), uri]));
+    words
+}
+
+/// All of a VM's memory, which stands still.
+fn memory_of(vm: &Vm) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(vm.machine().memory_bytes()).unwrap()];
+    vm.memory_file().unwrap().read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+/// A beat guest of this machine, saved at a known instant, and its memory then.
+fn saved(scene: &Scene, machine: &Machine) -> (Saved, Vec<u8>) {
+    let source = machine.start().unwrap();
+    source.wait_beats(2).unwrap();
+    load_ballast(&source);
+    let snapshot = scene.save(&source, "snapshot", &["--stop"]);
+    let saved = Saved { snapshot, beat: source.check_beat().unwrap(), lap: source.last_lap().unwrap() };
+    let memory = memory_of(&source);
+    (saved, memory)
+}
+
+/// Restores it in each of these ways and expects the very instant that was saved, byte for byte, and QEMU as it was.
+fn comes_back_on_channels(machine: &Machine, ways: &[(u8, &str, Over)]) {
+    let scene = Scene::new();
+    let (saved, memory) = saved(&scene, machine);
+    for &(channels, compression, over) in ways {
+        let way = format!("{channels} {compression} {over:?}");
+        let destination = machine.start_incoming().unwrap();
+        let found = Found::of(&destination);
+        let words = words(&scene, channels, compression, over);
+        let words: Vec<&str> = words.iter().map(String::as_str).chain(["--paused", "--json"]).collect();
+        let report = scene.restore(&saved.snapshot, &destination, &words).json();
+        assert_eq!((report["mode"].as_str(), report["vm_state"].as_str()), (Some("eager"), Some("paused")), "{report}");
+        assert_eq!(destination.check_beat().unwrap(), saved.beat, "{way}");
+        assert!(memory_of(&destination) == memory, "{way}: memory differs");
+        assert_eq!(migration_status(&destination), "completed");
+        found.assert_same_but(&destination, "paused");
+        scene.assert_tidy();
+        destination.cont().unwrap();
+        saved.assert_goes_on(&destination);
+        assert_consistent(&destination);
+    }
+}
+
+fn machine(kind: &str) -> Machine {
+    beat().kind(kind)
+}
+
+#[test]
+fn a_guest_of_machine_7_2_comes_back_on_channels() {
+    needs_qemu!();
+    comes_back_on_channels(&machine("pc-i440fx-7.2"), &[(2, "none", Over::Private), (1, "zstd", Over::Tcp)]);
+    comes_back_on_channels(&machine("pc-q35-7.2"), &[(8, "zlib", Over::Unix)]);
+}
+
+#[test]
+fn a_guest_of_machine_8_0_comes_back_on_channels() {
+    needs_qemu!();
+    comes_back_on_channels(&machine("pc-q35-8.0"), &[(4, "none", Over::Tcp), (2, "zstd", Over::Private)]);
+    comes_back_on_channels(&machine("pc-i440fx-8.0"), &[(1, "zlib", Over::Unix)]);
+}
+
+#[test]
+fn a_guest_of_machine_9_0_comes_back_on_channels() {
+    needs_qemu!();
+    comes_back_on_channels(&machine("pc-i440fx-9.0"), &[(8, "none", Over::Unix), (4, "zlib", Over::Tcp)]);
+    comes_back_on_channels(&machine("pc-q35-9.0"), &[(2, "zstd", Over::Private)]);
+}
+
+#[test]
+fn a_guest_of_machine_10_0_comes_back_on_channels() {
+    needs_qemu!();
+    let ways = [(1, "none", Over::Tcp), (16, "none", Over::Private), (2, "zlib", Over::Unix), (8, "zstd", Over::Tcp)];
+    comes_back_on_channels(&machine("pc-q35-10.0"), &ways);
+    comes_back_on_channels(&machine("pc-i440fx-10.0"), &[(4, "none", Over::Tcp)]);
+}
+
+#[test]
+fn channels_state_the_uuid_that_qemu_compares() {
+    needs_qemu!();
+    let machine = beat().argument("-uuid").argument("6e8bc430-9c3a-11d9-9669-0800200c9a66");
+    comes_back_on_channels(&machine, &[(2, "none", Over::Private)]);
+}
+
+#[test]
+fn memory_of_every_kind_of_page_comes_back_on_channels_over_what_was_there() {
+    needs_qemu!();
+    const BYTES: u64 = 48 << 20;
+    let scene = Scene::new();
+    let filling = Prefill::mixed(21);
+    for (kind, backend) in
+        [("pc-q35-10.0", MemoryBackend::File), ("pc-i440fx-7.2", MemoryBackend::File), ("q35", MemoryBackend::Memfd)]
+    {
+        let machine = Machine::paused(BYTES).kind(kind).backend(backend);
+        let [snapshot, checked] =
+            [("paused", &["--force"][..]), ("checked", &["--force", "--checksum"])].map(|(name, how)| {
+                let source = machine.start().unwrap();
+                filling.fill(source.memory_file().unwrap(), BYTES).unwrap();
+                scene.save(&source, name, how)
+            });
+        for (snapshot, more) in [
+            (&snapshot, &["--channels", "2"][..]),
+            (&snapshot, &["--channels", "3", "--zero-page-detection", "multifd"]),
+            (&snapshot, &["--channels", "2", "--compression", "zlib"]),
+            (&checked, &["--channels", "4"]),
+        ] {
+            let destination = machine.start_incoming_stopped().unwrap();
+            if backend == MemoryBackend::File {
+                // What an earlier VM left in the file: nothing of it may show where the snapshot has zeros.
+                Prefill::mixed(22).fill(destination.memory_file().unwrap(), BYTES).unwrap();
+            }
+            let words = [&["--mode", "eager", "--via", "socket"], more].concat();
+            scene.restore(snapshot, &destination, &words).success();
+            filling.verify(destination.memory_file().unwrap(), BYTES).unwrap_or_else(|error| {
+                panic!("{kind}, {more:?}: {error:#}");
+            });
+        }
+    }
+}
+
+#[test]
+fn qemu_reads_the_file_on_as_many_channels_as_it_is_told() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let (saved, memory) = saved(&scene, &beat());
+    for channels in ["1", "5"] {
+        let destination = beat().start_incoming().unwrap();
+        let found = Found::of(&destination);
+        let words = ["--mode", "eager", "--via", "file", "--paused", "--channels", channels];
+        scene.restore(&saved.snapshot, &destination, &words).success();
+        assert!(memory_of(&destination) == memory);
+        found.assert_same_but(&destination, "paused");
+    }
+}
+
+#[test]
+fn channels_where_they_have_no_place_are_refused_or_explained() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let (saved, _) = saved(&scene, &beat());
+    let destination = beat().start_incoming().unwrap();
+    let found = Found::of(&destination);
+    let refused = |words: &[&str], said: &[&str]| {
+        assert_failed(&scene.restore(&saved.snapshot, &destination, words), said);
+    };
+    refused(&["--mode", "lazy", "--channels", "2"], &["lazy", "multifd excludes postcopy", "--mode eager"]);
+    let compressed = ["--mode", "eager", "--via", "file", "--channels", "2", "--compression", "zstd"];
+    refused(&compressed, &["not compressed", "--via socket"]);
+    let looking = ["--mode", "eager", "--via", "file", "--channels", "2", "--zero-page-detection", "multifd"];
+    refused(&looking, &["as they are", "--via socket"]);
+    for usage in [
+        &["--channels", "0"][..],
+        &["--channels", "17"],
+        &["--compression", "zlib"],
+        &["--zero-page-detection", "multifd"],
+        &["--recover", "--channels", "2"],
+        &["--channels", "2", "--compression", "qpl"],
+    ] {
+        assert_eq!(scene.restore(&saved.snapshot, &destination, usage).status.code(), Some(2), "{usage:?}");
+    }
+    found.assert_same(&destination);
+    let said = scene.restore(&saved.snapshot, &destination, &["--channels", "2", "--compression", "zstd"]).success();
+    assert!(
+        said.stderr.contains("restoring eagerly: only so can QEMU take memory on several channels"),
+        "{}",
+        said.stderr
+    );
+    saved.assert_goes_on(&destination);
+    assert_ballast(&destination);
+}
+
+#[test]
+fn a_restore_on_channels_that_is_cancelled_puts_qemu_back_and_one_whose_qemu_dies_says_so() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let (saved, _) = saved(&scene, &beat());
+    let words =
+        ["--mode", "eager", "--via", "socket", "--channels", "3", "--compression", "zlib", "--max-bandwidth", "64K"];
+    for kill in [false, true] {
+        let destination = beat().start_incoming().unwrap();
+        let found = Found::of(&destination);
+        let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
+        wait_for("pages on their way", || (migration_status(&destination) == "active").then_some(()));
+        if kill {
+            limosa_testkit::kill9(destination.pid()).unwrap();
+            let ended = limosa.wait();
+            assert_failed(&ended, &["not restored", "the snapshot is as it was"]);
+        } else {
+            limosa.signal(Signal::INT);
+            let ended = limosa.wait();
+            assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+            found.assert_same(&destination);
+        }
+        scene.assert_tidy();
+    }
+}
