@@ -119,7 +119,7 @@ fn channels_state_the_uuid_that_qemu_compares() {
 #[test]
 fn memory_of_every_kind_of_page_comes_back_on_channels_over_what_was_there() {
     needs_qemu!();
-    const BYTES: u64 = 48 << 20;
+    const BYTES: u64 = 24 << 20;
     let scene = Scene::new();
     let filling = Prefill::mixed(21);
     for (kind, backend) in
