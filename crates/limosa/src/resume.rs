@@ -16,11 +16,15 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     for remark in &takeover.remarks {
         tracing::info!("{remark}");
     }
+    for notice in &takeover.notices {
+        say!("limosa: {notice}");
+    }
     say!("limosa: {}", resumed.summary(&args.qmp.to_string()));
     if args.json {
         let object = json!({
             "why": resumed.why,
             "remarks": takeover.remarks,
+            "notices": takeover.notices,
             "outcome": takeover.outcome.to_string(),
             "vm_state": takeover.run.as_str(),
         });

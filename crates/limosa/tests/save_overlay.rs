@@ -258,6 +258,24 @@ fn what_cannot_be_frozen_is_refused_with_the_vm_untouched() {
 }
 
 #[test]
+fn when_qemu_dies_the_overlays_that_hold_nothing_go_with_it() {
+    needs_qemu!();
+    let folder = limosa_testkit::scratch().unwrap();
+    let disk = Disk::create(&folder.path().join("disk.raw"), DiskFormat::Raw, 16 * MIB).unwrap();
+    for via in ["file", "socket"] {
+        let vm = small().disk(disk.clone()).start().unwrap();
+        vm.wait_beats(1).unwrap();
+        let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "1M"];
+        let saving = Limosa::start(save_arguments(&vm, &folder.path().join("snapshot"), &more));
+        wait_active(&vm);
+        assert!(names(folder.path()).iter().any(|name| name.contains(".overlay-")));
+        limosa_testkit::kill9(vm.pid()).unwrap();
+        saving.wait().one_line(&[]);
+        assert_eq!(names(folder.path()), ["disk.raw"]);
+    }
+}
+
+#[test]
 fn a_save_that_fails_after_the_disks_were_frozen_puts_them_back() {
     needs_qemu!();
     let folder = limosa_testkit::scratch().unwrap();

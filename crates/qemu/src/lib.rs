@@ -31,6 +31,7 @@
 
 pub mod destination;
 pub mod guard;
+mod image;
 pub mod job;
 pub mod marker;
 pub mod meeting;

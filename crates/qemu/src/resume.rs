@@ -105,7 +105,7 @@ pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, Res
 }
 
 fn unmarked(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) -> Result<Takeover, ResumeError> {
-    let done = |outcome, run, remarks| Takeover { outcome, run, remarks };
+    let done = |outcome, run, remarks| Takeover { outcome, run, remarks, notices: Vec::new() };
     if seen.run == RunState::Running {
         return Ok(done(Outcome::Running, seen.run.clone(), Vec::new()));
     }

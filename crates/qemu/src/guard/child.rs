@@ -167,6 +167,9 @@ fn rescue(socket: OwnedFd, monitor: &str, pid: u32) -> Result<(), ChildError> {
     match take_over(&monitor, &marker, Actor::Guard, PATIENCE) {
         Ok(done) => {
             drop(writeln!(io::stderr(), "limosa: the {} of {} was killed: {}", marker.job, marker.path, done.outcome));
+            for notice in &done.notices {
+                drop(writeln!(io::stderr(), "limosa: {notice}"));
+            }
             Ok(())
         }
         Err(MarkerError::Qmp(QmpError::Closed { .. })) => Ok(()),

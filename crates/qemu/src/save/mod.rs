@@ -33,7 +33,7 @@ use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
 use crate::monitor::{Monitor, RunState, SettingChange, Settings};
 use crate::qmp::QmpError;
-use crate::takeover::{Actor, take_over};
+use crate::takeover::{Actor, abandoned, take_over};
 use preflight::Preflight;
 
 /// How long undoing a failed save may take: a migration has to end first.
@@ -242,14 +242,16 @@ pub fn save(
         Err(error) if error.is_unanswered() => false,
         Err(_) => match take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN) {
             Ok(undone) => {
-                for remark in &undone.remarks {
-                    // Where the VM's disks are now, a person must know.
-                    if remark.starts_with("the disk ") { (watch.notice)(remark) } else { tracing::info!("{remark}") }
-                }
+                undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+                undone.notices.iter().for_each(|notice| (watch.notice)(notice));
                 undone.outcome.ends_job()
             }
             // Whatever was changed in it went with QEMU.
-            Err(error) => matches!(error, MarkerError::Qmp(gone) if gone.is_gone()),
+            Err(MarkerError::Qmp(gone)) if gone.is_gone() => {
+                abandoned(&marker).iter().for_each(|notice| (watch.notice)(notice));
+                true
+            }
+            Err(_) => false,
         },
     };
     match guard {

@@ -117,6 +117,8 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
         return refused(format!("QEMU was told more about {} than its file says ('{told}')", disk.filename));
     }
     match &disk.path {
+        // QEMU's directory, which relative names count from, cannot be read by everybody.
+        Some(path) if path.is_relative() => refused(format!("where '{}' is cannot be told", path.display())),
         Some(path) => Ok(path.clone()),
         None => refused(format!("'{}' is no file of this host", disk.filename)),
     }

@@ -20,6 +20,8 @@ pub struct Takeover {
     pub run: RunState,
     /// What was done, and what could not be, in sentences for people.
     pub remarks: Vec<String>,
+    /// What a person must know and act upon: disks that are not where they were.
+    pub notices: Vec<String>,
 }
 
 /// Carries the plan out, for at most `patience`. The marker is removed if the job is over with it.
@@ -34,7 +36,7 @@ pub fn take_over(
 ) -> Result<Takeover, MarkerError> {
     let begun = Instant::now();
     let mut progress = Progress::default();
-    let mut remarks = Vec::new();
+    let (mut remarks, mut notices) = (Vec::new(), Vec::new());
     let (outcome, run) = loop {
         progress.waited = begun.elapsed();
         let seen = Seen { run: monitor.status()?.state, migration: monitor.migration()?.status };
@@ -80,7 +82,7 @@ pub fn take_over(
             }
             Step::SettleOverlays => {
                 progress.settled = true;
-                overlays::settle(monitor, marker, begun + patience, &mut remarks)?;
+                overlays::settle(monitor, marker, begun + patience, &mut remarks, &mut notices)?;
             }
             Step::DropDescriptors => {
                 progress.dropped = true;
@@ -95,7 +97,7 @@ pub fn take_over(
     if outcome.ends_job() {
         JobMarker::remove(monitor)?;
     }
-    Ok(Takeover { outcome, run, remarks })
+    Ok(Takeover { outcome, run, remarks, notices })
 }
 
 /// Cancels in the way that suits the migration; `Ok(false)` if it is so near its end that it was left alone.

@@ -23,4 +23,5 @@ mod overlays;
 mod plan;
 
 pub use execute::{Takeover, take_over};
+pub(crate) use overlays::abandoned;
 pub use plan::{Actor, Outcome, Progress, Seen, Step, next_step};

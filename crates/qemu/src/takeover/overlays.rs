@@ -12,17 +12,19 @@ use std::time::Instant;
 
 use limosa_snapshot::{Snapshot, SnapshotError};
 
+use crate::image::has_data;
 use crate::marker::{JobMarker, JobPhase, Overlay};
 use crate::monitor::Monitor;
 use crate::process::Liveness;
 use crate::qmp::QmpError;
 
-/// Undoes the job's overlays as far as they can and may be undone, by `limit`; adds what a person should know to `remarks`.
+/// Undoes the job's overlays as far as they can and may be undone, by `limit`; adds what a person must know to `notices`.
 pub(super) fn settle(
     monitor: &Monitor,
     marker: &JobMarker,
     limit: Instant,
     remarks: &mut Vec<String>,
+    notices: &mut Vec<String>,
 ) -> Result<(), QmpError> {
     if marker.overlays.is_empty() {
         return Ok(());
@@ -34,10 +36,10 @@ pub(super) fn settle(
             None => {
                 undone += 1;
                 if let Err(error) = remove(Path::new(&overlay.file)) {
-                    remarks.push(format!("cannot remove {}, which nobody uses: {error}", overlay.file));
+                    notices.push(format!("cannot remove {}, which nobody uses: {error}", overlay.file));
                 }
             }
-            Some(why) => remarks.push(format!(
+            Some(why) => notices.push(format!(
                 "the disk {} goes on in {}, over {}, because {why}; QEMU's block-commit of node {} merges them",
                 overlay.device, overlay.file, overlay.frozen, overlay.node
             )),
@@ -47,6 +49,33 @@ pub(super) fn settle(
         remarks.push("the disks are as they were".to_owned());
     }
     Ok(())
+}
+
+/// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all there is then.
+/// What a person must know of the others.
+pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
+    let mut notices = Vec::new();
+    for overlay in &marker.overlays {
+        let file = Path::new(&overlay.file);
+        let unmade = match file.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(_) => false,
+            Ok(found) => found.len() == 0,
+        };
+        let empty = if unmade { Ok(true) } else { has_data(file).map(|data| !data) };
+        notices.push(match empty {
+            Ok(true) => match remove(file) {
+                Ok(()) => continue,
+                Err(error) => format!("cannot remove {}, which holds nothing: {error}", overlay.file),
+            },
+            Ok(false) => format!(
+                "the last writes to the disk {} are in {}, over {}: start the VM anew with the former",
+                overlay.device, overlay.file, overlay.frozen
+            ),
+            Err(why) => format!("whether {} holds writes to {} cannot be told: {why}", overlay.file, overlay.frozen),
+        });
+    }
+    notices
 }
 
 /// Closes one overlay, after merging it back if need be; otherwise why it stays.
