@@ -3,8 +3,6 @@
 //! The law: a command that was started is waited for or ended, and what it failed with is told, because it is the cause of
 //! what the stream failed with.
 
-mod arrivals;
-
 use std::fs::File;
 use std::io::Seek as _;
 use std::time::Duration;
@@ -13,6 +11,7 @@ use anyhow::Context;
 use clap::CommandFactory as _;
 use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Uri};
 use limosa_migrate::MigrateError;
+use limosa_migrate::destination::{ChannelSet, Gathering, GatheringOptions};
 
 use crate::args::Cli;
 use crate::job::Surroundings;
@@ -21,10 +20,17 @@ use crate::voice::say;
 /// How long a command whose stream has broken off may take to end, so that its exit status can be told.
 const EXPLAIN_WITHIN: Duration = Duration::from_secs(2);
 
+/// How long nobody may come before it is looked whether the job goes on at all.
+const TICK: Duration = Duration::from_millis(20);
+/// Longer than anybody waits.
+const FOR_EVER: Duration = Duration::from_secs(10 * 365 * 86_400);
+
 /// A connected peer.
 pub(crate) struct Wire {
     /// For the engine.
     pub(crate) channel: Channel,
+    /// Those beside it.
+    pub(crate) pages: Vec<Channel>,
     pub(crate) end: Other,
 }
 
@@ -39,7 +45,7 @@ pub(crate) struct Other {
 impl Wire {
     fn new(channel: Channel, command: Option<Exec>, recorded: bool) -> anyhow::Result<Self> {
         let end = Other { channel: channel.try_clone()?, command, recorded };
-        Ok(Self { channel, end })
+        Ok(Self { channel, pages: Vec::new(), end })
     }
 
     fn exec(command: &str, options: &Options) -> anyhow::Result<Self> {
@@ -63,9 +69,12 @@ impl Wire {
     pub(crate) fn from(
         uri: &Uri,
         options: &Options,
-        within: Option<Duration>,
+        (channels, within): (u8, Option<Duration>),
         surroundings: &Surroundings,
     ) -> anyhow::Result<Self> {
+        if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_) | Uri::Fd(_)) {
+            anyhow::bail!("{uri}: several channels have to connect; listen with tcp:HOST:PORT or unix:PATH");
+        }
         match uri {
             Uri::Exec(command) => Self::exec(command, options),
             Uri::Stdio => Self::new(Channel::connect(uri, options)?, None, false),
@@ -84,7 +93,15 @@ impl Wire {
                 }
                 surroundings.waits_at(listener.local_uri());
                 say!("limosa: listening on {}", listener.local_uri());
-                Self::new(arrivals::source(&listener, within, &surroundings.control)?, None, false)
+                // Strangers that connect are turned away meanwhile.
+                let options = GatheringOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
+                let mut gathering = Gathering::new(&listener, options);
+                loop {
+                    surroundings.control.check()?;
+                    if let Some(ChannelSet { main, pages }) = gathering.step(TICK)? {
+                        return Ok(Self { pages, ..Self::new(main, None, false)? });
+                    }
+                }
             }
         }
     }

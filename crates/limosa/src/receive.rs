@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::anyhow;
 use limosa_channel::Options;
 use limosa_migrate::control_socket::Job;
+use limosa_migrate::destination::MultifdOptions;
 use limosa_migrate::{Destination, DestinationOptions, DestinationStats, Incoming, MigrateError, Phase};
 use limosa_snapshot::{Durability, Manifest, PendingFile, Published, SnapshotWriter, Via, WriteOptions};
 use serde_json::json;
@@ -63,7 +64,8 @@ fn receive(args: &ReceiveArgs, pending: PendingFile, surroundings: &Surroundings
         },
     )?;
     let options = Options { get_rate: Some(control.rate().clone()), ..Options::default() };
-    let Wire { channel, end } = Wire::from(&args.uri, &options, args.endpoint.timeout, surroundings)?;
+    let count = args.channels.channels.unwrap_or(0);
+    let Wire { channel, pages, end } = Wire::from(&args.uri, &options, (count, args.endpoint.timeout), surroundings)?;
     let begun = Instant::now();
     let options = DestinationOptions {
         patience: Some(args.endpoint.timeout.unwrap_or(PATIENCE)),
@@ -71,7 +73,8 @@ fn receive(args: &ReceiveArgs, pending: PendingFile, surroundings: &Surroundings
         recorded: end.recorded || args.endpoint.one_way,
         ..DestinationOptions::default()
     };
-    let destination = Destination::new(channel, control, &surroundings.progress, options);
+    let multifd = MultifdOptions { compression: args.channels.compression.into() };
+    let destination = Destination::new(channel, control, &surroundings.progress, options).with_channels(pages, multifd);
     let incoming = match destination.receive(&mut writer) {
         Ok(incoming) => incoming,
         Err(error) => return Err(unreceived(error, end)),

@@ -67,7 +67,7 @@ fn send(args: &SendArgs, snapshot: &Snapshot, surroundings: &Surroundings) -> an
         send_buffer: Some(SEND_BUFFER),
         ..Options::default()
     };
-    let Wire { channel, end } = Wire::to(&args.uri, &options)?;
+    let Wire { channel, end, .. } = Wire::to(&args.uri, &options)?;
     let answers = end.answers() && !args.endpoint.one_way;
     let guest_runs = AtomicBool::new(false);
     let sent = if args.recover || args.mode == SendModeArg::Postcopy {

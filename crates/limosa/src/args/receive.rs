@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use limosa_channel::Uri;
 
-use super::EndpointArgs;
+use super::{ChannelArgs, EndpointArgs};
 
 #[derive(Debug, Args)]
 #[command(
@@ -30,6 +30,9 @@ pub(crate) struct ReceiveArgs {
 
     #[command(flatten)]
     pub(crate) endpoint: EndpointArgs,
+
+    #[command(flatten)]
+    pub(crate) channels: ChannelArgs,
 
     /// Replace the file if it is there
     #[arg(long)]

@@ -64,10 +64,8 @@ fn strangers_at_the_port_do_not_keep_the_source_out() {
     let connect = || TcpStream::connect(&address).unwrap();
     let mut chatty = connect();
     chatty.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-    wait_said(&limosa, "said something else; waiting for another");
     assert_eq!(chatty.read(&mut [0; 10]).unwrap_or(0), 0, "it is hung up on");
     drop(connect());
-    wait_said(&limosa, "went away without a word");
     // Thousands, faster than anybody looks at them.
     for _ in 0..3000 {
         let mut one = connect();
@@ -94,11 +92,11 @@ fn nobody_and_silence_are_waited_for_as_long_as_was_said() {
     let folder = files(&scene);
     let snapshot = folder.join("snapshot");
     let (limosa, _) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--timeout", "300ms"]);
-    assert_failed(&limosa.wait(), &["no source came within 300ms"]);
+    assert_failed(&limosa.wait(), &["within 0.3 s", "no main channel"]);
     let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--timeout", "1s"]);
     let mut beginner = TcpStream::connect(at.strip_prefix("tcp:").unwrap()).unwrap();
     beginner.write_all(b"QEVM\0\0\0").unwrap();
-    assert_failed(&limosa.wait(), &["nothing moved for 1s", "nothing was kept"]);
+    assert_failed(&limosa.wait(), &["nothing moved for 1s"]);
     let words = ["receive", "exec:exec sleep 1000", text(&snapshot), "--timeout", "300ms"];
     Limosa::start_command(scene.command(&words)).wait().one_line(&["nothing moved for 300ms", "nothing was kept"]);
     // Waiting for nobody in particular can be given up at any moment.

@@ -8,7 +8,7 @@ use limosa_testkit::{Beat, Machine, Vm};
 use serde_json::json;
 
 use crate::scene::{Scene, assert_ballast, assert_consistent, beat, load_ballast, text, wait_said};
-use crate::stage::Limosa;
+use crate::stage::{Limosa, wait_for};
 
 /// The real limosa, for shells.
 pub(crate) const LIMOSA: &str = env!("CARGO_BIN_EXE_limosa");
@@ -26,9 +26,13 @@ pub(crate) fn start_receive(scene: &Scene, uri: &str, snapshot: &Path, more: &[&
     words.extend(more);
     let limosa = Limosa::start_command(scene.command(&words));
     wait_said(&limosa, "listening on ");
-    let said = limosa.stderr();
-    let at = said.lines().find_map(|line| line.strip_prefix("limosa: listening on ")).unwrap();
-    (limosa, at.to_owned())
+    // The line is whole when it has an end.
+    let at = wait_for("the address", || {
+        let said = limosa.stderr();
+        let (_, after) = said.split_once("limosa: listening on ")?;
+        after.split_once('\n').map(|(at, _)| at.to_owned())
+    });
+    (limosa, at)
 }
 
 /// A source with a beat guest that has begun, and ballast.

@@ -234,3 +234,22 @@ fn a_reception_that_is_cancelled_leaves_the_vm_running_and_no_file() {
         let _ = std::fs::remove_file(&steering);
     }
 }
+
+#[test]
+fn a_vm_migrates_into_a_file_on_several_channels() {
+    needs_qemu!();
+    let scene = Scene::new();
+    for (name, compression) in [("a", "none"), ("b", "zstd")] {
+        let snapshot = scene.path(name);
+        let more = ["--json", "--no-sync", "--channels", "4", "--compression", compression];
+        let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &more);
+        let vm = source(&beat());
+        vm.set_capabilities(&[("multifd", true)]).unwrap();
+        let parameters = json!({ "multifd-channels": 4, "multifd-compression": compression });
+        vm.execute("migrate-set-parameters", parameters).unwrap();
+        migrate(&vm, &at, true);
+        vm.wait_migrated().unwrap();
+        assert_report(&limosa.wait().json(), true);
+        assert_is_the_instant_of(&scene, &snapshot, &vm);
+    }
+}
