@@ -25,6 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("command", command()?),
         ("mapped_ram", mapped_ram()?),
         ("device_tail", device_tail()?),
+        ("libvirt_image", libvirt_image()),
         ("snapshot", snapshot()?),
         ("text", text()),
         ("multifd", multifd()?),
@@ -64,6 +65,23 @@ fn snapshot() -> Result<Seeds, Box<dyn Error>> {
     seed.extend(device_tail()?.into_iter().next().unwrap_or_default());
     assert!(limosa_snapshot::fuzz_open(&seed).is_ok(), "a seed is well-formed");
     Ok(vec![seed])
+}
+
+/// Save images of both byte orders, one with a cookie, without their streams.
+fn libvirt_image() -> Seeds {
+    let xml = b"<domain type='kvm'><name>a &amp; b</name><uuid>3f2504e0-4f89-41d3-9a0c-0305e82c3301</uuid></domain>\n\0";
+    let image = |cookie: u32, word: fn(u32) -> [u8; 4]| {
+        let mut seed = b"LibvirtQemudSave".to_vec();
+        for number in [2, xml.len() as u32 + 40, 1, 0, cookie] {
+            seed.extend(word(number));
+        }
+        seed.resize(92, 0);
+        seed.extend_from_slice(xml);
+        seed.extend_from_slice(b"<cookie/>");
+        seed.resize(92 + xml.len() + 40, 0);
+        seed
+    };
+    vec![image(0, u32::to_le_bytes), image(xml.len() as u32, u32::to_be_bytes)]
 }
 
 /// An initial packet, and packets with pages, with and without compression, and of none.

@@ -5,6 +5,7 @@
 mod bench;
 mod channels;
 mod endpoint;
+mod import;
 mod inspect;
 mod job;
 mod packaging;
@@ -21,6 +22,7 @@ use clap::{Parser, Subcommand};
 pub(crate) use bench::BenchArgs;
 pub(crate) use channels::ChannelArgs;
 pub(crate) use endpoint::EndpointArgs;
+pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
@@ -55,7 +57,11 @@ pub(crate) enum Command {
     Send(SendArgs),
     /// Continue a VM that an interrupted job left paused
     Resume(ResumeArgs),
-    /// Show what is in a snapshot or a recorded migration stream
+    /// Make a snapshot of a recorded migration stream or a libvirt save image
+    Import(ImportArgs),
+    /// Write a snapshot as a plain migration stream that stock QEMU loads
+    Export(ExportArgs),
+    /// Show what is in a snapshot, a recorded migration stream or a libvirt save image
     Inspect(InspectArgs),
     /// Measure limosa beside stock QEMU
     Bench(BenchArgs),

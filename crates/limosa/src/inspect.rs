@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use comfy_table::{Cell, CellAlignment, Table, presets};
-use limosa_snapshot::{BlockSummary, DeviceSummary, Manifest, Summary, summarize};
+use limosa_snapshot::{BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Summary, summarize};
 
 use crate::args::InspectArgs;
 use crate::compare;
@@ -33,6 +33,9 @@ fn show(summary: &Summary) {
         print_out!("stream uuid   {uuid}");
     }
     print_out!("run state     {}", summary.run_state.as_deref().unwrap_or("not recorded"));
+    if let Some(image) = &summary.libvirt {
+        show_save_image(image);
+    }
     match &summary.manifest {
         Some(manifest) => show_manifest(manifest, summary.checksums),
         None => print_out!("limosa        {}", summary.without_manifest.as_deref().unwrap_or("no trailer")),
@@ -41,6 +44,23 @@ fn show(summary: &Summary) {
     print_out!("\n{}", devices(&summary.devices));
     for warning in &summary.warnings {
         print_out!("warning: {warning}");
+    }
+}
+
+fn show_save_image(image: &SaveImageSummary) {
+    let order = match image.header.byte_order {
+        ByteOrder::Little => "",
+        ByteOrder::Big => ", big-endian",
+    };
+    print_out!(
+        "libvirt       save image version {}{order}, format {}; the VM {} when it was saved",
+        image.header.version,
+        image.header.format.name(),
+        if image.header.was_running { "ran" } else { "was paused" }
+    );
+    print_out!("domain        {}", image.name.as_deref().unwrap_or("without a name"));
+    if let Some(uuid) = &image.uuid {
+        print_out!("domain uuid   {uuid}");
     }
 }
 

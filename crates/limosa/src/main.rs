@@ -9,6 +9,8 @@ mod bench;
 mod compare;
 mod detach;
 mod endpoint;
+mod export;
+mod import;
 mod inspect;
 mod job;
 mod packaging;
@@ -40,6 +42,8 @@ fn main() -> ExitCode {
         Command::Receive(args) => receive::run(&args),
         Command::Send(args) => send::run(&args),
         Command::Resume(args) => resume::run(&args),
+        Command::Import(args) => import::run(&args),
+        Command::Export(args) => export::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Bench(args) => bench::run(args),
         Command::Completions(args) => packaging::completions(&args),

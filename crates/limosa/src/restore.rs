@@ -4,6 +4,7 @@ use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use anyhow::bail;
 use limosa_migrate::MigrateError;
 use limosa_migrate::control_socket::Job;
 use limosa_qemu::guard::Guard;
@@ -11,11 +12,11 @@ use limosa_qemu::job::JobError;
 use limosa_qemu::restore::{
     LazyReport, Mode, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore,
 };
-use limosa_snapshot::Snapshot;
 use serde_json::{Value, json};
 
 use crate::args::{ModeArg, PreemptArg, RestoreArgs, ZeroPageDetectionArg};
 use crate::detach::{self, Reporter};
+use crate::import::Stored;
 use crate::job::{self, Surroundings};
 use crate::voice::{print_out, say};
 use crate::words;
@@ -39,17 +40,25 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Result<()> {
-    let snapshot = Snapshot::open(&args.snapshot)?;
+    let stored = Stored::open(&args.snapshot)?;
+    let converted = stored.is_foreign();
+    if converted && (args.recover || args.mode == ModeArg::Lazy) {
+        bail!(
+            "{}: is no snapshot, and only a snapshot can be restored lazily or recovered from: make one with limosa import",
+            args.snapshot.display()
+        );
+    }
     let monitor = job::connect(&args.job.qmp)?;
+    let snapshot = stored.snapshot("and restoring that eagerly", args.pager)?;
+    let options = options(args, converted);
     let surroundings = Surroundings::new(&args.job, Job::Restore, "restoring", args.pager)?;
     let observer =
         Observer { begun, reporter, quiet: args.pager, paused: args.paused, lazy_guest: AtomicBool::new(false) };
-    let options = options(args);
     let go = if args.recover { recover } else { restore };
     // A detached pager must not hold its caller's terminal open, and neither must its guard.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
     let guard = || Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp(), stderr())?));
-    let done = go(&monitor, &snapshot, &args.snapshot, &options, surroundings.watch(), &observer, &guard);
+    let done = go(&monitor, &snapshot, snapshot.path(), &options, surroundings.watch(), &observer, &guard);
     let phase = surroundings.progress.read().phase;
     drop(surroundings);
     let report = match done {
@@ -89,9 +98,11 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
         .context("not restored; the snapshot is as it was: end this QEMU, start a fresh one and try again")
 }
 
-fn options(args: &RestoreArgs) -> RestoreOptions {
+fn options(args: &RestoreArgs, converted: bool) -> RestoreOptions {
     RestoreOptions {
         mode: match args.mode {
+            // Nobody could go on with a file that is gone with this process.
+            _ if converted => Mode::Eager,
             ModeArg::Auto => Mode::Auto,
             ModeArg::Lazy => Mode::Lazy,
             ModeArg::Eager => Mode::Eager,

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::anyhow;
+use anyhow::{anyhow, bail};
 use limosa_channel::{Channel, Options};
 use limosa_migrate::control_socket::Job;
 use limosa_migrate::{MigrateError, Milestone, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource};
@@ -14,6 +14,7 @@ use serde_json::json;
 
 use crate::args::{PreemptArg, SendArgs, SendModeArg};
 use crate::endpoint::{self, Wire};
+use crate::import::Stored;
 use crate::job::Surroundings;
 use crate::restore;
 use crate::voice::{print_out, say};
@@ -43,7 +44,14 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
         endpoint::misused(why);
     }
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
-    let snapshot = Snapshot::open(&args.snapshot)?;
+    let stored = Stored::open(&args.snapshot)?;
+    if stored.is_foreign() && args.mode == SendModeArg::Postcopy {
+        bail!(
+            "{}: is no snapshot, and only a snapshot can be sent by postcopy: make one with limosa import",
+            args.snapshot.display()
+        );
+    }
+    let snapshot = stored.snapshot("and sending that", false)?;
     snapshot.check_restorable()?;
     snapshot.lock_serving()?;
     let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;

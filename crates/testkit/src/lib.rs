@@ -6,6 +6,7 @@
 //!   port once per lap: whatever a migration loses, repeats or mixes up shows in [`check_beat`].
 //! - [`LinuxGuest`] is the distribution's kernel with busybox that counts on its serial port and takes commands there.
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
+//! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
 //!
 //! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
@@ -34,6 +35,7 @@ mod beat;
 mod cgroup;
 mod fault;
 mod initrd;
+mod libvirt;
 mod linux;
 mod machine;
 mod plain_migration;
@@ -50,6 +52,7 @@ pub use backend::{HugePages, MemoryBackend};
 pub use beat::{Beat, BeatError, BeatGuest, check_beat};
 pub use cgroup::MemoryGroup;
 pub use fault::{Kill, kill9, kill9_after};
+pub use libvirt::{Libvirt, libvirt_skipped};
 pub use linux::LinuxGuest;
 pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};
 pub use prefill::{PageKind, Prefill};

@@ -293,7 +293,7 @@ fn add_disk(add: &mut impl FnMut(&str, String), id: &str, disk: &Disk, more: &st
 }
 
 /// A disk of 8 MiB, all hole but for the boot sector: the BIOS reads none of a disk smaller than one cylinder.
-fn write_boot_disk(path: &Path, guest: &BeatGuest) -> Result<()> {
+pub(crate) fn write_boot_disk(path: &Path, guest: &BeatGuest) -> Result<()> {
     let write = || {
         let mut image = std::fs::File::create_new(path)?;
         image.write_all(&guest.boot_sector())?;

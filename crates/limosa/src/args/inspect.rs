@@ -12,7 +12,7 @@ use limosa_qemu::qmp::MonitorAddress;
                         What only loading can tell is listed as \"may\" and does not count."
 )]
 pub(crate) struct InspectArgs {
-    /// A snapshot, or a file that a migration stream was recorded into
+    /// A snapshot, a file that a migration stream was recorded into, or a libvirt save image
     #[arg(value_name = "SNAPSHOT|STREAM")]
     pub(crate) file: PathBuf,
 

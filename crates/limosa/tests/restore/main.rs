@@ -11,6 +11,7 @@ mod scene;
 mod channels;
 mod damage;
 mod eager;
+mod foreign;
 mod guests;
 mod huge;
 mod interrupted;

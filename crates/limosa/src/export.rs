@@ -1,0 +1,74 @@
+//! `limosa export`.
+
+use std::io::IsTerminal;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use limosa_migrate::PrecopyStats;
+use limosa_migrate::control_socket::Job;
+use limosa_snapshot::{PendingFile, Snapshot};
+use serde_json::json;
+
+use crate::args::ExportArgs;
+use crate::job::Surroundings;
+use crate::voice::{print_out, say};
+use crate::words;
+
+pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
+    let snapshot = Snapshot::open(&args.snapshot)?;
+    snapshot.lock_serving()?;
+    let to_stdout = args.stream == Path::new("-");
+    let stdout = std::io::stdout();
+    if to_stdout && args.json {
+        bail!("standard output cannot take the stream and --json: leave one of them out");
+    }
+    if to_stdout && stdout.is_terminal() {
+        bail!("standard output is a terminal: redirect it, or name a file");
+    }
+    let surroundings = Surroundings::over(None, Job::Save, "exporting", to_stdout)?;
+    let (control, progress) = (&surroundings.control, &surroundings.progress);
+    let stats = if to_stdout {
+        let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
+        snapshot.export(own, Path::new("standard output"), control, progress)
+    } else {
+        snapshot.export_file(PendingFile::create(&args.stream, args.force)?, control, progress)
+    };
+    drop(surroundings);
+    let stats = stats?;
+    tell(args, &snapshot, &stats);
+    if args.json {
+        print_out!("{}", object(args, &stats));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn tell(args: &ExportArgs, snapshot: &Snapshot, stats: &PrecopyStats) {
+    let to = if args.stream == Path::new("-") { "standard output".into() } else { args.stream.display().to_string() };
+    let moved = stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE);
+    say!(
+        "exported to {to} ({}) in {}, {:.2} GiB/s",
+        words::bytes(stats.channel.bytes_out),
+        words::time(stats.elapsed),
+        words::rate(moved, stats.elapsed)
+    );
+    say!("  pages: {} with contents, {} zero", words::count(stats.normal_pages), words::count(stats.zero_pages));
+    let recorded = snapshot.devices().global_state(snapshot.device_tail()).ok().flatten().map(|state| state.run_state);
+    if let (Some(recorded), Some(state)) = (recorded, snapshot.run_state())
+        && recorded != state
+    {
+        say!("  QEMU will load it {recorded}, as its stream says; it was {state}: continue it with cont");
+    }
+}
+
+fn object(args: &ExportArgs, stats: &PrecopyStats) -> serde_json::Value {
+    json!({
+        "stream": args.stream.to_string_lossy(),
+        "elapsed_ms": words::millis(stats.elapsed),
+        "gib_per_s": words::rate(stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE), stats.elapsed),
+        "length": stats.channel.bytes_out,
+        "pages": { "normal": stats.normal_pages, "zero": stats.zero_pages },
+        "channel": words::counters(&stats.channel),
+    })
+}

@@ -1,0 +1,200 @@
+//! `limosa import`, and other programs' files where a snapshot is wanted.
+
+use std::io::{IsTerminal, Write};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use limosa_channel::Uri;
+use limosa_migrate::control_socket::Job;
+use limosa_snapshot::{
+    Durability, Foreign, Imported, Packer, PendingFile, SaveImage, Snapshot, SnapshotError, WriteOptions,
+};
+use serde_json::{Value, json};
+
+use crate::args::ImportArgs;
+use crate::job::Surroundings;
+use crate::voice::{print_out, say};
+use crate::words;
+
+pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
+    let begun = Instant::now();
+    let foreign = open(&args.stream)?;
+    if args.xml.is_some() && foreign.image().is_none() {
+        bail!("{}: {}, which has no domain XML: leave --xml out", args.stream.display(), foreign.describe());
+    }
+    // Both are refused before anything is read.
+    let pending = PendingFile::create(&args.snapshot, args.force)?;
+    let xml = args.xml.as_deref().map(|path| PendingFile::create(path, args.force)).transpose()?;
+    let durability = if args.no_sync { Durability::Unsynced } else { Durability::Synced };
+    let options = WriteOptions { durability, checksum: args.checksum, ..WriteOptions::default() };
+    let surroundings = Surroundings::over(args.control.as_deref(), Job::Save, "importing", false)?;
+    let (what, packer, image) = (foreign.describe(), foreign.packer(), foreign.image().cloned());
+    let imported = foreign.import(pending, options, &surroundings.control, &surroundings.progress);
+    drop(surroundings);
+    let done = Done { imported: imported?, what, packer, elapsed: begun.elapsed() };
+    if let (Some(pending), Some(image)) = (xml, &image) {
+        write_xml(pending, image, durability).with_context(|| {
+            format!("the snapshot {} is whole and in place, but not its XML", args.snapshot.display())
+        })?;
+    }
+    done.tell();
+    if let Some(image) = &image {
+        tell_domain(image, args.xml.as_deref());
+    }
+    if args.json {
+        print_out!("{}", done.object(args.xml.as_deref()));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Opens what is named as QEMU names its files, or standard input.
+fn open(stream: &Path) -> anyhow::Result<Foreign> {
+    if stream == Path::new("-") {
+        let stdin = std::io::stdin();
+        if stdin.is_terminal() {
+            bail!("standard input is a terminal: pipe a migration stream into limosa import, or name a file");
+        }
+        let own = stdin.as_fd().try_clone_to_owned().context("standard input")?;
+        return Ok(Foreign::from_fd(own, Path::new("standard input"))?);
+    }
+    let uri = stream.to_str().filter(|text| text.starts_with("file:")).map(str::parse).transpose()?;
+    Ok(match uri {
+        // Without an offset it may begin later all the same.
+        Some(Uri::File { path, offset }) => Foreign::open(&path, (offset > 0).then_some(offset))?,
+        _ => Foreign::open(stream, None)?,
+    })
+}
+
+fn write_xml(pending: PendingFile, image: &SaveImage, durability: Durability) -> anyhow::Result<()> {
+    let target = pending.target().to_path_buf();
+    pending.file().write_all(image.xml.as_bytes()).with_context(|| format!("cannot write {}", target.display()))?;
+    pending.publish(durability)?;
+    Ok(())
+}
+
+/// An import that is done.
+struct Done {
+    imported: Imported,
+    what: &'static str,
+    packer: Option<Packer>,
+    elapsed: Duration,
+}
+
+impl Done {
+    fn tell(&self) {
+        let manifest = &self.imported.published.manifest;
+        let stored = manifest.pages.normal.saturating_mul(limosa_page::PAGE_SIZE);
+        let packed = self.packer.map(|packer| format!(", packed by {}", packer.program())).unwrap_or_default();
+        say!(
+            "imported {} ({} of {} memory) in {}, {:.2} GiB/s, from {}{packed}",
+            self.imported.published.path.display(),
+            words::bytes(stored),
+            words::bytes(manifest.ram_bytes),
+            words::time(self.elapsed),
+            words::rate(stored, self.elapsed),
+            self.what,
+        );
+        say!(
+            "  pages: {} with contents, {} zero, {} came again",
+            words::count(manifest.pages.normal),
+            words::count(manifest.pages.zero),
+            words::count(manifest.pages.resent)
+        );
+    }
+
+    fn object(&self, xml: Option<&Path>) -> Value {
+        let (published, manifest) = (&self.imported.published, &self.imported.published.manifest);
+        json!({
+            "snapshot": published.path.to_string_lossy(),
+            "id": manifest.id,
+            "from": self.what,
+            "packer": self.packer.map(Packer::program),
+            "machine": manifest.machine,
+            "vm_name": manifest.vm_name,
+            "vm_uuid": manifest.vm_uuid,
+            "run_state": manifest.run_state,
+            "xml": xml.map(|path| path.to_string_lossy().into_owned()),
+            "elapsed_ms": words::millis(self.elapsed),
+            "gib_per_s": words::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, self.elapsed),
+            "ram_bytes": manifest.ram_bytes,
+            "file_length": published.length,
+            "pages": manifest.pages,
+            "channel": self.imported.channel.as_ref().map(words::counters),
+            "file": words::counters(&self.imported.file),
+        })
+    }
+}
+
+fn tell_domain(image: &SaveImage, xml: Option<&Path>) {
+    say!(
+        "  domain {}: it {} when it was saved; {}",
+        image.name.as_deref().unwrap_or("without a name"),
+        if image.header.was_running { "ran" } else { "was paused" },
+        match xml {
+            Some(path) => format!("its XML is in {}", path.display()),
+            None => "its XML is not kept (--xml FILE writes it)".to_owned(),
+        }
+    );
+}
+
+/// Opens a snapshot; of another program's file one is made for this once, when [`Stored::snapshot`] is asked for it.
+pub(crate) enum Stored {
+    Snapshot(Box<Snapshot>),
+    Foreign(Foreign),
+}
+
+impl Stored {
+    pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
+        let foreign = Foreign::open(path, None)?;
+        Ok(if foreign.is_importable() {
+            Self::Foreign(foreign)
+        } else {
+            Self::Snapshot(Box::new(foreign.into_snapshot()?))
+        })
+    }
+
+    /// Whether the snapshot has no name, so that nobody can go on with it after this process.
+    pub(crate) fn is_foreign(&self) -> bool {
+        matches!(self, Self::Foreign(_))
+    }
+
+    /// The snapshot; `purpose` says what it is made for.
+    pub(crate) fn snapshot(self, purpose: &str, quiet: bool) -> anyhow::Result<Snapshot> {
+        let foreign = match self {
+            Self::Snapshot(snapshot) => return Ok(*snapshot),
+            Self::Foreign(foreign) => foreign,
+        };
+        let path = foreign.path().to_path_buf();
+        let (pending, folder) = temporary(&path)?;
+        if !quiet {
+            say!(
+                "limosa: {}: {}: converting it into a nameless file in {} {purpose}; limosa import, once, makes lazy restores possible",
+                path.display(),
+                foreign.describe(),
+                folder.display()
+            );
+        }
+        let surroundings = Surroundings::over(None, Job::Save, "converting", quiet)?;
+        Ok(foreign.convert(pending, &surroundings.control, &surroundings.progress)?)
+    }
+}
+
+/// A file beside this one, where there is room for what is in it, or in the temporary directory.
+fn temporary(path: &Path) -> Result<(PendingFile, PathBuf), SnapshotError> {
+    let name = format!("{}.limosa-{}", path.file_name().unwrap_or_default().to_string_lossy(), std::process::id());
+    let beside = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
+        _ => PathBuf::from("."),
+    };
+    let elsewhere = std::env::temp_dir();
+    match PendingFile::create(&beside.join(&name), false) {
+        Ok(pending) => Ok((pending, beside)),
+        Err(error) => match PendingFile::create(&elsewhere.join(&name), false) {
+            Ok(pending) => Ok((pending, elsewhere)),
+            Err(_) => Err(error),
+        },
+    }
+}

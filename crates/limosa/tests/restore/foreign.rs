@@ -1,0 +1,195 @@
+//! Files of other programs: recorded migration streams are imported and restored lazily, or restored as they are; and what
+//! is exported is loaded by stock QEMU.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+use limosa_testkit::{Machine, Vm, note_skip};
+use serde_json::json;
+
+use crate::needs_qemu;
+use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, assert_failed, beat, load_ballast, text};
+use crate::stage::{Ended, Limosa, SOON, names};
+
+/// Runs limosa in the scene.
+fn limosa(scene: &Scene, words: &[&str]) -> Ended {
+    Limosa::start_command(scene.command(words)).wait()
+}
+
+/// Runs `machine`'s guest, and has QEMU migrate it, running, to `uri`.
+fn recorded(machine: &Machine, stream: PathBuf, uri: &str, prepare: impl FnOnce(&Vm)) -> Saved {
+    let source = machine.start().unwrap();
+    source.wait_beats(2).unwrap();
+    load_ballast(&source);
+    prepare(&source);
+    source.execute("migrate", json!({ "uri": uri })).unwrap();
+    source.wait_migrated().unwrap();
+    Saved { snapshot: stream, beat: source.check_beat().unwrap(), lap: source.last_lap().unwrap() }
+}
+
+/// Imports, restores lazily and expects the guest to go on from the recorded instant.
+fn comes_back_lazily(scene: &Scene, machine: &Machine, saved: &Saved) -> PathBuf {
+    let snapshot = scene.path("imported");
+    let told =
+        limosa(scene, &["import", text(&saved.snapshot), text(&snapshot), "--json", "--force", "--no-sync"]).json();
+    assert!(told["pages"]["normal"].as_u64() > Some(0), "{told}");
+    let destination = machine.start_incoming().unwrap();
+    let report = scene.restore(&snapshot, &destination, &["--mode", "lazy", "--json"]).json();
+    assert_eq!(report["mode"], "lazy");
+    saved.assert_goes_on(&destination);
+    assert_consistent(&destination);
+    assert_ballast(&destination);
+    scene.assert_tidy();
+    snapshot
+}
+
+/// Loads a stream by stock QEMU's own means and expects the same.
+fn loads_in_stock_qemu(machine: &Machine, saved: &Saved, uri: &str) {
+    let destination = machine.start_incoming().unwrap();
+    destination.execute("migrate-incoming", json!({ "uri": uri, "exit-on-error": false })).unwrap();
+    destination.wait_migrated().unwrap();
+    destination.wait_run_state("running", SOON).unwrap();
+    saved.assert_goes_on(&destination);
+    assert_consistent(&destination);
+    assert_ballast(&destination);
+}
+
+#[test]
+fn recorded_streams_of_all_machine_types_are_imported_restored_lazily_and_exported() {
+    needs_qemu!();
+    for (kind, how) in
+        [("pc-i440fx-7.2", "exec:cat>"), ("pc-q35-8.0", "file:"), ("pc-q35-9.0", "exec:cat>"), ("pc-q35-10.0", "file:")]
+    {
+        let scene = Scene::new();
+        let machine = beat().kind(kind);
+        let stream = scene.path("stream");
+        let saved = recorded(&machine, stream.clone(), &format!("{how}{}", stream.display()), |_| {});
+        let snapshot = comes_back_lazily(&scene, &machine, &saved);
+        let exported = scene.path("exported");
+        let told = limosa(&scene, &["export", text(&snapshot), text(&exported), "--json"]).json();
+        assert_eq!(told["length"], std::fs::metadata(&exported).unwrap().len());
+        let uri =
+            if how == "file:" { format!("exec:cat {}", text(&exported)) } else { format!("file:{}", text(&exported)) };
+        loads_in_stock_qemu(&machine, &saved, &uri);
+    }
+}
+
+#[test]
+fn a_stream_that_begins_later_or_is_packed_is_imported_too() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let stream = scene.path("later");
+    let saved = recorded(&beat(), stream.clone(), &format!("file:{},offset=8192", stream.display()), |_| {});
+    comes_back_lazily(&scene, &beat(), &saved);
+    // Where it begins can also be said.
+    let (named, target) = (format!("file:{},offset=8192", stream.display()), scene.path("named"));
+    limosa(&scene, &["import", &named, text(&target)]).success();
+    let wrong = format!("file:{},offset=8191", stream.display());
+    limosa(&scene, &["import", &wrong, text(&scene.path("none"))]).one_line(&["later"]);
+
+    let stream = scene.path("packed");
+    let saved = recorded(&beat(), stream.clone(), &format!("exec:gzip -1 -c >{}", stream.display()), |_| {});
+    comes_back_lazily(&scene, &beat(), &saved);
+}
+
+#[test]
+fn a_background_snapshot_which_has_no_end_of_memory_is_imported() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let probe = beat().start().unwrap();
+    if let Err(error) = probe.set_capabilities(&[("background-snapshot", true)]) {
+        note_skip(&format!("no background snapshots on this host: {error:#}"));
+        return;
+    }
+    drop(probe);
+    let stream = scene.path("stream");
+    let source = beat().start().unwrap();
+    source.wait_beats(2).unwrap();
+    load_ballast(&source);
+    source.set_capabilities(&[("background-snapshot", true)]).unwrap();
+    source.execute("migrate", json!({ "uri": format!("exec:cat>{}", stream.display()) })).unwrap();
+    source.wait_migrated().unwrap();
+    drop(source);
+    let snapshot = scene.path("imported");
+    limosa(&scene, &["import", text(&stream), text(&snapshot), "--checksum"]).success();
+    let destination = beat().start_incoming().unwrap();
+    scene.restore(&snapshot, &destination, &["--mode", "lazy"]).success();
+    assert_ballast(&destination);
+    assert_consistent(&destination);
+}
+
+#[test]
+fn a_mapped_ram_file_inside_another_file_is_imported_as_libvirt_writes_it() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let stream = scene.path("sparse");
+    // The length that libvirt's header and XML would have: no multiple of anything.
+    let data = 70_001_u32;
+    let uri = format!("file:{},offset={}", stream.display(), 92 + data);
+    let saved = recorded(&beat(), stream.clone(), &uri, |vm| {
+        vm.set_capabilities(&[("mapped-ram", true)]).unwrap();
+    });
+    comes_back_lazily(&scene, &beat(), &saved);
+    // Now with what libvirt puts there (format 6).
+    let mut header = b"LibvirtQemudSave".to_vec();
+    header.extend([2, data, 1, 6, 0].into_iter().flat_map(u32::to_le_bytes));
+    header.resize(92, 0);
+    header.extend_from_slice(b"<domain><name>sparse one</name></domain>\0");
+    File::options().write(true).open(&stream).unwrap().write_all_at(&header, 0).unwrap();
+    let told = limosa(&scene, &["inspect", text(&stream), "--json"]).json();
+    assert_eq!((&told["libvirt"]["format"], &told["libvirt"]["name"]), (&json!("sparse"), &json!("sparse one")));
+    comes_back_lazily(&scene, &beat(), &saved);
+    let piped = format!("{} import - {} <{}", env!("CARGO_BIN_EXE_limosa"), text(&scene.path("a")), text(&stream));
+    assert!(Command::new("sh").args(["-c", &piped]).status().unwrap().success());
+    let piped = format!("cat {} | {} import - {}", text(&stream), env!("CARGO_BIN_EXE_limosa"), text(&scene.path("b")));
+    assert!(!Command::new("sh").args(["-c", &piped]).status().unwrap().success());
+    assert!(!scene.path("b").exists());
+}
+
+#[test]
+fn a_recorded_stream_is_restored_eagerly_as_it_is_and_leaves_nothing() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let stream = scene.path("stream");
+    let saved = recorded(&beat(), stream.clone(), &format!("exec:cat>{}", stream.display()), |_| {});
+    let before = names(stream.parent().unwrap());
+    for via in ["file", "socket"] {
+        let destination = beat().start_incoming().unwrap();
+        let ended = scene.restore(&stream, &destination, &["--via", via]).success();
+        assert!(ended.stderr.contains("limosa import"), "{}", ended.stderr);
+        saved.assert_goes_on(&destination);
+        assert_consistent(&destination);
+        assert_ballast(&destination);
+    }
+    let destination = beat().start_incoming().unwrap();
+    scene.restore(&stream, &destination, &["--mode", "lazy"]).one_line(&["limosa import", "stream"]);
+    scene.recover(&stream, &destination).one_line(&["limosa import", "stream"]);
+    let file = File::options().write(true).open(&stream).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 10).unwrap();
+    assert_failed(&scene.restore(&stream, &destination, &[]), &["stream"]);
+    assert_eq!(names(stream.parent().unwrap()), before);
+    scene.assert_tidy();
+}
+
+#[test]
+fn bad_words_and_bad_files_are_refused_in_one_line_and_leave_nothing() {
+    let scene = Scene::new();
+    let at = |name: &str| scene.path(name);
+    std::fs::write(at("text"), "Dear Sir or Madam,\n").unwrap();
+    std::fs::write(at("header"), b"QEVM\0\0\0\x03\x07\0\0\0\x0bpc-q35-10.0").unwrap();
+    std::fs::write(at("part"), [b"LibvirtQemudPart".as_slice(), &[0; 200]].concat()).unwrap();
+    let before = names(at("text").parent().unwrap());
+    for name in ["text", "header", "part", "absent", "tmp"] {
+        limosa(&scene, &["import", text(&at(name)), text(&at("new"))]).one_line(&[name]);
+    }
+    limosa(&scene, &["import", "/dev/zero", text(&at("new"))]).one_line(&["/dev/zero"]);
+    limosa(&scene, &["import", "-", text(&at("new"))]).one_line(&["standard input"]);
+    limosa(&scene, &["import", text(&at("header")), text(&at("text"))]).one_line(&["text", "--force"]);
+    limosa(&scene, &["import", text(&at("header")), text(&at("new")), "--xml", text(&at("xml"))]).one_line(&["--xml"]);
+    limosa(&scene, &["export", text(&at("text")), text(&at("new"))]).one_line(&["text"]);
+    assert_eq!(names(at("text").parent().unwrap()), before);
+    let status = Command::new(env!("CARGO_BIN_EXE_limosa")).args(["import", "only one"]).output().unwrap().status;
+    assert_eq!(status.code(), Some(2));
+}
