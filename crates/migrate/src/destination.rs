@@ -62,8 +62,6 @@ pub struct DestinationOptions {
     /// Whether the stream was recorded: nobody listens at its other end. A wish for answers is passed over then, and the
     /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
-    /// The first bytes of the stream, if somebody has read them to see what it is; at most a buffer's (1 MiB).
-    pub head: Vec<u8>,
 }
 
 impl Default for DestinationOptions {
@@ -73,7 +71,6 @@ impl Default for DestinationOptions {
             patience: Some(Duration::from_secs(60)),
             after_the_end: Duration::from_millis(1),
             recorded: false,
-            head: Vec::new(),
         }
     }
 }
@@ -218,11 +215,8 @@ struct Buffer {
 }
 
 impl Buffer {
-    /// A buffer in which `head` has arrived.
-    fn new(head: &[u8]) -> Self {
-        let mut buffer = Self { bytes: Box::default(), start: 0, end: 0 };
-        buffer.begin_with(vec![0; BUFFER_LEN].into_boxed_slice(), head.get(..BUFFER_LEN).unwrap_or(head));
-        buffer
+    fn new() -> Self {
+        Self { bytes: vec![0; BUFFER_LEN].into_boxed_slice(), start: 0, end: 0 }
     }
 
     fn arrived(&self) -> &[u8] {
@@ -272,7 +266,7 @@ impl<'a> Receiver<'a> {
     fn new(role: &'a Destination<'a>) -> Self {
         Self {
             role,
-            buffer: Buffer::new(&role.options.head),
+            buffer: Buffer::new(),
             orders: Orders::default(),
             decoder: Decoder::new(),
             stats: DestinationStats::default(),
@@ -426,6 +420,7 @@ impl<'a> Receiver<'a> {
                         self.join(lane, join)?;
                     }
                 }
+                Event::EarlyDevice(section) => self.orders.early_section(section),
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
                 Event::DeviceTail => return self.exchange(lane),
                 Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. } => {}

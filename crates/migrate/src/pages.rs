@@ -36,6 +36,13 @@ pub trait PageSink {
     /// Accepts or refuses the layout, before any page.
     fn begin(&mut self, start: &StreamStart) -> Result<(), PageError>;
 
+    /// Takes device sections that come before the pages, between [`begin`](PageSink::begin) and the first of them: whole
+    /// sections, to be given back by [`PageSource::early_sections`]. A sink that has no place for them refuses.
+    fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError> {
+        let _ = sections;
+        Err("the VM has a virtio-mem device, whose state comes before its pages and has no place here".into())
+    }
+
     /// Takes consecutive pages of one block, `first` and those behind it, one slice of 4096 bytes a page.
     ///
     /// The slices are borrowed from the receive buffer: what is not stored on return is lost.
@@ -98,6 +105,11 @@ pub trait PageSource: Sync {
     fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {
         let _ = (block, pages);
         Ok(())
+    }
+
+    /// Device sections that stand in the stream before the pages (of virtio-mem devices), or nothing.
+    fn early_sections(&self) -> &[u8] {
+        &[]
     }
 
     /// The device sections as they stood in the stream: from the first FULL section to the last footer.

@@ -32,7 +32,7 @@ use crate::writer::WriteOptions;
 pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) -> Result<Published, SnapshotError> {
     let file = StoreFile::duplicate(pending.file(), pending.target())?;
     let length = u64::try_from(file.stat()?.st_size).unwrap_or(0);
-    let Anatomy { layout, mut memory, devices, stream_end } = Anatomy::decode(&file, 0, length)?;
+    let Anatomy { layout, mut memory, devices, stream_end } = Anatomy::decode(&file, length)?;
     if stream_end != length {
         let behind = length.saturating_sub(stream_end);
         return Err(
@@ -48,7 +48,7 @@ pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) ->
     let explicit_zero = make_zeros_explicit(&file, &layout, &mut memory)?;
     manifest.pages = PageStatistics { normal, zero: pages - normal, explicit_zero, ..manifest.pages };
     seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
-    let length = seal::append_trailer(&file, layout.tail_offset, (&memory, &devices), &manifest, options.checksum)?;
+    let length = seal::append_trailer(&file, &layout, (&memory, &devices), &manifest, options.checksum)?;
     let path = pending.publish(options.durability)?;
     Ok(Published { path, manifest, length, write_behind_requests: 0 })
 }

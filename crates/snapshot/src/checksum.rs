@@ -20,11 +20,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_stream::mapped_ram::Layout;
 
 use crate::anatomy::Memory;
 use crate::error::SnapshotError;
 use crate::store::{Place, StoreFile};
 use crate::trailer::CHUNK;
+
+/// The checksum of the device state: of the sections before the pages, if there are any, and of `tail`.
+pub(crate) fn of_devices(layout: &Layout, tail: &[u8]) -> u32 {
+    crc32c::crc32c_append(crc32c::crc32c(&layout.early_sections), tail)
+}
 
 /// Pages that one checksum covers.
 pub(crate) const CHUNK_PAGES: u64 = CHUNK / PAGE_SIZE;

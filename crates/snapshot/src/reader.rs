@@ -82,19 +82,13 @@ impl Snapshot {
     /// # Errors
     /// As [`open`](Snapshot::open).
     pub fn from_file(file: File, path: &Path) -> Result<Self, SnapshotError> {
-        Self::from_file_at(file, path, 0)
-    }
-
-    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. QEMU, told to read such a file by
-    /// itself, would have to be told so.
-    pub(crate) fn from_file_at(file: File, path: &Path, base: u64) -> Result<Self, SnapshotError> {
         let file = StoreFile::new(file, path);
         let stat = file.stat()?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(SnapshotError::Target { path: path.to_path_buf(), why: "is not a regular file".to_owned() });
         }
         let identity = Identity::of(&stat);
-        let anatomy = Anatomy::decode(&file, base, identity.length)?;
+        let anatomy = Anatomy::decode(&file, identity.length)?;
         let chunks = checksum::count(&anatomy.memory.places);
         let read = |offset, length| {
             let mut bytes = vec![0; length];
@@ -103,7 +97,7 @@ impl Snapshot {
         let mut trailer = Trailer::read(anatomy.stream_end, identity.length, chunks, read)?;
         let mut devices_damaged = false;
         let verifier = trailer.checksums.take().map(|recorded| {
-            devices_damaged = crc32c::crc32c(anatomy.devices.bytes()) != recorded.devices;
+            devices_damaged = checksum::of_devices(&anatomy.layout, anatomy.devices.bytes()) != recorded.devices;
             Verifier::new(recorded.chunks, &anatomy.memory)
         });
         if devices_damaged {
@@ -365,6 +359,10 @@ impl PageSource for Snapshot {
     /// lost some bits of a chunk is found so.
     fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {
         Ok(self.verify(block, pages)?)
+    }
+
+    fn early_sections(&self) -> &[u8] {
+        &self.anatomy.layout.early_sections
     }
 
     fn device_sections(&self) -> &[u8] {

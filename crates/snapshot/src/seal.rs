@@ -33,9 +33,7 @@ pub(crate) fn write_bitmap(file: &StoreFile, block: &MappedBlock, stored: &PageB
 /// Fills in what the file itself says and the manifest does not.
 pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, memory: &Memory, devices: &DeviceBytes) {
     manifest.ram_bytes = memory.bytes();
-    if manifest.finished == 0 {
-        manifest.finished = manifest::now();
-    }
+    manifest.finished = manifest::now();
     manifest.machine.get_or_insert_with(|| configuration.machine.clone());
     if manifest.vm_uuid.is_none() {
         manifest.vm_uuid = configuration.uuid.map(Uuid::from_bytes);
@@ -48,17 +46,17 @@ pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, m
 /// Writes the trailer behind the stream, which ends with the device state; returns the file's length then.
 pub(crate) fn append_trailer(
     file: &StoreFile,
-    tail_offset: u64,
+    layout: &Layout,
     (memory, devices): (&Memory, &DeviceBytes),
     manifest: &Manifest,
     checksum: bool,
 ) -> Result<u64, SnapshotError> {
-    let stream_end = tail_offset.saturating_add(devices.bytes().len() as u64);
+    let stream_end = layout.tail_offset.saturating_add(devices.bytes().len() as u64);
     let checksums = match checksum {
         false => None,
         true => Some(Checksums {
             chunks: checksum::compute(file, &memory.places, &memory.stored)?,
-            devices: crc32c::crc32c(devices.bytes()),
+            devices: checksum::of_devices(layout, devices.bytes()),
         }),
     };
     let bytes = trailer::encode(manifest, checksums.as_ref(), stream_end)

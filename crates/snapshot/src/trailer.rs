@@ -22,7 +22,7 @@
 //! | 40 | 4 | log2 of the chunk length, 20 |
 //! | 44 | 4 | crc32c of the manifest |
 //! | 48 | 4 | crc32c of the checksums |
-//! | 52 | 4 | crc32c of the device state, first section to end of stream; only with flag bit 0 |
+//! | 52 | 4 | crc32c of the device state: sections before the pages, if any, then first section to end of stream; only with flag bit 0 |
 //! | 56 | 4 | 0 |
 //! | 60 | 4 | crc32c of the 60 bytes before |
 //!

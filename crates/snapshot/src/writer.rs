@@ -10,9 +10,7 @@
 //!   that hole. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does not clear what
 //!   has a clear bit; a set bit over a hole makes it load zeros, and costs no room.
 
-use std::fs::File;
 use std::io::IoSlice;
-use std::path::Path;
 
 use limosa_channel::Counters;
 use limosa_migrate::pages::{PageError, PageSink, StreamStart};
@@ -27,6 +25,9 @@ use crate::pending::{Durability, PendingFile};
 use crate::seal;
 use crate::store::{Place, StoreFile};
 use crate::write_behind::WriteBehind;
+
+/// Most bytes of device sections before the pages: far more than all virtio-mem devices of a VM have.
+const EARLY_SECTIONS_MAX: usize = 16 << 20;
 
 /// How a snapshot file is finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,11 +98,6 @@ impl SnapshotWriter {
         statistics
     }
 
-    /// The name that the file is to have.
-    pub fn path(&self) -> &Path {
-        self.file.path()
-    }
-
     /// What the file's channel did so far: system calls, bytes, partial writes.
     pub fn counters(&self) -> Counters {
         self.file.channel().counters()
@@ -117,29 +113,7 @@ impl SnapshotWriter {
     /// The writer is gone then and nothing is left of the file: the disk is full, the tail is not whole, the stream
     /// never brought a page, the name was taken meanwhile.
     pub fn finish(self, tail: &[u8], manifest: Manifest) -> Result<Published, SnapshotError> {
-        let (manifest, length) = self.seal(tail, manifest)?;
-        let write_behind_requests = self.write_behind.as_ref().map_or(0, WriteBehind::requests);
-        let durability = self.options.durability;
-        let Self { pending, write_behind, .. } = self;
-        drop(write_behind);
-        let path = pending.publish(durability)?;
-        Ok(Published { path, manifest, length, write_behind_requests })
-    }
-
-    /// As [`finish`](Self::finish), but the file never gets a name: it is gone when the returned one is closed.
-    ///
-    /// # Errors
-    /// As [`finish`](Self::finish).
-    pub fn finish_nameless(self, tail: &[u8], manifest: Manifest) -> Result<File, SnapshotError> {
-        self.seal(tail, manifest)?;
-        let Self { pending, write_behind, .. } = self;
-        drop(write_behind);
-        pending.into_nameless()
-    }
-
-    /// Writes everything that is not pages; returns the manifest as it stands in the file, and the file's length.
-    fn seal(&self, tail: &[u8], manifest: Manifest) -> Result<(Manifest, u64), SnapshotError> {
-        let Self { file, options, layout, blocks, .. } = self;
+        let Self { file, options, write_behind, layout, blocks, .. } = &self;
         let Some(layout) = layout else { return Err(file.misuse("finished before a stream began")) };
         let (any_page, any_seen) =
             (blocks.iter().any(|block| block.place.pages > 0), blocks.iter().any(|block| !block.seen.is_empty()));
@@ -165,8 +139,13 @@ impl SnapshotWriter {
         let mut manifest = manifest;
         manifest.pages = self.statistics();
         seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
-        let length = seal::append_trailer(file, layout.tail_offset, (&memory, &devices), &manifest, options.checksum)?;
-        Ok((manifest, length))
+        let length = seal::append_trailer(file, layout, (&memory, &devices), &manifest, options.checksum)?;
+        let write_behind_requests = write_behind.as_ref().map_or(0, WriteBehind::requests);
+        let durability = options.durability;
+        let Self { pending, write_behind, .. } = self;
+        drop(write_behind);
+        let path = pending.publish(durability)?;
+        Ok(Published { path, manifest, length, write_behind_requests })
     }
 }
 
@@ -239,6 +218,19 @@ impl PageSink for SnapshotWriter {
         self.blocks = layout.blocks.iter().map(Receiving::new).collect();
         self.layout = Some(layout);
         Ok(())
+    }
+
+    fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError> {
+        match &mut self.layout {
+            Some(layout) if layout.early_sections.len() + sections.len() <= EARLY_SECTIONS_MAX => {
+                layout.add_early_sections(sections);
+                Ok(())
+            }
+            Some(_) => {
+                Err(self.file.misuse(format!("more than {EARLY_SECTIONS_MAX} bytes of early device sections")).into())
+            }
+            None => Err(self.file.misuse("device sections before a stream began").into()),
+        }
     }
 
     fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<(), PageError> {

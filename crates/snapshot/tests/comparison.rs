@@ -30,7 +30,6 @@ fn saved() -> Summary {
         manifest: None,
         without_manifest: None,
         checksums: false,
-        libvirt: None,
         warnings: Vec::new(),
     }
 }

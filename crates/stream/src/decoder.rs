@@ -8,6 +8,7 @@
 //! It decodes precopy, postcopy and background-snapshot streams up to the device sections, and the RAM part of a
 //! mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says.
 
+mod early;
 mod records;
 mod sections;
 
@@ -26,7 +27,6 @@ const PAGE_CONTINUE: u64 = FLAG_PAGE | FLAG_CONTINUE;
 const ZERO: u64 = FLAG_ZERO;
 const ZERO_CONTINUE: u64 = FLAG_ZERO | FLAG_CONTINUE;
 const NO_BLOCK: usize = usize::MAX;
-const EARLY_VIRTIO_MEM: &str = "virtio-mem-device-early";
 
 /// What one step of a [`Decoder`] did.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,6 +70,9 @@ pub enum Event {
     MappedRamBlock(MappedBlock),
     /// The list of RAM blocks is complete.
     RamStart(Vec<RamBlock>),
+    /// A device section that comes between the list of RAM blocks and the first page: of a virtio-mem device, which says what
+    /// part of its memory is plugged. The whole section, header and footer included.
+    EarlyDevice(Vec<u8>),
     /// A page: its 4096 bytes follow, and the caller takes them without showing them to the decoder.
     Page {
         /// Index of the RAM block.

@@ -164,12 +164,6 @@ pub enum Feature {
     /// Section `dirty-bitmap`: capability `dirty-bitmaps`.
     #[error("the stream carries block dirty bitmaps; turn the capability dirty-bitmaps off at the source")]
     DirtyBitmaps,
-    /// The early section of a virtio-mem device, which nothing delimits before the end of the stream.
-    #[error("device section {name:?} comes before the RAM pages: virtio-mem devices are not supported")]
-    VirtioMem {
-        /// The section's name.
-        name: String,
-    },
     /// An iterable section of another device, for example of an assigned one (vfio).
     #[error("iterable section {name:?} has no length of its own, so it cannot be passed over")]
     IterableSection {

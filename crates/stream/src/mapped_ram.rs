@@ -25,6 +25,9 @@ pub const HEADER_LENGTH: usize = 28;
 /// The version of that header.
 pub const HEADER_VERSION: u32 = 1;
 
+/// Bytes of early device sections after which no more are read.
+const EARLY_SECTIONS_LIMIT: usize = 16 << 20;
+
 /// The 28 bytes behind a block's name and length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MappedHeader {
@@ -158,6 +161,8 @@ pub struct Layout {
     pub section_id: u32,
     /// The RAM blocks in the order of the file.
     pub blocks: Vec<MappedBlock>,
+    /// Device sections that stand between the RAM blocks and the rest: see [`Event::EarlyDevice`].
+    pub early_sections: Vec<u8>,
     /// Where the device sections begin (the byte 0x04 of the first one, once it is written).
     pub tail_offset: u64,
 }
@@ -191,7 +196,8 @@ impl Layout {
         let mut configuration = configuration.clone().with_mapped_ram();
         // Addresses belong to a capability that the file does not have: its loader would not expect them.
         configuration.capabilities.retain(|capability| capability != crate::configuration::IGNORE_SHARED);
-        let mut layout = Self { base, configuration, section_id, blocks: Vec::new(), tail_offset: 0 };
+        let mut layout =
+            Self { base, configuration, section_id, blocks: Vec::new(), early_sections: Vec::new(), tail_offset: 0 };
         let mut prologue = Vec::new();
         layout.encode_prologue(blocks, &mut prologue)?;
         let mut at = base + crate::cursor::u64_from(prologue.len());
@@ -210,8 +216,14 @@ impl Layout {
         Ok(layout)
     }
 
+    /// Puts device sections behind the RAM blocks, before the rest of them.
+    pub fn add_early_sections(&mut self, sections: &[u8]) {
+        self.early_sections.extend_from_slice(sections);
+        self.tail_offset += crate::cursor::u64_from(sections.len());
+    }
+
     /// The bytes that make the file a stream, besides pages, bitmaps and device sections: the beginning with the first
-    /// block's header, each further block's header, and the end of the RAM section.
+    /// block's header, each further block's header, the end of the RAM section, and early device sections.
     ///
     /// # Errors
     /// Blocks or a configuration that the format cannot hold; none for a layout that came from `plan`.
@@ -229,6 +241,7 @@ impl Layout {
             chunks.push(std::mem::replace(&mut chunk, Chunk { offset: placed.end(), bytes: Vec::new() }));
         }
         ram::encode_eos(self.section_id, &mut chunk.bytes);
+        chunk.bytes.extend_from_slice(&self.early_sections);
         chunks.push(chunk);
         Ok(chunks)
     }
@@ -250,8 +263,14 @@ impl Layout {
     /// A read that failed; anything that is not a mapped-ram file; parts outside the file or upon one another.
     pub fn decode<R: ReadAt>(source: R, base: u64, file_length: u64) -> Result<Self, WalkError> {
         let mut walk = StreamWalk::new(source, Options { base, ..Options::default() });
-        let mut layout =
-            Self { base, configuration: Configuration::default(), section_id: 0, blocks: Vec::new(), tail_offset: 0 };
+        let mut layout = Self {
+            base,
+            configuration: Configuration::default(),
+            section_id: 0,
+            blocks: Vec::new(),
+            early_sections: Vec::new(),
+            tail_offset: 0,
+        };
         let mut chain_end = base;
         loop {
             match walk.next_event()? {
@@ -274,6 +293,17 @@ impl Layout {
                 Event::Command(command @ (crate::Command::PostcopyAdvise(_) | crate::Command::RamDiscard { .. })) => {
                     let fault =
                         Fault::expected("no postcopy command in a mapped-ram file", format_args!("{command:?}"));
+                    return Err(StreamError::new(walk.offset(), "between sections", fault).into());
+                }
+                Event::EarlyDevice(section) if layout.early_sections.len() <= EARLY_SECTIONS_LIMIT => {
+                    layout.early_sections.extend(section);
+                }
+                Event::EarlyDevice(_) => {
+                    let fault = Fault::TooLarge {
+                        what: "early device sections",
+                        value: crate::cursor::u64_from(layout.early_sections.len()),
+                        limit: crate::cursor::u64_from(EARLY_SECTIONS_LIMIT),
+                    };
                     return Err(StreamError::new(walk.offset(), "between sections", fault).into());
                 }
                 Event::DeviceTail => {

@@ -21,12 +21,15 @@ pub const PING_PACKAGED: u32 = 4;
 /// The capabilities are left out of `configuration` (neither of the validated ones goes with postcopy), and page sizes are named only for blocks whose pages are
 /// larger than 4096 bytes, as a destination expects it.
 ///
+/// `early_sections` are device sections that come before the pages ([`Event::EarlyDevice`](crate::decoder::Event::EarlyDevice)).
+///
 /// # Errors
 /// Blocks or a configuration that the format cannot hold; no block with pages.
 pub fn encode_postcopy_prologue(
     configuration: &Configuration,
     section_id: u32,
     blocks: &[RamBlock],
+    early_sections: &[u8],
     out: &mut Vec<u8>,
 ) -> Result<(), EncodeError> {
     let blocks = for_postcopy(blocks);
@@ -36,6 +39,7 @@ pub fn encode_postcopy_prologue(
     let summary = blocks.iter().fold(0, |summary, block| summary | block.page_size.unwrap_or(PAGE_SIZE));
     Command::PostcopyAdvise(Some(PageSizes { summary, target: PAGE_SIZE })).encode(out)?;
     ram::encode_ram_start(section_id, &blocks, out)?;
+    out.extend_from_slice(early_sections);
     encode_discards(&blocks, out)
 }
 

@@ -239,8 +239,6 @@ fn other_features_are_named() {
     assert_eq!(section("dirty-bitmap", SectionKind::Start), Feature::DirtyBitmaps);
     let name = "0000:00:02.0/vfio".to_owned();
     assert_eq!(section(&name, SectionKind::Start), Feature::IterableSection { name });
-    let name = "0000:00:05.0/virtio-mem-device-early".to_owned();
-    assert_eq!(section(&name, SectionKind::Full), Feature::VirtioMem { name });
     let mut colo = Vec::new();
     Command::EnableColo.encode(&mut colo).unwrap();
     assert_eq!(unsupported(&with(start(), &colo)), Feature::Colo);

@@ -94,7 +94,7 @@ fn a_recording_that_ends_early_is_truncated_where_it_ends() {
 fn a_recorded_postcopy_stream_is_walked_to_its_end() {
     let blocks = [RamBlock::new("pc.ram", 0x2000)];
     let mut stream = Vec::new();
-    vm::encode_postcopy_prologue(&Configuration::new("pc"), 2, &blocks, &mut stream).unwrap();
+    vm::encode_postcopy_prologue(&Configuration::new("pc"), 2, &blocks, &[], &mut stream).unwrap();
     let package = vm::postcopy_package(&[0x04; 100_000], Some(vm::PING_LOADED)).unwrap();
     vm::encode_packaged(&package, &mut stream).unwrap();
     Command::Ping(vm::PING_PACKAGED).encode(&mut stream).unwrap();

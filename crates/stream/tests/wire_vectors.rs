@@ -183,6 +183,7 @@ fn postcopy_prologue_has_qemus_bytes() {
         &configuration,
         2,
         &[RamBlock::new("pc.ram", 0x800_0000)],
+        &[],
         &mut encoded,
     )
     .unwrap();
@@ -221,7 +222,7 @@ fn a_huge_page_block_names_its_page_size_in_postcopy_only() {
     let mut encoded = Vec::new();
     let blocks = [huge.clone(), small, RamBlock { page_size: Some(0x20_0000), ..RamBlock::new("x", 0x20_0000) }];
     let configuration = Configuration::new("q35");
-    limosa_stream::vm::encode_postcopy_prologue(&configuration, 2, &blocks, &mut encoded).unwrap();
+    limosa_stream::vm::encode_postcopy_prologue(&configuration, 2, &blocks, &[], &mut encoded).unwrap();
     let listed = events(&encoded).into_iter().find_map(|event| match event {
         Event::RamStart(blocks) => Some(blocks),
         _ => None,

@@ -27,6 +27,8 @@ const BUFFERS: usize = 3;
 enum Order {
     /// So many consecutive pages; where each lies in the buffer is the next of [`Orders::places`].
     Pages { block: usize, first: PageNumber, count: usize },
+    /// A device section that comes before the pages.
+    EarlySection(Vec<u8>),
     /// Pages that are zero.
     Zero { block: usize, pages: PageRange },
     /// What changed in a page: the delta's place in the buffer, and its offset in the stream.
@@ -52,6 +54,11 @@ impl Orders {
         } else {
             self.list.push(Order::Pages { block, first: page, count: 1 });
         }
+    }
+
+    /// A device section that comes before the pages.
+    pub(super) fn early_section(&mut self, section: Vec<u8>) {
+        self.list.push(Order::EarlySection(section));
     }
 
     /// A page that is zero.
@@ -91,6 +98,7 @@ impl Orders {
                     sink.put_zero(block, pages).map_err(MigrateError::Sink)?;
                     tally.batch.zero += tally.see(block, pages);
                 }
+                Order::EarlySection(section) => sink.put_early_sections(&section).map_err(MigrateError::Sink)?,
                 Order::Pages { block, first, count } => {
                     let whole = |&place: &usize| IoSlice::new(bytes.get(place..place + PAGE_LEN).unwrap_or_default());
                     slices.clear();

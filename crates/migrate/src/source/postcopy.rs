@@ -286,7 +286,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     ) -> Result<Option<Arc<Channel>>, MigrateError> {
         let start = self.source.start();
         let mut prologue = Vec::new();
-        vm::encode_postcopy_prologue(&start.configuration, start.section_id, blocks, &mut prologue)?;
+        let early = self.source.early_sections();
+        vm::encode_postcopy_prologue(&start.configuration, start.section_id, blocks, early, &mut prologue)?;
         let package = vm::postcopy_package(self.source.device_sections(), Some(vm::PING_LOADED))?;
         // The package, and the PART section that every later page of this channel stands in.
         let mut body = Vec::with_capacity(package.len() + 32);

@@ -177,6 +177,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             ram::encode_multifd_flush(&mut bytes);
         }
         ram::encode_eos(start.section_id, &mut bytes);
+        bytes.extend_from_slice(self.source.early_sections());
         section::encode_part(start.section_id, &mut bytes);
         self.channel.put(&bytes)?;
         self.progress.enter(Phase::Active);

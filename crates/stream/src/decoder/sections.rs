@@ -1,6 +1,6 @@
 //! What stands between the bodies: file header, section headers and footers, commands, the first device section.
 
-use super::{Decoder, EARLY_VIRTIO_MEM, Event, State, outside};
+use super::{Decoder, Event, State, early, outside};
 use crate::command::Command;
 use crate::configuration::{Configuration, IGNORE_SHARED, MAPPED_RAM};
 use crate::cursor::{Cursor, Stop};
@@ -78,20 +78,19 @@ impl Decoder {
         Err(Stop::Fail { at: 0, fault })
     }
 
-    /// A FULL section: the device tail, except for the one device that comes before the pages.
-    fn device_tail(&mut self, cursor: &Cursor<'_>) -> Result<Event, Stop> {
+    /// A FULL section: the device tail, except for the one kind of device that comes before the pages.
+    fn device_tail(&mut self, cursor: &mut Cursor<'_>) -> Result<Event, Stop> {
         if !self.pages_begun {
             // Only looked at: the tail begins at the FULL byte.
             let mut ahead = cursor.fork();
             ahead.u8()?;
             let header = SectionHeader::read(SectionKind::Full, &mut ahead)?;
-            if header.name.ends_with(EARLY_VIRTIO_MEM) {
-                let fault = Fault::Unsupported(Feature::VirtioMem { name: header.name });
-                return Err(Stop::Fail { at: 0, fault });
-            }
             if !self.ram_listed {
                 let found = format_args!("device section {:?}", header.name).to_string();
                 return Err(Stop::Fail { at: 0, fault: Fault::expected("the START of section \"ram\"", found) });
+            }
+            if early::is_early(&header) {
+                return early::section(cursor).map(|section| Event::EarlyDevice(section.to_vec()));
             }
         }
         self.state = State::Devices;
