@@ -81,12 +81,14 @@ impl Main {
     }
 
     fn zero(self, page: u64) -> Self {
-        self.section(|bytes, records| drop(records.append(RecordKind::Zero, 0, page * 4096, bytes).unwrap()))
+        self.section(|bytes, records| {
+            records.append(RecordKind::Zero, 0, page * 4096, bytes).unwrap();
+        })
     }
 
     fn delta(self, page: u64, delta: &[u8]) -> Self {
         self.section(|bytes, _| {
-            bytes.extend_from_slice(&(page * 4096 | FLAG_XBZRLE).to_be_bytes());
+            bytes.extend_from_slice(&((page * 4096) | FLAG_XBZRLE).to_be_bytes());
             bytes.extend_from_slice(b"\x06block0\x01");
             bytes.extend_from_slice(&u16::try_from(delta.len()).unwrap().to_be_bytes());
             bytes.extend_from_slice(delta);
