@@ -14,7 +14,8 @@ mod test;
 const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
-  setup              install what the tests and the demo need (QEMU, a Linux guest)
+  setup              install what the tests and the demo need (QEMU, libvirt's client, a Linux guest);
+                     LIMOSA_SKIP_LIBVIRT=1 does without libvirt
   test               format, lints, documentation, all tests; LIMOSA_SKIP_QEMU=1 leaves out what needs QEMU
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
   bench NAME ...     release build, then `limosa bench NAME ...`

@@ -62,6 +62,8 @@ pub struct DestinationOptions {
     /// Whether the stream was recorded: nobody listens at its other end. A wish for answers is passed over then, and the
     /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
+    /// The first bytes of the stream, if somebody has read them to see what it is; at most a buffer's (1 MiB).
+    pub head: Vec<u8>,
 }
 
 impl Default for DestinationOptions {
@@ -71,6 +73,7 @@ impl Default for DestinationOptions {
             patience: Some(Duration::from_secs(60)),
             after_the_end: Duration::from_millis(1),
             recorded: false,
+            head: Vec::new(),
         }
     }
 }
@@ -215,8 +218,11 @@ struct Buffer {
 }
 
 impl Buffer {
-    fn new() -> Self {
-        Self { bytes: vec![0; BUFFER_LEN].into_boxed_slice(), start: 0, end: 0 }
+    /// A buffer in which `head` has arrived.
+    fn new(head: &[u8]) -> Self {
+        let mut buffer = Self { bytes: Box::default(), start: 0, end: 0 };
+        buffer.begin_with(vec![0; BUFFER_LEN].into_boxed_slice(), head.get(..BUFFER_LEN).unwrap_or(head));
+        buffer
     }
 
     fn arrived(&self) -> &[u8] {
@@ -266,7 +272,7 @@ impl<'a> Receiver<'a> {
     fn new(role: &'a Destination<'a>) -> Self {
         Self {
             role,
-            buffer: Buffer::new(),
+            buffer: Buffer::new(&role.options.head),
             orders: Orders::default(),
             decoder: Decoder::new(),
             stats: DestinationStats::default(),

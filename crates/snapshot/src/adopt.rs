@@ -32,7 +32,7 @@ use crate::writer::WriteOptions;
 pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) -> Result<Published, SnapshotError> {
     let file = StoreFile::duplicate(pending.file(), pending.target())?;
     let length = u64::try_from(file.stat()?.st_size).unwrap_or(0);
-    let Anatomy { layout, mut memory, devices, stream_end } = Anatomy::decode(&file, length)?;
+    let Anatomy { layout, mut memory, devices, stream_end } = Anatomy::decode(&file, 0, length)?;
     if stream_end != length {
         let behind = length.saturating_sub(stream_end);
         return Err(

@@ -100,11 +100,11 @@ pub(crate) struct Anatomy {
 }
 
 impl Anatomy {
-    /// Takes a file of `length` bytes apart.
-    pub(crate) fn decode(file: &StoreFile, length: u64) -> Result<Self, SnapshotError> {
+    /// Takes a file of `length` bytes apart whose stream begins at `base`.
+    pub(crate) fn decode(file: &StoreFile, base: u64, length: u64) -> Result<Self, SnapshotError> {
         let read_at =
             |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
-        let layout = Layout::decode(read_at, 0, length).map_err(|e| match e {
+        let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
             WalkError::Stream(e) => {
                 file.structure(e.offset(), format!("not a whole mapped-ram file: {}: {}", e.place(), e.fault()))
             }

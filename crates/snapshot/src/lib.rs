@@ -10,6 +10,7 @@
 //! - [`adopt`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::pages::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_stored`], [`compare_memory`]: how do two files differ.
+//! - [`Foreign`]: other programs' files, of which snapshots are made; [`Snapshot::export`] goes the other way.
 //! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] tells whether its disks are still the same.
 //!
 //! # Example
@@ -60,6 +61,8 @@ mod checksum;
 mod comparison;
 mod disks;
 mod error;
+mod export;
+mod foreign;
 mod fuzz;
 mod lock;
 mod manifest;
@@ -81,12 +84,15 @@ pub use comparison::{
 };
 pub use disks::{Difference, Disk, DiskChange, check_disks};
 pub use error::SnapshotError;
+pub use foreign::{
+    ByteOrder, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, Packer, SaveHeader, SaveImage, XML_LIMIT,
+};
 pub use fuzz::fuzz_open;
 pub use manifest::{Manifest, PageStatistics, Published, Via};
 pub use pci::PciIdentity;
 pub use pending::{Durability, PendingFile};
 pub use reader::Snapshot;
 pub use recording::summarize;
-pub use summary::{BlockSummary, DeviceSummary, Summary};
+pub use summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary};
 pub use write_behind::WriteBehind;
 pub use writer::{SnapshotWriter, WriteOptions};

@@ -96,6 +96,8 @@ pub enum Via {
     File,
     /// limosa received a migration stream.
     Socket,
+    /// A recorded stream or another program's file was converted.
+    Import,
     /// A way that this version does not know.
     #[serde(other)]
     Unknown,

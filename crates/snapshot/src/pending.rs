@@ -173,6 +173,17 @@ impl PendingFile {
         Ok(std::mem::take(&mut self.target))
     }
 
+    /// The file itself, which never gets its name: it is gone when it is closed.
+    ///
+    /// # Errors
+    /// If its descriptor cannot be duplicated.
+    pub fn into_nameless(self) -> Result<File, SnapshotError> {
+        let copy = self.file.try_clone();
+        let file = copy.map_err(|error| SnapshotError::io("duplicate its descriptor", &self.target, None, error))?;
+        lock::release(&file);
+        Ok(file)
+    }
+
     /// Takes the target's name only if nobody has it.
     fn name_it(&mut self) -> Result<(), SnapshotError> {
         let Some(temporary) = self.temporary.clone() else { return self.link(&self.name) };

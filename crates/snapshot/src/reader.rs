@@ -82,13 +82,19 @@ impl Snapshot {
     /// # Errors
     /// As [`open`](Snapshot::open).
     pub fn from_file(file: File, path: &Path) -> Result<Self, SnapshotError> {
+        Self::from_file_at(file, path, 0)
+    }
+
+    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. QEMU, told to read such a file by
+    /// itself, would have to be told so.
+    pub(crate) fn from_file_at(file: File, path: &Path, base: u64) -> Result<Self, SnapshotError> {
         let file = StoreFile::new(file, path);
         let stat = file.stat()?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(SnapshotError::Target { path: path.to_path_buf(), why: "is not a regular file".to_owned() });
         }
         let identity = Identity::of(&stat);
-        let anatomy = Anatomy::decode(&file, identity.length)?;
+        let anatomy = Anatomy::decode(&file, base, identity.length)?;
         let chunks = checksum::count(&anatomy.memory.places);
         let read = |offset, length| {
             let mut bytes = vec![0; length];

@@ -1,14 +1,16 @@
-//! What is in a file that a migration stream was recorded into (`migrate exec:cat>FILE`, `file:FILE`).
+//! What is in a file that a migration stream was recorded into (`migrate exec:cat>FILE`, `file:FILE`, `virsh save`).
 //!
 //! Such a file has every page in the order it was sent, again and again as the guest wrote to it, so it can only be read
 //! from its beginning: it is summarized here, not served.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
-use limosa_stream::configuration::{Configuration, MAPPED_RAM};
+use limosa_stream::configuration::Configuration;
 use limosa_stream::decoder::{Event, Options};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::ram::RamBlock;
@@ -16,29 +18,79 @@ use limosa_stream::walk::{StreamWalk, WalkError};
 
 use crate::anatomy::MEMORY_PAGES_MAX;
 use crate::error::SnapshotError;
+use crate::foreign::{Foreign, ForeignError, Forward, Parts, Place, Unpacking};
 use crate::reader::Snapshot;
-use crate::summary::{BlockSummary, DeviceSummary, Summary, outlines, uuid_text};
+use crate::summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary, outlines, uuid_text};
+use rustix::fs::SeekFrom;
 
-/// Summarizes a snapshot or a recorded stream.
+/// Summarizes a snapshot, a recorded stream or a libvirt save image.
 ///
 /// # Errors
-/// If the file cannot be read or is neither.
-pub fn summarize(path: &Path) -> Result<Summary, SnapshotError> {
-    // Without O_NONBLOCK, opening a named pipe would wait for its other end.
-    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
-    let file = opened.map_err(|error| SnapshotError::io("open it", path, None, error))?;
-    let metadata = file.metadata().map_err(|error| SnapshotError::io("look at it", path, None, error))?;
-    if !metadata.is_file() {
-        return Err(SnapshotError::Target { path: path.to_path_buf(), why: "is not a regular file".to_owned() });
-    }
-    let wrong = |error: WalkError| walk_error(path, error);
-    let mut walk = StreamWalk::new(|offset, into: &mut [u8]| file.read_at(into, offset), Options::default());
-    let configuration = match walk.next_event().map_err(wrong)? {
-        Event::Configuration(configuration) if configuration.has_capability(MAPPED_RAM) => {
-            return Ok(Snapshot::open(path)?.summary());
+/// If the file cannot be read, is none of these, or cannot be unpacked.
+pub fn summarize(path: &Path) -> Result<Summary, ForeignError> {
+    Foreign::open(path, None)?.summary()
+}
+
+impl Foreign {
+    /// What is in the file.
+    ///
+    /// # Errors
+    /// As [`summarize`]; or if this is a pipe, which can be read only once.
+    pub fn summary(self) -> Result<Summary, ForeignError> {
+        let (path, described) = (self.path().to_path_buf(), self.describe());
+        let Parts { file, place, image } = self.into_parts()?;
+        let metadata = file.metadata().map_err(|error| SnapshotError::io("look at it", &path, None, error))?;
+        let mut summary = match place {
+            Place::Mapped(offset) => Snapshot::from_file_at(file, &path, offset)?.summary(),
+            Place::Stream(offset, None) => {
+                let read_at = |offset, into: &mut [u8]| file.read_at(into, offset);
+                summarize_stream(&path, offset, metadata.len(), read_at)?
+            }
+            Place::Stream(offset, Some(packer)) => {
+                let input = positioned(&file, offset)
+                    .map_err(|error| SnapshotError::io("read it", &path, Some(offset), error))?;
+                let (unpacking, output) = Unpacking::start(packer, input, &path)?;
+                let mut forward = Forward::new(output);
+                let read_at = |offset, into: &mut [u8]| forward.read_at(offset, into);
+                let summarized = summarize_stream(&path, 0, u64::MAX, read_at);
+                drop(forward);
+                match summarized {
+                    Ok(summary) => unpacking.finish(&path).map(|()| summary)?,
+                    Err(error) => return Err(unpacking.reason(&path).unwrap_or(error.into())),
+                }
+            }
+        };
+        if !matches!(place, Place::Mapped(0)) {
+            summary.without_manifest = Some(format!("{described}, not a snapshot; limosa import makes one of it"));
         }
+        if let Place::Stream(_, Some(packer)) = place
+            && image.is_none()
+        {
+            summary.warnings.push(format!("the stream is packed by {}", packer.program()));
+        }
+        if let Some(image) = image {
+            summary.run_state = Some(image.run_state().to_owned());
+            summary.libvirt = Some(SaveImageSummary::of(&image));
+        }
+        summary.length = metadata.len();
+        summary.allocated = metadata.blocks().saturating_mul(512);
+        Ok(summary)
+    }
+}
+
+/// Summarizes a stream that begins at `base` of what `read_at` reads, and ends before `end`.
+fn summarize_stream(
+    path: &Path,
+    base: u64,
+    end: u64,
+    mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
+) -> Result<Summary, SnapshotError> {
+    let wrong = |error: WalkError| walk_error(path, error);
+    let options = Options { base, ..Options::default() };
+    let mut walk = StreamWalk::new(&mut read_at, options);
+    let configuration = match walk.next_event().map_err(wrong)? {
         Event::Configuration(configuration) => configuration,
-        other => return Err(structure(path, 0, format!("expected a configuration, found {other:?}"))),
+        other => return Err(structure(path, base, format!("expected a configuration, found {other:?}"))),
     };
     let mut recording = Recording::new(path, &configuration);
     loop {
@@ -48,9 +100,8 @@ pub fn summarize(path: &Path) -> Result<Summary, SnapshotError> {
             Event::Zero { block, offset } => recording.page(block, offset, false),
             Event::DeviceTail => {
                 let begin = walk.offset();
-                let length = metadata.len().saturating_sub(begin).min(TAIL_LIMIT);
-                let mut tail = vec![0; usize::try_from(length).unwrap_or(0)];
-                file.read_exact_at(&mut tail, begin)
+                let ahead = walk.into_ahead();
+                let tail = read_tail(ahead, begin, end, read_at)
                     .map_err(|error| SnapshotError::io("read its device sections", path, Some(begin), error))?;
                 recording.devices(&tail, begin)?;
                 break;
@@ -62,10 +113,37 @@ pub fn summarize(path: &Path) -> Result<Summary, SnapshotError> {
             _ => {}
         }
     }
-    let mut summary = recording.finish();
-    summary.length = metadata.len();
-    summary.allocated = metadata.blocks().saturating_mul(512);
-    Ok(summary)
+    Ok(recording.finish())
+}
+
+/// Reads from `begin` to the end, at most [`TAIL_LIMIT`] bytes, of which `tail` has been read before.
+fn read_tail(
+    mut tail: Vec<u8>,
+    begin: u64,
+    end: u64,
+    mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
+) -> io::Result<Vec<u8>> {
+    let limit = usize::try_from(end.saturating_sub(begin).min(TAIL_LIMIT)).unwrap_or(usize::MAX);
+    while tail.len() < limit {
+        let came = tail.len();
+        tail.resize(came.saturating_add(1 << 16).min(limit), 0);
+        let got = read_at(begin.saturating_add(came as u64), tail.get_mut(came..).unwrap_or_default());
+        tail.truncate(came + got.as_ref().copied().unwrap_or(0));
+        match got {
+            Ok(0) => break,
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(tail)
+}
+
+/// A descriptor of the file whose position is `offset`.
+fn positioned(file: &File, offset: u64) -> io::Result<OwnedFd> {
+    let copy = file.try_clone()?;
+    rustix::fs::seek(&copy, SeekFrom::Start(offset))?;
+    Ok(copy.into())
 }
 
 fn structure(path: &Path, offset: u64, why: String) -> SnapshotError {
@@ -103,8 +181,9 @@ impl<'a> Recording<'a> {
             devices: Vec::new(),
             outlines: Vec::new(),
             manifest: None,
-            without_manifest: Some("a recorded migration stream, not a snapshot".to_owned()),
+            without_manifest: None,
             checksums: false,
+            libvirt: None,
             warnings: Vec::new(),
         };
         Self { path, summary, stored: Vec::new(), seen: Vec::new(), resent: 0 }

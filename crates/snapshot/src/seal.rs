@@ -33,7 +33,9 @@ pub(crate) fn write_bitmap(file: &StoreFile, block: &MappedBlock, stored: &PageB
 /// Fills in what the file itself says and the manifest does not.
 pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, memory: &Memory, devices: &DeviceBytes) {
     manifest.ram_bytes = memory.bytes();
-    manifest.finished = manifest::now();
+    if manifest.finished == 0 {
+        manifest.finished = manifest::now();
+    }
     manifest.machine.get_or_insert_with(|| configuration.machine.clone());
     if manifest.vm_uuid.is_none() {
         manifest.vm_uuid = configuration.uuid.map(Uuid::from_bytes);

@@ -4,7 +4,9 @@ use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::devices::DeviceSection;
 use limosa_stream::outline::{self, DeviceOutline};
 use serde::Serialize;
+use uuid::Uuid;
 
+use crate::foreign::{SaveHeader, SaveImage};
 use crate::manifest::Manifest;
 use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
@@ -40,8 +42,38 @@ pub struct Summary {
     pub without_manifest: Option<String>,
     /// Whether checksums of the memory were recorded.
     pub checksums: bool,
+    /// What libvirt recorded, if this is a save image of its.
+    pub libvirt: Option<SaveImageSummary>,
     /// What a person should know.
     pub warnings: Vec<String>,
+}
+
+/// A libvirt save image, but for its stream.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SaveImageSummary {
+    /// The header.
+    #[serde(flatten)]
+    pub header: SaveHeader,
+    /// The domain's name.
+    pub name: Option<String>,
+    /// The domain's uuid.
+    pub uuid: Option<Uuid>,
+    /// Bytes of the domain's definition.
+    pub xml_length: usize,
+    /// Where the stream begins in the file.
+    pub payload_offset: u64,
+}
+
+impl SaveImageSummary {
+    pub(crate) fn of(image: &SaveImage) -> Self {
+        Self {
+            header: image.header,
+            name: image.name.clone(),
+            uuid: image.uuid,
+            xml_length: image.xml.len(),
+            payload_offset: image.payload_offset(),
+        }
+    }
 }
 
 /// One RAM block.
@@ -120,6 +152,7 @@ impl Snapshot {
             manifest: self.manifest().cloned(),
             without_manifest: self.without_manifest().map(str::to_owned),
             checksums: self.has_checksums(),
+            libvirt: None,
             warnings: self.warnings().to_vec(),
         }
     }
@@ -132,5 +165,5 @@ pub(crate) fn outlines(json: &[u8]) -> Vec<DeviceOutline> {
 }
 
 pub(crate) fn uuid_text(bytes: [u8; 16]) -> String {
-    uuid::Uuid::from_bytes(bytes).to_string()
+    Uuid::from_bytes(bytes).to_string()
 }

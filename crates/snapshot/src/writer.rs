@@ -10,7 +10,9 @@
 //!   that hole. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does not clear what
 //!   has a clear bit; a set bit over a hole makes it load zeros, and costs no room.
 
+use std::fs::File;
 use std::io::IoSlice;
+use std::path::Path;
 
 use limosa_channel::Counters;
 use limosa_migrate::pages::{PageError, PageSink, StreamStart};
@@ -98,6 +100,11 @@ impl SnapshotWriter {
         statistics
     }
 
+    /// The name that the file is to have.
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
     /// What the file's channel did so far: system calls, bytes, partial writes.
     pub fn counters(&self) -> Counters {
         self.file.channel().counters()
@@ -113,7 +120,29 @@ impl SnapshotWriter {
     /// The writer is gone then and nothing is left of the file: the disk is full, the tail is not whole, the stream
     /// never brought a page, the name was taken meanwhile.
     pub fn finish(self, tail: &[u8], manifest: Manifest) -> Result<Published, SnapshotError> {
-        let Self { file, options, write_behind, layout, blocks, .. } = &self;
+        let (manifest, length) = self.seal(tail, manifest)?;
+        let write_behind_requests = self.write_behind.as_ref().map_or(0, WriteBehind::requests);
+        let durability = self.options.durability;
+        let Self { pending, write_behind, .. } = self;
+        drop(write_behind);
+        let path = pending.publish(durability)?;
+        Ok(Published { path, manifest, length, write_behind_requests })
+    }
+
+    /// As [`finish`](Self::finish), but the file never gets a name: it is gone when the returned one is closed.
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish).
+    pub fn finish_nameless(self, tail: &[u8], manifest: Manifest) -> Result<File, SnapshotError> {
+        self.seal(tail, manifest)?;
+        let Self { pending, write_behind, .. } = self;
+        drop(write_behind);
+        pending.into_nameless()
+    }
+
+    /// Writes everything that is not pages; returns the manifest as it stands in the file, and the file's length.
+    fn seal(&self, tail: &[u8], manifest: Manifest) -> Result<(Manifest, u64), SnapshotError> {
+        let Self { file, options, layout, blocks, .. } = self;
         let Some(layout) = layout else { return Err(file.misuse("finished before a stream began")) };
         let (any_page, any_seen) =
             (blocks.iter().any(|block| block.place.pages > 0), blocks.iter().any(|block| !block.seen.is_empty()));
@@ -140,12 +169,7 @@ impl SnapshotWriter {
         manifest.pages = self.statistics();
         seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
         let length = seal::append_trailer(file, layout, (&memory, &devices), &manifest, options.checksum)?;
-        let write_behind_requests = write_behind.as_ref().map_or(0, WriteBehind::requests);
-        let durability = options.durability;
-        let Self { pending, write_behind, .. } = self;
-        drop(write_behind);
-        let path = pending.publish(durability)?;
-        Ok(Published { path, manifest, length, write_behind_requests })
+        Ok((manifest, length))
     }
 }
 

@@ -30,6 +30,7 @@ fn saved() -> Summary {
         manifest: None,
         without_manifest: None,
         checksums: false,
+        libvirt: None,
         warnings: Vec::new(),
     }
 }

@@ -98,6 +98,11 @@ impl<R: ReadAt> StreamWalk<R> {
         }
     }
 
+    /// Ends the walk: what was read from [`offset`](Self::offset) on, for a source that can be read only once.
+    pub fn into_ahead(self) -> Vec<u8> {
+        self.window.get(self.begin..self.end).unwrap_or_default().to_vec()
+    }
+
     /// Goes on at file offset `target`, inside the window if it is there.
     fn jump(&mut self, target: u64) {
         let distance = target.checked_sub(self.position).and_then(|distance| usize::try_from(distance).ok());

@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: QEMU and the parts of a Linux guest, on Debian and Ubuntu.
+//! `cargo xtask setup`: QEMU, libvirt's client and driver, and the parts of a Linux guest, on Debian and Ubuntu.
 //!
 //! Law: what is there already is not touched, and then nothing is run but a look at it. What needs root is planned
 //! first ([`plan`]); root executes the plan, anybody else gets it as one line to run. The guest's kernel and busybox are
@@ -19,6 +19,10 @@ use plan::{Machine, Plan};
 
 /// The oldest QEMU that writes mapped-ram files (QEMU docs: migration/mapped-ram).
 const QEMU_AT_LEAST: (u32, u32) = (9, 0);
+
+/// The programs that libvirt's save images are packed by, and their packages.
+const PACKERS: [(&str, &str); 5] =
+    [("gzip", "gzip"), ("bzip2", "bzip2"), ("xz", "xz-utils"), ("lzop", "lzop"), ("zstd", "zstd")];
 
 /// Installs what is missing, or says which line to run.
 pub(crate) fn run() -> Result<()> {
@@ -87,6 +91,31 @@ fn missing_packages() -> Vec<&'static str> {
     // UEFI firmware, in either of the sizes that distributions build it in.
     if !["OVMF_CODE_4M.fd", "OVMF_CODE.fd"].iter().any(|name| Path::new("/usr/share/OVMF").join(name).exists()) {
         missing.push("ovmf");
+    }
+    for (program, package) in PACKERS {
+        if shell::find_program(program).is_none() {
+            missing.push(package);
+        }
+    }
+    if std::env::var_os("LIMOSA_SKIP_LIBVIRT").is_none_or(|value| value != "1") {
+        missing.extend(missing_libvirt());
+    }
+    missing
+}
+
+/// The parts of libvirt that are missing: the client, the driver that it loads, and what writes its files. Nothing of it
+/// runs by itself.
+fn missing_libvirt() -> Vec<&'static str> {
+    let mut missing = Vec::new();
+    if shell::find_program("virsh").is_none() {
+        missing.push("libvirt-clients");
+    }
+    let drivers = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib"].map(Path::new);
+    if !drivers.iter().any(|folder| folder.join("libvirt/connection-driver/libvirt_driver_qemu.so").exists()) {
+        missing.push("libvirt-daemon-driver-qemu");
+    }
+    if !["/usr/lib/libvirt", "/usr/libexec"].iter().any(|folder| Path::new(folder).join("libvirt_iohelper").exists()) {
+        missing.push("libvirt-daemon");
     }
     missing
 }

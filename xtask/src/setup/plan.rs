@@ -134,7 +134,14 @@ fn on_debian(machine: &Machine, packages: &[&str]) -> Result<Plan> {
                 plan.file = Some(sources::with_suite(&machine.sources, &machine.codename, &suite)?);
             }
             plan.push(&["apt-get", "update"]);
-            plan.push_install(&["-t", &suite], packages);
+            // Only QEMU is too old in the release itself.
+            let (newer, rest): (Vec<&str>, Vec<&str>) = packages.iter().partition(|name| name.starts_with("qemu"));
+            if !newer.is_empty() {
+                plan.push_install(&["-t", &suite], &newer);
+            }
+            if !rest.is_empty() {
+                plan.push_install(&[], &rest);
+            }
         }
         // Testing and unstable carry no VERSION_ID.
         Ok(_) | Err(_) => {
@@ -192,6 +199,16 @@ mod tests {
         sources.push(SourceFile::parse("b.list", "deb http://mirror.example/debian bookworm-backports main\n"));
         let plan = install(&machine("debian", "12", "bookworm", sources), &["qemu-system-x86"]).unwrap();
         assert_eq!(plan.file, None);
+    }
+
+    #[test]
+    fn debian_12_takes_everything_but_qemu_from_the_release_itself() {
+        let machine = machine("debian", "12", "bookworm", bookworm());
+        let line = install(&machine, &["qemu-utils", "libvirt-clients", "lzop"]).unwrap().line();
+        assert!(line.contains("-t bookworm-backports qemu-utils && apt-get install"), "{line}");
+        assert!(line.contains("--no-remove libvirt-clients lzop ||"), "{line}");
+        let line = install(&machine, &["lzop"]).unwrap().line();
+        assert!(!line.contains("-t bookworm-backports"), "{line}");
     }
 
     #[test]
