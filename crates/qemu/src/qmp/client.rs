@@ -1,6 +1,5 @@
 //! The client itself: who reads, who waits, and for what.
 
-use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,14 +8,11 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::framer::{Frame, Framer};
-use super::message::{Event, Greeting, Message, Version};
+use super::inbox::{Broken, Inbox};
+use super::message::{Event, Greeting, Version};
 use super::peer::Peer;
 use super::socket::{self, Received};
-use super::{MonitorAddress, QmpError, excerpt};
-
-/// Events kept for somebody to take; past this the oldest go. A long migration makes a few per second.
-const MAX_EVENTS: usize = 65_536;
+use super::{MonitorAddress, QmpError};
 
 /// Bytes asked of the kernel at once.
 const READ_SIZE: usize = 64 * 1024;
@@ -81,31 +77,6 @@ pub struct Qmp {
     sender: Mutex<u64>,
     inbox: Mutex<Inbox>,
     arrived: Condvar,
-}
-
-#[derive(Debug)]
-struct Inbox {
-    framer: Framer,
-    /// A thread is in `recv` on behalf of all; the others wait for `arrived`.
-    reading: bool,
-    /// Before the negotiation of an adopted connection is proven, what cannot be understood is skipped.
-    lenient: bool,
-    greeting: Option<Greeting>,
-    awaited: HashSet<u64>,
-    replies: HashMap<u64, Result<Value, (String, String)>>,
-    events: VecDeque<Event>,
-    next_sequence: u64,
-    events_lost: u64,
-    broken: Option<Broken>,
-}
-
-/// Why nothing will come any more.
-#[derive(Debug, Clone)]
-enum Broken {
-    Closed,
-    Io(&'static str, Errno),
-    TooLong,
-    Garbage(String),
 }
 
 impl Qmp {
@@ -217,18 +188,7 @@ impl Qmp {
             greeting,
             options: options.clone(),
             sender: Mutex::new(1),
-            inbox: Mutex::new(Inbox {
-                framer: Framer::new(options.message_limit),
-                reading: false,
-                lenient,
-                greeting: None,
-                awaited: HashSet::new(),
-                replies: HashMap::new(),
-                events: VecDeque::new(),
-                next_sequence: 0,
-                events_lost: 0,
-                broken: None,
-            }),
+            inbox: Mutex::new(Inbox::new(options.message_limit, lenient)),
             arrived: Condvar::new(),
         }
     }
@@ -515,56 +475,6 @@ impl Qmp {
         match error {
             QmpError::Closed { monitor, .. } => QmpError::Closed { monitor, during: Some(command.to_owned()) },
             other => other,
-        }
-    }
-}
-
-impl Inbox {
-    fn accept(&mut self, bytes: &[u8]) {
-        let pushed = self.framer.push(bytes);
-        while let Some(frame) = self.framer.next() {
-            let (Frame::Object(bytes) | Frame::Garbage(bytes)) = &frame;
-            tracing::debug!("from QEMU: {}", String::from_utf8_lossy(bytes).trim_end());
-            match (&frame, Message::parse(bytes)) {
-                (Frame::Object(_), Ok(message)) => self.file(message),
-                _ if self.lenient => {}
-                _ => {
-                    self.broken.get_or_insert(Broken::Garbage(excerpt(bytes)));
-                    return;
-                }
-            }
-        }
-        if pushed.is_err() {
-            self.broken.get_or_insert(Broken::TooLong);
-        }
-    }
-
-    fn file(&mut self, message: Message) {
-        match message {
-            Message::Return { id: Some(id), value } => self.reply(id, Ok(value)),
-            Message::Error { id: Some(id), class, desc } => self.reply(id, Err((class, desc))),
-            Message::Event(mut event) => {
-                event.sequence = self.next_sequence;
-                self.next_sequence += 1;
-                if self.events.len() >= MAX_EVENTS {
-                    self.events.pop_front();
-                    self.events_lost += 1;
-                }
-                self.events.push_back(event);
-            }
-            Message::Greeting(greeting) => self.greeting = Some(greeting),
-            // Without an id: QEMU could not read a command. After the flush of an adopted connection that is expected.
-            Message::Error { id: None, class, desc } if !self.lenient => {
-                self.broken.get_or_insert(Broken::Garbage(format!("{class}: {desc}")));
-            }
-            // A server may say things that this client does not know.
-            Message::Return { id: None, .. } | Message::Error { .. } | Message::Other => {}
-        }
-    }
-
-    fn reply(&mut self, id: u64, reply: Result<Value, (String, String)>) {
-        if self.awaited.remove(&id) {
-            self.replies.insert(id, reply);
         }
     }
 }

@@ -14,6 +14,7 @@ mod address;
 mod client;
 mod error;
 mod framer;
+mod inbox;
 mod message;
 mod peer;
 mod socket;
