@@ -12,7 +12,9 @@
 //! With [channels](Destination::with_channels) beside the main one (QEMU's multifd) most pages come on these, each read by
 //! a thread of its own, and meet at join points. [`Gathering`] finds out which connection is which channel.
 
+mod buffer;
 mod gathering;
+mod incoming;
 mod join;
 mod landing;
 mod multifd;
@@ -29,11 +31,13 @@ use limosa_stream::devices::{self, DeviceState, DeviceTail, TAIL_LIMIT};
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::{Command, Fault, Feature, RamBlock, StreamError};
 
+use buffer::Buffer;
 use join::JoinPoint;
 use landing::{Landing, Lane, Orders};
 use multifd::{PageChannel, Shared};
 
 pub use gathering::{ChannelSet, Gathering, GatheringOptions};
+pub use incoming::Incoming;
 pub use multifd::MultifdOptions;
 
 use crate::control::Control;
@@ -97,65 +101,6 @@ pub struct DestinationStats {
     pub channel: Counters,
 }
 
-/// A stream that has arrived whole, and a source that waits for the word that it has.
-#[derive(Debug)]
-pub struct Incoming {
-    /// The layout.
-    pub start: StreamStart,
-    /// The end of the stream as it came: device sections and their description.
-    pub tail: Vec<u8>,
-    /// Where in `tail` each device section lies.
-    pub devices: DeviceState,
-    /// What was counted.
-    pub stats: DestinationStats,
-    channel: Arc<Channel>,
-    /// Kept open: the source closes them when it is done.
-    _pages: Vec<Arc<Channel>>,
-    return_path: bool,
-}
-
-impl Incoming {
-    /// Whether the source waits for [`acknowledge`](Self::acknowledge). One that opened no return path does not: it took
-    /// its last write for success, and nothing can call it back.
-    pub fn has_return_path(&self) -> bool {
-        self.return_path
-    }
-
-    /// Tells the source that all is well: its VM is now this side's.
-    pub fn acknowledge(&self) -> Result<(), MigrateError> {
-        self.shut(0)
-    }
-
-    /// Makes sure, after [`acknowledge`](Self::acknowledge), that the stream ended where it seemed to: the source closes the
-    /// channel then, and not a byte comes before that.
-    ///
-    /// A guest can put what looks like an end into a device's memory. If that was believed because the source was held up
-    /// just there, the rest of the stream comes now, and what was received is worth nothing.
-    pub fn confirm_end(&self) -> Result<(), MigrateError> {
-        self.channel.set_timeouts(Some(TAIL_PATIENCE), None)?;
-        match self.channel.get_some(&mut [0; 64])? {
-            0 => Ok(()),
-            _ => Err(MigrateError::Protocol(
-                "the stream goes on behind what looked like its end: what was received is not whole; try again".into(),
-            )),
-        }
-    }
-
-    /// Tells the source that this side failed: its VM resumes.
-    pub fn refuse(&self) -> Result<(), MigrateError> {
-        self.shut(1)
-    }
-
-    fn shut(&self, status: u32) -> Result<(), MigrateError> {
-        if !self.return_path {
-            return Ok(());
-        }
-        let mut bytes = Vec::new();
-        ReturnMessage::Shut(status).encode(&mut bytes)?;
-        Ok(self.channel.put(&bytes)?)
-    }
-}
-
 /// The destination role.
 #[derive(Debug)]
 pub struct Destination<'a> {
@@ -206,52 +151,6 @@ impl<'a> Destination<'a> {
 
     fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
         std::iter::once(&self.channel).chain(&self.pages)
-    }
-}
-
-/// The receive buffer: `bytes[start..end]` has arrived and is not decoded yet. What lies before `start` stays in place
-/// until the buffer is given away, so that slices of it can go to the sink.
-struct Buffer {
-    bytes: Box<[u8]>,
-    start: usize,
-    end: usize,
-}
-
-impl Buffer {
-    /// A buffer in which `head` has arrived.
-    fn new(head: &[u8]) -> Self {
-        let mut buffer = Self { bytes: Box::default(), start: 0, end: 0 };
-        buffer.begin_with(vec![0; BUFFER_LEN].into_boxed_slice(), head.get(..BUFFER_LEN).unwrap_or(head));
-        buffer
-    }
-
-    fn arrived(&self) -> &[u8] {
-        self.bytes.get(self.start..self.end).unwrap_or_default()
-    }
-
-    fn consume(&mut self, count: usize) {
-        self.start = self.end.min(self.start + count);
-    }
-
-    /// Whether `count` more bytes behind `start` would not fit into this buffer.
-    fn is_short_of(&self, count: usize) -> bool {
-        self.bytes.len() - self.start < count
-    }
-
-    /// Goes on in another buffer, whose first bytes are those that have arrived and are not decoded.
-    fn begin_with(&mut self, bytes: Box<[u8]>, rest: &[u8]) {
-        self.bytes = bytes;
-        if let Some(begin) = self.bytes.get_mut(..rest.len()) {
-            begin.copy_from_slice(rest);
-        }
-        (self.start, self.end) = (0, rest.len());
-    }
-
-    fn fill(&mut self, channel: &Channel) -> Result<usize, MigrateError> {
-        let room = self.bytes.get_mut(self.end..).unwrap_or_default();
-        let got = channel.get_some(room)?;
-        self.end += got;
-        Ok(got)
     }
 }
 
