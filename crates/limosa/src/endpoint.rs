@@ -53,15 +53,32 @@ impl Wire {
         Self::new(channel, Some(command), false)
     }
 
-    /// Reaches a destination.
-    pub(crate) fn to(uri: &Uri, options: &Options) -> anyhow::Result<Self> {
+    /// Reaches a destination, with so many channels beside the main one.
+    pub(crate) fn to(uri: &Uri, options: &Options, channels: u8) -> anyhow::Result<Self> {
+        if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) {
+            anyhow::bail!("{uri}: several channels have to connect; send to tcp:HOST:PORT or unix:PATH");
+        }
         match uri {
             Uri::Exec(command) => Self::exec(command, options),
             Uri::File { path, .. } => anyhow::bail!(
                 "limosa send is for somebody who receives; to keep a stream, say --one-way \"exec:cat > {}\"",
                 path.display()
             ),
-            _ => Self::new(Channel::connect(uri, options)?, None, false),
+            _ => {
+                // The main one first: who has no other means to tell them apart goes by their order.
+                let main = Channel::connect(uri, options)?;
+                let beside = |number| {
+                    let connected = Channel::connect(uri, options);
+                    connected.map_err(|error| {
+                        anyhow::anyhow!(
+                            "{error}; it was channel {number} of {channels} beside the main one: the destination needs \
+                             multifd on and multifd-channels {channels} before it listens"
+                        )
+                    })
+                };
+                let pages = (1..=channels).map(beside).collect::<anyhow::Result<_>>()?;
+                Ok(Self { pages, ..Self::new(main, None, false)? })
+            }
         }
     }
 

@@ -7,9 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{anyhow, bail};
 use limosa_channel::{Channel, Options};
 use limosa_migrate::control_socket::Job;
-use limosa_migrate::{MigrateError, Milestone, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource};
+use limosa_migrate::{
+    MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
+};
 use limosa_qemu::restore::LazyReport;
 use limosa_snapshot::Snapshot;
+use limosa_stream::multifd::Compression;
 use serde_json::json;
 
 use crate::args::{PreemptArg, SendArgs, SendModeArg};
@@ -75,7 +78,7 @@ fn send(args: &SendArgs, snapshot: &Snapshot, surroundings: &Surroundings) -> an
         send_buffer: Some(SEND_BUFFER),
         ..Options::default()
     };
-    let Wire { channel, end, .. } = Wire::to(&args.uri, &options)?;
+    let Wire { channel, pages, end } = Wire::to(&args.uri, &options, args.channels.channels.unwrap_or(0))?;
     let answers = end.answers() && !args.endpoint.one_way;
     let guest_runs = AtomicBool::new(false);
     let sent = if args.recover || args.mode == SendModeArg::Postcopy {
@@ -90,8 +93,15 @@ fn send(args: &SendArgs, snapshot: &Snapshot, surroundings: &Surroundings) -> an
             patience: limit.unwrap_or(PATIENCE),
             ..PrecopyOptions::default()
         };
-        let source = PrecopySource::new(snapshot, channel, &surroundings.control, &surroundings.progress, options);
-        source.run().map(|stats| Sent {
+        let multifd = MultifdSourceOptions {
+            compression: args.channels.compression.into(),
+            uuid: snapshot.manifest().and_then(|manifest| manifest.vm_uuid).map(|uuid| uuid.into_bytes()),
+            detect_zero: false,
+            ..MultifdSourceOptions::default()
+        };
+        let source = PrecopySource::new(snapshot, channel, &surroundings.control, &surroundings.progress, options)
+            .with_channels(pages, multifd);
+        source.and_then(PrecopySource::run).map(|stats| Sent {
             normal: stats.normal_pages,
             zero: stats.zero_pages,
             channel: stats.channel,
@@ -170,19 +180,34 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
             args.uri
         );
     }
-    match error {
-        MigrateError::Silent { .. } if args.mode == SendModeArg::Precopy => {
+    match (error, args.channels.channels) {
+        (
+            MigrateError::Channel(_)
+            | MigrateError::Multifd { .. }
+            | MigrateError::Silent { .. }
+            | MigrateError::Protocol(_)
+            | MigrateError::Refused { .. },
+            Some(count),
+        ) => format!(
+            "; not sent: the destination's own log says why (it needs multifd on, multifd-channels {count} and \
+             multifd-compression {})",
+            Compression::from(args.channels.compression).name()
+        ),
+        (MigrateError::Silent { .. }, _) if args.mode == SendModeArg::Precopy => {
             "; if nobody can answer there, say --one-way".into()
         }
-        MigrateError::Channel(_)
-        | MigrateError::Silent { .. }
-        | MigrateError::Protocol(_)
-        | MigrateError::Refused { .. }
-            if args.mode == SendModeArg::Postcopy =>
-        {
+        (
+            MigrateError::Channel(_)
+            | MigrateError::Silent { .. }
+            | MigrateError::Protocol(_)
+            | MigrateError::Refused { .. },
+            _,
+        ) if args.mode == SendModeArg::Postcopy => {
             "; not sent: the destination's own log says why (it needs the capability postcopy-ram)".into()
         }
-        MigrateError::Channel(_) | MigrateError::Protocol(_) => "; not sent: the destination's own log says why".into(),
+        (MigrateError::Channel(_) | MigrateError::Protocol(_), _) => {
+            "; not sent: the destination's own log says why".into()
+        }
         _ => String::new(),
     }
 }

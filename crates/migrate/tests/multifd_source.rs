@@ -78,9 +78,10 @@ impl Way {
         let (beside, far_beside): (Vec<Channel>, Vec<Channel>) = (0..self.channels).map(|_| pair()).unzip();
         let options = PrecopyOptions {
             return_path: self.return_path,
+            // On top of one another: the channels begin while the first answer is waited for.
+            greeting: Some(self.patience),
             patience: self.patience,
             fresh: self.fresh.clone(),
-            ..PrecopyOptions::default()
         };
         let (sent, outcome) = thread::scope(|scope| {
             let destination = scope.spawn(|| model.run(far, far_beside));
@@ -404,6 +405,18 @@ fn contents_are_read_where_they_must_be_looked_at_or_nobody_confirms_their_recei
         sent.unwrap();
         assert_eq!(filed.reads.load(Ordering::Relaxed), 1000);
     }
+}
+
+#[test]
+fn a_destination_that_has_nothing_to_say_once_all_channels_have_begun_is_given_up() {
+    let memory = memory("pc-q35-10.0", &[3000], |_, _| true);
+    let (near, _far) = pair();
+    let (beside, _far_beside): (Vec<Channel>, Vec<Channel>) = (0..3).map(|_| pair()).unzip();
+    let options = PrecopyOptions { greeting: Some(Duration::from_millis(50)), ..PrecopyOptions::default() };
+    let (control, progress) = (Control::new(), Progress::new());
+    let role = PrecopySource::new(&memory, near, &control, &progress, options);
+    let error = role.with_channels(beside, MultifdSourceOptions::default()).and_then(PrecopySource::run).unwrap_err();
+    assert!(matches!(error, MigrateError::Silent { .. }), "{error}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
 use super::values::parse_size;
-use super::{EndpointArgs, PreemptArg};
+use super::{ChannelArgs, EndpointArgs, PreemptArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SendModeArg {
@@ -19,8 +19,10 @@ pub(crate) enum SendModeArg {
 #[derive(Debug, Args)]
 #[command(
     after_long_help = "The destination is a QEMU of the saved machine and devices, started with -incoming URI; for \
-postcopy with -incoming defer, so that its capability postcopy-ram can be set before migrate-incoming.\n\n\
+postcopy and for --channels with -incoming defer, so that its capability postcopy-ram or multifd can be set before \
+migrate-incoming.\n\n\
   limosa send vm.limosa tcp:host:4444\n  \
+  limosa send vm.limosa tcp:host:4444 --channels 4 --compression zstd\n  \
   limosa send vm.limosa \"exec:ssh host limosa receive - vm.limosa\"\n  \
   limosa send vm.limosa --one-way \"exec:zstd > vm.stream.zst\""
 )]
@@ -51,6 +53,9 @@ pub(crate) struct SendArgs {
 
     #[command(flatten)]
     pub(crate) endpoint: EndpointArgs,
+
+    #[command(flatten)]
+    pub(crate) channels: ChannelArgs,
 }
 
 impl SendArgs {
@@ -62,6 +67,8 @@ impl SendArgs {
             Some("--page-size and --preempt are for --mode postcopy")
         } else if postcopy && self.endpoint.one_way {
             Some("in postcopy the destination asks for pages: --one-way is for --mode precopy")
+        } else if postcopy && self.channels.channels.is_some() {
+            Some("--channels is for --mode precopy: in postcopy all but requested pages go on one channel")
         } else if two && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_)) {
             Some("--preempt on needs a second connection: tcp:HOST:PORT or unix:PATH")
         } else {

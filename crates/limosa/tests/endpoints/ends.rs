@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 use limosa_testkit::{Beat, Machine, Vm};
 use serde_json::json;
 
-use crate::scene::{Scene, assert_ballast, assert_consistent, beat, load_ballast, text, wait_said};
-use crate::stage::{Limosa, wait_for};
+use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, beat, load_ballast, text, wait_said};
+use crate::stage::{Limosa, SOON, wait_for};
 
 /// The real limosa, for shells.
 pub(crate) const LIMOSA: &str = env!("CARGO_BIN_EXE_limosa");
@@ -67,7 +67,7 @@ pub(crate) fn assert_is_the_instant_of(scene: &Scene, snapshot: &Path, source: &
 /// Expects `source` to be stopped here, and to have gone on as if nothing had been when it is continued.
 #[track_caller]
 pub(crate) fn assert_runs_on(source: &Vm) {
-    source.wait_run_state("running", crate::stage::SOON).unwrap();
+    source.wait_run_state("running", SOON).unwrap();
     assert_consistent(source);
     assert_ballast(source);
 }
@@ -75,4 +75,28 @@ pub(crate) fn assert_runs_on(source: &Vm) {
 /// Makes a destination listen at `uri`.
 pub(crate) fn listen(vm: &Vm, uri: &str) {
     vm.execute("migrate-incoming", json!({ "uri": uri, "exit-on-error": false })).unwrap();
+}
+
+/// Expects the very instant that was saved, running on.
+#[track_caller]
+pub(crate) fn assert_is_back(vm: &Vm, saved: &Saved) {
+    vm.wait_migrated().unwrap();
+    assert_ballast(vm);
+    vm.wait_run_state("paused", SOON).unwrap();
+    assert_eq!(vm.check_beat().unwrap(), saved.beat);
+    vm.cont().unwrap();
+    saved.assert_goes_on(vm);
+    assert_consistent(vm);
+}
+
+pub(crate) fn start_send(scene: &Scene, snapshot: &Path, uri: &str, more: &[&str]) -> Limosa {
+    let mut words = vec!["send", text(snapshot), uri];
+    words.extend(more);
+    Limosa::start_command(scene.command(&words))
+}
+
+/// A port that was free a moment ago; the kernel does not hand it out again soon.
+pub(crate) fn free_port() -> String {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    format!("tcp:127.0.0.1:{}", taken.local_addr().unwrap().port())
 }

@@ -15,5 +15,6 @@ mod ends;
 
 mod bad_input;
 mod chain;
+mod channels;
 mod receive;
 mod send;

@@ -2,42 +2,16 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 
-use limosa_testkit::Vm;
 use serde_json::{Value, json};
 
-use crate::ends::{LIMOSA, listen, start_with_input};
+use crate::ends::{LIMOSA, assert_is_back, free_port, listen, start_send, start_with_input};
 use crate::needs_qemu;
 use crate::scene::{
     Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, migration_status, release,
     saved_beat, text, wait_guest, wait_migration_status,
 };
-use crate::stage::{Limosa, SOON, wait_for};
-
-/// Expects the very instant that was saved, running on.
-#[track_caller]
-fn assert_is_back(vm: &Vm, saved: &Saved) {
-    vm.wait_migrated().unwrap();
-    assert_ballast(vm);
-    vm.wait_run_state("paused", SOON).unwrap();
-    assert_eq!(vm.check_beat().unwrap(), saved.beat);
-    vm.cont().unwrap();
-    saved.assert_goes_on(vm);
-    assert_consistent(vm);
-}
-
-fn start_send(scene: &Scene, snapshot: &Path, uri: &str, more: &[&str]) -> Limosa {
-    let mut words = vec!["send", text(snapshot), uri];
-    words.extend(more);
-    Limosa::start_command(scene.command(&words))
-}
-
-/// A port that was free a moment ago; the kernel does not hand it out again soon.
-fn free_port() -> String {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    format!("tcp:127.0.0.1:{}", taken.local_addr().unwrap().port())
-}
+use crate::stage::{SOON, wait_for};
 
 #[test]
 fn a_stored_vm_migrates_to_qemu_over_tcp_and_over_a_unix_socket() {
@@ -164,7 +138,8 @@ fn what_cannot_be_sent_is_refused_before_anybody_is_reached() {
     vm.wait_migrated().unwrap();
     let port = free_port();
     let ended = start_send(&scene, &stream, &port, &[]).wait();
-    ended.one_line(&["stream", "limosa"]);
+    // It is made a snapshot of, for which it need not be refused; that is said first.
+    assert_failed(&ended, &["nobody listens there", &port]);
     std::fs::write(scene.path("noise"), vec![7; 100_000]).unwrap();
     start_send(&scene, &scene.path("noise"), &port, &[]).wait().one_line(&["noise"]);
     start_send(&scene, &scene.path("absent"), &port, &[]).wait().one_line(&["absent"]);
@@ -176,11 +151,20 @@ fn what_cannot_be_sent_is_refused_before_anybody_is_reached() {
         &["--page-size", "mem=2M"],
         &["--preempt", "on"],
         &["--page-size", "mem"],
+        &["--mode", "postcopy", "--channels", "2"],
+        &["--recover", "--channels", "2"],
+        &["--channels", "17"],
+        &["--compression", "zstd"],
     ] {
         let ended = start_send(&scene, &saved.snapshot, &port, words).wait();
         assert_eq!(ended.status.code(), Some(2), "{words:?}: {}", ended.stderr);
     }
     assert_eq!(start_send(&scene, &saved.snapshot, "-", &["--json"]).wait().status.code(), Some(2));
+    for uri in ["-", "fd:0", "exec:touch absent"] {
+        let ended = start_send(&scene, &saved.snapshot, uri, &["--channels", "2"]).wait();
+        ended.one_line(&[uri, "several channels have to connect", "tcp:HOST:PORT"]);
+    }
+    assert!(!std::path::Path::new("absent").exists());
 }
 
 #[test]

@@ -127,7 +127,12 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
 
     /// Sends all pages: those with contents on the channels, zero pages that have to be told of as records on the main
     /// channel, in the PART section that is open there. When it returns, every channel's next packets are its last SYNCs.
-    pub(super) fn send_pages(&self) -> Result<Moved, MigrateError> {
+    ///
+    /// `answered` waits until the destination has been heard of, which is not before every channel has begun.
+    pub(super) fn send_pages(
+        &self,
+        answered: impl FnOnce() -> Result<(), MigrateError>,
+    ) -> Result<Moved, MigrateError> {
         thread::scope(|scope| {
             for (id, channel) in (0_u8..).zip(self.channels) {
                 let started = thread::Builder::new().name(format!("multifd {id}")).spawn_scoped(scope, move || {
@@ -138,7 +143,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
                     self.done(Err(MigrateError::Thread(error)));
                 }
             }
-            if let Err(error) = self.tell_zeros() {
+            if let Err(error) = answered().and_then(|()| self.tell_zeros()) {
                 self.fail(error);
             }
         });
@@ -148,6 +153,19 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         }
         state.over = true;
         Ok(Moved { normal: self.normal.load(Relaxed), zero: self.zero.load(Relaxed), resent: 0 })
+    }
+
+    /// Makes sure, once the destination has said that it has taken all pages, that it has taken those of every channel, and
+    /// that they were those of the file. A destination that expects fewer channels turns the others away, together with what
+    /// their sockets still hold, and means to have everything.
+    pub(super) fn check_taken(&self) -> Result<(), MigrateError> {
+        for (id, channel) in (0_u8..).zip(self.channels) {
+            if !matches!(channel.peek(&mut [0]), Ok(None)) {
+                let why = format!("the destination has closed it; it expects fewer than {}", self.channels.len());
+                return Err(MigrateError::Multifd { id, source: Box::new(MigrateError::Protocol(why)) });
+            }
+        }
+        if self.in_place { self.source.still_whole().map_err(MigrateError::Source) } else { Ok(()) }
     }
 
     /// Whether the main channel says where its join points are.

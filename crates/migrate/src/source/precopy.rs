@@ -28,8 +28,8 @@ pub struct PrecopyOptions {
     /// Whether to ask the destination for a last word. Needs a channel that carries both directions.
     pub return_path: bool,
     /// How long the destination may take to answer a PING before the first page is sent; `None` sends at once. Without an
-    /// answer nobody is there who could give a last word, and that is better known before than after. Not for channels
-    /// beside the main one: QEMU reads nothing before it has been greeted on all.
+    /// answer nobody is there who could give a last word, and that is better known before than after. With channels beside
+    /// the main one these begin meanwhile, because QEMU answers nothing before it has been greeted on all.
     pub greeting: Option<Duration>,
     /// Longest wait for that word: the destination loads the device state in that time. On channels beside the main one also
     /// the longest time in which the destination takes nothing.
@@ -166,9 +166,11 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             Command::OpenReturnPath.encode(&mut bytes)?;
             if let Some(patience) = self.options.greeting {
                 Command::Ping(vm::PING_OPENED).encode(&mut bytes)?;
-                self.channel.put(&bytes)?;
-                bytes.clear();
-                inbox.wait_pong(vm::PING_OPENED, patience)?;
+                if multifd.is_none() {
+                    self.channel.put(&bytes)?;
+                    bytes.clear();
+                    inbox.wait_pong(vm::PING_OPENED, patience)?;
+                }
             }
         }
         let joins = multifd.is_some_and(Multifd::joins_by_word);
@@ -181,7 +183,13 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         section::encode_part(start.section_id, &mut bytes);
         self.channel.put(&bytes)?;
         self.progress.enter(Phase::Active);
-        let moved = multifd.map_or_else(|| self.send_pages(), Multifd::send_pages)?;
+        let moved = match multifd {
+            Some(multifd) => multifd.send_pages(|| match self.options.greeting {
+                Some(patience) if self.options.return_path => inbox.wait_pong(vm::PING_OPENED, patience),
+                _ => Ok(()),
+            })?,
+            None => self.send_pages()?,
+        };
         bytes.clear();
         ram::encode_eos(start.section_id, &mut bytes);
         section::encode_end(start.section_id, &mut bytes);
@@ -189,13 +197,13 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             ram::encode_multifd_flush(&mut bytes);
         }
         ram::encode_eos(start.section_id, &mut bytes);
-        if multifd.is_some_and(|multifd| multifd.in_place) {
+        if let Some(multifd) = multifd.filter(|_| self.options.return_path) {
             // Until the destination has read what was passed on unread, whoever writes to the file changes it.
             Command::Ping(TAKEN).encode(&mut bytes)?;
             self.channel.put(&bytes)?;
             bytes.clear();
             inbox.wait_pong(TAKEN, self.options.patience)?;
-            self.source.still_whole().map_err(MigrateError::Source)?;
+            multifd.check_taken()?;
         }
         bytes.extend_from_slice(self.source.device_sections());
         section::encode_eof(&mut bytes);
