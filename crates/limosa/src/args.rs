@@ -11,6 +11,7 @@ mod job;
 mod packaging;
 mod receive;
 mod restore;
+mod run;
 mod save;
 mod send;
 mod values;
@@ -24,10 +25,11 @@ pub(crate) use channels::ChannelArgs;
 pub(crate) use endpoint::EndpointArgs;
 pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::InspectArgs;
-pub(crate) use job::{DisksArg, JobArgs, ViaArg};
+pub(crate) use job::{DisksArg, JobArgs, SteerArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;
-pub(crate) use restore::{ModeArg, PreemptArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
+pub(crate) use restore::{HowArgs, ModeArg, PreemptArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
+pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendModeArg};
 
@@ -55,6 +57,8 @@ pub(crate) enum Command {
     Receive(ReceiveArgs),
     /// Send a stored VM to a QEMU that waits for it, without a monitor: a migration source
     Send(SendArgs),
+    /// Start a QEMU, restore a VM into it, and be that QEMU
+    Run(RunArgs),
     /// Continue a VM that an interrupted job left paused
     Resume(ResumeArgs),
     /// Make a snapshot of a recorded migration stream or a libvirt save image

@@ -34,8 +34,8 @@ pub(crate) struct Surroundings {
 
 impl Surroundings {
     pub(crate) fn new(args: &JobArgs, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
-        let surroundings = Self::over(args.control.as_deref(), job, verb, quiet)?;
-        surroundings.control.set_max_bandwidth(args.max_bandwidth);
+        let surroundings = Self::over(args.steer.control.as_deref(), job, verb, quiet)?;
+        surroundings.control.set_max_bandwidth(args.steer.max_bandwidth);
         Ok(surroundings)
     }
 
@@ -60,7 +60,8 @@ impl Surroundings {
     }
 }
 
-fn listen(path: &Path, job: Job, control: &Control, progress: &Progress) -> anyhow::Result<ControlSocket> {
+/// Listens where programs are to watch and steer the job.
+pub(crate) fn listen(path: &Path, job: Job, control: &Control, progress: &Progress) -> anyhow::Result<ControlSocket> {
     ControlSocket::listen(path, job, control.clone(), progress.clone())
         .with_context(|| format!("cannot listen for programs at {} (--control)", path.display()))
 }

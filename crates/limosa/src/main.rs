@@ -15,8 +15,10 @@ mod inspect;
 mod job;
 mod packaging;
 mod receive;
+mod relay;
 mod restore;
 mod resume;
+mod run;
 mod save;
 mod send;
 mod signals;
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Command::Restore(args) => restore::run(args),
         Command::Receive(args) => receive::run(&args),
         Command::Send(args) => send::run(&args),
+        Command::Run(args) => run::run(&args, cli.verbose),
         Command::Resume(args) => resume::run(&args),
         Command::Import(args) => import::run(&args),
         Command::Export(args) => export::run(&args),

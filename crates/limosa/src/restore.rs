@@ -14,7 +14,7 @@ use limosa_qemu::restore::{
 };
 use serde_json::{Value, json};
 
-use crate::args::{ModeArg, PreemptArg, RestoreArgs, ZeroPageDetectionArg};
+use crate::args::{HowArgs, ModeArg, PreemptArg, RestoreArgs, ZeroPageDetectionArg};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, Surroundings};
@@ -42,7 +42,7 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
 fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Result<()> {
     let stored = Stored::open(&args.snapshot)?;
     let converted = stored.is_foreign();
-    if converted && (args.recover || args.mode == ModeArg::Lazy) {
+    if converted && (args.recover || args.how.mode == ModeArg::Lazy) {
         bail!(
             "{}: is no snapshot, and only a snapshot can be restored lazily or recovered from: make one with limosa import",
             args.snapshot.display()
@@ -50,10 +50,9 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     }
     let monitor = job::connect(&args.job.qmp)?;
     let snapshot = stored.snapshot("and restoring that eagerly", args.pager)?;
-    let options = options(args, converted);
+    let options = options(&args.how, converted);
     let surroundings = Surroundings::new(&args.job, Job::Restore, "restoring", args.pager)?;
-    let observer =
-        Observer { begun, reporter, quiet: args.pager, paused: args.paused, lazy_guest: AtomicBool::new(false) };
+    let observer = Observer::new(begun, reporter, args.pager, args.how.paused);
     let go = if args.recover { recover } else { restore };
     // A detached pager must not hold its caller's terminal open, and neither must its guard.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
@@ -66,7 +65,7 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
         Err(error) => {
             // Everything may have been sent to a QEMU that could not load the devices, so the phase alone proves nothing.
             let recovered = args.recover && phase >= limosa_migrate::Phase::PostcopyActive;
-            let guest_runs = recovered || observer.lazy_guest.load(Ordering::Acquire);
+            let guest_runs = recovered || observer.has_lazy_guest();
             return Err(with_advice(error, args, guest_runs));
         }
     };
@@ -98,7 +97,7 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
         .context("not restored; the snapshot is as it was: end this QEMU, start a fresh one and try again")
 }
 
-fn options(args: &RestoreArgs, converted: bool) -> RestoreOptions {
+pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
     RestoreOptions {
         mode: match args.mode {
             // Nobody could go on with a file that is gone with this process.
@@ -125,13 +124,24 @@ fn options(args: &RestoreArgs, converted: bool) -> RestoreOptions {
 }
 
 /// Tells when the guest is there: the moment that a restore is about.
-struct Observer<'a> {
+pub(crate) struct Observer<'a> {
     begun: Instant,
     reporter: &'a Reporter,
     quiet: bool,
     paused: bool,
     /// Whether there is a guest whose memory is still to come.
     lazy_guest: AtomicBool,
+}
+
+impl<'a> Observer<'a> {
+    pub(crate) fn new(begun: Instant, reporter: &'a Reporter, quiet: bool, paused: bool) -> Self {
+        Self { begun, reporter, quiet, paused, lazy_guest: AtomicBool::new(false) }
+    }
+
+    /// Whether there is a guest whose memory is still to come.
+    pub(crate) fn has_lazy_guest(&self) -> bool {
+        self.lazy_guest.load(Ordering::Acquire)
+    }
 }
 
 impl RestoreObserver for Observer<'_> {
@@ -146,7 +156,7 @@ impl RestoreObserver for Observer<'_> {
     }
 }
 
-fn tell(report: &RestoreReport) {
+pub(crate) fn tell(report: &RestoreReport) {
     if let Some(lazy) = &report.lazy {
         say!("restored: all memory is there after {}; the VM is {}", words::time(report.to_resident), report.vm_state);
         tell_requests(lazy);

@@ -8,6 +8,7 @@
 //! | [`monitor`] | what limosa asks QEMU, as typed calls |
 //! | [`process`] | which process a job is, and whether it lives |
 //! | [`marker`] | the record of a running job, kept inside the QEMU process |
+//! | [`launch`] | starting a QEMU that waits for a VM, with a monitor of its own |
 //! | [`meeting`] | a private place where QEMU and limosa meet when a descriptor cannot be passed |
 //! | [`takeover`] | what to do with a VM whose job died: a pure plan, and its execution |
 //! | [`guard`] | the child process that takes over when limosa is killed |
@@ -33,6 +34,7 @@ pub mod destination;
 pub mod guard;
 mod image;
 pub mod job;
+pub mod launch;
 pub mod marker;
 pub mod meeting;
 pub mod monitor;

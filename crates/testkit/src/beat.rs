@@ -367,7 +367,7 @@ const ZEROS: [u8; 4096] = [0; 4096];
 
 impl Beat {
     /// Checks the beat against the lap number that the guest keeps at its [`LAP_ADDRESS`]; `pages` is the span's length.
-    pub(crate) fn check_lap(self, lap: u32, pages: u32) -> Result<Self, BeatError> {
+    pub fn check_lap(self, lap: u32, pages: u32) -> Result<Self, BeatError> {
         let [low, ..] = lap.to_le_bytes();
         // Counted, but the first page not yet bumped: then all pages still show the lap before.
         let just_begun = self.pages_ahead == u64::from(pages) && self.ahead.wrapping_add(1) == low;

@@ -244,6 +244,33 @@ impl Machine {
         Ok(VmPair { source: self.start()?, destination: self.start_incoming()? })
     }
 
+    /// QEMU's command line for this VM without monitors, its first serial port on standard input and output: for what starts
+    /// QEMU itself. `folder` is where the guest's files go.
+    ///
+    /// # Errors
+    /// The files cannot be made, or the memory is of a file, which would go with this process.
+    pub fn command_line(&self, folder: &Path) -> Result<Vec<String>> {
+        crate::require_qemu()?;
+        let (memory_object, made) = self.backend.prepare(self.memory)?;
+        if made.is_some() {
+            bail!("{:?} memory belongs to a Vm", self.backend);
+        }
+        let mut words: Vec<String> = [
+            "qemu-system-x86_64",
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-no-reboot",
+            "-serial",
+            "stdio",
+        ]
+        .map(str::to_owned)
+        .into();
+        words.extend(self.definition(&memory_object, folder)?);
+        Ok(words)
+    }
+
     /// The arguments that define the VM, without its role and sockets. `folder` is where the guest's files go.
     pub(crate) fn definition(&self, memory_object: &str, folder: &Path) -> Result<Vec<String>> {
         let accelerator = match self.accelerator {

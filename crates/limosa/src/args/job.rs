@@ -33,6 +33,17 @@ pub(crate) struct JobArgs {
     #[arg(long, value_name = "SOCK")]
     pub(crate) qmp: MonitorAddress,
 
+    #[command(flatten)]
+    pub(crate) steer: SteerArgs,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How a job is watched and reached into.
+#[derive(Debug, Args)]
+pub(crate) struct SteerArgs {
     /// Most bytes a second, no limit by default; below a few MiB QEMU keeps it only roughly
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
@@ -40,8 +51,4 @@ pub(crate) struct JobArgs {
     /// Listen here for programs that watch and steer the job (as QMP does: `query-migrate`, `migrate_cancel`, ...)
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
-
-    /// Print one JSON object on stdout when done
-    #[arg(long)]
-    pub(crate) json: bool,
 }

@@ -34,15 +34,9 @@ pub(crate) enum ZeroPageDetectionArg {
     Multifd,
 }
 
+/// How a snapshot is brought back.
 #[derive(Debug, Args)]
-pub(crate) struct RestoreArgs {
-    #[command(flatten)]
-    pub(crate) job: JobArgs,
-
-    /// The file to restore from
-    #[arg(value_name = "SNAPSHOT")]
-    pub(crate) snapshot: PathBuf,
-
+pub(crate) struct HowArgs {
     /// When the guest runs
     #[arg(long, value_enum, default_value_t = ModeArg::Auto)]
     pub(crate) mode: ModeArg,
@@ -51,7 +45,7 @@ pub(crate) struct RestoreArgs {
     #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
     pub(crate) via: ViaArg,
 
-    /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default a socket in a private directory
+    /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default it is passed a socket through the monitor
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
 
@@ -75,6 +69,23 @@ pub(crate) struct RestoreArgs {
     #[arg(long)]
     pub(crate) paused: bool,
 
+    /// What to do about disks that have changed since the VM was saved
+    #[arg(long, value_enum, default_value_t = DisksArg::Check)]
+    pub(crate) disks: DisksArg,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RestoreArgs {
+    #[command(flatten)]
+    pub(crate) job: JobArgs,
+
+    /// The file to restore from
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) how: HowArgs,
+
     /// Return as soon as the guest runs; the pages follow in the background
     #[arg(long, conflicts_with = "recover")]
     pub(crate) detach: bool,
@@ -82,10 +93,6 @@ pub(crate) struct RestoreArgs {
     /// Finish a lazy restore that was interrupted
     #[arg(long, conflicts_with_all = ["mode", "run", "paused", "channels"])]
     pub(crate) recover: bool,
-
-    /// What to do about disks that have changed since the VM was saved
-    #[arg(long, value_enum, default_value_t = DisksArg::Check)]
-    pub(crate) disks: DisksArg,
 
     /// Set for the process that --detach leaves behind: report on stdout when the guest runs, then be silent
     #[arg(long, hide = true)]

@@ -87,6 +87,11 @@ impl Limosa {
         std::fs::read_to_string(self.folder.path().join("stderr")).unwrap()
     }
 
+    /// What it, or what it started, has said on stdout so far.
+    pub(crate) fn stdout(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("stdout")).unwrap()
+    }
+
     /// The guard that it has started, once there is one; `None` if limosa ended before.
     pub(crate) fn guard(&self) -> Option<u32> {
         wait_for("the guard of limosa", || match guard_of(self.pid()) {

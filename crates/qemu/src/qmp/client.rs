@@ -105,6 +105,13 @@ impl Qmp {
         Self::negotiate(socket, monitor.to_owned(), None, options, Instant::now())
     }
 
+    /// Says which process is at the other end, where the socket cannot tell.
+    #[must_use]
+    pub fn of_process(mut self, pid: u32) -> Self {
+        self.peer_process = Some(pid);
+        self
+    }
+
     fn negotiate(
         socket: OwnedFd,
         monitor: String,
@@ -211,7 +218,8 @@ impl Qmp {
         &self.monitor
     }
 
-    /// The id of the QEMU process, where the kernel tells (a unix socket that was reached by its path).
+    /// The id of the QEMU process, where it is known: of a unix socket that was reached by its path, or told
+    /// by [`Qmp::of_process`].
     #[must_use]
     pub fn process(&self) -> Option<u32> {
         self.peer_process

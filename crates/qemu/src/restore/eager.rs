@@ -12,7 +12,7 @@ use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;
 
-use super::incoming::Rendezvous;
+use super::incoming::{Channels, Rendezvous};
 use super::{Mode, RestoreChannels, RestoreJob, RestoreReport, Route, identity, lazy};
 use crate::job::JobError;
 use crate::marker::JobMarker;
@@ -228,10 +228,10 @@ fn send(job: &RestoreJob<'_>) -> Result<PrecopyStats, JobError> {
     // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
     let fresh = fresh_blocks(job)?;
     let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);
-    let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref())?;
+    let channels = job.options.channels;
+    let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref(), Channels::One)?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
-    let channels = job.options.channels;
     let beside = rendezvous.connect_beside(channels.map_or(0, |channels| channels.count))?;
     drop(rendezvous);
     let options = PrecopyOptions { fresh, ..PrecopyOptions::default() };

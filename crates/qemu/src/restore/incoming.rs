@@ -1,6 +1,8 @@
-//! Where QEMU listens and limosa connects: a socket in a directory that nobody else can enter, or an address that the
-//! user chose.
+//! How the stream gets to QEMU: through a descriptor that QEMU is passed, or to where QEMU listens, which is a private
+//! place or an address that the user chose.
 
+use std::os::fd::AsFd;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use limosa_channel::{Channel, ChannelError, Options, Uri};
@@ -19,51 +21,110 @@ const SEND_BUFFER: usize = 512 << 10;
 /// The name of the socket at a private place.
 const SOCKET: &str = "incoming";
 
-/// The place where QEMU listens for the stream. Dropping it removes the directory that was made for it.
-#[derive(Debug)]
-pub(super) struct Rendezvous {
-    uri: Uri,
-    place: Option<MeetingPlace>,
+/// The name under which QEMU keeps its end of the socket pair until it takes it.
+const DESCRIPTOR: &str = "limosa-incoming";
+
+/// How many channels a restore needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Channels {
+    /// QEMU is passed one end of a socket pair, which works whoever QEMU runs as and whatever it sees of the file system.
+    One,
+    /// QEMU has to listen: it takes a second channel no other way.
+    Several,
 }
 
-impl Rendezvous {
-    /// At `listen`, or at a private place.
-    pub(super) fn new(monitor: &Monitor, listen: Option<&Uri>) -> Result<Self, JobError> {
-        match listen {
+/// The place where the stream begins. Dropping it removes what was made for it.
+#[derive(Debug)]
+pub(super) struct Rendezvous<'a> {
+    way: Way<'a>,
+}
+
+#[derive(Debug)]
+enum Way<'a> {
+    /// QEMU has the other end of this channel.
+    Passed {
+        monitor: &'a Monitor,
+        near: Mutex<Option<Channel>>,
+    },
+    Listening {
+        uri: Uri,
+        place: Option<MeetingPlace>,
+    },
+}
+
+impl<'a> Rendezvous<'a> {
+    /// At `listen`, or, if the user does not care, where nobody else can come in.
+    pub(super) fn new(monitor: &'a Monitor, listen: Option<&Uri>, channels: Channels) -> Result<Self, JobError> {
+        let way = match listen {
+            None if channels == Channels::One && monitor.qmp().passes_descriptors() => {
+                let (near, theirs) = Channel::pair()?;
+                monitor.getfd(DESCRIPTOR, theirs.as_fd())?;
+                Way::Passed { monitor, near: Mutex::new(Some(near)) }
+            }
             None => {
                 let place = MeetingPlace::new(monitor)?;
-                Ok(Self { uri: place.uri(SOCKET), place: Some(place) })
+                Way::Listening { uri: place.uri(SOCKET), place: Some(place) }
             }
             Some(Uri::Unix(path)) => {
                 // QEMU has a working directory of its own.
                 let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-                Ok(Self { uri: Uri::Unix(path), place: None })
+                Way::Listening { uri: Uri::Unix(path), place: None }
             }
-            Some(uri @ Uri::Tcp { port, .. }) if *port != 0 => Ok(Self { uri: uri.clone(), place: None }),
-            Some(other) => Err(JobError::refused(
-                format!("QEMU cannot be made to listen at {other}"),
-                "--listen takes unix:PATH or tcp:HOST:PORT with a port of its own",
-            )),
+            Some(uri @ Uri::Tcp { port, .. }) if *port != 0 => Way::Listening { uri: uri.clone(), place: None },
+            Some(other) => {
+                return Err(JobError::refused(
+                    format!("QEMU cannot be made to listen at {other}"),
+                    "--listen takes unix:PATH or tcp:HOST:PORT with a port of its own",
+                ));
+            }
+        };
+        Ok(Self { way })
+    }
+
+    /// For a guest that has been served before. QEMU takes a descriptor in its main loop alone, and that may be held up for
+    /// the very memory that is to come; so it is told to listen, wherever there is a place for that.
+    pub(super) fn again(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
+        match Self::new(monitor, listen, Channels::Several) {
+            Err(JobError::Refused { .. }) if !preempt => Self::new(monitor, listen, Channels::One),
+            made => made,
         }
     }
 
     /// The address, as QEMU is told it.
     pub(super) fn uri(&self) -> String {
-        self.uri.to_string()
+        match &self.way {
+            Way::Passed { .. } => format!("fd:{DESCRIPTOR}"),
+            Way::Listening { uri, .. } => uri.to_string(),
+        }
     }
 
-    /// Takes the directory away: once connected, nobody needs the name any more, and a kill would leave it.
+    /// Takes a private place away: once connected, nobody needs the name any more, and a kill would leave it.
     pub(super) fn leave(&self) {
-        if let Some(place) = &self.place {
+        if let Way::Listening { place: Some(place), .. } = &self.way {
             place.leave();
         }
     }
 
-    /// Connects; QEMU must listen already.
+    /// Connects the first channel; QEMU must have been told the address already.
     pub(super) fn connect(&self) -> Result<Channel, ChannelError> {
-        let options =
-            Options { connect_timeout: Some(CONNECT_WITHIN), send_buffer: Some(SEND_BUFFER), ..Options::default() };
-        Channel::connect(&self.uri, &options)
+        match &self.way {
+            Way::Passed { near, .. } => {
+                let near = near.lock().unwrap_or_else(PoisonError::into_inner).take();
+                near.ok_or_else(|| ChannelError::Unsupported {
+                    operation: limosa_channel::Operation::Connect,
+                    peer: DESCRIPTOR.into(),
+                    why: "its one connection was taken before",
+                })
+            }
+            Way::Listening { uri, .. } => {
+                let options = Options {
+                    connect_timeout: Some(CONNECT_WITHIN),
+                    send_buffer: Some(SEND_BUFFER),
+                    ..Options::default()
+                };
+                Channel::connect(uri, &options)
+            }
+        }
     }
 
     /// Connects so many channels beside the first, for memory; QEMU numbers them as they come.
@@ -73,6 +134,22 @@ impl Rendezvous {
 
     /// Connects a second channel, for single pages that somebody waits for.
     pub(super) fn connect_preempt(&self) -> Result<Channel, ChannelError> {
-        Channel::connect(&self.uri, &Options { connect_timeout: Some(CONNECT_WITHIN), ..Options::default() })
+        match &self.way {
+            Way::Passed { .. } => self.connect(),
+            Way::Listening { uri, .. } => {
+                Channel::connect(uri, &Options { connect_timeout: Some(CONNECT_WITHIN), ..Options::default() })
+            }
+        }
+    }
+}
+
+impl Drop for Rendezvous<'_> {
+    fn drop(&mut self) {
+        if let Way::Passed { monitor, near } = &mut self.way
+            && near.get_mut().unwrap_or_else(PoisonError::into_inner).take().is_some()
+        {
+            // QEMU has not taken its end, so it still keeps it.
+            let _ = monitor.closefd(DESCRIPTOR);
+        }
     }
 }

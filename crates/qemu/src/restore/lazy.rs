@@ -10,7 +10,7 @@ use limosa_channel::Channel;
 use limosa_migrate::{MigrateError, Milestone, PostcopySource, PostcopyStats};
 use limosa_snapshot::Snapshot;
 
-use super::incoming::Rendezvous;
+use super::incoming::{Channels, Rendezvous};
 use super::orphan::Orphan;
 use super::{LazyReport, Mode, RestoreJob, RestoreReport};
 use crate::guard::{Guard, GuardEnd, GuardError};
@@ -36,7 +36,7 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let change = monitor.plan_settings(&settings(job.options.preempt))?;
     // QEMU before 7.1 knows no preempt channel.
     let preempt = job.options.preempt && !change.unknown.iter().any(|name| name == "postcopy-preempt");
-    let rendezvous = Rendezvous::new(monitor, job.options.listen.as_ref())?;
+    let rendezvous = Rendezvous::new(monitor, job.options.listen.as_ref(), channels(preempt))?;
     let marker = job.marker(change.undo);
     marker.place(monitor)?;
     let guard = Guarded::start(job, &marker, preempt);
@@ -49,7 +49,7 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
 fn transfer(
     job: &RestoreJob<'_>,
     settings: &Settings,
-    rendezvous: Rendezvous,
+    rendezvous: Rendezvous<'_>,
     preempt: bool,
     marker: JobMarker,
 ) -> Result<RestoreReport, JobError> {
@@ -108,8 +108,13 @@ impl<'a> Guarded<'a> {
     }
 }
 
+/// A preempt channel is one more.
+fn channels(preempt: bool) -> Channels {
+    if preempt { Channels::Several } else { Channels::One }
+}
+
 /// Makes QEMU listen for the stream, and connects.
-fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous) -> Result<Channel, JobError> {
+fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous<'_>) -> Result<Channel, JobError> {
     job.monitor.set(settings)?;
     job.choose_autostart()?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
@@ -119,7 +124,7 @@ fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous) ->
 /// With a preempt channel, if there is to be one; the place of the rendezvous is left as soon as all have met there.
 pub(super) fn answering<'a>(
     source: PostcopySource<'a, Snapshot>,
-    rendezvous: Rendezvous,
+    rendezvous: Rendezvous<'a>,
     preempt: bool,
     ends: &Arc<Ends>,
 ) -> PostcopySource<'a, Snapshot> {

@@ -121,7 +121,7 @@ impl Kept {
             listen: self.orphan.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()
         };
-        let rendezvous = Rendezvous::new(&monitor, restore.listen.as_ref())?;
+        let rendezvous = Rendezvous::again(&monitor, restore.listen.as_ref(), self.orphan.preempt)?;
         match expect_again(&monitor, &rendezvous)? {
             Found::Expects => {}
             Found::Complete => {
@@ -164,7 +164,7 @@ enum Found {
 }
 
 /// Tells QEMU, out of band, to listen for somebody who goes on, as soon as it has noticed that nobody serves it.
-fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous) -> Result<Found, JobError> {
+fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous<'_>) -> Result<Found, JobError> {
     let qmp = monitor.qmp();
     let begun = Instant::now();
     let (mut told, mut answers) = (false, false);

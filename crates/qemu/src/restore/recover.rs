@@ -54,7 +54,7 @@ pub fn recover(
     }
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
     let guard = lazy::Guarded::start(&job, &marker, preempt);
-    let rendezvous = Rendezvous::new(monitor, options.listen.as_ref())?;
+    let rendezvous = Rendezvous::again(monitor, options.listen.as_ref(), preempt)?;
     let recovered = monitor
         .migrate_recover(&rendezvous.uri())
         .map_err(JobError::from)
@@ -68,7 +68,7 @@ pub(super) fn go_on(
     job: &RestoreJob<'_>,
     marker: &JobMarker,
     preempt: bool,
-    rendezvous: Rendezvous,
+    rendezvous: Rendezvous<'_>,
 ) -> Result<RestoreReport, JobError> {
     let channel = rendezvous.connect()?;
     let ends = Arc::new(lazy::Ends::new(&channel)?);

@@ -1,0 +1,35 @@
+//! The arguments of `limosa run`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::values::parse_time;
+use super::{HowArgs, SteerArgs};
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Terminal, signals and exit status are QEMU's. limosa says nothing unless it fails, or -v is given.\n\
+                        Give QEMU a -qmp of its own if a restore is to be recovered after limosa was killed."
+)]
+pub(crate) struct RunArgs {
+    /// The file to restore from
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) how: HowArgs,
+
+    #[command(flatten)]
+    pub(crate) steer: SteerArgs,
+
+    /// How long QEMU may take to start
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "60s")]
+    pub(crate) start_within: Duration,
+
+    /// The command line that the saved VM was started with; -incoming and a private monitor are added to it
+    #[arg(value_name = "QEMU", last = true, required = true)]
+    pub(crate) command: Vec<OsString>,
+}

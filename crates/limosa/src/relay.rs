@@ -1,0 +1,103 @@
+//! Handing signals on to a QEMU that limosa stands in front of.
+//!
+//! What a terminal sends goes to every process of its foreground group, so QEMU has had it already: only what a process
+//! sent to limosa is handed on.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+
+use anyhow::Context;
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
+use signal_hook::iterator::exfiltrator::WithOrigin;
+use signal_hook::iterator::{Handle, SignalsInfo};
+use signal_hook::low_level::siginfo::{Cause, Origin};
+
+/// What a QEMU that was started directly would have got.
+const SIGNALS: [i32; 8] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH];
+
+/// Takes this process's signals until it is dropped.
+pub(crate) struct Relay {
+    handle: Handle,
+    thread: Option<thread::JoinHandle<()>>,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Whom the signals are for.
+    target: Option<Pid>,
+    /// Those that came before it was known.
+    early: Vec<Signal>,
+    /// Whether somebody, by whatever way, has asked QEMU to end.
+    end_asked: bool,
+}
+
+impl Relay {
+    /// Takes signals from now on; they are kept until [`Relay::aim`].
+    pub(crate) fn start() -> anyhow::Result<Self> {
+        let mut signals = SignalsInfo::<WithOrigin>::new(SIGNALS).context("cannot listen to signals")?;
+        let handle = signals.handle();
+        let state = Arc::new(Mutex::new(State::default()));
+        let shared = Arc::clone(&state);
+        let thread = thread::Builder::new().name("signals".into()).spawn(move || {
+            for origin in &mut signals {
+                heed(&origin, &shared);
+            }
+        });
+        Ok(Self { handle, thread: Some(thread.context("cannot start a thread for signals")?), state })
+    }
+
+    /// Hands signals on to this process, which must not be reaped before [`Relay::rest`].
+    pub(crate) fn aim(&self, pid: u32) {
+        let mut state = lock(&self.state);
+        state.target = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        for signal in std::mem::take(&mut state.early) {
+            send(&state, signal);
+        }
+    }
+
+    /// Hands nothing on any more: the number may become another process's.
+    pub(crate) fn rest(&self) {
+        lock(&self.state).target = None;
+    }
+
+    /// Whether a signal has asked QEMU to end.
+    pub(crate) fn end_was_asked(&self) -> bool {
+        lock(&self.state).end_asked
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.handle.close();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn heed(origin: &Origin, state: &Mutex<State>) {
+    let mut state = lock(state);
+    state.end_asked |= ![SIGCONT, SIGWINCH].contains(&origin.signal);
+    let Some(signal) = Signal::from_named_raw(origin.signal) else { return };
+    if origin.cause == Cause::Kernel {
+        return;
+    }
+    if state.target.is_some() {
+        send(&state, signal);
+    } else {
+        state.early.push(signal);
+    }
+}
+
+fn send(state: &State, signal: Signal) {
+    if let Some(pid) = state.target {
+        // The only failures left are that it has just ended, or has become another user's: then it is not ours to signal.
+        let _ = kill_process(pid, signal);
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}

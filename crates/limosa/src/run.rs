@@ -1,0 +1,249 @@
+//! `limosa run`: starts a QEMU, restores a VM into it, and stands in front of it until it ends.
+//!
+//! The law: whoever started this sees that QEMU. It has the terminal, the standard streams and the process group, signals
+//! are handed on ([`Relay`]), its exit status is limosa's. QEMU does not die with limosa: a pager that is killed stalls the
+//! guest, to be recovered, and does not end it. A QEMU that could not be given its VM is ended.
+
+use std::ffi::OsString;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, ExitCode, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use limosa_migrate::control_socket::Job;
+use limosa_migrate::{Control, Progress};
+use limosa_qemu::job::Watch;
+use limosa_qemu::launch::{CommandLine, check, launch};
+use limosa_qemu::monitor::Monitor;
+use limosa_qemu::qmp::{Options, Qmp, QmpError};
+use limosa_qemu::restore::{RestoreReport, restore};
+use limosa_snapshot::Snapshot;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use serde_json::Value;
+
+use crate::args::RunArgs;
+use crate::detach::Reporter;
+use crate::relay::Relay;
+use crate::restore::{Observer, options, tell};
+use crate::voice::say;
+use crate::{job, words};
+
+/// How long a QEMU may take to end, once it has been asked to.
+const END_WITHIN: Duration = Duration::from_secs(5);
+
+/// How long a QEMU that has closed its ends of everything may take until the kernel says that it has ended.
+const GONE_WITHIN: Duration = Duration::from_secs(2);
+
+pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
+    let begun = Instant::now();
+    let line = check(&args.command)?;
+    let snapshot = Snapshot::open(&args.snapshot)?;
+    let relay = Relay::start()?;
+    let launched = launch(&args.command)?;
+    relay.aim(launched.child.id());
+    let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
+    let mut qemu = Qemu { child, relay, program: program(&args.command) };
+    let attempt = match greeted {
+        Ok(qmp) => attempt(args, line, begun, verbose, &snapshot, qmp),
+        Err(error) => Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, monitor: None },
+    };
+    // Nobody reads this file any more, or nobody can.
+    drop(snapshot);
+    let status = match attempt.result {
+        Ok(report) => {
+            if verbose > 0 {
+                tell(&report);
+            }
+            // QEMU keeps what it has to say for a monitor that does not listen; one that has gone costs nothing.
+            drop(attempt.monitor);
+            qemu.wait()?
+        }
+        Err(error) if qemu.is_ending(attempt.monitor.as_ref(), attempt.lazy_guest) => {
+            let greeted = attempt.monitor.is_some();
+            drop(attempt.monitor);
+            let status = qemu.wait()?;
+            if attempt.lazy_guest || qemu.relay.end_was_asked() {
+                // It had its VM, or was told to end: that is no failure of the restore.
+                tracing::info!("{}", words::one_line(&error));
+                status
+            } else if greeted {
+                // A QEMU that cannot load a VM may crash over it (found with QEMU 10.0.2); why it could not says more.
+                return Err(error.context(format!("{} ended ({status})", qemu.program)));
+            } else {
+                say!("limosa: {} ended ({status}) before it had its VM; the snapshot is as it was", qemu.program);
+                return Ok(failed(status));
+            }
+        }
+        Err(error) if attempt.lazy_guest => {
+            drop(attempt.monitor);
+            say!("limosa: {}", words::one_line(&stalled(error, args)));
+            return Ok(failed(qemu.wait()?));
+        }
+        Err(error) => {
+            qemu.end(attempt.monitor)?;
+            return Err(error);
+        }
+    };
+    drop(qemu);
+    Ok(like(status))
+}
+
+/// What became of the restore.
+struct Attempt {
+    result: anyhow::Result<RestoreReport>,
+    /// Whether there was a guest before all of its memory was there.
+    lazy_guest: bool,
+    monitor: Option<Monitor>,
+}
+
+fn attempt(args: &RunArgs, line: CommandLine, begun: Instant, verbose: u8, snapshot: &Snapshot, qmp: Qmp) -> Attempt {
+    let monitor = Monitor::new(qmp);
+    let (control, progress) = (Control::new(), Progress::new());
+    control.set_max_bandwidth(args.steer.max_bandwidth);
+    let paused = args.how.paused || (line.paused && !args.how.run);
+    let mut options = options(&args.how);
+    if paused {
+        options.run = limosa_qemu::restore::RunChoice::Paused;
+    }
+    let reporter = Reporter::new(false);
+    let observer = Observer::new(begun, &reporter, verbose == 0, paused);
+    let notice = |line: &str| {
+        if verbose > 0 {
+            say!("limosa: {line}");
+        }
+    };
+    let watch = Watch { control: &control, progress: &progress, notice: &notice };
+    let listen = |path: &Path| job::listen(path, Job::Restore, &control, &progress);
+    let result = args
+        .steer
+        .control
+        .as_deref()
+        .map(listen)
+        .transpose()
+        .and_then(|_socket| Ok(restore(&monitor, snapshot, &args.snapshot, &options, watch, &observer)?));
+    let lazy_guest = observer.has_lazy_guest();
+    let result = if lazy_guest { result } else { result.context("not restored; the snapshot is as it was") };
+    Attempt { result, lazy_guest, monitor: Some(monitor) }
+}
+
+/// A QEMU that is not there to be talked to.
+fn not_greeted(error: QmpError, args: &RunArgs, qemu: &Qemu) -> anyhow::Error {
+    match error {
+        QmpError::Busy { waited, .. } => anyhow::anyhow!(
+            "{} opened no monitor within {} s: is it QEMU? If it needs longer to start, say so with --start-within",
+            qemu.program,
+            waited.as_secs_f64()
+        ),
+        other => anyhow::Error::from(other).context(format!(
+            "cannot restore {} into {}",
+            args.snapshot.display(),
+            qemu.program
+        )),
+    }
+}
+
+fn stalled(error: anyhow::Error, args: &RunArgs) -> anyhow::Error {
+    error.context(format!(
+        "the guest stalls where it needs memory that is missing; if its QEMU has another monitor, go on with: limosa restore \
+         --recover {} --qmp SOCK; otherwise end it",
+        args.snapshot.display()
+    ))
+}
+
+fn program(words: &[OsString]) -> String {
+    words.first().map(|word| word.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+/// The process that limosa stands in front of.
+struct Qemu {
+    child: Child,
+    relay: Relay,
+    program: String,
+}
+
+impl Qemu {
+    /// Waits for its end.
+    fn wait(&mut self) -> anyhow::Result<ExitStatus> {
+        self.seen_ended(WaitIdOptions::empty())?;
+        self.reap()
+    }
+
+    /// Whether it has ended. It stays unreaped, so that its number stays its own.
+    fn seen_ended(&self, how: WaitIdOptions) -> anyhow::Result<bool> {
+        let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw).context("a process without a number")?;
+        loop {
+            match waitid(WaitId::Pid(id), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | how) {
+                Err(rustix::io::Errno::INTR) => {}
+                seen => return Ok(seen.with_context(|| format!("cannot wait for {}", self.program))?.is_some()),
+            }
+        }
+    }
+
+    fn ended_within(&self, limit: Duration) -> anyhow::Result<bool> {
+        let end = Instant::now() + limit;
+        while !self.seen_ended(WaitIdOptions::NOHANG)? {
+            if Instant::now() >= end {
+                return Ok(false);
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(true)
+    }
+
+    fn reap(&mut self) -> anyhow::Result<ExitStatus> {
+        self.relay.rest();
+        self.child.wait().with_context(|| format!("cannot wait for {}", self.program))
+    }
+
+    /// Whether it has ended or is about to, so that what failed is a consequence of that.
+    fn is_ending(&self, monitor: Option<&Monitor>, lazy_guest: bool) -> bool {
+        // One that goes takes its channel down before its monitor, and says before that it goes.
+        let patience = if lazy_guest { GONE_WITHIN } else { Duration::ZERO };
+        let end = Instant::now() + patience;
+        loop {
+            let heard = monitor.map(|monitor| monitor.qmp().take_events());
+            match heard {
+                Some(Ok(events)) if events.iter().any(|event| event.name == "SHUTDOWN") => return true,
+                Some(Ok(_)) if Instant::now() < end => thread::sleep(Duration::from_millis(20)),
+                Some(Ok(_)) => return false,
+                Some(Err(_)) | None => return self.ended_within(GONE_WITHIN).unwrap_or(false),
+            }
+        }
+    }
+
+    /// Ends it: by its monitor, so that it leaves the terminal as it found it, or else by signals.
+    fn end(&mut self, monitor: Option<Monitor>) -> anyhow::Result<ExitStatus> {
+        if let Some(monitor) = monitor {
+            let _ = monitor.qmp().execute_within("quit", Value::Null, END_WITHIN);
+            if self.ended_within(END_WITHIN)? {
+                return self.reap();
+            }
+        }
+        for signal in [Signal::TERM, Signal::KILL] {
+            if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
+                let _ = kill_process(pid, signal);
+            }
+            if self.ended_within(END_WITHIN)? {
+                break;
+            }
+        }
+        self.wait()
+    }
+}
+
+/// QEMU's status, but never success.
+fn failed(status: ExitStatus) -> ExitCode {
+    if status.success() { ExitCode::FAILURE } else { like(status) }
+}
+
+/// Ends as QEMU has: by the same signal, or with the same status.
+fn like(status: ExitStatus) -> ExitCode {
+    if let Some(signal) = status.signal() {
+        // Returns only for a signal that ends nothing.
+        let _ = signal_hook::low_level::emulate_default_handler(signal);
+        return ExitCode::from(u8::try_from(signal.saturating_add(128)).unwrap_or(u8::MAX));
+    }
+    ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX))
+}

@@ -1,0 +1,139 @@
+//! Starting a QEMU that waits for an incoming VM, with a monitor that only this process can use.
+//!
+//! The monitor is one half of a socket pair, which QEMU inherits: there is no path that another could connect to, or that
+//! QEMU would have to reach from where it is confined. It is described in a configuration file (`-readconfig`), inherited
+//! too, because `-mon` on the command line would take away the monitor that QEMU gives itself (found with QEMU 10.0.2: the
+//! one behind Ctrl-A C of `-nographic`).
+#![allow(unsafe_code)] // between fork and exec there is no safe call
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Seek, SeekFrom, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::FdFlags;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use crate::job::JobError;
+use crate::qmp::{Options, Qmp, QmpError};
+
+/// The id of the monitor in QEMU.
+const ID: &str = "limosa-run";
+
+/// A QEMU that was started. Dropping it does not end it.
+#[derive(Debug)]
+pub struct Launched {
+    /// The process: QEMU's, or that of the program that was to become QEMU.
+    pub child: Child,
+    socket: OwnedFd,
+}
+
+/// Whether a QEMU with this command line (the program first) can be started here; what limosa has to know of it.
+///
+/// # Errors
+/// [`JobError::Refused`] if it says itself what it waits for, or leaves its terminal.
+pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
+    // What stands before QEMU (taskset, nice, ...) has options of its own.
+    let named =
+        |word: &OsString| Path::new(word).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"qemu"));
+    let own = words.iter().position(named).map_or(words, |at| words.get(at..).unwrap_or_default());
+    // QEMU takes its options with one dash and with two.
+    let has = |option: &str| own.iter().any(|word| word == option || *word == *format!("-{option}"));
+    if has("-incoming") {
+        return Err(JobError::refused(
+            "the command line says -incoming, which limosa run adds itself",
+            "leave it out, or start that QEMU yourself and use limosa restore",
+        ));
+    }
+    if has("-daemonize") {
+        return Err(JobError::refused(
+            "a QEMU that daemonizes leaves nobody to wait for",
+            "leave -daemonize out and put limosa run in the background, or use limosa restore --detach",
+        ));
+    }
+    Ok(CommandLine { paused: has("-S") })
+}
+
+/// What a command line says of the VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CommandLine {
+    /// The VM is to stay paused (`-S`).
+    pub paused: bool,
+}
+
+/// Starts QEMU with `-incoming defer` and the monitor added to its command line. It shares this process's terminal,
+/// process group and standard streams, and goes on if this process dies.
+///
+/// # Errors
+/// If the program cannot be started.
+pub fn launch(words: &[OsString]) -> Result<Launched, JobError> {
+    let program = words.first().map_or(OsStr::new(""), OsString::as_os_str);
+    let failed = |source: io::Error| JobError::Place { what: "start", path: program.into(), source };
+    let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+        .map_err(|errno| failed(errno.into()))?;
+    let configuration = configuration(theirs.as_raw_fd()).map_err(failed)?;
+    let mut command = Command::new(program);
+    command.args(words.get(1..).unwrap_or_default());
+    command.args(["-incoming", "defer", "-readconfig"]).arg(format!("/dev/fd/{}", configuration.as_raw_fd()));
+    let inherited = [theirs, configuration];
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; setting the flags of a descriptor is one
+    // system call, and nothing is allocated.
+    unsafe {
+        command.pre_exec(move || {
+            for descriptor in &inherited {
+                rustix::io::fcntl_setfd(descriptor, FdFlags::empty())?;
+            }
+            Ok(())
+        });
+    }
+    let child = command.spawn().map_err(failed)?;
+    Ok(Launched { child, socket })
+}
+
+/// What `-readconfig` reads, as a file without a name.
+fn configuration(monitor: RawFd) -> io::Result<OwnedFd> {
+    let text = format!(
+        "[chardev \"{ID}\"]\n  backend = \"socket\"\n  fd = \"{monitor}\"\n[mon \"{ID}\"]\n  chardev = \"{ID}\"\n  mode = \"control\"\n"
+    );
+    let mut file = std::fs::File::from(memfd_create("limosa-run", MemfdFlags::CLOEXEC)?);
+    file.write_all(text.as_bytes())?;
+    file.seek(SeekFrom::Start(0))?;
+    Ok(file.into())
+}
+
+impl Launched {
+    /// Waits until QEMU greets on its monitor, within `options.greeting`.
+    ///
+    /// # Errors
+    /// As [`Qmp::connect`].
+    pub fn connect(self, options: &Options) -> (Child, Result<Qmp, QmpError>) {
+        let qmp = Qmp::from_socket(self.socket, "of this QEMU", options).map(|qmp| qmp.of_process(self.child.id()));
+        (self.child, qmp)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split(' ').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn options_that_are_limosas_to_give_are_refused_with_one_dash_and_with_two() {
+        for line in ["qemu-system-x86_64 -incoming defer", "nice qemu-kvm --incoming tcp:0:1", "/x/qemu -daemonize"] {
+            assert!(matches!(check(&words(line)), Err(JobError::Refused { .. })), "{line}");
+        }
+    }
+
+    #[test]
+    fn only_qemus_own_options_count() {
+        assert!(check(&words("qemu-system-x86_64 -m 1G -S")).unwrap().paused);
+        assert!(!check(&words("unshare -S 0 -- /usr/bin/qemu-system-x86_64 -m 1G")).unwrap().paused);
+        assert!(check(&words("start-my-vm --S")).unwrap().paused);
+    }
+}
