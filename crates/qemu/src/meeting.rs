@@ -30,7 +30,7 @@ pub struct MeetingPlace {
 }
 
 impl MeetingPlace {
-    /// Makes the directory, in `$XDG_RUNTIME_DIR` or the temporary directory.
+    /// Makes the directory, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user cannot get there.
     ///
     /// # Errors
     /// If QEMU is, or may be, elsewhere, or runs as another user and this process is not root.
@@ -117,7 +117,13 @@ fn place_for(own_user: bool) -> PathBuf {
     let place = own.unwrap_or_else(std::env::temp_dir);
     let place = std::path::absolute(&place).unwrap_or(place);
     let taken = "/limosa-".len() + 32 + 1 + LONGEST_NAME;
-    if place.as_os_str().len() > 107 - taken { PathBuf::from("/tmp") } else { place }
+    let fits = place.as_os_str().len() <= 107 - taken;
+    if fits && (own_user || is_open(&place)) { place } else { PathBuf::from("/tmp") }
+}
+
+/// Whether everybody can pass through this directory.
+fn is_open(place: &Path) -> bool {
+    place.ancestors().all(|part| std::fs::metadata(part).is_ok_and(|found| found.mode() & 0o001 != 0))
 }
 
 /// Whether the process finds this very directory under this name; `None` if that cannot be found out.
@@ -145,6 +151,13 @@ mod tests {
         let gone = folder.path().to_path_buf();
         drop(folder);
         assert_eq!(sees(own, &gone), None);
+    }
+
+    #[test]
+    fn a_folder_of_mode_0700_is_open_to_nobody_else() {
+        assert!(is_open(Path::new("/tmp")));
+        let folder = tempfile::tempdir().unwrap();
+        assert!(!is_open(folder.path()));
     }
 
     #[test]

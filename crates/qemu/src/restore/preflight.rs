@@ -66,7 +66,13 @@ pub(super) fn check(
         wanted => match why_not_lazy(monitor, snapshot, &page_sizes)? {
             None => Mode::Lazy,
             Some(why) if wanted == Mode::Lazy => {
-                return Err(JobError::refused(format!("cannot restore lazily: {why}"), "use --mode eager, or auto"));
+                let hint = if why.to_lowercase().contains("postcopy") {
+                    "let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --mode \
+                     eager"
+                } else {
+                    "use --mode eager, or auto"
+                };
+                return Err(JobError::refused(format!("cannot restore lazily: {why}"), hint));
             }
             Some(why) => {
                 (watch.notice)(&format!("restoring eagerly: {why}"));
