@@ -7,13 +7,14 @@
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, ExitCode, ExitStatus};
+use std::process::{Child, ExitCode, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use limosa_migrate::control_socket::Job;
 use limosa_migrate::{Control, Progress};
+use limosa_qemu::guard::Guard;
 use limosa_qemu::job::Watch;
 use limosa_qemu::launch::{CommandLine, check, launch};
 use limosa_qemu::monitor::Monitor;
@@ -103,7 +104,7 @@ fn attempt(args: &RunArgs, line: CommandLine, begun: Instant, verbose: u8, snaps
     let (control, progress) = (Control::new(), Progress::new());
     control.set_max_bandwidth(args.steer.max_bandwidth);
     let paused = args.how.paused || (line.paused && !args.how.run);
-    let mut options = options(&args.how);
+    let mut options = options(&args.how, false);
     if paused {
         options.run = limosa_qemu::restore::RunChoice::Paused;
     }
@@ -115,6 +116,10 @@ fn attempt(args: &RunArgs, line: CommandLine, begun: Instant, verbose: u8, snaps
         }
     };
     let watch = Watch { control: &control, progress: &progress, notice: &notice };
+    let guard = || {
+        let arguments = ["guard", "--"];
+        Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))
+    };
     let listen = |path: &Path| job::listen(path, Job::Restore, &control, &progress);
     let result = args
         .steer
@@ -122,7 +127,7 @@ fn attempt(args: &RunArgs, line: CommandLine, begun: Instant, verbose: u8, snaps
         .as_deref()
         .map(listen)
         .transpose()
-        .and_then(|_socket| Ok(restore(&monitor, snapshot, &args.snapshot, &options, watch, &observer)?));
+        .and_then(|_socket| Ok(restore(&monitor, snapshot, &args.snapshot, &options, watch, &observer, &guard)?));
     let lazy_guest = observer.has_lazy_guest();
     let result = if lazy_guest { result } else { result.context("not restored; the snapshot is as it was") };
     Attempt { result, lazy_guest, monitor: Some(monitor) }

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 
 use limosa_testkit::{BeatGuest, Machine, Process, Qmp, check_beat, note_skip, scratch};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use stage::*;
 use tempfile::TempDir;
@@ -181,6 +181,9 @@ fn a_lazy_restore_into_a_qemu_of_another_user_is_recovered() {
     let limosa = scene.restore(&vm, &["--mode", "lazy", "--max-bandwidth", "4K"]);
     // Memory that QEMU's main loop needs comes first; a guest that beats has it.
     wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
+    // With its guard, which would go on by itself.
+    let guard = limosa.guard().and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?)).unwrap();
+    kill_process(guard, Signal::KILL).unwrap();
     limosa.signal(Signal::KILL);
     limosa.wait();
     scene.restore(&vm, &["--recover"]).wait().success();

@@ -83,7 +83,7 @@ fn limosa_ends_by_the_signal_that_has_ended_qemu() {
     for signal in [Signal::KILL, Signal::QUIT, Signal::SEGV] {
         let run = scene.start(&[], &[]);
         run.wait_laps(1);
-        scene::signal(run.qemu(), signal);
+        send(run.qemu(), signal);
         let ended = run.wait();
         assert_eq!(ended.status.signal(), Some(signal.as_raw()), "{}", ended.stderr);
     }
@@ -97,7 +97,7 @@ fn a_qemu_whose_memory_is_still_to_come_ends_when_it_is_told() {
         let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "4K"], &[]);
         run.wait_laps(1);
         let whom = if signal == Signal::TERM { run.limosa.pid() } else { run.qemu() };
-        scene::signal(whom, signal);
+        send(whom, signal);
         let ended = run.wait();
         let wanted = if signal == Signal::TERM { (Some(0), None) } else { (None, Some(signal.as_raw())) };
         assert_eq!((ended.status.code(), ended.status.signal()), wanted, "{}", ended.stderr);
@@ -106,16 +106,32 @@ fn a_qemu_whose_memory_is_still_to_come_ends_when_it_is_told() {
 }
 
 #[test]
-fn a_guest_whose_limosa_was_killed_is_recovered_over_a_monitor_of_its_own() {
+fn qemu_outlives_a_limosa_that_is_killed_and_the_guard_brings_the_rest() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "512K"], &[]);
+    run.wait_laps(1);
+    let (qemu, qmp) = (run.qemu(), run.qmp());
+    run.limosa.guard();
+    run.limosa.signal(Signal::KILL);
+    wait_gone(run.limosa.pid());
+    let status = || qmp.lock().unwrap().execute("query-migrate", json!({})).unwrap()["status"].clone();
+    wait_for("the rest of the memory", || (status() == "completed").then_some(()));
+    assert!(limosa_testkit::is_alive(qemu), "QEMU does not die with limosa");
+    run.check_memory(&qmp);
+}
+
+#[test]
+fn a_guest_whose_limosa_and_guard_were_killed_is_recovered_over_a_monitor_of_its_own() {
     needs_qemu!();
     let scene = Scene::new();
     let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "4K"], &[]);
     run.wait_laps(1);
-    let qemu = run.qemu();
     let qmp = run.qmp();
+    let guard = run.limosa.guard().unwrap();
+    send(guard, Signal::KILL);
     run.limosa.signal(Signal::KILL);
     wait_gone(run.limosa.pid());
-    assert!(limosa_testkit::is_alive(qemu), "QEMU does not die with limosa");
     let socket = scene.path("limosa-qmp");
     limosa(["restore", "--recover", text(&scene.snapshot), "--qmp", text(&socket)]).success();
     run.check_memory(&qmp);

@@ -112,7 +112,7 @@ impl Drop for Scene {
     /// A QEMU outlives a limosa that is killed, so a test that fails has to end it.
     fn drop(&mut self) {
         for pid in self.processes() {
-            signal(pid, Signal::KILL);
+            send(pid, Signal::KILL);
         }
     }
 }
@@ -194,7 +194,7 @@ pub(crate) fn child_of(pid: u32) -> Option<u32> {
     children.split_ascii_whitespace().next()?.parse().ok()
 }
 
-pub(crate) fn signal(pid: u32, signal: Signal) {
+pub(crate) fn send(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
         // It may have ended by itself.
         let _ = kill_process(pid, signal);

@@ -81,9 +81,10 @@ impl<'a> Rendezvous<'a> {
         Ok(Self { way })
     }
 
-    /// For a guest that has been served before. QEMU takes a descriptor in its main loop alone, and that may be held up for
-    /// the very memory that is to come; so it is told to listen, wherever there is a place for that.
-    pub(super) fn again(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
+    /// For a guest that runs before it has its memory. Wherever there is a place QEMU is told to listen: a guard that goes on
+    /// does it out of band, while a descriptor is taken in QEMU's main loop alone, which may be held up for the very memory
+    /// that is to come. Where there is none, one channel is passed.
+    pub(super) fn lazy(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
         match Self::new(monitor, listen, Channels::Several) {
             Err(JobError::Refused { .. }) if !preempt => Self::new(monitor, listen, Channels::One),
             made => made,

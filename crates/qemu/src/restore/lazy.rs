@@ -10,7 +10,7 @@ use limosa_channel::Channel;
 use limosa_migrate::{MigrateError, Milestone, PostcopySource, PostcopyStats};
 use limosa_snapshot::Snapshot;
 
-use super::incoming::{Channels, Rendezvous};
+use super::incoming::Rendezvous;
 use super::orphan::Orphan;
 use super::{LazyReport, Mode, RestoreJob, RestoreReport};
 use crate::guard::{Guard, GuardEnd, GuardError};
@@ -36,7 +36,7 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let change = monitor.plan_settings(&settings(job.options.preempt))?;
     // QEMU before 7.1 knows no preempt channel.
     let preempt = job.options.preempt && !change.unknown.iter().any(|name| name == "postcopy-preempt");
-    let rendezvous = Rendezvous::new(monitor, job.options.listen.as_ref(), channels(preempt))?;
+    let rendezvous = Rendezvous::lazy(monitor, job.options.listen.as_ref(), preempt)?;
     let marker = job.marker(change.undo);
     marker.place(monitor)?;
     let guard = Guarded::start(job, &marker, preempt);
@@ -106,11 +106,6 @@ impl<'a> Guarded<'a> {
             Some(Err(error)) => (self.watch.notice)(&format!("the guard process cannot be waited for: {error}")),
         }
     }
-}
-
-/// A preempt channel is one more.
-fn channels(preempt: bool) -> Channels {
-    if preempt { Channels::Several } else { Channels::One }
 }
 
 /// Makes QEMU listen for the stream, and connects.

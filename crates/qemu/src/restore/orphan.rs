@@ -121,7 +121,7 @@ impl Kept {
             listen: self.orphan.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()
         };
-        let rendezvous = Rendezvous::again(&monitor, restore.listen.as_ref(), self.orphan.preempt)?;
+        let rendezvous = Rendezvous::lazy(&monitor, restore.listen.as_ref(), self.orphan.preempt)?;
         match expect_again(&monitor, &rendezvous)? {
             Found::Expects => {}
             Found::Complete => {

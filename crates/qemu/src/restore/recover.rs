@@ -54,7 +54,7 @@ pub fn recover(
     }
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
     let guard = lazy::Guarded::start(&job, &marker, preempt);
-    let rendezvous = Rendezvous::again(monitor, options.listen.as_ref(), preempt)?;
+    let rendezvous = Rendezvous::lazy(monitor, options.listen.as_ref(), preempt)?;
     let recovered = monitor
         .migrate_recover(&rendezvous.uri())
         .map_err(JobError::from)
