@@ -246,6 +246,41 @@ fn a_qemu_that_sees_other_files_needs_none_for_one_channel_and_is_told_apart_for
     scene.assert_tidy();
 }
 
+#[test]
+fn a_qemu_whose_process_is_not_seen_is_passed_its_one_channel() {
+    needs_root!();
+    let scene = Scene::new();
+    scene.save(&[]);
+    let vm = scene.start("vm", &[], &incoming(&[]));
+    let (socket, snapshot) = (vm.socket(), scene.snapshot());
+    let words = ["restore", text(&snapshot), "--qmp", &socket, "--mode", "lazy"];
+    let contained = ["unshare", "--pid", "--fork", "--mount-proc"];
+    let refused = scene.limosa(&contained, &[&words[..], &["--preempt", "on"]].concat()).wait();
+    refused.one_line(&["in a container", "--listen"]);
+    scene.limosa(&contained, &words).wait().success();
+    vm.assert_beats(&scene.machine);
+    scene.assert_tidy();
+}
+
+#[test]
+fn a_guard_that_has_no_place_to_meet_qemu_says_so_and_a_recovery_needs_none() {
+    needs_root!();
+    let scene = Scene::new();
+    scene.save(&[]);
+    let script = format!("mount -t tmpfs none {} && exec \"$@\"", scene.ours.path().join("tmp").display());
+    let vm = scene.start("vm", &["unshare", "-m", "sh", "-c", &script, "sh"], &incoming(&[]));
+    let limosa = scene.restore(&vm, &["--mode", "lazy", "--max-bandwidth", "4K"]);
+    wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
+    let guard = limosa.guard().unwrap();
+    limosa.signal(Signal::KILL);
+    wait_gone(guard);
+    let said = limosa.wait().stderr;
+    assert!(said.contains("cannot be gone on with") && said.contains("--listen"), "{said}");
+    scene.restore(&vm, &["--recover"]).wait().success();
+    vm.assert_beats(&scene.machine);
+    scene.assert_tidy();
+}
+
 /// QEMU's words for a destination, and these.
 fn incoming<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&["-incoming", "defer"], more].concat()

@@ -1,5 +1,4 @@
-//! A private place where QEMU and limosa meet when a descriptor cannot be passed: a directory with sockets in it that
-//! nobody else can enter.
+//! A private place where QEMU and limosa meet: a directory with sockets in it that nobody else can enter.
 //!
 //! Law: **it belongs to the user that QEMU runs as, with mode 0700, and QEMU is known to see it** (it may run as another
 //! user, in a chroot, in a mount namespace of its own), or it is refused with what to do instead.
@@ -42,9 +41,17 @@ impl MeetingPlace {
             ));
         }
         let peer = Peer::of(monitor.qmp().descriptor().as_fd()).ok();
-        let pid = monitor.qmp().process();
+        let elsewhere = |what: String| {
+            JobError::refused(
+                what,
+                "say where to meet: --listen unix:PATH in a directory that both have at the same path, or tcp:HOST:PORT",
+            )
+        };
+        let Some(pid) = monitor.qmp().process() else {
+            return Err(elsewhere("QEMU runs in a container whose processes and files are not seen from here".into()));
+        };
         // The process itself knows best: it may have changed its user since it made its socket (-run-with user=...).
-        let user = pid.and_then(process::user).or_else(|| peer.map(|peer| (peer.uid, peer.gid)));
+        let user = process::user(pid).or_else(|| peer.map(|peer| (peer.uid, peer.gid)));
         let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let other = user.filter(|user| user.0 != own.0);
         let directory = place_for(other.is_none()).join(format!("limosa-{}", Uuid::new_v4().simple()));
@@ -62,11 +69,9 @@ impl MeetingPlace {
                 )
             })?;
         }
-        if pid.and_then(|pid| sees(pid, &meeting.directory)) == Some(false) {
-            return Err(JobError::refused(
-                format!("QEMU runs in a container or a chroot, where there is no {}", meeting.directory.display()),
-                "say where to meet: --listen unix:PATH in a directory that both have at the same path, or tcp:HOST:PORT",
-            ));
+        if sees(pid, &meeting.directory) == Some(false) {
+            let place = meeting.directory.display();
+            return Err(elsewhere(format!("QEMU runs in a container or a chroot, where there is no {place}")));
         }
         Ok(meeting)
     }
@@ -141,6 +146,8 @@ fn sees(pid: u32, directory: &Path) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     #[test]
@@ -157,6 +164,7 @@ mod tests {
     fn a_folder_of_mode_0700_is_open_to_nobody_else() {
         assert!(is_open(Path::new("/tmp")));
         let folder = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
         assert!(!is_open(folder.path()));
     }
 

@@ -45,7 +45,7 @@ pub(crate) struct HowArgs {
     #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
     pub(crate) via: ViaArg,
 
-    /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default it is passed a socket through the monitor
+    /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default a private socket, or one that it is passed
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
 

@@ -234,6 +234,9 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
         let words = [&["--mode", "lazy", "--preempt", preempt], &TRICKLE[..]].concat();
         let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
         wait_guest(&limosa);
+        // A processor that waits for a page in the middle of an interrupt keeps the main loop from coming to the ballast. A
+        // guest that beats has what it needs.
+        assert_beats(&destination);
         let guard = limosa.guard().unwrap();
         limosa.signal(Signal::STOP);
         std::thread::scope(|scope| {

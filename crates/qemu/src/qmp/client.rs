@@ -50,6 +50,8 @@ pub struct Negotiated {
     pub version: Version,
     /// Whether commands can be executed out of band.
     pub oob: bool,
+    /// QEMU's process, if it is known.
+    pub process: Option<u32>,
 }
 
 /// A command that was sent. Its answer is kept until [`Qmp::wait`] takes it or [`Qmp::abandon`] gives it up.
@@ -169,6 +171,7 @@ impl Qmp {
         let mut qmp = Self::flushed(socket, monitor, options)?;
         qmp.greeting.version = negotiated.version;
         qmp.oob = negotiated.oob;
+        qmp.peer_process = negotiated.process;
         Ok(qmp)
     }
 
@@ -240,7 +243,7 @@ impl Qmp {
     /// What was found out about the monitor, for a process that may have to go on with the connection.
     #[must_use]
     pub fn negotiated(&self) -> Negotiated {
-        Negotiated { version: self.version(), oob: self.oob }
+        Negotiated { version: self.version(), oob: self.oob, process: self.peer_process }
     }
 
     /// The connection's descriptor, to be handed to the guard.

@@ -229,7 +229,8 @@ fn send(job: &RestoreJob<'_>) -> Result<PrecopyStats, JobError> {
     let fresh = fresh_blocks(job)?;
     let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);
     let channels = job.options.channels;
-    let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref(), Channels::One)?;
+    let wanted = if channels.is_some() { Channels::Several } else { Channels::One };
+    let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref(), wanted)?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
     let beside = rendezvous.connect_beside(channels.map_or(0, |channels| channels.count))?;

@@ -81,9 +81,9 @@ impl<'a> Rendezvous<'a> {
         Ok(Self { way })
     }
 
-    /// For a guest that runs before it has its memory. Wherever there is a place QEMU is told to listen: a guard that goes on
-    /// does it out of band, while a descriptor is taken in QEMU's main loop alone, which may be held up for the very memory
-    /// that is to come. Where there is none, one channel is passed.
+    /// For a guest that runs before it has its memory. Wherever there is a place QEMU is told to listen, which it can be out of
+    /// band; where there is none, one channel is passed. A guard may not do that: a descriptor is taken in QEMU's main loop
+    /// alone, which may be held up for the very memory that is to come.
     pub(super) fn lazy(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
         match Self::new(monitor, listen, Channels::Several) {
             Err(JobError::Refused { .. }) if !preempt => Self::new(monitor, listen, Channels::One),

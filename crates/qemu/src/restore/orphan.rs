@@ -19,7 +19,7 @@ use limosa_snapshot::Snapshot;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::incoming::Rendezvous;
+use super::incoming::{Channels, Rendezvous};
 use super::{Mode, RestoreJob, RestoreObserver, RestoreOptions, identity, lazy, recover};
 use crate::job::{JobError, Watch};
 use crate::marker::JobMarker;
@@ -74,7 +74,7 @@ impl Orphan {
             marker: marker.clone(),
             path: path.as_os_str().as_bytes().to_vec(),
             preempt,
-            listen: job.options.listen.as_ref().map(ToString::to_string),
+            listen: job.options.listen.as_ref().map(from_anywhere),
             max_bandwidth: job.watch.control.max_bandwidth(),
             page_sizes: job.page_sizes.clone(),
             negotiated: job.monitor.qmp().negotiated(),
@@ -92,6 +92,14 @@ impl Orphan {
         }
         snapshot.lock_serving()?;
         Ok(Kept { orphan: self, snapshot })
+    }
+}
+
+/// The guard works in another directory.
+fn from_anywhere(uri: &Uri) -> String {
+    match uri {
+        Uri::Unix(path) => Uri::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())).to_string(),
+        other => other.to_string(),
     }
 }
 
@@ -121,7 +129,8 @@ impl Kept {
             listen: self.orphan.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()
         };
-        let rendezvous = Rendezvous::lazy(&monitor, restore.listen.as_ref(), self.orphan.preempt)?;
+        // Never by a descriptor: QEMU takes one in its main loop alone, so waiting for that could wait for ever.
+        let rendezvous = Rendezvous::new(&monitor, restore.listen.as_ref(), Channels::Several)?;
         match expect_again(&monitor, &rendezvous)? {
             Found::Expects => {}
             Found::Complete => {
