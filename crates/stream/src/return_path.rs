@@ -108,6 +108,12 @@ impl ReturnDecoder {
         Self { buffer: Vec::new(), begin: 0, offset: 0, wanted: 4, bitmap_limit, block_known: false }
     }
 
+    /// The same for a return path that takes the place of a broken one: a destination may go on to leave out the name of the
+    /// block that it named there, until it agrees to resume.
+    pub fn resuming(bitmap_limit: u64) -> Self {
+        Self { block_known: true, ..Self::new(bitmap_limit) }
+    }
+
     /// Takes bytes as they came from the channel. Take all [messages](Self::next_message) out before the next push:
     /// what waits inside is bounded by one message and one push.
     pub fn push(&mut self, bytes: &[u8]) {

@@ -352,7 +352,11 @@ fn return_messages_are_checked_against_type_and_length() {
     assert!(error(b"\0\x09\0\0").to_string().contains("a message type from 1 to 7"));
     assert!(error(b"\0\x01\0\x05").to_string().contains("found message 1 of 5 bytes"));
     assert!(error(b"\0\x03\x02\x01").to_string().contains("the length that its type asks for"));
-    assert!(error(b"\0\x04\0\x0c\0\0\0\0\0\0\0\0\0\0\x10\0").to_string().contains("before one without"));
+    let nameless = b"\0\x04\0\x0c\0\0\0\0\0\0\0\0\0\0\x10\0";
+    assert!(error(nameless).to_string().contains("before one without"));
+    let mut resuming = ReturnDecoder::resuming(64);
+    resuming.push(nameless);
+    assert!(matches!(resuming.next_message(), Ok(Some(ReturnMessage::RequestPages { block: None, .. }))));
     let short = b"\0\x03\0\x0e\0\0\0\0\0\0\0\0\0\0\x10\0\x05a";
     assert!(error(short).to_string().contains("as long as it says"));
     let long = b"\0\x03\0\x0f\0\0\0\0\0\0\0\0\0\0\x10\0\x01ab";

@@ -66,9 +66,15 @@ impl Inbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the return path until SHUT, its end, or an error. Runs on a thread of its own.
-    pub(crate) fn read_from(&self, channel: &Channel, blocks: &[RamBlock], mut on_message: impl FnMut(&ReturnMessage)) {
-        let result = self.pump(channel, blocks, &mut on_message);
+    /// Reads the return path, of a recovery or not, until SHUT, its end, or an error. Runs on a thread of its own.
+    pub(crate) fn read_from(
+        &self,
+        channel: &Channel,
+        blocks: &[RamBlock],
+        recovery: bool,
+        mut on_message: impl FnMut(&ReturnMessage),
+    ) {
+        let result = self.pump(channel, blocks, recovery, &mut on_message);
         let mut state = self.lock();
         state.ended = true;
         if let Err(error) = result {
@@ -82,10 +88,12 @@ impl Inbox {
         &self,
         channel: &Channel,
         blocks: &[RamBlock],
+        recovery: bool,
         on_message: &mut dyn FnMut(&ReturnMessage),
     ) -> Result<(), MigrateError> {
         let largest = blocks.iter().map(|block| block.used_length / PAGE_SIZE / 8 + 8).max();
-        let mut decoder = ReturnDecoder::new(largest.unwrap_or_default());
+        let largest = largest.unwrap_or_default();
+        let mut decoder = if recovery { ReturnDecoder::resuming(largest) } else { ReturnDecoder::new(largest) };
         let mut bytes = vec![0; 64 << 10];
         let mut current = None;
         loop {
@@ -250,9 +258,11 @@ fn deliver(
                     MigrateError::Protocol(format!("the destination asks for pages of an unknown RAM block {name:?}"))
                 })?);
             }
-            let index = current.ok_or_else(|| {
-                MigrateError::Protocol("the destination asks for pages before it has named a RAM block".into())
-            })?;
+            let Some(index) = *current else {
+                // Of the block that it named on the channel before this one. When it resumes it asks again, by name, for all
+                // that it waits for; and every page is sent some time.
+                return Ok(false);
+            };
             let pages = checked_range(blocks, index, start, length)?;
             if state.requests.len() >= MAX_WAITING {
                 return Err(MigrateError::Protocol(format!("more than {MAX_WAITING} unanswered page requests")));

@@ -189,7 +189,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.control.watch(&self.channel);
         let result = thread::scope(|scope| {
             let reader = scope.spawn(|| {
-                shared.inbox.read_from(&self.channel, &blocks, |message| {
+                shared.inbox.read_from(&self.channel, &blocks, recovery, |message| {
                     if *message == ReturnMessage::Pong(vm::PING_LOADED) {
                         self.progress.enter(Phase::PostcopyActive);
                         (self.observer)(Milestone::DevicesLoaded);

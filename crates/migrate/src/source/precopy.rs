@@ -117,7 +117,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         let multifd = (!self.beside.is_empty()).then(|| self.multifd());
         let result = thread::scope(|scope| {
             let read = || {
-                inbox.read_from(&self.channel, &self.source.start().blocks, |_| {});
+                inbox.read_from(&self.channel, &self.source.start().blocks, false, |_| {});
                 if let Some(multifd) = &multifd {
                     // The channels' threads do not look at the return path, and it is over.
                     multifd.fail(inbox.outcome());
