@@ -1,10 +1,12 @@
-//! A VM out of a file: limosa's lazy restore, beside stock QEMU's own load of the same file and its postcopy of the same VM.
+//! A VM out of a file: limosa's lazy restore, beside stock QEMU's own load of the same file and its postcopy of the same VM;
+//! and its eager restore on one or several channels, beside a QEMU that sends the same VM.
 //!
 //! Every run takes a fresh destination. The clock begins right before limosa's exec, or before the first command to QEMU,
 //! and three times are taken: when the guest runs (QEMU's own time of its `RESUME` event), when its first beat has come
 //! over the serial port, and when all memory is there (its `MIGRATION` event). The file lies in the page cache. A postcopy
 //! from QEMU to QEMU needs no file at all: it is the fastest that this QEMU can receive.
 
+mod eager;
 mod runs;
 mod stored;
 
@@ -13,6 +15,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
+use self::eager::Eager;
 use self::runs::{RATE, Stage, TO_BEAT, TO_GUEST};
 use self::stored::Stored;
 use crate::Options;
@@ -32,6 +35,8 @@ const GUEST_RUNS: &str = "guest runs";
 const FIRST_BEAT: &str = "first beat";
 const ALL_MEMORY: &str = "all memory there";
 
+const NOT_RUN: &str = "it was not run";
+
 /// How the VM gets to its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
@@ -48,13 +53,15 @@ const WAYS: &[(&str, Way)] = &[
     (EAGER, Way::Eager),
 ];
 
-/// The two VMs: sizes, and what they are called.
+/// The VMs: sizes, and what they are called.
 struct Plan {
     full: u64,
     full_case: String,
     wide: u64,
     content: u64,
     wide_case: String,
+    eager: u64,
+    eager_case: String,
 }
 
 impl Plan {
@@ -63,7 +70,10 @@ impl Plan {
         let full = options.size.unwrap_or(4 << 30).next_multiple_of(2 << 20);
         let (wide, content) = (full.saturating_mul(4), full / 64);
         let wide_case = format!("{} with {} in it", words(wide), words(content));
-        Self { full, full_case: words(full), wide, content, wide_case }
+        // Eight contestants: a quarter of the memory is enough for their ratios.
+        let eager = (full / 4).next_multiple_of(2 << 20);
+        let eager_case = format!("{} eagerly", words(eager));
+        Self { full, full_case: words(full), wide, content, wide_case, eager, eager_case }
     }
 }
 
@@ -78,11 +88,15 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let plan = Plan::new(options);
     let lacking = machine.lacks_mapped_ram();
     let room = plan.wide >> 30 < machine.memory_gib;
-    let all = if lacking.is_none() { in_parts(rounds(options, &plan, room)?) } else { Vec::new() };
+    let all = if lacking.is_none() { rounds(options, &plan, room)? } else { Vec::new() };
+    let (eager, lazy): (Vec<_>, Vec<_>) = all.into_iter().partition(|series| series.case == plan.eager_case);
+    let mut all = in_parts(lazy);
+    all.extend(eager);
     let mut report = Report::new("restore", machine, options.rounds, &all);
     let no_room = (!room).then(|| format!("a VM of {} does not fit into this machine", words(plan.wide)));
     compare(&mut report, &all, &[&plan.full_case, &plan.wide_case]);
     judge(&mut report, &all, &plan, lacking.as_deref(), no_room.as_deref());
+    eager::judge(&mut report, &all, &plan.eager_case, lacking.as_deref().unwrap_or(NOT_RUN));
     Ok(report)
 }
 
@@ -108,6 +122,14 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
         options.tell("saving the VM that is almost empty");
         Some(Stored::sparse(options, plan.wide, plan.content)?)
     };
+    let eager_ways: Vec<_> = Eager::all().filter(|way| options.wants(&plan.eager_case, &way.name())).collect();
+    let eager = if eager_ways.is_empty() {
+        None
+    } else {
+        options.tell("saving the VM that is restored eagerly");
+        let (stored, source) = Stored::full(options, plan.eager)?;
+        Some((stored, RefCell::new(source)))
+    };
     let stages = [
         (&plan.full_case, full_ways, full.as_ref().map(|(stored, source)| (stored, Some(source))), plan.full),
         (&plan.wide_case, wide_ways, wide.as_ref().map(|stored| (stored, None)), plan.content),
@@ -124,6 +146,14 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
                 run: Box::new(move |_| stage.run(way, &frame)),
             });
         }
+    }
+    if let Some((stored, source)) = &eager {
+        let frame = Frame { touch: options.touch.unwrap_or(plan.eager) };
+        contestants.extend(eager_ways.into_iter().map(|way| Contestant {
+            case: plan.eager_case.clone(),
+            variant: way.name(),
+            run: Box::new(move |_| way.run(options, stored, source, &frame)),
+        }));
     }
     ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
     interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
@@ -170,7 +200,7 @@ fn compare(report: &mut Report, all: &[Series], cases: &[&str]) {
 }
 
 fn judge(report: &mut Report, all: &[Series], plan: &Plan, lacking: Option<&str>, no_room: Option<&str>) {
-    let why = lacking.unwrap_or("it was not run");
+    let why = lacking.unwrap_or(NOT_RUN);
     let to_guest = |case: &str| Some(figure(all, &part(case, GUEST_RUNS), LAZY, "wall")?.median * 1e3);
     let (full, wide) = (to_guest(&plan.full_case), to_guest(&plan.wide_case));
     let name = format!("{}: ms from exec to the guest", plan.full_case);

@@ -26,12 +26,17 @@ use crate::vm::{Ram, Role, Vm};
 /// The variant that the others are compared with.
 const QEMU: &str = "QEMU mapped-ram, multifd";
 const SOCKET: &str = "limosa --via socket";
+const SOCKET_2: &str = "limosa --via socket, 2 channels";
+const SOCKET_4: &str = "limosa --via socket, 4 channels";
+const ZSTD_2: &str = "limosa --via socket, 2 channels zstd";
+const ZSTD_4: &str = "limosa --via socket, 4 channels zstd";
 const FILE: &str = "limosa --via file";
 
 /// How the VM is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    Limosa(&'static str),
+    /// limosa, with these arguments.
+    Limosa(&'static [&'static str]),
     /// QEMU writes the file with two multifd channels.
     Multifd,
     /// QEMU's main channel, thrown away.
@@ -41,8 +46,13 @@ enum Way {
 /// A variant's name and way, and its most allowed wall time in terms of QEMU's.
 const WAYS: &[(&str, Way, Option<f64>)] = &[
     (QEMU, Way::Multifd, None),
-    (SOCKET, Way::Limosa("socket"), Some(1.25)),
-    (FILE, Way::Limosa("file"), Some(1.05)),
+    (SOCKET, Way::Limosa(&["--via", "socket"]), Some(1.25)),
+    (SOCKET_2, Way::Limosa(&["--via", "socket", "--channels", "2"]), None),
+    (SOCKET_4, Way::Limosa(&["--via", "socket", "--channels", "4"]), None),
+    // Bytes that do not compress are the worst case; QEMU's own file knows no compression at all.
+    (ZSTD_2, Way::Limosa(&["--via", "socket", "--channels", "2", "--compression", "zstd"]), None),
+    (ZSTD_4, Way::Limosa(&["--via", "socket", "--channels", "4", "--compression", "zstd"]), None),
+    (FILE, Way::Limosa(&["--via", "file"]), Some(1.05)),
     ("QEMU main channel, thrown away", Way::Nowhere, None),
 ];
 
@@ -104,9 +114,9 @@ fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, fr
     let path = scratch.path().join("snapshot");
     let mut vm = Vm::start(&options.qemu, size, Ram::Shared(memory), Role::Source)?;
     let limosa = match way {
-        Way::Limosa(via) => {
+        Way::Limosa(how) => {
             let sync: &[&str] = if place.durable { &[] } else { &["--no-sync"] };
-            let prepared = Prepared::new(options, "save")?.arguments(&["--via", via]).arguments(sync);
+            let prepared = Prepared::new(options, "save")?.arguments(how).arguments(sync);
             Some(prepared.path(Some("--qmp"), &vm.monitor()).path(None, &path))
         }
         Way::Multifd | Way::Nowhere => None,

@@ -16,6 +16,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         size: args.size,
         rounds: args.rounds,
         dir: args.dir,
+        only: args.only,
         progress: |line| say!("{line}"),
         ..Default::default()
     };

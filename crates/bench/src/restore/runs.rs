@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::os::unix::net::UnixStream;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -21,6 +21,12 @@ pub(super) const TO_GUEST: &str = "to_guest_us";
 pub(super) const TO_BEAT: &str = "to_beat_us";
 /// MiB of pages with content per second until all memory was there.
 pub(super) const RATE: &str = "rate_mib_s";
+
+/// MiB a second.
+pub(super) fn rate(bytes: u64, time: Duration) -> u64 {
+    let rate = u128::from(bytes >> 20) * 1_000_000 / time.as_micros().max(1);
+    u64::try_from(rate).unwrap_or(u64::MAX)
+}
 
 /// What one run works with.
 pub(super) struct Stage<'a> {
@@ -70,11 +76,10 @@ impl Stage<'_> {
         let since = |at: SystemTime| at.duration_since(times.begin).context("the clock was set back meanwhile");
         let micros = |at| since(at).map(|duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX));
         let resident = since(times.resident)?;
-        let rate = u128::from(stored.content >> 20) * 1_000_000 / resident.as_micros().max(1);
         Ok(Measured { wall: resident, ..measured }
             .with(TO_GUEST, micros(times.guest)?)
             .with(TO_BEAT, micros(times.beat)?)
-            .with(RATE, u64::try_from(rate).unwrap_or(u64::MAX))
+            .with(RATE, rate(stored.content, resident))
             .with("destination_cpu_ms", millis(destination)))
     }
 

@@ -24,6 +24,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<PathBuf>,
 
+    /// Run only the contestants whose case and variant, as reported, begin with this
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) only: Option<String>,
+
     /// Exit with 1 if a target is not met
     #[arg(long)]
     pub(crate) check: bool,
