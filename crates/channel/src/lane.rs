@@ -178,7 +178,12 @@ impl Lane {
         }
         scatter.advance(moved);
         // Paid for afterwards: how much is there is known only then.
-        let waited = rate.take_unless(moved as u64, &self.shut).ok_or(Stop::ShutDown)?;
+        let waited = match rate.take_unless(moved as u64, &self.shut) {
+            Some(waited) => waited,
+            None if whole => return Err(Stop::ShutDown),
+            // What has been read is not to be lost.
+            None => Duration::ZERO,
+        };
         if !waited.is_zero() {
             self.side.throttled(waited);
             quiet.progress();

@@ -112,3 +112,24 @@ fn gets_never_run_ahead_of_their_limit_and_wake_at_a_shutdown() {
         assert!(feeder.join().unwrap().is_err());
     });
 }
+
+#[test]
+fn what_had_come_before_a_shutdown_is_still_got_under_a_limit() {
+    let (writer, far) = Channel::pair().unwrap();
+    let limit = RateLimit::new(rate(1));
+    // A debt of two centuries.
+    limit.take(1 << 33);
+    let options = Options { get_rate: Some(limit), ..Options::default() };
+    let channel = Channel::from_fd_with(far, &options).unwrap();
+    writer.put(b"page").unwrap();
+    thread::scope(|scope| {
+        let getter = scope.spawn(|| {
+            let mut bytes = [0; 8];
+            channel.get_some(&mut bytes).map(|got| bytes[..got].to_vec())
+        });
+        thread::sleep(Duration::from_millis(20));
+        channel.shutdown(limosa_channel::How::Read).unwrap();
+        assert_eq!(getter.join().unwrap().unwrap(), b"page");
+        assert!(channel.get_some(&mut [0; 8]).unwrap_err().is_shut_down());
+    });
+}
