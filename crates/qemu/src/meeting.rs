@@ -2,13 +2,17 @@
 //!
 //! Law: **it belongs to the user that QEMU runs as, with mode 0700, and QEMU is known to see it** (it may run as another
 //! user, in a chroot, in a mount namespace of its own), or it is refused with what to do instead.
+//!
+//! That user may put anything in its place, and this process may be root's: so a socket is made before the directory is given
+//! away, and what is removed is removed through a descriptor of the directory that was made.
 
 use std::fs::DirBuilder;
-use std::os::fd::AsFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, lchown};
 use std::path::{Path, PathBuf};
 
 use limosa_channel::{Listener, Options, Uri};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags};
 use uuid::Uuid;
 
 use crate::job::JobError;
@@ -24,16 +28,41 @@ const LONGEST_NAME: usize = 16;
 #[derive(Debug)]
 pub struct MeetingPlace {
     directory: PathBuf,
+    /// The directory itself, whatever has its name by now.
+    opened: OwnedFd,
     /// User and group of QEMU, where they are not this process's own.
     other: Option<(u32, u32)>,
 }
 
 impl MeetingPlace {
-    /// Makes the directory, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user cannot get there.
+    /// A place where QEMU is to listen, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user cannot get there.
     ///
     /// # Errors
     /// If QEMU is, or may be, elsewhere, or runs as another user and this process is not root.
     pub fn new(monitor: &Monitor) -> Result<Self, JobError> {
+        let place = Self::make(monitor)?;
+        place.give()?;
+        Ok(place)
+    }
+
+    /// A place where this process listens, under `name`, which has at most 16 bytes, for QEMU to connect.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and the kernel's.
+    pub fn listening(monitor: &Monitor, name: &str, options: &Options) -> Result<(Self, Listener), JobError> {
+        let place = Self::make(monitor)?;
+        let listener = Listener::bind(&place.uri(name), options)?;
+        if let Some((uid, gid)) = place.other {
+            // The socket is this user's alone, and QEMU has to be able to write to it.
+            let path = place.directory.join(name);
+            lchown(&path, Some(uid), Some(gid)).map_err(|_| place.refused(uid))?;
+        }
+        place.give()?;
+        Ok((place, listener))
+    }
+
+    /// Makes the directory; it is this user's own still.
+    fn make(monitor: &Monitor) -> Result<Self, JobError> {
         if !monitor.qmp().passes_descriptors() {
             return Err(JobError::refused(
                 "QEMU's monitor is reached over tcp, so QEMU may be on another host",
@@ -60,15 +89,10 @@ impl MeetingPlace {
             move |source| JobError::Place { what, path, source }
         };
         DirBuilder::new().mode(0o700).create(&directory).map_err(place("make the directory"))?;
-        let meeting = Self { directory, other };
-        if let Some((uid, gid)) = other {
-            chown(&meeting.directory, Some(uid), Some(gid)).map_err(|_| {
-                JobError::refused(
-                    format!("QEMU runs as user {uid} and limosa as user {}, who cannot give it a private place", own.0),
-                    "run limosa as that user or as root, or say with --listen where to meet",
-                )
-            })?;
-        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(&directory, flags, Mode::empty());
+        let opened = opened.map_err(|errno| place("open the directory")(errno.into()))?;
+        let meeting = Self { directory, opened, other };
         if sees(pid, &meeting.directory) == Some(false) {
             let place = meeting.directory.display();
             return Err(elsewhere(format!("QEMU runs in a container or a chroot, where there is no {place}")));
@@ -83,29 +107,26 @@ impl MeetingPlace {
         Uri::Unix(self.directory.join(name))
     }
 
-    /// Listens there for QEMU to connect.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn listen(&self, name: &str, options: &Options) -> Result<Listener, JobError> {
-        let listener = Listener::bind(&self.uri(name), options)?;
-        if let Some((uid, gid)) = self.other {
-            // The socket is this user's alone, and QEMU has to be able to write to it.
-            let path = self.directory.join(name);
-            chown(&path, Some(uid), Some(gid)).map_err(|source| JobError::Place {
-                what: "give QEMU's user",
-                path: path.clone(),
-                source,
-            })?;
-        }
-        Ok(listener)
+    /// Gives the directory to QEMU's user, if that is another one.
+    fn give(&self) -> Result<(), JobError> {
+        let Some((uid, gid)) = self.other else { return Ok(()) };
+        lchown(&self.directory, Some(uid), Some(gid)).map_err(|_| self.refused(uid))
+    }
+
+    fn refused(&self, uid: u32) -> JobError {
+        let own = rustix::process::geteuid().as_raw();
+        JobError::refused(
+            format!("QEMU runs as user {uid} and limosa as user {own}, who cannot give it a private place"),
+            "run limosa as that user or as root, or say with --listen where to meet",
+        )
     }
 
     /// Takes the directory away: once all are connected nobody needs the names any more, and a kill would leave them.
     pub fn leave(&self) {
-        for entry in std::fs::read_dir(&self.directory).into_iter().flatten().flatten() {
-            let _ = std::fs::remove_file(entry.path());
+        for entry in Dir::read_from(&self.opened).into_iter().flatten().flatten() {
+            let _ = rustix::fs::unlinkat(&self.opened, entry.file_name(), AtFlags::empty());
         }
+        // Neither follows a link nor takes what is not empty.
         let _ = std::fs::remove_dir(&self.directory);
     }
 }
@@ -166,6 +187,24 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
         assert!(!is_open(folder.path()));
+    }
+
+    #[test]
+    fn what_is_put_in_its_place_is_not_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        let (made, moved, others) =
+            (folder.path().join("made"), folder.path().join("moved"), folder.path().join("others"));
+        for directory in [&made, &others] {
+            std::fs::create_dir(directory).unwrap();
+            std::fs::write(directory.join("socket"), "").unwrap();
+        }
+        let opened = std::fs::File::open(&made).unwrap().into();
+        let place = MeetingPlace { directory: made.clone(), opened, other: None };
+        std::fs::rename(&made, &moved).unwrap();
+        std::os::unix::fs::symlink(&others, &made).unwrap();
+        drop(place);
+        assert!(others.join("socket").exists());
+        assert!(!moved.join("socket").exists());
     }
 
     #[test]

@@ -35,8 +35,8 @@ pub(super) fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<Ch
             Ok(ChannelSet { main, pages: Vec::new() })
         }
         (None, Some(_)) => {
-            let place = MeetingPlace::new(job.monitor)?;
-            accept(job, &place.listen("save", &Options::default())?, watcher)
+            let (_place, listener) = MeetingPlace::listening(job.monitor, "save", &Options::default())?;
+            accept(job, &listener, watcher)
         }
         (Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })), _) => {
             accept(job, &Listener::bind(uri, &Options::default())?, watcher)
