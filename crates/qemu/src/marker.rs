@@ -32,6 +32,16 @@ const VERSION: u32 = 1;
 /// The version of a record with overlays, and the newest that this limosa reads: an older one would leave them lying about.
 const VERSION_WITH_OVERLAYS: u32 = 2;
 
+/// What stands between a disk's name and the digits of the snapshot's id in the name of an overlay's file.
+pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
+/// How many of them.
+pub(crate) const OVERLAY_DIGITS: usize = 16;
+
+/// The digits by which the overlays of this snapshot are known.
+pub(crate) fn overlay_digits(snapshot: Uuid) -> String {
+    snapshot.simple().to_string().chars().take(OVERLAY_DIGITS).collect()
+}
+
 /// What a job does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use limosa_snapshot::{Disk as RecordedDisk, Manifest, check_disks};
 
-use crate::image::has_data;
+use crate::image::{Others, has_data};
 use crate::job::{JobError, Watch};
 use crate::monitor::{Disk, Monitor};
 
@@ -73,7 +73,7 @@ fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watc
         });
     };
     let Some(top) = disk.path.as_deref().filter(|_| disk.writable) else { return Ok(()) };
-    match has_data(top) {
+    match has_data(top, Others::Allowed) {
         Ok(false) => Ok(()),
         Ok(true) => refused(format!(
             "the disk {} of this QEMU is {}, which has been written to since it was made: it is newer than the memory",

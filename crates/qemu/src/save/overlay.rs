@@ -24,13 +24,8 @@ use uuid::Uuid;
 
 use super::{DiskPolicy, SaveOptions};
 use crate::job::JobError;
-use crate::marker::Overlay;
+use crate::marker::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::{Disk, Monitor};
-
-/// What stands between a disk's name and the digits of the snapshot's id.
-const SUFFIX: &str = ".overlay-";
-/// How many of them.
-const DIGITS: usize = 16;
 
 /// One disk and the overlay that it gets.
 #[derive(Debug)]
@@ -62,7 +57,7 @@ pub(super) fn plan(
             "wait for its end, or cancel it",
         ));
     }
-    let digits: String = id.simple().to_string().chars().take(DIGITS).collect();
+    let digits = overlay_digits(id);
     let mut planned: Vec<Planned> = Vec::new();
     let mut files: Vec<(String, (u64, u64))> = Vec::new();
     for disk in disks {
@@ -141,14 +136,14 @@ fn place_for(disk: &Disk, path: &Path, folder: Option<&Path>, digits: &str, devi
         None => path.parent().unwrap_or(Path::new("/")).to_owned(),
     };
     let mut name = trunk(path.file_name().unwrap_or(OsStr::new("disk"))).to_owned();
-    name.push(format!("{SUFFIX}{digits}"));
+    name.push(format!("{OVERLAY_SUFFIX}{digits}"));
     Ok(folder.join(name))
 }
 
 /// A file's name without what an earlier save added, so that names do not grow from save to save.
 fn trunk(name: &OsStr) -> &OsStr {
-    let Some((trunk, digits)) = name.to_str().and_then(|name| name.rsplit_once(SUFFIX)) else { return name };
-    let ours = digits.len() >= DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
+    let Some((trunk, digits)) = name.to_str().and_then(|name| name.rsplit_once(OVERLAY_SUFFIX)) else { return name };
+    let ours = digits.len() >= OVERLAY_DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
     if ours && !trunk.is_empty() { OsStr::new(trunk) } else { name }
 }
 

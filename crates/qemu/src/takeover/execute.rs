@@ -42,6 +42,8 @@ pub fn take_over(
         let seen = Seen { run: monitor.status()?.state, migration: monitor.migration()?.status };
         let step = match next_step(marker, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
+            // It was told already, and goes on being where it has to be told.
+            Step::Cancel if progress.cancelled && progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             step => step,
         };
         match step {

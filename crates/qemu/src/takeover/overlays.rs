@@ -8,15 +8,19 @@
 
 use std::io;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use limosa_snapshot::{Snapshot, SnapshotError};
+use uuid::Uuid;
 
-use crate::image::has_data;
-use crate::marker::{JobMarker, JobPhase, Overlay};
+use crate::image::{Others, has_data};
+use crate::marker::{JobMarker, JobPhase, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::Monitor;
 use crate::process::Liveness;
 use crate::qmp::QmpError;
+
+/// How long a QEMU that has closed its monitor may take to close its images too.
+const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Undoes the job's overlays as far as they can and may be undone, by `limit`; adds what a person must know to `notices`.
 pub(super) fn settle(
@@ -35,7 +39,7 @@ pub(super) fn settle(
         match undo(monitor, overlay, keep, limit)? {
             None => {
                 undone += 1;
-                if let Err(error) = remove(Path::new(&overlay.file)) {
+                if let Err(error) = remove(Path::new(&overlay.file), marker.snapshot) {
                     notices.push(format!("cannot remove {}, which nobody uses: {error}", overlay.file));
                 }
             }
@@ -62,9 +66,9 @@ pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
             Err(_) => false,
             Ok(found) => found.len() == 0,
         };
-        let empty = if unmade { Ok(true) } else { has_data(file).map(|data| !data) };
+        let empty = if unmade { Ok(true) } else { is_unused_and_empty(file) };
         notices.push(match empty {
-            Ok(true) => match remove(file) {
+            Ok(true) => match remove(file, marker.snapshot) {
                 Ok(()) => continue,
                 Err(error) => format!("cannot remove {}, which holds nothing: {error}", overlay.file),
             },
@@ -78,6 +82,18 @@ pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
     notices
 }
 
+/// Whether nobody has the image open, and it holds nothing. That the monitor is gone does not say that QEMU is: one that still
+/// writes to the image holds QEMU's lock on it.
+fn is_unused_and_empty(file: &Path) -> Result<bool, String> {
+    let limit = Instant::now() + CLOSED_WITHIN;
+    loop {
+        match has_data(file, Others::Refused) {
+            Err(_) if Instant::now() < limit => std::thread::sleep(Duration::from_millis(20)),
+            told => return told.map(|data| !data),
+        }
+    }
+}
+
 /// Closes one overlay, after merging it back if need be; otherwise why it stays.
 fn undo(monitor: &Monitor, overlay: &Overlay, keep: bool, limit: Instant) -> Result<Option<String>, QmpError> {
     match monitor.remove_node(&overlay.node) {
@@ -86,15 +102,16 @@ fn undo(monitor: &Monitor, overlay: &Overlay, keep: bool, limit: Instant) -> Res
         Err(_) if keep => return Ok(Some("the snapshot stands on the latter".to_owned())),
         Err(_) => {}
     }
-    match monitor.merge_overlay(&overlay.node, &overlay.base, limit) {
-        Ok(true) => {}
-        Ok(false) => return Ok(Some("merging them took too long".to_owned())),
-        Err(error) if error.is_refusal() => return Ok(Some(error.to_string())),
+    let why = match monitor.merge_overlay(&overlay.node, &overlay.base, limit) {
+        Ok(true) => "merging them failed (QEMU's log says why)".to_owned(),
+        Ok(false) => "merging them took too long".to_owned(),
+        Err(error) if error.is_refusal() => error.to_string(),
         Err(other) => return Err(other),
-    }
+    };
+    // Whatever became of the job, this says whether the disk is below again: it may have been done in the last moment.
     match monitor.remove_node(&overlay.node) {
         Ok(_) => Ok(None),
-        Err(error) if error.is_refusal() => Ok(Some("merging them failed (QEMU's log says why)".to_owned())),
+        Err(error) if error.is_refusal() => Ok(Some(why)),
         Err(other) => Err(other),
     }
 }
@@ -122,9 +139,38 @@ fn may_be_published(marker: &JobMarker) -> bool {
     }
 }
 
-fn remove(file: &Path) -> io::Result<()> {
+/// Removes an overlay's file. Its name comes out of the record, which QEMU keeps, and whoever has QEMU in hand must not have
+/// other files removed.
+fn remove(file: &Path, snapshot: Uuid) -> io::Result<()> {
+    let ours = format!("{OVERLAY_SUFFIX}{}", overlay_digits(snapshot));
+    if !file.file_name().is_some_and(|name| name.to_string_lossy().contains(&ours)) {
+        return Err(io::Error::other(format!(
+            "its name does not have {ours} in it, as those of this save's overlays do"
+        )));
+    }
     match std::fs::remove_file(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_file_that_is_named_for_the_save_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let snapshot = Uuid::from_u128(0x0123_4567_89ab_cdef_0000_0000_0000_0000);
+        let (ours, second, other) = ("d.overlay-0123456789abcdef", "d.overlay-0123456789abcdef-1", "passwd");
+        for name in [ours, second, other] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        assert!(remove(&folder.path().join(ours), snapshot).is_ok());
+        assert!(remove(&folder.path().join(second), snapshot).is_ok());
+        assert!(remove(&folder.path().join(other), snapshot).is_err());
+        assert!(remove(&folder.path().join(ours), Uuid::nil()).is_err());
+        let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, [other]);
     }
 }
