@@ -256,8 +256,9 @@ impl<'a> PageChannel<'a> {
 }
 
 impl Drop for PageChannel<'_> {
-    /// What came behind the last SYNC packet is no less received.
+    /// What came behind the last SYNC packet is no less received; and however the thread ended, nobody waits for it.
     fn drop(&mut self) {
         let _ = self.exchange();
+        self.shared.join.ended(self.id);
     }
 }
