@@ -21,6 +21,9 @@ use crate::words;
 
 pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
+    if args.xml.as_ref() == Some(&args.snapshot) {
+        bail!("{}: the snapshot and the domain XML cannot be one file", args.snapshot.display());
+    }
     let foreign = open(&args.stream)?;
     if args.xml.is_some() && foreign.image().is_none() {
         bail!("{}: {}, which has no domain XML: leave --xml out", args.stream.display(), foreign.describe());

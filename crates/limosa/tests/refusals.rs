@@ -369,3 +369,11 @@ fn bad_usage_is_exit_status_2_and_touches_nothing() {
     }
     assert!(names(folder.path()).is_empty());
 }
+
+#[test]
+fn the_xml_of_an_import_does_not_take_the_snapshots_place() {
+    let (folder, file) = place();
+    let file = file.to_str().unwrap();
+    limosa(["import", "stream", file, "--xml", file, "--force"]).one_line(&["vm.snapshot", "cannot be one file"]);
+    assert!(names(folder.path()).is_empty());
+}

@@ -40,7 +40,8 @@ pub(crate) struct SaveArgs {
     #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
     pub(crate) via: ViaArg,
 
-    /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT; by default a socket passed through the monitor
+    /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT; by default a socket passed through the monitor, with
+    /// --channels one in a private directory
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
 
