@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -212,12 +213,13 @@ fn without_a_return_path_memory_arrives_as_well() {
     }
 }
 
-/// Memory that gives nothing away before so many threads ask for some: so that every channel has a share.
-struct Shared<'a>(&'a Memory, std::sync::Barrier, AtomicU64);
+/// Memory that gives nothing away before so many threads ask for some: so that every channel has a share. One that fails
+/// before it asks is not waited for for ever.
+struct Shared<'a>(&'a Memory, Mutex<u64>, Condvar);
 
 impl<'a> Shared<'a> {
     fn among(threads: u64, memory: &'a Memory) -> Self {
-        Self(memory, std::sync::Barrier::new(usize::try_from(threads).unwrap()), AtomicU64::new(threads))
+        Self(memory, Mutex::new(threads), Condvar::new())
     }
 }
 
@@ -229,9 +231,10 @@ impl PageSource for Shared<'_> {
         self.0.stored(block)
     }
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
-        if self.2.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok() {
-            self.1.wait();
-        }
+        let mut left = self.1.lock().unwrap();
+        *left = left.saturating_sub(1);
+        self.2.notify_all();
+        drop(self.2.wait_timeout_while(left, Duration::from_secs(5), |left| *left > 0).unwrap());
         self.0.read(block, pages, into)
     }
     fn device_sections(&self) -> &[u8] {
