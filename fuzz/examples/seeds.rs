@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("device_tail", device_tail()?),
         ("libvirt_image", libvirt_image()),
         ("snapshot", snapshot()?),
-        ("text", text()),
+        ("text", text()?),
         ("multifd", multifd()?),
         ("xbzrle", xbzrle()),
     ] {
@@ -105,10 +105,18 @@ fn xbzrle() -> Seeds {
     vec![b"\x00\x01a\x02\x03bcd".to_vec(), b"\x80\x10\x02ab".to_vec(), vec![0xff; 600]]
 }
 
-fn text() -> Seeds {
+fn text() -> Result<Seeds, Box<dyn Error>> {
     let table = "              Block Name    PSize              Offset               Used              Total\n\
                  pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 0x00007f\n";
-    ["tcp:[::1]:4444", "unix:/run/vm/qmp", "fd:3", "file:/a,offset=4096", table].map(|text| text.into()).into()
+    let mut seeds: Seeds =
+        ["tcp:[::1]:4444", "unix:/run/vm/qmp", "fd:3", "file:/a,offset=4096", "exec:cat > /a", table]
+            .map(|text| text.into())
+            .into();
+    let tail = tail(1)?;
+    let json = tail.iter().position(|byte| *byte == b'{').unwrap_or(tail.len());
+    seeds.push(tail[json..].to_vec());
+    assert!(limosa_stream::outline::decode(&tail[json..]).is_ok(), "a seed is well-formed");
+    Ok(seeds)
 }
 
 fn configurations() -> Vec<Configuration> {
@@ -126,6 +134,19 @@ fn blocks() -> Vec<RamBlock> {
     vec![RamBlock::new("pc.ram", 0x10_0000), RamBlock::new("0000:00:02.0/vga.vram", 0x2000), RamBlock::new("a", 0x1000)]
 }
 
+/// The device section that QEMU sends before the pages, of a virtio-mem device of 256 MiB.
+fn early_section() -> Result<Vec<u8>, Box<dyn Error>> {
+    let (id, name) = (0x25, "0000:00:01.0/virtio-mem-device-early".to_owned());
+    let mut early = Vec::new();
+    SectionHeader { kind: SectionKind::Full, id, name, instance: 0, version: 1 }.encode(&mut early)?;
+    for word in [0x1_0000_0000_u64, 0x1000_0000, 0x20_0000] {
+        early.extend(word.to_be_bytes());
+    }
+    early.extend([0; 4 + 8 + 16]);
+    section::encode_footer(id, &mut early);
+    Ok(early)
+}
+
 fn main_channel() -> Result<Seeds, Box<dyn Error>> {
     let mut seeds = Seeds::new();
     let blocks = blocks();
@@ -140,6 +161,9 @@ fn main_channel() -> Result<Seeds, Box<dyn Error>> {
         let mut stream = Vec::new();
         configuration.encode(&mut stream)?;
         ram::encode_ram_start(2, &listed, &mut stream)?;
+        if !configuration.has_capability("x-ignore-shared") {
+            stream.extend(early_section()?);
+        }
         section::encode_part(2, &mut stream);
         let mut records = RecordEncoder::new(&listed)?;
         for (kind, block, offset) in [
@@ -161,7 +185,7 @@ fn main_channel() -> Result<Seeds, Box<dyn Error>> {
     let mut postcopy = Vec::new();
     let huge =
         [RamBlock { page_size: Some(0x20_0000), ..RamBlock::new("pc.ram", 0x20_0000) }, RamBlock::new("a", 0x1000)];
-    vm::encode_postcopy_prologue(&Configuration::new("q35"), 2, &huge, &mut postcopy)?;
+    vm::encode_postcopy_prologue(&Configuration::new("q35"), 2, &huge, &early_section()?, &mut postcopy)?;
     Command::Packaged { length: 1000 }.encode(&mut postcopy)?;
     section::encode_part(2, &mut postcopy);
     RecordEncoder::new(&huge)?.append(RecordKind::Zero, 1, 0, &mut postcopy)?;
