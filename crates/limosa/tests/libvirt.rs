@@ -131,6 +131,14 @@ fn domains_that_virsh_has_saved_come_back_however_they_are_packed() {
     assert_eq!((report["mode"].as_str(), report["vm_state"].as_str()), (Some("eager"), Some("running")), "{report}");
     vm.assert_beats(&libvirt, "eager");
     drop(vm);
+    let mut vm = Destination::start(&libvirt, &words, "sent");
+    let uri = format!("unix:{}", text(&libvirt.path("incoming")));
+    vm.qmp.execute("migrate-incoming", json!({ "uri": uri, "exit-on-error": false })).unwrap();
+    assert_eq!(limosa(["send", &text(&image), &uri, "--json"]).json()["answered"], true);
+    // In the stream it is paused, as libvirt stopped it first.
+    vm.qmp.execute("cont", json!({})).unwrap();
+    vm.assert_beats(&libvirt, "sent");
+    drop(vm);
 
     // As libvirt packs it: the same header with another number, and the stream through a program.
     let bytes = std::fs::read(&image).unwrap();

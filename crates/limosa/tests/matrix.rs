@@ -6,10 +6,10 @@
 
 mod stage;
 
-use std::net::TcpListener;
 use std::path::Path;
 
 use limosa_testkit::{BeatGuest, Machine, Vm};
+use stage::channels::Transport;
 use stage::*;
 
 /// Channels and compression of a column; none: everything on the one channel.
@@ -56,17 +56,14 @@ fn row(kind: &str) {
     let found = Found::of(&source);
     let mut last = None;
     for column in COLUMNS {
-        for tcp in [false, true] {
+        for transport in [Transport::Unix, Transport::Tcp] {
             let (folder, file) = place();
-            let unix = format!("unix:{}", folder.path().join("socket").display());
-            let listen = |tcp_port: u16| if tcp { format!("tcp:127.0.0.1:{tcp_port}") } else { unix.clone() };
-            let to = listen(0);
+            let to = transport.of_limosa(folder.path()).unwrap();
             let how = [&words(column)[..], &["--listen", &to, "--no-sync"]].concat();
             println!("{kind}: save {how:?}");
             limosa(save_arguments(&source, &file, &how)).success();
             assert_beats(&source);
-            // A port that was free a moment ago; the kernel does not hand it out again soon.
-            let from = listen(TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port());
+            let from = transport.of_qemu(folder.path()).unwrap();
             let how = [&["--mode", "eager"], &words(column)[..], &["--listen", &from]].concat();
             println!("{kind}: restore {how:?}");
             restore(&machine, &file, &how);

@@ -2,12 +2,12 @@
 
 mod stage;
 
-use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use limosa_testkit::{Machine, Vm};
 use serde_json::{Value, json};
+use stage::channels::free_port;
 use stage::*;
 
 /// Saves a beating VM with `more` arguments and expects everything that holds for every save of a VM that goes on.
@@ -54,8 +54,7 @@ fn a_beating_vm_is_saved_over_a_unix_socket() {
 #[test]
 fn a_beating_vm_is_saved_over_tcp() {
     needs_qemu!();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    saves_and_goes_on(&["--listen", &format!("tcp:127.0.0.1:{port}")], "socket");
+    saves_and_goes_on(&["--listen", &free_port()], "socket");
 }
 
 #[test]

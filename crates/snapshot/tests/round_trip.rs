@@ -104,6 +104,55 @@ fn zeros_that_arrive_in_a_large_block_are_not_stored_and_old_contents_are_gone()
 }
 
 #[test]
+fn a_writer_reads_back_what_the_stream_has_said_last_of_a_page() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut writer = writer(&directory.path().join("vm"), 600, QUICK);
+    let held = |writer: &mut SnapshotWriter, block, number| {
+        let mut contents = [0xff; PAGE_LEN];
+        writer.read_back(block, PageNumber(number), &mut contents).unwrap();
+        contents
+    };
+    const ZERO: [u8; PAGE_LEN] = [0; PAGE_LEN];
+    assert_eq!(held(&mut writer, 0, 300), ZERO, "nothing was said of it");
+    put(&mut writer, 0, 299, &[1, 2, 3]);
+    put(&mut writer, 1, 15, &[4]);
+    assert_eq!([299, 300, 301, 302].map(|number| held(&mut writer, 0, number)), [page(1), page(2), page(3), ZERO]);
+    assert_eq!((held(&mut writer, 1, 15), held(&mut writer, 1, 14)), (page(4), ZERO));
+    put(&mut writer, 0, 300, &[5]);
+    assert_eq!(held(&mut writer, 0, 300), page(5), "the newer contents");
+    writer.put_zero(0, range(300, 302)).unwrap();
+    assert_eq!(
+        [300, 301].map(|number| held(&mut writer, 0, number)),
+        [ZERO; 2],
+        "the file still holds the old contents"
+    );
+    put(&mut writer, 0, 301, &[6]);
+    assert_eq!([299, 300, 301].map(|number| held(&mut writer, 0, number)), [page(1), ZERO, page(6)]);
+    // On top of that the next delta goes, and what comes of it is what is published.
+    let mut changed = held(&mut writer, 0, 301);
+    changed[7] ^= 1;
+    writer.put_pages(0, PageNumber(301), &[std::io::IoSlice::new(&changed)]).unwrap();
+    let path = writer.finish(&tail("running"), Manifest::new()).unwrap().path;
+    let snapshot = Snapshot::open(&path).unwrap();
+    assert_eq!(read(&snapshot, 0, 299, 303), [page(1), ZERO, changed, ZERO].concat());
+}
+
+#[test]
+fn what_is_no_page_of_the_stream_is_not_read_back() {
+    let directory = tempfile::tempdir().unwrap();
+    let pending = |name: &str| PendingFile::create(&directory.path().join(name), false).unwrap();
+    let mut contents = [0xff; PAGE_LEN];
+    let mut unbegun = SnapshotWriter::new(pending("unbegun"), QUICK).unwrap();
+    assert!(unbegun.read_back(0, PageNumber(0), &mut contents).is_err());
+    let mut writer = writer(&directory.path().join("vm"), 600, QUICK);
+    for (block, page) in [(0, 600), (1, 16), (2, 0), (0, u64::MAX / 4096), (usize::MAX, 0)] {
+        assert!(writer.read_back(block, PageNumber(page), &mut contents).is_err(), "page {page} of block {block}");
+    }
+    assert_eq!(contents, [0xff; PAGE_LEN]);
+    assert!(writer.read_back(0, PageNumber(599), &mut contents).is_ok() && contents == [0; PAGE_LEN]);
+}
+
+#[test]
 fn the_summary_tells_what_is_in_the_file() {
     let directory = tempfile::tempdir().unwrap();
     let target = small(directory.path(), "vm", CHECKED);

@@ -3,9 +3,10 @@
 use limosa_testkit::{Machine, Vm};
 use serde_json::json;
 
-use crate::ends::{assert_is_back, free_port, listen, start_receive, start_send};
+use crate::ends::{assert_is_back, listen, start_receive, start_send};
 use crate::needs_qemu;
 use crate::scene::{Scene, assert_failed, beat, saved_beat};
+use crate::stage::channels::free_port;
 use crate::stage::{load_in_stock_qemu, wait_for};
 
 /// A destination that expects so many channels at `uri`.

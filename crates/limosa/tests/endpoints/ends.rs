@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use limosa_testkit::{Beat, Machine, Vm};
 use serde_json::json;
 
-use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, beat, load_ballast, text, wait_said};
+use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, load_ballast, text, wait_said};
 use crate::stage::{Limosa, SOON, wait_for};
 
 /// The real limosa, for shells.
@@ -55,7 +55,7 @@ pub(crate) fn migrate(vm: &Vm, uri: &str, return_path: bool) {
 pub(crate) fn assert_is_the_instant_of(scene: &Scene, snapshot: &Path, source: &Vm) {
     let then: Beat = source.check_beat().unwrap();
     for via in ["file", "socket"] {
-        let vm = beat().start_incoming().unwrap();
+        let vm = source.machine().start_incoming().unwrap();
         scene.restore(snapshot, &vm, &["--mode", "eager", "--via", via, "--paused"]).success();
         assert_eq!(vm.check_beat().unwrap(), then, "{via}");
         assert_ballast(&vm);
@@ -81,22 +81,12 @@ pub(crate) fn listen(vm: &Vm, uri: &str) {
 #[track_caller]
 pub(crate) fn assert_is_back(vm: &Vm, saved: &Saved) {
     vm.wait_migrated().unwrap();
-    assert_ballast(vm);
     vm.wait_run_state("paused", SOON).unwrap();
-    assert_eq!(vm.check_beat().unwrap(), saved.beat);
-    vm.cont().unwrap();
-    saved.assert_goes_on(vm);
-    assert_consistent(vm);
+    saved.assert_is_back(vm);
 }
 
 pub(crate) fn start_send(scene: &Scene, snapshot: &Path, uri: &str, more: &[&str]) -> Limosa {
     let mut words = vec!["send", text(snapshot), uri];
     words.extend(more);
     Limosa::start_command(scene.command(&words))
-}
-
-/// A port that was free a moment ago; the kernel does not hand it out again soon.
-pub(crate) fn free_port() -> String {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    format!("tcp:127.0.0.1:{}", taken.local_addr().unwrap().port())
 }

@@ -16,5 +16,6 @@ mod ends;
 mod bad_input;
 mod chain;
 mod channels;
+mod deltas;
 mod receive;
 mod send;

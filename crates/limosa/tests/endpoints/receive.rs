@@ -236,20 +236,29 @@ fn a_reception_that_is_cancelled_leaves_the_vm_running_and_no_file() {
 }
 
 #[test]
-fn a_vm_migrates_into_a_file_on_several_channels() {
+fn vms_of_new_and_old_machine_types_migrate_into_a_file_on_several_channels() {
     needs_qemu!();
     let scene = Scene::new();
-    for (name, compression) in [("a", "none"), ("b", "zstd")] {
-        let snapshot = scene.path(name);
+    // Machines of 7.2 join at every section and send zero pages on the main channel.
+    for (kind, compression) in [
+        ("pc-q35-10.0", "none"),
+        ("pc-i440fx-10.0", "zlib"),
+        ("pc-q35-10.0", "zstd"),
+        ("pc-q35-7.2", "none"),
+        ("pc-i440fx-7.2", "zlib"),
+    ] {
+        let snapshot = scene.path(&format!("{kind}-{compression}"));
         let more = ["--json", "--no-sync", "--channels", "4", "--compression", compression];
         let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &more);
-        let vm = source(&beat());
+        let vm = source(&beat().kind(kind));
         vm.set_capabilities(&[("multifd", true)]).unwrap();
         let parameters = json!({ "multifd-channels": 4, "multifd-compression": compression });
         vm.execute("migrate-set-parameters", parameters).unwrap();
         migrate(&vm, &at, true);
         vm.wait_migrated().unwrap();
-        assert_report(&limosa.wait().json(), true);
+        let report = limosa.wait().json();
+        assert_report(&report, true);
+        assert_eq!(report["machine"], kind);
         assert_is_the_instant_of(&scene, &snapshot, &vm);
     }
 }

@@ -3,15 +3,24 @@
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
+use limosa_testkit::{Machine, Vm};
 use serde_json::{Value, json};
 
-use crate::ends::{LIMOSA, assert_is_back, free_port, listen, start_send, start_with_input};
+use crate::ends::{LIMOSA, assert_is_back, listen, migrate, source, start_send, start_with_input};
 use crate::needs_qemu;
 use crate::scene::{
-    Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, migration_status, release,
-    saved_beat, text, wait_guest, wait_migration_status,
+    Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, in_huge_pages, migration_status,
+    release, saved_beat, text, wait_guest, wait_migration_status,
 };
-use crate::stage::{SOON, wait_for};
+use crate::stage::channels::free_port;
+use crate::stage::{SOON, names, wait_for};
+
+/// Expects QEMU to give up waiting for its guest.
+#[track_caller]
+fn assert_gives_up(vm: &Vm) {
+    wait_for("QEMU to give up", || (migration_status(vm) == "failed").then_some(()));
+    assert_ne!(vm.run_state().unwrap(), "running");
+}
 
 #[test]
 fn a_stored_vm_migrates_to_qemu_over_tcp_and_over_a_unix_socket() {
@@ -66,16 +75,13 @@ fn a_sent_vm_is_recorded_by_a_command_and_loads_from_the_recording() {
     assert_is_back(&vm, &saved);
 }
 
-/// Postcopy to a QEMU at `uri`, with most of the memory under way for long.
-fn comes_back_lazily(scene: &Scene, saved: &Saved, uri: &str, preempt: bool) -> Value {
-    let vm = beat().start_incoming().unwrap();
+/// Postcopy to a QEMU of this machine at `uri`, with most of the memory under way for long.
+fn comes_back_lazily(scene: &Scene, saved: &Saved, machine: &Machine, uri: &str, more: &[&str]) -> Value {
+    let vm = machine.start_incoming().unwrap();
+    let preempt = more.contains(&"--preempt");
     vm.set_capabilities(&[("postcopy-ram", true), ("postcopy-preempt", preempt)]).unwrap();
     listen(&vm, uri);
-    let mut more = vec!["--mode", "postcopy", "--json"];
-    if preempt {
-        more.extend(["--preempt", "on"]);
-    }
-    more.extend(TRICKLE);
+    let more = [&["--mode", "postcopy", "--json"], more, &TRICKLE].concat();
     let limosa = start_send(scene, &saved.snapshot, uri, &more);
     wait_guest(&limosa);
     vm.wait_run_state("running", SOON).unwrap();
@@ -93,12 +99,56 @@ fn a_stored_vm_runs_at_once_in_a_qemu_that_its_operator_has_set_for_postcopy() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);
-    let report = comes_back_lazily(&scene, &saved, &free_port(), false);
+    let report = comes_back_lazily(&scene, &saved, &beat(), &free_port(), &[]);
     assert_eq!((&report["mode"], &report["answered"]), (&json!("postcopy"), &json!(true)), "{report}");
     assert!(report["lazy"]["requests"].as_u64().unwrap() > 0, "{report}");
     assert!(report["to_guest_ms"].as_f64().unwrap() > 0.0, "{report}");
-    let report = comes_back_lazily(&scene, &saved, &format!("unix:{}", scene.path("in.sock").display()), true);
+    let unix = format!("unix:{}", scene.path("in.sock").display());
+    let report = comes_back_lazily(&scene, &saved, &beat(), &unix, &["--preempt", "on"]);
     assert!(report["lazy"]["preempt"].is_object(), "{report}");
+}
+
+#[test]
+fn a_stored_vm_runs_at_once_in_huge_pages_that_its_operator_has_named() {
+    needs_qemu!();
+    let Some((machine, _pages)) = in_huge_pages(beat(), 1) else { return };
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    for more in [&["--page-size", "mem=2M"][..], &["--page-size", "mem=2M", "--preempt", "on"]] {
+        let report = comes_back_lazily(&scene, &saved, &machine, &free_port(), more);
+        assert!(report["lazy"]["requests"].as_u64().unwrap() > 0, "{report}");
+    }
+    // Unnamed, they are not what the destination has, and it says so before anything runs.
+    let vm = machine.start_incoming().unwrap();
+    vm.set_capabilities(&[("postcopy-ram", true)]).unwrap();
+    let uri = free_port();
+    listen(&vm, &uri);
+    let ended = start_send(&scene, &saved.snapshot, &uri, &["--mode", "postcopy"]).wait();
+    assert_failed(&ended, &["the destination's own log"]);
+    assert_gives_up(&vm);
+}
+
+#[test]
+fn a_recorded_stream_is_sent_as_it_is() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let stream = scene.path("stream");
+    let source = source(&beat());
+    migrate(&source, &format!("exec:cat > {}", stream.display()), false);
+    source.wait_migrated().unwrap();
+    let before = names(stream.parent().unwrap());
+    let vm = beat().start_incoming_stopped().unwrap();
+    let uri = free_port();
+    listen(&vm, &uri);
+    let ended = start_send(&scene, &stream, &uri, &["--json"]).wait();
+    assert!(ended.stderr.contains("limosa import"), "{}", ended.stderr);
+    assert_eq!(ended.json()["answered"], true);
+    vm.wait_migrated().unwrap();
+    let (beat, lap) = (source.check_beat().unwrap(), source.last_lap().unwrap());
+    assert_is_back(&vm, &Saved { snapshot: stream.clone(), beat, lap });
+    assert_eq!(names(stream.parent().unwrap()), before);
+    start_send(&scene, &stream, &uri, &["--mode", "postcopy"]).wait().one_line(&["limosa import"]);
+    scene.assert_tidy();
 }
 
 #[test]
@@ -132,14 +182,7 @@ fn an_interrupted_postcopy_is_recovered_from_the_same_file() {
 fn what_cannot_be_sent_is_refused_before_anybody_is_reached() {
     needs_qemu!();
     let scene = Scene::new();
-    let vm = beat().start().unwrap();
-    let stream = scene.path("stream");
-    vm.execute("migrate", json!({ "uri": format!("exec:cat > {}", stream.display()) })).unwrap();
-    vm.wait_migrated().unwrap();
     let port = free_port();
-    let ended = start_send(&scene, &stream, &port, &[]).wait();
-    // It is made a snapshot of, for which it need not be refused; that is said first.
-    assert_failed(&ended, &["nobody listens there", &port]);
     std::fs::write(scene.path("noise"), vec![7; 100_000]).unwrap();
     start_send(&scene, &scene.path("noise"), &port, &[]).wait().one_line(&["noise"]);
     start_send(&scene, &scene.path("absent"), &port, &[]).wait().one_line(&["absent"]);
@@ -194,8 +237,7 @@ fn a_destination_that_is_not_set_for_postcopy_is_told_of_and_nothing_runs() {
     listen(&vm, &uri);
     let ended = start_send(&scene, &saved.snapshot, &uri, &["--mode", "postcopy"]).wait();
     assert_failed(&ended, &["postcopy-ram"]);
-    wait_for("QEMU to give up", || (migration_status(&vm) == "failed").then_some(()));
-    assert_ne!(vm.run_state().unwrap(), "running");
+    assert_gives_up(&vm);
 }
 
 #[test]
@@ -214,6 +256,5 @@ fn a_send_that_is_cancelled_before_the_guest_runs_leaves_it_not_running() {
     });
     limosa.signal(rustix::process::Signal::INT);
     assert_failed(&limosa.wait(), &["cancelled"]);
-    wait_for("QEMU to give up", || (migration_status(&vm) == "failed").then_some(()));
-    assert_ne!(vm.run_state().unwrap(), "running");
+    assert_gives_up(&vm);
 }

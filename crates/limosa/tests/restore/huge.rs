@@ -1,22 +1,11 @@
 //! Guests in huge pages: lazily into them, out of them and back, whatever the VM was saved from, and with a pager that dies.
 
-use limosa_testkit::{HugePages, Machine, MemoryBackend, Prefill, note_skip};
+use limosa_testkit::{Machine, Prefill};
 
 use crate::interrupted::{Victims, killed_often, walker};
 use crate::lazy::comes_back_lazily;
 use crate::needs_qemu;
-use crate::scene::{Scene, assert_ballast, assert_consistent, beat, saved_beat};
-
-/// This machine in huge pages, of which there are enough for `vms` at a time; `None` if the user does without.
-fn in_huge_pages(machine: Machine, vms: u64) -> Option<(Machine, HugePages)> {
-    if std::env::var_os("LIMOSA_SKIP_HUGETLB").is_some_and(|value| value == "1") {
-        note_skip("LIMOSA_SKIP_HUGETLB=1");
-        return None;
-    }
-    let pages = HugePages::reserve(vms * machine.memory_bytes())
-        .unwrap_or_else(|error| panic!("no huge pages: {error:#}; LIMOSA_SKIP_HUGETLB=1 skips this test"));
-    Some((machine.backend(MemoryBackend::HugeMemfd), pages))
-}
+use crate::scene::{Scene, beat, in_huge_pages, saved_beat};
 
 #[test]
 fn a_guest_comes_back_lazily_into_huge_pages_with_requests_answered_on_their_own_channel() {
@@ -43,11 +32,7 @@ fn the_very_instant_comes_back_into_huge_pages_with_checksums_verified() {
         let words = ["--mode", "lazy", "--paused", "--json", "--preempt", preempt];
         let report = scene.restore(&saved.snapshot, &destination, &words).json();
         assert_eq!(report["mode"], "lazy", "{report}");
-        assert_eq!(destination.check_beat().unwrap(), saved.beat);
-        assert_ballast(&destination);
-        destination.cont().unwrap();
-        saved.assert_goes_on(&destination);
-        assert_consistent(&destination);
+        saved.assert_is_back(&destination);
     }
 }
 

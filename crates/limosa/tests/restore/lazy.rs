@@ -1,7 +1,5 @@
 //! Lazy restores of a beat guest: consistent while its pages come and afterwards, and nothing is left behind.
 
-use std::net::TcpListener;
-
 use limosa_testkit::Machine;
 use serde_json::json;
 
@@ -11,6 +9,7 @@ use crate::scene::{
     wait_guest,
 };
 use crate::stage::Found;
+use crate::stage::channels::free_port;
 
 /// Saves a beat guest and restores it lazily with `how` into `machine`; looks at the guest while most of its memory is
 /// missing, and when all is there.
@@ -77,9 +76,7 @@ fn a_beat_guest_comes_back_lazily_over_a_unix_socket_of_the_users_choice() {
 #[test]
 fn a_beat_guest_comes_back_lazily_over_tcp() {
     needs_qemu!();
-    // A port that was free a moment ago; the kernel does not hand it out again soon.
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    comes_back_lazily(&Scene::new(), &beat(), &["--listen", &format!("tcp:127.0.0.1:{port}"), "--preempt", "off"]);
+    comes_back_lazily(&Scene::new(), &beat(), &["--listen", &free_port(), "--preempt", "off"]);
 }
 
 #[test]
@@ -97,11 +94,7 @@ fn a_lazy_restore_at_full_speed_brings_the_very_instant_back() {
         let words = ["--mode", "lazy", "--paused", "--preempt", preempt];
         scene.restore(&saved.snapshot, &destination, &words).success();
         assert_eq!(destination.run_state().unwrap(), "paused");
-        assert_eq!(destination.check_beat().unwrap(), saved.beat, "{how:?}");
-        assert_ballast(&destination);
-        destination.cont().unwrap();
-        saved.assert_goes_on(&destination);
-        assert_consistent(&destination);
+        saved.assert_is_back(&destination);
     }
 }
 

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use limosa_testkit::{Beat, BeatGuest, Machine, MemoryBackend, PAGE, Qmp, Vm, scratch};
+use limosa_testkit::{Beat, BeatGuest, HugePages, Machine, MemoryBackend, PAGE, Qmp, Vm, note_skip, scratch};
 use rustix::process::Signal;
 use serde_json::json;
 use tempfile::TempDir;
@@ -121,6 +121,17 @@ pub(crate) fn beat() -> Machine {
     Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(8 << 20) }).backend(MemoryBackend::Memfd)
 }
 
+/// This machine in huge pages, of which there are enough for `vms` at a time; `None` if the user does without.
+pub(crate) fn in_huge_pages(machine: Machine, vms: u64) -> Option<(Machine, HugePages)> {
+    if std::env::var_os("LIMOSA_SKIP_HUGETLB").is_some_and(|value| value == "1") {
+        note_skip("LIMOSA_SKIP_HUGETLB=1");
+        return None;
+    }
+    let pages = HugePages::reserve(vms * machine.memory_bytes())
+        .unwrap_or_else(|error| panic!("no huge pages: {error:#}; LIMOSA_SKIP_HUGETLB=1 skips this test"));
+    Some((machine.backend(MemoryBackend::HugeMemfd), pages))
+}
+
 /// A beat guest of 64 KiB, for tests that are about something else than memory.
 pub(crate) fn small_beat() -> Machine {
     Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(64 << 10) })
@@ -178,6 +189,16 @@ pub(crate) fn saved_beat(scene: &Scene, machine: &Machine, how: &[&str]) -> Save
 }
 
 impl Saved {
+    /// Expects the very instant that was saved, still paused, and the guest to go on from there.
+    #[track_caller]
+    pub(crate) fn assert_is_back(&self, vm: &Vm) {
+        assert_eq!(vm.check_beat().unwrap(), self.beat);
+        assert_ballast(vm);
+        vm.cont().unwrap();
+        self.assert_goes_on(vm);
+        assert_consistent(vm);
+    }
+
     /// Expects the guest to go on where it was when it was saved: no beat is lost and none comes twice.
     #[track_caller]
     pub(crate) fn assert_goes_on(&self, vm: &Vm) {

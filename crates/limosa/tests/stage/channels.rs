@@ -1,8 +1,17 @@
 //! Saving and loading over several channels: the cells of a table of machine types, channels, compressions, transports.
 
+use std::net::TcpListener;
+use std::path::Path;
+
 use limosa_testkit::Machine;
 
 use super::{Found, assert_beats, limosa, load_in_stock_qemu, place, save_arguments, small};
+
+/// A port of this host that was free a moment ago; the kernel does not hand it out again soon.
+pub(crate) fn free_port() -> String {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    format!("tcp:127.0.0.1:{}", taken.local_addr().unwrap().port())
+}
 
 /// What `--listen` may be, by the word that a table has for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,6 +22,22 @@ pub(crate) enum Transport {
     Unix,
     /// TCP on this host.
     Tcp,
+}
+
+impl Transport {
+    /// What to say after `--listen` where limosa listens, if anything; a socket with a name gets it in `folder`.
+    pub(crate) fn of_limosa(self, folder: &Path) -> Option<String> {
+        match self {
+            Self::Private => None,
+            Self::Unix => Some(format!("unix:{}", folder.join("socket").display())),
+            Self::Tcp => Some("tcp:127.0.0.1:0".to_owned()),
+        }
+    }
+
+    /// As [`of_limosa`](Self::of_limosa), where QEMU listens: it tells nobody which port it took.
+    pub(crate) fn of_qemu(self, folder: &Path) -> Option<String> {
+        if self == Self::Tcp { Some(free_port()) } else { self.of_limosa(folder) }
+    }
 }
 
 /// One cell: how many channels, compressed how, over what.
@@ -35,12 +60,8 @@ pub(crate) fn saves_over_channels(kind: &str, cells: &[Cell]) {
         let (folder, file) = place();
         let channels = cell.channels.to_string();
         let mut more = vec!["--via", "socket", "--json", "--channels", &channels, "--compression", cell.compression];
-        let unix = format!("unix:{}", folder.path().join("socket").display());
-        match cell.transport {
-            Transport::Private => {}
-            Transport::Unix => more.extend(["--listen", &unix]),
-            Transport::Tcp => more.extend(["--listen", "tcp:127.0.0.1:0"]),
-        }
+        let listen = cell.transport.of_limosa(folder.path());
+        more.extend(listen.iter().flat_map(|uri| ["--listen", uri]));
         let told = limosa(save_arguments(&vm, &file, &more)).json();
         assert_eq!(told["via"], "socket", "{kind} {cell:?}");
         found.assert_same(&vm);
