@@ -89,7 +89,7 @@ impl From<QmpError> for ResumeError {
 /// [`ResumeError`].
 pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, ResumeError> {
     let marker = JobMarker::read(monitor)?;
-    let seen = Seen { run: monitor.status()?.state, migration: monitor.migration()?.status };
+    let seen = Seen::of(monitor)?;
     let why = explain(marker.as_ref(), &seen);
     let Some(marker) = marker else {
         let takeover = unmarked(monitor, &seen, &why, options)?;
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn the_explanation_names_job_snapshot_and_process() {
         let marker = JobMarker::new(JobKind::Save, uuid::Uuid::nil(), Path::new("/snap"), true, Settings::new());
-        let seen = Seen { run: RunState::Postmigrate, migration: "completed".into() };
+        let seen = Seen { run: RunState::Postmigrate, migration: "completed".into(), held: false };
         let text = explain(Some(&marker), &seen);
         for part in ["being saved", "/snap", &std::process::id().to_string(), "postmigrate", "completed"] {
             assert!(text.contains(part), "{text}");

@@ -12,6 +12,12 @@
 //!   out of band. Cutting the channel there (`migrate-pause`) ends the QEMU process, whatever `exit-on-error` says.
 //! * `migrate_cancel` of a save with multifd and mapped-ram ends the QEMU process every fourtieth time or so (segmentation
 //!   fault): it frees the file's page bitmaps while its threads still set bits in them. With the threads idle it does not.
+//! * QEMU says `failed`, and `completed`, before it is done with a migration: the first thread that finds its channel broken says so
+//!   while the others still run. Until QEMU has let go of it ([`Monitor::holds_migration`]) settings must not change and no other
+//!   migration may begin. With multifd switched off or `multifd-channels` lowered in between, QEMU forgets threads that still run:
+//!   it ends then or with the next migration (failed assertion, segmentation fault), or never answers again. One that is
+//!   begun in between is refused and leaves QEMU in `setup` for good, or ends the process too. Otherwise neither `migrate_cancel`
+//!   nor breaking its channels hurts a multifd migration over sockets, in any order and at any moment.
 //! * When guest code waits for a page, commands are answered as usual.
 //! * A postcopy channel that breaks after the VM was told to run leaves `postcopy-paused`: `stop` and `cont` work,
 //!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until somebody
@@ -159,6 +165,37 @@ impl Monitor {
     /// The connection's.
     pub fn migration(&self) -> Result<MigrationInfo, QmpError> {
         self.qmp().execute("query-migrate", Value::Null).map(MigrationInfo::of)
+    }
+
+    /// Whether QEMU still holds on to a migration, although it may have said that it is over. False where QEMU cannot say
+    /// (older than 6.0).
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn holds_migration(&self) -> Result<bool, QmpError> {
+        // The list of what can be torn out of QEMU's hands: a migration stands in it from its first moment to the end of its threads.
+        let instances = match self.qmp().execute("query-yank", Value::Null) {
+            Err(error) if error.is_refusal() => return Ok(false),
+            instances => instances?,
+        };
+        let is_migration = |instance: &Value| instance.get("type").and_then(Value::as_str) == Some("migration");
+        Ok(instances.as_array().is_some_and(|list| list.iter().any(is_migration)))
+    }
+
+    /// Waits until QEMU has let go of a migration that is over; false if it has not within that time.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn wait_released(&self, within: Duration) -> Result<bool, QmpError> {
+        const LOOK: Duration = Duration::from_millis(2);
+        let begun = Instant::now();
+        while self.holds_migration()? {
+            if begun.elapsed() >= within {
+                return Ok(false);
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(true)
     }
 
     /// Starts to send this VM to `uri`; returns once the connection stands. `resume`: takes up a paused postcopy migration

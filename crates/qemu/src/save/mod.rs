@@ -236,9 +236,7 @@ pub fn save(
             _ => by_socket::run(&job, pending, &mut marker),
         });
     let tidied = match &done {
-        Ok(_) => {
-            monitor.put_back(&marker.undo).map_err(MarkerError::from).and_then(|()| JobMarker::remove(monitor)).is_ok()
-        }
+        Ok(_) => put_back(monitor, &marker).unwrap_or(false),
         Err(error) if error.is_unanswered() => false,
         Err(_) => match take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN) {
             Ok(undone) => {
@@ -271,6 +269,17 @@ pub fn save(
         None => {}
     }
     done
+}
+
+/// After a save: puts the settings back and takes the record of the job away. False if QEMU does not let go of the migration,
+/// so that its settings must stay.
+fn put_back(monitor: &Monitor, marker: &JobMarker) -> Result<bool, MarkerError> {
+    if !monitor.wait_released(UNDO_WITHIN)? {
+        return Ok(false);
+    }
+    monitor.put_back(&marker.undo)?;
+    JobMarker::remove(monitor)?;
+    Ok(true)
 }
 
 /// Everything that only looks: whether the VM can be saved, how, into what, and what has to be changed for it.

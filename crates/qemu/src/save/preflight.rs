@@ -1,15 +1,17 @@
 //! What is found out about a VM before anything is changed: whether it can be saved, and what its snapshot will say of it.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use limosa_snapshot::{Disk as RecordedDisk, Manifest};
-use serde_json::Value;
 
 use super::overlay::{self, Planned};
 use super::{DiskPolicy, SaveOptions};
 use crate::job::JobError;
 use crate::monitor::{Disk, Monitor, RunState};
+
+/// How long QEMU may take to let go of the migration before.
+const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 
 /// The VM as it was found.
 #[derive(Debug)]
@@ -48,7 +50,10 @@ impl Preflight {
                 "wait for its end, or cancel it",
             ));
         }
-        wait_for_last(monitor)?;
+        // A migration that is begun before that is refused, and leaves QEMU in `setup` for good.
+        if !monitor.wait_released(RELEASED_WITHIN)? {
+            return Err(JobError::refused("QEMU has not let go of the migration before", "try again in a moment"));
+        }
         if !migration.blocked_reasons.is_empty() {
             return Err(JobError::refused(
                 format!("this VM cannot be saved as it is: {}", migration.blocked_reasons.join("; ")),
@@ -70,28 +75,6 @@ impl Preflight {
         manifest.vm_name = monitor.name()?;
         manifest.run_state = Some(status.state.to_string());
         Ok(Self { was_running, manifest, overlays })
-    }
-}
-
-/// Waits until QEMU has let go of the migration before. It says that one has failed a moment before it has, and one that is begun
-/// in that moment is refused and leaves QEMU in `setup` for good (found with QEMU 10.0.2).
-fn wait_for_last(monitor: &Monitor) -> Result<(), JobError> {
-    let limit = Instant::now() + Duration::from_secs(5);
-    loop {
-        let instances = match monitor.qmp().execute("query-yank", Value::Null) {
-            Err(error) if error.is_refusal() => return Ok(()),
-            instances => instances?,
-        };
-        let held = instances.as_array().is_some_and(|list| {
-            list.iter().any(|instance| instance.get("type").and_then(Value::as_str) == Some("migration"))
-        });
-        if !held {
-            return Ok(());
-        }
-        if Instant::now() > limit {
-            return Err(JobError::refused("QEMU has not let go of the migration before", "try again in a moment"));
-        }
-        std::thread::sleep(Duration::from_millis(10));
     }
 }
 

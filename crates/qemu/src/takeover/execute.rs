@@ -10,6 +10,8 @@ use crate::qmp::QmpError;
 
 /// How often to look while waiting; an event cuts it short.
 const LOOK: Duration = Duration::from_millis(100);
+/// The same when no event is to come.
+const LOOK_SOON: Duration = Duration::from_millis(5);
 
 /// What was done for a VM whose job died.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,6 +24,18 @@ pub struct Takeover {
     pub remarks: Vec<String>,
     /// What a person must know and act upon: disks that are not where they were.
     pub notices: Vec<String>,
+}
+
+impl Seen {
+    /// What QEMU says now.
+    ///
+    /// # Errors
+    /// The monitor's.
+    pub(crate) fn of(monitor: &Monitor) -> Result<Self, QmpError> {
+        // In this order: what is not held any more after it was over has come to its end.
+        let (run, migration) = (monitor.status()?.state, monitor.migration()?.status);
+        Ok(Self { run, migration, held: monitor.holds_migration()? })
+    }
 }
 
 /// Carries the plan out, for at most `patience`. The marker is removed if the job is over with it.
@@ -39,7 +53,7 @@ pub fn take_over(
     let (mut remarks, mut notices) = (Vec::new(), Vec::new());
     let (outcome, run) = loop {
         progress.waited = begun.elapsed();
-        let seen = Seen { run: monitor.status()?.state, migration: monitor.migration()?.status };
+        let seen = Seen::of(monitor)?;
         let step = match next_step(marker, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             // It was told already, and goes on being where it has to be told.
@@ -47,6 +61,7 @@ pub fn take_over(
             step => step,
         };
         match step {
+            Step::Wait if seen.migration.is_over() => std::thread::sleep(LOOK_SOON),
             Step::Wait => pause(monitor)?,
             Step::Cancel => {
                 if progress.cancelled {

@@ -11,6 +11,8 @@
 //! * `migrate_cancel` works in every state of an outgoing precopy migration, `device` included: the VM runs again if it ran
 //!   before, and stays `paused` if it did not. With no migration it does nothing.
 //! * A receiver that goes away before its SHUT makes the migration `failed`; the VM runs again by itself.
+//! * A migration that has `failed` or `completed` is not done with: settings that change before QEMU has let go of it can end the
+//!   process, at once or with the next migration ([`crate::monitor::Monitor::holds_migration`]).
 //! * `cont` is refused between STOP and the end ("Migration is not finalized yet"); after `completed` (`postmigrate`) it works.
 //! * Capabilities cannot be changed while a migration runs, parameters can.
 //! * A failed `migrate-incoming` cannot be repeated in the same process, whether the address was bad (the state stays `setup`) or the

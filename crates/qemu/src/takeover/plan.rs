@@ -28,6 +28,8 @@ pub struct Seen {
     pub run: RunState,
     /// The migration's state.
     pub migration: MigrationStatus,
+    /// QEMU still holds on to a migration, also if it says that it is over ([`crate::monitor::Monitor::holds_migration`]).
+    pub held: bool,
 }
 
 /// What has been done so far.
@@ -171,7 +173,8 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
                 RunState::Other(_) | RunState::Inmigrate | RunState::Colo => Outcome::Unknown,
                 _ => Outcome::StoppedByItself,
             };
-            tidy(settled, progress)
+            // Some of its threads may still run, with the settings that would be changed.
+            if seen.held && settled.ends_job() && !progress.put_back { Step::Wait } else { tidy(settled, progress) }
         }
     }
 }
@@ -241,7 +244,7 @@ mod tests {
     }
 
     fn seen(run: &str, migration: &str) -> Seen {
-        Seen { run: run.into(), migration: migration.into() }
+        Seen { run: run.into(), migration: migration.into(), held: false }
     }
 
     fn save_step(run: &str, migration: &str) -> Step {
@@ -308,6 +311,22 @@ mod tests {
         let refused = Progress { continued: CONTINUE_ATTEMPTS, ..TIDY };
         let end = next_step(&marker, &seen("postmigrate", "completed"), &refused, Actor::Guard);
         assert_eq!(end, Step::Finish(Outcome::ContinueRefused));
+    }
+
+    #[test]
+    fn settings_stay_until_qemu_has_let_go_of_the_migration() {
+        for migration in ["failed", "cancelled", "completed", "none"] {
+            let over = seen("running", migration);
+            let held = Seen { held: true, ..over.clone() };
+            for actor in [Actor::Guard, Actor::Person] {
+                let marker = marker(JobKind::Save, true);
+                assert_eq!(next_step(&marker, &held, &Progress::default(), actor), Step::Wait, "{migration}");
+                assert_eq!(next_step(&marker, &over, &Progress::default(), actor), Step::PutBack, "{migration}");
+                let stopped = Seen { run: RunState::Paused, ..held.clone() };
+                let step = next_step(&marker, &stopped, &Progress::default(), actor);
+                assert_eq!(step, Step::Continue, "{migration}: the VM does not wait for that");
+            }
+        }
     }
 
     #[test]
