@@ -3,6 +3,7 @@
 
 mod stage;
 
+use rustix::process::Signal;
 use serde_json::json;
 use stage::channels::{Cell, Transport, saves_over_channels};
 use stage::*;
@@ -77,6 +78,30 @@ fn a_stopped_vm_is_saved_over_channels_and_left_stopped() {
     save(&vm, &file, &["--via", "socket", "--channels", "4", "--stop"]);
     found.assert_same_but(&vm, "postmigrate");
     drop(load_in_stock_qemu(&small(), &file, 2));
+}
+
+#[test]
+fn a_save_over_channels_that_is_cancelled_leaves_the_vm_as_it_was_found() {
+    needs_qemu!();
+    let vm = small().start().unwrap();
+    vm.wait_beats(2).unwrap();
+    let found = Found::of(&vm);
+    for _ in 0..6 {
+        let (folder, file) = place();
+        let more = ["--via", "socket", "--channels", "4", "--max-bandwidth", "1M"];
+        let job = Limosa::start(save_arguments(&vm, &file, &more));
+        wait_moving(&vm);
+        job.signal(Signal::INT);
+        job.wait().one_line(&[]);
+        assert!(names(folder.path()).is_empty());
+        // At once: what QEMU has not finished with would show now, or when the next save begins.
+        found.assert_same(&vm);
+        assert_beats(&vm);
+    }
+    let (_folder, file) = place();
+    save(&vm, &file, &["--via", "socket", "--channels", "4"]);
+    found.assert_same(&vm);
+    assert_beats(&vm);
 }
 
 #[test]

@@ -11,8 +11,16 @@ const VIA: &[&str] = &["--via", "socket"];
 #[test]
 fn a_killed_limosa_leaves_a_running_vm_and_no_file_or_a_whole_one() {
     needs_qemu!();
-    let tally = Victim::new(VIA).survives_kills_of_limosa();
+    let tally = Victim::new(VIA).survives_kills_of_limosa(20, 12);
     assert!(tally.files + tally.none >= 30 && tally.none >= 5, "{tally:?}");
+}
+
+#[test]
+fn a_killed_limosa_leaves_a_running_vm_also_when_it_saves_over_channels() {
+    needs_qemu!();
+    let more = ["--via", "socket", "--channels", "4"];
+    let tally = Victim::new(&more).survives_kills_of_limosa(12, 4);
+    assert!(tally.none >= 5, "{tally:?}");
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod stock;
 use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::Duration;
 
@@ -46,6 +46,35 @@ fn the_greeting_gives_the_version_and_the_peer_is_the_qemu_process() {
     assert!(monitor.version() >= Version::new(7, 0, 0), "{}", monitor.version());
     assert_eq!(monitor.qmp().process(), Some(stock.child.id()));
     assert!(monitor.qmp().passes_descriptors());
+}
+
+#[test]
+fn a_multifd_migration_that_breaks_is_held_until_its_settings_may_change() {
+    if stock::skipped() {
+        return;
+    }
+    let stock = Stock::start(&[]);
+    let monitor = stock.monitor();
+    eventually("the VM runs", || run_state(&monitor) == RunState::Running);
+    assert!(!monitor.holds_migration().unwrap());
+    let wish = Settings::new().capability("multifd", true).parameter("multifd-channels", 4);
+    let wish = wish.parameter("max-bandwidth", 65536);
+    let undo = monitor.settings().unwrap().change_to(&wish).undo;
+    for _ in 0..4 {
+        let place = stock.path("migration");
+        let listener = UnixListener::bind(&place).unwrap();
+        monitor.set(&wish).unwrap();
+        monitor.migrate(&format!("unix:{}", place.display()), false).unwrap();
+        let channels: Vec<_> = (0..5).map(|_| listener.accept().unwrap()).collect();
+        assert!(monitor.holds_migration().unwrap());
+        assert!(!monitor.wait_released(Duration::from_millis(20)).unwrap());
+        drop((channels, listener));
+        std::fs::remove_file(&place).unwrap();
+        eventually("the migration has failed", || monitor.migration().unwrap().status.is_over());
+        assert!(monitor.wait_released(PATIENCE).unwrap());
+        monitor.put_back(&undo).unwrap();
+        assert_eq!(run_state(&monitor), RunState::Running);
+    }
 }
 
 #[test]

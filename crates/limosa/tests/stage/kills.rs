@@ -73,10 +73,10 @@ impl Victim {
         (1..).zip(slices.chain(beginning).chain(end)).collect()
     }
 
-    /// Kills limosa alone, at a moment in each part of the save.
-    pub(crate) fn survives_kills_of_limosa(&self) -> Tally {
+    /// Kills limosa alone, at a moment in each of so many parts of the save and so often about its beginning and its end.
+    pub(crate) fn survives_kills_of_limosa(&self, spread: u32, at_the_ends: u32) -> Tally {
         let mut tally = Tally::default();
-        for (seed, window) in self.moments(20, 12) {
+        for (seed, window) in self.moments(spread, at_the_ends) {
             let saving = self.start();
             let kill = kill9_after(saving.pid(), window, seed);
             println!("killed after {:?} of {:?}", kill.after, self.lasts);

@@ -16,8 +16,9 @@
 //!   while the others still run. Until QEMU has let go of it ([`Monitor::holds_migration`]) settings must not change and no other
 //!   migration may begin. With multifd switched off or `multifd-channels` lowered in between, QEMU forgets threads that still run:
 //!   it ends then or with the next migration (failed assertion, segmentation fault), or never answers again. One that is
-//!   begun in between is refused and leaves QEMU in `setup` for good, or ends the process too. Otherwise neither `migrate_cancel`
-//!   nor breaking its channels hurts a multifd migration over sockets, in any order and at any moment.
+//!   begun in between is refused and leaves QEMU in `setup` for good, or ends the process too. Otherwise `migrate_cancel` does not
+//!   hurt a multifd migration over sockets at any moment, nor does breaking its channels once it is `active`. Channels that break
+//!   before, in `setup`, can leave QEMU waiting for their threads without end: the VM runs, but never migrates again.
 //! * When guest code waits for a page, commands are answered as usual.
 //! * A postcopy channel that breaks after the VM was told to run leaves `postcopy-paused`: `stop` and `cont` work,
 //!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until somebody
