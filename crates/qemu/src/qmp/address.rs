@@ -29,7 +29,7 @@ impl FromStr for MonitorAddress {
             let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
             let host = host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(host);
             let port = port.parse().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
-            if host.is_empty() {
+            if host.is_empty() || host.contains(['[', ']']) {
                 return Err(wrong());
             }
             return Ok(Self::Tcp { host: host.to_owned(), port });
@@ -66,7 +66,8 @@ mod tests {
 
     #[test]
     fn wrong_addresses_say_which_forms_there_are() {
-        for text in ["", "unix:", "tcp:host", "tcp::1", "tcp:host:0", "tcp:host:70000", "tcp:host:port"] {
+        for text in ["", "tcp:[[]]:444", "unix:", "tcp:host", "tcp::1", "tcp:host:0", "tcp:host:70000", "tcp:host:port"]
+        {
             let message = text.parse::<MonitorAddress>().unwrap_err().to_string();
             assert!(message.contains("unix:PATH") && message.contains("tcp:HOST:PORT"), "{message}");
         }
