@@ -1,9 +1,18 @@
 //! Disk images as qemu-img sees them.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use serde_json::Value;
+
+use crate::program::{self, Ended};
+
+/// How long a look at an image may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Longest line of a map that is looked at; names of files are in them.
+const LINE_LIMIT: usize = 64 << 10;
 
 /// Who else may have an image open that is looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,15 +31,33 @@ pub(crate) fn has_data(image: &Path, others: Others) -> Result<bool, String> {
         command.arg("-U");
     }
     command.args(["-f", "qcow2", "--output=json"]).arg(image).stdin(Stdio::null());
-    let answer = command.output().map_err(|error| format!("qemu-img cannot be started: {error}"))?;
-    if !answer.status.success() {
-        return Err(String::from_utf8_lossy(&answer.stderr).trim().replace('\n', " "));
+    // One extent a line; the map of a large disk has many, and the first of its own decides.
+    let (mut line, mut own) = (Vec::new(), false);
+    let ended = program::run(&mut command, PATIENCE, |piece| {
+        for &byte in piece {
+            match byte {
+                b'\n' => own |= is_own(&std::mem::take(&mut line)),
+                _ if line.len() < LINE_LIMIT => line.push(byte),
+                _ => {}
+            }
+        }
+        if own { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    match ended.map_err(|error| format!("qemu-img cannot be run: {error}"))? {
+        Ended::Enough => Ok(true),
+        Ended::Itself(status, _) if status.success() => Ok(own || is_own(&line)),
+        Ended::Itself(_, said) => Err(said),
     }
-    let map: Vec<Value> = serde_json::from_slice(&answer.stdout).map_err(|error| error.to_string())?;
-    Ok(map.iter().any(|extent| {
-        let own = extent.get("depth").and_then(Value::as_u64) == Some(0);
-        own && extent.get("present").and_then(Value::as_bool) != Some(false)
-    }))
+}
+
+/// Whether this line of the map is of an extent that the image itself has.
+fn is_own(line: &[u8]) -> bool {
+    let line = line.trim_ascii();
+    let line = line.strip_prefix(b"[").unwrap_or(line);
+    let line = line.strip_suffix(b"]").unwrap_or(line);
+    let extent: Value = serde_json::from_slice(line.strip_suffix(b",").unwrap_or(line)).unwrap_or_default();
+    let own = extent.get("depth").and_then(Value::as_u64) == Some(0);
+    own && extent.get("present").and_then(Value::as_bool) != Some(false)
 }
 
 #[cfg(test)]
@@ -38,6 +65,15 @@ mod tests {
     use std::io::{BufRead as _, BufReader, Write as _};
 
     use super::*;
+
+    #[test]
+    fn the_lines_of_a_map_are_told_apart() {
+        assert!(is_own(br#"[{ "start": 0, "length": 65536, "depth": 0, "present": true, "zero": false},"#));
+        assert!(is_own(br#"{ "start": 0, "length": 65536, "depth": 0}]"#));
+        assert!(!is_own(br#"{ "start": 0, "length": 65536, "depth": 0, "present": false, "zero": true}]"#));
+        assert!(!is_own(br#"[{ "start": 0, "length": 65536, "depth": 1, "present": true, "zero": false}]"#));
+        assert!(!is_own(b"[]") && !is_own(b"") && !is_own(b"\xff"));
+    }
 
     #[test]
     fn an_image_that_somebody_writes_to_is_not_judged_by_what_is_written_already() {

@@ -39,6 +39,7 @@ pub mod marker;
 pub mod meeting;
 pub mod monitor;
 pub mod process;
+mod program;
 pub mod qmp;
 pub mod restore;
 pub mod resume;

@@ -136,11 +136,14 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         thread::scope(|scope| {
             for (id, channel) in (0_u8..).zip(self.channels) {
                 let started = thread::Builder::new().name(format!("multifd {id}")).spawn_scoped(scope, move || {
-                    let sent = ChannelSender::new(self, channel, id).and_then(ChannelSender::run);
-                    self.done(sent);
+                    let working = Working(self);
+                    if let Err(error) = ChannelSender::new(self, channel, id).and_then(ChannelSender::run) {
+                        working.0.fail(error);
+                    }
                 });
                 if let Err(error) = started {
-                    self.done(Err(MigrateError::Thread(error)));
+                    let working = Working(self);
+                    working.0.fail(MigrateError::Thread(error));
                 }
             }
             if let Err(error) = answered().and_then(|()| self.tell_zeros()) {
@@ -228,22 +231,18 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.changed.notify_all();
     }
 
-    /// A channel has sent all that it will send.
-    fn done(&self, sent: Result<(), MigrateError>) {
-        if let Err(error) = sent {
-            self.fail(error);
-        }
-        self.lock().busy -= 1;
-        self.changed.notify_all();
+    /// The first failure counts; it ends all that is under way on any channel.
+    fn fail(&self, error: MigrateError) {
+        self.fail_for(|| error);
     }
 
-    /// The first failure counts; it ends all that is under way on any channel.
-    pub(super) fn fail(&self, error: MigrateError) {
+    /// As [`fail`](Self::fail), for a reason that is taken from where it stands only if it is one.
+    pub(super) fn fail_for(&self, reason: impl FnOnce() -> MigrateError) {
         let mut state = self.lock();
         if state.over {
             return;
         }
-        state.failed.get_or_insert(error);
+        state.failed.get_or_insert_with(reason);
         drop(state);
         self.failing.store(true, Ordering::Release);
         self.changed.notify_all();
@@ -275,5 +274,18 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A channel's thread at work. When it is gone, however it ended, nobody waits for it any more.
+struct Working<'m, 'a, S: PageSource + ?Sized>(&'m Multifd<'a, S>);
+
+impl<S: PageSource + ?Sized> Drop for Working<'_, '_, S> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.fail(MigrateError::Protocol("a sending thread panicked".into()));
+        }
+        self.0.lock().busy -= 1;
+        self.0.changed.notify_all();
     }
 }

@@ -120,7 +120,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
                 inbox.read_from(&self.channel, &self.source.start().blocks, false, |_| {});
                 if let Some(multifd) = &multifd {
                     // The channels' threads do not look at the return path, and it is over.
-                    multifd.fail(inbox.outcome());
+                    multifd.fail_for(|| inbox.outcome());
                 }
             };
             let reader = self.options.return_path.then(|| scope.spawn(read));

@@ -5,15 +5,15 @@
 //! sections that a machine registers in other ways (`timer`, `cpu`, `PCIBUS`, ...) are not in it.
 
 use std::collections::{HashMap, HashSet};
-use std::io::{self, Read as _};
-use std::os::fd::AsFd as _;
+use std::io;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Deserialize;
 
+use crate::program::{self, Ended};
 use crate::qmp::Version;
 
 /// Longest list that is read: 64 MiB. That of QEMU 10.0 has 0.8 MB.
@@ -142,56 +142,24 @@ impl Catalogue {
     }
 }
 
-/// Kills and reaps the program, whatever happens.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        // It has ended, or it is to end: in both cases there is nothing to do about an error.
-        drop(self.0.kill());
-        drop(self.0.wait());
-    }
-}
-
 /// Runs the program to its end and returns what it printed.
-fn run(program: &Path, arguments: &[&str]) -> Result<Vec<u8>, CatalogueError> {
-    let fail = |source| CatalogueError::Run { program: program.to_path_buf(), source };
-    let not_qemu = |what: String| CatalogueError::NotQemu { program: program.to_path_buf(), what };
-    let mut command = Command::new(program);
-    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut running = Running(command.spawn().map_err(fail)?);
-    let mut output = running.0.stdout.take().ok_or_else(|| fail(io::Error::other("its output is lost")))?;
-    let end = Instant::now() + PATIENCE;
+fn run(path: &Path, arguments: &[&str]) -> Result<Vec<u8>, CatalogueError> {
+    let not_qemu = |what: String| CatalogueError::NotQemu { program: path.to_path_buf(), what };
     let mut text = Vec::new();
-    let mut piece = vec![0; 64 << 10];
-    loop {
-        let left = end.saturating_duration_since(Instant::now());
-        let timeout = Timespec::try_from(left).map_err(|_| fail(io::ErrorKind::InvalidInput.into()))?;
-        let ready = match poll(&mut [PollFd::new(&output.as_fd(), PollFlags::IN)], Some(&timeout)) {
-            Err(rustix::io::Errno::INTR) => continue,
-            other => other.map_err(|error| fail(error.into()))?,
-        };
-        if ready == 0 {
-            return Err(not_qemu(format!(
-                "does not end within {} s when it is asked for its list",
-                PATIENCE.as_secs()
-            )));
+    let ended = program::run(Command::new(path).args(arguments).stdin(Stdio::null()), PATIENCE, |piece| {
+        text.extend_from_slice(piece);
+        if text.len() > LIST_LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    match ended {
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            let waited = PATIENCE.as_secs();
+            Err(not_qemu(format!("does not end within {waited} s when it is asked for its list")))
         }
-        match output.read(&mut piece) {
-            Ok(0) => break,
-            Ok(came) => text.extend_from_slice(piece.get(..came).unwrap_or_default()),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(fail(error)),
-        }
-        if text.len() > LIST_LIMIT {
-            return Err(not_qemu("prints more than any QEMU does".to_owned()));
-        }
+        Err(source) => Err(CatalogueError::Run { program: path.to_path_buf(), source }),
+        Ok(Ended::Enough) => Err(not_qemu("prints more than any QEMU does".to_owned())),
+        Ok(Ended::Itself(..)) if text.is_empty() => Err(not_qemu("prints nothing".to_owned())),
+        Ok(Ended::Itself(..)) => Ok(text),
     }
-    // Its output is closed, so it ends; one that goes on all the same is ended.
-    if text.is_empty() {
-        return Err(not_qemu("prints nothing".to_owned()));
-    }
-    Ok(text)
 }
 
 #[cfg(test)]

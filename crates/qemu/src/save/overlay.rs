@@ -15,9 +15,11 @@
 
 use std::ffi::OsStr;
 use std::fs::{File, Permissions};
+use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use limosa_snapshot::Manifest;
 use uuid::Uuid;
@@ -26,6 +28,10 @@ use super::{DiskPolicy, SaveOptions};
 use crate::job::JobError;
 use crate::marker::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::{Disk, Monitor};
+use crate::program::{self, Ended};
+
+/// How long qemu-img may take to make an empty image.
+const MADE_WITHIN: Duration = Duration::from_secs(60);
 
 /// One disk and the overlay that it gets.
 #[derive(Debug)]
@@ -194,26 +200,30 @@ fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Resul
     file.set_permissions(Permissions::from_mode(mode)).map_err(place("set the mode of the overlay", target))?;
     let format = if matches!(disk.format.as_str(), "file" | "host_device") { "raw" } else { &disk.format };
     // Through a descriptor: a qemu-img that outlives this process makes no file anew. -u: the disk is not opened.
-    let made = Command::new("qemu-img")
-        .args(["create", "-q", "-u", "-f", "qcow2", "-F", format, "-b", &overlay.frozen, "/proc/self/fd/0"])
-        .arg(disk.virtual_size.to_string())
-        .stdin(Stdio::from(file))
-        .output();
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-u", "-f", "qcow2", "-F", format, "-b", &overlay.frozen, "/proc/self/fd/0"]);
+    command.arg(disk.virtual_size.to_string()).stdin(Stdio::from(file));
+    let made = program::run(&mut command, MADE_WITHIN, |_| ControlFlow::Continue(()));
     // What the guest will believe to be durable must not hang on a name that is not.
     if let Some(folder) = target.parent() {
         File::open(folder).and_then(|folder| folder.sync_all()).map_err(place("make durable the folder", folder))?;
     }
-    let made = made.map_err(|error| {
-        JobError::refused(
-            format!("qemu-img cannot be started: {error}"),
+    match made {
+        Ok(Ended::Itself(status, _)) if status.success() => Ok(()),
+        Ok(Ended::Itself(_, said)) => {
+            let why = format!("qemu-img cannot make the overlay {}: {said}", overlay.file);
+            Err(JobError::refused(why, "the VM is untouched"))
+        }
+        Ok(Ended::Enough) => Err(JobError::refused("qemu-img was ended before it was done", "the VM is untouched")),
+        Err(error) if error.kind() == std::io::ErrorKind::TimedOut => {
+            let why = format!("qemu-img does not make the overlay {} within {} s", overlay.file, MADE_WITHIN.as_secs());
+            Err(JobError::refused(why, "the VM is untouched; look at that file system"))
+        }
+        Err(error) => Err(JobError::refused(
+            format!("qemu-img cannot be run: {error}"),
             "install it (package qemu-utils): it makes the overlays",
-        )
-    })?;
-    if made.status.success() {
-        return Ok(());
+        )),
     }
-    let said = String::from_utf8_lossy(&made.stderr).trim().replace('\n', " ");
-    Err(JobError::refused(format!("qemu-img cannot make the overlay {}: {said}", overlay.file), "the VM is untouched"))
 }
 
 /// The instant: QEMU has stopped the VM and waits.
