@@ -14,6 +14,7 @@ mod restore;
 mod run;
 mod save;
 mod send;
+mod snapshot;
 mod values;
 
 use std::ffi::OsString;
@@ -32,6 +33,7 @@ pub(crate) use restore::{HowArgs, ModeArg, PreemptArg, RestoreArgs, ResumeArgs, 
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendModeArg};
+pub(crate) use snapshot::NewSnapshotArgs;
 
 /// Save a running QEMU VM and bring it back in milliseconds.
 #[derive(Debug, Parser)]

@@ -29,10 +29,10 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
         bail!("{}: {}, which has no domain XML: leave --xml out", args.stream.display(), foreign.describe());
     }
     // Both are refused before anything is read.
-    let pending = PendingFile::create(&args.snapshot, args.force)?;
-    let xml = args.xml.as_deref().map(|path| PendingFile::create(path, args.force)).transpose()?;
-    let durability = if args.no_sync { Durability::Unsynced } else { Durability::Synced };
-    let options = WriteOptions { durability, checksum: args.checksum, ..WriteOptions::default() };
+    let pending = PendingFile::create(&args.snapshot, args.new.force)?;
+    let xml = args.xml.as_deref().map(|path| PendingFile::create(path, args.new.force)).transpose()?;
+    let durability = args.new.durability();
+    let options = WriteOptions { durability, checksum: args.new.checksum, ..WriteOptions::default() };
     let surroundings = Surroundings::over(args.control.as_deref(), Job::Save, "importing", false)?;
     let (what, packer, image) = (foreign.describe(), foreign.packer(), foreign.image().cloned());
     let imported = foreign.import(pending, options, &surroundings.control, &surroundings.progress);

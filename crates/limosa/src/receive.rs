@@ -12,7 +12,7 @@ use limosa_channel::Options;
 use limosa_migrate::control_socket::Job;
 use limosa_migrate::destination::MultifdOptions;
 use limosa_migrate::{Destination, DestinationOptions, DestinationStats, Incoming, MigrateError, Phase};
-use limosa_snapshot::{Durability, Manifest, PendingFile, Published, SnapshotWriter, Via, WriteOptions};
+use limosa_snapshot::{Manifest, PendingFile, Published, SnapshotWriter, Via, WriteOptions};
 use serde_json::json;
 
 use crate::args::ReceiveArgs;
@@ -30,7 +30,7 @@ const AFTER_THE_END: Duration = Duration::from_millis(100);
 pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
     // Refused before anybody is waited for.
-    let pending = PendingFile::create(&args.snapshot, args.force)?;
+    let pending = PendingFile::create(&args.snapshot, args.new.force)?;
     let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
     surroundings.control.set_max_bandwidth(args.endpoint.max_bandwidth);
     let received = receive(args, pending, &surroundings);
@@ -57,11 +57,7 @@ fn receive(args: &ReceiveArgs, pending: PendingFile, surroundings: &Surroundings
     let control = &surroundings.control;
     let mut writer = SnapshotWriter::new(
         pending,
-        WriteOptions {
-            durability: if args.no_sync { Durability::Unsynced } else { Durability::Synced },
-            checksum: args.checksum,
-            write_behind: true,
-        },
+        WriteOptions { durability: args.new.durability(), checksum: args.new.checksum, write_behind: true },
     )?;
     let options = Options { get_rate: Some(control.rate().clone()), ..Options::default() };
     let count = args.channels.channels.unwrap_or(0);

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use limosa_migrate::control_socket::Job;
 use limosa_qemu::guard::Guard;
 use limosa_qemu::save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
-use limosa_snapshot::{Disk, Durability, Via};
+use limosa_snapshot::{Disk, Via};
 use serde_json::json;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, ViaArg};
@@ -70,13 +70,13 @@ fn options(args: &SaveArgs) -> SaveOptions {
         compression: args.channels.compression.into(),
         stop: args.stop,
         background: args.background,
-        replace: args.force,
-        checksum: args.checksum,
+        replace: args.new.force,
+        checksum: args.new.checksum,
         downtime: args.downtime,
         timeout: args.timeout.map(|limit| (limit, on_timeout)),
         disks: args.disks.into(),
         overlay_dir: args.overlay_dir.clone(),
-        durability: if args.no_sync { Durability::Unsynced } else { Durability::Synced },
+        durability: args.new.durability(),
     }
 }
 

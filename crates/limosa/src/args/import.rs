@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::NewSnapshotArgs;
+
 #[derive(Debug, Args)]
 pub(crate) struct ImportArgs {
     /// A recorded migration stream, packed or not (PATH, or `file:PATH,offset=N` if it begins later), a libvirt save image, or -
@@ -15,21 +17,12 @@ pub(crate) struct ImportArgs {
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 
-    /// Write the domain's XML out of a libvirt save image into this file
+    /// Write the domain's XML out of a libvirt save image into this file; --force replaces it too
     #[arg(long, value_name = "FILE")]
     pub(crate) xml: Option<PathBuf>,
 
-    /// Replace the files if they are there
-    #[arg(long)]
-    pub(crate) force: bool,
-
-    /// Record a checksum of every 1 MiB of memory, verified when it is restored
-    #[arg(long)]
-    pub(crate) checksum: bool,
-
-    /// Do not wait for the file to be durable: a power cut may lose it
-    #[arg(long)]
-    pub(crate) no_sync: bool,
+    #[command(flatten)]
+    pub(crate) new: NewSnapshotArgs,
 
     /// Listen here for programs that watch and steer the job (as QMP does: `query-migrate`, `migrate_cancel`, ...)
     #[arg(long, value_name = "SOCK")]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use limosa_channel::Uri;
 
-use super::{ChannelArgs, EndpointArgs};
+use super::{ChannelArgs, EndpointArgs, NewSnapshotArgs};
 
 #[derive(Debug, Args)]
 #[command(
@@ -34,15 +34,6 @@ pub(crate) struct ReceiveArgs {
     #[command(flatten)]
     pub(crate) channels: ChannelArgs,
 
-    /// Replace the file if it is there
-    #[arg(long)]
-    pub(crate) force: bool,
-
-    /// Record a checksum of every 1 MiB of memory, verified when it is restored
-    #[arg(long)]
-    pub(crate) checksum: bool,
-
-    /// Do not wait for the file to be durable: a power cut may lose it
-    #[arg(long)]
-    pub(crate) no_sync: bool,
+    #[command(flatten)]
+    pub(crate) new: NewSnapshotArgs,
 }

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
 use super::values::parse_time;
-use super::{ChannelArgs, JobArgs, ViaArg};
+use super::{ChannelArgs, JobArgs, NewSnapshotArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnTimeoutArg {
@@ -49,20 +49,15 @@ pub(crate) struct SaveArgs {
     pub(crate) channels: ChannelArgs,
 
     /// Leave the VM stopped, and answer QEMU only when the file is durable
-    #[arg(long)]
+    #[arg(long, conflicts_with = "no_sync")]
     pub(crate) stop: bool,
 
     /// Do not stop the VM for its memory: QEMU saves each page before the guest changes it; the snapshot is of the beginning
     #[arg(long, conflicts_with = "stop")]
     pub(crate) background: bool,
 
-    /// Replace the file if it is there
-    #[arg(long)]
-    pub(crate) force: bool,
-
-    /// Record a checksum of every 1 MiB of memory, verified when it is restored
-    #[arg(long)]
-    pub(crate) checksum: bool,
+    #[command(flatten)]
+    pub(crate) new: NewSnapshotArgs,
 
     /// Longest stop of the VM that QEMU should aim for (its downtime-limit)
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
@@ -83,8 +78,4 @@ pub(crate) struct SaveArgs {
     /// Where the overlays go with --disks overlay; by default each beside its disk, as NAME.overlay-ID
     #[arg(long, value_name = "DIR")]
     pub(crate) overlay_dir: Option<PathBuf>,
-
-    /// Do not wait for the file to be durable: a power cut may lose it
-    #[arg(long, conflicts_with = "stop")]
-    pub(crate) no_sync: bool,
 }
