@@ -350,7 +350,11 @@ impl<'a> Receiver<'a> {
         if *event == Event::MultifdFlush && self.role.pages.is_empty() {
             return StreamError::new(offset, "section \"ram\"", Fault::Unsupported(Feature::Multifd)).into();
         }
-        MigrateError::Unsupported { what: format!("{event:?}"), offset, role: "the precopy destination" }
+        let what = match event {
+            Event::MappedRamBlock(_) => "mapped-ram, whose pages have places of their own in a file".to_owned(),
+            other => format!("{other:?}"),
+        };
+        MigrateError::Unsupported { what, offset, role: "the precopy destination" }
     }
 
     fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {

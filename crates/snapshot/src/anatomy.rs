@@ -4,6 +4,7 @@
 //! do not overlap, and use memory in proportion to what the file says is in it, up to fixed bounds.
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
+use limosa_stream::Fault;
 use limosa_stream::devices::{self, DeviceState, TAIL_LIMIT};
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
 use limosa_stream::walk::WalkError;
@@ -106,7 +107,13 @@ impl Anatomy {
             |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
         let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
             WalkError::Stream(e) => {
-                file.structure(e.offset(), format!("not a whole mapped-ram file: {}: {}", e.place(), e.fault()))
+                let hint = match (e.place(), e.fault()) {
+                    ("configuration", Fault::Expected { what, .. }) if what.contains("mapped-ram") => {
+                        "; limosa import makes a snapshot of a recorded stream"
+                    }
+                    _ => "",
+                };
+                file.structure(e.offset(), format!("not a whole mapped-ram file: {}: {}{hint}", e.place(), e.fault()))
             }
             WalkError::Read { offset, source, .. } => file.io("read it", Some(offset), source),
             other => file.io("read it", None, std::io::Error::other(other)),

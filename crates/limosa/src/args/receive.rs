@@ -12,7 +12,7 @@ use super::{ChannelArgs, EndpointArgs, NewSnapshotArgs};
     after_long_help = "A source with a return path (QEMU's capability return-path, or limosa send) gets its answer when \
 the file is durable and has its name; until then its VM can go on there. One without takes its last write for success, \
 whatever happens here.\n\n\
-limosa says on stderr where it listens; with --control, query-migrate tells it as socket-address.\n\n\
+limosa says on stderr where it listens; with --control, query-migrate tells it as socket-address.\n\n  \
   limosa receive tcp:0.0.0.0:4444 vm.limosa\n  \
   limosa receive unix:/run/in.sock vm.limosa\n  \
   limosa receive \"exec:ssh host limosa send vm.limosa -\" vm.limosa\n  \

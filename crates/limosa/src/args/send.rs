@@ -20,7 +20,7 @@ pub(crate) enum SendModeArg {
 #[command(
     after_long_help = "The destination is a QEMU of the saved machine and devices, started with -incoming URI; for \
 postcopy and for --channels with -incoming defer, so that its capability postcopy-ram or multifd can be set before \
-migrate-incoming.\n\n\
+migrate-incoming.\n\n  \
   limosa send vm.limosa tcp:host:4444\n  \
   limosa send vm.limosa tcp:host:4444 --channels 4 --compression zstd\n  \
   limosa send vm.limosa \"exec:ssh host limosa receive - vm.limosa\"\n  \

@@ -218,6 +218,7 @@ impl<'a> Gathering<'a> {
         let mut what = format!("within {} s ", self.options.within.as_secs_f32());
         match (main, pages) {
             (true, true) => what.push_str("neither the main channel nor multifd channels "),
+            (true, false) if self.pages.is_empty() => what.push_str("no migration"),
             (true, false) => what.push_str("no main channel"),
             (false, _) => what.push_str("no multifd channels "),
         }
@@ -229,10 +230,14 @@ impl<'a> Gathering<'a> {
         if !self.row.is_empty() {
             what.push_str(&format!(" ({} connections say nothing)", self.row.len()));
         }
-        what.push_str(&format!(
-            "; set multifd on and multifd-channels to {} at the source, and start its migration",
-            self.options.channels
-        ));
+        if self.pages.is_empty() {
+            what.push_str("; start it at the source, to this address");
+        } else {
+            what.push_str(&format!(
+                "; set multifd on and multifd-channels to {} at the source, and start its migration",
+                self.options.channels
+            ));
+        }
         what
     }
 }

@@ -246,9 +246,14 @@ impl Sections for QemuSections {
         let mut findings = Vec::new();
         let vcpus = saved.iter().filter(|section| section.name == "cpu").count();
         if vcpus > 0 && self.cpus.len() > vcpus {
-            let what = format!("{vcpus} saved, {} at the destination: the further ones never start", self.cpus.len());
-            let finding = Finding::new(Severity::Loses, Confidence::Certain, "vCPUs", what);
-            findings.push(finding.advise("use the saved VM's -smp: the guest's tables do not list them"));
+            // The state of processor hotplug has a record for each that there can be, and is saved once the guest has used it.
+            let what = format!(
+                "{vcpus} saved, {} at the destination: QEMU refuses it if the guest has an operating system with ACPI, \
+                 otherwise the further ones never start",
+                self.cpus.len()
+            );
+            let finding = Finding::new(Severity::Refuses, Confidence::Unknown, "vCPUs", what);
+            findings.push(finding.advise("use the saved VM's -smp"));
         }
         let occupied: BTreeSet<&str> =
             saved.iter().filter_map(|section| Some(section.name.split_once('/')?.0)).collect();

@@ -14,7 +14,7 @@ pub enum QmpError {
         text: String,
     },
     /// Nobody listens there, or it may not be reached.
-    #[error("cannot connect to the monitor {monitor}: {source}")]
+    #[error("cannot connect to the monitor {monitor}: {source}; {}", advice_to_connect(source))]
     Connect {
         /// The monitor's address.
         monitor: String,
@@ -175,6 +175,14 @@ impl QmpError {
             expected: expected.into(),
             got: excerpt(got.to_string().as_bytes()),
         }
+    }
+}
+
+/// What to do where nobody answers at a monitor's address.
+fn advice_to_connect(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => "run limosa as root or as QEMU's user",
+        _ => "is its QEMU running, with -qmp unix:PATH,server=on,wait=off?",
     }
 }
 

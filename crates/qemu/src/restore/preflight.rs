@@ -98,8 +98,11 @@ fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
     }
     if status.state == RunState::Inmigrate {
         return Err(JobError::refused(
-            format!("this QEMU has already taken an incoming VM ({})", migration.status),
-            "start a fresh one with -incoming defer",
+            format!(
+                "this QEMU already waits for its VM somewhere else, or has begun to take one ({})",
+                migration.status
+            ),
+            "start a fresh one with -incoming defer, not with an address",
         ));
     }
     Err(JobError::refused(

@@ -7,8 +7,9 @@
 //! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that is
 //! missing or of another size, a device section (or instance) that the destination does not have, and a section of a
 //! newer version end the load, and so do other PCI identifiers and another number of MSI-X vectors. More RAM blocks, more
-//! devices, more vCPUs and another CPU model do not. Other options of a device (features, for one) can end it, and stand in
-//! no description.
+//! devices and another CPU model do not. More vCPUs do if the guest has used ACPI's processor hotplug, as operating systems do
+//! when they start: its state then has a record for each processor that there can be. Other options of a device (features, for
+//! one) can end it, and stand in no description.
 
 mod machine;
 mod memory;

@@ -126,6 +126,12 @@ impl Sections for StoredSections {
         let extra = self.sections.values().filter(|here| !known.contains(&(here.name.as_str(), here.instance)));
         extra
             .map(|here| {
+                if here.name == "cpu" {
+                    let what = "only the destination has it: QEMU refuses further vCPUs if the guest has an operating system \
+                                with ACPI, otherwise they never start";
+                    let finding = Finding::new(Severity::Refuses, Confidence::Unknown, subject(here), what);
+                    return finding.advise("use the saved VM's -smp");
+                }
                 let what = "only the destination has it: it starts as after a reset";
                 Finding::new(Severity::Harmless, Confidence::Likely, subject(here), what)
             })
