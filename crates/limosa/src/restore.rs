@@ -93,8 +93,14 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
     if refused || args.recover {
         return error.into();
     }
-    anyhow::Error::from(error)
-        .context("not restored; the snapshot is as it was: end this QEMU, start a fresh one and try again")
+    // A QEMU that cannot load a VM closes its end and says why on its own stderr.
+    let closed = matches!(error, JobError::Channel(_) | JobError::Migrate(MigrateError::Channel(_)));
+    let context = if closed {
+        "not restored; the snapshot is as it was: see what QEMU itself says, start a fresh one and try again"
+    } else {
+        "not restored; the snapshot is as it was: end this QEMU, start a fresh one and try again"
+    };
+    anyhow::Error::from(error).context(context)
 }
 
 pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
@@ -183,8 +189,9 @@ pub(crate) fn tell_requests(lazy: &LazyReport) {
         say!("  no page had to be asked for");
     } else {
         say!(
-            "  {} pages were asked for; answered within {} (median), {} (99%), {} (longest)",
+            "  {} {} asked for; answered within {} (median), {} (99%), {} (longest)",
             words::count(latency.len()),
+            if latency.len() == 1 { "page was" } else { "pages were" },
             at(0.5),
             at(0.99),
             words::time(Duration::from_nanos(latency.max()))

@@ -38,7 +38,6 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 const GONE_WITHIN: Duration = Duration::from_secs(2);
 
 pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
-    let begun = Instant::now();
     let line = check(&args.command)?;
     let snapshot = Snapshot::open(&args.snapshot)?;
     let relay = Relay::start()?;
@@ -47,7 +46,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
     let mut qemu = Qemu { child, relay, program: program(&args.command) };
     let attempt = match greeted {
-        Ok(qmp) => attempt(args, line, begun, verbose, &snapshot, qmp),
+        Ok(qmp) => attempt(args, line, verbose, &snapshot, qmp),
         Err(error) => Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, monitor: None },
     };
     // Nobody reads this file any more, or nobody can.
@@ -99,7 +98,7 @@ struct Attempt {
     monitor: Option<Monitor>,
 }
 
-fn attempt(args: &RunArgs, line: CommandLine, begun: Instant, verbose: u8, snapshot: &Snapshot, qmp: Qmp) -> Attempt {
+fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, qmp: Qmp) -> Attempt {
     let monitor = Monitor::new(qmp);
     let (control, progress) = (Control::new(), Progress::new());
     control.set_max_bandwidth(args.steer.max_bandwidth);
@@ -109,7 +108,7 @@ fn attempt(args: &RunArgs, line: CommandLine, begun: Instant, verbose: u8, snaps
         options.run = limosa_qemu::restore::RunChoice::Paused;
     }
     let reporter = Reporter::new(false);
-    let observer = Observer::new(begun, &reporter, verbose == 0, paused);
+    let observer = Observer::new(Instant::now(), &reporter, verbose == 0, paused);
     let notice = |line: &str| {
         if verbose > 0 {
             say!("limosa: {line}");
