@@ -11,7 +11,9 @@ use crate::scene::{
     Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, migration_status, release,
     saved_beat, text, wait_guest, wait_migration_status,
 };
-use crate::stage::{Found, Limosa, SOON, assert_beats, guard_of, wait_for, wait_gone};
+use crate::stage::{
+    Found, Limosa, SOON, assert_beats, guard_left_by, guard_of, kill_guard_left_by, wait_for, wait_gone,
+};
 
 /// A walk that is long enough to fault all the time while the rest comes: 16 MiB without rest.
 pub(crate) fn walker() -> Machine {
@@ -62,13 +64,15 @@ fn kill_and_bring_back(
     while Instant::now() < end && limosa.is_running() {
         std::thread::sleep(Duration::from_micros(200));
     }
-    let guard = guard_of(limosa.pid());
-    if let (Victims::Both, Some(guard)) = (victims, guard) {
+    if let (Victims::Both, Some(guard)) = (victims, guard_of(limosa.pid())) {
         // It is not our child, but limosa does not reap it before its own end.
         let _ = kill9(guard);
     }
     limosa.signal(Signal::KILL);
-    guard.into_iter().for_each(wait_gone);
+    match victims {
+        Victims::Pager => guard_left_by(limosa.pid()).into_iter().for_each(wait_gone),
+        Victims::Both => kill_guard_left_by(limosa.pid()),
+    }
     let ended = limosa.wait();
     if ended.status.success() {
         assert_consistent(&destination);
@@ -343,6 +347,7 @@ fn a_recovery_killed_at_any_moment_can_be_tried_again() {
             let _ = kill9(guard);
         }
         recovery.signal(Signal::KILL);
+        kill_guard_left_by(recovery.pid());
         recovery.wait();
     }
     scene.recover(&saved.snapshot, &destination).success();

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use limosa_testkit::{BeatGuest, Machine, Process, Vm, is_alive, scratch};
+use limosa_testkit::{BeatGuest, Machine, Process, Vm, is_alive, kill9, scratch};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -162,13 +162,33 @@ impl Ended {
     }
 }
 
-/// The guard that this limosa has started.
+/// The guard that this limosa has started, whether limosa still lives or not: its last word is limosa's process id.
 pub(crate) fn guard_of(limosa: u32) -> Option<u32> {
-    let children = std::fs::read_to_string(format!("/proc/{limosa}/task/{limosa}/children")).ok()?;
-    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
+    let limosa = limosa.to_string();
+    let processes =
+        std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    processes.into_iter().find(|pid: &u32| {
         let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        words.split(|&byte| byte == 0).nth(1) == Some(b"guard")
+        let words: Vec<_> = words.strip_suffix(b"\0").unwrap_or(&words).split(|&byte| byte == 0).collect();
+        words.get(1) == Some(&&b"guard"[..]) && words.last() == Some(&limosa.as_bytes())
     })
+}
+
+/// The guard of a limosa that was killed. One that was just being started is seen within moments.
+pub(crate) fn guard_left_by(limosa: u32) -> Option<u32> {
+    (0..20).find_map(|_| {
+        std::thread::sleep(Duration::from_millis(5));
+        guard_of(limosa)
+    })
+}
+
+/// Kills the guard of a limosa that was killed.
+pub(crate) fn kill_guard_left_by(limosa: u32) {
+    while let Some(guard) = guard_left_by(limosa) {
+        // It may end by itself meanwhile.
+        let _ = kill9(guard);
+        wait_gone(guard);
+    }
 }
 
 /// Asks again and again until there is an answer.
