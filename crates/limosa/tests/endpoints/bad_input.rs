@@ -92,7 +92,7 @@ fn nobody_and_silence_are_waited_for_as_long_as_was_said() {
     let folder = files(&scene);
     let snapshot = folder.join("snapshot");
     let (limosa, _) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--timeout", "300ms"]);
-    assert_failed(&limosa.wait(), &["within 0.3 s", "no main channel"]);
+    assert_failed(&limosa.wait(), &["within 0.3 s", "no migration came", "start it at the source"]);
     let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--timeout", "1s"]);
     let mut beginner = TcpStream::connect(at.strip_prefix("tcp:").unwrap()).unwrap();
     beginner.write_all(b"QEVM\0\0\0").unwrap();
