@@ -366,7 +366,7 @@ pub fn check_beat(span: &[u8], start: u32) -> Result<Beat, BeatError> {
 const ZEROS: [u8; 4096] = [0; 4096];
 
 impl Beat {
-    /// Checks the beat against the lap number that the guest keeps at its [`LAP_ADDRESS`]; `pages` is the span's length.
+    /// Checks the beat against the lap number that the guest keeps itself, at a fixed address; `pages` is the span's length.
     pub fn check_lap(self, lap: u32, pages: u32) -> Result<Self, BeatError> {
         let [low, ..] = lap.to_le_bytes();
         // Counted, but the first page not yet bumped: then all pages still show the lap before.
