@@ -76,22 +76,26 @@ impl Lane {
         Quiet { limit, since: limit.map(|_| Instant::now()) }
     }
 
+    /// Waits until `rate` lets `owed` bytes out, and returns them.
+    fn pay(&self, rate: &RateLimit, owed: usize, quiet: &mut Quiet) -> Result<usize> {
+        if owed != 0 {
+            let waited = rate.take_unless(owed as u64, &self.shut).ok_or(Stop::ShutDown)?;
+            if !waited.is_zero() {
+                self.side.throttled(waited);
+                // Being held back is not the peer's silence.
+                quiet.progress();
+            }
+        }
+        Ok(owed)
+    }
+
     /// Writes all that the list names, as fast as `rate` lets it.
     pub(crate) fn put(&self, transport: &Transport, rate: &RateLimit, gather: &mut Cursor<'_, Out>) -> Result<()> {
         let mut quiet = self.quiet();
         let mut paid = 0;
         while let Some(batch) = gather.batch(rate.chunk()) {
             // After a partial transfer, what did not go out is paid for already.
-            let owed = batch.bytes().saturating_sub(paid);
-            if owed != 0 {
-                let waited = rate.take_unless(owed as u64, &self.shut).ok_or(Stop::ShutDown)?;
-                if !waited.is_zero() {
-                    self.side.throttled(waited);
-                    // Being held back is not the peer's silence.
-                    quiet.progress();
-                }
-                paid += owed;
-            }
+            paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
             let moved = self.attempt(transport, &mut quiet, batch.bytes(), || transport.put(&batch))?;
             if moved == 0 {
                 return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
@@ -116,15 +120,7 @@ impl Lane {
         let mut left = length;
         while left != 0 {
             let now = usize::try_from(left).unwrap_or(BYTES_MAX).min(rate.chunk()).min(BYTES_MAX);
-            let owed = now.saturating_sub(paid);
-            if owed != 0 {
-                let waited = rate.take_unless(owed as u64, &self.shut).ok_or(Stop::ShutDown)?;
-                if !waited.is_zero() {
-                    self.side.throttled(waited);
-                    quiet.progress();
-                }
-                paid += owed;
-            }
+            paid += self.pay(rate, now.saturating_sub(paid), &mut quiet)?;
             let moved = self.attempt(transport, &mut quiet, now, || transport.put_file(file, offset, now))?;
             if moved == 0 {
                 let why = format!("the file that is sent ends at byte {offset}, {left} bytes too early");
