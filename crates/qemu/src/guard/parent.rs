@@ -151,6 +151,15 @@ impl Guard {
         let status = self.child.wait()?;
         Ok(if told && status.success() { GuardEnd::Told } else { GuardEnd::WasGone(status) })
     }
+
+    /// [`finish`](Self::finish), with what is odd about it said to a person.
+    pub(crate) fn dismiss(self, notice: &dyn Fn(&str)) {
+        match self.finish() {
+            Ok(GuardEnd::Told) => {}
+            Ok(GuardEnd::WasGone(status)) => notice(&format!("the guard process had died ({status})")),
+            Err(error) => notice(&format!("the guard process cannot be waited for: {error}")),
+        }
+    }
 }
 
 impl Drop for Guard {

@@ -13,7 +13,7 @@ use limosa_snapshot::Snapshot;
 use super::incoming::Rendezvous;
 use super::orphan::Orphan;
 use super::{LazyReport, Mode, RestoreJob, RestoreReport};
-use crate::guard::{Guard, GuardEnd, GuardError};
+use crate::guard::{Guard, GuardError};
 use crate::job::{JobError, Watch};
 use crate::marker::JobMarker;
 use crate::monitor::{MigrationStatus, Monitor, Settings};
@@ -98,12 +98,8 @@ impl<'a> Guarded<'a> {
 
     /// Tells it that it is not needed: all is done, or a person is to decide.
     pub(super) fn dismiss(self) {
-        match self.guard.map(Guard::finish) {
-            None | Some(Ok(GuardEnd::Told)) => {}
-            Some(Ok(GuardEnd::WasGone(status))) => {
-                (self.watch.notice)(&format!("the guard process had died ({status})"));
-            }
-            Some(Err(error)) => (self.watch.notice)(&format!("the guard process cannot be waited for: {error}")),
+        if let Some(guard) = self.guard {
+            guard.dismiss(self.watch.notice);
         }
     }
 }

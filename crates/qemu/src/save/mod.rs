@@ -28,7 +28,7 @@ use limosa_channel::{Counters, Uri};
 use limosa_snapshot::{Durability, Manifest, PendingFile, Published, Via, WriteOptions};
 use limosa_stream::multifd::Compression;
 
-use crate::guard::{Guard, GuardEnd};
+use crate::guard::Guard;
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
 use crate::monitor::{Monitor, RunState, SettingChange, Settings};
@@ -253,11 +253,7 @@ pub fn save(
         },
     };
     match guard {
-        Some(guard) if tidied => match guard.finish() {
-            Ok(GuardEnd::Told) => {}
-            Ok(GuardEnd::WasGone(status)) => (watch.notice)(&format!("the guard process had died ({status})")),
-            Err(error) => (watch.notice)(&format!("the guard process cannot be waited for: {error}")),
-        },
+        Some(guard) if tidied => guard.dismiss(watch.notice),
         Some(guard) => {
             (watch.notice)(&format!(
                 "QEMU could not be set right yet; process {} goes on trying, and limosa resume --qmp {} tries too",
