@@ -18,7 +18,7 @@ use limosa_channel::Counters;
 use limosa_migrate::pages::{PageError, PageSink, StreamStart};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::IGNORE_SHARED;
-use limosa_stream::mapped_ram::{Layout, MappedBlock};
+use limosa_stream::mapped_ram::{EARLY_SECTIONS_LIMIT, Layout, MappedBlock};
 
 use crate::anatomy::{DeviceBytes, MEMORY_PAGES_MAX, Memory};
 use crate::error::SnapshotError;
@@ -27,9 +27,6 @@ use crate::pending::{Durability, PendingFile};
 use crate::seal;
 use crate::store::{Place, StoreFile};
 use crate::write_behind::WriteBehind;
-
-/// Most bytes of device sections before the pages: far more than all virtio-mem devices of a VM have.
-const EARLY_SECTIONS_MAX: usize = 16 << 20;
 
 /// How a snapshot file is finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -246,12 +243,12 @@ impl PageSink for SnapshotWriter {
 
     fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError> {
         match &mut self.layout {
-            Some(layout) if layout.early_sections.len() + sections.len() <= EARLY_SECTIONS_MAX => {
+            Some(layout) if layout.early_sections.len() + sections.len() <= EARLY_SECTIONS_LIMIT => {
                 layout.add_early_sections(sections);
                 Ok(())
             }
             Some(_) => {
-                Err(self.file.misuse(format!("more than {EARLY_SECTIONS_MAX} bytes of early device sections")).into())
+                Err(self.file.misuse(format!("more than {EARLY_SECTIONS_LIMIT} bytes of early device sections")).into())
             }
             None => Err(self.file.misuse("device sections before a stream began").into()),
         }

@@ -25,8 +25,8 @@ pub const HEADER_LENGTH: usize = 28;
 /// The version of that header.
 pub const HEADER_VERSION: u32 = 1;
 
-/// Bytes of early device sections after which no more are read.
-const EARLY_SECTIONS_LIMIT: usize = 16 << 20;
+/// Bytes of early device sections after which no more are read: far more than all virtio-mem devices of a VM have.
+pub const EARLY_SECTIONS_LIMIT: usize = 16 << 20;
 
 /// The 28 bytes behind a block's name and length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
