@@ -100,12 +100,7 @@ impl Done {
             words::rate(stored, self.elapsed),
             self.what,
         );
-        say!(
-            "  pages: {} with contents, {} zero, {} came again",
-            words::count(manifest.pages.normal),
-            words::count(manifest.pages.zero),
-            words::count(manifest.pages.resent)
-        );
+        say!("  pages: {}", words::pages(&manifest.pages, "came again"));
     }
 
     fn object(&self, xml: Option<&Path>) -> Value {

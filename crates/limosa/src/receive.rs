@@ -153,12 +153,7 @@ fn tell(args: &ReceiveArgs, received: &Received) {
         words::rate(stored, received.elapsed),
         args.uri,
     );
-    say!(
-        "  pages: {} with contents, {} zero, {} sent again",
-        words::count(pages.normal),
-        words::count(pages.zero),
-        words::count(pages.resent)
-    );
+    say!("  pages: {}", words::pages(pages, "sent again"));
     if !received.answered {
         say!("  the source did not wait for an answer: it has taken its last write for success");
     }

@@ -100,12 +100,7 @@ fn tell(report: &SaveReport) {
         words::rate(stored, report.elapsed),
         via(report),
     );
-    say!(
-        "  pages: {} with contents, {} zero, {} sent again",
-        words::count(pages.normal),
-        words::count(pages.zero),
-        words::count(pages.resent)
-    );
+    say!("  pages: {}", words::pages(pages, "sent again"));
     match report.downtime {
         Some(downtime) => say!(
             "  the VM stood still for {} and ran on after {}; it is {}",

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use limosa_channel::Counters;
+use limosa_snapshot::PageStatistics;
 use serde_json::{Value, json};
 
 /// An error and its causes in one line, none of them said twice.
@@ -89,6 +90,11 @@ pub(crate) fn rate(moved: u64, within: Duration) -> f64 {
 /// Milliseconds with their fraction, for programs.
 pub(crate) fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
+}
+
+/// What kinds of pages a new snapshot was made of; `again` says what became of those that came more than once.
+pub(crate) fn pages(pages: &PageStatistics, again: &str) -> String {
+    format!("{} with contents, {} zero, {} {again}", count(pages.normal), count(pages.zero), count(pages.resent))
 }
 
 /// A channel's counters, for programs.
