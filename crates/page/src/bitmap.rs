@@ -9,6 +9,7 @@
 //! little-endian words, page 0 in the least significant bit of the first byte, padded to whole words.
 
 mod atomic;
+mod count;
 mod plain;
 mod runs;
 mod word;

@@ -63,6 +63,22 @@ fn count(bits: &[bool]) -> u64 {
 
 proptest! {
     #[test]
+    fn words_of_another_numbering_are_added_bit_by_bit(bits in bits(), at in 0usize..1100, words in vec(any::<u64>(), 0..6)) {
+        let mut expected = bits.clone();
+        for (index, word) in words.iter().enumerate() {
+            for bit in (0..64).filter(|bit| word >> bit & 1 == 1) {
+                if let Some(page) = expected.get_mut(at + 64 * index + bit) {
+                    *page = true;
+                }
+            }
+        }
+        let mut bitmap = bitmap(&bits);
+        bitmap.union_words(number(at), &words);
+        prop_assert_eq!(bools(&bitmap), expected);
+        bitmap.union_words(PageNumber(u64::MAX), &words);
+    }
+
+    #[test]
     fn queries_agree_with_the_model(bits in bits(), start in 0usize..300, end in 0usize..300) {
         let bitmap = bitmap(&bits);
         let inside: &[bool] = bits.get(start..end.min(bits.len())).unwrap_or(&[]);
@@ -87,6 +103,9 @@ proptest! {
             prop_assert_eq!(bitmap.next_set(number(from)), next(true));
             prop_assert_eq!(bitmap.next_clear(number(from)), next(false));
             prop_assert_eq!(atomic.next_set(number(from)), next(true));
+            let end = number(from).saturating_add(7);
+            let near = next(true).filter(|page| *page < end);
+            prop_assert_eq!(atomic.next_set_in(PageRange::new(number(from), end)), near);
             prop_assert_eq!(atomic.get(number(from)), bits.get(from).copied().unwrap_or(false));
         }
         prop_assert_eq!(&atomic.to_bitmap(), &bitmap);

@@ -6,7 +6,12 @@
 //! seen by the thread that found the bit set.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+#[cfg(not(loom))]
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering;
+
+#[cfg(loom)]
+use loom::sync::atomic::AtomicU64;
 
 use super::plain::PageBitmap;
 use super::word::{self, Span};
@@ -93,7 +98,13 @@ impl AtomicPageBitmap {
     /// The first set bit at `from` or behind it. By the time the caller looks, another thread may have changed it.
     #[must_use]
     pub fn next_set(&self, from: PageNumber) -> Option<PageNumber> {
-        let span = Span::of(PageRange::new(from, PageNumber(self.pages)), self.pages)?;
+        self.next_set_in(PageRange::new(from, PageNumber(self.pages)))
+    }
+
+    /// The first set bit in `range`: no further is looked.
+    #[must_use]
+    pub fn next_set_in(&self, range: PageRange) -> Option<PageNumber> {
+        let span = Span::of(range, self.pages)?;
         span.words().find_map(|(word, mask)| {
             let bits = self.words[word].load(Ordering::Acquire) & mask;
             (bits != 0).then(|| PageNumber(word::first_page(word) + u64::from(bits.trailing_zeros())))
@@ -184,5 +195,81 @@ impl From<AtomicPageBitmap> for PageBitmap {
 impl fmt::Debug for AtomicPageBitmap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("AtomicPageBitmap").field(&self.to_bitmap()).finish()
+    }
+}
+
+/// The bitmap between writers and whoever takes its bits, in every interleaving of their steps, with memory as weak as the
+/// language allows. For the model checker alone; `cargo xtask test` runs it.
+#[cfg(all(test, loom))]
+#[allow(clippy::cast_possible_truncation, reason = "there are two pages")]
+mod models {
+    use loom::sync::Arc;
+    use loom::sync::atomic::AtomicUsize;
+    use loom::thread;
+
+    use super::*;
+
+    const PAGES: u64 = 2;
+
+    /// Memory of two pages: plain stores and loads, which order nothing.
+    struct Memory([AtomicUsize; 2]);
+
+    impl Memory {
+        fn new() -> Self {
+            Self([AtomicUsize::new(0), AtomicUsize::new(0)])
+        }
+
+        fn write(&self, page: u64, value: usize) {
+            self.0[page as usize].store(value, Ordering::Relaxed);
+        }
+
+        fn copy(&self, taken: &PageBitmap, shadow: &mut [usize; 2]) {
+            for page in taken.runs().flat_map(|run| run.iter()) {
+                shadow[page.0 as usize] = self.0[page.0 as usize].load(Ordering::Relaxed);
+            }
+        }
+
+        fn now(&self) -> [usize; 2] {
+            [0, 1].map(|page: usize| self.0[page].load(Ordering::Relaxed))
+        }
+    }
+
+    #[test]
+    fn what_is_written_before_its_bit_is_set_is_copied_after_the_bit_was_taken() {
+        loom::model(|| {
+            let memory = Arc::new(Memory::new());
+            let bits = Arc::new(AtomicPageBitmap::new(PAGES));
+            let writers: Vec<_> = (0..2)
+                .map(|writer| {
+                    let (memory, bits) = (Arc::clone(&memory), Arc::clone(&bits));
+                    thread::spawn(move || {
+                        // Each has a page of its own, and both bits are in one word. The first one writes again.
+                        for value in 1..3 - writer as usize {
+                            memory.write(writer, value);
+                            bits.set(PageNumber(writer));
+                        }
+                    })
+                })
+                .collect();
+            let mut shadow = [0; 2];
+            memory.copy(&bits.take(PageRange::first(PAGES)), &mut shadow);
+            for writer in writers {
+                writer.join().unwrap();
+            }
+            memory.copy(&bits.take(PageRange::first(PAGES)), &mut shadow);
+            assert_eq!(shadow, memory.now());
+        });
+    }
+
+    #[test]
+    fn a_bit_that_several_take_goes_to_one_of_them() {
+        loom::model(|| {
+            let bits = Arc::new(AtomicPageBitmap::from(PageBitmap::full(PAGES)));
+            let other = Arc::clone(&bits);
+            let thief = thread::spawn(move || u64::from(other.clear(PageNumber(1))));
+            let run = bits.take_run(PageRange::first(PAGES), PAGES).map_or(0, |run| run.len());
+            let rest = bits.take(PageRange::first(PAGES)).count();
+            assert_eq!(run + rest + thief.join().unwrap(), PAGES);
+        });
     }
 }

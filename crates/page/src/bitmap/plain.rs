@@ -4,6 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
+use super::count;
 use super::runs::Runs;
 use super::word::{self, Span};
 use crate::{PageNumber, PageRange};
@@ -122,7 +123,7 @@ impl PageBitmap {
     /// The number of set bits.
     #[must_use]
     pub fn count(&self) -> u64 {
-        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
+        count::ones(&self.words)
     }
 
     /// The number of set bits among `range`.
@@ -133,8 +134,7 @@ impl PageBitmap {
         if first.0 == last.0 {
             return ones(first);
         }
-        let middle: u64 = self.words[first.0 + 1..last.0].iter().map(|word| u64::from(word.count_ones())).sum();
-        ones(first) + middle + ones(last)
+        ones(first) + count::ones(&self.words[first.0 + 1..last.0]) + ones(last)
     }
 
     /// The bit of `page`.
@@ -170,6 +170,26 @@ impl PageBitmap {
             self.words[first.0 + 1..last.0].fill(u64::MAX);
             self.words[last.0] |= last.1;
         }
+    }
+
+    /// Adds the pages from `at` on whose bits are set in `words`: 64 a word, the first of them in the least significant bit;
+    /// `at` is any page. Those that there are no bits for are left out. How bitmaps of another numbering are taken over.
+    pub fn union_words(&mut self, at: PageNumber, words: &[u64]) {
+        let (first, shift) = (word::index(at.0 / word::BITS), at.0 % word::BITS);
+        let Some(mine) = self.words.get_mut(first..) else { return };
+        if shift == 0 {
+            for (mine, word) in mine.iter_mut().zip(words) {
+                *mine |= word;
+            }
+        } else {
+            // The high bits of each word go into the low ones of the place behind it.
+            let mut carried = 0;
+            for (mine, word) in mine.iter_mut().zip(words.iter().chain(&[0])) {
+                *mine |= word << shift | carried;
+                carried = word >> (word::BITS - shift);
+            }
+        }
+        self.trim();
     }
 
     /// Clears the bits of `range`.
