@@ -20,6 +20,7 @@ use crate::descriptor::{self, Kind};
 use crate::error::{ChannelError, Operation};
 use crate::lane::{Lane, Stop};
 use crate::options::Options;
+use crate::passed::PASSED_MAX;
 use crate::rate::RateLimit;
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
@@ -101,7 +102,7 @@ impl Channel {
                 if matches!(family, AddressFamily::INET | AddressFamily::INET6) {
                     sockopt::set_tcp_nodelay(&fd, true).map_err(|e| failed(e.into()))?;
                 }
-                (Transport::Socket(fd), None)
+                (Transport::Socket(fd, Arc::default()), None)
             }
             Kind::Ordered => {
                 unblock(&fd).map_err(|e| failed(e.into()))?;
@@ -182,7 +183,7 @@ impl Channel {
     /// the write time-out, [`ChannelError::ShutDown`] after [`shutdown`](Self::shutdown). How much of the list went out
     /// before is only known by the error's offset.
     pub fn put_vector(&self, list: &[IoSlice<'_>]) -> Result<()> {
-        self.put_all(Cursor::gather(list))
+        self.put_all(Cursor::gather(list), &[])
     }
 
     /// As [`put_vector`](Self::put_vector), for memory that must not become a slice because others write it meanwhile:
@@ -196,7 +197,54 @@ impl Channel {
     #[allow(unsafe_code, reason = "passes its own contract on")]
     pub unsafe fn put_vector_raw(&self, list: &[libc::iovec]) -> Result<()> {
         // SAFETY: the caller promises what the cursor asks for, for as long as this call lasts.
-        self.put_all(unsafe { Cursor::gather_raw(list) })
+        self.put_all(unsafe { Cursor::gather_raw(list) }, &[])
+    }
+
+    /// Writes all of `bytes`, and passes duplicates of `descriptors` with the first of them. A peer that does not
+    /// [accept](Self::accept_descriptors) them gets the bytes alone.
+    ///
+    /// # Errors
+    /// As [`put_vector`](Self::put_vector); [`ChannelError::Unsupported`], before a byte has moved, if the channel is no
+    /// unix socket, there is no byte to pass them with, or they are more than 253.
+    pub fn put_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        let unsupported = |why| {
+            Err(ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.shared.peer), why })
+        };
+        if !self.passes_descriptors() {
+            return unsupported("descriptors can be passed through a unix socket only");
+        }
+        if bytes.is_empty() || descriptors.len() > PASSED_MAX {
+            return unsupported("at most 253 descriptors can be passed, with at least one byte");
+        }
+        self.put_all(Cursor::gather(&[IoSlice::new(bytes)]), descriptors)
+    }
+
+    /// Whether descriptors can be passed through it: whether it is a unix socket.
+    pub fn passes_descriptors(&self) -> bool {
+        match &self.transport {
+            Transport::Socket(socket, _) => {
+                sockopt::socket_domain(socket).is_ok_and(|domain| domain == AddressFamily::UNIX)
+            }
+            _ => false,
+        }
+    }
+
+    /// Picks up descriptors that the peer passes, `most` of them (253 is the limit); 0 picks up no more. Gets and puts of
+    /// bytes are as before, and one more descriptor than `most` fails a get ([`ChannelError::Io`],
+    /// [`io::ErrorKind::InvalidData`]). A channel that was not told so has the kernel close what is passed.
+    pub fn accept_descriptors(&self, most: usize) {
+        if let Transport::Socket(_, passed) = &self.transport {
+            passed.want(most);
+        }
+    }
+
+    /// The descriptors that have come with the bytes that were got, in the order in which they were passed. They are closed when
+    /// a program is executed.
+    pub fn take_descriptors(&self) -> Vec<OwnedFd> {
+        match &self.transport {
+            Transport::Socket(_, passed) => passed.take(),
+            _ => Vec::new(),
+        }
     }
 
     /// Writes `length` bytes of `file` from `offset` on, straight from the page cache (sendfile): they are not copied on
@@ -278,7 +326,7 @@ impl Channel {
     /// # Errors
     /// [`ChannelError::Unsupported`] for anything but a socket; [`ChannelError::Broken`] if the peer is gone.
     pub fn peek(&self, bytes: &mut [u8]) -> Result<Option<usize>> {
-        let Transport::Socket(socket) = &self.transport else {
+        let Transport::Socket(socket, _) = &self.transport else {
             let why = "what is no socket cannot be looked into before it is read";
             return Err(ChannelError::Unsupported { operation: Operation::Get, peer: self.shared.peer.clone(), why });
         };
@@ -292,8 +340,8 @@ impl Channel {
         }
     }
 
-    fn put_all(&self, mut gather: Cursor<'_, Out>) -> Result<()> {
-        let put = self.shared.put.put(&self.transport, &self.shared.rate, &mut gather);
+    fn put_all(&self, mut gather: Cursor<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        let put = self.shared.put.put(&self.transport, &self.shared.rate, &mut gather, descriptors);
         put.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
@@ -319,7 +367,7 @@ impl Channel {
                 self.shared.put.shut()?;
                 self.shared.rate.wake();
             }
-            if let Transport::Socket(socket) = &self.transport {
+            if let Transport::Socket(socket, _) = &self.transport {
                 match net::shutdown(
                     socket,
                     match how {
@@ -348,7 +396,7 @@ impl Channel {
         {
             // Zero would mean for ever to the kernel.
             let time = time.map(|time| time.max(Duration::from_millis(1)));
-            if let Transport::Socket(socket) = &self.transport {
+            if let Transport::Socket(socket, _) = &self.transport {
                 sockopt::set_socket_timeout(socket, id, time)
                     .map_err(|e| self.failed(Operation::Configure, e.into()))?;
             }
@@ -364,7 +412,7 @@ impl Channel {
     /// If the kernel refuses altogether.
     pub fn set_buffers(&self, send: Option<usize>, receive: Option<usize>) -> Result<()> {
         match &self.transport {
-            Transport::Socket(socket) => {
+            Transport::Socket(socket, _) => {
                 grow_buffers(socket, send, receive).map_err(|e| self.failed(Operation::Configure, e.into()))
             }
             Transport::Pipe(_) | Transport::Pair { .. } => {
@@ -383,7 +431,7 @@ impl Channel {
     pub fn carries(&self, how: How) -> bool {
         let opened = |fd: BorrowedFd<'_>| fcntl_getfl(fd).map_or(OFlags::empty(), |flags| flags & OFlags::RWMODE);
         let (get, put) = match &self.transport {
-            Transport::Socket(_) => (true, true),
+            Transport::Socket(..) => (true, true),
             Transport::Pipe(_) | Transport::Pair { .. } => {
                 (opened(self.transport.input()) != OFlags::WRONLY, opened(self.transport.output()) != OFlags::RDONLY)
             }

@@ -89,14 +89,24 @@ impl Lane {
         Ok(owed)
     }
 
-    /// Writes all that the list names, as fast as `rate` lets it.
-    pub(crate) fn put(&self, transport: &Transport, rate: &RateLimit, gather: &mut Cursor<'_, Out>) -> Result<()> {
+    /// Writes all that the list names, as fast as `rate` lets it, `descriptors` with the first byte.
+    pub(crate) fn put(
+        &self,
+        transport: &Transport,
+        rate: &RateLimit,
+        gather: &mut Cursor<'_, Out>,
+        mut descriptors: &[BorrowedFd<'_>],
+    ) -> Result<()> {
         let mut quiet = self.quiet();
         let mut paid = 0;
         while let Some(batch) = gather.batch(rate.chunk()) {
             // After a partial transfer, what did not go out is paid for already.
             paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
-            let moved = self.attempt(transport, &mut quiet, batch.bytes(), || transport.put(&batch))?;
+            let moved = self.attempt(transport, &mut quiet, batch.bytes(), || match descriptors {
+                [] => transport.put(&batch),
+                _ => transport.put_with(&batch, descriptors),
+            })?;
+            descriptors = &[];
             if moved == 0 {
                 return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
             }

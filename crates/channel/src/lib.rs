@@ -42,6 +42,7 @@ mod file;
 mod lane;
 mod listener;
 mod options;
+mod passed;
 mod rate;
 mod transport;
 mod uri;

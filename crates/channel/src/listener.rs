@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 use crate::channel::Channel;
+use crate::connect::unpaced;
 use crate::descriptor::{self, Kind};
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
@@ -60,7 +61,10 @@ impl Listener {
         let source = match uri {
             Uri::Tcp { host, port } => {
                 let socket = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
-                let port = socket.local_addr().map_err(failed)?.port();
+                let address = socket.local_addr().map_err(failed)?;
+                // Those who are accepted inherit it.
+                unpaced(&socket, &address);
+                let port = address.port();
                 local = Uri::Tcp { host: host.clone(), port };
                 Source::Socket { socket: socket.into(), _file: None }
             }

@@ -13,9 +13,9 @@ pub struct Options {
     pub read_timeout: Option<Duration>,
     /// How long a put may last without a byte moving.
     pub write_timeout: Option<Duration>,
-    /// Bytes of send buffer to ask for.
+    /// Bytes of send buffer to ask for; the kernel's own if nothing is said.
     pub send_buffer: Option<usize>,
-    /// Bytes of receive buffer to ask for.
+    /// Bytes of receive buffer to ask for; as above.
     pub receive_buffer: Option<usize>,
     /// The limit that puts share; a channel without one gets its own, which is unlimited until changed.
     pub rate: Option<RateLimit>,

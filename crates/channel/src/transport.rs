@@ -8,16 +8,18 @@
 use std::io;
 use std::mem;
 use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use libc::{c_int, iovec};
 
+use crate::passed::{self, Passed};
 use crate::vector::{Batch, In, Out};
 
 /// A connected descriptor, by the calls it takes.
 #[derive(Debug)]
 pub(crate) enum Transport {
-    /// A stream socket, in blocking mode unless its giver chose otherwise.
-    Socket(OwnedFd),
+    /// A stream socket, in blocking mode unless its giver chose otherwise, and the descriptors that came through it.
+    Socket(OwnedFd, Arc<Passed>),
     /// A pipe or whatever else is read and written in order; in non-blocking mode.
     Pipe(OwnedFd),
     /// Two descriptors, one for each direction.
@@ -58,7 +60,7 @@ impl Transport {
     /// Writes some of the batch; returns how many bytes.
     pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         match self {
-            Self::Socket(fd) => send(fd, batch, 0),
+            Self::Socket(fd, _) => send(fd, batch, 0),
             Self::Pair { output: Half::Socket(fd), .. } => send(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { output: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
@@ -66,6 +68,13 @@ impl Transport {
                 answer(unsafe { libc::writev(fd.as_raw_fd(), list, count) })
             }
         }
+    }
+
+    /// Writes some of the batch, descriptors with its first byte; returns how many bytes.
+    pub(crate) fn put_with(&self, batch: &Batch<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> io::Result<usize> {
+        let Self::Socket(fd, _) = self else { return Err(io::ErrorKind::Unsupported.into()) };
+        // SAFETY: the batch's entries are valid for reads.
+        unsafe { passed::send(fd.as_raw_fd(), batch.entries(), libc::MSG_NOSIGNAL, descriptors) }
     }
 
     /// Writes some bytes of a file, at most `length`, straight from the page cache; returns how many, 0 at its end.
@@ -76,7 +85,12 @@ impl Transport {
     /// Reads some of the batch, or all of it (`whole`) where the kernel can wait for that; returns how many bytes.
     pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         match self {
-            Self::Socket(fd) => receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
+            Self::Socket(fd, passed) if passed.wanted() != 0 => {
+                let flags = if whole { libc::MSG_WAITALL } else { 0 };
+                // SAFETY: the batch's entries are valid for writes.
+                unsafe { passed.receive(fd.as_raw_fd(), batch.entries(), flags) }
+            }
+            Self::Socket(fd, _) => receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
             Self::Pair { input: Half::Socket(fd), .. } => receive(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
@@ -89,7 +103,7 @@ impl Transport {
     /// A second descriptor for the same end.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
-            Self::Socket(fd) => Self::Socket(fd.try_clone()?),
+            Self::Socket(fd, passed) => Self::Socket(fd.try_clone()?, Arc::clone(passed)),
             Self::Pipe(fd) => Self::Pipe(fd.try_clone()?),
             Self::Pair { input, output } => Self::Pair { input: input.try_clone()?, output: output.try_clone()? },
         })
@@ -98,7 +112,7 @@ impl Transport {
     /// What gets read from.
     pub(crate) fn input(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Socket(fd) | Self::Pipe(fd) => fd.as_fd(),
+            Self::Socket(fd, _) | Self::Pipe(fd) => fd.as_fd(),
             Self::Pair { input, .. } => input.fd().as_fd(),
         }
     }
@@ -106,7 +120,7 @@ impl Transport {
     /// What puts write to.
     pub(crate) fn output(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Socket(fd) | Self::Pipe(fd) => fd.as_fd(),
+            Self::Socket(fd, _) | Self::Pipe(fd) => fd.as_fd(),
             Self::Pair { output, .. } => output.fd().as_fd(),
         }
     }

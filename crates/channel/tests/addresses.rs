@@ -45,6 +45,7 @@ fn tcp_connects_to_the_port_that_the_kernel_chose() {
     assert_eq!(near.peer(), uri.to_string());
     for channel in [&near, &far] {
         assert!(rustix::net::sockopt::tcp_nodelay(channel).unwrap(), "no delay");
+        assert_eq!(rustix::net::sockopt::tcp_congestion(channel).unwrap(), "reno", "nothing that paces");
     }
 }
 
