@@ -67,6 +67,14 @@ impl Configuration {
         self
     }
 
+    /// This configuration with the capability `x-ignore-shared` on, once: memory that both ends share is not sent.
+    pub fn with_ignore_shared(mut self) -> Self {
+        if !self.has_capability(IGNORE_SHARED) {
+            self.capabilities.push(IGNORE_SHARED.to_owned());
+        }
+        self
+    }
+
     /// This configuration with the capability `mapped-ram` off: for the same VM over a socket.
     pub fn without_mapped_ram(mut self) -> Self {
         self.capabilities.retain(|capability| capability != MAPPED_RAM);

@@ -15,6 +15,12 @@ pub const PING_OPENED: u32 = 1;
 pub const PING_LOADED: u32 = 3;
 /// Token of the PING behind the package.
 pub const PING_PACKAGED: u32 = 4;
+/// Token of the PING behind the device sections of a precopy: its PONG says that everything before it is loaded, and a
+/// destination of this kind then waits for [`PING_GO`]. (A stock destination answers it and waits for nothing.)
+pub const PING_READY: u32 = 6;
+/// Token of the last PING of a precopy, which is the source's word that the destination may run the VM once the stream has
+/// ended. It is not waited for.
+pub const PING_GO: u32 = 7;
 
 /// Appends everything from the file header to the last discard: what a postcopy source sends before the package.
 ///
