@@ -1,0 +1,294 @@
+//! One RAM block: a name, a role, and mapped memory.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use libc::iovec;
+use limosa_page::guest::GuestPages;
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, fstat, fstatfs, ftruncate, memfd_create};
+
+use crate::error::MemoryError;
+use crate::mapping::Mapping;
+
+/// `HUGETLBFS_MAGIC`
+const HUGETLBFS: FsWord = 0x9584_58f6;
+
+/// What a RAM block is to the guest. It decides whether the block can be taken for zero at a destination that has just
+/// started: firmware fills the others before any page comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum BlockRole {
+    /// Memory.
+    #[default]
+    Ram,
+    /// Firmware, option ROMs.
+    Rom,
+    /// A graphics card's memory.
+    Video,
+    /// Parallel flash with a variable store.
+    Flash,
+}
+
+/// Where a block's memory is to come from.
+#[derive(Debug)]
+enum Backing {
+    Anonymous,
+    Memfd,
+    File { file: OwnedFd, offset: u64 },
+}
+
+/// How a block is to be mapped.
+#[derive(Debug)]
+pub struct BlockOptions {
+    name: String,
+    length: u64,
+    role: BlockRole,
+    backing: Backing,
+    shared: bool,
+    huge_page: Option<u64>,
+    region_address: u64,
+}
+
+impl BlockOptions {
+    fn new(name: impl Into<String>, length: u64, backing: Backing, shared: bool) -> Self {
+        let (role, huge_page, region_address) = (BlockRole::Ram, None, 0);
+        Self { name: name.into(), length, role, backing, shared, huge_page, region_address }
+    }
+
+    /// A block of private memory that starts as zeros.
+    pub fn anonymous(name: impl Into<String>, length: u64) -> Self {
+        Self::new(name, length, Backing::Anonymous, false)
+    }
+
+    /// A block of shared memory that starts as zeros and has a descriptor, which can be passed on.
+    pub fn memfd(name: impl Into<String>, length: u64) -> Self {
+        Self::new(name, length, Backing::Memfd, true)
+    }
+
+    /// A block of a file's bytes from `offset` on, shared with all who map it: of tmpfs, hugetlbfs, a disk, or a memfd that
+    /// somebody passed.
+    pub fn file(name: impl Into<String>, length: u64, file: OwnedFd, offset: u64) -> Self {
+        Self::new(name, length, Backing::File { file, offset }, true)
+    }
+
+    /// What the block is to the guest; RAM if nothing is said.
+    #[must_use]
+    pub fn role(mut self, role: BlockRole) -> Self {
+        self.role = role;
+        self
+    }
+
+    /// Where the block's region lies inside the region that contains it; 0 if nothing is said, as for a machine's main memory.
+    /// QEMU compares it for memory that is [shared](crate::share) with the other end.
+    #[must_use]
+    pub fn region_address(mut self, address: u64) -> Self {
+        self.region_address = address;
+        self
+    }
+
+    /// Of huge pages of `size` bytes from the system's pool (2 MiB, 1 GiB). A file has the page size it has.
+    #[must_use]
+    pub fn huge_pages(mut self, size: u64) -> Self {
+        self.huge_page = Some(size);
+        self
+    }
+
+    /// Writes go to a copy of this process alone, not to the file.
+    #[must_use]
+    pub fn private(mut self) -> Self {
+        self.shared = false;
+        self
+    }
+
+    /// Maps it.
+    ///
+    /// # Errors
+    /// A length that is 0 or no multiple of the page size, a file that is shorter, or the kernel's refusal.
+    pub fn map(self) -> Result<MemoryBlock, MemoryError> {
+        let Self { name, length, role, backing, shared, huge_page, region_address } = self;
+        let layout = |why: String| MemoryError::Layout { block: name.clone(), why };
+        let kernel = |operation, source: io::Error| MemoryError::Kernel { block: name.clone(), operation, source };
+        let mapped = usize::try_from(length).map_err(|_| layout(format!("{length} bytes are too many to map")))?;
+        if huge_page.is_some_and(|size| !size.is_power_of_two() || size <= PAGE_SIZE) {
+            return Err(layout("the size of a huge page is a power of two above 4096".into()));
+        }
+        let (file, page_size) = match backing {
+            Backing::Anonymous => (None, huge_page.unwrap_or(PAGE_SIZE)),
+            Backing::Memfd => {
+                let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+                if let Some(size) = huge_page {
+                    flags |= MemfdFlags::HUGETLB | MemfdFlags::from_bits_retain(size.trailing_zeros() << 26);
+                }
+                let file = memfd_create(&*name, flags).map_err(|e| kernel("memfd_create", e.into()))?;
+                ftruncate(&file, length).map_err(|e| kernel("ftruncate", e.into()))?;
+                // Whoever else gets the descriptor cannot take away what is mapped here. (Holes can still be punched.)
+                let seals = SealFlags::SHRINK | SealFlags::GROW;
+                fcntl_add_seals(&file, seals).map_err(|e| kernel("sealing its length", e.into()))?;
+                (Some((file, 0)), huge_page.unwrap_or(PAGE_SIZE))
+            }
+            Backing::File { file, offset } => {
+                let stat = fstat(&file).map_err(|e| kernel("fstat", e.into()))?;
+                let size = u64::try_from(stat.st_size).unwrap_or(0);
+                if offset.checked_add(length).is_none_or(|end| end > size) {
+                    return Err(layout(format!("its file has {size} bytes, and {length} at {offset} are wanted")));
+                }
+                let page_size = file_page_size(&file).map_err(|e| kernel("fstatfs", e))?;
+                (Some((file, offset)), page_size)
+            }
+        };
+        if length == 0 || !length.is_multiple_of(page_size) {
+            return Err(layout(format!("{length} bytes are no number of pages of {page_size}")));
+        }
+        let from = file.as_ref().map(|(file, offset)| (file.as_fd(), *offset));
+        let mapping = Mapping::new(from, mapped, shared, huge_page).map_err(|e| kernel("mmap", e))?;
+        Ok(MemoryBlock { name, role, mapping, file, page_size, shared, region_address })
+    }
+}
+
+/// The page size that the kernel maps a file by: hugetlbfs says it as its block size, every other file is mapped by 4 KiB.
+/// (A preferred block size of that order says nothing: tmpfs with transparent huge pages has one, and some disks.)
+pub(crate) fn file_page_size(file: impl AsFd) -> io::Result<u64> {
+    let system = fstatfs(file)?;
+    Ok(match u64::try_from(system.f_bsize) {
+        Ok(size) if system.f_type == HUGETLBFS => size,
+        _ => PAGE_SIZE,
+    })
+}
+
+/// A mapped RAM block.
+#[derive(Debug)]
+pub struct MemoryBlock {
+    name: String,
+    role: BlockRole,
+    mapping: Mapping,
+    file: Option<(OwnedFd, u64)>,
+    page_size: u64,
+    shared: bool,
+    region_address: u64,
+}
+
+impl MemoryBlock {
+    /// A block over memory that is mapped already.
+    #[cfg(feature = "vm-memory")]
+    pub(crate) fn over(
+        name: String,
+        mapping: Mapping,
+        file: Option<(OwnedFd, u64)>,
+        page_size: u64,
+        shared: bool,
+    ) -> Self {
+        Self { name, role: BlockRole::Ram, mapping, file, page_size, shared, region_address: 0 }
+    }
+
+    /// QEMU's idstr of it, e.g. `pc.ram`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it is to the guest.
+    pub fn role(&self) -> BlockRole {
+        self.role
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.mapping.len() as u64
+    }
+
+    /// Never: a block has at least one page.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its pages of 4 KiB.
+    pub fn pages(&self) -> PageRange {
+        PageRange::first(self.len() / PAGE_SIZE)
+    }
+
+    /// Bytes of the pages that the kernel maps it by.
+    pub fn page_size(&self) -> u64 {
+        self.page_size
+    }
+
+    /// Whether others may map the same memory.
+    pub fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    /// What [`BlockOptions::region_address`] said.
+    pub fn region_address(&self) -> u64 {
+        self.region_address
+    }
+
+    /// The file behind it, and where in the file it begins.
+    pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
+    }
+
+    /// The address of its first byte in this process, for the kernel and for KVM. It is valid as long as the block is.
+    pub fn host_address(&self) -> *mut u8 {
+        self.mapping.start()
+    }
+
+    /// Its memory, to be looked at.
+    #[allow(unsafe_code, reason = "vouches for the mapping")]
+    pub fn look(&self) -> GuestPages<'_> {
+        // SAFETY: the mapping is readable as long as the block is borrowed.
+        unsafe { GuestPages::new(self.mapping.start(), self.mapping.len(), PageNumber(0)) }
+    }
+
+    /// Where pages of it lie, for a gather or scatter list; `None` if it has not all of them. Valid as long as the block is.
+    pub fn place(&self, pages: PageRange) -> Option<iovec> {
+        let bytes = pages.bytes();
+        if bytes.end > self.len() {
+            return None;
+        }
+        let (start, end) = (usize::try_from(bytes.start).ok()?, usize::try_from(bytes.end).ok()?);
+        Some(iovec { iov_base: self.mapping.start().wrapping_add(start).cast(), iov_len: end.checked_sub(start)? })
+    }
+
+    /// Copies bytes out of it.
+    ///
+    /// # Errors
+    /// [`MemoryError::Outside`].
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), MemoryError> {
+        let wanted = into.len();
+        let done = usize::try_from(offset).ok().and_then(|offset| self.mapping.read(offset, into));
+        done.ok_or_else(|| self.outside(offset, wanted))
+    }
+
+    /// Copies bytes into it.
+    ///
+    /// # Errors
+    /// [`MemoryError::Outside`].
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), MemoryError> {
+        let done = usize::try_from(offset).ok().and_then(|offset| self.mapping.write(offset, bytes));
+        done.ok_or_else(|| self.outside(offset, bytes.len()))
+    }
+
+    /// Makes bytes of it zero, by writing them.
+    ///
+    /// # Errors
+    /// [`MemoryError::Outside`].
+    pub fn fill_zero(&self, offset: u64, length: u64) -> Result<(), MemoryError> {
+        let wanted = usize::try_from(length).unwrap_or(usize::MAX);
+        let done = usize::try_from(offset).ok().and_then(|offset| self.mapping.fill_zero(offset, wanted));
+        done.ok_or_else(|| self.outside(offset, wanted))
+    }
+
+    /// Lets nobody in this process write it (a write raises SIGSEGV), or all again: makes sure that what was paused is.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn set_writable(&self, writable: bool) -> Result<(), MemoryError> {
+        self.mapping.protect(writable).map_err(|source| MemoryError::Kernel {
+            block: self.name.clone(),
+            operation: "mprotect",
+            source,
+        })
+    }
+
+    fn outside(&self, offset: u64, wanted: usize) -> MemoryError {
+        MemoryError::Outside { block: self.name.clone(), length: self.len(), offset, wanted }
+    }
+}

@@ -1,0 +1,152 @@
+//! A log that writers keep themselves: whoever writes guest memory marks the pages, afterwards.
+//!
+//! For device models of the VMM's own process. The order is the writer's duty: **write first, then mark.** A mark before
+//! the write could be fetched, and the page read, before the write happens, which then nobody would hear of.
+//!
+//! A mark is a read-modify-write of the word that a fetch takes by another one. If the mark comes first, the fetch has seen
+//! it, and with it the write: whoever reads the page then reads what was written. If it comes later, the bit is still set
+//! when the fetch is over.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+#[cfg(not(loom))]
+use std::sync::atomic::{AtomicBool, fence};
+
+use limosa_page::{AtomicPageBitmap, PageNumber, PageRange};
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicBool, fence};
+
+use super::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::GuestMemory;
+
+#[derive(Debug)]
+struct Marks {
+    on: AtomicBool,
+    blocks: Vec<AtomicPageBitmap>,
+}
+
+/// The log.
+#[derive(Debug)]
+pub struct ExplicitLog {
+    marks: Arc<Marks>,
+    covers: Writers,
+}
+
+/// A writer's hand on the log. Cheap to clone, for any thread.
+#[derive(Debug, Clone)]
+pub struct Marker(Arc<Marks>);
+
+impl Marker {
+    /// Notes that pages of a block were written: call it after the write. What the block does not have is passed over.
+    /// Costs a fence and a load while the log is off.
+    pub fn mark(&self, block: usize, pages: PageRange) {
+        // The fence keeps the load behind the write before it. Of this fence and the one in `start` one is first: if it is
+        // this one, whoever reads memory after `start` reads what was written; if not, the load finds the log on.
+        fence(Ordering::SeqCst);
+        if self.0.on.load(Ordering::Relaxed)
+            && let Some(bitmap) = self.0.blocks.get(block)
+        {
+            bitmap.set_range(pages.intersect(PageRange::first(bitmap.len())));
+        }
+    }
+
+    /// Whether a page is marked, and no fetch has taken the mark yet.
+    pub fn is_marked(&self, block: usize, page: PageNumber) -> bool {
+        self.0.blocks.get(block).is_some_and(|bitmap| bitmap.get(page))
+    }
+}
+
+impl ExplicitLog {
+    /// A log for `memory`, kept by writers that are `covers`.
+    pub fn new(memory: &GuestMemory, covers: Writers) -> Self {
+        let blocks = memory.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages().len())).collect();
+        Self { marks: Arc::new(Marks { on: AtomicBool::new(false), blocks }), covers }
+    }
+
+    /// What writers mark pages with.
+    pub fn marker(&self) -> Marker {
+        Marker(Arc::clone(&self.marks))
+    }
+}
+
+impl DirtyLog for ExplicitLog {
+    fn name(&self) -> &'static str {
+        "the explicit dirty log"
+    }
+
+    fn covers(&self) -> Writers {
+        self.covers
+    }
+
+    fn start(&mut self) -> Result<(), LogError> {
+        for bitmap in &self.marks.blocks {
+            bitmap.clear_range(PageRange::first(bitmap.len()));
+        }
+        self.marks.on.store(true, Ordering::Relaxed);
+        // See `Marker::mark`.
+        fence(Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError> {
+        if !self.marks.on.load(Ordering::Relaxed) {
+            return Err(LogError::NotStarted { log: self.name() });
+        }
+        for (index, bitmap) in self.marks.blocks.iter().enumerate() {
+            let taken = bitmap.take(PageRange::first(bitmap.len()));
+            if let Some(pages) = into.block_mut(index) {
+                pages.union_with(&taken);
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), LogError> {
+        self.marks.on.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// For the model checker alone; `cargo xtask test` runs it.
+#[cfg(all(test, loom))]
+mod models {
+    use loom::sync::atomic::AtomicUsize;
+    use loom::thread;
+
+    use super::*;
+    use crate::BlockOptions;
+
+    #[test]
+    fn a_write_beside_start_or_fetch_is_in_what_was_read_before_or_in_a_fetch() {
+        // Only as memory that has a length: what is written is the number below.
+        let memory = GuestMemory::new(vec![BlockOptions::anonymous("ram", 4096).map().unwrap()]).unwrap();
+        let memory = Arc::new(memory);
+        loom::model(move || {
+            let mut log = ExplicitLog::new(&memory, Writers::DEVICES);
+            let marker = log.marker();
+            let page = loom::sync::Arc::new(AtomicUsize::new(0));
+            let writer = {
+                let page = loom::sync::Arc::clone(&page);
+                thread::spawn(move || {
+                    for value in 1..3 {
+                        page.store(value, Ordering::Relaxed);
+                        marker.mark(0, PageRange::first(1));
+                    }
+                })
+            };
+            log.start().unwrap();
+            let mut shadow = page.load(Ordering::Relaxed);
+            let fetch = |log: &mut ExplicitLog, shadow: &mut usize| {
+                let mut dirty = DirtyPages::new(&memory);
+                log.fetch(&mut dirty).unwrap();
+                if dirty.count() > 0 {
+                    *shadow = page.load(Ordering::Relaxed);
+                }
+            };
+            fetch(&mut log, &mut shadow);
+            writer.join().unwrap();
+            fetch(&mut log, &mut shadow);
+            assert_eq!(shadow, 2);
+        });
+    }
+}

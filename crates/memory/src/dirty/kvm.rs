@@ -1,0 +1,118 @@
+//! KVM's own logs of what its vCPUs write: the [dirty log](KvmLog), one bit a page, and the [dirty ring](KvmRingLog), a
+//! list of pages for each vCPU. A VM has one or the other; the ring has to be chosen before its first vCPU is made.
+//!
+//! Both see what vCPUs write and what KVM writes for them, and nothing else: a device model in this process marks its
+//! writes in an [`ExplicitLog`](super::ExplicitLog).
+//!
+//! Facts: the kernel's virt/kvm/api.rst (`KVM_GET_DIRTY_LOG`, `KVM_CLEAR_DIRTY_LOG`, `KVM_CAP_DIRTY_LOG_RING`).
+#![allow(unsafe_code, reason = "tells KVM where guest memory is, and shares rings with it")]
+
+mod log;
+mod ring;
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::sync::Arc;
+
+use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
+use kvm_ioctls::VmFd;
+use limosa_page::PAGE_SIZE;
+
+use crate::{GuestMemory, GuestRegion, MemoryError};
+
+pub use log::KvmLog;
+pub use ring::{KvmRingLog, KvmRings};
+
+/// A memory slot of a VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvmSlot {
+    /// Its number, with the address space in bits 16 to 31.
+    pub slot: u32,
+    /// The guest memory that it is.
+    pub region: GuestRegion,
+    /// Flags that it has without its log (`KVM_MEM_*`).
+    pub flags: u32,
+}
+
+/// The memory slots of a VM, as its logs need to know them.
+#[derive(Debug)]
+pub struct KvmSlots {
+    vm: Arc<VmFd>,
+    memory: Arc<GuestMemory>,
+    slots: Vec<KvmSlot>,
+}
+
+impl KvmSlots {
+    /// Gives a VM that has no memory yet all regions of `memory`, in slots numbered from 0. They are taken away again when
+    /// the last owner of the result is gone, before the memory is.
+    ///
+    /// # Errors
+    /// KVM's refusal.
+    pub fn map(vm: Arc<VmFd>, memory: Arc<GuestMemory>) -> Result<Arc<Self>, MemoryError> {
+        let slots = (0..).zip(memory.regions()).map(|(slot, region)| KvmSlot { slot, region: *region, flags: 0 });
+        let slots = Self { vm, slots: slots.collect(), memory: Arc::clone(&memory) };
+        for slot in &slots.slots {
+            slots.set(slot, slot.flags, true).map_err(|source| MemoryError::Kernel {
+                block: memory.blocks().get(slot.region.block).map(|block| block.name().to_owned()).unwrap_or_default(),
+                operation: "KVM_SET_USER_MEMORY_REGION",
+                source,
+            })?;
+        }
+        Ok(Arc::new(slots))
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &Arc<VmFd> {
+        &self.vm
+    }
+
+    /// The slots.
+    pub fn slots(&self) -> &[KvmSlot] {
+        &self.slots
+    }
+
+    /// The slots' memory.
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+
+    /// Has KVM log what is written in all slots, or stop; if one slot refuses to begin, none is logged.
+    fn set_logging(&self, on: bool) -> io::Result<()> {
+        let flags = |slot: &KvmSlot| if on { slot.flags | KVM_MEM_LOG_DIRTY_PAGES } else { slot.flags };
+        let done = self.slots.iter().map(|slot| self.set(slot, flags(slot), true));
+        if on {
+            let done = done.collect::<io::Result<()>>();
+            return done.inspect_err(|_| drop(self.set_logging(false)));
+        }
+        done.fold(Ok(()), Result::and)
+    }
+
+    fn set(&self, slot: &KvmSlot, flags: u32, present: bool) -> io::Result<()> {
+        let block = self.memory.block(slot.region.block).map_err(io::Error::other)?;
+        let place = block.place(slot.region.pages).ok_or_else(|| io::Error::other("the region is not in its block"))?;
+        let region = kvm_userspace_memory_region {
+            slot: slot.slot,
+            flags,
+            guest_phys_addr: slot.region.guest_address,
+            memory_size: if present { slot.region.pages.len() * PAGE_SIZE } else { 0 },
+            userspace_addr: place.iov_base.expose_provenance() as u64,
+        };
+        // SAFETY: the memory is mapped as long as `self.memory` lives, and this is dropped, with its slots, before that;
+        // nobody has a reference into guest memory.
+        unsafe { self.vm.set_user_memory_region(region) }.map_err(|error| io::Error::from_raw_os_error(error.errno()))
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the VM's descriptor is open as long as `self.vm` is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.vm.as_raw_fd()) }
+    }
+}
+
+impl Drop for KvmSlots {
+    fn drop(&mut self) {
+        for slot in &self.slots {
+            // It may be one that was refused.
+            let _ = self.set(slot, 0, false);
+        }
+    }
+}

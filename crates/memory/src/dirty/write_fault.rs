@@ -1,0 +1,227 @@
+//! Write protection that a thread of ours lifts: userfaultfd for kernels before 6.7.
+//!
+//! A write to a protected page makes its writer wait; a thread marks the page, lets it be written and wakes the writer. A
+//! fetch protects the marked pages again *before* it hands them out. How the two keep out of each other's way stands in
+//! `hand_over`. Costs two switches of threads for the first write to a page after each fetch.
+//!
+//! If the thread fails, it lets go of all memory: the guest runs on, and the next fetch says that the log is worth nothing.
+//!
+//! What it does not see is what [`WriteProtectLog`](super::WriteProtectLog) does not.
+
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
+use super::hand_over::Writable;
+use super::{DirtyLog, DirtyPages, LogError, Writers, addresses, not_registered};
+use crate::faults::FaultAccess;
+use crate::userfaultfd::{Features, Message, NOT_ALLOWED, RegisterMode, Userfaultfd};
+use crate::{GuestMemory, MemoryBlock};
+
+const NAME: &str = "userfaultfd's write protection with a fault handler";
+
+/// Pages that a fetch protects before it lets waiting writers in between (64 MiB).
+const SLICE: u64 = (64 << 20) / PAGE_SIZE;
+
+/// The log: kernel 5.19 or newer for shared memory and huge pages, 6.4 for private memory; needs to be told of the
+/// kernel's faults.
+#[derive(Debug)]
+pub struct WriteFaultLog {
+    memory: Arc<GuestMemory>,
+    running: Option<Running>,
+}
+
+#[derive(Debug)]
+struct Running {
+    handler: Arc<Handler>,
+    stop: Arc<OwnedFd>,
+    thread: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+struct Handler {
+    memory: Arc<GuestMemory>,
+    uffd: Userfaultfd,
+    writable: Vec<Writable>,
+    failed: Mutex<Option<io::Error>>,
+}
+
+impl WriteFaultLog {
+    /// A log for all blocks of `memory`. Nothing is protected before it starts.
+    ///
+    /// # Errors
+    /// [`LogError::Unavailable`]: the kernel is too old or does not let this process.
+    pub fn new(memory: Arc<GuestMemory>) -> Result<Self, LogError> {
+        open(&memory)?;
+        Ok(Self { memory, running: None })
+    }
+}
+
+/// A userfaultfd that can protect `memory`.
+fn open(memory: &GuestMemory) -> Result<Userfaultfd, LogError> {
+    let unavailable = |why: String| LogError::Unavailable { log: NAME, why };
+    let other = "use KVM's dirty log, or have every writer mark its pages";
+    let kernel = |error: io::Error| {
+        let how = if error.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "the kernel has none" };
+        unavailable(format!("userfaultfd: {error}; {how}; or {other}"))
+    };
+    // KVM and system calls write too, and must not fail at a protected page.
+    let features = Userfaultfd::available(FaultAccess::Everything).map_err(kernel)?;
+    let mut wanted = Features::PROTECT;
+    if !features.contains(wanted) {
+        return Err(unavailable(format!("the kernel is older than 5.7; {other}")));
+    }
+    for block in memory.blocks() {
+        let (needed, since) = if block.is_shared() || block.page_size() > PAGE_SIZE {
+            (Features::PROTECT_SHARED, "shared memory and huge pages can be write-protected since kernel 5.19")
+        } else {
+            // Before that, pages that were never touched could be written unseen.
+            (Features::PROTECT_UNPOPULATED, "all of private memory can be write-protected since kernel 6.4")
+        };
+        if !features.contains(needed) {
+            return Err(unavailable(format!("RAM block {}: {since}; {other}", block.name())));
+        }
+        wanted = wanted.and(needed);
+    }
+    Userfaultfd::open(FaultAccess::Everything, wanted).map_err(kernel)
+}
+
+impl Handler {
+    /// Until `stop` is readable.
+    fn run(&self, stop: &OwnedFd) {
+        if let Err(error) = self.serve(stop) {
+            *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            // Whoever waits must not wait for ever.
+            self.let_go().unwrap_or_default();
+        }
+    }
+
+    fn serve(&self, stop: &OwnedFd) -> io::Result<()> {
+        let mut messages = Vec::new();
+        loop {
+            let mut ready = [PollFd::new(&self.uffd, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+            match poll(&mut ready, None) {
+                Err(rustix::io::Errno::INTR) => continue,
+                result => result?,
+            };
+            if !ready[1].revents().is_empty() {
+                return Ok(());
+            }
+            self.uffd.read(&mut messages)?;
+            for message in messages.drain(..) {
+                if let Message::Fault { address, .. } = message {
+                    self.admit(address)?;
+                }
+            }
+        }
+    }
+
+    fn admit(&self, address: u64) -> io::Result<()> {
+        for (block, writable) in self.memory.blocks().iter().zip(&self.writable) {
+            let start = block.host_address().addr() as u64;
+            if let Some(offset) = address.checked_sub(start).filter(|offset| *offset < block.len()) {
+                let pages_in_one = block.page_size() / PAGE_SIZE;
+                let page = PageNumber::containing(offset);
+                let pages = PageRange::starting_at(PageNumber(page.0 - page.0 % pages_in_one), pages_in_one);
+                return writable.admit(pages, || self.protect(block, pages, false));
+            }
+        }
+        Err(io::Error::other(format!("a page fault at {address:#x}, where there is no guest memory")))
+    }
+
+    fn let_go(&self) -> io::Result<()> {
+        let unregister = |block| Ok(self.uffd.unregister(addresses(block, block.pages())?)?);
+        self.memory.blocks().iter().map(unregister).fold(Ok(()), Result::and)
+    }
+
+    fn protect(&self, block: &MemoryBlock, pages: PageRange, protect: bool) -> io::Result<()> {
+        Ok(self.uffd.protect(addresses(block, pages)?, protect)?)
+    }
+}
+
+fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
+    move |source| LogError::Failed { log: NAME, operation, source }
+}
+
+impl DirtyLog for WriteFaultLog {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn covers(&self) -> Writers {
+        Writers::VCPUS | Writers::DEVICES
+    }
+
+    fn start(&mut self) -> Result<(), LogError> {
+        self.stop()?;
+        let memory = Arc::clone(&self.memory);
+        let writable = memory.blocks().iter().map(|block| Writable::none(block.pages().len())).collect();
+        let handler = Arc::new(Handler { uffd: open(&memory)?, memory, writable, failed: Mutex::new(None) });
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| failed("eventfd")(e.into()))?);
+        let thread = std::thread::Builder::new().name("dirty-log".into()).spawn({
+            let (handler, stop) = (Arc::clone(&handler), Arc::clone(&stop));
+            move || handler.run(&stop)
+        });
+        // From here on an error stops what has begun, as `stop` does.
+        self.running =
+            Some(Running { handler: Arc::clone(&handler), stop, thread: thread.map_err(failed("a thread"))? });
+        let begin = || {
+            for block in self.memory.blocks() {
+                let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
+                let registered = handler.uffd.register(all, RegisterMode::PROTECT);
+                registered.map_err(|error| not_registered(NAME, block, &error.into()))?;
+                for pages in block.pages().chunks(slice(block.page_size())) {
+                    handler.protect(block, pages, true).map_err(failed("UFFDIO_WRITEPROTECT"))?;
+                }
+            }
+            Ok(())
+        };
+        let begun = begin();
+        if begun.is_err() {
+            let _ = self.stop();
+        }
+        begun
+    }
+
+    fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError> {
+        let Some(Running { handler, .. }) = &self.running else { return Err(LogError::NotStarted { log: NAME }) };
+        for (index, (block, writable)) in self.memory.blocks().iter().zip(&handler.writable).enumerate() {
+            let protect = |pages| handler.protect(block, pages, true);
+            let taken = |pages| into.add(index, pages);
+            writable.take(slice(block.page_size()), protect, taken).map_err(failed("UFFDIO_WRITEPROTECT"))?;
+        }
+        // Looked at last: before that the handler has let nobody write unseen.
+        match &*handler.failed.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(failed("the fault handler")(io::Error::new(error.kind(), error.to_string()))),
+            None => Ok(()),
+        }
+    }
+
+    fn stop(&mut self) -> Result<(), LogError> {
+        let Some(Running { handler, stop, thread }) = self.running.take() else { return Ok(()) };
+        // The thread first: who faults meanwhile waits, and goes on when the memory is let go.
+        let stopped = match rustix::io::write(stop.as_fd(), &1_u64.to_ne_bytes()) {
+            Ok(_) => thread.join().map_err(|_| io::Error::other("it panicked")),
+            Err(error) => Err(error.into()),
+        };
+        let let_go = handler.let_go().map_err(failed("UFFDIO_UNREGISTER"));
+        stopped.map_err(failed("the fault handler"))?;
+        let_go
+    }
+}
+
+/// Pages that are protected in one step: at least one page of the block.
+fn slice(page_size: u64) -> u64 {
+    SLICE.max(page_size / PAGE_SIZE)
+}
+
+impl Drop for WriteFaultLog {
+    fn drop(&mut self) {
+        // Closing the descriptor ends it all the same.
+        let _ = self.stop();
+    }
+}

@@ -1,0 +1,163 @@
+//! Write protection that the kernel lifts by itself: userfaultfd's asynchronous mode, read by `PAGEMAP_SCAN`.
+//!
+//! All memory is write-protected at the start, but for private memory that nobody has touched: a page of it that there is
+//! later was written, or read and is named for nothing. A write lifts the protection of its page inside the kernel, at the cost of a
+//! page fault without a switch to another thread; a fetch asks which pages are not protected and protects them again, page
+//! by page in one step. So a write is either before its page is protected again, and the page is in this fetch, or behind
+//! it, and the page is in the next one.
+//!
+//! What it does not see: other processes' writes through their own mappings, and a device's (VFIO, `O_DIRECT`, `io_uring`'s
+//! registered buffers) into pages that were pinned for writing before a fetch. Who completes such a request marks its pages
+//! in an [`ExplicitLog`](super::ExplicitLog); so does who discards pages (a balloon), which is no write.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use limosa_page::PageRange;
+
+use super::{DirtyLog, DirtyPages, LogError, Writers, addresses, not_registered};
+use crate::faults::FaultAccess;
+use crate::pagemap::PageMap;
+use crate::userfaultfd::{Features, NOT_ALLOWED, RegisterMode, Userfaultfd};
+use crate::{GuestMemory, MemoryBlock};
+
+const NAME: &str = "userfaultfd's asynchronous write protection";
+
+/// Pages that one call protects at the start: other threads can map memory between two calls.
+const SLICE: u64 = (1 << 30) / limosa_page::PAGE_SIZE;
+
+/// The log: kernel 6.7 or newer, memory of any kind, no privilege.
+#[derive(Debug)]
+pub struct WriteProtectLog {
+    memory: Arc<GuestMemory>,
+    running: Option<Running>,
+}
+
+#[derive(Debug)]
+struct Running {
+    uffd: Userfaultfd,
+    map: PageMap,
+}
+
+impl WriteProtectLog {
+    /// A log for all blocks of `memory`. Nothing is protected before it starts.
+    ///
+    /// # Errors
+    /// [`LogError::Unavailable`]: the kernel is too old or does not let this process.
+    pub fn new(memory: Arc<GuestMemory>) -> Result<Self, LogError> {
+        open()?;
+        Ok(Self { memory, running: None })
+    }
+}
+
+/// What the log works with, if the kernel has it.
+fn open() -> Result<Running, LogError> {
+    let unavailable = |why: String| LogError::Unavailable { log: NAME, why };
+    let kernel = |what: &str, source: io::Error| {
+        let how = if source.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "use KVM's dirty log" };
+        unavailable(format!("{what}: {source}; {how}, or have every writer mark its pages"))
+    };
+    // The kernel tells nobody of these faults, so it does not matter whose are wanted; those of threads alone are allowed
+    // to more users.
+    let access = FaultAccess::UserOnly;
+    let features = Userfaultfd::available(access).map_err(|e| kernel("userfaultfd", e))?;
+    if !features.contains(Features::PROTECT_ASYNC) {
+        return Err(unavailable(
+            "the kernel is older than 6.7; use the log with a fault handler (WriteFaultLog)".into(),
+        ));
+    }
+    let wanted = Features::PROTECT.and(Features::PROTECT_SHARED).and(Features::PROTECT_UNPOPULATED);
+    let uffd = Userfaultfd::open(access, wanted.and(Features::PROTECT_ASYNC));
+    let uffd = uffd.map_err(|e| kernel("write protection by userfaultfd", e))?;
+    let map = PageMap::open().map_err(|error| {
+        unavailable(format!(
+            "/proc/self/pagemap: {error}; the kernel shows it to no process that must not be dumped (prctl PR_SET_DUMPABLE): \
+             allow that, keep guest memory out of dumps by MADV_DONTDUMP, as its blocks are, or use WriteFaultLog"
+        ))
+    })?;
+    Ok(Running { uffd, map })
+}
+
+/// Whether a page that has no entry has never been written: what was never touched needs no mark then, which would cost page
+/// tables, and would have it pass for populated.
+fn is_private(block: &MemoryBlock) -> bool {
+    !block.is_shared() && block.file().is_none()
+}
+
+fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
+    move |source| LogError::Failed { log: NAME, operation, source }
+}
+
+impl DirtyLog for WriteProtectLog {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn covers(&self) -> Writers {
+        Writers::VCPUS | Writers::DEVICES
+    }
+
+    fn start(&mut self) -> Result<(), LogError> {
+        self.stop()?;
+        let mut running = open()?;
+        for block in self.memory.blocks() {
+            // Closing the descriptor undoes what was done before a failure.
+            let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
+            let registered = running.uffd.register(all.clone(), RegisterMode::PROTECT);
+            registered.map_err(|error| not_registered(NAME, block, &error.into()))?;
+            if is_private(block) {
+                running.map.take_written_private(all, |_| {}).map_err(failed("PAGEMAP_SCAN"))?;
+                continue;
+            }
+            for pages in block.pages().chunks(SLICE.max(block.page_size() / limosa_page::PAGE_SIZE)) {
+                let done = addresses(block, pages).and_then(|memory| Ok(running.uffd.protect(memory, true)?));
+                done.map_err(failed("UFFDIO_WRITEPROTECT"))?;
+            }
+        }
+        self.running = Some(running);
+        Ok(())
+    }
+
+    fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError> {
+        let running = self.running.as_mut().ok_or(LogError::NotStarted { log: NAME })?;
+        for (index, block) in self.memory.blocks().iter().enumerate() {
+            let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
+            let start = all.start;
+            let mut name = |run: &Range<u64>| {
+                let bytes = run.start.saturating_sub(start)..run.end.saturating_sub(start);
+                into.add(index, PageRange::covering(&bytes));
+            };
+            if is_private(block) {
+                running.map.take_written_private(all, |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
+                continue;
+            }
+            running.map.take_written(all.clone(), |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
+            if block.page_size() > limosa_page::PAGE_SIZE {
+                // Of the pool's huge pages that does not name what was written and unmapped since. Such a page is written
+                // before it is protected here, and named; or later, and in the next fetch.
+                let mut unmarked = Vec::new();
+                running.map.unmarked(all, |run| unmarked.push(run)).map_err(failed("PAGEMAP_SCAN"))?;
+                for run in unmarked {
+                    running.uffd.protect(run.clone(), true).map_err(|e| failed("UFFDIO_WRITEPROTECT")(e.into()))?;
+                    name(&run);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), LogError> {
+        let Some(running) = self.running.take() else { return Ok(()) };
+        let unregister = |block| Ok(running.uffd.unregister(addresses(block, block.pages())?)?);
+        let done = self.memory.blocks().iter().map(unregister).fold(Ok(()), Result::and);
+        done.map_err(failed("UFFDIO_UNREGISTER"))
+    }
+}
+
+impl Drop for WriteProtectLog {
+    fn drop(&mut self) {
+        // Closing the descriptor ends it all the same.
+        let _ = self.stop();
+    }
+}

@@ -1,0 +1,98 @@
+//! The fault handler: guest memory whose pages come when they are touched.
+//!
+//! **Law: a page that has not come is never read as zero.** A thread that touches a missing page stands still until somebody
+//! places the page, however many pagers die meanwhile. The kernel does the opposite when the last descriptor of a
+//! userfaultfd is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered memory
+//! is not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
+//! [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], had by [`FaultHandler::hold`], makes a
+//! new handler when the old one is dead; its descriptor can be passed to another process, which goes on by
+//! [`FaultHandler::from_fd`].
+//!
+//! How pages get there:
+//! - [`FaultMode::Missing`]: a page that nobody has is placed by a copy that the kernel makes ([`FaultHandler::copy`]) or as
+//!   zeros ([`FaultHandler::zero`]): whole at once, so that no reader sees half of it.
+//! - [`FaultMode::Minor`], for shared memory: the pager writes the page through a mapping of its own (from a socket straight to
+//!   its place) and then lets the guest have it ([`FaultHandler::map_present`]). Nothing is copied.
+//!
+//! **Only what goes through this process's mapping waits.** A missing page of shared memory that another process touches in
+//! its own mapping (a vhost-user back end) becomes zeros for all, and is there when its contents come: a back end may run
+//! only when nothing is missing, or with a userfaultfd of its own.
+//!
+//! Which pages have come is not kept here: whoever places pages knows. A page that is there already is reported, not
+//! overwritten. Populating registered memory (`MADV_POPULATE_WRITE`) would wait for a page that nobody sends: do it before.
+
+mod error;
+mod handler;
+mod layout;
+mod place;
+
+use std::os::fd::OwnedFd;
+
+use limosa_page::PageRange;
+
+pub use crate::userfaultfd::FaultAccess;
+pub use error::FaultError;
+pub use handler::{FaultHandler, FaultOptions, FaultWaker, HeldFaults};
+pub use layout::{FaultBlock, FaultLayout};
+pub use place::Placement;
+
+/// How a block's pages get there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FaultMode {
+    /// Pages that are not there are placed by the kernel, as copies or zeros.
+    Missing,
+    /// The same, and pages that are there have to be let in one by one: shared memory that a pager fills through a mapping
+    /// of its own. (After registering, pages that this process has mapped already are not asked for.)
+    Minor,
+}
+
+/// What a handler is told.
+#[derive(Debug)]
+pub enum FaultEvent {
+    /// Somebody waits for a page.
+    Fault(Fault),
+    /// Pages were given back by somebody in this process (`MADV_DONTNEED`, `MADV_REMOVE`), who waited until this was read. Of
+    /// private memory they are missing again, whether or not they had come. What is placed there from now on is read by
+    /// the guest; zeros are what it may expect. (Holes punched in the file are not told.)
+    Removed {
+        /// The block.
+        block: usize,
+        /// Whole host pages.
+        pages: PageRange,
+    },
+    /// Memory of a block was unmapped: nothing can be placed there any more.
+    Unmapped {
+        /// The block.
+        block: usize,
+        /// Whole host pages.
+        pages: PageRange,
+    },
+    /// Memory was moved by mremap(2). The layout no longer holds.
+    Moved {
+        /// Address that it had.
+        from: u64,
+        /// Address that it has.
+        to: u64,
+        /// Bytes.
+        length: u64,
+    },
+    /// The process forked. This is the userfaultfd of the child's memory: a child that touches missing pages waits as long as it
+    /// is open, and reads zeros once it is closed.
+    Forked(OwnedFd),
+}
+
+/// Somebody waits for a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    /// The block.
+    pub block: usize,
+    /// The host page: one page of 4 KiB, or all of a huge page.
+    pub pages: PageRange,
+    /// The file has it, and it is to be let in by [`FaultHandler::map_present`], once its contents have come: a page that is
+    /// being written, or lies in one huge page with another that was, is there before that.
+    pub minor: bool,
+    /// It is to be written.
+    pub write: bool,
+    /// The kernel's number of the thread, as far as the pager's process sees it; 0: not known.
+    pub thread: u32,
+}

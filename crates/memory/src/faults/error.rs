@@ -1,0 +1,110 @@
+//! What the fault handler fails with.
+
+use std::io;
+
+use limosa_page::PageRange;
+
+use crate::userfaultfd::NOT_ALLOWED;
+
+/// Why missing pages cannot be handled.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FaultError {
+    /// This process may not have a userfaultfd.
+    #[error("this process may not use userfaultfd ({source}): {NOT_ALLOWED}")]
+    NotAllowed {
+        /// The kernel's reason.
+        source: io::Error,
+    },
+
+    /// The kernel cannot do it.
+    #[error("userfaultfd of this kernel has no {what}")]
+    Unsupported {
+        /// What is missing, and what to do.
+        what: &'static str,
+    },
+
+    /// The layout is none, or is not that of the memory.
+    #[error("fault layout, block {block}: {why}")]
+    Layout {
+        /// Its index.
+        block: usize,
+        /// What does not fit.
+        why: String,
+    },
+
+    /// Pages that the block does not have, that are no whole host pages, or of a block that is not registered.
+    #[error("block {block} cannot take {pages}: {why}")]
+    Pages {
+        /// Its index.
+        block: usize,
+        /// The pages.
+        pages: PageRange,
+        /// What is wrong.
+        why: &'static str,
+    },
+
+    /// The kernel refused.
+    #[error("block {block}, {pages}: {operation}: {source}")]
+    Kernel {
+        /// Its index.
+        block: usize,
+        /// The pages.
+        pages: PageRange,
+        /// What was to be done.
+        operation: &'static str,
+        /// The kernel's reason.
+        source: io::Error,
+    },
+
+    /// A call that is about no block in particular failed.
+    #[error("{operation}: {source}")]
+    Descriptor {
+        /// What was to be done.
+        operation: &'static str,
+        /// The kernel's reason.
+        source: io::Error,
+    },
+
+    /// There is no memory for a page: whoever needs it waits on.
+    #[error("block {block}, {pages}: there is no memory for the page; the limit of the control group may be too low")]
+    NoMemory {
+        /// Its index.
+        block: usize,
+        /// The pages.
+        pages: PageRange,
+    },
+
+    /// Somebody kept changing the memory.
+    #[error(
+        "block {block}, {pages}: the memory has been changed by others for {seconds} s, and nothing can be placed meanwhile"
+    )]
+    Busy {
+        /// Its index.
+        block: usize,
+        /// What was not placed.
+        pages: PageRange,
+        /// How long it was tried.
+        seconds: u64,
+    },
+
+    /// The process whose memory it is has ended.
+    #[error("the process whose memory it is has ended")]
+    Gone,
+
+    /// Somebody waits for memory that is in no block, so nobody will answer.
+    #[error(
+        "a thread waits for memory at {address:#x}, which is in no block of the layout: the layout is not this VM's"
+    )]
+    UnknownAddress {
+        /// Where.
+        address: u64,
+    },
+
+    /// The kernel told something unknown.
+    #[error("userfaultfd told event {event:#x}, which is not known here")]
+    UnknownEvent {
+        /// Its number.
+        event: u8,
+    },
+}

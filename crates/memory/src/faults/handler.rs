@@ -1,0 +1,363 @@
+//! The handler itself: its descriptor, what is registered, and waiting for events.
+
+use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use limosa_page::PAGE_SIZE;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use super::{Fault, FaultBlock, FaultError, FaultEvent, FaultLayout, FaultMode};
+use crate::GuestMemory;
+use crate::mapping::Mapping;
+use crate::userfaultfd::{FaultAccess, Features, Message, RegisterMode, Userfaultfd};
+
+/// What a handler is to be told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FaultOptions {
+    /// Whose faults.
+    pub access: FaultAccess,
+    /// Be told of pages that are given back. Who does that waits until the handler has read it, so the pager itself must not.
+    pub removals: bool,
+    /// Be told of memory that is unmapped or moved. Who does that waits until the handler has read it.
+    pub mappings: bool,
+    /// Be told of forks (needs `CAP_SYS_PTRACE`). Without, memory that a child inherits is filled with zeros where it is missing.
+    pub forks: bool,
+}
+
+impl Default for FaultOptions {
+    /// Everybody's faults, and what is given back.
+    fn default() -> Self {
+        Self { access: FaultAccess::Everything, removals: true, mappings: false, forks: false }
+    }
+}
+
+/// The descriptor of all handlers and holds of this process that belong together.
+#[derive(Debug)]
+struct Descriptor {
+    fd: ManuallyDrop<Userfaultfd>,
+    /// Memory is registered and pages of it may be missing: closing would turn them into zeros.
+    needed: AtomicBool,
+}
+
+impl Drop for Descriptor {
+    #[allow(unsafe_code, reason = "closes a descriptor, or leaves it open")]
+    fn drop(&mut self) {
+        if !self.needed.load(Ordering::SeqCst) {
+            // SAFETY: it is not used after this, the only place where it is dropped.
+            unsafe { ManuallyDrop::drop(&mut self.fd) };
+        }
+    }
+}
+
+/// Answers those who touch pages that have not come. For any number of threads.
+#[derive(Debug)]
+pub struct FaultHandler {
+    descriptor: Arc<Descriptor>,
+    layout: FaultLayout,
+    /// Read while a page was to be placed, for whoever waits next.
+    queue: Mutex<VecDeque<FaultEvent>>,
+    wake: Arc<OwnedFd>,
+    /// Zeros for huge pages, mapped and never written.
+    zeros: OnceLock<Mapping>,
+}
+
+/// Keeps missing pages missing while no handler lives, and makes a new one.
+#[derive(Debug)]
+pub struct HeldFaults {
+    descriptor: Arc<Descriptor>,
+    layout: FaultLayout,
+}
+
+/// Ends a [`FaultHandler::wait`].
+#[derive(Debug, Clone)]
+pub struct FaultWaker(Arc<OwnedFd>);
+
+impl FaultWaker {
+    /// One [`FaultHandler::wait`], of now or of later, returns with what there is.
+    pub fn wake(&self) {
+        // It can only fail if it was called 2^64 times.
+        let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
+    }
+}
+
+impl FaultHandler {
+    /// A handler for which nothing is registered yet.
+    ///
+    /// # Errors
+    /// [`FaultError::NotAllowed`], [`FaultError::Unsupported`].
+    pub fn open(options: FaultOptions) -> Result<Self, FaultError> {
+        let available = Userfaultfd::available(options.access).map_err(not_allowed)?;
+        let mappings = Features::EVENT_REMAP.and(Features::EVENT_UNMAP);
+        let memory = Features::MISSING_HUGETLBFS.and(Features::MISSING_SHMEM);
+        let minor = Features::MINOR_HUGETLBFS.and(Features::MINOR_SHMEM);
+        let mut features = available.intersect(memory.and(minor).and(Features::THREAD_ID));
+        for (wanted, more, what) in [
+            (options.removals, Features::EVENT_REMOVE, "events about memory that is given back"),
+            (options.mappings, mappings, "events about memory that is unmapped or moved"),
+            (options.forks, Features::EVENT_FORK, "events about forks"),
+        ] {
+            if wanted && !available.contains(more) {
+                return Err(FaultError::Unsupported { what });
+            }
+            features = if wanted { features.and(more) } else { features };
+        }
+        let fd = Userfaultfd::open(options.access, features).map_err(not_allowed)?;
+        Self::over(
+            Arc::new(Descriptor { fd: ManuallyDrop::new(fd), needed: AtomicBool::new(false) }),
+            FaultLayout::default(),
+        )
+    }
+
+    /// A handler that goes on where one of another process ended, over a descriptor that was passed. Everybody who waits is told
+    /// anew.
+    ///
+    /// # Errors
+    /// It is no userfaultfd, or the layout is not that of its memory.
+    pub fn from_fd(fd: OwnedFd, layout: FaultLayout) -> Result<Self, FaultError> {
+        let descriptor = Descriptor { fd: ManuallyDrop::new(Userfaultfd::from_fd(fd)), needed: AtomicBool::new(true) };
+        Self::succeeding(Arc::new(descriptor), layout)
+    }
+
+    fn succeeding(descriptor: Arc<Descriptor>, layout: FaultLayout) -> Result<Self, FaultError> {
+        let new = Self::over(descriptor, layout)?;
+        // What the old handler was told and did not answer nobody would tell again.
+        for (index, block) in new.layout.registered() {
+            new.fd().wake(block.addresses()).map_err(|error| kernel(index, block.pages(), "UFFDIO_WAKE", error))?;
+        }
+        Ok(new)
+    }
+
+    fn over(descriptor: Arc<Descriptor>, layout: FaultLayout) -> Result<Self, FaultError> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| FaultError::Descriptor { operation: "eventfd", source: error.into() })?;
+        Ok(Self { descriptor, layout, queue: Mutex::default(), wake: Arc::new(wake), zeros: OnceLock::new() })
+    }
+
+    /// Registers a block: from now on who touches a page that is not there waits for it. What is there stays.
+    ///
+    /// # Errors
+    /// The kernel cannot do that for this kind of memory.
+    pub fn register(&mut self, memory: &GuestMemory, index: usize, mode: FaultMode) -> Result<(), FaultError> {
+        let block = memory.block(index).map_err(|error| FaultError::Layout { block: index, why: error.to_string() })?;
+        let new = FaultBlock {
+            address: block.host_address().expose_provenance() as u64,
+            length: block.len(),
+            page_size: block.page_size(),
+            mode,
+        };
+        let layout = self.layout.with(index, new)?;
+        let modes = match mode {
+            FaultMode::Missing => RegisterMode::MISSING,
+            FaultMode::Minor => RegisterMode::MISSING.and(RegisterMode::MINOR),
+        };
+        // From here on, even if the registration is half done, closing could turn missing pages into zeros.
+        self.descriptor.needed.store(true, Ordering::SeqCst);
+        self.fd().register(new.addresses(), modes).map_err(|error| match (error, mode) {
+            (Errno::INVAL, FaultMode::Minor) => {
+                FaultError::Unsupported { what: "minor faults for this memory (shared memory on Linux 5.14 has them)" }
+            }
+            (Errno::INVAL, FaultMode::Missing) => FaultError::Unsupported {
+                what: "missing faults for this memory: only anonymous memory, tmpfs, memfd and hugetlbfs have them",
+            },
+            (error, _) => kernel(index, new.pages(), "UFFDIO_REGISTER", error),
+        })?;
+        self.layout = layout;
+        Ok(())
+    }
+
+    /// What is registered.
+    pub fn layout(&self) -> &FaultLayout {
+        &self.layout
+    }
+
+    /// Keeps what is registered up to now as it is if this handler dies, and makes the next one then.
+    pub fn hold(&self) -> HeldFaults {
+        HeldFaults { descriptor: Arc::clone(&self.descriptor), layout: self.layout.clone() }
+    }
+
+    /// What ends a [`wait`](Self::wait).
+    pub fn waker(&self) -> FaultWaker {
+        FaultWaker(Arc::clone(&self.wake))
+    }
+
+    /// Waits until there is something to tell, the time is over (`None`: as long as it takes) or a waker was used; adds what
+    /// there is to `into`, which stays as it is in the latter cases.
+    ///
+    /// # Errors
+    /// Somebody waits for memory outside the layout, the kernel tells what is not known here, or it refuses.
+    pub fn wait(&self, into: &mut Vec<FaultEvent>, timeout: Option<Duration>) -> Result<(), FaultError> {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let before = into.len();
+        loop {
+            into.extend(self.queue().drain(..));
+            self.read(into)?;
+            if into.len() > before {
+                return Ok(());
+            }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let left = left.map(|left| Timespec {
+                tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            });
+            let mut fds = [PollFd::new(self.fd(), PollFlags::IN), PollFd::new(&*self.wake, PollFlags::IN)];
+            match poll(&mut fds, left.as_ref()) {
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(Errno::INTR) => continue,
+                Err(error) => return Err(descriptor("poll", error)),
+            }
+            let (faults, woken) = (fds[0].revents(), fds[1].revents());
+            if faults.intersects(PollFlags::ERR | PollFlags::NVAL | PollFlags::HUP) {
+                return Err(descriptor("poll: it is no userfaultfd in working order", Errno::BADF));
+            }
+            if woken.contains(PollFlags::IN) && rustix::io::read(&*self.wake, &mut [0; 8]).is_ok() {
+                into.extend(self.queue().drain(..));
+                return self.read(into);
+            }
+        }
+    }
+
+    /// Reads what there is to tell into the queue, for the next who waits; whoever changes the memory goes on then. Whether there
+    /// was anything.
+    pub(super) fn drain(&self) -> Result<bool, FaultError> {
+        let mut events = Vec::new();
+        let result = self.read(&mut events);
+        let any = !events.is_empty();
+        if any {
+            self.queue().extend(events);
+            self.waker().wake();
+        }
+        result.map(|()| any)
+    }
+
+    fn read(&self, into: &mut Vec<FaultEvent>) -> Result<(), FaultError> {
+        let mut messages = Vec::new();
+        self.fd().read(&mut messages).map_err(|error| descriptor("reading userfaultfd", error))?;
+        let mut result = Ok(());
+        for message in messages {
+            match message {
+                Message::Fault { address, write, minor, thread, .. } => match self.layout.host_page_at(address) {
+                    Some((block, pages)) => into.push(FaultEvent::Fault(Fault { block, pages, minor, write, thread })),
+                    None => result = Err(FaultError::UnknownAddress { address }),
+                },
+                Message::Remove(range) => {
+                    let pieces = self.layout.pieces(&range);
+                    into.extend(pieces.map(|(block, pages)| FaultEvent::Removed { block, pages }));
+                }
+                Message::Unmap(range) => {
+                    let pieces = self.layout.pieces(&range);
+                    into.extend(pieces.map(|(block, pages)| FaultEvent::Unmapped { block, pages }));
+                }
+                Message::Remap { from, to, length } => into.push(FaultEvent::Moved { from, to, length }),
+                Message::Fork(child) => into.push(FaultEvent::Forked(child)),
+                Message::Unknown(event) => result = Err(FaultError::UnknownEvent { event }),
+            }
+        }
+        result
+    }
+
+    /// Every page has come (or is zero from now on): who touches the memory is no longer told, and pages that are missing all
+    /// the same read as zeros. Closes the descriptor if no hold is left.
+    ///
+    /// # Errors
+    /// The kernel's refusal; the memory stays as it was, and so does the law.
+    pub fn finish(self) -> Result<(), FaultError> {
+        for (index, block) in self.layout.registered() {
+            self.fd()
+                .unregister(block.addresses())
+                .map_err(|error| kernel(index, block.pages(), "UFFDIO_UNREGISTER", error))?;
+        }
+        // The kernel wakes who waits before it forgets the memory: who began to wait between the two (it can, where a fault takes
+        // the lock of its mapping alone) would sleep until the descriptor is closed, and others may hold that.
+        for (index, block) in self.layout.registered() {
+            self.fd().wake(block.addresses()).map_err(|error| kernel(index, block.pages(), "UFFDIO_WAKE", error))?;
+        }
+        self.descriptor.needed.store(false, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// The guest is gone and its memory will not be looked at: as [`finish`](Self::finish), whatever is missing and whether or
+    /// not the memory is still mapped. *Who still waits reads zeros.*
+    pub fn abandon(self) {
+        for (_, block) in self.layout.registered() {
+            // What is not mapped any more has nobody waiting. Others may go on giving pages back without being waited for.
+            let _ = self.fd().unregister(block.addresses());
+        }
+        self.descriptor.needed.store(false, Ordering::SeqCst);
+    }
+
+    pub(super) fn fd(&self) -> &Userfaultfd {
+        &self.descriptor.fd
+    }
+
+    fn queue(&self) -> std::sync::MutexGuard<'_, VecDeque<FaultEvent>> {
+        // What a thread that died has left in the queue is whole: events are added one by one.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// At least `length` zeros that lie in memory nobody writes.
+    pub(super) fn zeros(&self, length: u64) -> Result<&Mapping, FaultError> {
+        let largest = self.layout.registered().map(|(_, block)| block.page_size).max().unwrap_or(PAGE_SIZE).max(length);
+        if self.zeros.get().is_none() {
+            let mapped = usize::try_from(largest).unwrap_or(usize::MAX);
+            let new = Mapping::new(None, mapped, false, None);
+            // If two threads come here at once, one of the mappings goes again.
+            let new = new.map_err(|source| FaultError::Descriptor { operation: "mapping zeros", source })?;
+            let _ = self.zeros.set(new);
+        }
+        self.zeros.get().ok_or(FaultError::Unsupported { what: "zeros" })
+    }
+}
+
+impl HeldFaults {
+    /// A handler that goes on where the last one ended. Everybody who waits is told anew.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn handler(&self) -> Result<FaultHandler, FaultError> {
+        FaultHandler::succeeding(Arc::clone(&self.descriptor), self.layout.clone())
+    }
+
+    /// What is registered, to be told a pager of another process.
+    pub fn layout(&self) -> &FaultLayout {
+        &self.layout
+    }
+}
+
+/// The descriptor, to be passed to a pager in another process.
+impl AsFd for HeldFaults {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.fd.as_fd()
+    }
+}
+
+impl AsFd for FaultHandler {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd().as_fd()
+    }
+}
+
+pub(super) fn kernel(block: usize, pages: limosa_page::PageRange, operation: &'static str, error: Errno) -> FaultError {
+    match error {
+        Errno::SRCH => FaultError::Gone,
+        Errno::NOMEM => FaultError::NoMemory { block, pages },
+        error => FaultError::Kernel { block, pages, operation, source: error.into() },
+    }
+}
+
+fn descriptor(operation: &'static str, error: Errno) -> FaultError {
+    FaultError::Descriptor { operation, source: error.into() }
+}
+
+fn not_allowed(source: std::io::Error) -> FaultError {
+    match Errno::from_io_error(&source) {
+        Some(Errno::NOSYS | Errno::PERM | Errno::ACCESS) => FaultError::NotAllowed { source },
+        Some(Errno::INVAL) => FaultError::Unsupported { what: "such kind of faults" },
+        _ => FaultError::Descriptor { operation: "opening userfaultfd", source },
+    }
+}

@@ -1,0 +1,164 @@
+//! Placing pages: as copies, as zeros, or by letting in what is there.
+//!
+//! A call may be cut short because somebody changes the memory (`EAGAIN`): it then goes on *behind* what it has done, and
+//! reads the event that the other one waits for, or both would wait for each other.
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use rustix::io::Errno;
+
+use super::handler::kernel;
+use super::{FaultBlock, FaultError, FaultHandler};
+use crate::userfaultfd::{Progress, Userfaultfd};
+
+/// How long a change of the memory may keep pages from being placed.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What came of placing pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placement {
+    /// The pages that were placed, from the first one asked for on.
+    pub placed: PageRange,
+    /// The host page behind them that was there already, where the call ended; `None`: all were placed.
+    pub present: Option<PageRange>,
+}
+
+impl FaultHandler {
+    /// Fills missing pages, `first` and those behind it, with a copy of `contents`, which are whole host pages, and wakes who
+    /// waits for them. Ends at a page that is there already.
+    ///
+    /// # Errors
+    /// Pages that cannot be placed ([`FaultError::Pages`]), [`FaultError::NoMemory`], [`FaultError::Busy`],
+    /// [`FaultError::Gone`].
+    #[allow(unsafe_code, reason = "names a slice to the kernel")]
+    pub fn copy(&self, block: usize, first: PageNumber, contents: &[u8]) -> Result<Placement, FaultError> {
+        let length = contents.len() as u64;
+        let pages = PageRange::starting_at(first, length / PAGE_SIZE);
+        if !length.is_multiple_of(PAGE_SIZE) {
+            return Err(FaultError::Pages { block, pages, why: "the contents are no whole pages" });
+        }
+        self.place(block, pages, "UFFDIO_COPY", |fd, at, done| {
+            let rest = usize::try_from(done).ok().and_then(|done| contents.get(done..)).unwrap_or_default();
+            // SAFETY: a slice is readable.
+            unsafe { fd.copy(at.start, rest.as_ptr(), rest.len() as u64) }
+        })
+    }
+
+    /// Fills missing pages with zeros, and wakes who waits for them. Ends at a page that is there already.
+    ///
+    /// # Errors
+    /// As [`copy`](Self::copy).
+    #[allow(unsafe_code, reason = "names a mapping of zeros to the kernel")]
+    pub fn zero(&self, block: usize, pages: PageRange) -> Result<Placement, FaultError> {
+        let huge = self.layout().block(block).map_or(PAGE_SIZE, |block| block.page_size);
+        if huge == PAGE_SIZE {
+            return self.place(block, pages, "UFFDIO_ZEROPAGE", |fd, at, _| fd.zero(at));
+        }
+        // The kernel has no call for huge pages of the pool: they are copies of a page of zeros, one by one.
+        let zeros = self.zeros(huge)?;
+        self.place(block, pages, "UFFDIO_COPY of zeros", |fd, at, _| {
+            let length = (zeros.len() as u64).min(at.end.saturating_sub(at.start));
+            // SAFETY: the mapping is readable and at least that long.
+            unsafe { fd.copy(at.start, zeros.start(), length) }
+        })
+    }
+
+    /// Lets those who wait have pages that were written through another mapping of the same memory: of blocks in
+    /// [`FaultMode::Minor`](super::FaultMode::Minor). Ends at a page that they have already.
+    ///
+    /// # Errors
+    /// As [`copy`](Self::copy); [`FaultError::Kernel`] with `EFAULT` if a page has not been written.
+    pub fn map_present(&self, block: usize, pages: PageRange) -> Result<Placement, FaultError> {
+        self.place(block, pages, "UFFDIO_CONTINUE", |fd, at, _| fd.map_present(at))
+    }
+
+    /// Lets all who wait for these pages look again: who still misses one is told anew.
+    ///
+    /// # Errors
+    /// [`FaultError::Pages`], or the kernel's refusal.
+    pub fn wake(&self, block: usize, pages: PageRange) -> Result<(), FaultError> {
+        let (_, addresses) = self.addresses(block, pages)?;
+        self.fd().wake(addresses).map_err(|error| kernel(block, pages, "UFFDIO_WAKE", error))
+    }
+
+    /// Calls `call` with the addresses of what is left and the bytes that are done until nothing is left.
+    fn place(
+        &self,
+        block: usize,
+        pages: PageRange,
+        operation: &'static str,
+        call: impl Fn(&Userfaultfd, Range<u64>, u64) -> rustix::io::Result<Progress>,
+    ) -> Result<Placement, FaultError> {
+        let (layout, addresses) = self.addresses(block, pages)?;
+        let (mut at, mut idle) = (addresses.start, Idle::default());
+        while at < addresses.end {
+            let left = PageRange::new(pages.start.saturating_add((at - addresses.start) / PAGE_SIZE), pages.end);
+            let progress = match call(self.fd(), at..addresses.end, at - addresses.start) {
+                Ok(progress) => progress,
+                Err(error) => return Err(kernel(block, left, operation, error)),
+            };
+            at = at.saturating_add(progress.done).min(addresses.end);
+            let placed = PageRange::new(pages.start, pages.start.saturating_add((at - addresses.start) / PAGE_SIZE));
+            match progress.stopped {
+                Some(Errno::EXIST) => {
+                    let (_, rest) = pages.split_at(placed.end);
+                    let (present, _) = rest.split_at(placed.end.saturating_add(layout.host_pages()));
+                    // Who waits for a page that is there was woken by whoever placed it; but it may have been woken before
+                    // the page was mapped for it. One more look costs nothing.
+                    self.wake(block, present)?;
+                    return Ok(Placement { placed, present: Some(present) });
+                }
+                Some(_) if progress.done == 0 => {
+                    let told = idle.is_time_to_look() && self.drain()?;
+                    idle.wait(told).map_err(|seconds| FaultError::Busy { block, pages: left, seconds })?;
+                }
+                _ => idle = Idle::default(),
+            }
+        }
+        Ok(Placement { placed: pages, present: None })
+    }
+
+    fn addresses(&self, block: usize, pages: PageRange) -> Result<(&FaultBlock, Range<u64>), FaultError> {
+        let refused = |why| FaultError::Pages { block, pages, why };
+        let layout = self.layout().block(block).ok_or_else(|| refused("it is not registered"))?;
+        Ok((layout, layout.place(pages).map_err(refused)?))
+    }
+}
+
+/// Waits for a moment in which nobody changes the memory.
+///
+/// Who gives back page after page leaves only the time between two calls, a microsecond or so: it is met by trying without
+/// a pause, and by letting the other one go on (that is, reading its event) only now and then.
+#[derive(Debug, Default)]
+struct Idle {
+    since: Option<Instant>,
+    tries: u32,
+}
+
+impl Idle {
+    /// Tries between two looks at what is told.
+    const TRIES: u32 = 64;
+    /// Tries without anything told after which there is no hurry.
+    const PATIENT: u32 = 16 * Self::TRIES;
+
+    fn is_time_to_look(&self) -> bool {
+        self.tries.is_multiple_of(Self::TRIES)
+    }
+
+    /// The seconds that have passed, if they are too many.
+    fn wait(&mut self, told: bool) -> Result<(), u64> {
+        let since = *self.since.get_or_insert_with(Instant::now);
+        self.tries = if told { 1 } else { self.tries.saturating_add(1) };
+        if self.is_time_to_look() && since.elapsed() > PATIENCE {
+            return Err(since.elapsed().as_secs());
+        }
+        if self.tries > Self::PATIENT {
+            std::thread::sleep(Duration::from_micros(50));
+        } else {
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,54 @@
+//! Guest RAM: RAM blocks over mmap, and what is written to them.
+//!
+//! A [`GuestMemory`] is the list of a VM's RAM blocks in stream order, named as QEMU names them; a block's index in it is
+//! its name everywhere above. Its pages are looked at through [`limosa_page::guest`], and named to the kernel as raw
+//! memory: no reference to them is ever made. What a running guest writes is told by [`dirty`] logs.
+//!
+//! A VMM built on rust-vmm's `vm-memory` finds its way in and out in `rust_vmm` (feature `vm-memory`).
+//!
+//! # Example
+//!
+//! A block of 16 MiB; a device model writes to it while a log is on.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, ExplicitLog, Writers};
+//! use limosa_memory::{BlockOptions, GuestMemory};
+//! use limosa_page::PageNumber;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 16 << 20).map()?])?);
+//! let log = ExplicitLog::new(&memory, Writers::VCPUS);
+//! let marker = log.marker();
+//! let mut logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?;
+//!
+//! logs.start()?;
+//! memory.block(0)?.write(4096 * 5, b"contents")?; // A device writes, and says so.
+//! marker.mark(0, limosa_page::PageRange::starting_at(PageNumber(5), 1));
+//!
+//! let mut dirty = DirtyPages::new(&memory);
+//! logs.fetch(&mut dirty)?;
+//! assert_eq!(dirty.count(), 1);
+//! assert!(dirty.block(0).is_some_and(|pages| pages.get(PageNumber(5))));
+//! # Ok(()) }
+//! ```
+
+mod block;
+pub mod dirty;
+mod discard;
+mod error;
+pub mod faults;
+mod mapping;
+mod memory;
+mod pagemap;
+pub mod populate;
+mod populated;
+#[cfg(feature = "vm-memory")]
+pub mod rust_vmm;
+pub mod share;
+mod userfaultfd;
+
+pub use block::{BlockOptions, BlockRole, MemoryBlock};
+pub use discard::Discarded;
+pub use error::MemoryError;
+pub use memory::{GuestMemory, GuestRegion};

@@ -1,0 +1,127 @@
+//! A mapping of this process, and every way to reach into it.
+//!
+//! **Law: no reference to mapped memory is ever made.** A guest, its devices and other processes write it while we look;
+//! so bytes go in and out by raw copies, and the kernel is told addresses. An owner of a [`Mapping`] that hands out an
+//! address keeps the mapping alive as long as the address is used.
+#![allow(unsafe_code, reason = "maps guest memory and copies from and to it")]
+
+use std::any::Any;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap};
+
+/// Memory of this process.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    length: usize,
+    /// Who unmaps it; nobody: it is unmapped when dropped.
+    lender: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: the mapping is memory, reached by raw copies alone, which any thread may make.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; concurrent copies may tear, which is what guest memory does.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `length` bytes: of `file` from `offset` on, shared or as a private copy, or of nothing (zeros).
+    pub(crate) fn new(
+        file: Option<(BorrowedFd<'_>, u64)>,
+        length: usize,
+        shared: bool,
+        huge_page: Option<u64>,
+    ) -> io::Result<Self> {
+        let mut flags = if shared { MapFlags::SHARED } else { MapFlags::PRIVATE };
+        flags |= MapFlags::NORESERVE;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let start = match file {
+            // SAFETY: a new mapping at an address of the kernel's choice takes nothing away from anybody.
+            Some((fd, offset)) => unsafe { mmap(ptr::null_mut(), length, access, flags, fd, offset) }?,
+            None => {
+                if let Some(size) = huge_page {
+                    // mmap(2): the binary logarithm of the page size stands in the bits from MAP_HUGE_SHIFT (26) on.
+                    flags |= MapFlags::HUGETLB | MapFlags::from_bits_retain(size.trailing_zeros() << 26);
+                }
+                // SAFETY: as above.
+                unsafe { mmap_anonymous(ptr::null_mut(), length, access, flags) }?
+            }
+        };
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let mapping = Self { start, length, lender: None };
+        // Secrets of the guest do not belong into a core file of its VMM.
+        // SAFETY: advice about whether memory is dumped does not change it.
+        unsafe { madvise(mapping.start.as_ptr().cast(), length, Advice::LinuxDontDump) }?;
+        Ok(mapping)
+    }
+
+    /// Memory that somebody else has mapped.
+    ///
+    /// # Safety
+    /// The `length` bytes at `start` are mapped, readable and writable, as long as `lender` lives, and no reference to them is
+    /// ever made.
+    #[cfg(feature = "vm-memory")]
+    pub(crate) unsafe fn lent(start: NonNull<u8>, length: usize, lender: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { start, length, lender: Some(lender) }
+    }
+
+    /// Its first byte.
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Copies out of it; `None` if it has not all of those bytes.
+    pub(crate) fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
+        let from = self.at(offset, into.len())?;
+        // SAFETY: `at` checked the range. Others may write it: the copy may then be of several moments, which whoever reads
+        // guest memory has to live with.
+        unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        Some(())
+    }
+
+    /// Copies into it; `None` if it has not all of those bytes.
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Option<()> {
+        let to = self.at(offset, bytes.len())?;
+        // SAFETY: `at` checked the range, and no reference to it exists.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        Some(())
+    }
+
+    /// Makes bytes of it zero; `None` if it has not all of them.
+    pub(crate) fn fill_zero(&self, offset: usize, length: usize) -> Option<()> {
+        let to = self.at(offset, length)?;
+        // SAFETY: as in `write`.
+        unsafe { ptr::write_bytes(to, 0, length) };
+        Some(())
+    }
+
+    /// Lets nobody in this process write it any more, or all again.
+    pub(crate) fn protect(&self, writable: bool) -> io::Result<()> {
+        let access = if writable { MprotectFlags::READ | MprotectFlags::WRITE } else { MprotectFlags::READ };
+        // SAFETY: no reference to the memory exists; whoever writes it by address gets a signal, which is what was asked for.
+        Ok(unsafe { mprotect(self.start.as_ptr().cast(), self.length, access) }?)
+    }
+
+    fn at(&self, offset: usize, length: usize) -> Option<*mut u8> {
+        let end = offset.checked_add(length)?;
+        (end <= self.length).then(|| self.start.as_ptr().wrapping_add(offset))
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        if self.lender.is_some() {
+            return;
+        }
+        // SAFETY: nobody has the address any more: those who were lent it borrow the owner.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.length) };
+    }
+}

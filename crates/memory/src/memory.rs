@@ -1,0 +1,138 @@
+//! A VM's RAM blocks, and where the guest sees them.
+
+use std::collections::BTreeSet;
+
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+
+use crate::block::MemoryBlock;
+use crate::error::MemoryError;
+
+/// Pages of a block at guest-physical addresses. A block may be seen at several (RAM below and above 4 GiB), or at none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GuestRegion {
+    /// Guest-physical address of its first byte.
+    pub guest_address: u64,
+    /// Index of the block.
+    pub block: usize,
+    /// Pages of the block.
+    pub pages: PageRange,
+}
+
+/// All RAM blocks of a VM, in stream order.
+#[derive(Debug)]
+pub struct GuestMemory {
+    blocks: Vec<MemoryBlock>,
+    regions: Vec<GuestRegion>,
+}
+
+impl GuestMemory {
+    /// The memory of a VM whose guest sees its first block from address 0 on, and no other.
+    ///
+    /// # Errors
+    /// No block, or two of one name.
+    pub fn new(blocks: Vec<MemoryBlock>) -> Result<Self, MemoryError> {
+        let pages = blocks.first().map_or(PageRange::first(0), MemoryBlock::pages);
+        Self::with_regions(blocks, vec![GuestRegion { guest_address: 0, block: 0, pages }])
+    }
+
+    /// The memory of a VM whose guest sees its blocks at these addresses.
+    ///
+    /// # Errors
+    /// No block, two of one name, a region outside its block or not on a page boundary, or two regions that overlap.
+    pub fn with_regions(blocks: Vec<MemoryBlock>, mut regions: Vec<GuestRegion>) -> Result<Self, MemoryError> {
+        let layout = |block: &str, why: String| Err(MemoryError::Layout { block: block.to_owned(), why });
+        if blocks.is_empty() {
+            return layout("(none)", "a VM has at least one".into());
+        }
+        let mut names = BTreeSet::new();
+        if let Some(block) = blocks.iter().find(|block| !names.insert(block.name())) {
+            return layout(block.name(), "there are two of this name".into());
+        }
+        regions.sort_by_key(|region| region.guest_address);
+        let mut end = 0;
+        for region in &regions {
+            let block = blocks.get(region.block).ok_or(MemoryError::NoBlock { index: region.block })?;
+            let at = region.guest_address;
+            if region.pages.is_empty() || region.pages.end > block.pages().end {
+                return layout(block.name(), format!("the region at guest address {at:#x} is not inside it"));
+            }
+            if !at.is_multiple_of(PAGE_SIZE) {
+                return layout(block.name(), format!("the region at guest address {at:#x} does not begin with a page"));
+            }
+            let length = region.pages.bytes().end - region.pages.bytes().start;
+            match at.checked_add(length) {
+                Some(next) if at >= end => end = next,
+                _ => return layout(block.name(), format!("the region at guest address {at:#x} overlaps another")),
+            }
+        }
+        Ok(Self { blocks, regions })
+    }
+
+    /// The blocks.
+    pub fn blocks(&self) -> &[MemoryBlock] {
+        &self.blocks
+    }
+
+    /// A block by its index.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoBlock`].
+    pub fn block(&self, index: usize) -> Result<&MemoryBlock, MemoryError> {
+        self.blocks.get(index).ok_or(MemoryError::NoBlock { index })
+    }
+
+    /// The index of a block by its name.
+    pub fn index_of(&self, name: &str) -> Option<usize> {
+        self.blocks.iter().position(|block| block.name() == name)
+    }
+
+    /// Where the guest sees them, ascending by address.
+    pub fn regions(&self) -> &[GuestRegion] {
+        &self.regions
+    }
+
+    /// Pages of all blocks together.
+    pub fn total_pages(&self) -> u64 {
+        self.blocks.iter().map(|block| block.pages().len()).sum()
+    }
+
+    /// The block and page that the guest sees at an address.
+    pub fn page_at(&self, guest_address: u64) -> Option<(usize, PageNumber)> {
+        let behind = self.regions.partition_point(|region| region.guest_address <= guest_address);
+        let region = self.regions.get(behind.checked_sub(1)?)?;
+        let page = PageNumber::containing(guest_address - region.guest_address);
+        let page = region.pages.start.checked_add(page.0).filter(|page| *page < region.pages.end)?;
+        Some((region.block, page))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::BlockOptions;
+
+    fn refused(regions: &[(usize, u64, PageRange)]) -> String {
+        let blocks = ["a", "b"].map(|name| BlockOptions::anonymous(name, 16 * PAGE_SIZE).map().unwrap());
+        let region = |(block, guest_address, pages): &_| GuestRegion {
+            guest_address: *guest_address,
+            block: *block,
+            pages: *pages,
+        };
+        GuestMemory::with_regions(blocks.into(), regions.iter().map(region).collect()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn regions_that_no_guest_can_see_are_refused() {
+        let pages = PageRange::first(16);
+        // A log of guest-physical pages would name the wrong ones.
+        let unaligned = refused(&[(0, 0x800, pages)]);
+        assert!(unaligned.contains("at guest address 0x800 does not begin with a page"), "{unaligned}");
+        let overlapping = refused(&[(0, 0, pages), (1, 15 * PAGE_SIZE, pages)]);
+        assert!(overlapping.contains("overlaps another"), "{overlapping}");
+        let outside = refused(&[(0, 0, PageRange::first(17))]);
+        assert!(outside.contains("is not inside it"), "{outside}");
+        let behind = refused(&[(0, u64::MAX - 0xfff, pages)]);
+        assert!(behind.contains("overlaps another"), "{behind}");
+        assert!(refused(&[(2, 0, pages)]).contains('2'));
+    }
+}

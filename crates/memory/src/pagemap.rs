@@ -1,0 +1,264 @@
+//! /proc/self/pagemap: which pages of this process's memory there are, and which were written.
+//!
+//! Which there are is found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which tells of runs and can leave out what is mapped
+//! to the kernel's page of zeros, and the file itself, a word for each page, on older kernels. Facts: the kernel's
+//! admin-guide/mm/pagemap.rst.
+#![allow(unsafe_code, reason = "the ioctl PAGEMAP_SCAN")]
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use limosa_page::PAGE_SIZE;
+use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
+
+/// `struct pm_scan_arg`
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct ScanArgument {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    regions: u64,
+    region_count: u64,
+    max_pages: u64,
+    inverted: u64,
+    all_of: u64,
+    any_of: u64,
+    returned: u64,
+}
+
+/// `struct page_region`
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+// Categories of pages (`PAGE_IS_*`).
+const WRITTEN: u64 = 1 << 1;
+const PRESENT: u64 = 1 << 3;
+const SWAPPED: u64 = 1 << 4;
+const ZERO_PAGE: u64 = 1 << 5;
+
+// `PM_SCAN_WP_MATCHING`, `PM_SCAN_CHECK_WPASYNC`
+const PROTECT_MATCHING: u64 = 1 << 0;
+const CHECK_ASYNC: u64 = 1 << 1;
+
+/// Regions that one call can tell of. The kernel gathers 512 before it copies them out.
+const REGIONS: usize = 4096;
+/// Words of the file that one read takes.
+const WORDS: usize = 8192;
+
+struct Scan<'a>(&'a mut ScanArgument);
+
+// SAFETY: the argument is of the type that the operation takes; its result is how many regions it has filled in.
+unsafe impl Ioctl for Scan<'_> {
+    type Output = usize;
+    const IS_MUTATING: bool = true;
+
+    fn opcode(&self) -> Opcode {
+        opcode::read_write::<ScanArgument>(b'f', 16)
+    }
+
+    fn as_ptr(&mut self) -> *mut c_void {
+        std::ptr::from_mut(self.0).cast()
+    }
+
+    unsafe fn output_from_ptr(output: IoctlOutput, _: *mut c_void) -> rustix::io::Result<usize> {
+        Ok(usize::try_from(output).unwrap_or(0))
+    }
+}
+
+/// The file, and room for what one call finds.
+#[derive(Debug)]
+pub(crate) struct PageMap {
+    file: File,
+    regions: Vec<Region>,
+}
+
+impl PageMap {
+    /// # Errors
+    /// There is no /proc.
+    pub(crate) fn open() -> io::Result<Self> {
+        Ok(Self { file: File::open("/proc/self/pagemap")?, regions: vec![Region::default(); REGIONS] })
+    }
+
+    /// Calls `found` with addresses that have a page of their own in memory or in swap, ascending, and not with others, except
+    /// that of a kernel before 6.7 it may be the page of zeros.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn present(&mut self, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
+        let query = ScanArgument {
+            inverted: ZERO_PAGE,
+            all_of: ZERO_PAGE,
+            any_of: PRESENT | SWAPPED,
+            returned: PRESENT | SWAPPED,
+            ..ScanArgument::default()
+        };
+        match self.scan(&query, addresses.clone(), &mut found) {
+            Err(error) if is_no_such_call(&error) => read(&self.file, addresses, found),
+            done => done,
+        }
+    }
+
+    /// Calls `written` with addresses that are not write-protected, and protects them again in the same step: a write is either
+    /// before that, and its page among those, or the next call finds it. The memory is registered with an asynchronous
+    /// userfaultfd.
+    ///
+    /// # Errors
+    /// The kernel's; what was told until then is protected.
+    pub(crate) fn take_written(
+        &mut self,
+        addresses: Range<u64>,
+        mut written: impl FnMut(Range<u64>),
+    ) -> io::Result<()> {
+        // With this mask alone the kernel also names entries that are empty and carry no mark of being protected: pages of
+        // shared memory that were written and have been unmapped since, for swapping.
+        let query = ScanArgument {
+            flags: PROTECT_MATCHING | CHECK_ASYNC,
+            all_of: WRITTEN,
+            returned: WRITTEN,
+            ..ScanArgument::default()
+        };
+        self.scan(&query, addresses, &mut written)
+    }
+
+    /// The same of private memory without a file, where an empty entry is a page that nobody has written, or that was given
+    /// back: those are not named, and get no mark.
+    ///
+    /// # Errors
+    /// As [`take_written`](Self::take_written).
+    pub(crate) fn take_written_private(
+        &mut self,
+        addresses: Range<u64>,
+        mut written: impl FnMut(Range<u64>),
+    ) -> io::Result<()> {
+        // Pages of zeros are named: the kernel also puts them where zeros were written (same-page merging, huge pages that
+        // are split).
+        let query = ScanArgument {
+            flags: PROTECT_MATCHING | CHECK_ASYNC,
+            all_of: WRITTEN,
+            any_of: PRESENT | SWAPPED,
+            returned: WRITTEN,
+            ..ScanArgument::default()
+        };
+        self.scan(&query, addresses, &mut written)
+    }
+
+    /// Calls `found` with addresses whose entries are empty and carry no mark of being protected.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn unmarked(&mut self, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
+        let neither = PRESENT | SWAPPED;
+        let query = ScanArgument { inverted: neither, all_of: neither, returned: PRESENT, ..ScanArgument::default() };
+        self.scan(&query, addresses, &mut found)
+    }
+
+    fn scan(
+        &mut self,
+        query: &ScanArgument,
+        addresses: Range<u64>,
+        found: &mut impl FnMut(Range<u64>),
+    ) -> io::Result<()> {
+        let mut from = addresses.start;
+        while from < addresses.end {
+            let mut argument = ScanArgument {
+                size: size_of::<ScanArgument>() as u64,
+                start: from,
+                end: addresses.end,
+                regions: self.regions.as_mut_ptr().expose_provenance() as u64,
+                region_count: self.regions.len() as u64,
+                ..*query
+            };
+            // SAFETY: the argument names `regions`, which lives and is as long as it says; memory is not changed.
+            let count = unsafe { ioctl(&self.file, Scan(&mut argument)) }?;
+            for region in self.regions.iter().take(count) {
+                found(region.start..region.end.min(addresses.end));
+            }
+            if argument.walk_end <= from {
+                return Err(io::Error::other("PAGEMAP_SCAN does not get on"));
+            }
+            from = argument.walk_end;
+        }
+        Ok(())
+    }
+}
+
+fn is_no_such_call(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL | libc::ENOSYS | libc::EPERM))
+}
+
+/// What is present from the words of the file: bit 63 says present, bit 62 swapped.
+fn read(map: &File, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
+    let mut words = vec![0_u8; WORDS * 8];
+    let mut from = addresses.start;
+    while from < addresses.end {
+        let pages = (addresses.end - from).div_ceil(PAGE_SIZE).min(WORDS as u64);
+        let wanted = usize::try_from(pages).unwrap_or(0) * 8;
+        let Some(words) = words.get_mut(..wanted) else { break };
+        map.read_exact_at(words, from / PAGE_SIZE * 8)?;
+        let mut run: Option<Range<u64>> = None;
+        for (word, address) in words.as_chunks::<8>().0.iter().zip((from..).step_by(4096)) {
+            let there = u64::from_ne_bytes(*word) >> 62 != 0;
+            match &mut run {
+                Some(run) if there && run.end == address => run.end = address + PAGE_SIZE,
+                _ if there => {
+                    run.replace(address..address + PAGE_SIZE).into_iter().for_each(&mut found);
+                }
+                _ => {}
+            }
+        }
+        run.into_iter().for_each(&mut found);
+        from += pages * PAGE_SIZE;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_page::PageRange;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::BlockOptions;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn both_ways_name_exactly_the_pages_that_were_written(written in prop::collection::btree_set(0u64..9000, 0..200)) {
+            let block = BlockOptions::anonymous("ram", 9000 * PAGE_SIZE).map().unwrap();
+            for page in &written {
+                block.write(page * PAGE_SIZE + 5, &[0]).unwrap();
+            }
+            let start = block.host_address().expose_provenance() as u64;
+            let mut map = PageMap::open().unwrap();
+            let expected: Vec<u64> = written.into_iter().collect();
+            for old in [false, true] {
+                let mut named = Vec::new();
+                let note = |run: Range<u64>| {
+                    named.extend(PageRange::within(&(run.start - start..run.end - start)).iter().map(|page| page.0));
+                };
+                let all = start..start + block.len();
+                if old { read(&map.file, all, note) } else { map.present(all, note) }.unwrap();
+                prop_assert_eq!(&named, &expected, "old way: {}", old);
+            }
+        }
+    }
+
+    #[test]
+    fn pages_that_were_only_read_are_zeros_of_the_kernel_and_not_named() {
+        let block = BlockOptions::anonymous("ram", 64 * PAGE_SIZE).map().unwrap();
+        block.read(0, &mut vec![0; 1 << 18]).unwrap();
+        let start = block.host_address().expose_provenance() as u64;
+        PageMap::open().unwrap().present(start..start + block.len(), |run| panic!("{run:?}")).unwrap();
+    }
+}

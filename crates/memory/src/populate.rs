@@ -1,0 +1,237 @@
+//! Populating memory before it is written: page faults kept off the path of arriving pages.
+//!
+//! A page that is received into memory nobody has touched costs a page fault inside the receiving call. Populating does
+//! the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
+//!
+//! - **It never takes memory for what does not come:** [`Ahead`] plans at most a 32nd of what has come, less what was
+//!   populated in vain before.
+//! - **It never brings the process down:** before memory gets short, of the machine or of a control group, it does nothing
+//!   ([`Headroom`]); the kernel's killer does not ask who caused it.
+//! - It can be stopped between any two pieces of 2 MiB.
+//!
+//! Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait for
+//! pages that nobody was asked for.
+
+mod ahead;
+mod headroom;
+mod piece;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use limosa_page::{PAGE_SIZE, PageRange};
+
+use crate::error::MemoryError;
+use crate::{GuestMemory, MemoryBlock};
+
+pub use ahead::Ahead;
+pub use headroom::Headroom;
+
+/// Pages that one call populates: what a stop waits for.
+const PIECE: u64 = 512;
+/// Ranges that may wait. What does not fit is left out.
+const QUEUE: usize = 1024;
+/// Bytes between two looks at how much memory is left.
+const ALLOWANCE: u64 = 64 << 20;
+
+/// What populating has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PopulateStats {
+    /// Pages that were populated, or were there before.
+    pub populated: u64,
+    /// Pages that were left out because memory got short or too many ranges waited.
+    pub left_out: u64,
+}
+
+/// Populates memory with the threads that are lent to it.
+///
+/// ```
+/// use limosa_memory::populate::Populator;
+/// use limosa_memory::{BlockOptions, GuestMemory};
+/// use limosa_page::{PageNumber, PageRange};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let memory = GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 16 << 20).map()?])?;
+/// let populator = Populator::new(&memory);
+/// std::thread::scope(|scope| {
+///     let workers = [(); 2].map(|()| scope.spawn(|| populator.work()));
+///     populator.add(0, PageRange::first(2048));
+///     // ... while pages arrive:
+///     populator.arrived(0, PageRange::starting_at(PageNumber(0), 128));
+///     populator.finish(); // Or `stop`, which leaves out what waits.
+///     workers.into_iter().try_for_each(|worker| worker.join().unwrap_or(Ok(())))
+/// })?;
+/// assert_eq!(populator.stats().populated, 2048);
+/// # Ok(()) }
+/// ```
+#[derive(Debug)]
+pub struct Populator<'a> {
+    memory: OnceLock<&'a GuestMemory>,
+    headroom: Headroom,
+    state: Mutex<State>,
+    changed: Condvar,
+    stopped: AtomicBool,
+    /// Bytes that may be taken before the next look at the headroom.
+    allowance: AtomicU64,
+    populated: AtomicU64,
+    left_out: AtomicU64,
+}
+
+#[derive(Debug)]
+struct State {
+    queue: VecDeque<(usize, PageRange)>,
+    ahead: Ahead,
+    /// Nothing is added any more.
+    finished: bool,
+}
+
+impl<'a> Populator<'a> {
+    /// One for `memory`, with the limits of this process.
+    pub fn new(memory: &'a GuestMemory) -> Self {
+        Self::within(memory, Headroom::of_this_process())
+    }
+
+    /// One for `memory`, with these limits.
+    pub fn within(memory: &'a GuestMemory, headroom: Headroom) -> Self {
+        let new = Self::unbound(headroom);
+        new.bind(memory);
+        new
+    }
+
+    /// One for memory that is not known yet: until it is, threads wait and nothing is taken note of.
+    pub fn unbound(headroom: Headroom) -> Self {
+        let state = State { queue: VecDeque::new(), ahead: Ahead::new([]), finished: false };
+        Self {
+            memory: OnceLock::new(),
+            headroom,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            stopped: AtomicBool::new(false),
+            allowance: AtomicU64::new(0),
+            populated: AtomicU64::new(0),
+            left_out: AtomicU64::new(0),
+        }
+    }
+
+    /// Says whose memory it is. Only the first word counts.
+    pub fn bind(&self, memory: &'a GuestMemory) {
+        let blocks = memory.blocks().iter().map(|block| (block.pages(), (block.page_size() / PAGE_SIZE).max(1)));
+        let mut state = self.lock();
+        if self.memory.set(memory).is_ok() {
+            state.ahead = Ahead::new(blocks);
+        }
+    }
+
+    /// Wants pages populated that are known to come. What the block does not have is passed over.
+    pub fn add(&self, block: usize, pages: PageRange) {
+        self.add_to(&mut self.lock(), block, pages);
+    }
+
+    /// Says that pages have come, and populates what is likely to come next.
+    pub fn arrived(&self, block: usize, pages: PageRange) {
+        let mut state = self.lock();
+        if let Some(next) = state.ahead.arrived(block, pages) {
+            self.add_to(&mut state, block, next);
+        }
+    }
+
+    fn add_to(&self, state: &mut State, block: usize, pages: PageRange) {
+        let Some(known) = self.blocks().get(block) else { return };
+        let pages = pages.intersect(known.pages());
+        if pages.is_empty() {
+            return;
+        }
+        if state.queue.len() >= QUEUE || state.finished {
+            self.left_out.fetch_add(pages.len(), Ordering::Relaxed);
+            return;
+        }
+        state.queue.push_back((block, pages));
+        self.changed.notify_one();
+    }
+
+    /// The life of a thread that populates: returns when the populator is stopped, or finished and nothing is left.
+    ///
+    /// # Errors
+    /// The kernel could not populate, for another reason than that memory is short; the other threads go on.
+    pub fn work(&self) -> Result<(), MemoryError> {
+        while let Some((index, pages)) = self.next() {
+            let Some(block) = self.blocks().get(index) else { continue };
+            // A pool of huge pages is no memory that could get short for others.
+            let counted = block.page_size() == PAGE_SIZE;
+            if (counted && !self.allows(pages.len() * PAGE_SIZE)) || !block.populate(pages)? {
+                self.left_out.fetch_add(pages.len(), Ordering::Relaxed);
+            } else {
+                self.populated.fetch_add(pages.len(), Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// The next piece, when there is one.
+    fn next(&self) -> Option<(usize, PageRange)> {
+        let mut state = self.lock();
+        loop {
+            if self.stopped.load(Ordering::SeqCst) {
+                return None;
+            }
+            if let Some((block, pages)) = state.queue.pop_front() {
+                let host = self.blocks().get(block).map_or(1, |block| (block.page_size() / PAGE_SIZE).max(1));
+                let (piece, rest) = pages.split_at(pages.start.saturating_add(PIECE.max(host)));
+                if !rest.is_empty() {
+                    state.queue.push_front((block, rest));
+                    self.changed.notify_one();
+                }
+                return Some((block, piece));
+            }
+            if state.finished {
+                return None;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn allows(&self, bytes: u64) -> bool {
+        let take = |left: u64| left.checked_sub(bytes);
+        if self.allowance.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
+            return true;
+        }
+        // Half of what is left, so that threads which look at the same moment do not take it twice.
+        let new = self.headroom.left().map_or(ALLOWANCE, |left| (left / 2).min(ALLOWANCE));
+        self.allowance.store(new.saturating_sub(bytes), Ordering::SeqCst);
+        new >= bytes
+    }
+
+    /// Nothing more is added: threads end when all is populated.
+    pub fn finish(&self) {
+        self.lock().finished = true;
+        self.changed.notify_all();
+    }
+
+    /// Ends at once: what waits is left out, and threads return after the piece that they are at.
+    pub fn stop(&self) {
+        let mut state = self.lock();
+        self.stopped.store(true, Ordering::SeqCst);
+        let waiting: u64 = state.queue.drain(..).map(|(_, pages)| pages.len()).sum();
+        self.left_out.fetch_add(waiting, Ordering::Relaxed);
+        state.finished = true;
+        self.changed.notify_all();
+    }
+
+    /// What was done up to now.
+    pub fn stats(&self) -> PopulateStats {
+        PopulateStats {
+            populated: self.populated.load(Ordering::Relaxed),
+            left_out: self.left_out.load(Ordering::Relaxed),
+        }
+    }
+
+    fn blocks(&self) -> &'a [MemoryBlock] {
+        self.memory.get().map(|memory| memory.blocks()).unwrap_or_default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // The state is whole between any two statements.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,150 @@
+//! What to populate next, from what has come. Pure.
+
+use limosa_page::{PageNumber, PageRange};
+
+/// The share of what has come that may be populated in vain.
+const SHARE: u64 = 32;
+/// Most pages ahead: 16 MiB.
+const MOST: u64 = 4096;
+/// Fewest pages that are worth a call: 256 KiB.
+const FEWEST: u64 = 64;
+
+/// Plans ahead of the place where pages arrive.
+///
+/// Pages of a block come mostly in order, with gaps where the guest has zeros. **Law: of what is planned, at most as much
+/// is populated in vain as a 32nd of what has come**: a guest of zeros costs nothing, one of short runs next to nothing,
+/// and one that is full is populated 16 MiB ahead.
+#[derive(Debug, Clone)]
+pub struct Ahead {
+    blocks: Vec<Place>,
+    /// Pages that have come.
+    arrived: u64,
+    /// Pages that were planned and passed by.
+    wasted: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    pages: PageRange,
+    /// Pages of 4 KiB in a page of the host.
+    host: u64,
+    /// Behind the last page that has come.
+    next: PageNumber,
+    /// Behind the last page that was planned.
+    planned: PageNumber,
+}
+
+impl Ahead {
+    /// A plan for blocks of these pages, whose host pages have so many pages of 4 KiB.
+    pub fn new(blocks: impl IntoIterator<Item = (PageRange, u64)>) -> Self {
+        let place = |(pages, host): (PageRange, u64)| Place {
+            pages,
+            host: host.max(1),
+            next: pages.start,
+            planned: pages.start,
+        };
+        Self { blocks: blocks.into_iter().map(place).collect(), arrived: 0, wasted: 0 }
+    }
+
+    /// Pages have come: what to populate now, if anything.
+    pub fn arrived(&mut self, block: usize, pages: PageRange) -> Option<PageRange> {
+        let place = self.blocks.get_mut(block)?;
+        let pages = pages.intersect(place.pages);
+        self.arrived = self.arrived.saturating_add(pages.len());
+        if pages.end <= place.next {
+            // Late, from another channel: what was taken for passed by was not.
+            self.wasted = self.wasted.saturating_sub(pages.len());
+            return None;
+        }
+        // What was planned between the last page and this one was for nothing, as far as is known.
+        let gap = PageRange::new(place.next, pages.start.min(place.planned));
+        self.wasted = self.wasted.saturating_add(gap.len());
+        if pages.start > place.planned.max(place.next) {
+            place.planned = pages.end;
+        }
+        place.next = pages.end;
+        place.planned = place.planned.max(pages.end);
+
+        let ahead = (self.arrived / SHARE).saturating_sub(self.wasted).min(MOST);
+        let end = PageNumber(place.next.saturating_add(ahead).min(place.pages.end).0 / place.host * place.host);
+        let plan = PageRange::new(place.planned, end);
+        let rest = PageRange::new(place.planned, place.pages.end);
+        if plan.len() < (ahead / 4).max(FEWEST).min(rest.len().max(1)) {
+            return None;
+        }
+        place.planned = plan.end;
+        Some(plan)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn run(start: u64, pages: u64) -> PageRange {
+        PageRange::starting_at(PageNumber(start), pages)
+    }
+
+    #[test]
+    fn a_full_guest_is_populated_ahead_of_what_comes() {
+        let mut ahead = Ahead::new([(run(0, 1 << 18), 1)]);
+        let (mut planned, mut behind) = (BTreeSet::new(), 0);
+        for chunk in run(0, 1 << 18).chunks(128) {
+            behind += u64::from(chunk.iter().any(|page| !planned.contains(&page)));
+            if let Some(plan) = ahead.arrived(0, chunk) {
+                assert!(plan.start >= chunk.end, "{plan} was there when {chunk} came");
+                planned.extend(plan.iter());
+            }
+        }
+        // The first 2048 pages earn the first plan of 64.
+        assert!(behind < 64, "{behind} of 2048 pieces came into memory that was not populated");
+    }
+
+    #[test]
+    fn a_guest_of_scattered_pages_is_not_populated() {
+        let mut ahead = Ahead::new([(run(0, 1 << 20), 1)]);
+        let planned: u64 = (0..5000).filter_map(|i| ahead.arrived(0, run(i * 200, 3))).map(|plan| plan.len()).sum();
+        assert!(planned <= 15_000 / SHARE + FEWEST, "{planned}");
+    }
+
+    #[test]
+    fn whole_host_pages_are_planned() {
+        let mut ahead = Ahead::new([(run(0, 1 << 18), 512)]);
+        let plans: Vec<_> = run(0, 1 << 17).chunks(512).filter_map(|chunk| ahead.arrived(0, chunk)).collect();
+        assert!(!plans.is_empty());
+        assert!(plans.iter().all(|plan| plan.start.0 % 512 == 0 && plan.end.0 % 512 == 0), "{plans:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_populated_in_vain_is_a_small_share_of_what_came(
+            runs in prop::collection::vec((0u64..2, 0u64..3000, 1u64..6000), 1..200),
+            host in prop::sample::select(vec![1u64, 512]),
+        ) {
+            let blocks = [run(0, 1 << 17), run(0, 99 * 512)];
+            let mut ahead = Ahead::new(blocks.map(|pages| (pages, host)));
+            let (mut came, mut planned) = (BTreeSet::new(), BTreeSet::new());
+            let mut at = [0, 0];
+            for (block, gap, length) in runs {
+                let index = usize::try_from(block).unwrap();
+                let pages = run(at[index] + gap, length);
+                at[index] = pages.end.0;
+                for chunk in pages.chunks(128) {
+                    came.extend(chunk.intersect(blocks[index]).iter().map(|page| (block, page)));
+                    if let Some(plan) = ahead.arrived(index, chunk) {
+                        prop_assert!(!plan.is_empty() && plan.end <= blocks[index].end);
+                        planned.extend(plan.iter().map(|page| (block, page)));
+                    }
+                }
+            }
+            let wasted = planned.difference(&came).count() as u64;
+            // Both blocks may be ahead of their places at once.
+            let came = came.len() as u64;
+            prop_assert!(wasted <= 2 * came / SHARE, "{} of {}", wasted, came);
+        }
+    }
+}
