@@ -7,6 +7,7 @@
 //! - [`LinuxGuest`] is the distribution's kernel with busybox that counts on its serial port and takes commands there.
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
+//! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
 //!
 //! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
@@ -33,6 +34,7 @@
 mod backend;
 mod beat;
 mod cgroup;
+mod disk_tools;
 mod fault;
 mod initrd;
 mod libvirt;
@@ -51,6 +53,7 @@ mod vm;
 pub use backend::{HugePages, MemoryBackend};
 pub use beat::{Beat, BeatError, BeatGuest, check_beat};
 pub use cgroup::MemoryGroup;
+pub use disk_tools::{qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};
 pub use libvirt::{Libvirt, libvirt_skipped};
 pub use linux::LinuxGuest;

@@ -26,6 +26,7 @@ struct Lane {
     passed: u64,
     stalled: bool,
     cut_at: Option<u64>,
+    stall_at: Option<u64>,
     delay: Duration,
 }
 
@@ -37,6 +38,16 @@ struct State {
     /// Cuts so far: a connection that was being made when one came is cut too.
     cuts: u64,
     closed: bool,
+}
+
+impl Lane {
+    /// Stalls if the byte has come at which to.
+    fn stall_if_due(&mut self) {
+        if self.stall_at.is_some_and(|at| self.passed >= at) {
+            self.stall_at = None;
+            self.stalled = true;
+        }
+    }
 }
 
 type Shared = Arc<(Mutex<State>, Condvar)>;
@@ -79,6 +90,21 @@ impl Proxy {
     /// Lets nothing through until [`Proxy::go_on`]; the connections stay open.
     pub fn stall(&self, direction: Direction) {
         lane(&mut self.lock(), direction).stalled = true;
+    }
+
+    /// Stalls when exactly `byte` bytes in all have gone through in this direction.
+    pub fn stall_at(&self, direction: Direction, byte: u64) {
+        let mut state = self.lock();
+        let lane = lane(&mut state, direction);
+        lane.stall_at = Some(byte);
+        lane.stall_if_due();
+    }
+
+    /// Waits until this direction is stalled: false if that does not come about in time.
+    pub fn wait_stalled(&self, direction: Direction, within: Duration) -> bool {
+        let not_yet = |state: &mut State| !lane(state, direction).stalled;
+        let waited = self.shared.1.wait_timeout_while(self.lock(), within, not_yet);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     /// Ends a stall.
@@ -200,6 +226,8 @@ fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, share
             let mut state = lock(shared);
             let lane = lane(&mut state, direction);
             lane.passed += now.len() as u64;
+            lane.stall_if_due();
+            shared.1.notify_all();
             if lane.cut_at.is_some_and(|at| lane.passed >= at) {
                 lane.cut_at = None;
                 cut(&mut state);
@@ -225,6 +253,7 @@ fn admit(shared: &Shared, direction: Direction, wanted: usize) -> (usize, Durati
                 cut(&mut state);
                 return (0, Duration::ZERO);
             }
+            let left = lane.stall_at.map_or(left, |at| left.min(at.saturating_sub(lane.passed)));
             return (wanted.min(usize::try_from(left).unwrap_or(usize::MAX)), lane.delay);
         }
         state = shared.1.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -295,6 +324,23 @@ mod tests {
         t.proxy.go_on(Direction::Forward);
         t.far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         assert_eq!(read(&mut t.far, 4), b"wait");
+    }
+
+    #[test]
+    fn a_connection_stalls_behind_exactly_the_bytes_asked_for() {
+        let mut t = through();
+        t.proxy.stall_at(Direction::Forward, 3);
+        assert!(!t.proxy.wait_stalled(Direction::Forward, Duration::ZERO));
+        t.near.write_all(b"here").unwrap();
+        assert!(t.proxy.wait_stalled(Direction::Forward, Duration::from_secs(20)));
+        assert_eq!(read(&mut t.far, 3), b"her");
+        t.far.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        assert!(t.far.read(&mut [0; 1]).is_err());
+        t.proxy.go_on(Direction::Forward);
+        t.far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(read(&mut t.far, 1), b"e");
+        t.proxy.stall_at(Direction::Forward, 1);
+        assert!(t.proxy.wait_stalled(Direction::Forward, Duration::ZERO), "that byte is long past");
     }
 
     #[test]
