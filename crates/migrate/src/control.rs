@@ -5,6 +5,7 @@
 
 use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use limosa_channel::{Channel, How, RateLimit};
 
@@ -22,9 +23,30 @@ pub enum Stop {
 #[derive(Debug, Default)]
 struct State {
     stop: Option<Stop>,
-    /// Nothing is shut down for the time being.
+    /// Nothing is shut down for the time being: an engine says so,
     held: bool,
+    /// or so many who started one.
+    deferred: usize,
+    /// A live migration is to go on in postcopy.
+    postcopy: bool,
+    downtime_limit: Option<Duration>,
     channels: Vec<Arc<Channel>>,
+}
+
+impl State {
+    fn is_held(&self) -> bool {
+        self.held || self.deferred > 0
+    }
+
+    /// Carries a stop out, unless it has to wait or there is none.
+    fn shut_down(&mut self) {
+        if self.stop.is_some() && !self.is_held() {
+            for channel in self.channels.drain(..) {
+                // It may be closed already, which is what we want of it.
+                let _ = channel.shutdown(How::Both);
+            }
+        }
+    }
 }
 
 /// The handle through which a running engine is stopped or its rate is changed. Shared, cheap to clone.
@@ -63,17 +85,38 @@ impl Control {
         self.rate.get()
     }
 
+    /// Changes how long the VM of a live migration may stand still. Counts from the end of the present round.
+    pub fn set_downtime_limit(&self, limit: Duration) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).downtime_limit = Some(limit);
+    }
+
+    /// The limit that was [set](Self::set_downtime_limit), if one was.
+    pub fn downtime_limit(&self) -> Option<Duration> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).downtime_limit
+    }
+
+    /// Has a live migration that may do so go on in postcopy, at once; has no effect on one that may not.
+    pub fn start_postcopy(&self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).postcopy = true;
+    }
+
+    /// Whether that was asked for.
+    pub fn postcopy_wanted(&self) -> bool {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).postcopy
+    }
+
     /// Tells the engine to stop. The first word counts; later ones are ignored.
     pub fn stop(&self, stop: Stop) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.stop.get_or_insert(stop);
-        if state.held {
-            return;
-        }
-        for channel in state.channels.drain(..) {
-            // It may be closed already, which is what we want of it.
-            let _ = channel.shutdown(How::Both);
-        }
+        state.shut_down();
+    }
+
+    /// Has a stop wait until what is returned is dropped: the other side is at a point where it must not lose its channels.
+    #[must_use]
+    pub fn defer_stop(&self) -> DeferredStop {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).deferred += 1;
+        DeferredStop(self.clone())
     }
 
     /// What the engine was told, if anything.
@@ -91,18 +134,14 @@ impl Control {
     pub(crate) fn release(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.held = false;
-        if state.stop.is_some() {
-            for channel in state.channels.drain(..) {
-                let _ = channel.shutdown(How::Both);
-            }
-        }
+        state.shut_down();
     }
 
     /// Fails if the engine was told to stop.
     pub fn check(&self) -> Result<(), MigrateError> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         match state.stop {
-            Some(stop) if !state.held => Err(stop.into()),
+            Some(stop) if !state.is_held() => Err(stop.into()),
             _ => Ok(()),
         }
     }
@@ -110,7 +149,7 @@ impl Control {
     /// Registers a channel that a later [`stop`](Self::stop) shuts down; shuts it down at once if that has come already.
     pub(crate) fn watch(&self, channel: &Arc<Channel>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.stop.is_some() && !state.held {
+        if state.stop.is_some() && !state.is_held() {
             let _ = channel.shutdown(How::Both);
         } else {
             state.channels.push(Arc::clone(channel));
@@ -128,11 +167,48 @@ impl Control {
     }
 }
 
+/// A stop that comes now waits until this is dropped.
+#[derive(Debug)]
+pub struct DeferredStop(Control);
+
+impl Drop for DeferredStop {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.deferred -= 1;
+        state.shut_down();
+    }
+}
+
 impl From<Stop> for MigrateError {
     fn from(stop: Stop) -> Self {
         match stop {
             Stop::Cancel => Self::Cancelled,
             Stop::Pause => Self::Paused,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_stop_that_is_deferred_comes_when_nobody_defers_it_any_more() {
+        let control = Control::new();
+        let (near, far) = Channel::pair().unwrap();
+        let mut far = UnixStream::from(far);
+        far.set_nonblocking(true).unwrap();
+        control.watch(&Arc::new(near));
+        let (one, other) = (control.defer_stop(), control.defer_stop());
+        control.stop(Stop::Cancel);
+        assert_eq!((control.stopped(), control.check().is_ok()), (Some(Stop::Cancel), true));
+        drop(one);
+        assert_eq!(far.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "it is broken already");
+        drop(other);
+        assert!(control.check().is_err());
+        assert_eq!(far.read(&mut [0]).unwrap(), 0);
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! It speaks lines of JSON as QMP does (greeting, `qmp_capabilities`, `execute`/`arguments`/`id`, `return`/`error`,
 //! `MIGRATION` events), on threads of its own that touch nothing but [`Control`] and [`Progress`]: it answers at any
-//! moment, whatever the engine waits for.
+//! moment, whatever the engine waits for. A VMM puts commands of its own beside these ([`Commands`]), and one job after
+//! another on the same socket ([`ControlSocket::turn_to`]).
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::num::NonZeroU64;
@@ -24,6 +25,8 @@ use crate::progress::{Phase, Progress};
 const LINE_LIMIT: u64 = 64 << 10;
 /// Clients at the same time.
 const CLIENTS: usize = 8;
+/// QEMU's own limit, in milliseconds.
+const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
 /// How often a change of phase is looked for. Phases last longer; an event may be this late.
 const TICK: Duration = Duration::from_millis(20);
 
@@ -34,6 +37,23 @@ pub enum Job {
     Save,
     /// Once the guest runs, the job can only be paused.
     Restore,
+    /// Either end of a live migration: as [`Restore`](Self::Restore), and the limit of its downtime can be changed.
+    Live,
+}
+
+/// What a VMM answers on its socket beside the commands of a job. Called on the threads of clients, so it must not wait for
+/// an engine.
+pub trait Commands: Send + Sync {
+    /// Answers a command; `None` leaves it to the socket.
+    ///
+    /// # Errors
+    /// Why it was refused, in one line.
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>>;
+
+    /// Adds to what `query-migrate` answers, or corrects it: the socket knows nothing of how a job ended.
+    fn amend(&self, answer: &mut serde_json::Map<String, Value>) {
+        let _ = answer;
+    }
 }
 
 /// The listening socket. Dropping it closes and removes it; the job goes on.
@@ -45,16 +65,34 @@ pub struct ControlSocket {
     listener: Option<thread::JoinHandle<()>>,
 }
 
-#[derive(Debug)]
-struct Shared {
+/// What the socket is about at a time.
+#[derive(Debug, Clone)]
+struct Current {
     job: Job,
     control: Control,
     progress: Progress,
     begun: Instant,
+}
+
+struct Shared {
+    current: Mutex<Option<Current>>,
+    commands: Option<Arc<dyn Commands>>,
     clients: Mutex<Vec<Client>>,
     /// Where the job waits for its peer, as QEMU writes addresses.
     addresses: Mutex<Vec<Value>>,
     admitted: AtomicUsize,
+}
+
+impl Shared {
+    fn current(&self) -> Option<Current> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("current", &self.current).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug)]
@@ -70,6 +108,30 @@ struct Client {
 impl ControlSocket {
     /// Listens at `path`, which only the owner may open. Nothing may be there but a socket that a killed job left behind.
     pub fn listen(path: &Path, job: Job, control: Control, progress: Progress) -> io::Result<Self> {
+        Self::open(path, Some(Current { job, control, progress, begun: Instant::now() }), None)
+    }
+
+    /// Listens at `path` for a VMM that has no job yet: `query-migrate` answers nothing until there is one.
+    ///
+    /// # Errors
+    /// As [`listen`](Self::listen).
+    pub fn listen_for(path: &Path, commands: Arc<dyn Commands>) -> io::Result<Self> {
+        Self::open(path, None, Some(commands))
+    }
+
+    /// From now on the socket is about this job.
+    pub fn turn_to(&self, job: Job, control: Control, progress: Progress) {
+        self.waits_no_more();
+        let next = Current { job, control, progress, begun: Instant::now() };
+        *self.shared.current.lock().unwrap_or_else(PoisonError::into_inner) = Some(next);
+    }
+
+    /// Tells an event to all clients, as QMP does: a VMM's `STOP` and `RESUME`.
+    pub fn announce(&self, event: &str, data: &Value) {
+        announce(&self.shared, &json!({ "event": event, "data": data, "timestamp": now() }));
+    }
+
+    fn open(path: &Path, current: Option<Current>, commands: Option<Arc<dyn Commands>>) -> io::Result<Self> {
         let listener = match UnixListener::bind(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
                 std::fs::remove_file(path)?;
@@ -81,10 +143,8 @@ impl ControlSocket {
         listener.set_nonblocking(true)?;
         let over = Arc::new(AtomicBool::new(false));
         let shared = Arc::new(Shared {
-            job,
-            control,
-            progress,
-            begun: Instant::now(),
+            current: Mutex::new(current),
+            commands,
             clients: Mutex::default(),
             addresses: Mutex::default(),
             admitted: AtomicUsize::new(0),
@@ -103,6 +163,11 @@ impl ControlSocket {
             _ => return,
         };
         self.shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).push(address);
+    }
+
+    /// Says that the peer has come: nobody else is waited for.
+    pub fn waits_no_more(&self) {
+        self.shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 
@@ -130,7 +195,7 @@ fn serve(listener: &UnixListener, shared: &Arc<Shared>, over: &AtomicBool) {
         while let Ok((client, _)) = listener.accept() {
             admit(shared, client);
         }
-        let phase = shared.progress.read().phase;
+        let phase = shared.current().map_or(Phase::Setup, |current| current.progress.read().phase);
         if phase != announced {
             announced = phase;
             announce(shared, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
@@ -229,61 +294,90 @@ fn answer(shared: &Shared, command: &Value) -> Value {
         return error("GenericError", "expected {\"execute\": COMMAND}");
     };
     let done = json!({ "return": {} });
+    if name == "qmp_capabilities" {
+        return done;
+    }
+    let nothing = Value::Object(serde_json::Map::new());
+    let own = shared.commands.as_ref();
+    match own.and_then(|own| own.execute(name, command.get("arguments").unwrap_or(&nothing))) {
+        Some(Ok(value)) => return json!({ "return": value }),
+        Some(Err(why)) => return error("GenericError", &why),
+        None => {}
+    }
+    let Some(current) = shared.current() else {
+        return match name {
+            "query-migrate" => json!({ "return": amended(shared, serde_json::Map::new()) }),
+            "migrate_cancel" => done,
+            _ => error("GenericError", "no migration has begun here"),
+        };
+    };
+    let phase = current.progress.read().phase;
     match name {
-        "qmp_capabilities" => done,
-        "query-migrate" => json!({ "return": query_migrate(shared) }),
+        "query-migrate" => json!({ "return": query_migrate(shared, &current) }),
         "query-migrate-parameters" => {
-            json!({ "return": { "max-bandwidth": shared.control.max_bandwidth().map_or(0, NonZeroU64::get) } })
+            let mut parameters = json!({ "max-bandwidth": current.control.max_bandwidth().map_or(0, NonZeroU64::get) });
+            if let (Some(limit), Some(parameters)) = (current.control.downtime_limit(), parameters.as_object_mut()) {
+                parameters.insert("downtime-limit".into(), u64::try_from(limit.as_millis()).unwrap_or(u64::MAX).into());
+            }
+            json!({ "return": parameters })
         }
-        "migrate-set-parameters" => match set_parameters(shared, command.get("arguments")) {
+        "migrate-set-parameters" => match set_parameters(&current, command.get("arguments")) {
             Ok(()) => done,
             Err(why) => error("GenericError", &why),
         },
         "migrate_cancel" => {
-            if shared.job == Job::Restore && shared.progress.read().phase >= Phase::PostcopyActive {
+            if current.job != Job::Save && phase >= Phase::PostcopyActive {
                 let why = "the guest runs already and cannot be taken back; migrate-pause breaks the transfer off recoverably";
                 return error("GenericError", why);
             }
-            shared.control.stop(Stop::Cancel);
+            current.control.stop(Stop::Cancel);
             done
         }
         "migrate-pause" => {
-            if shared.progress.read().phase != Phase::PostcopyActive {
-                return error("GenericError", "only a lazy restore whose guest runs can be paused");
+            if phase != Phase::PostcopyActive {
+                return error("GenericError", "only a postcopy whose guest runs can be paused");
             }
-            shared.control.stop(Stop::Pause);
+            current.control.stop(Stop::Pause);
             done
         }
         other => error("CommandNotFound", &format!("the command {other} has not been found")),
     }
 }
 
-fn set_parameters(shared: &Shared, arguments: Option<&Value>) -> Result<(), String> {
+fn set_parameters(current: &Current, arguments: Option<&Value>) -> Result<(), String> {
+    let control = &current.control;
     let arguments = arguments.and_then(Value::as_object).ok_or("arguments are missing")?;
-    let mut bandwidth = None;
+    let (mut bandwidth, mut downtime) = (None, None);
     for (key, value) in arguments {
         match key.as_str() {
             "max-bandwidth" => {
                 bandwidth =
                     Some(value.as_u64().ok_or("max-bandwidth is a number of bytes per second, 0 for no limit")?);
             }
+            "downtime-limit" if current.job == Job::Live => {
+                let limit = value.as_u64().filter(|limit| *limit <= DOWNTIME_LIMIT_MAX);
+                downtime = Some(limit.ok_or("downtime-limit is a number of milliseconds, at most 2000000")?);
+            }
             other => return Err(format!("the parameter {other} cannot be changed in this job")),
         }
     }
+    if let Some(limit) = downtime {
+        control.set_downtime_limit(Duration::from_millis(limit));
+    }
     if let Some(bandwidth) = bandwidth {
-        shared.control.set_max_bandwidth(NonZeroU64::new(bandwidth));
+        control.set_max_bandwidth(NonZeroU64::new(bandwidth));
     }
     Ok(())
 }
 
-fn query_migrate(shared: &Shared) -> Value {
-    let reading = shared.progress.read();
+fn query_migrate(shared: &Shared, current: &Current) -> Value {
+    let reading = current.progress.read();
     let total = reading.total_pages.saturating_mul(limosa_page::PAGE_SIZE);
     let unique = (reading.normal_pages + reading.zero_pages).saturating_sub(reading.resent_pages);
     let remaining = reading.total_pages.saturating_sub(unique).saturating_mul(limosa_page::PAGE_SIZE);
-    let mut answer = json!({
-        "status": if shared.control.stopped().is_some() { "cancelling" } else { status(reading.phase) },
-        "total-time": u64::try_from(shared.begun.elapsed().as_millis()).unwrap_or(u64::MAX),
+    let answer = json!({
+        "status": if current.control.stopped().is_some() { "cancelling" } else { status(reading.phase) },
+        "total-time": u64::try_from(current.begun.elapsed().as_millis()).unwrap_or(u64::MAX),
         "ram": {
             "transferred": reading.bytes,
             "remaining": remaining,
@@ -295,11 +389,19 @@ fn query_migrate(shared: &Shared) -> Value {
             "page-size": limosa_page::PAGE_SIZE,
         },
     });
+    let Value::Object(mut answer) = answer else { return answer };
     let addresses = shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    if let (false, Some(answer)) = (addresses.is_empty(), answer.as_object_mut()) {
+    if !addresses.is_empty() {
         answer.insert("socket-address".into(), addresses.into());
     }
-    answer
+    amended(shared, answer)
+}
+
+fn amended(shared: &Shared, mut answer: serde_json::Map<String, Value>) -> Value {
+    if let Some(own) = &shared.commands {
+        own.amend(&mut answer);
+    }
+    Value::Object(answer)
 }
 
 fn status(phase: Phase) -> &'static str {

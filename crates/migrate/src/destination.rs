@@ -9,15 +9,20 @@
 //! by [`Incoming::acknowledge`], not here: until then the source can resume its VM, and it is the caller who knows
 //! whether what was received has to be durable first.
 //!
+//! A source that says where its device sections end (PING 6) is answered when every page and every section is in its place;
+//! its stream is whole when its word that the VM may run (PING 7) has come, and the description behind it.
+//!
 //! With [channels](Destination::with_channels) beside the main one (QEMU's multifd) most pages come on these, each read by
 //! a thread of its own, and meet at join points. [`Gathering`] finds out which connection is which channel.
 
 mod buffer;
 mod gathering;
+mod hooks;
 mod incoming;
 mod join;
 mod landing;
 mod multifd;
+mod scatter;
 mod unpack;
 
 use std::sync::Arc;
@@ -26,18 +31,23 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters, How};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
+use limosa_stream::command::PageSizes;
 use limosa_stream::decoder::{Decoder, Event, Step};
+use limosa_stream::delimited_tail::{DelimitedTail, TailStep};
 use limosa_stream::devices::{self, DeviceState, DeviceTail, TAIL_LIMIT};
 use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::vm::PING_READY;
 use limosa_stream::{Command, Fault, Feature, RamBlock, StreamError};
 
 use buffer::Buffer;
 use join::JoinPoint;
-use landing::{Landing, Lane, Orders};
+use landing::{Landing, Lane, Orders, Tally};
 use multifd::{PageChannel, Shared};
 
 pub use gathering::{ChannelSet, Gathering, GatheringOptions};
+pub(crate) use hooks::Hooks;
 pub use incoming::Incoming;
+pub(crate) use incoming::{Arrived, Broken, SourceNow, Switched};
 pub use multifd::MultifdOptions;
 
 use crate::control::Control;
@@ -57,7 +67,8 @@ const TAIL_PATIENCE: Duration = Duration::from_secs(10);
 pub struct DestinationOptions {
     /// Most bytes of device state to accept.
     pub max_device_state: u64,
-    /// Longest silence of the source; a running migration always has something to say.
+    /// Longest silence of the source, which always has something to say while a migration runs; and how long it may leave an
+    /// answer unread.
     pub patience: Option<Duration>,
     /// How long nothing may come behind the end of the device sections before it is taken for the end. QEMU writes the whole
     /// tail at once, so the next piece of it is microseconds away; the VM stands still meanwhile. What is taken for the end is
@@ -102,7 +113,6 @@ pub struct DestinationStats {
 }
 
 /// The destination role.
-#[derive(Debug)]
 pub struct Destination<'a> {
     channel: Arc<Channel>,
     pages: Vec<Arc<Channel>>,
@@ -110,13 +120,20 @@ pub struct Destination<'a> {
     control: &'a Control,
     progress: &'a Progress,
     options: DestinationOptions,
+    hooks: Option<&'a dyn Hooks>,
+}
+
+impl std::fmt::Debug for Destination<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Destination").field("channel", &self.channel).field("options", &self.options).finish()
+    }
 }
 
 impl<'a> Destination<'a> {
     /// A destination that reads from `channel`.
     pub fn new(channel: Channel, control: &'a Control, progress: &'a Progress, options: DestinationOptions) -> Self {
         let (pages, multifd) = (Vec::new(), MultifdOptions::default());
-        Self { channel: Arc::new(channel), pages, multifd, control, progress, options }
+        Self { channel: Arc::new(channel), pages, multifd, control, progress, options, hooks: None }
     }
 
     /// With channels beside the main one, in the order of their numbers, their initial packets read: those of a
@@ -128,23 +145,53 @@ impl<'a> Destination<'a> {
         self
     }
 
+    /// For a VM that waits here for its state.
+    pub(crate) fn with_hooks(mut self, hooks: &'a dyn Hooks) -> Self {
+        self.hooks = Some(hooks);
+        self
+    }
+
     /// Receives a whole stream.
     ///
     /// On `Err` the channel is closed, so that a source with a return path resumes its VM.
     pub fn receive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Incoming, MigrateError> {
+        match self.arrive(sink) {
+            Ok(Arrived::Whole(incoming)) => Ok(*incoming),
+            // Refused where it began, unless there are hooks.
+            Ok(Arrived::Switched(switched)) => {
+                Err(MigrateError::SwitchedToPostcopy { offset: switched.decoder.offset() })
+            }
+            Err(broken) => Err(broken.error),
+        }
+    }
+
+    /// Receives a stream up to its end, or to the package of a postcopy.
+    pub(crate) fn arrive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Arrived, Broken> {
         self.channels().for_each(|channel| self.control.watch(channel));
-        let result = Receiver::new(&self).run(sink);
-        self.control.unwatch();
+        let mut receiver = Receiver::new(&self);
+        let result = receiver.run(sink);
+        let (answered, return_path) = (receiver.answered, receiver.return_path);
+        let (decoder, stats) = (receiver.decoder, receiver.stats);
+        let arrived = receiver.buffer.arrived().to_vec();
         match result {
-            Ok((start, tail, devices, stats, return_path)) => {
+            Ok((start, Behind::Devices(tail, devices))) => {
+                self.control.unwatch();
                 let (channel, pages) = (self.channel, self.pages);
-                Ok(Incoming { start, tail, devices, stats, channel, _pages: pages, return_path })
+                let incoming =
+                    Incoming { start, tail, devices, stats, channel, _pages: pages, return_path, loaded: answered };
+                Ok(Arrived::Whole(Box::new(incoming)))
+            }
+            Ok((start, Behind::Package(length))) => {
+                let (channel, pages) = (self.channel, self.pages);
+                let switched = Switched { start, decoder, arrived, length, stats, channel, _pages: pages };
+                Ok(Arrived::Switched(Box::new(switched)))
             }
             Err(error) => {
+                self.control.unwatch();
                 for channel in self.channels() {
                     let _ = channel.shutdown(How::Both);
                 }
-                Err(self.control.explain(error))
+                Err(Broken { error: self.control.explain(error), answered })
             }
         }
     }
@@ -161,11 +208,20 @@ struct Receiver<'a> {
     decoder: Decoder,
     stats: DestinationStats,
     return_path: bool,
+    /// The page sizes that the source announced: postcopy may follow.
+    advised: Option<PageSizes>,
+    /// The source was told that everything is in its place: it may have given its word since.
+    answered: bool,
     /// Bytes that had come on the channels beside the main one when this one was last found silent.
     heard: u64,
 }
 
-type Received = (StreamStart, Vec<u8>, DeviceState, DestinationStats, bool);
+/// What stands behind the pages.
+enum Behind {
+    Devices(Vec<u8>, DeviceState),
+    /// A package of so many bytes, behind what was decoded.
+    Package(u32),
+}
 
 impl<'a> Receiver<'a> {
     fn new(role: &'a Destination<'a>) -> Self {
@@ -176,38 +232,51 @@ impl<'a> Receiver<'a> {
             decoder: Decoder::new(),
             stats: DestinationStats::default(),
             return_path: false,
+            advised: None,
+            answered: false,
             heard: 0,
         }
     }
 
-    fn run<S: PageSink + Send + ?Sized>(mut self, sink: &mut S) -> Result<Received, MigrateError> {
+    fn run<S: PageSink + Send + ?Sized>(&mut self, sink: &mut S) -> Result<(StreamStart, Behind), MigrateError> {
         let begun = Instant::now();
         for channel in self.role.channels() {
-            channel.set_timeouts(self.role.options.patience, None)?;
+            channel.set_timeouts(self.role.options.patience, self.role.options.patience)?;
         }
         let start = self.take_layout()?;
+        if let Some(hooks) = self.role.hooks {
+            hooks.begin(&start, self.advised)?;
+        }
         sink.begin(&start).map_err(MigrateError::Sink)?;
         self.role.progress.expect_pages(start.blocks.iter().map(RamBlock::pages).sum());
         self.role.progress.enter(Phase::Active);
-        self.take_memory(&start, sink)?;
+        let package = self.take_memory(&start, sink)?;
         self.role.progress.enter(Phase::Device);
         let devices_begun = Instant::now();
-        let (tail, devices) = self.take_devices(self.decoder.offset())?;
-        self.stats.device_bytes = u64::try_from(tail.len()).unwrap_or(u64::MAX);
+        let behind = match package {
+            Some(length) => Behind::Package(length),
+            None => {
+                let (tail, devices) = self.take_devices(self.decoder.offset())?;
+                self.stats.device_bytes = u64::try_from(tail.len()).unwrap_or(u64::MAX);
+                self.role.progress.enter(Phase::Completing);
+                Behind::Devices(tail, devices)
+            }
+        };
         self.stats.device_elapsed = devices_begun.elapsed();
         self.stats.elapsed = begun.elapsed();
         self.stats.channel = self.role.channels().map(|channel| channel.counters()).sum();
-        self.role.progress.enter(Phase::Completing);
-        Ok((start, tail, devices, self.stats, self.return_path))
+        Ok((start, behind))
     }
 
-    /// Everything behind the layout and before the device sections, on all channels.
+    /// Everything behind the layout and before the device sections, on all channels. The length of the package, if there is one
+    /// in their place.
     fn take_memory<S: PageSink + Send + ?Sized>(
         &mut self,
         start: &StreamStart,
         sink: &mut S,
-    ) -> Result<(), MigrateError> {
+    ) -> Result<Option<u32>, MigrateError> {
         let role = self.role;
+        let tally = Tally::new(role.progress);
         let shared = Shared {
             blocks: multifd::by_name(&start.blocks),
             join: JoinPoint::new(role.pages.len()),
@@ -216,8 +285,8 @@ impl<'a> Receiver<'a> {
             main: &role.channel,
             channels: &role.pages,
         };
-        let moved = thread::scope(|scope| {
-            let landing = Landing::start(scope, sink, start, role.progress)?;
+        let package = thread::scope(|scope| {
+            let landing = Landing::start(scope, sink, start, &tally)?;
             let threads = (0..).zip(&role.pages).map(|(id, channel)| {
                 let reader = PageChannel::new(&shared, id, channel, landing.lane(multifd::BUFFER_LEN))?;
                 let thread = thread::Builder::new().name(format!("multifd {id}"));
@@ -239,23 +308,32 @@ impl<'a> Receiver<'a> {
             }
             // A sink that failed is the cause; that no buffer came back is what it led to. So is a channel that failed, and
             // that the main one was shut down.
-            let moved = landing.finish()?;
+            landing.finish()?;
             if let Some(failure) = shared.join.failure() {
                 return Err(failure);
             }
-            taken?;
+            let package = taken.map_err(|error| match error {
+                // A source with more channels than these finds the others closed, and gives up.
+                MigrateError::Stream(error)
+                    if !role.pages.is_empty() && matches!(error.fault(), Fault::Truncated { .. }) =>
+                {
+                    MigrateError::MainEnded { channels: role.pages.len(), source: error }
+                }
+                error => error,
+            })?;
             match loose {
-                None => Ok(moved),
+                None => Ok(package),
                 Some(id) => {
                     let what = "it carries pages behind the last join point, so nobody knows whether all have come";
                     Err(MigrateError::Multifd { id, source: Box::new(MigrateError::Protocol(what.into())) })
                 }
             }
         })?;
+        let moved = tally.total();
         self.stats.normal_pages = moved.normal;
         self.stats.zero_pages = moved.zero;
         self.stats.resent_pages = moved.resent;
-        Ok(())
+        Ok(package)
     }
 
     /// Everything up to the end of the RAM layout.
@@ -286,8 +364,8 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// Everything up to the first device section, which is left in the buffer.
-    fn take_pages(&mut self, lane: &mut Lane, join: &JoinPoint) -> Result<(), MigrateError> {
+    /// Everything up to the first device section, which is left in the buffer; or up to a package: its length.
+    fn take_pages(&mut self, lane: &mut Lane<'_>, join: &JoinPoint) -> Result<Option<u32>, MigrateError> {
         let several = !self.role.pages.is_empty();
         // A source that joins once a round says so before the end of the first section. One that does not joins at the end of
         // every section, that one included (QEMU's machine types up to 8.0).
@@ -326,8 +404,23 @@ impl<'a> Receiver<'a> {
                     }
                 }
                 Event::EarlyDevice(section) => self.orders.early_section(section),
+                Event::Command(Command::RamDiscard { block, ranges }) if self.takes_postcopy() => {
+                    // What came before it is thrown away with the rest.
+                    self.exchange(lane)?;
+                    let index = self.decoder.blocks().iter().position(|known| known.name == block);
+                    if let (Some(hooks), Some(index)) = (self.role.hooks, index) {
+                        hooks.discard(index, &ranges)?;
+                    }
+                }
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
-                Event::DeviceTail => return self.exchange(lane),
+                Event::DeviceTail => {
+                    self.exchange(lane)?;
+                    return Ok(None);
+                }
+                Event::Package { length } if self.takes_postcopy() => {
+                    self.exchange(lane)?;
+                    return Ok(Some(length));
+                }
                 Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. } => {}
                 Event::Package { .. } => {
                     return Err(MigrateError::SwitchedToPostcopy { offset: self.decoder.offset() });
@@ -337,8 +430,12 @@ impl<'a> Receiver<'a> {
         }
     }
 
+    fn takes_postcopy(&self) -> bool {
+        self.return_path && self.role.hooks.is_some_and(Hooks::postcopy)
+    }
+
     /// Waits until every channel has come to the join point, with everything handed over that was read before.
-    fn join(&mut self, lane: &mut Lane, join: &JoinPoint) -> Result<(), MigrateError> {
+    fn join(&mut self, lane: &mut Lane<'_>, join: &JoinPoint) -> Result<(), MigrateError> {
         if !self.orders.is_empty() {
             self.exchange(lane)?;
         }
@@ -365,7 +462,7 @@ impl<'a> Receiver<'a> {
             }
             Command::OpenReturnPath => self.return_path = true,
             // That postcopy may follow binds nobody; a source that finishes before it is asked to switch is received.
-            Command::PostcopyAdvise(_) => {}
+            Command::PostcopyAdvise(sizes) => self.advised = *sizes,
             Command::RamDiscard { .. } | Command::PostcopyListen | Command::PostcopyRun => {
                 return Err(MigrateError::SwitchedToPostcopy { offset });
             }
@@ -387,7 +484,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
-    fn refill(&mut self, total: usize, lane: &mut Lane) -> Result<(), MigrateError> {
+    fn refill(&mut self, total: usize, lane: &mut Lane<'_>) -> Result<(), MigrateError> {
         if self.buffer.arrived().len() < total && self.buffer.is_short_of(total) {
             self.exchange(lane)?;
         }
@@ -419,15 +516,32 @@ impl<'a> Receiver<'a> {
     }
 
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
-    fn exchange(&mut self, lane: &mut Lane) -> Result<(), MigrateError> {
+    fn exchange(&mut self, lane: &mut Lane<'_>) -> Result<(), MigrateError> {
         let full = std::mem::take(&mut self.buffer.bytes);
         let rest = full.get(self.buffer.start..self.buffer.end).unwrap_or_default().to_vec();
-        let (empty, orders) = lane
-            .exchange((full, std::mem::take(&mut self.orders)))
-            .ok_or_else(|| MigrateError::Protocol("pages cannot be stored any more".into()))?;
+        let (empty, orders) = lane.exchange((full, std::mem::take(&mut self.orders)))?;
         self.orders = orders;
         self.buffer.begin_with(empty, &rest);
         Ok(())
+    }
+
+    /// Has the device sections loaded, with every page in its place, and says so to the source.
+    fn ready(&mut self, sections: &[u8]) -> Result<(), MigrateError> {
+        if let Some(hooks) = self.role.hooks {
+            hooks.load(sections)?;
+        }
+        let before = self.role.channel.counters().bytes_out;
+        let said = self.obey(&Command::Ping(PING_READY), self.decoder.offset());
+        // From the first byte of the answer on the source may have given its word.
+        self.answered = said.is_ok() || self.role.channel.counters().bytes_out != before;
+        said?;
+        Ok(self.role.channel.set_timeouts(self.role.options.patience, self.role.options.patience)?)
+    }
+
+    /// Reads what comes next, over what has been looked at.
+    fn more(&mut self) -> Result<usize, MigrateError> {
+        (self.buffer.start, self.buffer.end) = (0, 0);
+        self.buffer.fill(&self.role.channel)
     }
 
     /// Collects the device sections up to the end that their own description proves.
@@ -435,19 +549,42 @@ impl<'a> Receiver<'a> {
         let channel = &self.role.channel;
         let patience = if self.role.options.recorded { self.role.options.patience } else { Some(TAIL_PATIENCE) };
         let mut search = DeviceTail::new(offset, self.role.options.max_device_state);
+        let mut told = Some(DelimitedTail::new(offset, self.role.options.max_device_state));
         let mut tail = self.buffer.arrived().to_vec();
         loop {
+            match told.as_mut().map(|told| told.look(&tail)).transpose()? {
+                Some(TailStep::Ready { sections }) => {
+                    self.ready(tail.get(..sections).unwrap_or_default())?;
+                    continue;
+                }
+                Some(TailStep::Whole { state, pings, length }) => {
+                    if tail.len() > length {
+                        let rest = tail.len() - length;
+                        return Err(MigrateError::Protocol(format!("{rest} bytes behind the description")));
+                    }
+                    tail.drain(pings);
+                    return Ok((tail, state));
+                }
+                Some(TailStep::Foreign) => told = None,
+                Some(TailStep::More) if self.answered => {
+                    if self.more()? == 0 {
+                        let what = "the source ended its stream before its word that the VM may run".into();
+                        return Err(MigrateError::Protocol(what));
+                    }
+                    tail.extend_from_slice(self.buffer.arrived());
+                    continue;
+                }
+                Some(TailStep::More) | None => {}
+            }
             let found = search.find(&tail)?;
             if found.is_some() && self.return_path {
                 // The guest can put what looks like an end into a device's memory, so an end counts only if nothing comes
                 // behind it. The source has nothing more to say until it is answered.
-                channel.set_timeouts(Some(self.role.options.after_the_end), None)?;
+                channel.set_timeouts(Some(self.role.options.after_the_end), self.role.options.patience)?;
             } else {
-                channel.set_timeouts(patience, None)?;
+                channel.set_timeouts(patience, self.role.options.patience)?;
             }
-            self.buffer.start = 0;
-            self.buffer.end = 0;
-            let more = self.buffer.fill(channel);
+            let more = self.more();
             match (more, found) {
                 (Err(MigrateError::Channel(error)), Some(devices)) if error.is_timeout() => return Ok((tail, devices)),
                 (Ok(0), Some(devices)) => return Ok((tail, devices)),

@@ -4,8 +4,11 @@ use std::io;
 use std::time::Duration;
 
 use limosa_channel::ChannelError;
+use limosa_memory::dirty::LogError;
 use limosa_stream::{EncodeError, StreamError};
 
+use crate::live::VmError;
+use crate::live::destination::LayoutDifference;
 use crate::pages::PageError;
 
 /// Why an engine gave up. Each names the object it failed on; what the VM's owner can do about it is the caller's to say,
@@ -24,6 +27,17 @@ pub enum MigrateError {
         id: u8,
         /// What happened to it.
         source: Box<Self>,
+    },
+
+    /// The main channel ended before its stream did, beside others.
+    #[error(
+        "the migration stream is not valid: {source}; if the source has another number of channels than {channels}, set the same"
+    )]
+    MainEnded {
+        /// How many others there are here.
+        channels: usize,
+        /// Where it ended.
+        source: StreamError,
     },
 
     /// The peer's bytes are not a migration stream that this engine can take.
@@ -114,6 +128,30 @@ pub enum MigrateError {
         /// How long it was waited for.
         waited: Duration,
     },
+
+    /// Which pages the guest has written cannot be told.
+    #[error("what the guest writes cannot be followed: {0}")]
+    Log(#[from] LogError),
+
+    /// The VMM did not do what the migration needs.
+    #[error("the VM cannot {what}: {source}")]
+    Vm {
+        /// What it was to do, to stand behind "cannot".
+        what: &'static str,
+        /// Its reason.
+        source: VmError,
+    },
+
+    /// The VM here is not the one that the source sends.
+    #[error("the VM here has other memory than the source's: {0}")]
+    Layout(#[from] LayoutDifference),
+
+    /// The guest writes its memory faster than it can be sent.
+    #[error(
+        "the migration does not converge: {0}; allow more downtime or bandwidth, slow the vCPUs down (auto-converge), \
+         or switch to postcopy"
+    )]
+    NoConvergence(String),
 
     /// Somebody asked the job to stop, through its [`Control`](crate::Control).
     #[error("cancelled")]

@@ -10,6 +10,8 @@
 //! | destination, precopy | when all has arrived and is acknowledged | [`destination`] |
 //! | source, precopy | when all has been sent | [`source::precopy`], [`source::multifd`] |
 //! | source, postcopy | at once; pages follow, requested ones first | [`source::postcopy`] |
+//! | source, of a VM that runs | in either of these ways, when it is stopped there | [`live::source`] |
+//! | destination, of a VM in this process | on the source's word | [`live::destination`] |
 //!
 //! # Example
 //!
@@ -82,18 +84,21 @@ pub mod control;
 pub mod control_socket;
 pub mod destination;
 pub mod error;
+pub mod live;
 pub mod pages;
 pub mod progress;
 pub mod source;
 
-pub use control::{Control, Stop};
-pub use control_socket::{ControlSocket, Job};
+pub use control::{Control, DeferredStop, Stop};
+pub use control_socket::{Commands, ControlSocket, Job};
 pub use destination::{
     ChannelSet, Destination, DestinationOptions, DestinationStats, Gathering, GatheringOptions, Incoming,
     MultifdOptions,
 };
 pub use error::MigrateError;
-pub use pages::{PageError, PageSink, PageSource, StreamStart};
+pub use live::destination::{ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival};
+pub use live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, Recoverable, RoundReport, Undecided};
+pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamStart};
 pub use progress::{Phase, Progress, ProgressReading};
 pub use source::multifd::MultifdSourceOptions;
 pub use source::postcopy::{Milestone, PostcopyOptions, PostcopySource, PostcopyStats};

@@ -8,6 +8,8 @@ use std::error::Error;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
+use libc::iovec;
+use limosa_memory::MemoryBlock;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::Configuration;
 use limosa_stream::ram::RamBlock;
@@ -61,6 +63,58 @@ pub trait PageSink {
         Err("changes to a page that was sent before cannot be applied here; turn the capability xbzrle off at the source"
             .into())
     }
+
+    /// The sink as memory of this process, if that is what it is: pages are then received straight to where they lie, and
+    /// nothing but [`begin`](Self::begin) is called on the sink itself. Asked for once, after `begin`.
+    fn memory(&self) -> Option<&dyn PageMemory> {
+        None
+    }
+}
+
+/// A sink that is memory: several threads receive into it at once, each its own pages.
+///
+/// The contract is [`PageSink`]'s; between two join points of the channels a page is mentioned on one of them only.
+///
+/// # Safety
+/// What [`place`](Self::place) names must stay mapped and writable as long as `self` is borrowed, and no reference to it may
+/// exist.
+#[allow(unsafe_code, reason = "whoever implements it vouches for addresses")]
+pub unsafe trait PageMemory: Sync {
+    /// Told what will be filled next, ascending runs: a chance to make room for all of it at once.
+    ///
+    /// # Errors
+    /// There is no room: the source keeps the VM.
+    fn expect(&self, block: usize, runs: &[PageRange]) -> Result<(), PageError> {
+        let _ = (block, runs);
+        Ok(())
+    }
+
+    /// Where pages of a block lie, to be filled by the kernel.
+    ///
+    /// # Errors
+    /// The block has not all of them.
+    fn place(&self, block: usize, pages: PageRange) -> Result<iovec, PageError>;
+
+    /// Notes that pages have been filled; how many of them had been mentioned before.
+    fn filled(&self, block: usize, pages: PageRange) -> u64;
+
+    /// Copies consecutive pages, one slice of 4096 bytes a page; how many of them had been mentioned before.
+    ///
+    /// # Errors
+    /// As [`PageSink::put_pages`].
+    fn put_pages(&self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError>;
+
+    /// Makes pages zero, without touching those that are; how many of them had been mentioned before.
+    ///
+    /// # Errors
+    /// As [`PageSink::put_zero`].
+    fn put_zero(&self, block: usize, pages: PageRange) -> Result<u64, PageError>;
+
+    /// As [`PageSink::read_back`].
+    ///
+    /// # Errors
+    /// The block has no such page.
+    fn read_back(&self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError>;
 }
 
 /// Where pages to be sent come from: immutable while a source role runs.
@@ -83,6 +137,13 @@ pub trait PageSource: Sync {
     /// [read](Self::read), for example because that is where they are verified.
     fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
         let _ = (block, page);
+        None
+    }
+
+    /// The guest memory that the pages of a block are, if they are that: a sender may gather them from there, and looks there
+    /// for zeros. Such memory may be written while it is sent, as long as whoever writes it has it sent again.
+    fn memory(&self, block: usize) -> Option<&MemoryBlock> {
+        let _ = block;
         None
     }
 

@@ -1,10 +1,12 @@
 //! The source role: pages from a [`PageSource`](crate::PageSource) to a destination.
 
-mod host_pages;
-mod inbox;
+mod gather;
+pub(crate) mod host_pages;
+pub(crate) mod inbox;
 mod ledger;
 pub mod multifd;
 pub mod postcopy;
 pub mod precopy;
-mod records;
-mod sender;
+pub(crate) mod records;
+pub(crate) mod sender;
+pub(crate) mod windows;

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use limosa_migrate::progress::Moved;
-use limosa_migrate::{Control, ControlSocket, Job, Phase, Progress, Stop};
+use limosa_migrate::{Commands, Control, ControlSocket, Job, Phase, Progress, Stop};
 use serde_json::{Value, json};
 
 struct Client {
@@ -74,6 +74,24 @@ fn the_rate_changes_and_unknown_parameters_change_nothing() {
 }
 
 #[test]
+fn the_downtime_of_a_live_migration_and_of_nothing_else_has_a_limit_that_changes() {
+    let set = |limit: Value| json!({ "execute": "migrate-set-parameters", "arguments": { "downtime-limit": limit } });
+    for job in [Job::Save, Job::Restore] {
+        let (_directory, _socket, control, _progress, mut client) = socket(job);
+        assert!(client.say(&set(json!(40))).get("error").is_some());
+        assert_eq!(control.downtime_limit(), None);
+    }
+    let (_directory, _socket, control, _progress, mut client) = socket(Job::Live);
+    for wrong in [json!("soon"), json!(-1), json!(2_000_001)] {
+        assert!(client.say(&set(wrong)).get("error").is_some());
+    }
+    assert_eq!(client.say(&set(json!(40))), json!({ "return": {} }));
+    assert_eq!(control.downtime_limit(), Some(Duration::from_millis(40)));
+    let parameters = client.say(&json!({ "execute": "query-migrate-parameters" }));
+    assert_eq!(parameters["return"], json!({ "max-bandwidth": 0, "downtime-limit": 40 }));
+}
+
+#[test]
 fn a_job_can_be_cancelled_until_its_guest_runs_and_paused_from_then_on() {
     let (_directory, _socket, control, progress, mut client) = socket(Job::Restore);
     assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
@@ -131,4 +149,50 @@ fn nonsense_is_answered_and_too_much_of_it_hung_up_on() {
     let crowd: Vec<_> = (0..20).map(|_| UnixStream::connect(directory.path().join("control")).unwrap()).collect();
     assert!(client.say(&json!({ "execute": "query-migrate" })).get("return").is_some());
     drop(crowd);
+}
+
+/// A VMM with one command of its own, and a word about how its last job ended.
+struct Vmm;
+
+impl Commands for Vmm {
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
+        match name {
+            "query-status" => Some(Ok(json!({ "status": "running", "heard": arguments["word"] }))),
+            "cont" => Some(Err("it runs".into())),
+            _ => None,
+        }
+    }
+
+    fn amend(&self, answer: &mut serde_json::Map<String, Value>) {
+        answer.insert("error-desc".into(), "the network was cut".into());
+    }
+}
+
+#[test]
+fn a_vmm_answers_beside_the_job_and_has_one_job_after_another() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("control");
+    let socket = ControlSocket::listen_for(&path, std::sync::Arc::new(Vmm)).unwrap();
+    let mut client = Client::connect(&path);
+    client.hear();
+    client.say(&json!({ "execute": "qmp_capabilities" }));
+    let told = client.say(&json!({ "execute": "query-status", "arguments": { "word": 3 } }));
+    assert_eq!(told, json!({ "return": { "status": "running", "heard": 3 } }));
+    assert_eq!(client.say(&json!({ "execute": "cont" }))["error"]["desc"], "it runs");
+    let told = client.say(&json!({ "execute": "query-migrate" }));
+    assert_eq!(told, json!({ "return": { "error-desc": "the network was cut" } }));
+    assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
+
+    for phase in [Phase::Active, Phase::Device] {
+        let (control, progress) = (Control::new(), Progress::new());
+        progress.enter(phase);
+        socket.turn_to(Job::Restore, control.clone(), progress);
+        let status = if phase == Phase::Active { "active" } else { "device" };
+        assert_eq!(client.say(&json!({ "execute": "query-migrate" }))["return"]["status"], status);
+        client.say(&json!({ "execute": "migrate_cancel" }));
+        assert_eq!(control.stopped(), Some(Stop::Cancel));
+    }
+    socket.announce("STOP", &json!({}));
+    let stopped = std::iter::repeat_with(|| client.hear()).find(|heard| heard["event"] != "MIGRATION").unwrap();
+    assert_eq!(stopped["event"], "STOP");
 }

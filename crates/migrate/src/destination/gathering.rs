@@ -89,9 +89,21 @@ impl<'a> Gathering<'a> {
     /// They are not all there in time; a number that occurs twice or is not below the number of channels; channels of two
     /// VMs.
     pub fn step(&mut self, wait: Duration) -> Result<Option<ChannelSet>, MigrateError> {
+        self.step_showing(wait, |_| {})
+    }
+
+    /// As [`step`](Self::step); every connection is shown as soon as it is accepted, before it is known who it is.
+    ///
+    /// # Errors
+    /// As `step`.
+    pub fn step_showing(
+        &mut self,
+        wait: Duration,
+        mut show: impl FnMut(&Channel),
+    ) -> Result<Option<ChannelSet>, MigrateError> {
         let step = Instant::now();
         loop {
-            self.accept()?;
+            self.accept(&mut show)?;
             self.look()?;
             if self.main.is_some() && self.pages.iter().all(Option::is_some) {
                 let pages = std::mem::take(&mut self.pages).into_iter().flatten().collect();
@@ -110,12 +122,13 @@ impl<'a> Gathering<'a> {
     }
 
     /// Takes new connections into the row.
-    fn accept(&mut self) -> Result<(), MigrateError> {
+    fn accept(&mut self, show: &mut impl FnMut(&Channel)) -> Result<(), MigrateError> {
         for _ in 0..AT_ONCE {
             let channel = match self.listener.accept(Some(Duration::ZERO)) {
                 Err(error) if error.is_timeout() => return Ok(()),
                 accepted => accepted?,
             };
+            show(&channel);
             if self.options.main_first && self.main.is_none() {
                 self.main = Some(channel);
                 continue;

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use limosa_channel::Channel;
+use limosa_channel::{Channel, ChannelError};
+use limosa_stream::Decoder;
 use limosa_stream::devices::DeviceState;
 use limosa_stream::return_path::ReturnMessage;
 
@@ -25,6 +26,45 @@ pub struct Incoming {
     /// Kept open: the source closes them when it is done.
     pub(super) _pages: Vec<Arc<Channel>>,
     pub(super) return_path: bool,
+    pub(super) loaded: bool,
+}
+
+/// A source whose stream was taken for whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SourceNow {
+    /// For the last word.
+    Waits,
+    /// Without it: it has died, or has its VM back.
+    Gone,
+    /// What looked like the end of the stream was none.
+    GoesOn,
+}
+
+/// A stream that has come to its end, or to the point where the VM runs before its memory is here.
+pub(crate) enum Arrived {
+    Whole(Box<Incoming>),
+    Switched(Box<Switched>),
+}
+
+/// A stream that goes on with the package of a postcopy.
+pub(crate) struct Switched {
+    pub(crate) start: StreamStart,
+    pub(crate) decoder: Decoder,
+    /// What has arrived behind the command PACKAGED.
+    pub(crate) arrived: Vec<u8>,
+    /// Bytes of the package.
+    pub(crate) length: u32,
+    pub(crate) stats: DestinationStats,
+    pub(crate) channel: Arc<Channel>,
+    /// Kept open: the source closes them when it is done.
+    pub(crate) _pages: Vec<Arc<Channel>>,
+}
+
+/// A stream that has not arrived.
+pub(crate) struct Broken {
+    pub(crate) error: MigrateError,
+    /// The source had been told before that everything is in its place: nobody here knows who has the VM.
+    pub(crate) answered: bool,
 }
 
 impl Incoming {
@@ -32,6 +72,21 @@ impl Incoming {
     /// its last write for success, and nothing can call it back.
     pub fn has_return_path(&self) -> bool {
         self.return_path
+    }
+
+    /// Whether the source gave its word: the device sections were loaded before, where there is a VM to load them.
+    pub(crate) fn is_loaded(&self) -> bool {
+        self.loaded
+    }
+
+    /// What has become of the source since its stream was taken for whole.
+    pub(crate) fn source_now(&self) -> SourceNow {
+        match self.channel.peek(&mut [0; 1]) {
+            Ok(Some(0)) | Err(ChannelError::Broken { .. }) => SourceNow::Gone,
+            Ok(Some(_)) => SourceNow::GoesOn,
+            // What is no socket cannot be asked.
+            Ok(None) | Err(_) => SourceNow::Waits,
+        }
     }
 
     /// Tells the source that all is well: its VM is now this side's.

@@ -7,9 +7,15 @@
 //! Each reading thread has a [`Lane`]: buffers of its own, so that one that is held up holds up no other. The law: orders
 //! are carried out in the order in which their buffers were handed over, whichever lane they came on, because the last
 //! word about a page counts.
+//!
+//! A sink that is [memory](PageMemory) has no such thread: every reader carries out its own orders, before its buffer fills
+//! again and before each join point. A page of the main channel goes through the buffer there too, because the eight bytes
+//! between two pages say where the second one belongs: they would have to be read by a call of their own, and a call for
+//! each page costs more than copying it out of a buffer that is in the cache.
 
 use std::io::IoSlice;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 
@@ -17,7 +23,7 @@ use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::xbzrle;
 
 use crate::error::MigrateError;
-use crate::pages::{PageSink, StreamStart};
+use crate::pages::{PageError, PageMemory, PageSink, StreamStart};
 use crate::progress::{Moved, Progress};
 
 /// Buffers of a lane: one fills, one is emptied, one is ready for whichever is done first.
@@ -83,36 +89,31 @@ impl Orders {
         self.list.is_empty()
     }
 
-    /// Hands everything to the sink, and forgets it.
-    fn carry_out<S: PageSink + ?Sized>(
-        &mut self,
-        bytes: &[u8],
-        sink: &mut S,
-        tally: &mut Tally<'_>,
-    ) -> Result<(), MigrateError> {
+    /// Hands everything to whoever takes it, and forgets it.
+    fn carry_out(&mut self, bytes: &[u8], taker: &mut impl Taker, batch: &mut Moved) -> Result<(), MigrateError> {
         let mut places = self.places.iter();
         let mut slices = Vec::new();
         for order in self.list.drain(..) {
             match order {
                 Order::Zero { block, pages } => {
-                    sink.put_zero(block, pages).map_err(MigrateError::Sink)?;
-                    tally.batch.zero += tally.see(block, pages);
+                    batch.resent += taker.put_zero(block, pages).map_err(MigrateError::Sink)?;
+                    batch.zero += pages.len();
                 }
-                Order::EarlySection(section) => sink.put_early_sections(&section).map_err(MigrateError::Sink)?,
+                Order::EarlySection(section) => taker.put_early_sections(&section).map_err(MigrateError::Sink)?,
                 Order::Pages { block, first, count } => {
                     let whole = |&place: &usize| IoSlice::new(bytes.get(place..place + PAGE_LEN).unwrap_or_default());
                     slices.clear();
                     slices.extend(places.by_ref().take(count).map(whole));
-                    sink.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
-                    let pages = u64::try_from(count).unwrap_or(u64::MAX);
-                    tally.batch.normal += tally.see(block, PageRange::starting_at(first, pages));
+                    batch.resent += taker.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
+                    batch.normal += u64::try_from(count).unwrap_or(u64::MAX);
                 }
                 Order::Delta { block, page, place, offset } => {
                     let mut contents = [0; PAGE_LEN];
-                    sink.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
+                    taker.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
                     xbzrle::decode(&mut contents, bytes.get(place).unwrap_or_default(), offset)?;
-                    sink.put_pages(block, page, &[IoSlice::new(&contents)]).map_err(MigrateError::Sink)?;
-                    tally.batch.normal += tally.see(block, PageRange::starting_at(page, 1));
+                    let page = taker.put_pages(block, page, &[IoSlice::new(&contents)]);
+                    batch.resent += page.map_err(MigrateError::Sink)?;
+                    batch.normal += 1;
                 }
             }
         }
@@ -121,31 +122,91 @@ impl Orders {
     }
 }
 
-/// What has gone to the sink.
-struct Tally<'a> {
-    /// Pages of each block that were mentioned.
+/// Who takes pages; each answer is how many of them had been mentioned before.
+trait Taker {
+    fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError>;
+    fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError>;
+    fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<u64, PageError>;
+    fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError>;
+}
+
+/// A sink, and the pages of each block that were mentioned.
+struct Seen<'a, S: ?Sized> {
+    sink: &'a mut S,
     seen: Vec<PageBitmap>,
-    batch: Moved,
-    total: Moved,
+}
+
+impl<S: ?Sized> Seen<'_, S> {
+    fn see(&mut self, block: usize, pages: PageRange) -> u64 {
+        let Some(seen) = self.seen.get_mut(block) else { return 0 };
+        let again = seen.count_in(pages);
+        seen.set_range(pages);
+        again
+    }
+}
+
+impl<S: PageSink + ?Sized> Taker for Seen<'_, S> {
+    fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError> {
+        self.sink.put_early_sections(sections)
+    }
+
+    fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError> {
+        self.sink.put_pages(block, first, pages)?;
+        Ok(self.see(block, PageRange::starting_at(first, u64::try_from(pages.len())?)))
+    }
+
+    fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<u64, PageError> {
+        self.sink.put_zero(block, pages)?;
+        Ok(self.see(block, pages))
+    }
+
+    fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
+        self.sink.read_back(block, page, into)
+    }
+}
+
+impl Taker for &dyn PageMemory {
+    fn put_early_sections(&mut self, _sections: &[u8]) -> Result<(), PageError> {
+        Err("the source's VM has a virtio-mem device, whose state comes before its pages; the VM here has none".into())
+    }
+
+    fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError> {
+        PageMemory::put_pages(*self, block, first, pages)
+    }
+
+    fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<u64, PageError> {
+        PageMemory::put_zero(*self, block, pages)
+    }
+
+    fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
+        PageMemory::read_back(*self, block, page, into)
+    }
+}
+
+/// What has been taken, by all threads together.
+#[derive(Debug)]
+pub(super) struct Tally<'a> {
+    normal: AtomicU64,
+    zero: AtomicU64,
+    resent: AtomicU64,
     progress: &'a Progress,
 }
 
-impl Tally<'_> {
-    /// Notes that pages were mentioned; how many they are.
-    fn see(&mut self, block: usize, pages: PageRange) -> u64 {
-        if let Some(seen) = self.seen.get_mut(block) {
-            self.batch.resent += seen.count_in(pages);
-            seen.set_range(pages);
-        }
-        pages.len()
+impl<'a> Tally<'a> {
+    pub(super) fn new(progress: &'a Progress) -> Self {
+        Self { normal: AtomicU64::new(0), zero: AtomicU64::new(0), resent: AtomicU64::new(0), progress }
     }
 
-    fn count(&mut self) {
-        let batch = std::mem::take(&mut self.batch);
-        self.total.normal += batch.normal;
-        self.total.zero += batch.zero;
-        self.total.resent += batch.resent;
+    pub(super) fn count(&self, batch: Moved) {
+        self.normal.fetch_add(batch.normal, Relaxed);
+        self.zero.fetch_add(batch.zero, Relaxed);
+        self.resent.fetch_add(batch.resent, Relaxed);
         self.progress.moved(batch);
+    }
+
+    pub(super) fn total(&self) -> Moved {
+        let read = |count: &AtomicU64| count.load(Relaxed);
+        Moved { normal: read(&self.normal), zero: read(&self.zero), resent: read(&self.resent) }
     }
 }
 
@@ -153,76 +214,124 @@ impl Tally<'_> {
 pub(super) type Filled = (Box<[u8]>, Orders);
 
 /// A buffer on its way, and the way back.
-struct Delivery {
+#[derive(Debug)]
+pub(super) struct Delivery {
     filled: Filled,
     home: Sender<Delivery>,
 }
 
-/// One reading thread's buffers.
-pub(super) struct Lane {
-    queue: Sender<Delivery>,
-    emptied: Receiver<Delivery>,
-    /// The way back for the buffer that is in the reader's hands. A buffer that is away has it with it: when the last of them
-    /// is lost with the thread that empties them, waiting for one ends.
-    home: Option<Sender<Delivery>>,
+/// What one reading thread does with what it has read.
+pub(super) enum Lane<'a> {
+    /// Gives it to the landing thread.
+    Handed {
+        queue: Sender<Delivery>,
+        emptied: Receiver<Delivery>,
+        /// The way back for the buffer that is in the reader's hands. A buffer that is away has it with it: when the last of
+        /// them is lost with the thread that empties them, waiting for one ends.
+        home: Option<Sender<Delivery>>,
+    },
+    /// Carries it out.
+    Placed { memory: &'a dyn PageMemory, tally: &'a Tally<'a> },
 }
 
-impl Lane {
-    /// Gives a full buffer away and gets an empty one. `None` if the thread has failed: [`Landing::finish`] says why.
-    pub(super) fn exchange(&mut self, filled: Filled) -> Option<Filled> {
-        let home = self.home.take()?;
-        self.queue.send(Delivery { filled, home }).ok()?;
-        let empty = self.emptied.recv().ok()?;
-        self.home = Some(empty.home);
-        Some(empty.filled)
+impl<'a> Lane<'a> {
+    /// Gives a full buffer away and gets an empty one.
+    ///
+    /// # Errors
+    /// What memory failed with; if the landing thread has failed, that it has: [`Landing::finish`] says why.
+    pub(super) fn exchange(&mut self, filled: Filled) -> Result<Filled, MigrateError> {
+        match self {
+            Self::Handed { queue, emptied, home } => {
+                let gone = || MigrateError::Protocol("pages cannot be stored any more".into());
+                let empty = home.take().and_then(|home| {
+                    queue.send(Delivery { filled, home }).ok()?;
+                    emptied.recv().ok()
+                });
+                let Delivery { filled, home: way } = empty.ok_or_else(gone)?;
+                *home = Some(way);
+                Ok(filled)
+            }
+            Self::Placed { memory, tally } => {
+                let (bytes, mut orders) = filled;
+                let mut batch = Moved::default();
+                orders.carry_out(&bytes, memory, &mut batch)?;
+                tally.count(batch);
+                Ok((bytes, orders))
+            }
+        }
+    }
+
+    /// The memory that pages can be read straight into.
+    pub(super) fn memory(&self) -> Option<(&'a dyn PageMemory, &'a Tally<'a>)> {
+        match self {
+            Self::Handed { .. } => None,
+            Self::Placed { memory, tally } => Some((*memory, *tally)),
+        }
     }
 }
 
-/// The thread that empties buffers.
-pub(super) struct Landing<'scope> {
-    queue: Sender<Delivery>,
-    thread: ScopedJoinHandle<'scope, Result<Moved, MigrateError>>,
+/// Where everything that was read goes.
+pub(super) enum Landing<'scope> {
+    /// To the thread that empties buffers.
+    Thread { queue: Sender<Delivery>, thread: ScopedJoinHandle<'scope, Result<(), MigrateError>> },
+    /// To memory, by whoever has read it.
+    Memory { memory: &'scope dyn PageMemory, tally: &'scope Tally<'scope> },
 }
 
 impl<'scope> Landing<'scope> {
-    /// Starts the thread over `sink`, which has accepted the layout.
+    /// Starts the thread over `sink`, which has accepted the layout; none if it is memory.
     pub(super) fn start<S: PageSink + Send + ?Sized>(
         scope: &'scope Scope<'scope, '_>,
         sink: &'scope mut S,
         start: &StreamStart,
-        progress: &'scope Progress,
+        tally: &'scope Tally<'scope>,
     ) -> Result<Self, MigrateError> {
+        if sink.memory().is_some() {
+            let sink: &'scope S = sink;
+            let gone = || MigrateError::Protocol("a sink that is memory at times".into());
+            return Ok(Self::Memory { memory: sink.memory().ok_or_else(gone)?, tally });
+        }
         let seen = start.blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
-        let mut tally = Tally { seen, batch: Moved::default(), total: Moved::default(), progress };
+        let mut taker = Seen { sink, seen };
         // Not bounded by itself: the number of buffers bounds it.
         let (queue, to_empty) = channel::<Delivery>();
         let thread = Builder::new().name("land".into()).spawn_scoped(scope, move || {
             for Delivery { filled: (bytes, mut orders), home } in to_empty {
-                orders.carry_out(&bytes, sink, &mut tally)?;
-                tally.count();
+                let mut batch = Moved::default();
+                orders.carry_out(&bytes, &mut taker, &mut batch)?;
+                tally.count(batch);
                 // Nobody takes it back once the last buffer has been given away; there may be others to empty all the same.
                 let _ = home.send(Delivery { filled: (bytes, orders), home: home.clone() });
             }
-            Ok(tally.total)
+            Ok(())
         });
         let thread = thread.map_err(|error| MigrateError::Protocol(format!("cannot start a thread: {error}")))?;
-        Ok(Self { queue, thread })
+        Ok(Self::Thread { queue, thread })
     }
 
     /// Another lane, with empty buffers of `length` bytes beside the one that its reader has.
-    pub(super) fn lane(&self, length: usize) -> Lane {
-        let (home, emptied) = channel();
-        for _ in 1..BUFFERS {
-            let filled = (vec![0; length].into_boxed_slice(), Orders::default());
-            let _ = home.send(Delivery { filled, home: home.clone() });
+    pub(super) fn lane(&self, length: usize) -> Lane<'scope> {
+        match self {
+            Self::Thread { queue, .. } => {
+                let (home, emptied) = channel();
+                for _ in 1..BUFFERS {
+                    let filled = (vec![0; length].into_boxed_slice(), Orders::default());
+                    let _ = home.send(Delivery { filled, home: home.clone() });
+                }
+                Lane::Handed { queue: queue.clone(), emptied, home: Some(home) }
+            }
+            Self::Memory { memory, tally } => Lane::Placed { memory: *memory, tally },
         }
-        Lane { queue: self.queue.clone(), emptied, home: Some(home) }
     }
 
-    /// Waits until everything has gone to the sink: what that was. All lanes must have been dropped.
-    pub(super) fn finish(self) -> Result<Moved, MigrateError> {
-        let Self { queue, thread } = self;
-        drop(queue);
-        thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sink panicked".into())))
+    /// Waits until everything has gone to the sink. All lanes must have been dropped.
+    pub(super) fn finish(self) -> Result<(), MigrateError> {
+        match self {
+            Self::Thread { queue, thread } => {
+                drop(queue);
+                thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sink panicked".into())))
+            }
+            Self::Memory { .. } => Ok(()),
+        }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A packet's header says how many pages follow and where they belong; the payload is read by one call into the thread's
 //! buffer (or unpacked into it), and the buffer goes to the landing when it is full and at every SYNC packet. No page is
-//! copied, and nothing is allocated for one.
+//! copied, and nothing is allocated for one. Where the sink is memory, pages that are not compressed need no buffer: the one
+//! call reads each of them to where it belongs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use limosa_stream::{Fault, RamBlock, StreamError};
 
 use super::join::{JoinPoint, Over};
 use super::landing::{Lane, Orders};
+use super::scatter::Scatter;
 use super::unpack::Unpacker;
 use crate::error::MigrateError;
 
@@ -69,12 +71,13 @@ pub(super) struct PageChannel<'a> {
     shared: &'a Shared<'a>,
     id: usize,
     channel: &'a Channel,
-    lane: Lane,
+    lane: Lane<'a>,
     buffer: Box<[u8]>,
     used: usize,
     orders: Orders,
     packed: Vec<u8>,
     unpacker: Unpacker,
+    scatter: Scatter,
     /// Pages have come since the last join point.
     loose: bool,
 }
@@ -84,12 +87,14 @@ impl<'a> PageChannel<'a> {
         shared: &'a Shared<'a>,
         id: usize,
         channel: &'a Channel,
-        lane: Lane,
+        lane: Lane<'a>,
     ) -> Result<Self, MigrateError> {
         let compression = shared.options.compression;
         let unpacker = Unpacker::new(compression).map_err(MigrateError::Protocol)?;
         let packed = if compression == Compression::None { 0 } else { usize::try_from(PAYLOAD_LIMIT).unwrap_or(0) };
-        let (buffer, packed) = (vec![0; BUFFER_LEN].into_boxed_slice(), vec![0; packed]);
+        let unbuffered = compression == Compression::None && lane.memory().is_some();
+        let buffer = vec![0; if unbuffered { 0 } else { BUFFER_LEN }].into_boxed_slice();
+        let packed = vec![0; packed];
         Ok(Self {
             shared,
             id,
@@ -100,6 +105,7 @@ impl<'a> PageChannel<'a> {
             orders: Orders::default(),
             packed,
             unpacker,
+            scatter: Scatter::default(),
             loose: false,
         })
     }
@@ -197,7 +203,11 @@ impl<'a> PageChannel<'a> {
         if let Some(&offset) = packet.normal.iter().chain(packet.zero).find(|offset| **offset >= used_length) {
             return Err(wrong(Fault::OutsideBlock { block: packet.block.to_owned(), offset, used_length }));
         }
-        if !packet.normal.is_empty() {
+        if let Some((memory, tally)) = self.lane.memory()
+            && packet.compression == Compression::None
+        {
+            self.scatter.take(self.channel, memory, block, packet.normal, tally)?;
+        } else if !packet.normal.is_empty() {
             let begin = self.get_payload(packet, position)?;
             let mut places = [(0, 0); PACKET_PAGES];
             for (number, (place, &offset)) in places.iter_mut().zip(packet.normal).enumerate() {
@@ -247,9 +257,7 @@ impl<'a> PageChannel<'a> {
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
     fn exchange(&mut self) -> Result<(), MigrateError> {
         let full = (std::mem::take(&mut self.buffer), std::mem::take(&mut self.orders));
-        let empty = self.lane.exchange(full);
-        (self.buffer, self.orders) =
-            empty.ok_or_else(|| MigrateError::Protocol("pages cannot be stored any more".into()))?;
+        (self.buffer, self.orders) = self.lane.exchange(full)?;
         self.used = 0;
         Ok(())
     }

@@ -105,9 +105,10 @@ impl Inbox {
             let arrived = Instant::now();
             let mut state = self.lock();
             let mut over = false;
-            while let Some(message) = decoder.next_message()? {
+            // Behind the last message comes nothing that could be believed.
+            while !over && let Some(message) = decoder.next_message()? {
                 on_message(&message);
-                over |= deliver(&mut state, blocks, &mut current, message, arrived)?;
+                over = deliver(&mut state, blocks, &mut current, message, arrived)?;
             }
             drop(state);
             self.changed.notify_all();
@@ -158,6 +159,14 @@ impl Inbox {
     /// Whether the return path has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.lock().ended
+    }
+
+    /// Fails if the return path has ended: it goes on as long as the migration does.
+    pub(crate) fn still_open(&self) -> Result<(), MigrateError> {
+        let state = self.lock();
+        let ended = state.ended || state.shut.is_some() || state.failed.is_some();
+        drop(state);
+        if ended { Err(self.outcome()) } else { Ok(()) }
     }
 
     /// Wakes every sender that waits for requests: there is no more work for them.

@@ -1,9 +1,9 @@
 //! Sending pages on channels beside the main one, a thread each.
 //!
-//! The laws of this module: **every stored page goes out once, on whichever channel is free next**, and **the main channel
+//! The laws of this module: **every page of a round goes out once, on whichever channel is free next**, and **the main channel
 //! passes a join point only when the pages before it are on their way**: each channel begins with a SYNC packet, paired
-//! with the join point in START, and ends with one for each join point behind its last page. The first channel that fails
-//! ends all of them.
+//! with the join point in START, and ends each round with one for each join point behind its last page. The threads last
+//! over all rounds. The first channel that fails ends all of them.
 //!
 //! A zero page in a packet is believed by QEMU without looking: it takes memory that no page has come for yet for fresh.
 //! So only pages of blocks that are known to be fresh go out that way; every other zero page is a record on the main
@@ -11,27 +11,41 @@
 
 mod compressor;
 mod sender;
-mod windows;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, How};
-use limosa_page::PageRange;
+use limosa_page::{PageBitmap, PageRange};
 use limosa_stream::configuration::MultifdRules;
 use limosa_stream::multifd::Compression;
 
-use super::records::RecordWriter;
+use super::records::{RecordWriter, Sent, Zeros};
+use super::windows::Windows;
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 use crate::progress::{Moved, Progress};
 use sender::ChannelSender;
-use windows::Windows;
 
 /// Most channels beside the main one: more only wait for each other.
 pub const CHANNELS_MAX: usize = 16;
+
+/// The channels beside the main one, ready to be sent on: a destination may take nothing for `patience`.
+///
+/// # Errors
+/// More than [`CHANNELS_MAX`], or one whose time-out cannot be set.
+pub(crate) fn beside(channels: Vec<Channel>, patience: Duration) -> Result<Vec<Arc<Channel>>, MigrateError> {
+    if channels.len() > CHANNELS_MAX {
+        return Err(MigrateError::Protocol(format!("{} channels, of at most {CHANNELS_MAX}", channels.len())));
+    }
+    for channel in &channels {
+        channel.set_timeouts(None, Some(patience))?;
+    }
+    Ok(channels.into_iter().map(Arc::new).collect())
+}
 
 /// How pages go out on the channels beside the main one.
 #[derive(Debug, Clone)]
@@ -56,7 +70,7 @@ impl Default for MultifdSourceOptions {
 
 /// What the channels share.
 #[derive(Debug)]
-pub(super) struct Multifd<'a, S: PageSource + ?Sized> {
+pub(crate) struct Multifd<'a, S: PageSource + ?Sized> {
     pub(super) source: &'a S,
     pub(super) control: &'a Control,
     pub(super) progress: &'a Progress,
@@ -69,18 +83,26 @@ pub(super) struct Multifd<'a, S: PageSource + ?Sized> {
     /// Whether contents may go out of their file, unread: their receipt will be confirmed.
     pub(super) in_place: bool,
     rules: MultifdRules,
-    windows: Windows<'a>,
+    windows: Windows,
     packets: AtomicU64,
     normal: AtomicU64,
     zero: AtomicU64,
+    left_out: AtomicU64,
+    /// Of the channel that was busy longest in this round, nanoseconds.
+    busy: AtomicU64,
     failing: AtomicBool,
+    /// Time is up: what was begun is not held back any more.
+    hurried: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Channels that still have pages to send.
+    /// Rounds that were begun.
+    rounds: u64,
+    task: Arc<Task>,
+    /// Channels that still have pages of this round to send.
     busy: usize,
     /// Zero pages that the main channel is to tell of.
     zeros: Vec<(usize, PageRange)>,
@@ -89,22 +111,44 @@ struct State {
     over: bool,
 }
 
+/// How the pages of a round are to be sent.
+#[derive(Debug, Default)]
+pub(crate) struct Task {
+    /// What becomes of zero pages, by block.
+    pub(crate) zeros: Vec<Zeros>,
+    /// SYNC packets that each channel owes behind its last page: the join points of the main channel from there to the next
+    /// round.
+    pub(crate) syncs: usize,
+    /// Whether the rate limit holds for it.
+    pub(crate) limited: bool,
+}
+
+/// What came of a round.
+#[derive(Debug, Default)]
+pub(crate) struct RoundSent {
+    pub(crate) sent: Sent,
+    /// Time in calls, and held back by the limit, of the channel that was busy longest.
+    pub(crate) busy: Duration,
+    /// What was not sent, by block, because time was up.
+    pub(crate) rest: Option<Vec<PageBitmap>>,
+}
+
 /// What a [`Multifd`] is made for.
-pub(super) struct Parts<'a, S: PageSource + ?Sized> {
-    pub(super) source: &'a S,
-    pub(super) control: &'a Control,
-    pub(super) progress: &'a Progress,
-    pub(super) options: &'a MultifdSourceOptions,
-    pub(super) main: &'a Arc<Channel>,
-    pub(super) channels: &'a [Arc<Channel>],
-    pub(super) fresh: &'a [String],
-    pub(super) return_path: bool,
+pub(crate) struct Parts<'a, S: PageSource + ?Sized> {
+    pub(crate) source: &'a S,
+    pub(crate) control: &'a Control,
+    pub(crate) progress: &'a Progress,
+    pub(crate) options: &'a MultifdSourceOptions,
+    pub(crate) main: &'a Arc<Channel>,
+    pub(crate) channels: &'a [Arc<Channel>],
+    /// For each block whether its memory is zero at the destination.
+    pub(crate) fresh: Vec<bool>,
+    pub(crate) return_path: bool,
 }
 
 impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
-    pub(super) fn new(parts: Parts<'a, S>) -> Self {
+    pub(crate) fn new(parts: Parts<'a, S>) -> Self {
         let Parts { source, control, progress, options, main, channels, fresh, return_path } = parts;
-        let start = source.start();
         Self {
             source,
             control,
@@ -112,56 +156,111 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             options,
             main,
             channels,
-            fresh: start.blocks.iter().map(|block| fresh.contains(&block.name)).collect(),
+            fresh,
             in_place: return_path && !options.detect_zero && options.compression == Compression::None,
-            rules: start.configuration.multifd_rules(),
-            windows: Windows::new(source),
+            rules: source.start().configuration.multifd_rules(),
+            windows: Windows::default(),
             packets: AtomicU64::new(0),
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
+            left_out: AtomicU64::new(0),
+            busy: AtomicU64::new(0),
             failing: AtomicBool::new(false),
-            state: Mutex::new(State { busy: channels.len(), ..State::default() }),
+            hurried: AtomicBool::new(false),
+            state: Mutex::default(),
             changed: Condvar::new(),
         }
     }
 
-    /// Sends all pages: those with contents on the channels, zero pages that have to be told of as records on the main
-    /// channel, in the PART section that is open there. When it returns, every channel's next packets are its last SYNCs.
+    /// Sends all pages in one round: those with contents on the channels, zero pages that have to be told of as records on
+    /// the main channel, in the PART section that is open there. When it returns, every channel has sent its last SYNCs.
     ///
     /// `answered` waits until the destination has been heard of, which is not before every channel has begun.
     pub(super) fn send_pages(
         &self,
         answered: impl FnOnce() -> Result<(), MigrateError>,
     ) -> Result<Moved, MigrateError> {
-        thread::scope(|scope| {
-            for (id, channel) in (0_u8..).zip(self.channels) {
-                let started = thread::Builder::new().name(format!("multifd {id}")).spawn_scoped(scope, move || {
-                    let working = Working(self);
-                    if let Err(error) = ChannelSender::new(self, channel, id).and_then(ChannelSender::run) {
-                        working.0.fail(error);
-                    }
-                });
-                if let Err(error) = started {
-                    let working = Working(self);
-                    working.0.fail(MigrateError::Thread(error));
+        let blocks = &self.source.start().blocks;
+        let sent = thread::scope(|scope| {
+            let _ending = self.spawn(scope);
+            answered().map_err(|error| self.fail_with(error))?;
+            let stored = (0..blocks.len()).map(|block| self.source.stored(block).clone()).collect();
+            let zeros = if self.options.detect_zero { Zeros::Told } else { Zeros::Unknown };
+            // With the old rule PART and END have one each, else there is the one in END.
+            let syncs = if self.rules.sync_at_every_section { 2 } else { 1 };
+            let task = Task { zeros: vec![zeros; blocks.len()], syncs, limited: true };
+            let mut records = RecordWriter::new(self.main, blocks)?;
+            let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
+            self.send_round(stored, task, &mut records, told, None)
+        });
+        let Sent { normal, zero, .. } = sent?.sent;
+        Ok(Moved { normal, zero, resent: 0 })
+    }
+
+    /// Starts a thread for each channel, which send rounds until what is returned is dropped.
+    #[must_use]
+    pub(crate) fn spawn<'scope>(&'scope self, scope: &'scope thread::Scope<'scope, '_>) -> Ending<'scope, 'a, S> {
+        for (id, channel) in (0_u8..).zip(self.channels) {
+            let started = thread::Builder::new().name(format!("multifd {id}")).spawn_scoped(scope, move || {
+                let working = Working(self);
+                if let Err(error) = ChannelSender::new(self, channel, id).and_then(ChannelSender::run) {
+                    working.0.fail(error);
+                }
+            });
+            if let Err(error) = started {
+                self.fail(MigrateError::Thread(error));
+            }
+        }
+        Ending(self)
+    }
+
+    /// Sends the pages of a round, `tell` meanwhile saying on the main channel what is known to be zero. When it returns,
+    /// every channel has sent its SYNCs behind them. From `deadline` on no further pages are begun.
+    pub(crate) fn send_round(
+        &self,
+        pages: Vec<PageBitmap>,
+        task: Task,
+        records: &mut RecordWriter<'_>,
+        tell: impl FnOnce(&mut RecordWriter<'_>) -> Result<(), MigrateError>,
+        deadline: Option<Instant>,
+    ) -> Result<RoundSent, MigrateError> {
+        for counter in [&self.normal, &self.zero, &self.left_out, &self.busy] {
+            counter.store(0, Relaxed);
+        }
+        self.hurried.store(false, Relaxed);
+        self.windows.start(pages);
+        let mut state = self.lock();
+        (state.busy, state.task) = (self.channels.len(), Arc::new(task));
+        state.rounds += 1;
+        drop(state);
+        self.changed.notify_all();
+        let mut rest = None;
+        let told = tell(records).and_then(|()| {
+            while let Some(found) = self.next_zeros(deadline, &mut rest) {
+                for (block, run) in found {
+                    records.send_zero(block, run)?;
+                    self.count(Sent { zero: run.len(), ..Sent::default() });
                 }
             }
-            if let Err(error) = answered().and_then(|()| self.tell_zeros()) {
-                self.fail(error);
-            }
+            self.check()
         });
-        let mut state = self.lock();
-        if let Some(error) = state.failed.take() {
-            return Err(error);
-        }
-        state.over = true;
-        Ok(Moved { normal: self.normal.load(Relaxed), zero: self.zero.load(Relaxed), resent: 0 })
+        // What failed first is the cause, whoever noticed.
+        told.map_err(|error| self.fail_with(error))?;
+        let [normal, zero, left_out] = [&self.normal, &self.zero, &self.left_out].map(|counter| counter.load(Relaxed));
+        let busy = Duration::from_nanos(self.busy.load(Relaxed)).max(records.take_busy());
+        Ok(RoundSent { sent: Sent { normal, zero, left_out }, busy, rest })
+    }
+
+    /// The channels have done their part: what fails from now on is no affair of theirs.
+    pub(crate) fn is_over(&self) {
+        self.lock().over = true;
+        self.changed.notify_all();
     }
 
     /// Makes sure, once the destination has said that it has taken all pages, that it has taken those of every channel, and
     /// that they were those of the file. A destination that expects fewer channels turns the others away, together with what
     /// their sockets still hold, and means to have everything.
-    pub(super) fn check_taken(&self) -> Result<(), MigrateError> {
+    pub(crate) fn check_taken(&self) -> Result<(), MigrateError> {
         for (id, channel) in (0_u8..).zip(self.channels) {
             if !matches!(channel.peek(&mut [0]), Ok(None)) {
                 let why = format!("the destination has closed it; it expects fewer than {}", self.channels.len());
@@ -171,20 +270,23 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         if self.in_place { self.source.still_whole().map_err(MigrateError::Source) } else { Ok(()) }
     }
 
+    /// Bytes that the kernel has taken on these channels.
+    pub(crate) fn bytes_out(&self) -> u64 {
+        self.channels.iter().map(|channel| channel.counters().bytes_out).sum()
+    }
+
     /// Whether the main channel says where its join points are.
-    pub(super) fn joins_by_word(&self) -> bool {
+    pub(crate) fn joins_by_word(&self) -> bool {
         !self.rules.sync_at_every_section
     }
 
-    /// SYNC packets that each channel owes behind its last page: the join points of the main channel from there on.
-    fn last_syncs(&self) -> usize {
-        // With the old rule PART and END have one each, else there is the one in END.
-        if self.rules.sync_at_every_section { 2 } else { 1 }
+    /// Whether zero pages of the block go into packets. Elsewhere QEMU would believe it, and must not: see above.
+    fn tells_in_packet(&self, block: usize) -> bool {
+        !self.rules.zero_pages_on_main && self.fresh.get(block) == Some(&true)
     }
 
-    /// The main channel's part: ZERO records, first of what is known to be zero, then of what the channels find.
-    fn tell_zeros(&self) -> Result<(), MigrateError> {
-        let mut records = RecordWriter::new(self.main, &self.source.start().blocks)?;
+    /// Says on the main channel of all pages that are not stored that they are zero, where the destination's memory is not.
+    fn tell_gaps(&self, records: &mut RecordWriter<'_>) -> Result<(), MigrateError> {
         for (block, fresh) in self.fresh.iter().enumerate() {
             if *fresh {
                 continue;
@@ -193,23 +295,21 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
                 self.check()?;
                 self.source.confirm_zero(block, run).map_err(MigrateError::Source)?;
                 records.send_zero(block, run)?;
-                self.count(0, run.len());
-            }
-        }
-        while let Some(found) = self.next_zeros() {
-            for (block, run) in found {
-                records.send_zero(block, run)?;
-                self.count(0, run.len());
+                self.count(Sent { zero: run.len(), ..Sent::default() });
             }
         }
         Ok(())
     }
 
-    /// Zero pages that channels have found; waits for some. `None` when no more will be found.
-    fn next_zeros(&self) -> Option<Vec<(usize, PageRange)>> {
+    /// Zero pages that channels have found; waits for some. `None` when no more will be found in this round.
+    fn next_zeros(
+        &self,
+        mut deadline: Option<Instant>,
+        rest: &mut Option<Vec<PageBitmap>>,
+    ) -> Option<Vec<(usize, PageRange)>> {
         let mut state = self.lock();
         loop {
-            if state.failed.is_some() {
+            if self.failing.load(Ordering::Acquire) {
                 return None;
             }
             if !state.zeros.is_empty() {
@@ -218,8 +318,41 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             if state.busy == 0 {
                 return None;
             }
+            let Some(wait) = deadline.filter(|_| rest.is_none()).map(|at| at.saturating_duration_since(Instant::now()))
+            else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            if wait.is_zero() {
+                *rest = Some(self.windows.take_rest());
+                self.hurried.store(true, Relaxed);
+                deadline = None;
+            } else {
+                state = self.changed.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+
+    /// The next round for a channel that has sent `rounds`; waits for it. `None` when there will be none.
+    fn next_task(&self, rounds: &mut u64) -> Option<Arc<Task>> {
+        let mut state = self.lock();
+        loop {
+            if self.failing.load(Ordering::Acquire) || state.over {
+                return None;
+            }
+            if state.rounds > *rounds {
+                *rounds = state.rounds;
+                return Some(Arc::clone(&state.task));
+            }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// A channel has sent its part of the round, and was busy so long.
+    fn done(&self, busy: Duration) {
+        self.busy.fetch_max(u64::try_from(busy.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+        self.lock().busy -= 1;
+        self.changed.notify_all();
     }
 
     /// Leaves it to the main channel to tell of these zero pages.
@@ -236,15 +369,24 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.fail_for(|| error);
     }
 
+    /// As [`fail`](Self::fail); what failed first.
+    pub(crate) fn fail_with(&self, error: MigrateError) -> MigrateError {
+        let mut mine = Some(error);
+        self.fail_for(|| mine.take().unwrap_or_else(another));
+        let first = self.lock().failed.take();
+        first.or(mine).unwrap_or_else(another)
+    }
+
     /// As [`fail`](Self::fail), for a reason that is taken from where it stands only if it is one.
-    pub(super) fn fail_for(&self, reason: impl FnOnce() -> MigrateError) {
+    pub(crate) fn fail_for(&self, reason: impl FnOnce() -> MigrateError) {
         let mut state = self.lock();
         if state.over {
             return;
         }
-        state.failed.get_or_insert_with(reason);
+        if !self.failing.swap(true, Ordering::AcqRel) {
+            state.failed = Some(reason());
+        }
         drop(state);
-        self.failing.store(true, Ordering::Release);
         self.changed.notify_all();
         for channel in self.channels.iter().chain([self.main]) {
             // It may be closed already, which is what we want of it.
@@ -256,9 +398,13 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     fn check(&self) -> Result<(), MigrateError> {
         self.control.check()?;
         if self.failing.load(Ordering::Acquire) {
-            return Err(MigrateError::Protocol("another channel has failed".into()));
+            return Err(another());
         }
         Ok(())
+    }
+
+    fn is_hurried(&self) -> bool {
+        self.hurried.load(Relaxed)
     }
 
     /// The next packet's number: they are counted over all channels.
@@ -266,10 +412,11 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.packets.fetch_add(1, Relaxed)
     }
 
-    fn count(&self, normal: u64, zero: u64) {
-        self.normal.fetch_add(normal, Relaxed);
-        self.zero.fetch_add(zero, Relaxed);
-        self.progress.moved(Moved { normal, zero, resent: 0 });
+    fn count(&self, sent: Sent) {
+        self.normal.fetch_add(sent.normal, Relaxed);
+        self.zero.fetch_add(sent.zero, Relaxed);
+        self.left_out.fetch_add(sent.left_out, Relaxed);
+        self.progress.moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -277,7 +424,11 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     }
 }
 
-/// A channel's thread at work. When it is gone, however it ended, nobody waits for it any more.
+fn another() -> MigrateError {
+    MigrateError::Protocol("another channel has failed".into())
+}
+
+/// A channel's thread at work: if it panics, nobody waits for it.
 struct Working<'m, 'a, S: PageSource + ?Sized>(&'m Multifd<'a, S>);
 
 impl<S: PageSource + ?Sized> Drop for Working<'_, '_, S> {
@@ -285,7 +436,14 @@ impl<S: PageSource + ?Sized> Drop for Working<'_, '_, S> {
         if thread::panicking() {
             self.0.fail(MigrateError::Protocol("a sending thread panicked".into()));
         }
-        self.0.lock().busy -= 1;
-        self.0.changed.notify_all();
+    }
+}
+
+/// The threads of the channels: they end when it is dropped.
+pub(crate) struct Ending<'m, 'a, S: PageSource + ?Sized>(&'m Multifd<'a, S>);
+
+impl<S: PageSource + ?Sized> Drop for Ending<'_, '_, S> {
+    fn drop(&mut self) {
+        self.0.is_over();
     }
 }

@@ -93,6 +93,29 @@ pub struct PostcopyStats {
     pub preempt: Option<Counters>,
 }
 
+/// What a source role that has sent pages in precopy hands to this one.
+pub(crate) struct Switch<'b> {
+    /// Where its reader sorts the return path to, which stays open. The reader notices the answer to
+    /// [`PING_LOADED`](vm::PING_LOADED).
+    pub(crate) inbox: &'b Inbox,
+    /// Pages that the destination has, by block; whole host pages.
+    pub(crate) already: &'b [PageBitmap],
+    /// The commands that discard all others; one at least.
+    pub(crate) discards: Vec<u8>,
+    /// Becomes true when the kernel has taken the last byte of the package: from then on the guest may run there.
+    pub(crate) handed: &'b AtomicBool,
+}
+
+/// How the role begins.
+enum Opening<'b> {
+    /// With the header of a stream.
+    Start,
+    /// With a destination that waits for recovery.
+    Recovery,
+    /// In the middle of a stream.
+    Switch(Switch<'b>),
+}
+
 /// Opens the preempt channel when the destination is ready for it.
 pub type OpenPreempt<'a> = Box<dyn FnOnce() -> Result<Channel, ChannelError> + Send + Sync + 'a>;
 
@@ -105,6 +128,8 @@ pub struct PostcopySource<'a, S: PageSource + ?Sized> {
     progress: &'a Progress,
     options: PostcopyOptions,
     recovering: bool,
+    /// Since when the answer to the package's PING is owed, and for how long it may be.
+    owed: Option<(Instant, Duration)>,
     may_end: Box<dyn Fn() -> bool + Send + Sync + 'a>,
     observer: Box<dyn Fn(Milestone) + Send + Sync + 'a>,
 }
@@ -118,14 +143,20 @@ impl<S: PageSource + ?Sized> std::fmt::Debug for PostcopySource<'_, S> {
 impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// A source that sends `source` over `channel`.
     pub fn new(source: &'a S, channel: Channel, control: &'a Control, progress: &'a Progress) -> Self {
+        Self::over(source, Arc::new(channel), control, progress)
+    }
+
+    /// As [`new`](Self::new), over a channel that others know too.
+    pub(crate) fn over(source: &'a S, channel: Arc<Channel>, control: &'a Control, progress: &'a Progress) -> Self {
         Self {
             source,
-            channel: Arc::new(channel),
+            channel,
             open_preempt: None,
             control,
             progress,
             options: PostcopyOptions::default(),
             recovering: false,
+            owed: None,
             may_end: Box::new(|| true),
             observer: Box::new(|_| {}),
         }
@@ -161,23 +192,42 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// On `Err` before [`Milestone::DevicesLoaded`] the destination's VM has not run and must be thrown away. On `Err`
     /// after it the destination stalls on the pages it has not got, and [`recover`](Self::recover) goes on from there.
     pub fn start(self) -> Result<PostcopyStats, MigrateError> {
-        self.run(false)
+        self.run(Opening::Start)
     }
 
     /// Goes on with a destination whose postcopy was broken off and that waits for recovery on a new channel.
     pub fn recover(self) -> Result<PostcopyStats, MigrateError> {
-        self.run(true)
+        self.run(Opening::Recovery)
     }
 
-    fn run(mut self, recovery: bool) -> Result<PostcopyStats, MigrateError> {
+    /// Lets the guest run at a destination that has been sent pages in precopy, and sends the others.
+    pub(crate) fn switch(self, switch: Switch<'_>) -> Result<PostcopyStats, MigrateError> {
+        self.run(Opening::Switch(switch))
+    }
+
+    fn run(mut self, opening: Opening<'_>) -> Result<PostcopyStats, MigrateError> {
+        let recovery = matches!(opening, Opening::Recovery);
         self.recovering = recovery;
+        self.owed = matches!(opening, Opening::Switch(_)).then(|| (Instant::now(), self.options.patience));
         let begun = Instant::now();
         let open_preempt = self.open_preempt.take();
         let blocks = with_page_sizes(&self.source.start().blocks, &self.options.page_sizes)?;
+        let ledger = Ledger::new(self.source, &blocks);
+        let own = Inbox::default();
+        let inbox = match &opening {
+            Opening::Switch(switch) => {
+                for (block, already) in switch.already.iter().enumerate() {
+                    ledger.received(block, already);
+                }
+                switch.inbox
+            }
+            Opening::Start | Opening::Recovery => &own,
+        };
+        let reads = !matches!(opening, Opening::Switch(_));
         let shared = Shared {
             source: self.source,
-            ledger: Ledger::new(self.source, &blocks),
-            inbox: Inbox::default(),
+            ledger,
+            inbox,
             progress: self.progress,
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
@@ -188,7 +238,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.progress.expect_pages(shared.ledger.left());
         self.control.watch(&self.channel);
         let result = thread::scope(|scope| {
-            let reader = scope.spawn(|| {
+            let read = || {
                 shared.inbox.read_from(&self.channel, &blocks, recovery, |message| {
                     if *message == ReturnMessage::Pong(vm::PING_LOADED) {
                         self.progress.enter(Phase::PostcopyActive);
@@ -196,14 +246,17 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                         self.control.release();
                     }
                 });
-            });
-            let sent = self.drive(scope, &shared, &blocks, recovery, open_preempt);
+            };
+            let reader = reads.then(|| scope.spawn(read));
+            let sent = self.drive(scope, &shared, &blocks, opening, open_preempt);
             // Whatever the outcome, the reader must end before its borrows do.
             shared.inbox.finish();
             if sent.is_err() {
                 let _ = self.channel.shutdown(limosa_channel::How::Both);
             }
-            let _ = reader.join();
+            if let Some(reader) = reader {
+                let _ = reader.join();
+            }
             sent
         });
         self.control.unwatch();
@@ -226,13 +279,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         scope: &'scope thread::Scope<'scope, '_>,
         shared: &'scope Shared<'_, S>,
         blocks: &[RamBlock],
-        recovery: bool,
+        opening: Opening<'_>,
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<(Histogram<u64>, Option<Counters>), MigrateError> {
-        let preempt = if recovery {
-            self.negotiate_recovery(shared, open_preempt)?
-        } else {
-            self.send_prologue(shared, blocks, open_preempt)?
+        let preempt = match opening {
+            Opening::Start => self.send_prologue(shared, blocks, open_preempt)?,
+            Opening::Recovery => self.negotiate_recovery(shared, open_preempt)?,
+            Opening::Switch(switch) => self.send_switch(switch, open_preempt)?,
         };
         let answering = preempt.clone().map(|channel| {
             scope.spawn(move || {
@@ -288,11 +341,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let mut prologue = Vec::new();
         let early = self.source.early_sections();
         vm::encode_postcopy_prologue(&start.configuration, start.section_id, blocks, early, &mut prologue)?;
-        let package = vm::postcopy_package(self.source.device_sections(), Some(vm::PING_LOADED))?;
-        // The package, and the PART section that every later page of this channel stands in.
-        let mut body = Vec::with_capacity(package.len() + 32);
-        vm::encode_packaged(&package, &mut body)?;
-        section::encode_part(start.section_id, &mut body);
+        let (body, _) = self.package()?;
         let Some(open) = open_preempt else {
             self.commit()?;
             self.channel.put_vector(&[IoSlice::new(&prologue), IoSlice::new(&body)])?;
@@ -306,6 +355,36 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.commit()?;
         self.channel.put(&body)?;
         Ok(Some(preempt))
+    }
+
+    /// The package, and the PART section that every later page of this channel stands in; how many bytes the package is.
+    fn package(&self) -> Result<(Vec<u8>, usize), MigrateError> {
+        let package = vm::postcopy_package(self.source.device_sections(), Some(vm::PING_LOADED))?;
+        let mut body = Vec::with_capacity(package.len() + 32);
+        vm::encode_packaged(&package, &mut body)?;
+        let length = body.len();
+        section::encode_part(self.source.start().section_id, &mut body);
+        Ok((body, length))
+    }
+
+    /// From the discards to the package, in a stream whose destination has been heard of.
+    fn send_switch(
+        &self,
+        switch: Switch<'_>,
+        open_preempt: Option<OpenPreempt<'_>>,
+    ) -> Result<Option<Arc<Channel>>, MigrateError> {
+        let (body, decisive) = self.package()?;
+        let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
+        self.channel.put(&switch.discards)?;
+        switch.inbox.still_open()?;
+        self.commit()?;
+        let before = self.channel.counters().bytes_out;
+        let put = self.channel.put(&body);
+        if self.channel.counters().bytes_out.wrapping_sub(before) >= decisive as u64 {
+            switch.handed.store(true, Ordering::Release);
+        }
+        put?;
+        Ok(preempt)
     }
 
     /// The last moment to turn back. A destination that is left while it loads the package can neither go on nor give up:
@@ -366,6 +445,16 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         Ok(preempt)
     }
 
+    /// Fails if a destination that was switched has not said for too long that it has loaded its devices.
+    fn check_loaded(&self, shared: &Shared<'_, S>) -> Result<(), MigrateError> {
+        match self.owed {
+            Some((since, patience)) if since.elapsed() >= patience && !shared.inbox.has_pong(vm::PING_LOADED) => {
+                Err(MigrateError::Silent { what: "the package of device state", waited: patience })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The main channel's sender: requests first (unless the preempt channel has them), then everything else, then the end.
     fn push(&self, shared: &Shared<'_, S>, preempted: bool) -> Result<Histogram<u64>, MigrateError> {
         let mut sender = Sender::new(shared, &self.channel)?;
@@ -373,6 +462,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let batch = self.options.batch_pages.clamp(1, CLAIM_PAGES);
         loop {
             self.control.check()?;
+            self.check_loaded(shared)?;
             if !preempted {
                 while let Some(request) = shared.inbox.try_request() {
                     cursor = Cursor { block: request.block, page: request.pages.end };
@@ -415,6 +505,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let (mut asked, mut placed) = (false, false);
         loop {
             self.control.check()?;
+            self.check_loaded(shared)?;
             if shared.inbox.has_ended() {
                 return Err(shared.inbox.outcome());
             }

@@ -15,7 +15,7 @@ use limosa_stream::{Command, ram, section, vm};
 
 use super::inbox::Inbox;
 use super::ledger::CLAIM_PAGES;
-use super::multifd::{CHANNELS_MAX, Multifd, MultifdSourceOptions, Parts};
+use super::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use super::records::RecordWriter;
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -95,13 +95,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         channels: Vec<Channel>,
         options: MultifdSourceOptions,
     ) -> Result<Self, MigrateError> {
-        if channels.len() > CHANNELS_MAX {
-            return Err(MigrateError::Protocol(format!("{} channels, of at most {CHANNELS_MAX}", channels.len())));
-        }
-        for channel in &channels {
-            channel.set_timeouts(None, Some(self.options.patience))?;
-        }
-        self.beside = channels.into_iter().map(Arc::new).collect();
+        self.beside = multifd::beside(channels, self.options.patience)?;
         self.multifd = options;
         Ok(self)
     }
@@ -228,7 +222,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             options: &self.multifd,
             main: &self.channel,
             channels: &self.beside,
-            fresh: &self.options.fresh,
+            fresh: self.source.start().blocks.iter().map(|block| self.options.fresh.contains(&block.name)).collect(),
             return_path: self.options.return_path,
         })
     }
@@ -286,10 +280,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
 }
 
 /// Waits until the rate allows more, or `check` fails.
-pub(super) fn wait_for_rate(
-    control: &Control,
-    check: impl Fn() -> Result<(), MigrateError>,
-) -> Result<(), MigrateError> {
+fn wait_for_rate(control: &Control, check: impl Fn() -> Result<(), MigrateError>) -> Result<(), MigrateError> {
     loop {
         check()?;
         let pause = control.rate().delay();

@@ -4,11 +4,15 @@
 //! thread has its own [`RecordWriter`].
 
 use std::io::IoSlice;
+use std::time::{Duration, Instant};
 
-use limosa_channel::Channel;
-use limosa_page::{PAGE_LEN, PageBitmap, PageRange};
+use limosa_channel::{Channel, ChannelError};
+use limosa_memory::MemoryBlock;
+use limosa_page::zero::Method;
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::ram::{RamBlock, RecordEncoder, RecordKind};
 
+use super::gather::Gather;
 use crate::error::MigrateError;
 
 /// Zero records that go out in one call at most: 9 bytes each, so a few tens of KiB.
@@ -22,12 +26,55 @@ pub(crate) struct RecordWriter<'a> {
     headers: Vec<u8>,
     /// For each record, where its header ends and whether a page follows.
     records: Vec<(usize, RecordKind)>,
+    /// As `records`, with the page of each, where pages come out of guest memory.
+    placed: Vec<(usize, RecordKind, PageNumber)>,
+    gather: Gather<'static>,
+    busy: Duration,
+}
+
+/// What becomes of zero pages of guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Zeros {
+    /// They are looked for, and told.
+    Told,
+    /// They are looked for, and left out: the destination's memory is fresh, and nothing was sent for them yet.
+    LeftOut,
+    /// They are not looked for, and sent as they are.
+    Unknown,
+}
+
+/// What was sent of some pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Sent {
+    /// Pages with contents.
+    pub(crate) normal: u64,
+    /// Pages told to be zero.
+    pub(crate) zero: u64,
+    /// Pages that are zero and were left out.
+    pub(crate) left_out: u64,
+}
+
+impl Sent {
+    /// Adds what was sent of others.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.normal += other.normal;
+        self.zero += other.zero;
+        self.left_out += other.left_out;
+    }
 }
 
 impl<'a> RecordWriter<'a> {
     /// A writer whose first record will carry its block's name.
     pub(crate) fn new(channel: &'a Channel, blocks: &[RamBlock]) -> Result<Self, MigrateError> {
-        Ok(Self { channel, encoder: RecordEncoder::new(blocks)?, headers: Vec::new(), records: Vec::new() })
+        Ok(Self {
+            channel,
+            encoder: RecordEncoder::new(blocks)?,
+            headers: Vec::new(),
+            records: Vec::new(),
+            placed: Vec::new(),
+            gather: Gather::default(),
+            busy: Duration::ZERO,
+        })
     }
 
     /// Sends a run of pages of one block, `contents` being theirs; those that are not `stored`, which are not looked at, or
@@ -68,6 +115,68 @@ impl<'a> RecordWriter<'a> {
         Ok((pages.len() - zeros, zeros))
     }
 
+    /// Sends runs of pages out of guest memory, from where they live. Pages may be written meanwhile: whoever lets that
+    /// happen sends them again. `left_out` is called for each page that is left out.
+    pub(crate) fn send_memory(
+        &mut self,
+        block: usize,
+        memory: &MemoryBlock,
+        runs: &[PageRange],
+        zeros: Zeros,
+        mut left_out: impl FnMut(PageNumber),
+    ) -> Result<Sent, MigrateError> {
+        self.headers.clear();
+        self.placed.clear();
+        let (look, method) = (memory.look(), Method::best());
+        let mut sent = Sent::default();
+        for page in runs.iter().flat_map(PageRange::iter) {
+            let kind = if zeros != Zeros::Unknown && look.page_is_zero(method, page) == Some(true) {
+                if zeros == Zeros::LeftOut {
+                    sent.left_out += 1;
+                    left_out(page);
+                    continue;
+                }
+                sent.zero += 1;
+                RecordKind::Zero
+            } else {
+                sent.normal += 1;
+                RecordKind::Page
+            };
+            self.encoder.append(kind, block, page.offset(), &mut self.headers)?;
+            self.placed.push((self.headers.len(), kind, page));
+        }
+        let mut gather = std::mem::take(&mut self.gather).emptied();
+        let mut begin = 0;
+        for &(end, kind, page) in &self.placed {
+            if kind == RecordKind::Page {
+                gather.bytes(self.headers.get(begin..end).unwrap_or_default());
+                if !gather.pages(memory, PageRange::starting_at(page, 1)) {
+                    return Err(MigrateError::Source(format!("RAM block {} has no page {page}", memory.name()).into()));
+                }
+                begin = end;
+            }
+        }
+        gather.bytes(self.headers.get(begin..).unwrap_or_default());
+        let began = Instant::now();
+        let put = gather.put(self.channel);
+        self.busy += began.elapsed();
+        self.gather = gather.emptied();
+        put?;
+        Ok(sent)
+    }
+
+    /// Time in calls of the channel since it was asked for last.
+    pub(crate) fn take_busy(&mut self) -> Duration {
+        std::mem::take(&mut self.busy)
+    }
+
+    fn put_headers(&mut self) -> Result<(), ChannelError> {
+        let began = Instant::now();
+        let put = self.channel.put(&self.headers);
+        self.busy += began.elapsed();
+        put
+    }
+
     /// Says of a run of pages of one block that they are zero.
     pub(crate) fn send_zero(&mut self, block: usize, pages: PageRange) -> Result<(), MigrateError> {
         let mut waiting = 0;
@@ -76,11 +185,11 @@ impl<'a> RecordWriter<'a> {
             self.encoder.append(RecordKind::Zero, block, page.offset(), &mut self.headers)?;
             waiting += 1;
             if waiting == ZEROS_A_CALL {
-                self.channel.put(&self.headers)?;
+                self.put_headers()?;
                 self.headers.clear();
                 waiting = 0;
             }
         }
-        Ok(self.channel.put(&self.headers)?)
+        Ok(self.put_headers()?)
     }
 }

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange};
+use limosa_page::{PAGE_LEN, PageRange};
 
 use super::inbox::{Inbox, Request, Wake};
 use super::ledger::{CLAIM_PAGES, Claim, Cursor, Ledger};
-use super::records::RecordWriter;
+use super::records::{RecordWriter, Zeros};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 use crate::progress::{Moved, Progress};
@@ -21,7 +21,7 @@ use crate::progress::{Moved, Progress};
 pub(crate) struct Shared<'a, S: PageSource + ?Sized> {
     pub(crate) source: &'a S,
     pub(crate) ledger: Ledger<'a>,
-    pub(crate) inbox: Inbox,
+    pub(crate) inbox: &'a Inbox,
     pub(crate) progress: &'a Progress,
     pub(crate) normal: AtomicU64,
     pub(crate) zero: AtomicU64,
@@ -76,7 +76,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
         Ok(Self {
             shared,
             records: RecordWriter::new(channel, &shared.source.start().blocks)?,
-            buffer: vec![0; usize::try_from(CLAIM_PAGES * PAGE_SIZE).unwrap_or(PAGE_LEN)],
+            buffer: Vec::new(),
             latency: new_histogram(),
         })
     }
@@ -103,13 +103,21 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     }
 
     /// Sends a claimed run of pages, and returns how many of them had contents. Of a huge page all pages go, in order and
-    /// with nothing between them, as the destination demands; holes of it are not read.
+    /// with nothing between them, as the destination demands; holes of it are not read. Guest memory is gathered from where
+    /// it lies.
     pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<u64, MigrateError> {
         let too_long = || MigrateError::Protocol("a claim too long".into());
         let length = |pages: PageRange| usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
         let (source, stored) = (self.shared.source, self.shared.source.stored(block));
         let mut contents = 0;
         for piece in pages.chunks(CLAIM_PAGES) {
+            if let Some(memory) = source.memory(block) {
+                let sent = self.records.send_memory(block, memory, &[piece], Zeros::Told, |_| {})?;
+                self.count(sent.normal, sent.zero);
+                contents += sent.normal;
+                continue;
+            }
+            self.buffer.resize(length(PageRange::first(CLAIM_PAGES)), 0);
             let buffer = self.buffer.get_mut(..length(piece)).ok_or_else(too_long)?;
             let mut read = 0;
             for run in stored.runs_in(piece) {

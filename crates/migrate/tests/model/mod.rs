@@ -2,7 +2,11 @@
 
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
+pub mod live;
+pub mod live_postcopy;
 pub mod multifd;
+pub mod relay;
+pub mod vm;
 
 use std::io::IoSlice;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -61,6 +65,13 @@ impl Memory {
         }
         let (devices, description) = device_tail();
         Self { start, pages: memory, stored, devices, description, reads_left: AtomicU64::new(u64::MAX) }
+    }
+
+    /// With device sections that carry their lengths.
+    #[must_use]
+    pub fn with_devices(mut self, devices: &limosa_stream::DeviceSections) -> Self {
+        (self.devices, self.description) = (devices.bytes().to_vec(), devices.description());
+        self
     }
 
     /// The bytes of one page.

@@ -1,25 +1,35 @@
 //! The thread of one channel: claims windows of pages and sends them in packets.
 //!
-//! Contents go out in one of two ways. *In place*, the kernel is told where they lie in their file and nothing is read.
-//! *Read*, they come into the thread's buffer, one read a run, are looked at and compressed if that is wished, and go out
-//! with their header in one vectored call.
+//! Contents go out in one of three ways. *In place*, the kernel is told where they lie in their file and nothing is read.
+//! *Out of guest memory*, they are looked at where they lie and gathered from there, packets full from one window to the
+//! next. *Read*, they come into the thread's buffer, one read a run, are looked at and compressed if that is wished, and go
+//! out with their header in one vectored call.
 
 use std::io::{ErrorKind, IoSlice};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError};
+use limosa_memory::MemoryBlock;
+use limosa_page::zero::Method;
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 
-use super::Multifd;
 use super::compressor::Compressor;
-use super::windows::WINDOW_PAGES;
+use super::{Multifd, Task};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
-use crate::source::precopy::wait_for_rate;
+use crate::source::gather::Gather;
+use crate::source::records::{Sent, Zeros};
+use crate::source::windows::WINDOW_PAGES;
 
 /// Runs shorter than this, in pages, are read even where they could go out in place: a call for each costs more than
 /// copying them. (Measured: a call costs about as much as two pages' copies.)
 const IN_PLACE_PAGES: u64 = 4;
+
+/// The longest sleep for a limited rate.
+const RATE_TICK: Duration = Duration::from_millis(20);
 
 /// One channel, its buffers, and what it remembers from packet to packet.
 #[derive(Debug)]
@@ -36,6 +46,12 @@ pub(super) struct ChannelSender<'a, S: PageSource + ?Sized> {
     /// Offsets of the packet's pages with contents, and of its zero pages.
     normal: Vec<u64>,
     zero: Vec<u64>,
+    /// The block whose pages `normal` and `zero` are, while a packet out of guest memory is being filled.
+    open: Option<usize>,
+    gather: Gather<'static>,
+    task: Arc<Task>,
+    /// Time in calls of the channel, and held back by the limit, in this round.
+    busy: Duration,
 }
 
 impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
@@ -47,11 +63,15 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             id,
             in_place: shared.in_place,
             compressor: Compressor::new(options.compression, options.level).map_err(MigrateError::Compress)?,
-            buffer: vec![0; usize::try_from(WINDOW_PAGES).unwrap_or(PACKET_PAGES) * PAGE_LEN],
+            buffer: Vec::new(),
             header: Box::new([0; PACKET_LEN]),
             compressed: Vec::new(),
             normal: Vec::with_capacity(PACKET_PAGES),
             zero: Vec::with_capacity(PACKET_PAGES),
+            open: None,
+            gather: Gather::default(),
+            task: Arc::default(),
+            busy: Duration::ZERO,
         })
     }
 
@@ -61,21 +81,122 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let uuid = self.shared.options.uuid.or(configured).unwrap_or_default();
         self.put(&[IoSlice::new(&InitialPacket { uuid, id: self.id }.encode())])?;
         self.send_sync()?;
-        let mut runs = Vec::new();
-        while let Some(block) = self.shared.windows.claim(&mut runs) {
+        let (mut runs, mut rounds) = (Vec::new(), 0);
+        while let Some(task) = self.shared.next_task(&mut rounds) {
+            self.task = task;
+            while let Some(block) = self.shared.windows.claim(&mut runs) {
+                self.wait_for_rate(&runs)?;
+                match self.shared.source.memory(block).filter(|_| self.compressor.is_none()) {
+                    Some(memory) => self.send_memory(block, memory, &runs)?,
+                    None if self.in_place => self.send_in_place(block, &runs)?,
+                    None => {
+                        // What is compressed goes out as fast as that: so will the rest.
+                        let began = Instant::now();
+                        self.send_read(block, &runs)?;
+                        self.busy += began.elapsed();
+                    }
+                }
+            }
+            self.send_open()?;
+            for _ in 0..self.task.syncs {
+                self.send_sync()?;
+            }
+            self.shared.done(std::mem::take(&mut self.busy));
+        }
+        Ok(())
+    }
+
+    fn wait_for_rate(&mut self, runs: &[PageRange]) -> Result<(), MigrateError> {
+        self.shared.check()?;
+        if self.task.limited && self.shared.control.max_bandwidth().is_some() {
+            let began = Instant::now();
+            loop {
+                let pause = self.shared.control.rate().delay();
+                if pause.is_zero() || self.shared.is_hurried() {
+                    break;
+                }
+                thread::sleep(pause.min(RATE_TICK));
+                self.shared.check()?;
+            }
+            self.busy += began.elapsed();
             let pages: u64 = runs.iter().map(PageRange::len).sum();
-            wait_for_rate(self.shared.control, || self.shared.check())?;
             self.shared.control.rate().spend(pages.saturating_mul(PAGE_SIZE));
-            if self.in_place { self.send_in_place(block, &runs)? } else { self.send_read(block, &runs)? }
         }
-        for _ in 0..self.shared.last_syncs() {
-            self.send_sync()?;
+        Ok(())
+    }
+
+    /// Adds runs of pages of guest memory to the packet that is being filled, and sends it whenever it is full.
+    fn send_memory(&mut self, block: usize, memory: &MemoryBlock, runs: &[PageRange]) -> Result<(), MigrateError> {
+        if self.open != Some(block) {
+            self.send_open()?;
+            self.open = Some(block);
         }
+        let (look, method) = (memory.look(), Method::best());
+        let zeros = self.task.zeros.get(block).copied().unwrap_or(Zeros::Told);
+        let in_packet = self.shared.tells_in_packet(block);
+        let mut left_zero: Vec<PageRange> = Vec::new();
+        let mut left_out = 0;
+        for page in runs.iter().flat_map(PageRange::iter) {
+            if zeros == Zeros::Unknown || look.page_is_zero(method, page) != Some(true) {
+                self.normal.push(page.offset());
+            } else if zeros == Zeros::LeftOut {
+                left_out += 1;
+                continue;
+            } else if in_packet {
+                self.zero.push(page.offset());
+            } else {
+                match left_zero.last_mut().filter(|run| run.end == page) {
+                    Some(run) => run.end = page.saturating_add(1),
+                    None => left_zero.push(PageRange::starting_at(page, 1)),
+                }
+                continue;
+            }
+            if self.normal.len() + self.zero.len() == PACKET_PAGES {
+                self.send_gathered(block, memory)?;
+            }
+        }
+        self.shared.leave_zero(block, &left_zero);
+        self.shared.count(Sent { left_out, ..Sent::default() });
+        Ok(())
+    }
+
+    /// Sends the packet that is being filled, if there is anything in it.
+    fn send_open(&mut self) -> Result<(), MigrateError> {
+        let Some(block) = self.open.take() else { return Ok(()) };
+        match self.shared.source.memory(block) {
+            Some(memory) if !(self.normal.is_empty() && self.zero.is_empty()) => self.send_gathered(block, memory),
+            _ => Ok(()),
+        }
+    }
+
+    fn send_gathered(&mut self, block: usize, memory: &MemoryBlock) -> Result<(), MigrateError> {
+        self.begin_packet(block, self.normal.len() * PAGE_LEN)?;
+        let mut gather = std::mem::take(&mut self.gather).emptied();
+        gather.bytes(&*self.header);
+        let mut offsets = self.normal.iter().map(|offset| PageNumber(offset / PAGE_SIZE)).peekable();
+        while let Some(first) = offsets.next() {
+            let mut run = PageRange::starting_at(first, 1);
+            while offsets.next_if_eq(&run.end).is_some() {
+                run.end = run.end.saturating_add(1);
+            }
+            if !gather.pages(memory, run) {
+                return Err(MigrateError::Source(format!("RAM block {} has no {run}", memory.name()).into()));
+            }
+        }
+        let began = Instant::now();
+        let put = gather.put(self.channel);
+        self.busy += began.elapsed();
+        self.gather = gather.emptied();
+        put.map_err(|error| self.failed(error))?;
+        self.shared.count(Sent { normal: self.normal.len() as u64, zero: self.zero.len() as u64, left_out: 0 });
+        self.normal.clear();
+        self.zero.clear();
         Ok(())
     }
 
     /// Sends runs out of their file, as far as they have a place in one.
     fn send_in_place(&mut self, block: usize, runs: &[PageRange]) -> Result<(), MigrateError> {
+        self.make_room();
         let mut packet = Vec::new();
         let mut room = PACKET_PAGES as u64;
         for run in runs {
@@ -124,7 +245,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             filled = self.read(block, *run, filled)?;
         }
         self.flush(&mut header, &mut filled)?;
-        self.shared.count(self.normal.len() as u64, 0);
+        self.shared.count(Sent { normal: self.normal.len() as u64, ..Sent::default() });
         Ok(())
     }
 
@@ -137,6 +258,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
 
     /// Reads runs and sends what is in them.
     fn send_read(&mut self, block: usize, runs: &[PageRange]) -> Result<(), MigrateError> {
+        self.make_room();
         let mut filled = 0;
         for run in runs {
             filled = self.read(block, *run, filled)?;
@@ -156,19 +278,22 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         self.normal.clear();
         self.zero.clear();
         let shared = self.shared;
-        // Elsewhere QEMU would believe it, and must not: see the module above.
-        let in_packet = !shared.rules.zero_pages_on_main && shared.fresh.get(block) == Some(&true);
+        let zeros = self.task.zeros.get(block).copied().unwrap_or(Zeros::Told);
+        let in_packet = shared.tells_in_packet(block);
+        let mut left_out = 0;
         let mut left_zero = Vec::new();
         let mut slices: Vec<&[u8]> = Vec::new();
         let mut begin = 0;
         for (index, (page, bytes)) in pages.iter().zip(contents.chunks_exact(PAGE_LEN)).enumerate() {
-            if !(shared.options.detect_zero && limosa_page::zero::is_zero(bytes)) {
+            if zeros == Zeros::Unknown || !limosa_page::zero::is_zero(bytes) {
                 self.normal.push(page.offset());
                 continue;
             }
             slices.push(contents.get(begin..index * PAGE_LEN).unwrap_or_default());
             begin = (index + 1) * PAGE_LEN;
-            if in_packet {
+            if zeros == Zeros::LeftOut {
+                left_out += 1;
+            } else if in_packet {
                 self.zero.push(page.offset());
             } else {
                 left_zero.push(PageRange::starting_at(*page, 1));
@@ -176,6 +301,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         }
         slices.push(contents.get(begin..).unwrap_or_default());
         shared.leave_zero(block, &left_zero);
+        shared.count(Sent { left_out, ..Sent::default() });
         if self.normal.is_empty() && self.zero.is_empty() {
             return Ok(());
         }
@@ -191,8 +317,15 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let header = std::iter::once(IoSlice::new(&*self.header));
         let list: Vec<_> = header.chain(slices.into_iter().map(IoSlice::new)).collect();
         self.put(&list)?;
-        shared.count(self.normal.len() as u64, self.zero.len() as u64);
+        shared.count(Sent { normal: self.normal.len() as u64, zero: self.zero.len() as u64, left_out: 0 });
+        self.normal.clear();
+        self.zero.clear();
         Ok(())
+    }
+
+    /// Room for a window: only who reads needs it.
+    fn make_room(&mut self) {
+        self.buffer.resize(usize::try_from(WINDOW_PAGES).unwrap_or(PACKET_PAGES) * PAGE_LEN, 0);
     }
 
     /// Reads a run into the buffer, from `filled` on; where it ends there.

@@ -1,0 +1,192 @@
+//! Migrating a VM while it runs: what an engine wants of a VMM, and what it may be told.
+//!
+//! The source's side of a VMM is a [`LiveVm`], the destination's an [`IncomingVm`]. Contracts stand on the traits. The
+//! example `vmm` is a VMM in miniature that has both.
+
+pub mod destination;
+pub(crate) mod shared;
+pub mod source;
+
+use std::error::Error;
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use limosa_memory::GuestMemory;
+use limosa_memory::dirty::Writers;
+use limosa_memory::share::PassedBlock;
+use limosa_stream::device_sections::OpaqueSection;
+use limosa_stream::{Configuration, DeviceSections};
+
+pub use shared::SharedMemory;
+
+/// What a VMM failed with; it names its own object.
+pub type VmError = Box<dyn Error + Send + Sync>;
+
+/// A running VM, as the source's VMM offers it to the engine.
+pub trait LiveVm: Sync {
+    /// The machine, and the capabilities both ends must agree on.
+    fn configuration(&self) -> Configuration;
+
+    /// Its memory: the same blocks, by name and length, as at the destination.
+    fn memory(&self) -> &GuestMemory;
+
+    /// Who writes its memory while it runs. The engine refuses a VM with a writer that no dirty log covers.
+    fn writers(&self) -> Writers;
+
+    /// Stops vCPUs and devices. On success nothing writes guest memory any more, and everything that was written before is in
+    /// the dirty logs: rings are drained, requests under way are settled.
+    ///
+    /// # Errors
+    /// The VM cannot be stopped; it runs on as before.
+    fn pause(&self) -> Result<(), VmError>;
+
+    /// Lets the VM go on where [`pause`](Self::pause) stopped it. Also called when `pause` has failed half-way.
+    ///
+    /// # Errors
+    /// The VM cannot go on.
+    fn resume(&self) -> Result<(), VmError>;
+
+    /// The state of its devices and vCPUs. Only asked for while it is paused.
+    ///
+    /// # Errors
+    /// The state cannot be had: the VM is resumed.
+    fn device_sections(&self) -> Result<DeviceSections, VmError>;
+
+    /// Slows the vCPUs down: for `percent` (0 to 99) of the time they do not run. 0 lifts it.
+    ///
+    /// # Errors
+    /// The VM cannot be slowed down: the migration goes on without.
+    fn throttle(&self, percent: u8) -> Result<(), VmError> {
+        let _ = percent;
+        Err("this VMM cannot slow its vCPUs down".into())
+    }
+}
+
+/// A VM that waits for its state, as the destination's VMM offers it to the engine.
+pub trait IncomingVm: Sync {
+    /// Its memory. Nothing runs in it before [`start`](Self::start). Where memory is to be [passed](SharedMemory::Passed) it is
+    /// asked for only after [`adopt`](Self::adopt).
+    fn memory(&self) -> &GuestMemory;
+
+    /// Who reads or writes its memory once it runs, or before. Postcopy is refused, as soon as the source announces it, if
+    /// [vhost](Writers::VHOST) is among them: memory that has not come is missing in this process alone, and whoever maps it
+    /// elsewhere finds zeros there.
+    ///
+    /// By default nobody but the vCPUs and this process's own devices.
+    fn users(&self) -> Writers {
+        Writers::VCPUS | Writers::DEVICES
+    }
+
+    /// Takes memory that the source passes: these blocks are to be mapped as [they say](PassedBlock::into_options), and be
+    /// among [`memory`](Self::memory) from now on. Until the VM is started here, the source's VM runs in them: nothing may
+    /// write them, [`load_device`](Self::load_device) included.
+    ///
+    /// # Errors
+    /// By default: that this VM has memory of its own.
+    fn adopt(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
+        Err(format!("this VM has memory of its own and takes none ({} blocks were passed)", blocks.len()).into())
+    }
+
+    /// Takes the state of one device, by name. In postcopy guest memory that is touched here is fetched on demand.
+    ///
+    /// # Errors
+    /// There is no such device, or it does not take the state: the source's VM goes on.
+    fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError>;
+
+    /// Takes all device sections at once, as stock QEMU packs them for postcopy: they say nothing about their lengths, so
+    /// only who knows the devices can tell them apart. As [`load_device`](Self::load_device) otherwise.
+    ///
+    /// # Errors
+    /// By default: that this VM does not know stock QEMU's devices.
+    fn load_package(&self, sections: &[u8]) -> Result<(), VmError> {
+        let _ = sections;
+        Err("the source's device sections do not say where they end, and this VMM does not know them".into())
+    }
+
+    /// Runs the VM. Called once, when every device section was loaded and the source has given the VM away. It lets vCPUs and
+    /// devices go on and does not touch guest memory itself: in postcopy nobody may be there to bring it.
+    ///
+    /// # Errors
+    /// The VM cannot run, and nothing of it does. A source that waits for the VM's own word stays undecided then, and this may
+    /// be called once more; a stock QEMU source is told, and its VM goes on.
+    fn start(&self) -> Result<(), VmError>;
+}
+
+/// When to look if a page is zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ZeroCheck {
+    /// Every page, in every round.
+    #[default]
+    Always,
+    /// In the first round only: a page that was written is rarely zero.
+    Bulk,
+    /// Never.
+    Off,
+}
+
+/// What becomes of a migration that does not converge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum GiveUp {
+    /// Cancel: the VM runs on at the source.
+    #[default]
+    Cancel,
+    /// Switch over however long the pause gets.
+    Pause,
+    /// Switch to postcopy.
+    Postcopy,
+}
+
+/// The knobs of a migration, by QEMU's names where QEMU has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MigrationParams {
+    /// `downtime-limit`: how long the VM may stand still for the rest of its memory.
+    pub downtime_limit: Duration,
+    /// `max-bandwidth`: bytes per second while it runs; `None`: no limit.
+    pub max_bandwidth: Option<NonZeroU64>,
+    /// `avail-switchover-bandwidth`: bytes per second to reckon with at the switchover; `None`: what was measured.
+    pub avail_switchover_bandwidth: Option<NonZeroU64>,
+    /// `max-postcopy-bandwidth`: bytes per second of pages nobody asked for; `None`: no limit.
+    pub max_postcopy_bandwidth: Option<NonZeroU64>,
+    /// `auto-converge` (a capability): slow the vCPUs down if rounds do not get shorter.
+    pub auto_converge: bool,
+    /// `cpu-throttle-initial`, percent.
+    pub cpu_throttle_initial: u8,
+    /// `cpu-throttle-increment`, percent.
+    pub cpu_throttle_increment: u8,
+    /// `max-cpu-throttle`, percent.
+    pub max_cpu_throttle: u8,
+    /// `throttle-trigger-threshold`: percent of what was sent in a round that has to get dirty meanwhile, twice.
+    pub throttle_trigger_threshold: u8,
+    /// When pages are looked at.
+    pub zero_check: ZeroCheck,
+    /// How long it may take until the switchover; `None`: as long as it takes.
+    pub timeout: Option<Duration>,
+    /// Rounds that may follow each other without the rest getting smaller; `None`: any number.
+    pub stalled_rounds: Option<u32>,
+    /// What happens after that time or those rounds.
+    pub give_up: GiveUp,
+    /// How long the destination may be silent when it owes an answer.
+    pub patience: Duration,
+}
+
+impl Default for MigrationParams {
+    /// QEMU's defaults, without a bandwidth limit.
+    fn default() -> Self {
+        Self {
+            downtime_limit: Duration::from_millis(300),
+            max_bandwidth: None,
+            avail_switchover_bandwidth: None,
+            max_postcopy_bandwidth: None,
+            auto_converge: false,
+            cpu_throttle_initial: 20,
+            cpu_throttle_increment: 10,
+            max_cpu_throttle: 99,
+            throttle_trigger_threshold: 50,
+            zero_check: ZeroCheck::Always,
+            timeout: None,
+            stalled_rounds: None,
+            give_up: GiveUp::Cancel,
+            patience: Duration::from_secs(30),
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! The destination of a live migration: a VM that waits in this process gets its memory and its devices, and runs.
+//!
+//! The law: **the VM is never started here before the source has given it away.** A source of this kind gives its word
+//! (PING 7) when it has been told that every page and every device section is in its place (PING 6); the VM starts when
+//! that word and all that belongs to it, up to the last byte of the description, have come. A stock QEMU source has no such
+//! word: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends before it has
+//! heard that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
+//!
+//! So there are three ends. Until the source is told that all is in its place, a failure is [`ArrivalOutcome::Failed`]: the
+//! source keeps the VM. From then on and without its word, nobody here knows whether the source has taken it for given:
+//! [`ArrivalOutcome::Undecided`]; all that the VM needs is here, and a person who has looked at the source decides. With its
+//! word the VM runs. A stock QEMU source that is gone before the VM is started leaves it undecided too; one that is told that
+//! the VM does not run (SHUT 1) keeps it.
+//!
+//! A source that switches to postcopy gives the VM away with the package of its devices: see [`PausedArrival`] for what
+//! becomes of a connection that breaks from there on.
+//!
+//! ```no_run
+//! # fn receive(vm: &dyn limosa_migrate::live::IncomingVm) -> Result<(), Box<dyn std::error::Error>> {
+//! use limosa_channel::{Listener, Options, Uri};
+//! use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
+//!
+//! // `vm`: a VM whose memory is mapped and whose vCPUs wait.
+//! let listener = Listener::bind(&"tcp:0.0.0.0:4444".parse::<Uri>()?, &Options::default())?;
+//! let (control, progress) = (Control::new(), Progress::new());
+//! let options = LiveDestinationOptions::default();
+//! match LiveDestination::new(vm, listener.accept(None)?, &control, &progress, options).run() {
+//!     ArrivalOutcome::Running(stats) => println!("runs here after {} pages", stats.received.normal_pages),
+//!     ArrivalOutcome::Failed(error) => println!("{error}; the VM goes on at the source"),
+//!     ArrivalOutcome::Paused(paused) => println!("{}: {} pages are missing", paused.why(), paused.missing_pages()),
+//!     ArrivalOutcome::Undecided(arrived) => println!("{}: look at the source, then decide", arrived.why()),
+//! }
+//! # Ok(()) }
+//! ```
+
+mod arrival;
+mod dense;
+mod devices;
+mod layout;
+pub mod postcopy;
+mod ram;
+mod room;
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use limosa_channel::{Channel, How};
+use limosa_memory::dirty::Writers;
+use limosa_memory::faults::{FaultHandler, FaultOptions};
+use limosa_stream::command::PageSizes;
+use limosa_stream::devices::TAIL_LIMIT;
+
+pub use arrival::{ArrivalOutcome, ArrivalStats, UndecidedArrival};
+pub use layout::LayoutDifference;
+pub use postcopy::{PausedArrival, PostcopyArrivalStats};
+
+use super::shared::passed_blocks;
+use super::{IncomingVm, SharedMemory};
+use crate::control::Control;
+use crate::destination::{
+    Arrived, Broken, Destination, DestinationOptions, Hooks, Incoming, MultifdOptions, SourceNow,
+};
+use crate::error::MigrateError;
+use crate::pages::StreamStart;
+use crate::progress::{Phase, Progress};
+use crate::source::postcopy::OpenPreempt;
+use ram::{GuestRam, RamSink};
+
+/// How a VM is to be received.
+#[derive(Debug, Clone)]
+pub struct LiveDestinationOptions {
+    /// Most bytes of device state to accept.
+    pub max_device_state: u64,
+    /// Longest silence of the source, which always has something to say while a migration runs; and how long it may leave an
+    /// answer unread.
+    pub patience: Option<Duration>,
+    /// How long nothing may come behind the end of a stock QEMU source's stream before that is believed: what looks like an
+    /// end could lie in a device's memory. The VM stands still meanwhile. (A source of this kind says where its end is.)
+    pub after_the_end: Duration,
+    /// Whether the source may switch to postcopy. One that announces it is refused at once where this process cannot handle
+    /// faults (userfaultfd).
+    pub postcopy: bool,
+    /// What becomes of shared memory; the source's choice has to be the same.
+    pub shared_memory: SharedMemory,
+    /// Whether memory is populated before pages are read to it, so that they do not fault one by one; where a processor is
+    /// left beside those that read the channels, by a thread that keeps ahead of them: at most a 32nd more than what comes.
+    pub populate: bool,
+}
+
+impl Default for LiveDestinationOptions {
+    fn default() -> Self {
+        Self {
+            max_device_state: TAIL_LIMIT,
+            patience: Some(Duration::from_secs(60)),
+            after_the_end: Duration::from_millis(5),
+            postcopy: true,
+            shared_memory: SharedMemory::Sent,
+            populate: true,
+        }
+    }
+}
+
+/// The destination role for a VM in this process.
+pub struct LiveDestination<'a, V: IncomingVm + ?Sized> {
+    vm: &'a V,
+    channel: Channel,
+    pages: Vec<Channel>,
+    multifd: MultifdOptions,
+    open_preempt: Option<OpenPreempt<'a>>,
+    control: &'a Control,
+    progress: &'a Progress,
+    options: LiveDestinationOptions,
+}
+
+impl<V: IncomingVm + ?Sized> std::fmt::Debug for LiveDestination<'_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LiveDestination").field("channel", &self.channel).field("options", &self.options).finish()
+    }
+}
+
+impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
+    /// A destination for `vm` that reads from `channel`.
+    pub fn new(
+        vm: &'a V,
+        channel: Channel,
+        control: &'a Control,
+        progress: &'a Progress,
+        options: LiveDestinationOptions,
+    ) -> Self {
+        let (pages, multifd, open_preempt) = (Vec::new(), MultifdOptions::default(), None);
+        Self { vm, channel, pages, multifd, open_preempt, control, progress, options }
+    }
+
+    /// With channels beside the main one, in the order of their numbers, their initial packets read: those of a
+    /// [`ChannelSet`](crate::ChannelSet).
+    #[must_use]
+    pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
+        (self.pages, self.multifd) = (pages, options);
+        self
+    }
+
+    /// With a second channel for requested pages in postcopy (QEMU's `postcopy-preempt`): `open` waits for the source's next
+    /// connection. Called when the package of the VM's devices has come, and only then.
+    #[must_use]
+    pub fn with_preempt(mut self, open: OpenPreempt<'a>) -> Self {
+        self.open_preempt = Some(open);
+        self
+    }
+
+    /// Receives the VM and runs it. In postcopy this returns when all of its memory has come.
+    pub fn run(self) -> ArrivalOutcome<'a, V> {
+        let Self { vm, channel, pages, multifd, open_preempt, control, progress, options } = self;
+        // A thread that has no processor of its own would only take time from those that read.
+        let ahead = thread::available_parallelism().is_ok_and(|processors| processors.get() > pages.len() + 1);
+        let ram = Arc::new(GuestRam::new(options.populate, ahead));
+        let passing = match expect_memory(options.shared_memory, &channel) {
+            Ok(passing) => Mutex::new(passing),
+            Err(error) => return ArrivalOutcome::Failed(error),
+        };
+        let (postcopy, shared) = (options.postcopy, options.shared_memory);
+        let hooks = Waiting { vm, ram: &ram, shared, passing, postcopy, faults: Mutex::default() };
+        let role = DestinationOptions {
+            max_device_state: options.max_device_state,
+            patience: options.patience,
+            after_the_end: options.after_the_end,
+            ..DestinationOptions::default()
+        };
+        let role = Destination::new(channel, control, progress, role).with_channels(pages, multifd).with_hooks(&hooks);
+        let came = thread::scope(|scope| {
+            // Ends it before the memory may be handled by faults, and however this ends.
+            let _stop = StopsPopulating(&ram);
+            if options.populate && ahead {
+                // Without it pages take a little longer to arrive.
+                let _ = thread::Builder::new().name("populate".into()).spawn_scoped(scope, || ram.populate());
+            }
+            role.arrive(&mut RamSink(&ram))
+        });
+        match came {
+            Ok(Arrived::Whole(incoming)) => arrived(vm, &incoming, progress),
+            Ok(Arrived::Switched(switched)) => {
+                let Some(faults) = hooks.faults.into_inner().unwrap_or_else(PoisonError::into_inner) else {
+                    let _ = switched.channel.shutdown(How::Both);
+                    let offset = switched.decoder.offset();
+                    return ArrivalOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
+                };
+                let (patience, max_device_state) = (options.patience, options.max_device_state);
+                let role =
+                    postcopy::Role { vm, ram, faults, open_preempt, control, progress, patience, max_device_state };
+                postcopy::run(role, *switched)
+            }
+            Err(Broken { error, answered: true }) => ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error)),
+            Err(Broken { error, answered: false }) => ArrivalOutcome::Failed(error),
+        }
+    }
+}
+
+/// Ends the thread that populates when it is dropped.
+struct StopsPopulating<'r, 'a>(&'r GuestRam<'a>);
+
+impl Drop for StopsPopulating<'_, '_> {
+    fn drop(&mut self) {
+        self.0.stop_populating();
+    }
+}
+
+/// Everything is here, and the source has given the VM away.
+fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress: &Progress) -> ArrivalOutcome<'a, V> {
+    if !incoming.is_loaded()
+        && let Err(error) = devices::load_found(vm, &incoming.tail, &incoming.devices)
+    {
+        // A stock source that hears of it resumes its VM; one that has no return path was done before.
+        let _ = incoming.refuse();
+        return ArrivalOutcome::Failed(error);
+    }
+    // A source that gave no word resumes its VM where it does not hear of this one.
+    let takes_back = !incoming.is_loaded() && incoming.has_return_path();
+    match incoming.source_now() {
+        SourceNow::Gone if takes_back => {
+            let error = MigrateError::Protocol("the source is gone, and has not heard that its VM has arrived".into());
+            return ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error));
+        }
+        SourceNow::GoesOn if takes_back => {
+            let _ = incoming.refuse();
+            let why = "the stream goes on behind what looked like its end: what was received is not whole; try again";
+            return ArrivalOutcome::Failed(MigrateError::Protocol(why.into()));
+        }
+        SourceNow::Waits | SourceNow::Gone | SourceNow::GoesOn => {}
+    }
+    if let Err(source) = vm.start() {
+        let error = MigrateError::Vm { what: "run", source };
+        if takes_back {
+            let _ = incoming.refuse();
+            return ArrivalOutcome::Failed(error);
+        }
+        return ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error));
+    }
+    progress.enter(Phase::Completed);
+    // It runs, whether the source hears of it or not.
+    let unheard = incoming.acknowledge().err();
+    ArrivalOutcome::Running(ArrivalStats { received: incoming.stats, postcopy: None, unheard })
+}
+
+/// What descriptors of memory will come through, if any are to.
+fn expect_memory(shared: SharedMemory, channel: &Channel) -> Result<Option<Channel>, MigrateError> {
+    if shared != SharedMemory::Passed {
+        return Ok(None);
+    }
+    if !channel.passes_descriptors() {
+        return Err(MigrateError::Protocol(
+            "memory is passed through a unix socket alone, and the channel is none".into(),
+        ));
+    }
+    channel.accept_descriptors(usize::MAX);
+    Ok(Some(channel.try_clone()?))
+}
+
+/// The VM that waits, to the engine.
+struct Waiting<'a, 'r, V: IncomingVm + ?Sized> {
+    vm: &'a V,
+    ram: &'r GuestRam<'a>,
+    shared: SharedMemory,
+    /// What descriptors of memory have come through, until they are taken.
+    passing: Mutex<Option<Channel>>,
+    postcopy: bool,
+    /// Had as soon as the source says that it may be needed.
+    faults: Mutex<Option<FaultHandler>>,
+}
+
+impl<V: IncomingVm + ?Sized> Hooks for Waiting<'_, '_, V> {
+    fn begin(&self, start: &StreamStart, advised: Option<PageSizes>) -> Result<(), MigrateError> {
+        let passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(channel) = passing {
+            channel.accept_descriptors(0);
+            // Before anything of the VM is touched.
+            self.shared.check(start, advised.is_some())?;
+            let blocks = passed_blocks(start, channel.take_descriptors())?;
+            let adopted = self.vm.adopt(blocks);
+            adopted.map_err(|source| MigrateError::Vm { what: "take the memory that the source passes", source })?;
+        }
+        let postcopy = advised.is_some() && self.postcopy;
+        if postcopy && self.vm.users().contains(Writers::VHOST) {
+            let why = "its vhost back ends map its memory too, and would find zeros where pages have not come: migrate with the \
+                       capability postcopy-ram off";
+            return Err(MigrateError::Vm { what: "run before its memory has come", source: why.into() });
+        }
+        self.ram.begin(self.vm.memory(), self.shared, start, advised)?;
+        if postcopy {
+            // What the VMM gives back while it runs is zero, which is what a page that has come is taken for.
+            let options = FaultOptions { removals: false, ..FaultOptions::default() };
+            let faults = FaultHandler::open(options).map_err(|error| MigrateError::Sink(error.into()))?;
+            *self.faults.lock().unwrap_or_else(PoisonError::into_inner) = Some(faults);
+        }
+        Ok(())
+    }
+
+    fn postcopy(&self) -> bool {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    fn discard(&self, block: usize, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.ram.discard(block, ranges)
+    }
+
+    fn load(&self, sections: &[u8]) -> Result<(), MigrateError> {
+        devices::load_delimited(self.vm, sections)
+    }
+}

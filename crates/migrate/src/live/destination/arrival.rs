@@ -1,0 +1,77 @@
+//! How the arrival of a VM can end.
+
+use super::postcopy::{PausedArrival, PostcopyArrivalStats};
+use crate::destination::DestinationStats;
+use crate::error::MigrateError;
+use crate::live::{IncomingVm, VmError};
+
+/// What came of it. The VM runs here in [`Running`](Self::Running) and [`Paused`](Self::Paused).
+#[must_use = "a VM may be waiting for a decision"]
+pub enum ArrivalOutcome<'a, V: IncomingVm + ?Sized> {
+    /// The VM runs here.
+    Running(ArrivalStats),
+    /// It does not, and never will: the source keeps it.
+    Failed(MigrateError),
+    /// All of it is here, but the source's word that it may run is not.
+    Undecided(UndecidedArrival<'a, V>),
+    /// The VM runs here, on a part of its memory; the connection that brought the rest is gone.
+    Paused(PausedArrival<'a, V>),
+}
+
+impl<V: IncomingVm + ?Sized> std::fmt::Debug for ArrivalOutcome<'_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Running(stats) => f.debug_tuple("Running").field(stats).finish(),
+            Self::Failed(error) => f.debug_tuple("Failed").field(error).finish(),
+            Self::Undecided(arrived) => f.debug_tuple("Undecided").field(arrived).finish(),
+            Self::Paused(paused) => f.debug_tuple("Paused").field(paused).finish(),
+        }
+    }
+}
+
+/// What was counted.
+#[derive(Debug)]
+pub struct ArrivalStats {
+    /// Pages and bytes.
+    pub received: DestinationStats,
+    /// What came while the VM ran here, if it was started before its memory had come.
+    pub postcopy: Option<Box<PostcopyArrivalStats>>,
+    /// Why the source may not have heard that its VM runs here, if so: it is undecided then, and must be told to discard
+    /// its copy.
+    pub unheard: Option<MigrateError>,
+}
+
+/// A VM that is here as a whole and may run at the source: whoever has made sure that it does not may
+/// [`start`](Self::start) it; otherwise [`discard`](Self::discard) it.
+pub struct UndecidedArrival<'a, V: IncomingVm + ?Sized> {
+    vm: &'a V,
+    why: MigrateError,
+}
+
+impl<V: IncomingVm + ?Sized> std::fmt::Debug for UndecidedArrival<'_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("UndecidedArrival").field("why", &self.why).finish()
+    }
+}
+
+impl<'a, V: IncomingVm + ?Sized> UndecidedArrival<'a, V> {
+    pub(super) fn new(vm: &'a V, why: MigrateError) -> Self {
+        Self { vm, why }
+    }
+
+    /// Why the source's word is missing.
+    pub fn why(&self) -> &MigrateError {
+        &self.why
+    }
+
+    /// Runs the VM, on the word of somebody who knows that it does not run at the source and never will.
+    ///
+    /// # Errors
+    /// It cannot run.
+    pub fn start(self) -> Result<(), VmError> {
+        self.vm.start()
+    }
+
+    /// Gives it up: it goes on at the source. The VMM may be ended.
+    pub fn discard(self) {}
+}

@@ -1,0 +1,201 @@
+//! Huge pages for memory that comes as a whole.
+//!
+//! The kernel gives 2 MiB at once for hardly more than it takes for a few pages, if it is asked to; but pages that never
+//! come then take memory too. Whether they will come is not known when the first one does, so this is a wager with a
+//! bound. **Law: at most a 32nd of what has come is taken for pages that have not, and 8 MiB where pages come in long runs.**
+//! Memory that is full pays for its huge pages with what came just before; of memory with a page here and there none is huge.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use limosa_memory::MemoryBlock;
+use limosa_page::{AtomicPageBitmap, PageNumber, PageRange};
+
+/// The share of what has come that may be taken for what has not.
+const SHARE: u64 = 32;
+/// Pages that may be taken besides for those that have not come, where so many come at once.
+const ADVANCE: u64 = 4 * MemoryBlock::HUGE_PIECE;
+const AT_ONCE: u64 = 64;
+/// Pieces that can be taken at the same time.
+const LOCKS: usize = 16;
+
+/// What is wagered in all blocks together, in pages.
+#[derive(Debug, Default)]
+pub(super) struct Stake {
+    came: AtomicU64,
+    /// Taken for pages that have not come.
+    ahead: AtomicU64,
+}
+
+impl Stake {
+    /// Whether so many pages may be taken ahead now, with `coming` about to come; they are counted then.
+    fn place(&self, pages: u64, coming: u64) -> bool {
+        let advance = if coming >= AT_ONCE { ADVANCE } else { 0 };
+        let most = (self.came.load(Relaxed) + coming) / SHARE + advance;
+        let take = |ahead: u64| Some(ahead + pages).filter(|ahead| *ahead <= most);
+        self.ahead.fetch_update(Relaxed, Relaxed, take).is_ok()
+    }
+
+    fn taken_back(&self, pages: u64) {
+        // Pages of a piece may come twice, at once on two channels.
+        let _ = self.ahead.fetch_update(Relaxed, Relaxed, |ahead| Some(ahead.saturating_sub(pages)));
+    }
+}
+
+/// The huge pages of one block.
+#[derive(Debug)]
+pub(super) struct Dense {
+    /// Where the first one that lies in the block as a whole begins.
+    first: PageNumber,
+    /// A bit for each of them that was taken as a whole.
+    taken: AtomicPageBitmap,
+    /// A bit for each of them that is there.
+    there: AtomicPageBitmap,
+    /// Held while one of them, by its number, is being taken. Whoever touched it meanwhile would have the kernel clear another
+    /// 2 MiB for nothing; those who are about other pieces do not wait.
+    taking: [Mutex<()>; LOCKS],
+}
+
+impl Dense {
+    /// None yet; `None` if the block cannot have any.
+    pub(super) fn new(memory: &MemoryBlock) -> Option<Self> {
+        let pieces = memory.huge_pieces()?;
+        let count = pieces.len() / MemoryBlock::HUGE_PIECE;
+        let [taken, there] = [(); 2].map(|()| AtomicPageBitmap::new(count));
+        Some(Self { first: pieces.start, taken, there, taking: Default::default() })
+    }
+
+    /// Makes memory ready for pages that are about to come for the first time, none of which is `written`.
+    pub(super) fn make_ready(
+        &self,
+        stake: &Stake,
+        memory: &MemoryBlock,
+        written: &AtomicPageBitmap,
+        run: PageRange,
+    ) -> Result<(), limosa_memory::MemoryError> {
+        // What is left to be populated page by page, as one range as far as possible.
+        let mut small: Option<PageRange> = None;
+        let mut rest = run;
+        while !rest.is_empty() {
+            let piece = self.piece_of(rest.start);
+            let (now, behind) = match piece {
+                Some((_, pages)) => rest.split_at(pages.end),
+                None if rest.start < self.first => rest.split_at(self.first),
+                None => rest.split_at(rest.end),
+            };
+            let ready = match piece {
+                Some((number, pages)) => self.take(stake, memory, written, (number, pages), now.len()),
+                None => false,
+            };
+            stake.came.fetch_add(now.len(), Relaxed);
+            if ready {
+                small.take().map_or(Ok(true), |pages| memory.populate(pages))?;
+            } else {
+                small = Some(PageRange::new(small.map_or(now.start, |pages| pages.start), now.end));
+            }
+            rest = behind;
+        }
+        // One page costs its fault either way.
+        small.filter(|pages| pages.len() > 1).map_or(Ok(true), |pages| memory.populate(pages)).map(drop)
+    }
+
+    /// Whether a piece is there as a whole, or is from now on.
+    fn take(
+        &self,
+        stake: &Stake,
+        memory: &MemoryBlock,
+        written: &AtomicPageBitmap,
+        (number, pages): (PageNumber, PageRange),
+        coming: u64,
+    ) -> bool {
+        if !self.taken.get(number) {
+            if written.next_set_in(pages).is_some() {
+                return false;
+            }
+            let ahead = pages.len().saturating_sub(coming);
+            if !stake.place(ahead, coming) {
+                return false;
+            }
+            let taking = self.lock(number);
+            if !self.taken.set(number) {
+                let there = memory.populate_huge(pages).unwrap_or(false);
+                self.there.set(number);
+                if !there {
+                    // It is not tried again: there is no such memory at present.
+                    stake.taken_back(ahead);
+                }
+                return there;
+            }
+            drop(taking);
+            // Another channel was first, and has counted all that does not come with its own pages.
+            stake.taken_back(ahead);
+        }
+        stake.taken_back(coming);
+        if !self.there.get(number) {
+            drop(self.lock(number));
+        }
+        true
+    }
+
+    fn lock(&self, piece: PageNumber) -> MutexGuard<'_, ()> {
+        let index = usize::try_from(piece.0 % LOCKS as u64).unwrap_or(0);
+        self.taking[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The piece that a page is in: its number, and its pages.
+    fn piece_of(&self, page: PageNumber) -> Option<(PageNumber, PageRange)> {
+        let number = page.0.checked_sub(self.first.0)? / MemoryBlock::HUGE_PIECE;
+        let start = PageNumber(self.first.0 + number * MemoryBlock::HUGE_PIECE);
+        (number < self.taken.len())
+            .then(|| (PageNumber(number), PageRange::starting_at(start, MemoryBlock::HUGE_PIECE)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_memory::BlockOptions;
+    use limosa_page::PAGE_SIZE;
+
+    use super::*;
+
+    const PIECE: u64 = MemoryBlock::HUGE_PIECE;
+
+    /// What of a block of so many pieces is there after these runs have come.
+    fn populated(pieces: u64, runs: impl IntoIterator<Item = PageRange>) -> (u64, u64) {
+        let block = BlockOptions::anonymous("ram", pieces * PIECE * PAGE_SIZE).map().unwrap();
+        let (stake, written) = (Stake::default(), AtomicPageBitmap::new(block.pages().len()));
+        let dense = Dense::new(&block).unwrap();
+        let mut came = 0;
+        for run in runs {
+            dense.make_ready(&stake, &block, &written, run).unwrap();
+            block.fill_zero(run.start.offset(), run.len() * PAGE_SIZE).unwrap();
+            written.set_range(run);
+            came += run.len();
+            let there = block.populated(block.pages()).unwrap().count();
+            assert!(there <= came + came / SHARE + ADVANCE, "{there} pages there when {came} have come");
+        }
+        (came, dense.taken.count())
+    }
+
+    #[test]
+    fn memory_that_is_full_comes_into_huge_pages_as_soon_as_they_are_paid_for() {
+        let (came, huge) = populated(64, PageRange::first(64 * PIECE).chunks(128));
+        assert_eq!(came, 64 * PIECE);
+        assert_eq!(huge, 64);
+    }
+
+    #[test]
+    fn scattered_pages_take_no_more_than_they_need_and_a_32nd() {
+        let scattered = (0..64 * PIECE / 16).map(|number| PageRange::starting_at(PageNumber(number * 16), 1));
+        populated(64, scattered);
+        let islands = (0..64).map(|piece| PageRange::starting_at(PageNumber(piece * PIECE + 100), 128));
+        populated(64, islands);
+    }
+
+    #[test]
+    fn shared_memory_and_blocks_without_a_whole_piece_have_none() {
+        let shared = BlockOptions::memfd("ram", 8 * PIECE * PAGE_SIZE).map().unwrap();
+        let small = BlockOptions::anonymous("ram", PIECE / 2 * PAGE_SIZE).map().unwrap();
+        assert!(Dense::new(&shared).is_none() && Dense::new(&small).is_none());
+    }
+}

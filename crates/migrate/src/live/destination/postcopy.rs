@@ -1,0 +1,472 @@
+//! A VM that runs here before its memory is here.
+//!
+//! The package of device sections is the source's word: with its last byte the VM is this side's. What has not come is made
+//! missing, and who touches it waits; a thread learns of that and asks the source, the pages that come are placed one host
+//! page at a time. The device sections are loaded by a thread of their own, because loading them may touch missing memory
+//! as well.
+//!
+//! Three laws. **Missing memory never reads as zeros** as long as the stream has not said its last word: a connection that
+//! breaks leaves the guest waiting ([`ArrivalOutcome::Paused`]), whatever is dropped. **The VM is started once or never,**
+//! whichever comes first: the thread that has loaded its devices, or a failure before that. **No request is lost:** a page
+//! that somebody waits for is asked for again over every new connection.
+//!
+//! What was received as zero before the VM ran has no memory; a guest that touches it is given zeros here, without asking.
+
+mod package;
+mod paused;
+mod placer;
+mod records;
+mod requests;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use limosa_channel::{Channel, How};
+use limosa_memory::faults::{Fault, FaultError, FaultEvent, FaultHandler};
+use limosa_page::AtomicPageBitmap;
+use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::{Command, Decoder, Event};
+
+pub use paused::PausedArrival;
+
+use super::arrival::{ArrivalOutcome, ArrivalStats};
+use super::devices;
+use super::ram::GuestRam;
+use crate::control::Control;
+use crate::destination::{DestinationStats, Switched};
+use crate::error::MigrateError;
+use crate::live::{IncomingVm, VmError};
+use crate::pages::StreamStart;
+use crate::progress::{Phase, Progress};
+use crate::source::postcopy::OpenPreempt;
+use placer::Placer;
+use records::Records;
+use requests::Requests;
+
+/// Most bytes of a package that are taken at once: memory grows with what has come.
+const PACKAGE_STEP: usize = 1 << 20;
+
+/// What was counted from the package on.
+#[derive(Debug, Clone)]
+pub struct PostcopyArrivalStats {
+    /// Pages placed with contents.
+    pub normal_pages: u64,
+    /// Pages placed as zero.
+    pub zero_pages: u64,
+    /// Pages that came although they were there, and were dropped.
+    pub repeated_pages: u64,
+    /// Faults that were told, and those of them that were answered here: the page was known to be zero.
+    pub faults: u64,
+    /// Pages of faults that were answered with zeros here.
+    pub local_zero_pages: u64,
+    /// Requests to the source, repeated ones included.
+    pub requests: u64,
+    /// From the moment a fault was told to the moment its page was in place, nanoseconds; faults whose page was asked for.
+    pub fault_latency: Histogram<u64>,
+    /// From the package's last byte to the VM's start.
+    pub load_elapsed: Duration,
+    /// Connections after the first.
+    pub recoveries: u32,
+}
+
+/// Counters of all threads.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    normal: AtomicU64,
+    zero: AtomicU64,
+    repeated: AtomicU64,
+    faults: AtomicU64,
+    local: AtomicU64,
+    load_nanos: AtomicU64,
+}
+
+impl Counts {
+    fn moved(&self, normal: u64, zero: u64) {
+        self.normal.fetch_add(normal, Relaxed);
+        self.zero.fetch_add(zero, Relaxed);
+    }
+
+    fn repeated(&self, pages: u64) {
+        self.repeated.fetch_add(pages, Relaxed);
+    }
+}
+
+/// A VM whose memory comes while it runs: what lives as long as pages are missing, over all connections.
+pub(super) struct Live<'a> {
+    ram: Arc<GuestRam<'a>>,
+    faults: FaultHandler,
+    requests: Requests,
+    counts: Counts,
+    /// Host pages, by block and first page, that one of the channels has in hand or has placed.
+    claimed: Vec<AtomicPageBitmap>,
+    start: StreamStart,
+    progress: &'a Progress,
+    patience: Option<Duration>,
+    received: DestinationStats,
+    recoveries: u32,
+}
+
+/// The channels of one connection, and what stops its threads.
+struct Connection<'l, 'a> {
+    live: &'l Live<'a>,
+    main: Arc<Channel>,
+    preempt: Option<Arc<Channel>>,
+    over: AtomicBool,
+    /// The main channel has said its last word.
+    ended: AtomicBool,
+    failure: Mutex<Option<MigrateError>>,
+}
+
+/// What a postcopy needs besides the stream.
+pub(super) struct Role<'a, V: IncomingVm + ?Sized> {
+    pub(super) vm: &'a V,
+    pub(super) ram: Arc<GuestRam<'a>>,
+    pub(super) faults: FaultHandler,
+    pub(super) open_preempt: Option<OpenPreempt<'a>>,
+    pub(super) control: &'a Control,
+    pub(super) progress: &'a Progress,
+    pub(super) patience: Option<Duration>,
+    pub(super) max_device_state: u64,
+}
+
+/// Takes over a stream at its package.
+pub(super) fn run<'a, V: IncomingVm + ?Sized>(role: Role<'a, V>, switched: Switched) -> ArrivalOutcome<'a, V> {
+    let (control, channel) = (role.control, Arc::clone(&switched.channel));
+    let outcome = begin(role, switched);
+    control.unwatch();
+    match outcome {
+        Ok(outcome) => outcome,
+        Err(error) => {
+            // It never ran, and never will: a source that still can is to know.
+            let mut refusal = Vec::new();
+            if ReturnMessage::Shut(1).encode(&mut refusal).is_ok() {
+                let _ = channel.put(&refusal);
+            }
+            let _ = channel.shutdown(How::Both);
+            ArrivalOutcome::Failed(control.explain(error))
+        }
+    }
+}
+
+/// On `Err` the VM has not run.
+fn begin<'a, V: IncomingVm + ?Sized>(
+    role: Role<'a, V>,
+    switched: Switched,
+) -> Result<ArrivalOutcome<'a, V>, MigrateError> {
+    let Role { vm, ram, mut faults, open_preempt, control, progress, patience, max_device_state } = role;
+    let Switched { start, decoder, arrived, length, stats, channel, .. } = switched;
+    if u64::from(length) > max_device_state {
+        return Err(MigrateError::Protocol(format!(
+            "a package of {length} bytes of device state, and at most {max_device_state} are taken"
+        )));
+    }
+    let (package, rest) = take_package(&channel, arrived, length)?;
+    let begun = Instant::now();
+    let package = package::read(&package)?;
+    let preempt = accept(open_preempt, control)?;
+    if let Err(error) = ram.seal(&mut faults) {
+        // Nobody will bring what is missing already, and another attempt must not wait for it.
+        faults.abandon();
+        return Err(error);
+    }
+    let requests = Requests::new(ram.blocks(), Arc::clone(&channel));
+    let (counts, received, recoveries) = (Counts::default(), stats, 0);
+    let claimed = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.received.len())).collect();
+    let live = Live { ram, faults, requests, counts, claimed, start, progress, patience, received, recoveries };
+    let life = Birth::default();
+    let records = Records::new(Arc::clone(&channel), decoder, &rest);
+    let connection = Connection::new(&live, channel, preempt);
+    let followed = thread::scope(|scope| {
+        let load = || {
+            // A panic in the VMM's code must not leave anybody waiting.
+            let gives_up = GivesUp { life: &life, connection: &connection };
+            if let Err(error) = bring_up(vm, &package, &live, &life, begun) {
+                connection.fail(error);
+            }
+            std::mem::forget(gives_up);
+        };
+        let loading = thread::Builder::new().name("load devices".into()).spawn_scoped(scope, load);
+        let followed = loading.map_err(MigrateError::Thread).and_then(|_| connection.follow(records));
+        // Whoever loads the devices may wait for a page. After the stream's last word what has not come is zero; and where
+        // the VM will not run, nobody looks at what is loaded.
+        match followed {
+            Ok(()) => live.release(),
+            Err(error) if life.abort() => {
+                let _ = live.release();
+                Err(error)
+            }
+            Err(error) => Err(error),
+        }
+    });
+    let failure = connection.failure();
+    if life.is_running() {
+        return Ok(settle(vm, Box::new(live), control, followed));
+    }
+    Err(followed.err().or(failure).unwrap_or_else(|| MigrateError::Protocol("the VM was not started".into())))
+}
+
+/// Loads the devices and starts the VM, unless it has been given up meanwhile.
+fn bring_up<V: IncomingVm + ?Sized>(
+    vm: &V,
+    package: &package::Package<'_>,
+    live: &Live<'_>,
+    life: &Birth,
+    begun: Instant,
+) -> Result<(), MigrateError> {
+    match &package.sections {
+        Some(sections) => devices::load_each(vm, sections.iter().copied()),
+        None => vm
+            .load_package(package.bytes)
+            .map_err(|source| MigrateError::Vm { what: "take the state of its devices", source }),
+    }
+    .inspect_err(|_| {
+        life.abort();
+    })?;
+    life.start(|| vm.start())?;
+    live.progress.enter(Phase::PostcopyActive);
+    live.counts.load_nanos.store(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX), Relaxed);
+    // The VM runs, whether or not the source hears of it.
+    package.ping.map_or(Ok(()), |token| live.requests.say(&ReturnMessage::Pong(token)))
+}
+
+/// What became of a VM that was started.
+fn settle<'a, V: IncomingVm + ?Sized>(
+    vm: &'a V,
+    live: Box<Live<'a>>,
+    control: &Control,
+    followed: Result<(), MigrateError>,
+) -> ArrivalOutcome<'a, V> {
+    match followed {
+        Ok(()) => {
+            let unheard = live.requests.say(&ReturnMessage::Shut(0)).err();
+            live.progress.enter(Phase::Completed);
+            ArrivalOutcome::Running(ArrivalStats {
+                received: live.received,
+                postcopy: Some(Box::new(live.stats())),
+                unheard,
+            })
+        }
+        Err(error) => {
+            live.requests.disconnect();
+            ArrivalOutcome::Paused(PausedArrival::new(vm, live, control, control.explain(error)))
+        }
+    }
+}
+
+/// Reads the package; what has arrived behind it.
+fn take_package(channel: &Channel, mut arrived: Vec<u8>, length: u32) -> Result<(Vec<u8>, Vec<u8>), MigrateError> {
+    let length = usize::try_from(length).unwrap_or(usize::MAX);
+    if arrived.len() >= length {
+        let rest = arrived.split_off(length);
+        return Ok((arrived, rest));
+    }
+    while arrived.len() < length {
+        let begin = arrived.len();
+        arrived.resize(length.min(begin.saturating_add(PACKAGE_STEP)), 0);
+        channel.get(arrived.get_mut(begin..).unwrap_or_default())?;
+    }
+    Ok((arrived, Vec::new()))
+}
+
+/// Waits for the channel of requested pages, if there is to be one.
+fn accept(open: Option<OpenPreempt<'_>>, control: &Control) -> Result<Option<Arc<Channel>>, MigrateError> {
+    let Some(open) = open else { return Ok(None) };
+    let channel = Arc::new(open()?);
+    control.watch(&channel);
+    Ok(Some(channel))
+}
+
+/// The VM's start, which happens once or never.
+#[derive(Debug, Default)]
+struct Birth(Mutex<Option<bool>>);
+
+impl Birth {
+    /// Starts it, unless it was given up.
+    fn start(&self, start: impl FnOnce() -> Result<(), VmError>) -> Result<(), MigrateError> {
+        let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if life.is_some() {
+            return Err(MigrateError::Protocol("the VM was given up before its devices were loaded".into()));
+        }
+        // Whoever panics half-way may have let it run.
+        *life = Some(true);
+        let started = start();
+        *life = Some(started.is_ok());
+        started.map_err(|source| MigrateError::Vm { what: "run", source })
+    }
+
+    /// Gives it up, unless it runs: whether it does not.
+    fn abort(&self) -> bool {
+        !*self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(false)
+    }
+
+    fn is_running(&self) -> bool {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) == Some(true)
+    }
+}
+
+/// Ends a connection whose VM will not be started.
+struct GivesUp<'c, 'l, 'a> {
+    life: &'c Birth,
+    connection: &'c Connection<'l, 'a>,
+}
+
+impl Drop for GivesUp<'_, '_, '_> {
+    fn drop(&mut self) {
+        self.life.abort();
+        self.connection.fail(MigrateError::Protocol("the VMM panicked as its devices were loaded".into()));
+    }
+}
+
+impl Live<'_> {
+    /// What is missing is zero from now on.
+    fn release(&self) -> Result<(), MigrateError> {
+        let release = || self.faults.hold().handler()?.finish();
+        release().map_err(|error: FaultError| MigrateError::Sink(error.into()))
+    }
+
+    /// Answers a fault, or asks the source to.
+    fn fault(&self, fault: Fault) -> Result<(), MigrateError> {
+        self.counts.faults.fetch_add(1, Relaxed);
+        let Some((index, block)) = self.ram.block_of(fault.block) else { return Ok(()) };
+        if block.received.get(fault.pages.start) {
+            // It is there, or known to be zero.
+            let zero = self.faults.zero(fault.block, fault.pages).map_err(|error| MigrateError::Sink(error.into()))?;
+            self.counts.local.fetch_add(zero.placed.len(), Relaxed);
+            return Ok(());
+        }
+        self.requests.wait_for(index, fault.pages, || block.received.get(fault.pages.start))
+    }
+
+    fn stats(&self) -> PostcopyArrivalStats {
+        let read = |count: &AtomicU64| count.load(Relaxed);
+        PostcopyArrivalStats {
+            normal_pages: read(&self.counts.normal),
+            zero_pages: read(&self.counts.zero),
+            repeated_pages: read(&self.counts.repeated),
+            faults: read(&self.counts.faults),
+            local_zero_pages: read(&self.counts.local),
+            requests: self.requests.sent.load(Relaxed),
+            fault_latency: self.requests.latency(),
+            load_elapsed: Duration::from_nanos(read(&self.counts.load_nanos)),
+            recoveries: self.recoveries,
+        }
+    }
+}
+
+impl<'l, 'a> Connection<'l, 'a> {
+    fn new(live: &'l Live<'a>, main: Arc<Channel>, preempt: Option<Arc<Channel>>) -> Self {
+        let (over, ended, failure) = (AtomicBool::new(false), AtomicBool::new(false), Mutex::default());
+        Self { live, main, preempt, over, ended, failure }
+    }
+
+    /// Something went wrong: every thread of the connection ends. The first failure counts.
+    fn fail(&self, error: MigrateError) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.close();
+    }
+
+    fn failure(&self) -> Option<MigrateError> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn close(&self) {
+        for channel in std::iter::once(&self.main).chain(&self.preempt) {
+            let _ = channel.shutdown(How::Both);
+        }
+    }
+
+    /// Reads to the stream's last word, with faults answered and the other channel read meanwhile.
+    fn follow(&self, records: Records) -> Result<(), MigrateError> {
+        let waker = self.live.faults.waker();
+        let spawned = |name: &str| thread::Builder::new().name(name.into());
+        let read = thread::scope(|scope| {
+            let faults =
+                spawned("faults").spawn_scoped(scope, || self.answer_faults().map_err(|error| self.fail(error)));
+            let preempt = self.preempt.as_ref().map(|channel| {
+                spawned("preempt").spawn_scoped(scope, || self.read_preempt(channel).map_err(|error| self.fail(error)))
+            });
+            let begun = faults.map(drop).and_then(|()| preempt.transpose().map(drop)).map_err(MigrateError::Thread);
+            let read = begun.and_then(|()| self.read_main(records)).and_then(|()| self.settle());
+            self.over.store(true, Ordering::SeqCst);
+            waker.wake();
+            if let Some(channel) = &self.preempt {
+                let _ = channel.shutdown(How::Both);
+            }
+            if read.is_err() {
+                self.close();
+            }
+            read
+        });
+        // What a thread failed with is the cause; that the channels were closed is what it led to.
+        read.map_err(|error| self.failure().unwrap_or(error))
+    }
+
+    fn answer_faults(&self) -> Result<(), MigrateError> {
+        let mut events = Vec::new();
+        loop {
+            events.clear();
+            let waited = self.live.faults.wait(&mut events, None);
+            waited.map_err(|error| MigrateError::Sink(error.into()))?;
+            for event in &events {
+                if let FaultEvent::Fault(fault) = event {
+                    // Told once: it goes on the list even where nobody can be asked any more.
+                    self.live.fault(*fault)?;
+                }
+            }
+            if self.over.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn read_main(&self, mut records: Records) -> Result<(), MigrateError> {
+        let mut placer = Placer::new(self.live);
+        let still = || self.is_served();
+        loop {
+            match records.next(&still)? {
+                Event::Command(Command::Ping(token)) => self.live.requests.say(&ReturnMessage::Pong(token))?,
+                Event::EndOfStream if placer.is_between_host_pages() => {
+                    self.ended.store(true, Ordering::SeqCst);
+                    return Ok(());
+                }
+                Event::EndOfStream => return Err(MigrateError::Protocol("the stream ends inside a huge page".into())),
+                Event::SectionPart { .. }
+                | Event::SectionEnd { .. }
+                | Event::SectionFooter { .. }
+                | Event::EndOfSection => {}
+                event => records.place(&event, &mut placer, &still)?,
+            }
+        }
+    }
+
+    fn read_preempt(&self, channel: &Arc<Channel>) -> Result<(), MigrateError> {
+        let mut placer = Placer::new(self.live);
+        let mut records = Records::new(Arc::clone(channel), Decoder::for_records(&self.live.start.blocks)?, &[]);
+        let done = || self.over.load(Ordering::SeqCst) || self.ended.load(Ordering::SeqCst);
+        loop {
+            match records.next(&|| true) {
+                // The source closes it when it has nothing more to say; what is still asked for is waited for elsewhere.
+                Err(_) if done() && records.is_between_records() => return Ok(()),
+                Ok(Event::EndOfStream) => return Ok(()),
+                event => records.place(&event?, &mut placer, &|| true)?,
+            }
+        }
+    }
+
+    /// Behind the main channel's last word: what was asked for on the other one is waited for.
+    fn settle(&self) -> Result<(), MigrateError> {
+        let over = || self.failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        if self.preempt.is_none() || self.live.requests.settle(self.live.patience, over) {
+            return Ok(());
+        }
+        Err(MigrateError::Protocol("the source has ended its stream and owes pages that were asked for".into()))
+    }
+
+    /// Whether a silent source may go on being silent: nobody waits for it, or not for long.
+    fn is_served(&self) -> bool {
+        self.live.patience.is_none_or(|patience| self.live.requests.longest_wait() < patience)
+    }
+}

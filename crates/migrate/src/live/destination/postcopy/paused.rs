@@ -1,0 +1,114 @@
+//! A VM that runs here on a part of its memory, with nobody to ask for the rest.
+
+use std::sync::Arc;
+
+use limosa_channel::Channel;
+use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::{Command, Decoder, Event};
+
+use super::{Connection, Live, Records, accept, settle};
+use crate::control::Control;
+use crate::error::MigrateError;
+use crate::live::IncomingVm;
+use crate::live::destination::arrival::ArrivalOutcome;
+use crate::source::postcopy::OpenPreempt;
+
+/// A VM that runs here and whose connection broke: it runs on what has come, and waits where it touches what has not.
+/// [`recover`](Self::recover) goes on; only the source has the rest.
+///
+/// Dropping it changes nothing for the VM: what is missing stays missing, and who touches it waits for ever. Only
+/// [`discard`](Self::discard) says that there is no guest any more.
+pub struct PausedArrival<'a, V: IncomingVm + ?Sized> {
+    vm: &'a V,
+    live: Box<Live<'a>>,
+    control: Control,
+    why: MigrateError,
+}
+
+impl<V: IncomingVm + ?Sized> std::fmt::Debug for PausedArrival<'_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PausedArrival").field("why", &self.why).finish_non_exhaustive()
+    }
+}
+
+impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
+    pub(super) fn new(vm: &'a V, live: Box<Live<'a>>, control: &Control, why: MigrateError) -> Self {
+        Self { vm, live, control: control.clone(), why }
+    }
+
+    /// What broke.
+    pub fn why(&self) -> &MigrateError {
+        &self.why
+    }
+
+    /// Pages that have not come, of all blocks together.
+    pub fn missing_pages(&self) -> u64 {
+        self.live.ram.blocks().iter().map(|block| block.received.len() - block.received.count()).sum()
+    }
+
+    /// Goes on under another control: the one before may have been told to stop.
+    #[must_use]
+    pub fn with_control(mut self, control: &Control) -> Self {
+        self.control = control.clone();
+        self
+    }
+
+    /// Goes on over a new connection, on which the source asks what has come. `open_preempt`: as in
+    /// [`with_preempt`](crate::LiveDestination::with_preempt).
+    pub fn recover(self, channel: Channel, open_preempt: Option<OpenPreempt<'a>>) -> ArrivalOutcome<'a, V> {
+        let Self { vm, mut live, control, .. } = self;
+        live.recoveries += 1;
+        let channel = Arc::new(channel);
+        control.watch(&channel);
+        let resumed = negotiate(&live, &channel, &control, open_preempt);
+        let followed = resumed.and_then(|(records, preempt)| {
+            let followed = Connection::new(&live, Arc::clone(&channel), preempt).follow(records);
+            followed.and_then(|()| live.release())
+        });
+        if followed.is_err() {
+            let _ = channel.shutdown(limosa_channel::How::Both);
+        }
+        control.unwatch();
+        settle(vm, live, &control, followed)
+    }
+
+    /// The guest is gone, and nobody will look at its memory again.
+    pub fn discard(self) {
+        self.live.faults.abandon();
+    }
+}
+
+/// Tells the source what has come, and agrees to go on.
+fn negotiate<'a>(
+    live: &Live<'a>,
+    channel: &Arc<Channel>,
+    control: &Control,
+    open_preempt: Option<OpenPreempt<'a>>,
+) -> Result<(Records, Option<Arc<Channel>>), MigrateError> {
+    channel.set_timeouts(live.patience, live.patience)?;
+    let decoder = Decoder::for_recovery(&live.start.blocks, live.start.section_id)?;
+    let mut records = Records::new(Arc::clone(channel), decoder, &[]);
+    let say = |message: ReturnMessage| -> Result<(), MigrateError> {
+        let mut bytes = Vec::new();
+        message.encode(&mut bytes)?;
+        Ok(channel.put(&bytes)?)
+    };
+    loop {
+        match records.next(&|| false)? {
+            Event::Command(Command::ReceiveBitmap { block }) => {
+                let known = live.ram.blocks().iter().find(|known| known.memory.name() == block);
+                let known = known.ok_or_else(|| MigrateError::Protocol(format!("there is no RAM block {block:?}")))?;
+                say(ReturnMessage::ReceivedBitmap { block, bitmap: known.received.to_bitmap().to_le_bytes() })?;
+            }
+            Event::Command(Command::Ping(token)) => say(ReturnMessage::Pong(token))?,
+            Event::Command(Command::PostcopyResume) => {
+                let preempt = accept(open_preempt, control)?;
+                live.requests.reconnect(Arc::clone(channel), &ReturnMessage::ResumeAck(1))?;
+                return Ok((records, preempt));
+            }
+            other => {
+                return Err(MigrateError::Protocol(format!("{other:?} in a recovery, before it was agreed to go on")));
+            }
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! The source role of a VM that runs: rounds over what it writes, a pause, and the rest.
+//!
+//! The order of things, which is the order on the wire: the header and the return path; the layout; the dirty logs begin,
+//! *then* the first page is read; a round over all memory, and rounds over what was written meanwhile, until the rest
+//! fits into the downtime that is allowed ([`convergence`]); the VM stops, the logs are read for the last time, and the
+//! rest goes out; the device sections; a PING, whose answer says that the destination has placed and loaded all of it; and
+//! in one write the go, the end of the stream and the description.
+//!
+//! **The ownership law.** Whatever fails before the end of the stream was handed to the kernel lets the VM go on here.
+//! Whatever fails after it and before the destination's last word leaves it [undecided](Undecided): it stands still here
+//! until somebody who has looked at the destination decides. A last word that comes too early is not believed.
+//!
+//! In postcopy ([`Postcopy`]) the last byte of the package of device state is what the end of the stream is in precopy, and
+//! the answer to the PING in it is the last word: from then on the VM runs there, and what breaks off is
+//! [recovered](Recoverable).
+//!
+//! A failed attempt leaves nothing behind: the dirty logs are off, what they had fetched is forgotten, and another attempt
+//! starts with all pages.
+//!
+//! ```no_run
+//! # use limosa_memory::dirty::DirtyLogs;
+//! # use limosa_migrate::live::LiveVm;
+//! # fn send(vm: &dyn LiveVm, logs: DirtyLogs) -> Result<(), Box<dyn std::error::Error>> {
+//! use limosa_channel::{Channel, Options, Uri};
+//! use limosa_migrate::live::MigrationParams;
+//! use limosa_migrate::{Control, LiveOutcome, LiveSource, Progress};
+//!
+//! // `vm`: a VM that runs; `logs`: they see whoever writes its memory.
+//! let channel = Channel::connect(&"tcp:192.0.2.7:4444".parse::<Uri>()?, &Options::default())?;
+//! let (control, progress) = (Control::new(), Progress::new());
+//! match LiveSource::new(vm, logs, channel, &control, &progress, MigrationParams::default()).fresh(true).run() {
+//!     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
+//!     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM goes on here"),
+//!     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
+//!     LiveOutcome::Undecided(given) => println!("{}: look at the destination, then decide", given.why()),
+//!     LiveOutcome::PostcopyBroken(waits) => println!("{}: the VM waits there for the rest", waits.why()),
+//! }
+//! # Ok(()) }
+//! ```
+
+pub mod convergence;
+mod engine;
+mod guest;
+mod outcome;
+mod postcopy;
+mod standing;
+mod stats;
+mod switch;
+
+use std::collections::BTreeMap;
+use std::iter;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::Instant;
+
+use limosa_channel::{Channel, How};
+use limosa_memory::BlockRole;
+use limosa_memory::dirty::DirtyLogs;
+use limosa_page::PAGE_SIZE;
+use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::vm;
+
+use self::engine::Engine;
+use self::guest::GuestSource;
+use self::postcopy::SwitchTo;
+use self::standing::Standing;
+use crate::control::Control;
+use crate::error::MigrateError;
+use crate::live::{GiveUp, LiveVm, MigrationParams, SharedMemory};
+use crate::pages::PageSource;
+use crate::progress::{Phase, Progress};
+use crate::source::inbox::Inbox;
+use crate::source::multifd::{self, Multifd, MultifdSourceOptions, Parts};
+use crate::source::postcopy::OpenPreempt;
+#[cfg(doc)]
+use crate::source::postcopy::PostcopyOptions;
+
+pub use outcome::{LiveOutcome, Recoverable, Undecided};
+pub use postcopy::Postcopy;
+pub use stats::{LiveStats, RoundKind, RoundReport};
+
+/// Told of every round.
+type Observer<'o> = Box<dyn Fn(&RoundReport) + Send + Sync + 'o>;
+
+/// A VM that runs, on its way to a destination.
+pub struct LiveSource<'v, 'o, V: LiveVm + ?Sized> {
+    vm: &'v V,
+    logs: DirtyLogs,
+    channel: Arc<Channel>,
+    control: &'o Control,
+    progress: &'o Progress,
+    params: MigrationParams,
+    beside: Vec<Arc<Channel>>,
+    multifd: MultifdSourceOptions,
+    fresh: bool,
+    shared: SharedMemory,
+    postcopy: Postcopy,
+    page_sizes: BTreeMap<String, u64>,
+    open_preempt: Option<OpenPreempt<'o>>,
+    observer: Observer<'o>,
+}
+
+impl<V: LiveVm + ?Sized> std::fmt::Debug for LiveSource<'_, '_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LiveSource").field("channel", &self.channel).field("params", &self.params).finish()
+    }
+}
+
+impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
+    /// A source that moves `vm`, whose writes `logs` see, over `channel`, which carries both directions.
+    pub fn new(
+        vm: &'v V,
+        logs: DirtyLogs,
+        channel: Channel,
+        control: &'o Control,
+        progress: &'o Progress,
+        params: MigrationParams,
+    ) -> Self {
+        let channel = Arc::new(channel);
+        Self {
+            vm,
+            logs,
+            channel,
+            control,
+            progress,
+            params,
+            beside: Vec::new(),
+            multifd: MultifdSourceOptions::default(),
+            fresh: false,
+            shared: SharedMemory::Sent,
+            postcopy: Postcopy::Off,
+            page_sizes: page_sizes(vm),
+            open_preempt: None,
+            observer: Box::new(|_| {}),
+        }
+    }
+
+    /// Sends the pages on `channels`, a thread each, beside the main one: QEMU's multifd, for a destination that expects
+    /// just so many. They were connected after the main one; their order is that of their numbers. When pages are looked at
+    /// is said by [`MigrationParams::zero_check`], whatever the options say.
+    ///
+    /// # Errors
+    /// More than 16 channels, or one whose time-out cannot be set.
+    pub fn with_channels(
+        mut self,
+        channels: Vec<Channel>,
+        options: MultifdSourceOptions,
+    ) -> Result<Self, MigrateError> {
+        self.beside = multifd::beside(channels, self.params.patience)?;
+        self.multifd = options;
+        Ok(self)
+    }
+
+    /// Whether the destination's memory is known to be fresh, which is to say zero wherever nothing was sent: then zero
+    /// pages of blocks of [RAM](limosa_memory::BlockRole::Ram) are left out of the first round. False if nothing is said, and
+    /// it has to be in another attempt into the same destination, where an earlier one has left pages.
+    #[must_use]
+    pub fn fresh(mut self, fresh: bool) -> Self {
+        self.fresh = fresh;
+        self
+    }
+
+    /// What becomes of shared memory, which is sent like any other if nothing is said. Not with postcopy.
+    #[must_use]
+    pub fn shared_memory(mut self, shared: SharedMemory) -> Self {
+        self.shared = shared;
+        self
+    }
+
+    /// Whether the migration may go on in postcopy, which the destination has to expect. One that is [given
+    /// up](crate::live::GiveUp::Postcopy) for postcopy may in any case. Not with channels beside the main one.
+    #[must_use]
+    pub fn with_postcopy(mut self, postcopy: Postcopy) -> Self {
+        self.postcopy = postcopy;
+        self
+    }
+
+    /// In postcopy, answers requests on a channel of their own, which `open` connects. The destination has to expect it.
+    #[must_use]
+    pub fn with_preempt(mut self, open: OpenPreempt<'o>) -> Self {
+        self.open_preempt = Some(open);
+        self
+    }
+
+    /// Bytes of the pages that the destination's memory is made of, by RAM block, if postcopy may follow: those of this
+    /// VM's own blocks, unless something else is said here. See [`PostcopyOptions::page_sizes`].
+    #[must_use]
+    pub fn with_page_sizes(mut self, page_sizes: BTreeMap<String, u64>) -> Self {
+        self.page_sizes = page_sizes;
+        self
+    }
+
+    /// Calls `observer` after every round, on the engine's thread: it must not block.
+    #[must_use]
+    pub fn observe(mut self, observer: impl Fn(&RoundReport) + Send + Sync + 'o) -> Self {
+        self.observer = Box::new(observer);
+        self
+    }
+
+    /// Moves the VM, and says who has it.
+    pub fn run(self) -> LiveOutcome<'v, V> {
+        let Self { vm, logs, channel, control, progress, params, beside, multifd: options, fresh, .. } = self;
+        let (page_sizes, open_preempt, shared, observer) =
+            (self.page_sizes, self.open_preempt, self.shared, self.observer);
+        let postcopy = match self.postcopy {
+            Postcopy::Off if params.give_up == GiveUp::Postcopy => Postcopy::Allowed,
+            postcopy => postcopy,
+        };
+        let begun = Instant::now();
+        for channel in iter::once(&channel).chain(&beside) {
+            control.watch(channel);
+        }
+        if params.max_bandwidth.is_some() {
+            control.set_max_bandwidth(params.max_bandwidth);
+        }
+        let inbox = Inbox::default();
+        let source = GuestSource::new(vm).with_shared(shared);
+        let multifd = (!beside.is_empty()).then(|| {
+            Multifd::new(Parts {
+                source: &source,
+                control,
+                progress,
+                options: &options,
+                main: &channel,
+                channels: &beside,
+                fresh: vm.memory().blocks().iter().map(|block| fresh && block.role() == BlockRole::Ram).collect(),
+                return_path: true,
+            })
+        });
+        let all = iter::once(&channel).chain(&beside).cloned().collect();
+        let mut standing = Standing::new(vm, logs, all).with_shared(shared);
+        let mut stats = LiveStats::default();
+        // What the destination does not take for so long, it does not take.
+        let set = channel.set_timeouts(None, Some(params.patience)).map_err(MigrateError::from);
+        let set = set.and_then(|()| match postcopy {
+            Postcopy::Allowed | Postcopy::AtOnce if !beside.is_empty() => {
+                let why = "postcopy brings pages on the main channel and the preempt channel alone";
+                Err(MigrateError::Channels(why.into()))
+            }
+            Postcopy::Allowed | Postcopy::AtOnce if shared != SharedMemory::Sent => {
+                let why = "in postcopy shared memory has to be sent like any other";
+                Err(MigrateError::Channels(why.into()))
+            }
+            // Of a VM that stands still when its first page is read nothing is missed.
+            Postcopy::AtOnce => Ok(()),
+            Postcopy::Off | Postcopy::Allowed => standing.check_covered(),
+        });
+        let (switching, loaded) = (AtomicBool::new(false), OnceLock::new());
+        let mut guest = None;
+        let moved = set.and_then(|()| {
+            thread::scope(|scope| {
+                let reader = scope.spawn(|| {
+                    inbox.read_from(&channel, &source.start().blocks, false, |message| {
+                        if *message == ReturnMessage::Pong(vm::PING_LOADED) && switching.load(Ordering::Acquire) {
+                            // The VM runs there from here on.
+                            let _ = loaded.set(Instant::now());
+                            progress.enter(Phase::PostcopyActive);
+                            control.release();
+                        }
+                    });
+                    if let Some(multifd) = &multifd {
+                        // The channels' threads do not look at the return path, and it is over.
+                        multifd.fail_for(|| inbox.outcome());
+                    }
+                });
+                let mut engine = Engine {
+                    vm,
+                    source: &source,
+                    channel: &channel,
+                    control,
+                    progress,
+                    params,
+                    inbox: &inbox,
+                    multifd: multifd.as_ref(),
+                    fresh,
+                    observer: &observer,
+                    begun,
+                    standing: &mut standing,
+                    stats: &mut stats,
+                    postcopy,
+                    switch: SwitchTo { page_sizes: &page_sizes, open_preempt, switching: &switching },
+                    track: None,
+                    guest: &mut guest,
+                    description: Vec::new(),
+                    reported: 0,
+                };
+                // A panic in the VMM's code must not leave anybody waiting: the channel is cut whatever happens.
+                let cut = CutOnDrop(&channel);
+                let moved = engine.open().and_then(|()| {
+                    let _ending = multifd.as_ref().map(|multifd| multifd.spawn(scope));
+                    let moved = engine.run();
+                    // What failed on any of the channels first is the cause.
+                    moved.map_err(|error| match &multifd {
+                        Some(multifd) => multifd.fail_with(error),
+                        None => error,
+                    })
+                });
+                match moved {
+                    // The return path has ended with the last word.
+                    Ok(()) => std::mem::forget(cut),
+                    Err(_) => drop(cut),
+                }
+                let _ = reader.join();
+                moved
+            })
+        });
+        control.unwatch();
+        control.release();
+        let given = standing.is_given();
+        // Once it was given away a stop is not what decides, and may not be what failed.
+        let moved = if given { moved } else { moved.map_err(|error| control.explain(error)) };
+        if moved.is_ok() || loaded.get().is_some() {
+            standing.settle(loaded.get().copied().unwrap_or_else(Instant::now));
+        }
+        let resumed = if given { Ok(()) } else { standing.take_back() };
+        stats.total = begun.elapsed();
+        stats.downtime = standing.downtime();
+        stats.main = channel.counters();
+        stats.channels = beside.iter().map(|channel| channel.counters()).collect();
+        let (vm, logs) = standing.into_parts();
+        let error = match (moved, resumed) {
+            (Ok(()), _) => {
+                progress.enter(Phase::Completed);
+                return LiveOutcome::Completed(stats);
+            }
+            (Err(error), Ok(())) if !given => return LiveOutcome::Resumed { error, stats, logs },
+            (Err(error), Err(resume)) => return LiveOutcome::Stuck { error, resume, stats },
+            (Err(error), Ok(())) => error,
+        };
+        let recoverable = guest.map(|guest| Recoverable {
+            vm,
+            guest,
+            page_sizes,
+            patience: params.patience,
+            max_bandwidth: params.max_postcopy_bandwidth,
+            error: MigrateError::Paused,
+            stats: LiveStats::default(),
+        });
+        match (recoverable, loaded.get()) {
+            (Some(recoverable), Some(_)) => {
+                LiveOutcome::PostcopyBroken(Box::new(Recoverable { error, stats, ..recoverable }))
+            }
+            (recoverable, _) => {
+                let recoverable = recoverable.map(Box::new);
+                LiveOutcome::Undecided(Undecided { vm, logs, error, stats, recoverable })
+            }
+        }
+    }
+}
+
+/// The page sizes of the VM's own blocks, where they are above 4096.
+fn page_sizes<V: LiveVm + ?Sized>(vm: &V) -> BTreeMap<String, u64> {
+    let large = vm.memory().blocks().iter().filter(|block| block.page_size() > PAGE_SIZE);
+    large.map(|block| (block.name().to_owned(), block.page_size())).collect()
+}
+
+/// Cuts a channel in both directions.
+struct CutOnDrop<'a>(&'a Channel);
+
+impl Drop for CutOnDrop<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.shutdown(How::Both);
+    }
+}

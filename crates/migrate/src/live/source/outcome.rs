@@ -1,0 +1,181 @@
+//! How a live migration ended, as its source knows it.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use limosa_channel::Channel;
+use limosa_memory::dirty::DirtyLogs;
+
+use super::guest::GuestSource;
+use super::stats::LiveStats;
+use crate::control::Control;
+use crate::error::MigrateError;
+use crate::live::{LiveVm, VmError};
+use crate::progress::Progress;
+use crate::source::postcopy::OpenPreempt;
+
+/// How a live migration ended.
+#[must_use = "it says who has the VM"]
+pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
+    /// The VM runs at the destination. Here it stands still for good.
+    Completed(LiveStats),
+    /// The VM runs here, as before: it never left.
+    Resumed {
+        /// What ended the migration.
+        error: MigrateError,
+        /// How far it came.
+        stats: LiveStats,
+        /// The logs, for another attempt. They are off, and what they held is forgotten: an attempt begins with all pages.
+        logs: Option<DirtyLogs>,
+    },
+    /// The VM is not at the destination, and the VMM did not let it go on here: it stands still, whole.
+    Stuck {
+        /// What ended the migration.
+        error: MigrateError,
+        /// Why the VM cannot go on.
+        resume: VmError,
+        /// How far it came.
+        stats: LiveStats,
+    },
+    /// The VM was given away, and the destination has not said that it has it. It stands still here, whole.
+    Undecided(Undecided<'a, V>),
+    /// The VM runs at the destination, and waits there for pages that only this side has.
+    PostcopyBroken(Box<Recoverable<'a, V>>),
+}
+
+/// A VM that was given away without an answer.
+///
+/// It may run at the destination, so nothing here lets it go on but the word of somebody who has looked there:
+/// [`resume`](Self::resume) if it does not run there and never will, [`discard`](Self::discard) if it does.
+#[must_use = "somebody has to decide"]
+pub struct Undecided<'a, V: LiveVm + ?Sized> {
+    pub(super) vm: &'a V,
+    pub(super) logs: Option<DirtyLogs>,
+    pub(super) error: MigrateError,
+    pub(super) stats: LiveStats,
+    pub(super) recoverable: Option<Box<Recoverable<'a, V>>>,
+}
+
+/// The source of a VM that runs at the destination without all of its memory.
+///
+/// The VM stands still there wherever it touches a page that has not come. The memory here is whole and must stay as it is
+/// until the destination has all of it.
+#[must_use = "the VM at the destination waits"]
+pub struct Recoverable<'a, V: LiveVm + ?Sized> {
+    pub(super) vm: &'a V,
+    pub(super) guest: GuestSource<'a>,
+    pub(super) page_sizes: BTreeMap<String, u64>,
+    pub(super) patience: Duration,
+    pub(super) max_bandwidth: Option<NonZeroU64>,
+    pub(super) error: MigrateError,
+    pub(super) stats: LiveStats,
+}
+
+impl<'a, V: LiveVm + ?Sized> Recoverable<'a, V> {
+    /// What broke it off.
+    pub fn why(&self) -> &MigrateError {
+        &self.error
+    }
+
+    /// How far it came.
+    pub fn stats(&self) -> &LiveStats {
+        &self.stats
+    }
+
+    /// The VM here, which stands still.
+    pub fn vm(&self) -> &'a V {
+        self.vm
+    }
+
+    /// For a destination that is gone: whether its VM had begun to run is not known here. (QEMU 10.0 answers that it has loaded
+    /// its devices just before it lets the VM run, and ends if it loses its source in between.)
+    pub fn into_undecided(self) -> Undecided<'a, V> {
+        let Self { vm, error, stats, .. } = self;
+        Undecided { vm, logs: None, error, stats, recoverable: None }
+    }
+
+    /// Goes on over a new channel, to a destination that waits for recovery there, and with a preempt channel if there was
+    /// one before. `control` is a new one if the old one was used to stop.
+    pub fn recover(
+        mut self,
+        channel: Channel,
+        open_preempt: Option<OpenPreempt<'_>>,
+        control: &Control,
+        progress: &Progress,
+    ) -> LiveOutcome<'a, V> {
+        match self.go_on(channel, open_preempt, control, progress) {
+            Ok(done) => {
+                self.stats.total += done.elapsed;
+                self.stats.postcopy = Some(done);
+                LiveOutcome::Completed(self.stats)
+            }
+            Err(error) => LiveOutcome::PostcopyBroken(Box::new(Self { error, ..self })),
+        }
+    }
+}
+
+impl<V: LiveVm + ?Sized> std::fmt::Debug for Recoverable<'_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Recoverable").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<V: LiveVm + ?Sized> std::fmt::Debug for LiveOutcome<'_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Completed(stats) => f.debug_tuple("Completed").field(stats).finish(),
+            Self::Resumed { error, .. } => f.debug_struct("Resumed").field("error", error).finish_non_exhaustive(),
+            Self::Stuck { error, resume, .. } => {
+                f.debug_struct("Stuck").field("error", error).field("resume", resume).finish_non_exhaustive()
+            }
+            Self::Undecided(undecided) => undecided.fmt(f),
+            Self::PostcopyBroken(recoverable) => recoverable.fmt(f),
+        }
+    }
+}
+
+impl<V: LiveVm + ?Sized> std::fmt::Debug for Undecided<'_, V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Undecided").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
+    /// What ended the migration.
+    pub fn why(&self) -> &MigrateError {
+        &self.error
+    }
+
+    /// How far it came.
+    pub fn stats(&self) -> &LiveStats {
+        &self.stats
+    }
+
+    /// Lets the VM go on here. **Only if it does not run at the destination, and cannot begin to.** The logs are off, as
+    /// after every failure.
+    ///
+    /// # Errors
+    /// The VMM does not let it go on; it still stands still.
+    pub fn resume(self) -> Result<Option<DirtyLogs>, VmError> {
+        self.vm.resume()?;
+        Ok(self.logs)
+    }
+
+    /// Whether it was in postcopy: whether [`into_recoverable`](Self::into_recoverable) gives something.
+    pub fn is_recoverable(&self) -> bool {
+        self.recoverable.is_some()
+    }
+
+    /// The VM waits at the destination for its memory (QEMU calls that `postcopy-paused`): what goes on from there. `None`
+    /// if the migration was not in postcopy: then it has its memory, or does not run.
+    pub fn into_recoverable(self) -> Option<Recoverable<'a, V>> {
+        let Self { error, stats, recoverable, .. } = self;
+        recoverable.map(|recoverable| Recoverable { error, stats, ..*recoverable })
+    }
+
+    /// The VM runs at the destination, or shall be forgotten: here it never goes on.
+    pub fn discard(self) -> LiveStats {
+        self.stats
+    }
+}

@@ -1,0 +1,165 @@
+//! Who has the VM, and what was done to it: so that it can be undone on every way out.
+//!
+//! **The ownership law.** Until the VM is given away, whatever ends the migration lets it go on here as it was: not
+//! paused, not slowed down, not logged; even a panic does. From then on nothing here touches it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, How};
+use limosa_memory::dirty::{DirtyLogs, DirtyPages};
+
+use crate::error::MigrateError;
+use crate::live::{LiveVm, SharedMemory, VmError};
+
+/// A VM in migration.
+pub(super) struct Standing<'a, V: LiveVm + ?Sized> {
+    vm: &'a V,
+    /// Until they are handed back.
+    logs: Option<DirtyLogs>,
+    /// What the stream goes through: it is cut before the VM goes on.
+    channels: Vec<Arc<Channel>>,
+    /// What of its memory is not sent.
+    shared: SharedMemory,
+    logging: bool,
+    throttled: bool,
+    paused: Option<Instant>,
+    downtime: Duration,
+    given: Arc<AtomicBool>,
+}
+
+impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
+    pub(super) fn new(vm: &'a V, logs: DirtyLogs, channels: Vec<Arc<Channel>>) -> Self {
+        let downtime = Duration::ZERO;
+        Self {
+            vm,
+            logs: Some(logs),
+            channels,
+            shared: SharedMemory::Sent,
+            logging: false,
+            throttled: false,
+            paused: None,
+            downtime,
+            given: Arc::default(),
+        }
+    }
+
+    /// The same, with memory that the destination may have too.
+    pub(super) fn with_shared(mut self, shared: SharedMemory) -> Self {
+        self.shared = shared;
+        self
+    }
+
+    /// Makes sure that whoever writes the VM's memory is seen by one of the logs.
+    pub(super) fn check_covered(&self) -> Result<(), MigrateError> {
+        Ok(self.logs.as_ref().map_or(Ok(()), |logs| logs.check_covered(self.vm.writers()))?)
+    }
+
+    /// From here on every write is seen.
+    pub(super) fn start_logs(&mut self) -> Result<(), MigrateError> {
+        if let Some(logs) = &mut self.logs {
+            logs.start()?;
+            self.logging = true;
+        }
+        Ok(())
+    }
+
+    /// Adds what was written since the last time, but of blocks that the destination has.
+    pub(super) fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), MigrateError> {
+        self.logs.as_mut().map_or(Ok(()), |logs| logs.fetch(into))?;
+        for (index, block) in self.vm.memory().blocks().iter().enumerate() {
+            if self.shared.leaves_out(block)
+                && let Some(pages) = into.block_mut(index)
+            {
+                pages.clear_range(block.pages());
+            }
+        }
+        Ok(())
+    }
+
+    /// Slows the vCPUs down. A VMM that cannot is left alone: the migration goes on without.
+    pub(super) fn throttle(&mut self, percent: u8) -> bool {
+        self.throttled = true;
+        self.vm.throttle(percent).is_ok()
+    }
+
+    /// Stops the VM; the throttle is lifted, for it would only hold up what the VM does next.
+    pub(super) fn pause(&mut self) -> Result<(), MigrateError> {
+        self.paused = Some(Instant::now());
+        self.vm.pause().map_err(|source| MigrateError::Vm { what: "be stopped", source })?;
+        self.lift_throttle();
+        Ok(())
+    }
+
+    /// The VM is the destination's, or may be: nothing is undone any more.
+    pub(super) fn give_away(&mut self) {
+        self.given.store(true, Ordering::Release);
+    }
+
+    /// For those who give it away deep inside: to be set when it is.
+    pub(super) fn given_flag(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.given)
+    }
+
+    /// The destination has said, at that moment, that the VM runs there.
+    pub(super) fn settle(&mut self, at: Instant) {
+        self.downtime = self.paused.take().map_or(self.downtime, |since| at.saturating_duration_since(since));
+    }
+
+    /// Whether the VM was given away.
+    pub(super) fn is_given(&self) -> bool {
+        self.given.load(Ordering::Acquire)
+    }
+
+    /// How long it stood still, or has so far.
+    pub(super) fn downtime(&self) -> Duration {
+        self.paused.map_or(self.downtime, |since| since.elapsed())
+    }
+
+    /// Lets the VM go on here. The stream is cut first: not a byte of it leaves afterwards.
+    pub(super) fn take_back(&mut self) -> Result<(), VmError> {
+        for channel in &self.channels {
+            let _ = channel.shutdown(How::Both);
+        }
+        self.lift_throttle();
+        self.stop_logs();
+        match self.paused.take() {
+            Some(since) => {
+                let resumed = self.vm.resume();
+                self.downtime = since.elapsed();
+                resumed
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// There is nothing left to log.
+    pub(super) fn stop_logs(&mut self) {
+        if let Some(logs) = self.logs.as_mut().filter(|_| std::mem::take(&mut self.logging)) {
+            // A log that cannot be stopped is over all the same.
+            let _ = logs.stop();
+        }
+    }
+
+    fn lift_throttle(&mut self) {
+        if std::mem::take(&mut self.throttled) {
+            let _ = self.vm.throttle(0);
+        }
+    }
+
+    /// The VM, and its logs, which are off.
+    pub(super) fn into_parts(mut self) -> (&'a V, Option<DirtyLogs>) {
+        self.given.store(true, Ordering::Release);
+        (self.vm, self.logs.take())
+    }
+}
+
+impl<V: LiveVm + ?Sized> Drop for Standing<'_, V> {
+    fn drop(&mut self) {
+        if !self.is_given() {
+            // On the way out of a panic: there is nobody to tell.
+            let _ = self.take_back();
+        }
+    }
+}

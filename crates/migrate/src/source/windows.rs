@@ -1,0 +1,176 @@
+//! The pages of a round, handed out in windows.
+//!
+//! Law: a window is handed out once, so no page is sent twice in a round; and they go out in order, so that all channels
+//! together read the memory from front to back.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use limosa_page::{PageBitmap, PageNumber, PageRange};
+
+/// Pages of a window: 1 MiB, aligned to that, which is what a checksum of a snapshot covers.
+pub(crate) const WINDOW_PAGES: u64 = 256;
+
+/// The pages to send, of all blocks, cut into windows.
+#[derive(Debug, Default)]
+pub(crate) struct Windows {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pages: Arc<Vec<PageBitmap>>,
+    /// Block and page behind the last window.
+    block: usize,
+    page: PageNumber,
+}
+
+impl Windows {
+    /// Windows of these pages, one bitmap a block.
+    pub(crate) fn new(pages: Vec<PageBitmap>) -> Self {
+        let windows = Self::default();
+        windows.start(pages);
+        windows
+    }
+
+    /// Hands these out from now on, from the beginning.
+    pub(crate) fn start(&self, pages: Vec<PageBitmap>) {
+        *self.lock() = State { pages: Arc::new(pages), block: 0, page: PageNumber(0) };
+    }
+
+    /// The pages of the next window that has any, as `runs`, and their block. `None` when all were handed out.
+    pub(crate) fn claim(&self, runs: &mut Vec<PageRange>) -> Option<usize> {
+        runs.clear();
+        let mut state = self.lock();
+        loop {
+            let (block, from) = (state.block, state.page);
+            let Some(first) = state.pages.get(block)?.next_set(from) else {
+                (state.block, state.page) = (block + 1, PageNumber(0));
+                continue;
+            };
+            let end = PageNumber((first.0 / WINDOW_PAGES).saturating_add(1).saturating_mul(WINDOW_PAGES));
+            state.page = end;
+            let pages = Arc::clone(&state.pages);
+            drop(state);
+            runs.extend(pages.get(block)?.runs_in(PageRange::new(first, end)));
+            return Some(block);
+        }
+    }
+
+    /// As [`claim`](Self::claim), and the windows behind it in the same block as long as they are fewer than `at_least` pages
+    /// together: for memory of which little is to be sent.
+    pub(crate) fn claim_more(&self, runs: &mut Vec<PageRange>, at_least: u64) -> Option<usize> {
+        let block = self.claim(runs)?;
+        let mut found: u64 = runs.iter().map(PageRange::len).sum();
+        while found < at_least {
+            let mut state = self.lock();
+            let Some(first) =
+                state.pages.get(block).filter(|_| state.block == block).and_then(|pages| pages.next_set(state.page))
+            else {
+                break;
+            };
+            let end = PageNumber((first.0 / WINDOW_PAGES).saturating_add(1).saturating_mul(WINDOW_PAGES));
+            state.page = end;
+            let pages = Arc::clone(&state.pages);
+            drop(state);
+            for run in pages.get(block)?.runs_in(PageRange::new(first, end)) {
+                found += run.len();
+                runs.push(run);
+            }
+        }
+        Some(block)
+    }
+
+    /// Stops handing out: what was not handed out, one bitmap a block.
+    pub(crate) fn take_rest(&self) -> Vec<PageBitmap> {
+        let mut state = self.lock();
+        let mut rest = Vec::clone(&state.pages);
+        for (block, pages) in rest.iter_mut().enumerate() {
+            match block.cmp(&state.block) {
+                std::cmp::Ordering::Less => pages.clear_range(PageRange::first(pages.len())),
+                std::cmp::Ordering::Equal => pages.clear_range(PageRange::first(state.page.0.min(pages.len()))),
+                std::cmp::Ordering::Greater => {}
+            }
+        }
+        state.block = rest.len();
+        rest
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    fn bitmap(pages: u64, wanted: fn(u64) -> bool) -> PageBitmap {
+        let mut bitmap = PageBitmap::new(pages);
+        (0..pages).filter(|page| wanted(*page)).for_each(|page| {
+            bitmap.set(PageNumber(page));
+        });
+        bitmap
+    }
+
+    fn blocks() -> Vec<PageBitmap> {
+        vec![bitmap(0, |_| true), bitmap(9_999, |page| page % 7 != 3), bitmap(5_000, |_| false), bitmap(300, |_| true)]
+    }
+
+    #[test]
+    fn every_page_is_handed_out_once_over_all_threads() {
+        let windows = Windows::new(blocks());
+        let claimed = thread::scope(|scope| {
+            let thread = || {
+                let (mut runs, mut all) = (Vec::new(), Vec::new());
+                while let Some(block) = windows.claim(&mut runs) {
+                    assert!(!runs.is_empty());
+                    assert!(runs.iter().all(|run| run.start.0 / 256 == (run.end.0 - 1) / 256), "{runs:?}");
+                    all.extend(runs.iter().map(|run| (block, *run)));
+                }
+                all
+            };
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(thread)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        let mut found: Vec<_> = blocks().iter().map(|bitmap| PageBitmap::new(bitmap.len())).collect();
+        for (block, page) in claimed.into_iter().flat_map(|(block, run)| run.iter().map(move |page| (block, page))) {
+            assert!(!found[block].set(page), "page {page} of block {block} twice");
+        }
+        assert!(found == blocks());
+    }
+
+    #[test]
+    fn windows_with_little_in_them_are_handed_out_together() {
+        let windows = Windows::new(vec![bitmap(100_000, |page| page % 100 == 0), bitmap(300, |_| true)]);
+        let (mut runs, mut claims, mut pages) = (Vec::new(), Vec::new(), 0);
+        while let Some(block) = windows.claim_more(&mut runs, 256) {
+            claims.push((block, runs.len()));
+            pages += runs.iter().map(PageRange::len).sum::<u64>();
+        }
+        assert_eq!(pages, 1300);
+        assert_eq!(claims.iter().filter(|(block, _)| *block == 0).count(), 4, "{claims:?}");
+        assert_eq!(claims[4..], [(1, 1), (1, 1)]);
+    }
+
+    #[test]
+    fn what_was_handed_out_and_what_is_left_are_together_all_of_it() {
+        for claims in [0, 1, 5, 39, 40, 41, 42, 100] {
+            let windows = Windows::new(blocks());
+            let mut found: Vec<_> = blocks().iter().map(|bitmap| PageBitmap::new(bitmap.len())).collect();
+            let mut runs = Vec::new();
+            for _ in 0..claims {
+                let Some(block) = windows.claim(&mut runs) else { break };
+                runs.iter().for_each(|run| found[block].set_range(*run));
+            }
+            let rest = windows.take_rest();
+            assert_eq!(windows.claim(&mut runs), None);
+            for (block, (found, rest)) in found.iter_mut().zip(&rest).enumerate() {
+                assert!(rest.runs().all(|run| found.count_in(run) == 0), "block {block} after {claims}");
+                found.union_with(rest);
+            }
+            assert!(found == blocks(), "after {claims}");
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Stock QEMU as the source of a VM that links limosa: its memory has to arrive byte for byte, by every way QEMU has.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use limosa_channel::{Listener, Options, Uri};
+use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_migrate::live::{IncomingVm, VmError};
+use limosa_migrate::{
+    ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, LiveDestination,
+    LiveDestinationOptions, MultifdOptions, Progress,
+};
+use limosa_stream::device_sections::OpaqueSection;
+use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
+use serde_json::json;
+
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// A VM with QEMU's memory, that takes whatever devices come.
+struct Taker {
+    memory: GuestMemory,
+    sections: AtomicU32,
+    packages: AtomicU32,
+    started: AtomicBool,
+}
+
+impl IncomingVm for Taker {
+    fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    fn load_device(&self, _section: OpaqueSection<'_>) -> Result<(), VmError> {
+        self.sections.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn load_package(&self, sections: &[u8]) -> Result<(), VmError> {
+        assert_eq!(sections.first(), Some(&4), "it begins with a section");
+        self.packages.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn start(&self) -> Result<(), VmError> {
+        assert!(!self.started.swap(true, Ordering::SeqCst), "started twice");
+        Ok(())
+    }
+}
+
+/// A QEMU whose guest writes all the time, what takes its memory, and where they meet.
+struct Meeting {
+    vm: Vm,
+    taker: Taker,
+    listener: Listener,
+    uri: Uri,
+}
+
+impl Meeting {
+    fn new() -> Result<Self> {
+        let vm = Machine::beat(BeatGuest::default()).backend(MemoryBackend::File).start()?;
+        vm.wait_beats(2)?;
+        let text = vm.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
+        let mut blocks = Vec::new();
+        for line in text.as_str().context("no text")?.lines().skip(1) {
+            // Name, page size (two words), offset, used length, length, ...
+            let words: Vec<_> = line.split_whitespace().collect();
+            let [name, _, _, _, used, ..] = words[..] else { bail!("{line:?}") };
+            blocks.push(BlockOptions::anonymous(name, u64::from_str_radix(used.trim_start_matches("0x"), 16)?).map()?);
+        }
+        // The order here is not QEMU's.
+        blocks.reverse();
+        let (sections, packages, started) = (AtomicU32::new(0), AtomicU32::new(0), AtomicBool::new(false));
+        let taker = Taker { memory: GuestMemory::new(blocks)?, sections, packages, started };
+        let uri: Uri = format!("unix:{}", vm.folder().join("meeting").display()).parse()?;
+        let listener = Listener::bind(&uri, &Options::default())?;
+        Ok(Self { vm, taker, listener, uri })
+    }
+
+    fn migrate(&self, arguments: serde_json::Value) -> Result<()> {
+        let mut all = json!({ "uri": self.uri.to_string() });
+        for (name, value) in arguments.as_object().into_iter().flatten() {
+            all[name] = value.clone();
+        }
+        self.vm.execute("migrate", all)?;
+        Ok(())
+    }
+
+    fn bandwidth(&self, parameter: &str, bytes: u64) -> Result<()> {
+        self.vm.execute("migrate-set-parameters", json!({ parameter: bytes }))?;
+        Ok(())
+    }
+
+    fn destination<'a>(&'a self, control: &'a Control, progress: &'a Progress) -> Result<LiveDestination<'a, Taker>> {
+        let channel = self.listener.accept(Some(WITHIN))?;
+        Ok(LiveDestination::new(&self.taker, channel, control, progress, LiveDestinationOptions::default()))
+    }
+
+    /// Looks at pages all over the memory until `over`: a guest that runs.
+    fn look_around(&self, over: &AtomicBool) {
+        let mem = self.block();
+        let mut page = 1;
+        while !over.load(Ordering::SeqCst) {
+            if self.taker.started.load(Ordering::SeqCst) {
+                page = (page * 7919 + 13) % mem.pages().len();
+                mem.read(page * 4096, &mut [0; 64]).unwrap();
+            } else {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    fn block(&self) -> &limosa_memory::MemoryBlock {
+        self.taker.memory.block(self.taker.memory.index_of("mem").unwrap()).unwrap()
+    }
+
+    /// The source stands still for good, and what is here is what it has.
+    fn assert_arrived(&self) -> Result<()> {
+        self.vm.wait_run_state("postmigrate", WITHIN)?;
+        self.vm.check_beat()?;
+        let mem = self.block();
+        let mut here = vec![0; usize::try_from(mem.len())?];
+        mem.read(0, &mut here)?;
+        assert!(here == self.vm.read_memory(0..mem.len())?, "the memory is not the source's");
+        assert!(self.taker.started.load(Ordering::SeqCst));
+        Ok(())
+    }
+}
+
+fn running(outcome: ArrivalOutcome<'_, Taker>) -> ArrivalStats {
+    match outcome {
+        ArrivalOutcome::Running(stats) => stats,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_running_qemu_comes_over_one_channel_or_several() -> Result<()> {
+    if qemu_skipped() {
+        return Ok(());
+    }
+    for channels in [0u8, 2, 4] {
+        let meeting = Meeting::new()?;
+        meeting.bandwidth("max-bandwidth", 0)?;
+        meeting.vm.set_capabilities(&[("return-path", true), ("multifd", channels > 0)])?;
+        if channels > 0 {
+            meeting.bandwidth("multifd-channels", channels.into())?;
+        }
+        meeting.migrate(json!({}))?;
+        let options = GatheringOptions { channels, within: WITHIN, main_first: false };
+        let mut gathering = Gathering::new(&meeting.listener, options);
+        let ChannelSet { main, pages } = gathering.step(WITHIN)?.context("not all channels have come")?;
+        let (control, progress) = (Control::new(), Progress::new());
+        let role = LiveDestination::new(&meeting.taker, main, &control, &progress, LiveDestinationOptions::default());
+        let stats = running(role.with_channels(pages, MultifdOptions::default()).run());
+        assert!(stats.unheard.is_none() && stats.received.normal_pages > 0);
+        assert!(meeting.taker.sections.load(Ordering::SeqCst) > 10, "devices are handed over by name");
+        meeting.assert_arrived()?;
+    }
+    Ok(())
+}
+
+/// Precopy for a moment, then postcopy with a guest that looks at its memory here.
+fn postcopy(preempt: bool, cuts: u32) -> Result<()> {
+    let meeting = &Meeting::new()?;
+    meeting.vm.set_capabilities(&[("postcopy-ram", true), ("postcopy-preempt", preempt)])?;
+    meeting.bandwidth("max-bandwidth", 8 << 20)?;
+    meeting.bandwidth("max-postcopy-bandwidth", if cuts > 0 { 4 << 20 } else { 0 })?;
+    let (control, progress, over) = (&Control::new(), &Progress::new(), &AtomicBool::new(false));
+    let opener = || {
+        let listener = &meeting.listener;
+        Box::new(move || listener.accept(Some(WITHIN))) as limosa_migrate::source::postcopy::OpenPreempt<'_>
+    };
+    let stats = thread::scope(|scope| -> Result<ArrivalStats> {
+        scope.spawn(|| meeting.look_around(over));
+        let result = (|| {
+            meeting.migrate(json!({}))?;
+            let role = meeting.destination(control, progress)?;
+            let role = if preempt { role.with_preempt(opener()) } else { role };
+            let steering = scope.spawn(move || -> Result<()> {
+                thread::sleep(Duration::from_millis(300));
+                meeting.vm.execute("migrate-start-postcopy", json!({}))?;
+                if cuts > 0 {
+                    let begun = Instant::now();
+                    while !meeting.taker.started.load(Ordering::SeqCst) && begun.elapsed() < WITHIN {
+                        thread::sleep(Duration::from_millis(5));
+                    }
+                    thread::sleep(Duration::from_millis(100));
+                    meeting.vm.execute("migrate-pause", json!({}))?;
+                }
+                Ok(())
+            });
+            let mut outcome = role.run();
+            steering.join().expect("no panic")?;
+            for cut in 1..=cuts {
+                let ArrivalOutcome::Paused(paused) = outcome else { bail!("{outcome:?}") };
+                assert!(paused.missing_pages() > 0);
+                if cut == cuts {
+                    meeting.bandwidth("max-postcopy-bandwidth", 0)?;
+                }
+                wait_paused(&meeting.vm)?;
+                meeting.migrate(json!({ "resume": true }))?;
+                let channel = meeting.listener.accept(Some(WITHIN))?;
+                let open = preempt.then(opener);
+                let pausing = (cut < cuts).then(|| {
+                    scope.spawn(move || {
+                        thread::sleep(Duration::from_millis(300));
+                        meeting.vm.execute("migrate-pause", json!({})).map(drop)
+                    })
+                });
+                outcome = paused.recover(channel, open);
+                pausing.map_or(Ok(()), |pausing| pausing.join().expect("no panic"))?;
+            }
+            Ok(running(outcome))
+        })();
+        over.store(true, Ordering::SeqCst);
+        result
+    })?;
+    let came = stats.postcopy.as_ref().context("it came by precopy alone")?;
+    assert!(came.normal_pages > 0 && came.requests > 0, "{came:?}");
+    assert_eq!((came.repeated_pages, came.recoveries), (0, cuts), "{came:?}");
+    assert_eq!(meeting.taker.packages.load(Ordering::SeqCst), 1);
+    meeting.assert_arrived()
+}
+
+fn wait_paused(vm: &Vm) -> Result<()> {
+    let begun = Instant::now();
+    loop {
+        let state = vm.execute("query-migrate", json!({}))?;
+        match state["status"].as_str() {
+            Some("postcopy-paused") => return Ok(()),
+            _ if begun.elapsed() > WITHIN => bail!("{state}"),
+            _ => thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+#[test]
+fn a_qemu_that_switches_to_postcopy_brings_the_rest_on_demand() -> Result<()> {
+    if qemu_skipped() {
+        return Ok(());
+    }
+    postcopy(false, 0)?;
+    postcopy(true, 0)
+}
+
+#[test]
+fn a_qemu_whose_postcopy_was_broken_off_twice_brings_the_rest_after_recovery() -> Result<()> {
+    if qemu_skipped() {
+        return Ok(());
+    }
+    postcopy(false, 2)?;
+    postcopy(true, 2)
+}

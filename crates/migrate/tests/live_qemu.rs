@@ -1,0 +1,221 @@
+//! Stock QEMU as the destination of a VM that runs here and writes all the time: its memory there is what it was here.
+
+mod model;
+
+use std::num::NonZeroU64;
+use std::os::unix::fs::FileExt as _;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Duration;
+
+use limosa_channel::{Channel, Options, Uri};
+use limosa_memory::dirty::Writers;
+use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, RoundReport};
+use limosa_migrate::live::{LiveVm, MigrationParams, VmError};
+use limosa_migrate::source::postcopy::OpenPreempt;
+use limosa_migrate::{Control, MigrateError, MultifdSourceOptions, Phase, Progress, Stop};
+use limosa_stream::multifd::Compression;
+use limosa_stream::{Configuration, DeviceSections};
+use limosa_testkit::{Machine, MemoryBackend, Vm, qemu_skipped};
+use model::live::TestVm;
+use serde_json::json;
+
+const BYTES: u64 = 64 << 20;
+
+/// A VM without devices: QEMU's have states of their own form.
+struct Bare(TestVm);
+
+impl LiveVm for Bare {
+    fn configuration(&self) -> Configuration {
+        self.0.configuration()
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        &self.0.memory
+    }
+
+    fn writers(&self) -> Writers {
+        self.0.writers()
+    }
+
+    fn pause(&self) -> Result<(), VmError> {
+        self.0.pause()
+    }
+
+    fn resume(&self) -> Result<(), VmError> {
+        self.0.resume()
+    }
+
+    fn device_sections(&self) -> Result<DeviceSections, VmError> {
+        Ok(DeviceSections::new())
+    }
+}
+
+/// What a migration is made with.
+#[derive(Debug, Clone, Copy)]
+struct How {
+    channels: u8,
+    compression: Compression,
+    fresh: bool,
+    /// In postcopy: at once, or after so many rounds.
+    postcopy: Option<Option<u32>>,
+    preempt: bool,
+    /// Whether it is broken off when the VM runs there, and recovered.
+    cut: bool,
+}
+
+const PRECOPY: How =
+    How { channels: 0, compression: Compression::None, fresh: true, postcopy: None, preempt: false, cut: false };
+
+fn connect(uri: &Uri) -> Channel {
+    Channel::connect(uri, &Options::default()).unwrap()
+}
+
+fn wait_status(vm: &Vm, wanted: &str) {
+    for _ in 0..10_000 {
+        if vm.execute("query-migrate", json!({})).unwrap()["status"] == wanted {
+            return;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    panic!("the migration is never {wanted}\n{}", vm.log());
+}
+
+fn destination(how: How) -> (Vm, Uri) {
+    let vm = Machine::paused(BYTES).backend(MemoryBackend::File).start_incoming_stopped().unwrap();
+    let multifd = how.channels > 0;
+    let capabilities = [
+        ("multifd", multifd),
+        ("postcopy-ram", how.postcopy.is_some()),
+        ("postcopy-preempt", how.preempt),
+        ("return-path", true),
+    ];
+    vm.set_capabilities(&capabilities).unwrap();
+    if multifd {
+        let parameters = json!({ "multifd-channels": how.channels, "multifd-compression": how.compression.name() });
+        vm.execute("migrate-set-parameters", parameters).unwrap();
+    }
+    let uri: Uri = format!("unix:{}", vm.folder().join("incoming").display()).parse().unwrap();
+    vm.execute("migrate-incoming", json!({ "uri": uri.to_string(), "exit-on-error": false })).unwrap();
+    (vm, uri)
+}
+
+fn migrate(how: How) -> Option<LiveStats> {
+    if qemu_skipped() {
+        return None;
+    }
+    let (vm, uri) = destination(how);
+    let source = Bare(TestVm { machine: "pc", ..TestVm::of(vec![BlockOptions::memfd("mem", BYTES)]) });
+    source.0.fill(0, |page| page % 7 < 3);
+    let (logs, marker) = source.0.restless_logs(2);
+    let (control, progress) = (Control::new(), Progress::new());
+    let mut params = MigrationParams { downtime_limit: Duration::from_millis(30), ..MigrationParams::default() };
+    if how.postcopy.is_some() {
+        // Never reached: what is restless has always written something.
+        params.downtime_limit = Duration::ZERO;
+    }
+    if how.cut {
+        params.max_postcopy_bandwidth = NonZeroU64::new(4 << 20);
+    }
+    let main = connect(&uri);
+    let beside = (0..how.channels).map(|_| connect(&uri)).collect();
+    let outcome = thread::scope(|scope| {
+        if how.cut {
+            scope.spawn(|| {
+                // As soon as the VM runs there, or would if it had been let: QEMU answers the PING in the package just before
+                // that, and one that loses its source in between ends.
+                while progress.read().phase != Phase::PostcopyActive {
+                    thread::sleep(Duration::from_millis(2));
+                }
+                vm.wait_run_state("paused", Duration::from_secs(20)).unwrap();
+                control.stop(Stop::Pause);
+            });
+        }
+        source.0.write_on(scope, marker.clone(), 3, Duration::from_micros(40));
+        source.0.write_on(scope, marker, 5 << 40, Duration::from_micros(90));
+        let options = MultifdSourceOptions { compression: how.compression, ..MultifdSourceOptions::default() };
+        let mut role = LiveSource::new(&source, logs, main, &control, &progress, params)
+            .fresh(how.fresh)
+            .with_channels(beside, options)
+            .unwrap()
+            .observe(|round: &RoundReport| {
+                if how.postcopy == Some(Some(round.number)) {
+                    control.start_postcopy();
+                }
+            });
+        if let Some(after) = how.postcopy {
+            role = role.with_postcopy(if after.is_some() { Postcopy::Allowed } else { Postcopy::AtOnce });
+        }
+        if how.preempt {
+            let uri = uri.clone();
+            role = role.with_preempt(Box::new(move || Channel::connect(&uri, &Options::default())));
+        }
+        let outcome = role.run();
+        source.0.over.store(true, Ordering::Relaxed);
+        outcome
+    });
+    let outcome = match outcome {
+        LiveOutcome::PostcopyBroken(broken) if how.cut => {
+            assert!(matches!(broken.why(), MigrateError::Paused), "{broken:?}");
+            wait_status(&vm, "postcopy-paused");
+            let again: Uri = format!("unix:{}", vm.folder().join("again").display()).parse().unwrap();
+            vm.execute("migrate-recover", json!({ "uri": again.to_string() })).unwrap();
+            let open: Option<OpenPreempt<'_>> = match how.preempt {
+                true => Some(Box::new(|| Channel::connect(&again, &Options::default()))),
+                false => None,
+            };
+            broken.recover(connect(&again), open, &Control::new(), &Progress::new())
+        }
+        outcome => {
+            assert!(!how.cut, "{how:?}: {outcome:?}");
+            outcome
+        }
+    };
+    let LiveOutcome::Completed(stats) = outcome else { panic!("{how:?}: {outcome:?}\n{}", vm.log()) };
+    vm.wait_migrated().unwrap();
+    assert!(!source.0.runs());
+    let mut there = vec![0; usize::try_from(BYTES).unwrap()];
+    vm.memory_file().unwrap().read_exact_at(&mut there, 0).unwrap();
+    let here = source.0.contents(0);
+    let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
+    assert_eq!(differs, None, "{how:?}");
+    Some(stats)
+}
+
+#[test]
+fn a_vm_arrives_over_one_channel() {
+    for fresh in [true, false] {
+        let Some(stats) = migrate(How { fresh, ..PRECOPY }) else { return };
+        assert_eq!(stats.sum(|round| round.left_out) > 0, fresh);
+    }
+}
+
+#[test]
+fn a_vm_arrives_over_two_channels_beside_the_main_one() {
+    for (compression, fresh) in [(Compression::None, true), (Compression::None, false), (Compression::Zlib, true)] {
+        let Some(stats) = migrate(How { channels: 2, compression, fresh, ..PRECOPY }) else { return };
+        assert_eq!(stats.channels.len(), 2);
+        assert!(stats.channels.iter().all(|channel| channel.bytes_out > 0));
+    }
+}
+
+#[test]
+fn a_vm_runs_there_before_all_of_its_memory_has_come() {
+    for (after, preempt) in [(Some(0), false), (Some(1), true), (None, true), (None, false)] {
+        let how = How { postcopy: Some(after), preempt, ..PRECOPY };
+        let Some(stats) = migrate(how) else { return };
+        assert_eq!(stats.rounds.is_empty(), after.is_none());
+        assert!(stats.postcopy.is_some_and(|postcopy| postcopy.normal_pages > 0), "{how:?}");
+    }
+}
+
+#[test]
+fn a_vm_that_runs_there_gets_the_rest_over_a_connection_that_took_the_place_of_a_broken_one() {
+    for preempt in [false, true] {
+        let how = How { postcopy: Some(Some(0)), preempt, cut: true, ..PRECOPY };
+        if migrate(how).is_none() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! A network between two ends that can be cut.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use limosa_channel::{Channel, How};
+
+use super::pair;
+
+/// Passes bytes on in both directions, until so many have gone from `near` to `far`; then cuts both.
+pub struct Relay {
+    near: Arc<Channel>,
+    far: Arc<Channel>,
+}
+
+impl Relay {
+    /// The ends for source and destination.
+    pub fn new() -> (Channel, Channel, Self) {
+        let ((source, near), (far, destination)) = (pair(), pair());
+        (source, destination, Self { near: Arc::new(near), far: Arc::new(far) })
+    }
+
+    pub fn cut(&self) {
+        for channel in [&self.near, &self.far] {
+            let _ = channel.shutdown(How::Both);
+        }
+    }
+
+    /// Runs until one side ends, or `limit` bytes of both directions together have passed.
+    pub fn run(&self, limit: u64) {
+        let left = AtomicU64::new(limit);
+        thread::scope(|scope| {
+            for (from, to) in [(&self.near, &self.far), (&self.far, &self.near)] {
+                let left = &left;
+                scope.spawn(move || {
+                    let mut room = vec![0; 16 << 10];
+                    while let Ok(got @ 1..) = from.get_some(&mut room) {
+                        let take = |left: u64| Some(left.saturating_sub(got as u64));
+                        let before = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).unwrap();
+                        let may = usize::try_from(before).unwrap_or(usize::MAX).min(got);
+                        if to.put(&room[..may]).is_err() || may < got {
+                            break;
+                        }
+                    }
+                    self.cut();
+                });
+            }
+        });
+    }
+}
