@@ -1,7 +1,8 @@
 //! The guard process itself.
 
 use std::ffi::OsString;
-use std::io::{self, BufReader, Write as _};
+use std::io::{self, BufReader, IoSliceMut, Read, Write as _};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::net::UnixStream;
@@ -9,13 +10,15 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use super::signals;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use super::{HOLD, Held, signals};
 use crate::job::JobError;
 use crate::marker::{JobMarker, MarkerError};
 use crate::monitor::Monitor;
 use crate::qmp::{Options, Qmp, QmpError};
 use crate::restore::orphan::{Kept, Orphan, Rescue};
-use crate::takeover::{Actor, take_over};
+use crate::takeover::{Actor, take_over_holding};
 
 /// How long a migration may take to end after it was cancelled: a write to a dead network file system can hold it up.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -81,12 +84,13 @@ fn watch(arguments: &[OsString]) -> Result<(), ChildError> {
     // limosa may be dead already; what it said before is still there to be read.
     let _ = control.write_all(b"ready\n");
     let mut kept = None;
-    match listen(BufReader::new(control), |orphan| kept = Some(orphan.keep())) {
+    let held = Held::default();
+    match listen(BufReader::new(Control { socket: control, held: &held }), &held, |orphan| kept = Some(orphan.keep())) {
         Word::Done => Ok(()),
         Word::Dead { temporary } => {
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
-                None => rescue(socket, &monitor, pid),
+                None => rescue(socket, &monitor, pid, &held),
             };
             if let Some(path) = temporary {
                 match std::fs::remove_file(&path) {
@@ -105,7 +109,28 @@ fn is_socket(descriptor: &OwnedFd) -> bool {
     rustix::net::sockopt::socket_type(descriptor).is_ok()
 }
 
-fn listen(mut control: impl io::BufRead, mut orphaned: impl FnMut(Orphan)) -> Word {
+/// The control channel, and the connections that come through it, which are held.
+struct Control<'h> {
+    socket: UnixStream,
+    held: &'h Held,
+}
+
+impl Read for Control<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+        let mut passed = RecvAncillaryBuffer::new(&mut space);
+        let list = &mut [IoSliceMut::new(bytes)];
+        let got = recvmsg(&self.socket, list, &mut passed, RecvFlags::CMSG_CLOEXEC)?.bytes;
+        for message in passed.drain() {
+            if let RecvAncillaryMessage::ScmRights(ends) = message {
+                ends.for_each(|end| self.held.hold(end));
+            }
+        }
+        Ok(got)
+    }
+}
+
+fn listen(mut control: impl io::BufRead, held: &Held, mut orphaned: impl FnMut(Orphan)) -> Word {
     let mut temporary = None;
     let mut line = Vec::new();
     loop {
@@ -121,6 +146,8 @@ fn listen(mut control: impl io::BufRead, mut orphaned: impl FnMut(Orphan)) -> Wo
         } else if let Some(hexadecimal) = line.strip_prefix(b"restore ") {
             let orphan = decode(hexadecimal).and_then(|object| serde_json::from_slice(&object).ok());
             orphan.into_iter().for_each(&mut orphaned);
+        } else if line == b"let go" {
+            held.let_go();
         } else if line == b"done" {
             return Word::Done;
         }
@@ -148,7 +175,9 @@ fn adopt(kept: Kept, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
 }
 
 /// limosa is dead: does for its VM what has to be done.
-fn rescue(socket: OwnedFd, monitor: &str, pid: u32) -> Result<(), ChildError> {
+fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &Held) -> Result<(), ChildError> {
+    // Also if the monitor does not answer.
+    held.let_go_in(HOLD);
     let qmp = match Qmp::adopt(socket, monitor, &Options { reply: REPLY, ..Options::default() }) {
         Ok(qmp) => qmp,
         // QEMU has gone as well: there is nothing to be done.
@@ -164,7 +193,7 @@ fn rescue(socket: OwnedFd, monitor: &str, pid: u32) -> Result<(), ChildError> {
         Err(MarkerError::Qmp(error)) if error.is_gone() => return Ok(()),
         Err(other) => return Err(other.into()),
     };
-    match take_over(&monitor, &marker, Actor::Guard, PATIENCE) {
+    match take_over_holding(held, &monitor, &marker, Actor::Guard, PATIENCE) {
         Ok(done) => {
             drop(writeln!(io::stderr(), "limosa: the {} of {} was killed: {}", marker.job, marker.path, done.outcome));
             for notice in &done.notices {
@@ -183,15 +212,15 @@ mod tests {
 
     #[test]
     fn only_the_whole_word_done_ends_the_watch_in_peace() {
-        assert_eq!(listen(&b"done\n"[..], |_| {}), Word::Done);
+        assert_eq!(listen(&b"done\n"[..], &Held::default(), |_| {}), Word::Done);
         for words in [&b""[..], b"done", b"don\n", b"novel\n"] {
-            assert_eq!(listen(words, |_| {}), Word::Dead { temporary: None });
+            assert_eq!(listen(words, &Held::default(), |_| {}), Word::Dead { temporary: None });
         }
     }
 
     #[test]
     fn the_temporary_file_is_the_last_one_named() {
-        let named = |words: &[u8]| match listen(words, |_| {}) {
+        let named = |words: &[u8]| match listen(words, &Held::default(), |_| {}) {
             Word::Dead { temporary } => temporary,
             Word::Done => None,
         };

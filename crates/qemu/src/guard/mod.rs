@@ -14,9 +14,11 @@
 //! that is read after the flush is the state after limosa's last command.
 
 mod child;
+mod held;
 mod parent;
 #[allow(unsafe_code, reason = "std and rustix offer no safe call to ignore a signal")]
 mod signals;
 
 pub use child::run;
+pub(crate) use held::{HOLD, Held};
 pub use parent::{Guard, GuardEnd, GuardError};

@@ -3,18 +3,20 @@
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::qmp::Qmp;
+use crate::qmp::{Qmp, send};
 use crate::restore::orphan::Orphan;
 
 /// How long a guard may take to start.
 const START: Duration = Duration::from_secs(20);
+/// How long it may take to listen.
+const TELL: Duration = Duration::from_millis(200);
 
 /// Why there is no guard.
 #[derive(Debug, thiserror::Error)]
@@ -115,6 +117,19 @@ impl Guard {
     pub fn temporary(&mut self, path: Option<&Path>) -> io::Result<()> {
         let path = path.map(std::path::absolute).transpose()?.unwrap_or_default();
         self.say("temporary", path.as_os_str().as_bytes())
+    }
+
+    /// Has the guard hold this connection of QEMU's too.
+    pub(crate) fn hold(&mut self, end: BorrowedFd<'_>) -> io::Result<()> {
+        match &self.control {
+            Some(control) => Ok(send(control.as_fd(), b"hold\n", &[end], Some(Instant::now() + TELL))?),
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
+    /// Has the guard let go of all connections.
+    pub(crate) fn let_go(&mut self) -> io::Result<()> {
+        self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"let go\n")
     }
 
     /// Tells the guard what it needs to go on with a lazy restore.

@@ -106,7 +106,7 @@ pub(super) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], deadline: Optio
 }
 
 /// Sends everything; the descriptors travel with the first byte. `Err(TIMEDOUT)` past the deadline.
-pub(super) fn send(
+pub(crate) fn send(
     socket: BorrowedFd<'_>,
     mut bytes: &[u8],
     descriptors: &[BorrowedFd<'_>],

@@ -2,6 +2,8 @@
 //! checks what came of it, and adds its trailer.
 
 use std::os::fd::AsFd;
+use std::path::Path;
+use std::thread;
 
 use limosa_snapshot::{PendingFile, Via, WriteBehind, adopt};
 
@@ -10,6 +12,51 @@ use super::watcher::Watcher;
 use super::{SaveJob, SaveReport, Saved};
 use crate::job::JobError;
 use crate::marker::JobMarker;
+use crate::monitor::Monitor;
+
+/// Room for what a snapshot has beside pages: headers, bitmaps, devices.
+const BESIDE_PAGES: u64 = 64 << 20;
+
+/// Channels with which QEMU writes or reads a file in parallel: more than a few only compete for the disk.
+pub(crate) fn file_channels() -> usize {
+    thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4))
+}
+
+/// On how many channels QEMU writes the file, if on several: only where all of the VM's memory has room. The first that finds the disk
+/// full ends, and a QEMU (10.0) that has begun to wait for it by then waits for ever; on one channel it gives up.
+pub(super) fn channels(
+    monitor: &Monitor,
+    pending: &PendingFile,
+    wanted: Option<u8>,
+    notice: &dyn Fn(&str),
+) -> Result<Option<usize>, JobError> {
+    let needed = monitor.ram_blocks()?.iter().map(|block| block.used_length).fold(BESIDE_PAGES, u64::saturating_add);
+    let (folder, free) = free_beside(pending)?;
+    if free >= needed {
+        return Ok(Some(wanted.map_or_else(file_channels, usize::from)));
+    }
+    if wanted.is_some() {
+        notice(&format!(
+            "{} may have no room for all of the VM's memory ({} MiB, {} MiB are free): QEMU writes on one channel, since on \
+             several it does not get over a full disk",
+            folder.display(),
+            needed >> 20,
+            free >> 20
+        ));
+    }
+    Ok(None)
+}
+
+/// The folder of the file, and the bytes that are free there.
+fn free_beside(pending: &PendingFile) -> Result<(&Path, u64), JobError> {
+    let path = pending.target();
+    let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Place {
+        what: "ask for the free space beside",
+        path: path.to_owned(),
+        source: source.into(),
+    })?;
+    Ok((path.parent().unwrap_or(path), stat.f_bavail.saturating_mul(stat.f_frsize)))
+}
 
 pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
     let descriptor = pending.writer_descriptor(false)?;

@@ -1,5 +1,6 @@
 //! QEMU sends its migration stream, and limosa writes the file as it comes.
 
+use std::os::fd::BorrowedFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,10 +21,15 @@ const NOTICE_WITHIN: Duration = Duration::from_secs(2);
 /// How long nothing may come behind the end of a stream whose VM stays stopped.
 const STOPPED_AFTER_THE_END: Duration = Duration::from_millis(100);
 
-pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
+pub(super) fn run(
+    job: &SaveJob<'_>,
+    pending: PendingFile,
+    marker: &mut JobMarker,
+    hold: &mut dyn FnMut(BorrowedFd<'_>),
+) -> Result<SaveReport, JobError> {
     let mut writer = SnapshotWriter::new(pending, job.write_options())?;
     let mut watcher = Watcher::new(job, false)?;
-    let channels = connect(job, &mut watcher)?;
+    let channels = connect(job, &mut watcher, hold)?;
     let incoming = thread::scope(|scope| {
         let receiving =
             thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channels, &mut writer));
@@ -47,9 +53,12 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
             while matches!(error, JobError::Failed { .. }) && !receiving.is_finished() && Instant::now() < limit {
                 thread::sleep(Duration::from_millis(1));
             }
+            watcher.channels_end();
             job.watch.control.stop(limosa_migrate::Stop::Cancel);
         }
         let received = receiving.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the receiver panicked".into())));
+        // A stop that came meanwhile counts from here on.
+        watcher.channels_end();
         match (watched, received) {
             (Ok(()), Ok(incoming)) => Ok(incoming),
             (Ok(()), Err(error)) => Err(broken_off(&mut watcher, error)),

@@ -3,11 +3,13 @@
 //! QEMU takes multifd over addresses that it can connect to more than once, not over a descriptor (fact found with QEMU
 //! 10.0.2); so its channels meet limosa in a private place, unless a place was named.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_migrate::{ChannelSet, Gathering, GatheringOptions};
+
+use rustix::net::Shutdown;
 
 use super::SaveJob;
 use super::watcher::Watcher;
@@ -21,8 +23,13 @@ const ACCEPT_TICK: Duration = Duration::from_millis(50);
 /// How long QEMU may take to connect.
 const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 
-/// Starts QEMU's migration towards this process, and returns the connections.
-pub(super) fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<ChannelSet, JobError> {
+/// Starts QEMU's migration towards this process, and returns the connections. If there are several, `hold` is given the place
+/// where they are accepted and each of them, as soon as there is one.
+pub(super) fn connect(
+    job: &SaveJob<'_>,
+    watcher: &mut Watcher<'_>,
+    hold: &mut dyn FnMut(BorrowedFd<'_>),
+) -> Result<ChannelSet, JobError> {
     match (&job.options.listen, job.options.channels) {
         (None, None) => {
             let (main, theirs) = Channel::pair()?;
@@ -36,10 +43,10 @@ pub(super) fn connect(job: &SaveJob<'_>, watcher: &mut Watcher<'_>) -> Result<Ch
         }
         (None, Some(_)) => {
             let (_place, listener) = MeetingPlace::listening(job.monitor, "save", &Options::default())?;
-            accept(job, &listener, watcher)
+            accept(job, &listener, watcher, hold)
         }
         (Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })), _) => {
-            accept(job, &Listener::bind(uri, &Options::default())?, watcher)
+            accept(job, &Listener::bind(uri, &Options::default())?, watcher, hold)
         }
         (Some(other), _) => Err(JobError::refused(
             format!("QEMU cannot connect to {other}"),
@@ -53,14 +60,34 @@ fn begin(job: &SaveJob<'_>, uri: &str) -> Result<(), JobError> {
 }
 
 /// Waits until all channels have connected.
-fn accept(job: &SaveJob<'_>, listener: &Listener, watcher: &mut Watcher<'_>) -> Result<ChannelSet, JobError> {
+fn accept(
+    job: &SaveJob<'_>,
+    listener: &Listener,
+    watcher: &mut Watcher<'_>,
+    hold: &mut dyn FnMut(BorrowedFd<'_>),
+) -> Result<ChannelSet, JobError> {
     let channels = job.options.channels.unwrap_or(0);
     // With one channel there is nothing to be told apart.
     let options = GatheringOptions { channels, within: CONNECT_WITHIN, main_first: channels == 0 };
     let mut gathering = Gathering::new(listener, options);
+    // Strangers may come too: they are not to be held in any number.
+    let mut room = if channels > 0 { u32::from(channels) + 1 } else { 0 };
+    let place = listener.socket().filter(|_| channels > 0);
+    place.into_iter().for_each(&mut *hold);
+    if place.is_some() {
+        watcher.channels_begin();
+    }
     begin(job, &listener.local_uri().to_string())?;
     loop {
-        if let Some(set) = gathering.step(ACCEPT_TICK)? {
+        let set = gathering.step_showing(ACCEPT_TICK, |accepted| {
+            if room > 0 {
+                room -= 1;
+                hold(accepted.as_fd());
+            }
+        });
+        if let Some(set) = set? {
+            // It may still be held: nobody else is to come.
+            let _ = place.map(|place| rustix::net::shutdown(place, Shutdown::Both));
             return Ok(set);
         }
         // Meanwhile QEMU may have given up, or somebody has cancelled.

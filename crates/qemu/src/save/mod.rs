@@ -20,6 +20,7 @@ mod preflight;
 mod watcher;
 
 use std::num::NonZeroU64;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -28,16 +29,20 @@ use limosa_channel::{Counters, Uri};
 use limosa_snapshot::{Durability, Manifest, PendingFile, Published, Via, WriteOptions};
 use limosa_stream::multifd::Compression;
 
-use crate::guard::Guard;
+use crate::guard::{Guard, Held};
 use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
 use crate::monitor::{Monitor, RunState, SettingChange, Settings};
 use crate::qmp::QmpError;
-use crate::takeover::{Actor, abandoned, take_over};
+use crate::takeover::{Actor, abandoned, take_over_holding};
+pub(crate) use by_file::file_channels;
 use preflight::Preflight;
 
 /// How long undoing a failed save may take: a migration has to end first.
 const UNDO_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long QEMU may take to leave the VM as it is to be after the save: for one that hangs, not a measure.
+const SETTLES_WITHIN: Duration = Duration::from_secs(10);
 
 /// Who writes the pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -227,18 +232,32 @@ pub fn save(
         let _ = guard.temporary(Some(&path));
     }
     let job = SaveJob { monitor, options, watch, before, begun };
+    let held = Held::default();
+    let mut hold = |end: BorrowedFd<'_>| {
+        held.hold_too(end);
+        if let Some(guard) = &mut guard {
+            // One that has died holds nothing; as above.
+            let _ = guard.hold(end);
+        }
+    };
     let done = monitor
         .set(&change.set)
         .map_err(|error| job.setup_error(error))
         .and_then(|()| overlay::prepare(monitor, &job.before.overlays))
         .and_then(|()| match route {
             Route::File => by_file::run(&job, pending, &mut marker),
-            _ => by_socket::run(&job, pending, &mut marker),
+            _ => by_socket::run(&job, pending, &mut marker, &mut hold),
         });
+    if let (Some(guard), Err(error)) = (&mut guard, &done)
+        && !error.is_unanswered()
+    {
+        // As long as this process sees to it, it is the one to hold them.
+        let _ = guard.let_go();
+    }
     let tidied = match &done {
         Ok(_) => put_back(monitor, &marker).unwrap_or(false),
         Err(error) if error.is_unanswered() => false,
-        Err(_) => match take_over(monitor, &marker, Actor::Guard, UNDO_WITHIN) {
+        Err(_) => match take_over_holding(&held, monitor, &marker, Actor::Guard, UNDO_WITHIN) {
             Ok(undone) => {
                 undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
                 undone.notices.iter().for_each(|notice| (watch.notice)(notice));
@@ -294,7 +313,11 @@ fn prepare(
     if options.background {
         background::check(monitor, &current)?;
     }
-    let mut wish = settings(route, options, !before.overlays.is_empty(), watch.control.max_bandwidth());
+    let channels = match route {
+        Route::File => by_file::channels(monitor, &pending, options.channels, watch.notice)?,
+        _ => options.channels.map(usize::from),
+    };
+    let mut wish = settings(route, options, channels, !before.overlays.is_empty(), watch.control.max_bandwidth());
     if route == Route::Socket
         && options.channels.is_some()
         && let Some(how) = current.parameters.get("zero-page-detection").filter(|how| **how != "none")
@@ -361,12 +384,27 @@ impl SaveJob<'_> {
         Ok(self.goes_on() && marker.was_running)
     }
 
+    /// The VM's state when QEMU is done with the migration: it says `completed` a moment before it leaves `finish-migrate`,
+    /// and until then refuses whatever somebody might want of the VM next.
+    fn settled_state(&self) -> String {
+        let limit = Instant::now() + SETTLES_WITHIN;
+        loop {
+            match self.monitor.status() {
+                Ok(status) if status.state == RunState::FinishMigrate && Instant::now() < limit => {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Ok(status) => return status.state.to_string(),
+                Err(_) => return "unknown".into(),
+            }
+        }
+    }
+
     fn report(&self, published: Published, via: Via, saved: Saved) -> SaveReport {
         SaveReport {
             published,
             via,
             downtime: saved.downtime,
-            vm_state: self.monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string()),
+            vm_state: self.settled_state(),
             to_vm_running: saved.to_vm_running,
             elapsed: self.begun.elapsed(),
             channel: None,
@@ -427,15 +465,15 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
     })
 }
 
-/// Channels with which QEMU writes or reads a file in parallel: more than a few only compete for the disk.
-pub(crate) fn file_channels() -> usize {
-    thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4))
-}
-
 /// How QEMU must be set for the route: what it needs is on, and whatever would give the stream another form is off.
-fn settings(route: Route, options: &SaveOptions, freezes: bool, bandwidth: Option<NonZeroU64>) -> Settings {
+fn settings(
+    route: Route,
+    options: &SaveOptions,
+    channels: Option<usize>,
+    freezes: bool,
+    bandwidth: Option<NonZeroU64>,
+) -> Settings {
     let by_file = route == Route::File;
-    let channels = options.channels.map(usize::from).or_else(|| by_file.then(file_channels));
     let mut wish = if options.background { background::settings() } else { Settings::new() };
     wish = wish
         .capability("events", true)

@@ -3,18 +3,19 @@
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::{MigrateError, Phase, ProgressReading};
+use limosa_migrate::{DeferredStop, MigrateError, Phase, ProgressReading};
 
-use super::{OnTimeout, SaveJob, overlay};
+use super::{OnTimeout, SETTLES_WITHIN, SaveJob, overlay};
 use crate::job::JobError;
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
+use crate::takeover::SETUP_PATIENCE;
 
 /// How often QEMU is asked how far it is. Events end the wait at once.
 const ASK_EVERY: Duration = Duration::from_millis(100);
 
-/// How long QEMU may take to let the VM go on: for one that hangs, not a measure.
-const CONTINUE_WITHIN: Duration = Duration::from_secs(10);
+/// How long several channels are read on behind a cancel. One that waits for what it cannot have ends when they break.
+const CANCEL_WITHIN: Duration = Duration::from_secs(1);
 
 /// The longest `downtime-limit` that QEMU takes, in milliseconds.
 const LONGEST_DOWNTIME: u64 = 2_000_000;
@@ -38,6 +39,19 @@ pub(super) struct Watcher<'a> {
     state: RunState,
     /// Whether QEMU writes the file itself, so that its numbers are the job's.
     writes: bool,
+    /// There are several channels.
+    channels: Option<Channels>,
+}
+
+/// Several channels, which must not break while QEMU waits for one of them ([`Held`](crate::guard::Held)): a cancel is QEMU's
+/// to carry out, and they are read until it has.
+#[derive(Debug)]
+struct Channels {
+    _deferred: DeferredStop,
+    /// QEMU makes them: nothing is cancelled until it is done, or this moment has come.
+    made_by: Option<Instant>,
+    /// It was told to cancel, and has until then.
+    cancelled_by: Option<Instant>,
 }
 
 impl<'a> Watcher<'a> {
@@ -59,7 +73,19 @@ impl<'a> Watcher<'a> {
             frozen: false,
             state,
             writes,
+            channels: None,
         })
+    }
+
+    /// QEMU is about to make several channels.
+    pub(super) fn channels_begin(&mut self) {
+        let made_by = Some(Instant::now() + SETUP_PATIENCE);
+        self.channels = Some(Channels { _deferred: self.job.watch.control.defer_stop(), made_by, cancelled_by: None });
+    }
+
+    /// Whoever reads the channels may leave them.
+    pub(super) fn channels_end(&mut self) {
+        self.channels = None;
     }
 
     /// Waits for an event or a little while, then looks how the migration stands and does what the moment asks for.
@@ -87,7 +113,9 @@ impl<'a> Watcher<'a> {
                 _ => status = event.data.get("status").and_then(|name| name.as_str()).map(MigrationStatus::from),
             }
         }
-        self.steer()?;
+        if self.channels.as_ref().is_none_or(|channels| channels.made_by.is_none()) {
+            self.steer()?;
+        }
         if status != Some(MigrationStatus::Completed) {
             match monitor.status()?.state {
                 RunState::FinishMigrate | RunState::Postmigrate => {}
@@ -99,6 +127,17 @@ impl<'a> Watcher<'a> {
             }
             status = Some(info.status.clone());
             self.last = Some(info);
+        }
+        if let Some(channels) = &mut self.channels {
+            // (It says `setup` from the moment that it was told to migrate.)
+            let made = status != Some(MigrationStatus::Setup);
+            channels.made_by = channels.made_by.filter(|by| !made && Instant::now() < *by);
+            if self.cancelling.is_some() {
+                let by = *channels.cancelled_by.get_or_insert_with(|| Instant::now() + CANCEL_WITHIN);
+                if Instant::now() >= by {
+                    self.channels = None;
+                }
+            }
         }
         match status.unwrap_or(MigrationStatus::None) {
             MigrationStatus::Failed | MigrationStatus::Cancelled => Err(self.failure()),
@@ -216,7 +255,7 @@ impl<'a> Watcher<'a> {
     /// Lets the VM run and waits until it does; how long it stood still.
     pub(super) fn continue_vm(&mut self) -> Result<Option<Duration>, JobError> {
         let monitor = self.job.monitor;
-        let limit = Instant::now() + CONTINUE_WITHIN;
+        let limit = Instant::now() + SETTLES_WITHIN;
         // QEMU says `completed` a moment before it leaves `finish-migrate`, and until then refuses `cont`.
         let mut finishing = true;
         loop {

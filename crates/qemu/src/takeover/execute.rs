@@ -3,10 +3,14 @@
 use std::time::{Duration, Instant};
 
 use super::overlays;
-use super::plan::{Actor, Outcome, Progress, Seen, Step, next_step};
+use super::plan::{Actor, Outcome, Progress, SETUP_PATIENCE, Seen, Step, next_step};
+use crate::guard::{HOLD, Held};
 use crate::marker::{JobMarker, MarkerError};
-use crate::monitor::{Monitor, RunState};
+use crate::monitor::{MigrationStatus, Monitor, RunState};
 use crate::qmp::QmpError;
+
+/// How long they are held behind a cancel, in which QEMU's threads come to rest.
+const HOLD_CANCELLED: Duration = Duration::from_millis(100);
 
 /// How often to look while waiting; an event cuts it short.
 const LOOK: Duration = Duration::from_millis(100);
@@ -32,8 +36,10 @@ impl Seen {
     /// # Errors
     /// The monitor's.
     pub(crate) fn of(monitor: &Monitor) -> Result<Self, QmpError> {
-        // In this order: what is not held any more after it was over has come to its end.
-        let (run, migration) = (monitor.status()?.state, monitor.migration()?.status);
+        // In this order: the state of a VM that was asked for before the migration was over may be one that it has left since,
+        // to be stopped for the end; and what is not held any more after it was over has come to its end.
+        let migration = monitor.migration()?.status;
+        let run = monitor.status()?.state;
         Ok(Self { run, migration, held: monitor.holds_migration()? })
     }
 }
@@ -48,12 +54,28 @@ pub fn take_over(
     actor: Actor,
     patience: Duration,
 ) -> Result<Takeover, MarkerError> {
+    take_over_holding(&Held::default(), monitor, marker, actor, patience)
+}
+
+/// As [`take_over`], with connections of QEMU's that are held until it can do without them.
+pub(crate) fn take_over_holding(
+    held: &Held,
+    monitor: &Monitor,
+    marker: &JobMarker,
+    actor: Actor,
+    patience: Duration,
+) -> Result<Takeover, MarkerError> {
     let begun = Instant::now();
     let mut progress = Progress::default();
+    held.let_go_in(HOLD);
     let (mut remarks, mut notices) = (Vec::new(), Vec::new());
     let (outcome, run) = loop {
         progress.waited = begun.elapsed();
         let seen = Seen::of(monitor)?;
+        if seen.migration == MigrationStatus::Setup && progress.waited < SETUP_PATIENCE {
+            // It writes next to nothing yet.
+            held.let_go_in(SETUP_PATIENCE);
+        }
         let step = match next_step(marker, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             // It was told already, and goes on being where it has to be told.
@@ -68,6 +90,7 @@ pub fn take_over(
                     pause(monitor)?;
                 }
                 progress.cancelled = true;
+                held.let_go_in(HOLD_CANCELLED);
                 let what = match cancel(monitor, marker) {
                     Ok(true) => "the migration was cancelled".to_owned(),
                     Ok(false) => "the migration was about to end by itself".to_owned(),
@@ -108,7 +131,10 @@ pub fn take_over(
                     monitor.closefd(name)?;
                 }
             }
-            Step::Finish(outcome) => break (outcome, seen.run),
+            Step::Finish(outcome) => {
+                held.let_go();
+                break (outcome, seen.run);
+            }
         }
     };
     if outcome.ends_job() {

@@ -24,6 +24,8 @@ mod execute;
 mod overlays;
 mod plan;
 
+pub(crate) use execute::take_over_holding;
 pub use execute::{Takeover, take_over};
 pub(crate) use overlays::abandoned;
+pub(crate) use plan::SETUP_PATIENCE;
 pub use plan::{Actor, Outcome, Progress, Seen, Step, next_step};

@@ -6,8 +6,9 @@ use std::time::Duration;
 use crate::marker::{JobKind, JobMarker, JobPhase, VmAfter};
 use crate::monitor::{MigrationStatus, RunState};
 
-/// How long a destination without a sender may stay in `setup` before it is given up.
-const SETUP_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save, before it
+/// is cancelled, which is not safe then ([`Held`](crate::guard::Held)).
+pub(crate) const SETUP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often `cont` is tried.
 const CONTINUE_ATTEMPTS: u32 = 50;
@@ -140,6 +141,9 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
         M::Setup | M::Active | M::PreSwitchover | M::Device | M::WaitUnplug => {
             if marker.phase == JobPhase::Undecided && actor == Actor::Guard {
                 return Step::Finish(Outcome::Undecided);
+            }
+            if seen.migration == M::Setup && progress.waited < SETUP_PATIENCE {
+                return Step::Wait;
             }
             // A migration that waits goes nowhere by itself, also when it came there after it was too late to cancel it.
             let waits = seen.migration == M::PreSwitchover;
@@ -292,9 +296,13 @@ mod tests {
     #[test]
     fn a_save_that_is_under_way_is_cancelled_once_and_its_end_awaited() {
         for migration in ["setup", "active", "pre-switchover", "device", "wait-unplug"] {
-            let fresh = Progress::default();
             let marker = marker(JobKind::Save, true);
-            assert_eq!(next_step(&marker, &seen("running", migration), &fresh, Actor::Guard), Step::Cancel);
+            let step = |waited| {
+                let fresh = Progress { waited, ..Progress::default() };
+                next_step(&marker, &seen("running", migration), &fresh, Actor::Guard)
+            };
+            let at_once = if migration == "setup" { Step::Wait } else { Step::Cancel };
+            assert_eq!([step(Duration::ZERO), step(SETUP_PATIENCE)], [at_once, Step::Cancel]);
             let then = if migration == "pre-switchover" { Step::Cancel } else { Step::Wait };
             assert_eq!(save_step("running", migration), then);
         }

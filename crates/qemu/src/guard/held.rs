@@ -1,0 +1,166 @@
+//! Ends of QEMU's connections that stay open for a moment after whoever read them is gone.
+//!
+//! Law: **connections of several channels do not break while QEMU sets them up**, as long as that takes less than two seconds. Fact
+//! found with QEMU 10.0.2: it then waits for the thread of each channel, and one that ends because *another* channel has broken
+//! does not say so; QEMU waits for ever, with a migration that cannot be cancelled and that no other can follow. (It waits in the same
+//! way, for a moment, at the end of each round: so it is told to cancel before they break.) So limosa and its guard both hold the connections,
+//! and the place where they are accepted; whoever takes the job over lets go once the migration is past its set-up and
+//! cancelled.
+//!
+//! Not for long: in the last moments of a migration, a QEMU whose connection nobody reads stands still with its VM and its
+//! monitor. So time runs from the beginning, and is given again only by word that QEMU is still setting up.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long connections are held without word from QEMU: it may be waiting for somebody to read them.
+pub(crate) const HOLD: Duration = Duration::from_millis(500);
+
+/// Descriptors that are held at most: all channels there can be, what they come from, and some strangers.
+const MOST: usize = 128;
+
+/// Connections of a job, held open.
+#[derive(Debug, Default)]
+pub(crate) struct Held {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    ends: Vec<OwnedFd>,
+    until: Option<Instant>,
+}
+
+impl Held {
+    /// Holds a duplicate. One that cannot be made is not held, which costs no more than the protection.
+    pub(crate) fn hold_too(&self, end: BorrowedFd<'_>) {
+        if let Ok(end) = end.try_clone_to_owned() {
+            self.hold(end);
+        }
+    }
+
+    /// Holds it.
+    pub(crate) fn hold(&self, end: OwnedFd) {
+        let mut state = self.shared.lock();
+        if state.ends.len() < MOST {
+            state.ends.push(end);
+        }
+    }
+
+    /// Lets go of all of them after this time, however late it was to be before.
+    pub(crate) fn let_go_in(&self, time: Duration) {
+        let mut state = self.shared.lock();
+        if state.ends.is_empty() {
+            return;
+        }
+        if time.is_zero() {
+            state.ends.clear();
+            return;
+        }
+        let waits = state.until.replace(Instant::now() + time).is_some();
+        self.shared.changed.notify_all();
+        if waits {
+            return;
+        }
+        let shared = Arc::clone(&self.shared);
+        let started = thread::Builder::new().name("let go".into()).spawn(move || shared.let_go_in_time());
+        if started.is_err() {
+            state.ends.clear();
+        }
+    }
+
+    /// Lets go of all of them.
+    pub(crate) fn let_go(&self) {
+        self.let_go_in(Duration::ZERO);
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.let_go();
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Shared {
+    fn let_go_in_time(&self) {
+        let mut state = self.lock();
+        while !state.ends.is_empty() {
+            let left = state.until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                break;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.ends.clear();
+        state.until = None;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::fd::AsFd as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// The other end of a connection whose near end is held and nowhere else open.
+    fn held() -> (Held, UnixStream) {
+        let (near, far) = UnixStream::pair().unwrap();
+        let held = Held::default();
+        held.hold_too(near.as_fd());
+        (held, far)
+    }
+
+    /// How long it takes until the near end is gone.
+    fn gone_after(mut far: &UnixStream) -> Duration {
+        let begun = Instant::now();
+        far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(far.read(&mut [0]).unwrap(), 0);
+        begun.elapsed()
+    }
+
+    #[test]
+    fn what_is_held_is_open_until_its_time_has_come() {
+        let (held, far) = held();
+        far.set_nonblocking(true).unwrap();
+        assert_eq!((&far).read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+        far.set_nonblocking(false).unwrap();
+        held.let_go_in(Duration::from_millis(30));
+        assert!(gone_after(&far) >= Duration::from_millis(25));
+        held.let_go();
+    }
+
+    #[test]
+    fn the_time_can_be_put_off_and_brought_forward() {
+        let (later, far) = held();
+        later.let_go_in(Duration::from_millis(20));
+        later.let_go_in(Duration::from_millis(80));
+        assert!(gone_after(&far) >= Duration::from_millis(70));
+        let (sooner, far) = held();
+        sooner.let_go_in(Duration::from_secs(60));
+        sooner.let_go_in(Duration::from_millis(1));
+        assert!(gone_after(&far) < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn nothing_is_held_by_what_is_dropped() {
+        let (held, far) = held();
+        held.let_go_in(Duration::from_secs(60));
+        drop(held);
+        assert!(gone_after(&far) < Duration::from_secs(10));
+    }
+}
