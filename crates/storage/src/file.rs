@@ -1,0 +1,289 @@
+//! Files and block devices.
+
+mod align;
+mod blocks;
+mod bounce;
+mod change;
+mod counters;
+mod extents;
+mod lock;
+pub(crate) mod open;
+mod options;
+pub(crate) mod transfer;
+
+use std::future::ready;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+pub use counters::{Count, FileCounters};
+pub use lock::LockPolicy;
+pub use open::FileIdentity;
+pub use options::{CacheMode, Create, FileOptions, Io, UnknownCacheMode};
+
+use crate::buffer::IoVector;
+use crate::error::{Operation, StorageError};
+use crate::file::bounce::Fit;
+use crate::file::open::OpenFile;
+use crate::file::transfer::{Direction, MAX_OFFSET, Transfer};
+use crate::pool;
+use crate::request::{Carried, Work};
+use crate::ring;
+use crate::storage::{Alignment, Extent, Request, Storage, ZeroHow};
+
+/// Bytes from which on a request through the page cache is first of all a copy. In a ring the thread that waits makes one after the
+/// other; threads make several at a time.
+const LARGE: usize = 256 << 10;
+
+/// Whether there is `io_uring`. It is asked for once.
+fn has_ring() -> &'static io::Result<()> {
+    static FOUND: OnceLock<io::Result<()>> = OnceLock::new();
+    FOUND.get_or_init(ring::probe)
+}
+
+/// A file or a block device.
+///
+/// A request is begun by its first poll. What was begun is finished, even if its future is dropped, and keeps the file open
+/// (and locked) until then.
+#[derive(Debug)]
+pub struct FileStorage {
+    file: Arc<OpenFile>,
+    io: Io,
+    /// Whether large requests are spread over threads.
+    is_spread: bool,
+}
+
+impl FileStorage {
+    /// Opens the file at a path.
+    ///
+    /// # Errors
+    /// The kernel's; [`io::ErrorKind::ResourceBusy`] if another process has it open in a way that does not go with ours (see
+    /// [`LockPolicy`]); [`io::ErrorKind::InvalidInput`] if it is neither a regular file nor a block device.
+    pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
+        Self::with(OpenFile::at(path.as_ref(), options)?, options)
+    }
+
+    /// Takes over a file that is open. Its name is for people. Its flags (`O_DIRECT`) and its locks belong to all who share the open
+    /// file with it.
+    ///
+    /// # Errors
+    /// As [`FileStorage::open`]; the descriptor has to allow what the options ask for.
+    pub fn from_fd(fd: OwnedFd, name: &str, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
+        Self::with(OpenFile::of(fd, name.into(), options)?, options)
+    }
+
+    fn with(file: OpenFile, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
+        let io = match options.io {
+            Io::Threads | Io::Caller => options.io,
+            io => match (has_ring(), io) {
+                (Ok(()), _) => Io::Uring,
+                (Err(_), Io::Auto) => Io::Threads,
+                (Err(reason), _) => {
+                    let reason = format!("there is no io_uring here ({reason}): use threads");
+                    return Err(file.failed(Operation::Open, io::Error::new(io::ErrorKind::Unsupported, reason)));
+                }
+            },
+        };
+        let is_spread = options.io == Io::Auto && !options.cache.is_direct();
+        Ok(Arc::new(Self { file: Arc::new(file), io, is_spread }))
+    }
+
+    /// What was asked of it since it was opened.
+    #[must_use]
+    pub fn counters(&self) -> FileCounters {
+        self.file.tallies.counters()
+    }
+
+    /// What it is known by, whatever its path.
+    #[must_use]
+    pub fn identity(&self) -> FileIdentity {
+        self.file.identity
+    }
+
+    /// Whether it is a block device.
+    #[must_use]
+    pub fn is_block_device(&self) -> bool {
+        self.file.is_block_device
+    }
+
+    /// What is between a write and the medium.
+    #[must_use]
+    pub fn cache(&self) -> CacheMode {
+        self.file.cache
+    }
+
+    /// Who carries requests out: [`Io::Uring`], [`Io::Threads`] or [`Io::Caller`].
+    #[must_use]
+    pub fn io(&self) -> Io {
+        self.io
+    }
+
+    fn carry_transfer(&self, direction: Direction, offset: u64, vector: IoVector) -> Request {
+        let io = if self.is_spread && vector.len() >= LARGE { Io::Threads } else { self.io };
+        carry(io, Work::Transfer(Transfer::new(Arc::clone(&self.file), direction, offset, vector)))
+    }
+
+    /// A read whose blocks, or whose memory, are not aligned.
+    fn read_around(&self, offset: u64, into: IoVector) -> Request {
+        self.file.tallies.bounced.add(into.len() as u64);
+        let (file, io) = (Arc::clone(&self.file), self.io);
+        Box::pin(async move {
+            let Some(end) = offset.checked_add(into.len() as u64).filter(|end| *end <= MAX_OFFSET) else {
+                return carry(io, Work::Transfer(Transfer::new(file, Direction::Read, offset, into))).await;
+            };
+            let around = bounce::around(file.alignment, &(offset..end));
+            let length = into.len() as u64;
+            let memory = bounce::memory(&around)
+                .map_err(|error| StorageError::at(Operation::Read, &file.name, offset, length, error))?;
+            let from = usize::try_from(offset - around.start).unwrap_or_default();
+            let part = memory.slice(from..from + into.len());
+            let read = Transfer::new(file, Direction::Read, around.start, memory.into());
+            carry(io, Work::Transfer(read)).await?;
+            IoVector::from(part).copy_into(&into);
+            Ok(())
+        })
+    }
+
+    /// A write of whole blocks whose memory is not aligned.
+    fn write_copied(&self, offset: u64, from: IoVector) -> Request {
+        self.file.tallies.bounced.add(from.len() as u64);
+        let (file, io) = (Arc::clone(&self.file), self.io);
+        Box::pin(async move {
+            let write = Transfer::new(file, Direction::Write, offset, bounce::copied(&from));
+            carry(io, Work::Transfer(write)).await
+        })
+    }
+
+    /// A write of parts of blocks.
+    fn write_parts(&self, offset: u64, from: IoVector) -> Request {
+        self.file.tallies.bounced.add(from.len() as u64);
+        let file = Arc::clone(&self.file);
+        Box::pin(pool::run(move || bounce::write(&file, offset, &from)))
+    }
+
+    /// A change that takes bytes from another file: false if the other storage is none.
+    fn take_over(
+        &self,
+        operation: Operation,
+        range: Range<u64>,
+        from: &Arc<dyn Storage>,
+        take: impl FnOnce(&OpenFile, &OwnedFd) -> io::Result<bool> + Send + 'static,
+    ) -> Request<bool> {
+        let Some(from) = from.file() else { return Box::pin(ready(Ok(false))) };
+        match from.try_clone_to_owned() {
+            Ok(from) => self.change(operation, range, move |file| take(file, &from)),
+            Err(error) => {
+                let length = range.end - range.start;
+                let error = StorageError::at(operation, &self.file.name, range.start, length, error);
+                Box::pin(ready(Err(error)))
+            }
+        }
+    }
+
+    /// A change that blocks, on a thread of the pool.
+    fn change<T: Send + 'static>(
+        &self,
+        operation: Operation,
+        range: Range<u64>,
+        change: impl FnOnce(&Arc<OpenFile>) -> io::Result<T> + Send + 'static,
+    ) -> Request<T> {
+        let file = Arc::clone(&self.file);
+        Box::pin(pool::run(move || {
+            let length = range.end.saturating_sub(range.start);
+            change(&file).map_err(|error| StorageError::at(operation, &file.name, range.start, length, error))
+        }))
+    }
+}
+
+fn carry(io: Io, work: Work) -> Request {
+    match io {
+        Io::Threads => Box::pin(pool::run(move || work.block())),
+        Io::Caller => Box::pin(async move { work.block() }),
+        Io::Uring | Io::Auto => Box::pin(Carried::new(work)),
+    }
+}
+
+impl Storage for FileStorage {
+    fn name(&self) -> &Arc<str> {
+        &self.file.name
+    }
+
+    fn length(&self) -> Result<u64, StorageError> {
+        self.file.length().map_err(|error| self.file.failed(Operation::Extents, error))
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.file.read_only
+    }
+
+    fn alignment(&self) -> Alignment {
+        self.file.alignment
+    }
+
+    fn read(&self, offset: u64, into: IoVector) -> Request {
+        self.file.tallies.reads.add(into.len() as u64);
+        match bounce::fit(self.file.alignment, offset, &into) {
+            Fit::Direct => self.carry_transfer(Direction::Read, offset, into),
+            Fit::Memory | Fit::Parts => self.read_around(offset, into),
+        }
+    }
+
+    fn write(&self, offset: u64, from: IoVector) -> Request {
+        self.file.tallies.writes.add(from.len() as u64);
+        match bounce::fit(self.file.alignment, offset, &from) {
+            Fit::Direct => self.carry_transfer(Direction::Write, offset, from),
+            Fit::Memory => self.write_copied(offset, from),
+            Fit::Parts => self.write_parts(offset, from),
+        }
+    }
+
+    fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request {
+        self.change(Operation::WriteZeroes, range.clone(), move |file| change::write_zeroes(file, range, how))
+    }
+
+    fn discard(&self, range: Range<u64>) -> Request {
+        self.change(Operation::Discard, range.clone(), move |file| change::discard(file, range))
+    }
+
+    fn flush(&self) -> Request {
+        if !self.file.flushes() {
+            return Box::pin(ready(Ok(())));
+        }
+        self.file.tallies.flushes.add(0);
+        carry(self.io, Work::Flush(Arc::clone(&self.file)))
+    }
+
+    fn set_len(&self, len: u64) -> Request {
+        self.change(Operation::SetLength, len..len, move |file| change::set_len(file, len))
+    }
+
+    fn allocate(&self, range: Range<u64>) -> Request {
+        self.change(Operation::Allocate, range.clone(), move |file| change::allocate(file, range))
+    }
+
+    fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
+        let length = range.end.saturating_sub(range.start);
+        let failed = |error| StorageError::at(Operation::Extents, &self.file.name, range.start, length, error);
+        extents::extents(&self.file, range.clone()).map_err(failed)
+    }
+
+    fn clone_from(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
+        let clone = move |file: &OpenFile, from: &OwnedFd| change::clone(file, offset, from, from_offset, length);
+        self.take_over(Operation::Clone, offset..offset.saturating_add(length), from, clone)
+    }
+
+    fn copy_from(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
+        let copy = move |file: &OpenFile, from: &OwnedFd| change::copy(file, offset, from, from_offset, length);
+        self.take_over(Operation::Write, offset..offset.saturating_add(length), from, copy)
+    }
+
+    fn clone_block(&self) -> u64 {
+        change::block(&self.file)
+    }
+
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
+    }
+}

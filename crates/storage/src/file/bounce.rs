@@ -1,0 +1,148 @@
+//! Requests that are not aligned for direct I/O, through memory that is.
+//!
+//! **Law: a request may be of any alignment, and changes only its own bytes.** Reads, and writes of whole blocks out of memory that is
+//! not aligned, are copied. Writes of parts of blocks read what surrounds them first, with their blocks held (see
+//! [`blocks`](crate::file::blocks)).
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::buffer::{Buffer, IoVector};
+use crate::error::StorageError;
+use crate::file::open::OpenFile;
+use crate::file::transfer::{Direction, MAX_OFFSET, Transfer};
+use crate::storage::Alignment;
+
+/// What has to be done with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fit {
+    /// Nothing.
+    Direct,
+    /// Its memory has to be other memory.
+    Memory,
+    /// It has parts of blocks.
+    Parts,
+}
+
+/// What has to be done with a request for `vector` at `offset`.
+pub(crate) fn fit(alignment: Alignment, offset: u64, vector: &IoVector) -> Fit {
+    let (block, memory) = (u64::from(alignment.offset), alignment.memory as usize);
+    if block == 1 && memory == 1 {
+        return Fit::Direct;
+    }
+    if !offset.is_multiple_of(block) || !(vector.len() as u64).is_multiple_of(block) {
+        return Fit::Parts;
+    }
+    // Each part has to be whole blocks: some devices take no others.
+    let is_fit =
+        |buffer: &Buffer| buffer.start().addr().is_multiple_of(memory) && (buffer.len() as u64).is_multiple_of(block);
+    if vector.buffers().iter().all(is_fit) { Fit::Direct } else { Fit::Memory }
+}
+
+/// The blocks that a range touches.
+pub(crate) fn around(alignment: Alignment, range: &Range<u64>) -> Range<u64> {
+    let block = u64::from(alignment.offset);
+    range.start - range.start % block..range.end.checked_next_multiple_of(block).unwrap_or(MAX_OFFSET)
+}
+
+/// Memory for blocks: zeros.
+pub(crate) fn memory(blocks: &Range<u64>) -> io::Result<Buffer> {
+    Ok(Buffer::zeroed(usize::try_from(blocks.end - blocks.start).map_err(io::Error::other)?))
+}
+
+/// Memory of the same contents that is aligned.
+pub(crate) fn copied(vector: &IoVector) -> IoVector {
+    let copy = IoVector::from(Buffer::zeroed(vector.len()));
+    vector.copy_into(&copy);
+    copy
+}
+
+/// Writes `vector`, whose memory is aligned, at `offset`, on this thread, whatever parts of blocks it has.
+pub(crate) fn write(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> Result<(), StorageError> {
+    let whole = Transfer::new(Arc::clone(file), Direction::Write, offset, vector.clone());
+    if let Some(outcome) = whole.early() {
+        return outcome;
+    }
+    if fit(file.alignment, offset, vector) != Fit::Parts {
+        return whole.block();
+    }
+    file.tallies.merged.add(vector.len() as u64);
+    write_parts(file, offset, vector).map_err(|error| whole.failed(error))
+}
+
+fn write_parts(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> io::Result<()> {
+    let end = offset + vector.len() as u64;
+    let around = around(file.alignment, &(offset..end));
+    if around.end > MAX_OFFSET {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut held = file.blocks.hold_for_parts(around.clone());
+    let mut length = file.length()?;
+    if around.end > length && !file.is_block_device {
+        // The last block will be cut off where the request ends: nobody may write behind it meanwhile.
+        drop(held);
+        held = file.blocks.hold_for_parts(around.start..u64::MAX);
+        length = file.length()?;
+    }
+    let blocks = memory(&around)?;
+    let block = u64::from(file.alignment.offset);
+    let (first, last) = (around.start..around.start + block, around.end - block..around.end);
+    if first.start < offset {
+        transfer(file, Direction::Read, &around, &blocks, &first)?;
+    }
+    if last.end > end && (last != first || first.start == offset) {
+        transfer(file, Direction::Read, &around, &blocks, &last)?;
+    }
+    let from = usize::try_from(offset - around.start).unwrap_or_default();
+    vector.copy_into(&blocks.slice(from..from + vector.len()).into());
+    transfer(file, Direction::Write, &around, &blocks, &around)?;
+    let wanted = length.max(end);
+    if around.end > wanted && !file.is_block_device {
+        rustix::fs::ftruncate(&file.fd, wanted)?;
+    }
+    drop(held);
+    Ok(())
+}
+
+/// Reads or writes some of the blocks that are in memory.
+fn transfer(
+    file: &Arc<OpenFile>,
+    direction: Direction,
+    around: &Range<u64>,
+    blocks: &Buffer,
+    part: &Range<u64>,
+) -> io::Result<()> {
+    let place = |at: u64| usize::try_from(at - around.start).unwrap_or(usize::MAX);
+    let memory = blocks.slice(place(part.start)..place(part.end));
+    let done = Transfer::new(Arc::clone(file), direction, part.start, memory.into()).all();
+    done.map_err(|error| error.source.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_copied_only_if_it_has_to_be() {
+        let alignment = Alignment { offset: 512, memory: 512 };
+        let buffer = Buffer::zeroed(8192);
+        let vector = |parts: &[(usize, usize)]| parts.iter().map(|&(begin, end)| buffer.slice(begin..end)).collect();
+        let fit = |offset, parts: &[(usize, usize)]| fit(alignment, offset, &vector(parts));
+        assert_eq!(fit(512, &[(0, 512), (1024, 8192)]), Fit::Direct);
+        assert_eq!(fit(0, &[(1, 513)]), Fit::Memory);
+        assert_eq!(fit(0, &[(0, 256), (512, 768)]), Fit::Memory);
+        assert_eq!(fit(1, &[(0, 512)]), Fit::Parts);
+        assert_eq!(fit(0, &[(0, 511)]), Fit::Parts);
+        let odd = vector(&[(3, 4)]);
+        assert_eq!(super::fit(Alignment { offset: 1, memory: 1 }, 5, &odd), Fit::Direct);
+    }
+
+    #[test]
+    fn the_blocks_around_a_range_are_whole() {
+        let alignment = Alignment { offset: 512, memory: 4 };
+        assert_eq!(around(alignment, &(0..512)), 0..512);
+        assert_eq!(around(alignment, &(511..513)), 0..1024);
+        assert_eq!(around(alignment, &(600..601)), 512..1024);
+    }
+}

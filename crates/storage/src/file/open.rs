@@ -1,0 +1,274 @@
+//! A file that is open: what it is, and how it may be used.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::fs::{FileType, OFlags, SeekFrom, fcntl_getfl, fcntl_setfl, fstat, seek};
+use rustix::io::Errno;
+
+use crate::error::{Operation, StorageError};
+use crate::file::align;
+use crate::file::blocks::{Blocks, Held};
+use crate::file::bounce;
+use crate::file::counters::Tallies;
+use crate::file::lock::{self, LockPolicy};
+use crate::file::options::{CacheMode, Create, FileOptions};
+use crate::storage::Alignment;
+
+/// What a file is known by, whatever its path: for finding out whether two are the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileIdentity {
+    /// The device: of the filesystem, or the block device itself.
+    pub device: u64,
+    /// The inode; 0 for a block device.
+    pub inode: u64,
+}
+
+/// A file that is open. What was begun with it keeps it open, with its locks.
+#[derive(Debug)]
+pub(crate) struct OpenFile {
+    pub(crate) fd: OwnedFd,
+    pub(crate) name: Arc<str>,
+    pub(crate) read_only: bool,
+    pub(crate) cache: CacheMode,
+    pub(crate) is_block_device: bool,
+    pub(crate) identity: FileIdentity,
+    pub(crate) alignment: Alignment,
+    pub(crate) blocks: Blocks,
+    pub(crate) tallies: Tallies,
+    /// Whether locks were asked for.
+    locked: bool,
+    /// Why making durable failed: what it was for may be lost, so nothing later is durable either.
+    lost: Mutex<Option<Arc<io::Error>>>,
+}
+
+impl OpenFile {
+    /// Opens the file at a path.
+    pub(crate) fn at(path: &Path, options: &FileOptions) -> Result<Self, StorageError> {
+        let name: Arc<str> = path.to_string_lossy().into();
+        let failed = |error| StorageError::of(Operation::Open, &name, error);
+        let mut open = OpenOptions::new();
+        open.read(true).write(!options.read_only);
+        match options.create {
+            Create::No => {}
+            _ if options.read_only => {
+                let reason = "a file that is made has to be opened for writing";
+                return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, reason)));
+            }
+            Create::IfMissing => _ = open.create(true),
+            Create::New => _ = open.create_new(true),
+        }
+        // A pipe in its place does not keep us waiting for the other end.
+        let fd = open.custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open(path).map_err(failed)?;
+        Self::of(fd.into(), name, options)
+    }
+
+    /// Takes over a file that is open.
+    pub(crate) fn of(fd: OwnedFd, name: Arc<str>, options: &FileOptions) -> Result<Self, StorageError> {
+        let failed = |error: io::Error| StorageError::of(Operation::Open, &name, error);
+        let found = fstat(&fd).map_err(|error| failed(error.into()))?;
+        let is_block_device = match FileType::from_raw_mode(found.st_mode) {
+            FileType::RegularFile => false,
+            FileType::BlockDevice => true,
+            kind => {
+                let reason = format!("a regular file or a block device is needed, and this is neither ({kind:?})");
+                return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, reason)));
+            }
+        };
+        let flags = fcntl_getfl(&fd).map_err(|error| failed(error.into()))?;
+        let can_read = !flags.contains(OFlags::WRONLY);
+        let can_write = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+        if !can_read || (!can_write && !options.read_only) {
+            let reason = "the descriptor does not allow what it is to be used for";
+            return Err(failed(io::Error::new(io::ErrorKind::PermissionDenied, reason)));
+        }
+        let direct = if options.cache.is_direct() { OFlags::DIRECT } else { OFlags::empty() };
+        fcntl_setfl(&fd, (flags - OFlags::NONBLOCK - OFlags::DIRECT) | direct).map_err(|error| {
+            let reason = "its filesystem has no direct I/O; another cache mode (writeback) does without";
+            failed(if error == Errno::INVAL {
+                io::Error::new(io::ErrorKind::Unsupported, reason)
+            } else {
+                error.into()
+            })
+        })?;
+        let alignment = if options.cache.is_direct() {
+            align::direct(&fd, is_block_device).map_err(failed)?
+        } else {
+            Alignment { offset: 1, memory: 1 }
+        };
+        lock::lock(fd.as_fd(), options.read_only, options.lock)
+            .map_err(|error| StorageError::of(Operation::Lock, &name, error))?;
+        let identity = if is_block_device {
+            FileIdentity { device: found.st_rdev, inode: 0 }
+        } else {
+            FileIdentity { device: found.st_dev, inode: found.st_ino }
+        };
+        Ok(Self {
+            fd,
+            name,
+            read_only: options.read_only,
+            cache: options.cache,
+            is_block_device,
+            identity,
+            alignment,
+            blocks: Blocks::default(),
+            tallies: Tallies::default(),
+            locked: options.lock != LockPolicy::None,
+            lost: Mutex::new(None),
+        })
+    }
+
+    pub(crate) fn failed(&self, operation: Operation, error: impl Into<io::Error>) -> StorageError {
+        StorageError::of(operation, &self.name, error)
+    }
+
+    /// Its length in bytes, now.
+    pub(crate) fn length(&self) -> io::Result<u64> {
+        if self.is_block_device {
+            return Ok(seek(&self.fd, SeekFrom::End(0))?);
+        }
+        Ok(u64::try_from(fstat(&self.fd)?.st_size).unwrap_or_default())
+    }
+
+    /// Whether an offset or a length is a multiple of what direct I/O asks for.
+    pub(crate) fn is_aligned(&self, bytes: u64) -> bool {
+        bytes & (u64::from(self.alignment.offset) - 1) == 0
+    }
+
+    /// Whether writes are of whole blocks, so that parts of them need care.
+    pub(crate) fn has_blocks(&self) -> bool {
+        self.alignment.offset > 1
+    }
+
+    /// Holds the blocks that a range touches, where writes of parts of them could undo what is changed there.
+    pub(crate) fn hold(&self, range: &Range<u64>) -> Option<Held<'_>> {
+        self.has_blocks().then(|| self.blocks.hold(bounce::around(self.alignment, range)))
+    }
+
+    /// Whether a flush has something to do.
+    pub(crate) fn flushes(&self) -> bool {
+        !self.read_only && !self.cache.ignores_flush()
+    }
+
+    /// Makes durable what was written, on this thread.
+    pub(crate) fn flush(&self) -> Result<(), StorageError> {
+        self.flushed(self.sync())
+    }
+
+    /// Makes a change durable, in the cache modes that want it.
+    pub(crate) fn settle(&self) -> io::Result<()> {
+        if !self.cache.is_synchronous() {
+            return Ok(());
+        }
+        self.kept(self.sync()).map_err(|lost| plain(&lost))
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(&self.fd))?)
+    }
+
+    /// Takes the kernel's answer to a flush.
+    pub(crate) fn flushed(&self, answer: io::Result<()>) -> Result<(), StorageError> {
+        self.kept(answer).map_err(|source| StorageError {
+            operation: Operation::Flush,
+            name: Arc::clone(&self.name),
+            offset: None,
+            length: 0,
+            source,
+        })
+    }
+
+    /// Takes note of an answer to making durable. The kernel tells of lost writes once, to whoever asks first, and drops them from its
+    /// cache: we go on telling. Direct I/O is no exception: a filesystem may take it through its cache, and what a device that
+    /// failed to empty its own had there is not known either.
+    fn kept(&self, answer: io::Result<()>) -> Result<(), Arc<io::Error>> {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (Err(error), None) = (answer, lost.as_ref()) {
+            *lost = Some(Arc::new(error));
+        }
+        lost.as_ref().map_or(Ok(()), |lost| Err(Arc::clone(lost)))
+    }
+
+    /// Takes note of a write that failed, if it was one that makes itself durable: what the kernel lost of others may be what it told
+    /// this one.
+    pub(crate) fn write_failed(&self, error: &io::Error) {
+        if self.cache.is_synchronous() && error.raw_os_error() == Some(libc::EIO) {
+            _ = self.kept(Err(plain(error)));
+        }
+    }
+}
+
+impl Drop for OpenFile {
+    fn drop(&mut self) {
+        if self.locked {
+            lock::release(self.fd.as_fd());
+        }
+    }
+}
+
+/// The kernel's reason once more.
+fn plain(error: &io::Error) -> io::Error {
+    error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
+}
+
+impl AsFd for OpenFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn opened(cache: CacheMode) -> OpenFile {
+        let file = tempfile::tempfile().unwrap();
+        OpenFile::of(file.into(), "disk".into(), &FileOptions { cache, ..FileOptions::default() }).unwrap()
+    }
+
+    #[test]
+    fn a_file_that_is_closed_is_not_locked_by_copies_of_its_descriptor() {
+        let kept = tempfile::NamedTempFile::new().unwrap();
+        let open = || OpenFile::at(kept.path(), &FileOptions::default());
+        let file = open().unwrap();
+        // As a process has it that is forked off at the wrong moment.
+        let copy = file.fd.try_clone().unwrap();
+        assert_eq!(open().unwrap_err().source.kind(), io::ErrorKind::ResourceBusy);
+        drop(file);
+        open().unwrap();
+        drop(copy);
+    }
+
+    #[test]
+    fn a_flush_that_lost_writes_is_the_last_that_could_succeed() {
+        for cache in [CacheMode::Writeback, CacheMode::None] {
+            let file = opened(cache);
+            file.flushed(Ok(())).unwrap();
+            let error = file.flushed(Err(io::Error::from_raw_os_error(libc::EIO))).unwrap_err();
+            assert_eq!(error.source.raw_os_error(), Some(libc::EIO));
+            let error = file.flush().unwrap_err();
+            assert_eq!((error.operation, error.source.raw_os_error()), (Operation::Flush, Some(libc::EIO)), "{cache}");
+        }
+    }
+
+    #[test]
+    fn what_could_not_be_made_durable_at_once_is_not_durable_later() {
+        for cache in [CacheMode::Writethrough, CacheMode::Directsync] {
+            let file = opened(cache);
+            file.write_failed(&io::Error::from_raw_os_error(libc::ENOSPC));
+            file.settle().unwrap();
+            file.write_failed(&io::Error::from_raw_os_error(libc::EIO));
+            assert_eq!(file.settle().unwrap_err().raw_os_error(), Some(libc::EIO));
+            file.flush().unwrap_err();
+        }
+        // Where a write does not make itself durable it speaks for nobody else.
+        let file = opened(CacheMode::Writeback);
+        file.write_failed(&io::Error::from_raw_os_error(libc::EIO));
+        file.flush().unwrap();
+    }
+}

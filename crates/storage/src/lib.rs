@@ -1,0 +1,39 @@
+//! Bytes at offsets, under disk images and snapshots.
+//!
+//! A [`Storage`] is what an image lies in: a file, a block device, memory. Its requests are futures that need no runtime; a thread
+//! that has none drives them with [`block_on`]. What they read and write are [`Buffer`]s, memory that the kernel or a guest
+//! may be writing while we look.
+//!
+//! ```
+//! use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
+//!
+//! # fn main() -> Result<(), limosa_storage::StorageError> {
+//! let storage = MemoryStorage::new(1 << 20);
+//! block_on(storage.write(4096, Buffer::copied(b"contents").into()))?;
+//! let found = Buffer::zeroed(8);
+//! block_on(storage.read(4096, found.clone().into()))?;
+//! assert_eq!(found.to_vec(), b"contents");
+//! # Ok(())
+//! # }
+//! ```
+
+mod buffer;
+mod drive;
+mod error;
+mod file;
+mod memory;
+mod pool;
+mod request;
+mod ring;
+mod storage;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+pub use buffer::{Buffer, IoVector};
+pub use drive::block_on;
+pub use error::{Operation, StorageError};
+pub use file::{
+    CacheMode, Count, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, UnknownCacheMode,
+};
+pub use memory::MemoryStorage;
+pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};

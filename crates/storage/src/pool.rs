@@ -1,0 +1,183 @@
+//! Threads for calls that block.
+//!
+//! **Law: whoever polls never waits here, and what was begun is finished.** A job is queued by the first poll of its future and
+//! carried out even if the future is dropped. There is one pool for the process; its threads come as jobs wait for one, and
+//! go when they had nothing to do for a while.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::Duration;
+
+/// The most threads: as many calls can be in the kernel at a time.
+pub(crate) const MOST: usize = 64;
+/// How long a thread waits for another job.
+const IDLE: Duration = Duration::from_secs(10);
+/// Their stacks, in bytes: the calls are shallow.
+const STACK: usize = 256 << 10;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+struct Pool {
+    queue: Mutex<Queue>,
+    work: Condvar,
+}
+
+struct Queue {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+}
+
+static POOL: Pool =
+    Pool { queue: Mutex::new(Queue { jobs: VecDeque::new(), threads: 0, idle: 0 }), work: Condvar::new() };
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Queues a job. Without any thread, and without memory for one, the caller does it.
+fn queue(job: Job) {
+    let mut queue = lock(&POOL.queue);
+    queue.jobs.push_back(job);
+    if queue.idle >= queue.jobs.len() || queue.threads >= MOST {
+        drop(queue);
+        POOL.work.notify_one();
+        return;
+    }
+    queue.threads += 1;
+    drop(queue);
+    let thread = thread::Builder::new().name("limosa-storage".into()).stack_size(STACK);
+    if thread.spawn(work).is_err() {
+        let mut queue = lock(&POOL.queue);
+        queue.threads -= 1;
+        let left = if queue.threads == 0 { queue.jobs.pop_back() } else { None };
+        drop(queue);
+        if let Some(job) = left {
+            job();
+        }
+    }
+}
+
+/// What a thread does.
+fn work() {
+    let mut queue = lock(&POOL.queue);
+    loop {
+        if let Some(job) = queue.jobs.pop_front() {
+            drop(queue);
+            job();
+            queue = lock(&POOL.queue);
+            continue;
+        }
+        queue.idle += 1;
+        let (woken, time) = POOL.work.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner);
+        queue = woken;
+        queue.idle -= 1;
+        if time.timed_out() && queue.jobs.is_empty() {
+            queue.threads -= 1;
+            return;
+        }
+    }
+}
+
+/// What became of a job, and who wants to know.
+struct Outcome<T> {
+    result: Option<thread::Result<T>>,
+    waker: Option<Waker>,
+}
+
+/// A job under way.
+struct Pooled<T>(Arc<Mutex<Outcome<T>>>);
+
+impl<T> Future for Pooled<T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
+        let mut outcome = lock(&self.0);
+        match outcome.result.take() {
+            Some(Ok(result)) => Poll::Ready(result),
+            Some(Err(panic)) => resume_unwind(panic),
+            None => {
+                outcome.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+/// Does this on a thread of the pool. It is begun by the first poll.
+pub(crate) async fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> T {
+    let outcome = Arc::new(Mutex::new(Outcome { result: None, waker: None }));
+    let ours = Arc::clone(&outcome);
+    queue(Box::new(move || {
+        let result = catch_unwind(AssertUnwindSafe(job));
+        let mut outcome = lock(&ours);
+        outcome.result = Some(result);
+        let waker = outcome.waker.take();
+        drop(outcome);
+        waker.inspect(Waker::wake_by_ref);
+    }));
+    Pooled(outcome).await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::sync::mpsc::channel;
+    use std::task::Poll;
+
+    use super::*;
+    use crate::block_on;
+
+    #[test]
+    fn jobs_run_beside_each_other_and_return_what_they_found() {
+        let barrier = Arc::new(Barrier::new(3));
+        let mut jobs: Vec<_> = (0..3)
+            .map(|number| {
+                let barrier = Arc::clone(&barrier);
+                Box::pin(run(move || {
+                    barrier.wait();
+                    number
+                }))
+            })
+            .collect();
+        // None of the three ends unless all have begun.
+        let mut found = Vec::new();
+        block_on(std::future::poll_fn(|context| {
+            jobs.retain_mut(|job| match job.as_mut().poll(context) {
+                Poll::Ready(number) => {
+                    found.push(number);
+                    false
+                }
+                Poll::Pending => true,
+            });
+            if jobs.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        }));
+        found.sort_unstable();
+        assert_eq!(found, [0, 1, 2]);
+    }
+
+    #[test]
+    fn a_job_whose_future_is_dropped_is_finished() {
+        let (go, wait) = channel::<()>();
+        let (done, finished) = channel();
+        let mut job = Box::pin(run(move || {
+            wait.recv().unwrap();
+            done.send(7).unwrap();
+        }));
+        assert!(job.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        drop(job);
+        go.send(()).unwrap();
+        assert_eq!(finished.recv().unwrap(), 7);
+    }
+
+    #[test]
+    #[should_panic(expected = "the job's own words")]
+    fn a_job_that_panics_panics_where_it_is_awaited() {
+        block_on(run(|| panic!("the job's own words")));
+    }
+}

@@ -1,0 +1,162 @@
+//! A request on its way to whoever carries it out.
+//!
+//! **Law: a request that nobody polls any more settles all the same.** What was begun is not held by its future, but by the ring or
+//! the job that carries it out.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use crate::drive;
+use crate::error::StorageError;
+use crate::file::open::OpenFile;
+use crate::file::transfer::Transfer;
+use crate::pool;
+use crate::ring::Begun;
+use crate::storage::Request;
+
+/// What a ring can do.
+pub(crate) enum Work {
+    /// Reading or writing.
+    Transfer(Transfer),
+    /// Making durable.
+    Flush(Arc<OpenFile>),
+}
+
+impl Work {
+    /// The outcome, if no call is needed.
+    pub(crate) fn early(&self) -> Option<Result<(), StorageError>> {
+        match self {
+            Self::Transfer(transfer) => transfer.early(),
+            Self::Flush(_) => None,
+        }
+    }
+
+    /// Whether it may be begun by a ring: what may have to wait for others is for the pool.
+    fn is_ready(&mut self) -> bool {
+        match self {
+            Self::Transfer(transfer) => transfer.count(),
+            Self::Flush(_) => true,
+        }
+    }
+
+    /// Takes [`Work::is_ready`] back, for a work that waits in a queue: others may be waiting for what is counted.
+    fn put_off(&mut self) {
+        match self {
+            Self::Transfer(transfer) => transfer.uncount(),
+            Self::Flush(_) => {}
+        }
+    }
+
+    /// Takes the kernel's answer: the outcome, or none if there is more to do.
+    pub(crate) fn settle(&mut self, answer: io::Result<usize>) -> Option<Result<(), StorageError>> {
+        match self {
+            Self::Transfer(transfer) => transfer.settle(answer),
+            Self::Flush(_) if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) => None,
+            Self::Flush(file) => Some(file.flushed(answer.map(drop))),
+        }
+    }
+
+    /// Carries it out on this thread.
+    pub(crate) fn block(self) -> Result<(), StorageError> {
+        match self {
+            Self::Transfer(transfer) => transfer.block(),
+            Self::Flush(file) => file.flush(),
+        }
+    }
+}
+
+/// A request of a file, begun by its first poll: in the ring of the thread that polls it, if that one is in
+/// [`block_on`](crate::block_on), else by the pool.
+pub(crate) struct Carried(State);
+
+enum State {
+    Fresh(Work),
+    InRing(Begun),
+    InPool(Request),
+    Over,
+}
+
+impl Carried {
+    pub(crate) fn new(work: Work) -> Self {
+        Self(State::Fresh(work))
+    }
+}
+
+impl Future for Carried {
+    type Output = Result<(), StorageError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match &mut self.0 {
+            State::InRing(begun) => return begun.poll(context),
+            State::InPool(pooled) => return pooled.as_mut().poll(context),
+            State::Fresh(_) | State::Over => {}
+        }
+        let State::Fresh(mut work) = std::mem::replace(&mut self.0, State::Over) else { return Poll::Pending };
+        if let Some(outcome) = work.early() {
+            return Poll::Ready(outcome);
+        }
+        let begun = if work.is_ready() { drive::begin(work, context.waker()) } else { Err(work) };
+        match begun {
+            Ok(begun) => {
+                self.0 = State::InRing(begun);
+                Poll::Pending
+            }
+            Err(mut work) => {
+                work.put_off();
+                let mut pooled: Request = Box::pin(pool::run(move || work.block()));
+                let polled = pooled.as_mut().poll(context);
+                self.0 = State::InPool(pooled);
+                polled
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::task::Waker;
+
+    use super::*;
+    use crate::{Buffer, CacheMode, FileOptions, FileStorage, Io, Storage, block_on};
+
+    #[test]
+    fn whole_blocks_that_wait_in_the_pool_do_not_keep_parts_of_blocks_waiting() {
+        let options = FileOptions { cache: CacheMode::None, io: Io::Uring, ..FileOptions::default() };
+        let storage = FileStorage::from_fd(tempfile::tempfile().unwrap().into(), "disk", &options).unwrap();
+        if storage.alignment().offset == 1 {
+            return;
+        }
+        let mut nobody = Context::from_waker(Waker::noop());
+        // All threads of the pool are kept until everything is queued: parts first, then whole blocks.
+        let (go, wait) = channel::<()>();
+        let wait = Arc::new(std::sync::Mutex::new(wait));
+        let kept: Vec<_> = (0..pool::MOST)
+            .map(|_| {
+                let wait = Arc::clone(&wait);
+                let mut job = Box::pin(pool::run(move || wait.lock().unwrap().recv().unwrap_err()));
+                assert!(job.as_mut().poll(&mut nobody).is_pending());
+                job
+            })
+            .collect();
+        let count = pool::MOST as u64;
+        let parts = (0..count).map(|part| storage.write(part * 8, Buffer::copied(&[7; 8]).into()));
+        let whole = storage.write(8192, Buffer::copied(&[8; 4096]).into());
+        let mut writes: Vec<_> = parts.chain([whole]).collect();
+        for write in &mut writes {
+            assert!(write.as_mut().poll(&mut nobody).is_pending());
+        }
+        drop(go);
+        for job in kept {
+            block_on(job);
+        }
+        writes.into_iter().try_for_each(block_on).unwrap();
+        let found = Buffer::zeroed(8192 + 4096);
+        block_on(storage.read(0, found.clone().into())).unwrap();
+        assert_eq!(found.slice(0..pool::MOST * 8).to_vec(), [7; pool::MOST * 8]);
+        assert_eq!(found.slice(8192..8192 + 4096).to_vec(), [8; 4096]);
+    }
+}

@@ -1,0 +1,66 @@
+//! Chance that repeats itself: the same seed, the same run.
+
+/// A generator of numbers (splitmix64, which is public domain).
+#[derive(Debug, Clone)]
+pub struct Chance(u64);
+
+impl Chance {
+    /// From this seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `end`; 0 if there is none.
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.bits() % end.max(1)
+    }
+
+    /// True in one case of `times`.
+    pub fn one_in(&mut self, times: u64) -> bool {
+        self.below(times) == 0
+    }
+
+    /// One of them.
+    ///
+    /// # Panics
+    /// There is none.
+    pub fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
+        let number = self.below(all.len() as u64);
+        &all[usize::try_from(number).unwrap_or(0)]
+    }
+
+    /// Bytes.
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(len.next_multiple_of(8));
+        while bytes.len() < len {
+            bytes.extend(self.bits().to_le_bytes());
+        }
+        bytes.truncate(len);
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_repeats_itself_and_another_one_does_not() {
+        let run = |seed| Chance::new(seed).bytes(33);
+        assert_eq!((run(1), run(1).len()), (run(1), 33));
+        assert_ne!(run(1), run(2));
+        let mut chance = Chance::new(3);
+        assert!((0..1000).all(|_| chance.below(7) < 7));
+        assert!((0..1000).filter(|_| chance.one_in(4)).count().abs_diff(250) < 60);
+        assert_eq!(chance.below(0), 0);
+    }
+}

@@ -1,0 +1,108 @@
+//! What was asked of a storage.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use super::{Behaviour, Call, Through, lock};
+use crate::error::Operation;
+use crate::storage::{Request, Storage};
+
+/// A request that came.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seen {
+    /// The storage, by its name.
+    pub storage: Arc<str>,
+    /// What was asked.
+    pub operation: Operation,
+    /// The bytes it was about: none for a flush; for a new length, from there to there.
+    pub range: Range<u64>,
+    /// Buffers of a read or a write.
+    pub buffers: usize,
+}
+
+/// Requests of one kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// How many.
+    pub requests: u64,
+    /// Bytes in all of them.
+    pub bytes: u64,
+}
+
+/// Keeps what was asked, in order, and passes it on as it is.
+#[derive(Debug, Clone, Default)]
+pub struct Counting(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared(Mutex<Vec<Seen>>);
+
+impl Counting {
+    /// Nothing was asked yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The same storage, watched.
+    #[must_use]
+    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::over(storage, &self.0)
+    }
+
+    /// What came since the last time.
+    pub fn take(&self) -> Vec<Seen> {
+        std::mem::take(&mut *lock(&self.0.0))
+    }
+
+    /// Counts by storage and kind, the names of both in words; what came stays.
+    #[must_use]
+    pub fn counts(&self) -> BTreeMap<(Arc<str>, String), Counts> {
+        let mut all = BTreeMap::<_, Counts>::new();
+        for seen in &*lock(&self.0.0) {
+            let counts = all.entry((Arc::clone(&seen.storage), seen.operation.to_string())).or_default();
+            counts.requests += 1;
+            counts.bytes += seen.range.end - seen.range.start;
+        }
+        all
+    }
+}
+
+impl Shared {
+    fn note(&self, storage: &Arc<dyn Storage>, operation: Operation, range: Range<u64>, buffers: usize) {
+        lock(&self.0).push(Seen { storage: Arc::clone(storage.name()), operation, range, buffers });
+    }
+}
+
+impl Behaviour for Shared {
+    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+        let buffers = match &call {
+            Call::Read { into: vector, .. } | Call::Write { from: vector, .. } => vector.buffers().len(),
+            _ => 0,
+        };
+        self.note(storage, call.operation(), call.range(), buffers);
+        call.begin(&**storage)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::SparseMemory;
+    use crate::{Buffer, block_on};
+
+    #[test]
+    fn requests_are_kept_in_order_and_counted_by_storage_and_kind() {
+        let counting = Counting::new();
+        let [one, other] = ["one", "other"].map(|name| counting.over(Arc::new(SparseMemory::file(name, 1 << 20))));
+        block_on(one.write(4096, Buffer::copied(b"abc").into())).unwrap();
+        block_on(other.flush()).unwrap();
+        block_on(one.write(9, Buffer::copied(b"d").into())).unwrap();
+        let counts = counting.counts();
+        assert_eq!(counts[&("one".into(), "write".into())], Counts { requests: 2, bytes: 4 });
+        assert_eq!(counts[&("other".into(), "flush".into())], Counts { requests: 1, bytes: 0 });
+        let seen: Vec<_> = counting.take().into_iter().map(|seen| (seen.operation, seen.range)).collect();
+        assert_eq!(seen, [(Operation::Write, 4096..4099), (Operation::Flush, 0..0), (Operation::Write, 9..10)]);
+        assert!(counting.take().is_empty());
+    }
+}

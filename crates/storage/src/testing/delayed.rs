@@ -1,0 +1,74 @@
+//! Requests that take their time, each another one: they overtake each other.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::chance::Chance;
+use super::later::Later;
+use super::{Behaviour, Call, Through, lock};
+use crate::storage::{Request, Storage};
+
+/// Carries every request out after a while between nothing and `most`, by chance.
+#[derive(Debug, Clone)]
+pub struct Delayed(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    later: Later,
+    chance: Mutex<Chance>,
+    most: Duration,
+}
+
+impl Delayed {
+    /// With delays up to `most`.
+    #[must_use]
+    pub fn new(seed: u64, most: Duration) -> Self {
+        Self(Arc::new(Shared { later: Later::new(), chance: Mutex::new(Chance::new(seed)), most }))
+    }
+
+    /// The same storage, with delays.
+    #[must_use]
+    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::over(storage, &self.0)
+    }
+}
+
+impl Behaviour for Shared {
+    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+        let nanos = u64::try_from(self.most.as_nanos()).unwrap_or(u64::MAX);
+        let delay = Duration::from_nanos(lock(&self.chance).below(nanos));
+        self.later.at(Instant::now() + delay, storage, call)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::SparseMemory;
+    use crate::{Buffer, block_on};
+
+    #[test]
+    fn a_dropped_request_settles_by_itself() {
+        let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
+        let delayed = Delayed::new(1, Duration::from_millis(2));
+        let storage = delayed.over(memory.clone());
+        drop(storage.write(0, Buffer::copied(b"dropped").into()));
+        block_on(storage.write(7, Buffer::copied(b" kept").into())).unwrap();
+        drop((storage, delayed));
+        while memory.contents() != b"dropped kept" {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn what_is_asked_first_is_not_always_done_first() {
+        let order = |seed| {
+            let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
+            let storage = Delayed::new(seed, Duration::from_millis(5)).over(memory.clone());
+            let both = [b"first ", b"second"].map(|bytes| storage.write(0, Buffer::copied(bytes).into()));
+            both.into_iter().for_each(|request| block_on(request).unwrap());
+            memory.contents()
+        };
+        assert!((0..100).map(order).any(|found| found == b"first "));
+    }
+}

@@ -1,0 +1,163 @@
+//! Requests that fail.
+
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use super::{Behaviour, Call, Through, lock};
+use crate::error::Operation;
+use crate::storage::{Request, Storage};
+
+/// How a request fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// `EIO`; nothing of it was done.
+    Broken,
+    /// `ENOSPC`; nothing of it was done.
+    NoSpace,
+    /// `EIO` after half of it: of a read or a write the first half of its sectors; of others nothing.
+    HalfWay,
+    /// `EIO`, although all of it was done.
+    Late,
+}
+
+impl Fault {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Broken, Self::NoSpace, Self::HalfWay, Self::Late];
+
+    fn error(self) -> io::Error {
+        io::Error::from_raw_os_error(if self == Self::NoSpace { libc::ENOSPC } else { libc::EIO })
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    seen: u64,
+    /// From which request on, how many of them, and how.
+    fault: Option<(u64, u64, Fault)>,
+    failed: u64,
+    /// Which kinds count and can fail; none: all.
+    only: Vec<Operation>,
+}
+
+/// Lets chosen requests fail, and passes the others on.
+#[derive(Debug, Clone, Default)]
+pub struct Failing(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared(Mutex<State>);
+
+impl Failing {
+    /// Nothing fails yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Only requests of these kinds count and can fail.
+    #[must_use]
+    pub fn only(kinds: &[Operation]) -> Self {
+        let this = Self::default();
+        lock(&this.0.0).only = kinds.to_vec();
+        this
+    }
+
+    /// The same storage, as far as it does not fail.
+    #[must_use]
+    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::over(storage, &self.0)
+    }
+
+    /// Lets `times` requests fail, after the next `after` that do not.
+    pub fn fail(&self, after: u64, times: u64, fault: Fault) {
+        let mut state = lock(&self.0.0);
+        state.fault = Some((state.seen.saturating_add(after), times, fault));
+    }
+
+    /// Nothing fails any more.
+    pub fn mend(&self) {
+        lock(&self.0.0).fault = None;
+    }
+
+    /// How many requests that count came, and how many of them failed.
+    #[must_use]
+    pub fn seen(&self) -> (u64, u64) {
+        let state = lock(&self.0.0);
+        (state.seen, state.failed)
+    }
+}
+
+impl Shared {
+    fn fault(&self, operation: Operation) -> Option<Fault> {
+        let mut state = lock(&self.0);
+        if !state.only.is_empty() && !state.only.contains(&operation) {
+            return None;
+        }
+        let number = state.seen;
+        state.seen += 1;
+        let (first, times, fault) = state.fault?;
+        if number < first || number - first >= times {
+            return None;
+        }
+        state.failed += 1;
+        Some(fault)
+    }
+}
+
+/// Sectors are written whole or not at all.
+fn half(offset: u64, len: usize) -> usize {
+    let half = len / 2;
+    half.saturating_sub(usize::try_from((offset + half as u64) % 512).unwrap_or(0))
+}
+
+impl Behaviour for Shared {
+    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+        let Some(fault) = self.fault(call.operation()) else {
+            return call.begin(&**storage);
+        };
+        let error = call.failed(storage.name(), fault.error());
+        let done = match (fault, call) {
+            (Fault::Late, call) => call.begin(&**storage),
+            (Fault::HalfWay, Call::Read { offset, into }) => {
+                let half = half(offset, into.len());
+                storage.read(offset, into.slice(0..half))
+            }
+            (Fault::HalfWay, Call::Write { offset, from }) => {
+                let half = half(offset, from.len());
+                storage.write(offset, from.slice(0..half))
+            }
+            _ => Box::pin(std::future::ready(Ok(()))),
+        };
+        Box::pin(async move { done.await.and(Err(error)) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::SparseMemory;
+    use crate::{Buffer, block_on};
+
+    #[test]
+    fn the_chosen_requests_fail_and_the_others_do_not() {
+        let failing = Failing::only(&[Operation::Write]);
+        let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
+        let storage = failing.over(memory.clone());
+        let write = |bytes: &[u8]| block_on(storage.write(0, Buffer::copied(bytes).into()));
+        failing.fail(1, 2, Fault::NoSpace);
+        write(b"good").unwrap();
+        block_on(storage.flush()).unwrap();
+        for _ in 0..2 {
+            let error = write(b"evil").unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+            assert_eq!(error.to_string(), "cannot write disk at 0x0 (4 bytes): No space left on device (os error 28)");
+        }
+        write(b"GOOD").unwrap();
+        assert_eq!((memory.contents(), failing.seen()), (b"GOOD".to_vec(), (4, 2)));
+        failing.fail(0, 1, Fault::HalfWay);
+        write(&[b'x'; 1025]).unwrap_err();
+        assert_eq!(memory.contents(), [b'x'; 512]);
+        failing.fail(0, 1, Fault::Late);
+        write(b"late").unwrap_err();
+        assert_eq!(memory.contents()[..5], *b"latex");
+    }
+}

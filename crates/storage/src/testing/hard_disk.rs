@@ -1,0 +1,62 @@
+//! A disk with one head.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::later::Later;
+use super::{Behaviour, Call, Through, lock};
+use crate::storage::{Request, Storage};
+
+/// Stands for a hard disk: one request after the other, each for the same time, wherever it is and however long. All storages under one
+/// of these share its head.
+#[derive(Debug, Clone)]
+pub struct HardDisk(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    later: Later,
+    each: Duration,
+    busy_until: Mutex<Instant>,
+}
+
+impl HardDisk {
+    /// What a request takes on a disk of 7,200 turns a minute: half a turn and a short way of the head.
+    pub const USUAL: Duration = Duration::from_millis(8);
+
+    /// With so much time for each request.
+    #[must_use]
+    pub fn new(each: Duration) -> Self {
+        Self(Arc::new(Shared { later: Later::new(), each, busy_until: Mutex::new(Instant::now()) }))
+    }
+
+    /// The same storage, on this disk.
+    #[must_use]
+    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::over(storage, &self.0)
+    }
+}
+
+impl Behaviour for Shared {
+    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+        let mut busy_until = lock(&self.busy_until);
+        *busy_until = Instant::now().max(*busy_until) + self.each;
+        self.later.at(*busy_until, storage, call)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::SparseMemory;
+    use crate::{Buffer, block_on};
+
+    #[test]
+    fn requests_wait_for_each_other_and_none_is_faster_than_the_disk() {
+        let disk = HardDisk::new(Duration::from_millis(3));
+        let [one, other] = ["one", "other"].map(|name| disk.over(Arc::new(SparseMemory::file(name, 1 << 20))));
+        let start = Instant::now();
+        let requests = [one.write(0, Buffer::copied(b"a").into()), other.write(0, Buffer::copied(b"b").into())];
+        requests.into_iter().for_each(|request| block_on(request).unwrap());
+        assert!(start.elapsed() >= Duration::from_millis(6));
+    }
+}

@@ -1,0 +1,191 @@
+//! Requests that wait until a test lets them go, in an order of the test's choosing.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use super::settled::Settled;
+use super::{Behaviour, Call, Through, lock};
+use crate::drive::block_on;
+use crate::error::Operation;
+use crate::storage::{Request, Storage};
+
+/// A request that is held.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Waiting {
+    /// Its number, in the order in which they came.
+    pub number: u64,
+    /// The storage, by its name.
+    pub storage: Arc<str>,
+    /// What is asked.
+    pub operation: Operation,
+    /// The bytes it is about.
+    pub range: Range<u64>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    waiting: Waiting,
+    storage: Arc<dyn Storage>,
+    call: Call,
+    settled: Settled,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    came: u64,
+    open: bool,
+    /// Which kinds are held; none: all.
+    only: Vec<Operation>,
+    /// Whether every other request is begun by its first poll only, and how many there were.
+    lazy: bool,
+    calls: u64,
+    entries: Vec<Entry>,
+}
+
+/// Holds requests until they are let go; those that nobody waits for any more, too.
+#[derive(Debug, Clone, Default)]
+pub struct Held(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared(Mutex<State>);
+
+impl Held {
+    /// Holds everything.
+    #[must_use]
+    pub fn all() -> Self {
+        Self::default()
+    }
+
+    /// Holds requests of these kinds, and passes the others on.
+    #[must_use]
+    pub fn only(kinds: &[Operation]) -> Self {
+        let this = Self::default();
+        lock(&this.0.0).only = kinds.to_vec();
+        this
+    }
+
+    /// Every other request is begun by its first poll, not by the call: both are allowed.
+    #[must_use]
+    pub fn lazily(self) -> Self {
+        lock(&self.0.0).lazy = true;
+        self
+    }
+
+    /// The same storage, held.
+    #[must_use]
+    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::over(storage, &self.0)
+    }
+
+    /// What is held, in the order in which it came.
+    #[must_use]
+    pub fn waiting(&self) -> Vec<Waiting> {
+        lock(&self.0.0).entries.iter().map(|entry| entry.waiting.clone()).collect()
+    }
+
+    /// Carries out the request of this number, on this thread; false if it is not held.
+    pub fn let_go(&self, number: u64) -> bool {
+        let entry = {
+            let mut state = lock(&self.0.0);
+            let place = state.entries.iter().position(|entry| entry.waiting.number == number);
+            place.map(|place| state.entries.remove(place))
+        };
+        entry.map(Entry::carry_out).is_some()
+    }
+
+    /// Carries out all that are held, in the order in which they came; those that come from now on are not held.
+    pub fn open(&self) {
+        let entries = {
+            let mut state = lock(&self.0.0);
+            state.open = true;
+            std::mem::take(&mut state.entries)
+        };
+        entries.into_iter().for_each(Entry::carry_out);
+    }
+
+    /// Holds those that come from now on.
+    pub fn close(&self) {
+        lock(&self.0.0).open = false;
+    }
+}
+
+impl Entry {
+    fn carry_out(self) {
+        self.settled.set(block_on(self.call.begin(&*self.storage)));
+    }
+}
+
+impl Behaviour for Shared {
+    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+        let mut state = lock(&self.0);
+        state.calls += 1;
+        if state.lazy && state.calls.is_multiple_of(2) {
+            drop(state);
+            let (this, storage) = (Arc::clone(self), Arc::clone(storage));
+            return Box::pin(async move { this.begin(&storage, call).await });
+        }
+        drop(state);
+        self.begin(storage, call)
+    }
+}
+
+impl Shared {
+    fn begin(&self, storage: &Arc<dyn Storage>, call: Call) -> Request {
+        let operation = call.operation();
+        let mut state = lock(&self.0);
+        if state.open || (!state.only.is_empty() && !state.only.contains(&operation)) {
+            drop(state);
+            return call.begin(&**storage);
+        }
+        let waiting =
+            Waiting { number: state.came, storage: Arc::clone(storage.name()), operation, range: call.range() };
+        state.came += 1;
+        let settled = Settled::default();
+        let request = settled.request();
+        state.entries.push(Entry { waiting, storage: Arc::clone(storage), call, settled });
+        request
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::{Context, Waker};
+
+    use super::*;
+    use crate::Buffer;
+    use crate::testing::SparseMemory;
+
+    #[test]
+    fn a_lazy_request_is_begun_by_its_first_poll() {
+        let held = Held::all().lazily();
+        let storage = held.over(Arc::new(SparseMemory::file("disk", 1 << 20)));
+        let requests = [b"one", b"two"].map(|bytes| storage.write(0, Buffer::copied(bytes).into()));
+        assert_eq!(held.waiting().len(), 1);
+        let [_, mut second] = requests;
+        assert!(second.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        assert_eq!(held.waiting().len(), 2);
+    }
+
+    #[test]
+    fn writes_take_place_in_the_order_in_which_they_are_let_go() {
+        let held = Held::only(&[Operation::Write]);
+        let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
+        let storage = held.over(memory.clone());
+        let mut first = storage.write(0, Buffer::copied(b"first").into());
+        let second = storage.write(0, Buffer::copied(b"second").into());
+        block_on(storage.flush()).unwrap();
+        assert_eq!(held.waiting().iter().map(|waiting| waiting.range.end).collect::<Vec<_>>(), [5, 6]);
+        assert!(memory.contents().is_empty());
+        assert!(first.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        drop(second);
+        assert!(held.let_go(1) && !held.let_go(1));
+        assert_eq!(memory.contents(), b"second", "nobody waits for it, and it takes place all the same");
+        held.open();
+        block_on(first).unwrap();
+        assert_eq!(memory.contents(), b"firstd");
+        block_on(storage.write(0, Buffer::copied(b"third").into())).unwrap();
+        held.close();
+        drop(storage.write(0, Buffer::copied(b"fourth").into()));
+        assert_eq!((memory.contents().as_slice(), held.waiting().len()), (b"thirdd".as_slice(), 1));
+    }
+}

@@ -1,0 +1,92 @@
+//! Requests that are carried out at a time of their own, by a thread of their own.
+//!
+//! Law: what was asked for is carried out, also if nobody waits for it any more, and also if the behaviour is dropped.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+use super::settled::Settled;
+use super::{Call, lock};
+use crate::drive::block_on;
+use crate::storage::{Request, Storage};
+
+#[derive(Debug)]
+struct Job {
+    storage: Arc<dyn Storage>,
+    call: Call,
+    settled: Settled,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// The one that is due first is the last one: popped from the end.
+    jobs: BTreeMap<Reverse<(Instant, u64)>, Job>,
+    asked: u64,
+    over: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+/// A thread that carries out requests when they are due.
+#[derive(Debug)]
+pub(super) struct Later(Arc<Shared>);
+
+impl Later {
+    pub(super) fn new() -> Self {
+        let shared = Arc::<Shared>::default();
+        let theirs = Arc::clone(&shared);
+        thread::spawn(move || theirs.run());
+        Self(shared)
+    }
+
+    pub(super) fn at(&self, due: Instant, storage: &Arc<dyn Storage>, call: Call) -> Request {
+        let settled = Settled::default();
+        let request = settled.request();
+        let mut queue = lock(&self.0.queue);
+        queue.asked += 1;
+        let key = Reverse((due, queue.asked));
+        queue.jobs.insert(key, Job { storage: Arc::clone(storage), call, settled });
+        drop(queue);
+        self.0.changed.notify_one();
+        request
+    }
+}
+
+impl Drop for Later {
+    fn drop(&mut self) {
+        lock(&self.0.queue).over = true;
+        self.0.changed.notify_one();
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        while let Some(job) = self.next() {
+            job.settled.set(block_on(job.call.begin(&*job.storage)));
+        }
+    }
+
+    /// Waits for one that is due; `None`: nobody can ask for anything any more.
+    fn next(&self) -> Option<Job> {
+        let mut queue = lock(&self.queue);
+        loop {
+            let (now, over) = (Instant::now(), queue.over);
+            queue = match queue.jobs.last_entry() {
+                Some(job) if job.key().0.0 <= now => return Some(job.remove()),
+                Some(job) => {
+                    let wait = job.key().0.0 - now;
+                    self.changed.wait_timeout(queue, wait).unwrap_or_else(PoisonError::into_inner).0
+                }
+                None if over => return None,
+                None => self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+}

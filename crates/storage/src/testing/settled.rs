@@ -1,0 +1,54 @@
+//! The end of a request that somebody else carries out.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+
+use super::lock;
+use crate::error::StorageError;
+use crate::storage::Request;
+
+type Outcome = Result<(), StorageError>;
+
+#[derive(Debug, Default)]
+struct State {
+    outcome: Option<Outcome>,
+    waker: Option<Waker>,
+}
+
+/// Whoever carries the request out says here what became of it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Settled(Arc<Mutex<State>>);
+
+impl Settled {
+    pub(super) fn set(&self, outcome: Outcome) {
+        let waker = {
+            let mut state = lock(&self.0);
+            state.outcome = Some(outcome);
+            state.waker.take()
+        };
+        waker.into_iter().for_each(Waker::wake);
+    }
+
+    pub(super) fn request(&self) -> Request {
+        Box::pin(Waits(Arc::clone(&self.0)))
+    }
+}
+
+struct Waits(Arc<Mutex<State>>);
+
+impl Future for Waits {
+    type Output = Outcome;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {
+        let mut state = lock(&self.0);
+        match state.outcome.take() {
+            Some(outcome) => Poll::Ready(outcome),
+            None => {
+                state.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}

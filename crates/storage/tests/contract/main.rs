@@ -1,0 +1,4 @@
+//! One contract, kept by every storage.
+
+mod beds;
+mod promises;
