@@ -1,0 +1,357 @@
+//! Opening an image with all that lies below it.
+//!
+//! Law: a chain has an end. No file stands in it twice, by device and inode, whatever its names; its length has a limit; only its first
+//! file is written, and every other one is opened only if the [`Policy`] says so.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use limosa_storage::{CacheMode, Create, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, Storage};
+
+use crate::disk::Disk;
+use crate::error::ImageError;
+use crate::gate::{Policy, Purpose};
+use crate::probe::{Format, probe};
+use crate::qcow2::header::Header;
+use crate::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use crate::qcow2::snapshot_choice::SnapshotChoice;
+use crate::raw::{Raw, RawOptions};
+use crate::reference::{Below, Reference};
+
+/// The most files in a chain.
+pub const DEPTH_MOST: usize = 200;
+
+/// How an image is opened.
+#[derive(Debug, Clone, Default)]
+pub struct OpenOptions {
+    /// Its format, if its reference does not say it; `None`: it is guessed.
+    pub format: Option<Format>,
+    /// Nothing is written.
+    pub read_only: bool,
+    /// What is between a write and the medium: of all files.
+    pub cache: CacheMode,
+    /// Who carries requests out: of all files.
+    pub io: Io,
+    /// Whether others are kept from its files.
+    pub lock: LockPolicy,
+    /// Which other files may be opened.
+    pub policy: Policy,
+    /// How each qcow2 image is used; whether it is written is not decided here.
+    pub qcow2: Qcow2Options,
+    /// The image is read as it was when this snapshot was taken, and not written.
+    pub snapshot: Option<SnapshotChoice>,
+}
+
+impl OpenOptions {
+    /// Of files below the image, which nobody writes.
+    fn below(&self) -> Self {
+        Self { format: None, read_only: true, snapshot: None, ..self.clone() }
+    }
+
+    fn file(&self) -> FileOptions {
+        FileOptions { cache: self.cache, io: self.io, read_only: self.read_only, create: Create::No, lock: self.lock }
+    }
+}
+
+/// The file of an image, open, and nothing of what it refers to.
+#[derive(Debug, Clone)]
+pub struct ImageFile {
+    /// How it was named.
+    pub reference: Reference,
+    /// What it lies in.
+    pub storage: Arc<FileStorage>,
+    /// What it is.
+    pub format: Format,
+    /// Nobody said so.
+    pub guessed: bool,
+}
+
+/// An image in use.
+#[derive(Debug, Clone)]
+pub enum Image {
+    /// The bytes as they are.
+    Raw(Arc<Raw>),
+    /// qcow2.
+    Qcow2(Arc<Qcow2>),
+}
+
+impl Image {
+    /// As a disk of any format.
+    #[must_use]
+    pub fn disk(self) -> Arc<dyn Disk> {
+        match self {
+            Self::Raw(raw) => raw,
+            Self::Qcow2(qcow2) => qcow2,
+        }
+    }
+}
+
+impl ImageFile {
+    /// Opens the file that a reference names, and finds out what it is.
+    ///
+    /// # Errors
+    /// The kernel's; it looks like a format that limosa does not have.
+    pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Self, ImageError> {
+        let storage = FileStorage::open(&reference.path, &reference.settings.over(options.file()))?;
+        let (format, guessed) = match reference.format.or(options.format) {
+            Some(format) => (format, false),
+            None => (probe(&*storage).await?, true),
+        };
+        Ok(Self { reference: reference.clone(), storage, format, guessed })
+    }
+}
+
+/// One image of a chain, before it is put together.
+struct Level {
+    file: ImageFile,
+    header: Option<Header>,
+    data_file: Option<Arc<FileStorage>>,
+}
+
+/// Opens an image, with all that lies below it. A qcow2 image that is to be written, and was not closed while its refcounts were
+/// written late, is repaired first: [`Qcow2::repaired`] of [`open_image`]'s tells.
+///
+/// # Errors
+/// [`ImageError::Refused`]: it refers to a file that may not be opened, that stands in the chain already, or that cannot be named;
+/// what is wrong with any of its images; what the kernel says.
+pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Arc<dyn Disk>, ImageError> {
+    Ok(open_image(reference, options).await?.disk())
+}
+
+/// As [`open`], for what only images of one format can do.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<Image, ImageError> {
+    let (top, below) = levels(reference, options).await?;
+    top.put_on(below, options).await
+}
+
+/// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::check::resize) does, with all that lies below it: the image itself
+/// is not in use.
+///
+/// # Errors
+/// As [`open`]; it is not qcow2.
+pub async fn open_parts(reference: &Reference, options: &OpenOptions) -> Result<Parts, ImageError> {
+    let (top, below) = levels(reference, options).await?;
+    let name = Arc::clone(top.file.storage.name());
+    let parts = top.parts(below);
+    parts.map_err(|_| ImageError::Unsupported { image: name, what: "it is not a qcow2 image".into() })
+}
+
+/// The topmost image of a chain, and what is below it, in use.
+async fn levels(reference: &Reference, options: &OpenOptions) -> Result<(Level, Option<Image>), ImageError> {
+    let mut walk = Walk::new(reference, options);
+    let mut chain: Vec<Level> = Vec::new();
+    while let Some(file) = walk.next().await? {
+        let level = Level::of(file, &mut walk).await?;
+        level.below(&mut walk)?;
+        chain.push(level);
+    }
+    let mut image = None;
+    while let Some(level) = chain.pop() {
+        if chain.is_empty() {
+            return Ok((level, image));
+        }
+        image = Some(level.put_on(image, &walk.below).await?);
+    }
+    Err(refused(&"".into(), reference.path.as_os_str(), "nothing was opened".into()))
+}
+
+/// A way down a chain, file by file.
+pub(crate) struct Walk<'a> {
+    options: &'a OpenOptions,
+    below: OpenOptions,
+    seen: Seen,
+    next: Option<Reference>,
+    /// How many images were opened, and the last one's name.
+    depth: usize,
+    last: Option<Arc<str>>,
+}
+
+impl<'a> Walk<'a> {
+    pub(crate) fn new(reference: &Reference, options: &'a OpenOptions) -> Self {
+        let next = Some(reference.clone());
+        Self { options, below: options.below(), seen: Seen::default(), next, depth: 0, last: None }
+    }
+
+    /// How the image that was opened last was opened.
+    fn options(&self) -> &OpenOptions {
+        if self.depth <= 1 { self.options } else { &self.below }
+    }
+
+    /// Opens the next image's file: `None` at the end.
+    pub(crate) async fn next(&mut self) -> Result<Option<ImageFile>, ImageError> {
+        let Some(reference) = self.next.take() else { return Ok(None) };
+        let by = self.last.as_ref();
+        if let Some(by) = by
+            && self.depth >= DEPTH_MOST
+        {
+            let why = format!("a chain has at most {DEPTH_MOST} files; put some of them together");
+            return Err(refused(by, reference.path.as_os_str(), why));
+        }
+        self.depth += 1;
+        self.seen.look(by, &reference.path)?;
+        let file = ImageFile::open(&reference, self.options()).await?;
+        self.seen.take(by, &file.storage)?;
+        self.last = Some(Arc::clone(file.storage.name()));
+        Ok(Some(file))
+    }
+
+    /// Goes on with what stands in `image`, if that is allowed.
+    pub(crate) fn written(&mut self, image: &Arc<str>, mut reference: Reference) -> Result<(), ImageError> {
+        admit_all(&self.options.policy, image, &mut reference)?;
+        self.next = Some(reference);
+        Ok(())
+    }
+
+    /// Goes on with what the caller said.
+    pub(crate) fn said(&mut self, reference: &Reference) {
+        self.next = Some(reference.clone());
+    }
+}
+
+impl Level {
+    async fn of(file: ImageFile, walk: &mut Walk<'_>) -> Result<Self, ImageError> {
+        if file.format == Format::Raw {
+            return Ok(Self { file, header: None, data_file: None });
+        }
+        let header = Header::read(&*file.storage).await?;
+        let image = file.storage.name();
+        let unsupported = |what: &str| ImageError::Unsupported { image: Arc::clone(image), what: what.to_owned() };
+        let data_file = match (&file.reference.data_file, &header.extensions.data_file) {
+            _ if !header.features.data_file() => {
+                if file.reference.data_file.is_some() {
+                    return Err(unsupported("it has no data file, and was given one"));
+                }
+                None
+            }
+            (Some(path), _) => Some(path.clone()),
+            (None, Some(name)) => {
+                // Unlike a backing file's, the name is one from where we were started: so stock tools have it.
+                let named = Reference::named(name).map_err(|error| refused(image, name, error.why))?;
+                Some(admit(&walk.options.policy, Purpose::DataFile, image, &named.path)?)
+            }
+            (None, None) => return Err(unsupported("it does not name its data file; say data-file.filename=NAME")),
+        };
+        let data_file = match data_file {
+            Some(path) => {
+                walk.seen.look(Some(image), &path)?;
+                let storage = FileStorage::open(&path, &file.reference.settings.over(walk.options().file()))?;
+                walk.seen.take(Some(image), &storage)?;
+                Some(storage)
+            }
+            None => None,
+        };
+        Ok(Self { file, header: Some(header), data_file })
+    }
+
+    /// Goes on with what is below it.
+    fn below(&self, walk: &mut Walk<'_>) -> Result<(), ImageError> {
+        let Some(header) = &self.header else { return Ok(()) };
+        let (image, reference) = (self.file.storage.name(), &self.file.reference);
+        match (&reference.backing, &header.backing) {
+            (Below::Nothing, _) | (Below::AsWritten, None) => Ok(()),
+            (Below::Other(backing), _) => {
+                walk.said(backing);
+                Ok(())
+            }
+            (Below::AsWritten, Some(backing)) => {
+                walk.written(image, written(header, &backing.name, image, &reference.path)?)
+            }
+        }
+    }
+
+    /// What it consists of, if it is qcow2; else the file as it is.
+    fn parts(self, backing: Option<Image>) -> Result<Parts, ImageFile> {
+        let Self { file, header, data_file } = self;
+        let Some(header) = header else { return Err(file) };
+        let data_file = data_file.map(|storage| storage as Arc<dyn Storage>);
+        Ok(Parts { file: file.storage, data_file, backing: backing.map(Image::disk), header })
+    }
+
+    async fn put_on(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
+        let read_only = options.read_only || options.snapshot.is_some() || self.file.reference.settings.read_only;
+        let mut parts = match self.parts(backing) {
+            Ok(parts) => parts,
+            Err(ImageFile { reference, storage, guessed, .. }) => {
+                if let Some(snapshot) = &options.snapshot {
+                    let what = format!("it is raw, and has no snapshot with {snapshot}");
+                    return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
+                }
+                let raw = RawOptions { offset: reference.offset, size: reference.size, read_only, guessed };
+                return Ok(Image::Raw(Raw::open(storage, &raw)?));
+            }
+        };
+        if let Some(snapshot) = &options.snapshot {
+            parts.header = snapshot.apply(&*parts.file, parts.header).await?;
+        }
+        Ok(Image::Qcow2(Qcow2::open(parts, Qcow2Options { read_only, ..options.qcow2.clone() }).await?))
+    }
+}
+
+/// The reference that an image has to its backing file, with the format that it has for it.
+pub(crate) fn written(header: &Header, name: &OsStr, image: &Arc<str>, path: &Path) -> Result<Reference, ImageError> {
+    let mut reference = Reference::from_image(name, path).map_err(|error| refused(image, name, error.why))?;
+    if let Some(format) = header.extensions.backing_format.as_ref().filter(|format| !format.is_empty()) {
+        let format = format.parse::<Format>().map_err(|error| refused(image, name, error.to_string()))?;
+        reference.format = reference.format.or(Some(format));
+    }
+    Ok(reference)
+}
+
+/// Asks for everything that a reference names which stands in an image.
+fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Result<(), ImageError> {
+    reference.path = admit(policy, Purpose::Backing, image, &reference.path)?;
+    if let Some(path) = &mut reference.data_file {
+        *path = admit(policy, Purpose::DataFile, image, path)?;
+    }
+    match &mut reference.backing {
+        Below::Other(backing) => admit_all(policy, image, backing),
+        Below::AsWritten | Below::Nothing => Ok(()),
+    }
+}
+
+fn admit(policy: &Policy, purpose: Purpose, image: &Arc<str>, path: &Path) -> Result<std::path::PathBuf, ImageError> {
+    policy.admit(purpose, path).map_err(|why| refused(image, path.as_os_str(), why))
+}
+
+fn refused(image: &Arc<str>, reference: &OsStr, why: String) -> ImageError {
+    ImageError::Refused { image: Arc::clone(image), reference: reference.to_string_lossy().into_owned(), why }
+}
+
+/// The files of a chain.
+#[derive(Default)]
+struct Seen(Vec<FileIdentity>);
+
+impl Seen {
+    /// Before a file is opened: a second time would be in the way of the first one's locks.
+    fn look(&self, by: Option<&Arc<str>>, path: &Path) -> Result<(), ImageError> {
+        // Whatever is wrong with it is found out by opening it.
+        let Ok(metadata) = fs::metadata(path) else { return Ok(()) };
+        let identity = if metadata.file_type().is_block_device() {
+            FileIdentity { device: metadata.rdev(), inode: 0 }
+        } else {
+            FileIdentity { device: metadata.dev(), inode: metadata.ino() }
+        };
+        self.check(by, path.as_os_str(), identity)
+    }
+
+    fn take(&mut self, by: Option<&Arc<str>>, storage: &FileStorage) -> Result<(), ImageError> {
+        self.check(by, OsStr::new(&**storage.name()), storage.identity())?;
+        self.0.push(storage.identity());
+        Ok(())
+    }
+
+    fn check(&self, by: Option<&Arc<str>>, name: &OsStr, identity: FileIdentity) -> Result<(), ImageError> {
+        match by {
+            Some(by) if self.0.contains(&identity) => {
+                Err(refused(by, name, "that file stands in the chain already; a chain has an end".into()))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,506 @@
+//! Copies what is on disks to another disk, whatever their formats.
+//!
+//! Law: what is known to be zero, or to be below the target already, is neither read nor written; at most
+//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. What to do is computed by [`plan`]; this is the
+//! layer that does it, with so many workers that each take the next piece, read it, and write it when its turn has come.
+//!
+//! The target is not closed, and nothing is made durable: whoever opened it does that, with [`crate::Disk::close`].
+
+mod offload;
+pub mod plan;
+mod source;
+mod turn;
+
+use std::ops::{ControlFlow, Range};
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use async_lock::Mutex;
+use futures_util::TryStreamExt;
+use futures_util::future::try_join_all;
+use futures_util::stream::FuturesUnordered;
+use limosa_storage::{Buffer, IoVector, block_on};
+
+use crate::disk::Disk;
+use crate::error::ImageError;
+use crate::offset::GuestOffset;
+use crate::operation::{Doing, OperationError, Progress, Watch};
+use plan::{Action, Content, Cutter, Rules, Span, Step};
+pub(crate) use source::{SECTOR, Source, index};
+use turn::Turn;
+
+/// How to convert.
+#[derive(Debug, Clone)]
+pub struct ConvertOptions {
+    /// Pieces under way at the same time.
+    pub requests: usize,
+    /// Bytes of a piece, which are read and written at once as far as they are contents.
+    pub piece: u64,
+    /// Runs of zeros between contents are left out from so many bytes on; 0: everything is written, and the target fully allocated.
+    pub sparse: u64,
+    /// Pieces are written as they come; otherwise in the order of the disk, one after the other.
+    pub out_of_order: bool,
+    /// The target is known to read as zeros: it is new, or whoever asks says so.
+    pub target_is_zero: bool,
+    /// The target lies on a disk of so many bytes that has what lies below the source: only what the source itself has is copied.
+    pub below: Option<u64>,
+    /// Sectors that cannot be read become zeros.
+    pub salvage: bool,
+    /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for then.
+    pub copy_range: bool,
+}
+
+impl ConvertOptions {
+    /// What `sparse` usually is, in bytes.
+    pub const SPARSE: u64 = 4096;
+    /// Bytes of a piece that measured well: it stays in the processor's cache between being read and written.
+    pub const PIECE: u64 = 1 << 20;
+}
+
+impl Default for ConvertOptions {
+    fn default() -> Self {
+        Self {
+            requests: 8,
+            piece: Self::PIECE,
+            sparse: Self::SPARSE,
+            out_of_order: false,
+            target_is_zero: false,
+            below: None,
+            salvage: false,
+            copy_range: false,
+        }
+    }
+}
+
+/// What a conversion did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ConvertCounters {
+    /// Reads.
+    pub reads: u64,
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// Writes of contents.
+    pub writes: u64,
+    /// Bytes of contents written.
+    pub bytes_written: u64,
+    /// Copies that the kernel made.
+    pub copies: u64,
+    /// Bytes of contents that it copied.
+    pub bytes_copied: u64,
+    /// Requests to make a range zero.
+    pub zeroes: u64,
+    /// Bytes made zero by them.
+    pub bytes_zeroed: u64,
+    /// Bytes that are zero, in the target already.
+    pub bytes_spared: u64,
+    /// Bytes left to what is below the target.
+    pub bytes_below: u64,
+    /// Bytes that could not be read, and are zeros in the target.
+    pub bytes_lost: u64,
+    /// Where they are: the first few of them, in no order.
+    pub lost: Vec<Range<u64>>,
+}
+
+impl ConvertCounters {
+    /// How many places of lost bytes are named.
+    const PLACES: usize = 1024;
+
+    fn add(&mut self, other: Self) {
+        self.reads += other.reads;
+        self.bytes_read += other.bytes_read;
+        self.writes += other.writes;
+        self.bytes_written += other.bytes_written;
+        self.copies += other.copies;
+        self.bytes_copied += other.bytes_copied;
+        self.zeroes += other.zeroes;
+        self.bytes_zeroed += other.bytes_zeroed;
+        self.bytes_spared += other.bytes_spared;
+        self.bytes_below += other.bytes_below;
+        self.bytes_lost += other.bytes_lost;
+        let room = Self::PLACES.saturating_sub(self.lost.len());
+        self.lost.extend(other.lost.into_iter().take(room));
+    }
+
+    fn lose(&mut self, places: Vec<Range<u64>>) {
+        for place in places {
+            self.bytes_lost += place.end - place.start;
+            let room = self.lost.len() < Self::PLACES;
+            match self.lost.last_mut() {
+                Some(last) if last.end == place.start => last.end = place.end,
+                _ if room => self.lost.push(place),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The bytes that a conversion of these disks writes: the sum of their lengths, each in whole sectors.
+///
+/// # Errors
+/// [`OperationError::TooLarge`].
+pub fn length(sources: &[Arc<dyn Disk>]) -> Result<u64, OperationError> {
+    Ok(Source::new(sources)?.len())
+}
+
+/// Copies the sources, one after the other, to the beginning of the target.
+///
+/// Of a conversion that is dropped or fails, the target has anything.
+///
+/// # Errors
+/// [`OperationError`].
+pub async fn convert(
+    sources: &[Arc<dyn Disk>],
+    target: &dyn Disk,
+    options: &ConvertOptions,
+    watch: Watch<'_>,
+) -> Result<ConvertCounters, OperationError> {
+    let conversion = Conversion::new(sources, target, options, watch)?;
+    let workers: FuturesUnordered<_> = (0..options.requests.max(1)).map(|_| conversion.worker()).collect();
+    let mut counters = ConvertCounters::default();
+    workers
+        .try_for_each(|part| {
+            counters.add(part);
+            std::future::ready(Ok(()))
+        })
+        .await?;
+    Ok(counters)
+}
+
+/// The same, with a thread for each request, this one among them: what is in the page cache is copied by several processors, and
+/// nothing is handed from one thread to another if storages have their caller wait
+/// ([`limosa_storage::Io::Caller`]).
+///
+/// # Errors
+/// [`OperationError`].
+pub fn convert_on_threads(
+    sources: &[Arc<dyn Disk>],
+    target: &dyn Disk,
+    options: &ConvertOptions,
+    watch: Watch<'_>,
+) -> Result<ConvertCounters, OperationError> {
+    let conversion = Conversion::new(sources, target, options, watch)?;
+    let work = || {
+        let all_is_well = StopUnless { well: false, conversion: &conversion };
+        let outcome = block_on(conversion.worker());
+        all_is_well.is(outcome.is_ok());
+        outcome
+    };
+    let outcomes = thread::scope(|scope| {
+        let named = || thread::Builder::new().name("convert".into());
+        // Without the memory for as many, there are fewer.
+        let threads: Vec<_> = (1..options.requests).map_while(|_| named().spawn_scoped(scope, work).ok()).collect();
+        let mut outcomes = vec![work()];
+        outcomes.extend(threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))));
+        outcomes
+    });
+    let mut counters = ConvertCounters::default();
+    for outcome in outcomes {
+        counters.add(outcome?);
+    }
+    Ok(counters)
+}
+
+/// Stops the others if this one fails, or panics.
+struct StopUnless<'a> {
+    well: bool,
+    conversion: &'a Conversion<'a>,
+}
+
+impl StopUnless<'_> {
+    fn is(mut self, well: bool) {
+        self.well = well;
+    }
+}
+
+impl Drop for StopUnless<'_> {
+    fn drop(&mut self) {
+        if !self.well {
+            self.conversion.stop();
+        }
+    }
+}
+
+struct Conversion<'a> {
+    source: Source,
+    target: &'a dyn Disk,
+    options: &'a ConvertOptions,
+    rules: Rules,
+    piece: u64,
+    feed: Mutex<Feed>,
+    turn: Turn,
+    done: AtomicU64,
+    written: AtomicU64,
+    /// The kernel has said that it does not copy.
+    plainly: AtomicBool,
+    /// A worker has failed.
+    stopped: AtomicBool,
+    watch: Watch<'a>,
+}
+
+/// What has not been begun.
+struct Feed {
+    cutter: Cutter,
+    /// Up to where the map of the source is known.
+    at: u64,
+    /// The number of the next step that writes.
+    number: u64,
+}
+
+/// What is zeroed at once, in bytes: in between, somebody may stop it.
+const ZERO_AT_ONCE: u64 = 256 << 20;
+
+impl<'a> Conversion<'a> {
+    fn new(
+        sources: &[Arc<dyn Disk>],
+        target: &'a dyn Disk,
+        options: &'a ConvertOptions,
+        watch: Watch<'a>,
+    ) -> Result<Self, OperationError> {
+        let source = Source::new(sources)?;
+        let total = source.len();
+        if target.len() < total {
+            return Err(OperationError::TargetTooSmall {
+                target: target.name().to_string(),
+                has: target.len(),
+                needs: total,
+            });
+        }
+        let granularity = target.granularity().max(1);
+        let piece = options.piece.max(granularity).max(SECTOR).next_multiple_of(granularity);
+        let unit = options.sparse.checked_ilog2().map_or(SECTOR, |bits| 1 << bits).max(SECTOR);
+        Ok(Conversion {
+            feed: Mutex::new(Feed { cutter: Cutter::new(piece, total, options.sparse == 0), at: 0, number: 0 }),
+            rules: Rules { sparse: options.sparse, unit, granularity, target_is_zero: options.target_is_zero },
+            source,
+            target,
+            options,
+            piece,
+            turn: Turn::default(),
+            done: AtomicU64::new(0),
+            written: AtomicU64::new(0),
+            plainly: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            watch,
+        })
+    }
+
+    /// Nobody begins anything any more.
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        self.turn.abandon();
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+
+    async fn worker(&self) -> Result<ConvertCounters, OperationError> {
+        let mut counters = ConvertCounters::default();
+        let mut buffer = None;
+        while let Some((number, step)) = self.next().await? {
+            // Whatever else it waits for ends by itself.
+            if self.is_stopped() {
+                break;
+            }
+            match step {
+                Step::Leave(range) => {
+                    counters.bytes_below += range.end - range.start;
+                    self.advance(range.end - range.start)?;
+                    continue;
+                }
+                Step::Zero(range) => {
+                    if !self.wait(number).await {
+                        break;
+                    }
+                    self.zero(&range, &mut counters, true).await?;
+                }
+                Step::Piece(range, spans) => {
+                    if let Some(runs) = self.runs(&spans).await? {
+                        if !self.wait(number).await {
+                            break;
+                        }
+                        if self.offload(runs, &spans, &mut counters).await? {
+                            counters.bytes_below += bytes(&spans, Content::Below);
+                            self.advance(range.end - range.start)?;
+                            self.turn.done();
+                            continue;
+                        }
+                    }
+                    let buffer = buffer.get_or_insert_with(|| Buffer::zeroed(index(self.piece)));
+                    self.read(&range, &spans, buffer, &mut counters).await?;
+                    let place = |part: &Range<u64>| {
+                        buffer.slice(index(part.start - range.start)..index(part.end - range.start))
+                    };
+                    let actions = plan::actions(&spans, |part| place(part).is_zero(), &self.rules);
+                    if !self.wait(number).await {
+                        break;
+                    }
+                    self.carry_out(&actions, place, &mut counters).await?;
+                    counters.bytes_below += bytes(&spans, Content::Below);
+                    self.advance(range.end - range.start)?;
+                }
+            }
+            self.turn.done();
+        }
+        Ok(counters)
+    }
+
+    /// The next step and its number.
+    async fn next(&self) -> Result<Option<(u64, Step)>, OperationError> {
+        let mut feed = self.feed.lock().await;
+        loop {
+            if let Some(step) = feed.cutter.step() {
+                let number = feed.number;
+                feed.number += u64::from(!matches!(step, Step::Leave(_)));
+                return Ok(Some((number, step)));
+            }
+            let at = feed.at;
+            if at >= self.source.len() {
+                return Ok(None);
+            }
+            let span = match self.source.map(at, self.options.below).await {
+                Ok(span) => span,
+                // Perhaps it can be read all the same.
+                Err(_) if self.options.salvage => {
+                    let end = (at / SECTOR + 1).saturating_mul(SECTOR).min(self.source.len());
+                    Span { range: at..end, content: Content::Data }
+                }
+                Err(error) => return Err(OperationError::at(Doing::Mapping, at)(error)),
+            };
+            feed.at = span.range.end;
+            feed.cutter.push(span);
+        }
+    }
+
+    /// Waits for the turn of a step: false if all is over.
+    async fn wait(&self, number: u64) -> bool {
+        if !self.options.out_of_order {
+            self.turn.wait(number).await;
+        }
+        !self.is_stopped()
+    }
+
+    fn advance(&self, bytes: u64) -> Result<(), OperationError> {
+        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let moved = self.written.load(Ordering::Relaxed);
+        match (self.watch)(Progress { done, total: self.source.len(), moved }) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(OperationError::Stopped),
+        }
+    }
+
+    /// Reads what a piece has of contents, each run by itself, and puts zeros where it is known to have some.
+    async fn read(
+        &self,
+        range: &Range<u64>,
+        spans: &[Span],
+        buffer: &Buffer,
+        counters: &mut ConvertCounters,
+    ) -> Result<(), OperationError> {
+        let salvage = self.options.salvage;
+        let reads = spans.iter().map(|span| async move {
+            let part = buffer.slice(index(span.range.start - range.start)..index(span.range.end - range.start));
+            let mut lost = Vec::new();
+            match span.content {
+                Content::Data => self.source.read(&span.range, &part, salvage.then_some(&mut lost)).await?,
+                Content::Zero => part.clear(),
+                Content::Below => {}
+            }
+            Ok(lost)
+        });
+        for lost in try_join_all(reads).await? {
+            counters.lose(lost);
+        }
+        counters.reads += spans.iter().filter(|span| span.content == Content::Data).count() as u64;
+        counters.bytes_read += bytes(spans, Content::Data);
+        Ok(())
+    }
+
+    async fn carry_out(
+        &self,
+        actions: &[Action],
+        place: impl Fn(&Range<u64>) -> Buffer,
+        counters: &mut ConvertCounters,
+    ) -> Result<(), OperationError> {
+        let write = |range: &Range<u64>| {
+            let (at, from) = (range.start, IoVector::from(place(range)));
+            async move {
+                let write = self.target.write(GuestOffset(at), from).await;
+                write.map_err(OperationError::at(Doing::Writing, at))
+            }
+        };
+        let mut together = Vec::new();
+        for action in actions {
+            match action {
+                Action::Write(range) => {
+                    counters.writes += 1;
+                    counters.bytes_written += range.end - range.start;
+                    self.written.fetch_add(range.end - range.start, Ordering::Relaxed);
+                    if self.options.out_of_order {
+                        together.push(write(range));
+                    } else {
+                        write(range).await?;
+                    }
+                }
+                Action::Zero(range) => self.zero(range, counters, false).await?,
+                Action::Spare(range) => counters.bytes_spared += range.end - range.start,
+            }
+        }
+        try_join_all(together).await?;
+        Ok(())
+    }
+
+    /// Has a range of the target read as zeros, if it does not already. `advance`: it is a step of its own.
+    async fn zero(
+        &self,
+        range: &Range<u64>,
+        counters: &mut ConvertCounters,
+        advance: bool,
+    ) -> Result<(), OperationError> {
+        let mut at = range.start;
+        while at < range.end {
+            let (end, spare) = self.zero_at(at..range.end).await?;
+            let length = end - at;
+            if spare {
+                counters.bytes_spared += length;
+            } else {
+                let zero = self.target.write_zeroes(GuestOffset(at), length, true).await;
+                zero.map_err(OperationError::at(Doing::Zeroing, at))?;
+                counters.zeroes += 1;
+                counters.bytes_zeroed += length;
+            }
+            if advance {
+                self.advance(length)?;
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Up to where the beginning of a range of the target is alike, and whether it is zero already.
+    async fn zero_at(&self, range: Range<u64>) -> Result<(u64, bool), OperationError> {
+        if self.rules.target_is_zero {
+            return Ok((range.end, true));
+        }
+        let at_once = range.end.min(range.start.saturating_add(ZERO_AT_ONCE));
+        // On top of another disk, zeros are said, not supposed: that disk may be exchanged.
+        if self.options.below.is_some() {
+            return Ok((at_once, false));
+        }
+        let left = range.end - range.start;
+        let mapped = self.target.map(GuestOffset(range.start), left).await;
+        let mapped = mapped.map_err(|error: ImageError| OperationError::at(Doing::Mapping, range.start)(error))?;
+        let end = range.start + mapped.length.clamp(1, left);
+        // Space that was set aside stays: whoever did that wants it.
+        if mapped.kind.is_zero() { Ok((end, true)) } else { Ok((end.min(at_once), false)) }
+    }
+}
+
+fn bytes(spans: &[Span], content: Content) -> u64 {
+    spans.iter().filter(|span| span.content == content).map(|span| span.range.end - span.range.start).sum()
+}
+
+#[cfg(test)]
+mod tests;

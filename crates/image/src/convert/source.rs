@@ -1,0 +1,184 @@
+//! What is converted: one disk or several, one after the other.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use futures_util::future::try_join_all;
+use limosa_storage::{Buffer, IoVector, Storage};
+
+use super::plan::{Content, Span};
+use crate::disk::{Disk, MapKind};
+use crate::error::ImageError;
+use crate::offset::{GuestOffset, HostOffset};
+use crate::operation::{Doing, OperationError};
+
+/// What disks are made of: a disk whose length is no multiple of it goes on with zeros.
+pub(crate) const SECTOR: u64 = 512;
+
+/// Disks, one after the other.
+#[derive(Debug)]
+pub(crate) struct Source {
+    parts: Vec<Part>,
+    len: u64,
+}
+
+/// Where contents lie as they are.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) storage: Arc<dyn Storage>,
+    pub(super) at: HostOffset,
+    /// How many of them, in bytes.
+    pub(super) length: u64,
+}
+
+#[derive(Debug)]
+struct Part {
+    disk: Arc<dyn Disk>,
+    /// Where it begins and ends, up to a whole sector.
+    range: Range<u64>,
+    /// Its own bytes.
+    len: u64,
+}
+
+impl Source {
+    pub(crate) fn new(disks: &[Arc<dyn Disk>]) -> Result<Self, OperationError> {
+        let mut parts = Vec::with_capacity(disks.len());
+        let mut at = 0_u64;
+        for disk in disks {
+            let len = disk.len();
+            let whole = len.checked_next_multiple_of(SECTOR).and_then(|whole| at.checked_add(whole));
+            let end = whole.ok_or(OperationError::TooLarge)?;
+            parts.push(Part { disk: Arc::clone(disk), range: at..end, len });
+            at = end;
+        }
+        Ok(Self { parts, len: at })
+    }
+
+    /// Bytes of all of them.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// What there is from `at` on. `below`: the target lies on a disk of so many bytes with what lies below the source.
+    pub(crate) async fn map(&self, at: u64, below: Option<u64>) -> Result<Span, ImageError> {
+        let Some(part) = self.parts.iter().find(|part| part.range.contains(&at)) else {
+            return Ok(Span { range: at..self.len.max(at), content: Content::Zero });
+        };
+        let inside = at - part.range.start;
+        if inside >= part.len {
+            return Ok(Span { range: at..part.range.end, content: Content::Zero });
+        }
+        let most = part.len - inside;
+        let mapped = part.disk.map(GuestOffset(inside), most).await?;
+        let mut length = mapped.length.clamp(1, most);
+        let content = match (mapped.kind, below) {
+            (_, Some(_)) if mapped.depth > 0 => Content::Below,
+            (MapKind::Data | MapKind::Compressed, _) => Content::Data,
+            // The target has nothing there either.
+            (_, Some(below)) if at >= below => Content::Below,
+            (_, Some(below)) => {
+                length = length.min(below - at);
+                Content::Zero
+            }
+            _ => Content::Zero,
+        };
+        Ok(Span { range: at..at + length, content })
+    }
+
+    /// Where the beginning of a range of contents lies as it is; `None`: nowhere.
+    pub(super) async fn place(&self, range: &Range<u64>) -> Result<Option<Place>, ImageError> {
+        let Some(part) = self.parts.iter().find(|part| part.range.contains(&range.start)) else { return Ok(None) };
+        let inside = range.start - part.range.start;
+        let most = part.len.min(range.end - part.range.start).saturating_sub(inside);
+        if most == 0 {
+            return Ok(None);
+        }
+        let mapped = part.disk.map(GuestOffset(inside), most).await?;
+        let storage = part.disk.storage(mapped.depth).filter(|_| mapped.kind == MapKind::Data);
+        let place = |(_, at)| Some(Place { storage: storage?, at, length: mapped.length.clamp(1, most) });
+        Ok(mapped.host.and_then(place))
+    }
+
+    /// Fills a buffer with what is in a range. With `lost`, sectors that cannot be read become zeros and are named there.
+    pub(crate) async fn read(
+        &self,
+        range: &Range<u64>,
+        into: &Buffer,
+        lost: Option<&mut Vec<Range<u64>>>,
+    ) -> Result<(), OperationError> {
+        let first = self.parts.iter().filter(|part| part.range.end > range.start && part.range.start < range.end);
+        let mut failed = Vec::new();
+        let salvage = lost.is_some();
+        let reads = first.map(|part| async move {
+            let begin = range.start.max(part.range.start);
+            let own_end = range.end.min(part.range.start + part.len).max(begin);
+            let place = |from: u64, to: u64| into.slice(index(from - range.start)..index(to - range.start));
+            place(own_end, range.end.min(part.range.end)).clear();
+            let mut bad = Vec::new();
+            let whole = if begin < own_end { part.read(begin, place(begin, own_end)).await } else { Ok(()) };
+            match whole {
+                Ok(()) => {}
+                Err(error) if !salvage => return Err(OperationError::at(Doing::Reading, begin)(error)),
+                Err(_) => part.salvage(begin..own_end, place, &mut bad).await,
+            }
+            Ok(bad)
+        });
+        for bad in try_join_all(reads).await? {
+            failed.extend(bad);
+        }
+        if let Some(lost) = lost {
+            lost.extend(failed);
+        }
+        Ok(())
+    }
+}
+
+impl Part {
+    /// Reads what can be read of a range that cannot be read as a whole, half by half. Sectors that cannot be read become zeros, and
+    /// are named in order.
+    async fn salvage(&self, range: Range<u64>, place: impl Fn(u64, u64) -> Buffer, bad: &mut Vec<Range<u64>>) {
+        // What has not been looked at, the first of it last, and whether it may be readable.
+        let mut halves = vec![(range, false)];
+        while let Some((range, is_worth_it)) = halves.pop() {
+            if is_worth_it && self.read(range.start, place(range.start, range.end)).await.is_ok() {
+                continue;
+            }
+            let Some(middle) = middle(&range) else {
+                place(range.start, range.end).clear();
+                bad.push(range);
+                continue;
+            };
+            halves.push((middle..range.end, true));
+            halves.push((range.start..middle, true));
+        }
+    }
+
+    async fn read(&self, at: u64, into: Buffer) -> Result<(), ImageError> {
+        self.disk.read(GuestOffset(at - self.range.start), IoVector::from(into)).await
+    }
+}
+
+/// The end of a sector in the middle of a range; `None`: it lies in one.
+fn middle(range: &Range<u64>) -> Option<u64> {
+    let half = range.start.midpoint(range.end) / SECTOR * SECTOR;
+    let middle = if half > range.start { half } else { (range.start / SECTOR + 1) * SECTOR };
+    (middle < range.end).then_some(middle)
+}
+
+/// A place in a buffer.
+pub(crate) fn index(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_halved_between_sectors() {
+        assert_eq!(middle(&(0..1024)), Some(512));
+        assert_eq!(middle(&(512..(1 << 20))), Some(1 << 19));
+        assert_eq!(middle(&(600..1500)), Some(1024));
+        assert_eq!([0..512, 600..1024, 0..1].map(|range| middle(&range)), [None; 3]);
+    }
+}

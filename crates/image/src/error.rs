@@ -1,0 +1,67 @@
+//! What an image fails with.
+
+use std::sync::Arc;
+
+use limosa_storage::StorageError;
+
+use crate::offset::GuestOffset;
+
+/// Why an image cannot be opened, read, written or checked.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImageError {
+    /// What it lies in failed.
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+
+    /// It is not what it should be. Nothing that rests on it was done.
+    #[error("{image}: {table}: {why}")]
+    Corrupt {
+        /// The image: a path.
+        image: Arc<str>,
+        /// Which of its structures, with its offset in the file: `L2 table at 0x50000, entry 7`.
+        table: String,
+        /// What is wrong with it.
+        why: String,
+    },
+
+    /// It asks for what limosa does not have.
+    #[error("{image}: {what}")]
+    Unsupported {
+        /// The image: a path.
+        image: Arc<str>,
+        /// What that is, and what to do.
+        what: String,
+    },
+
+    /// It names another file, and may not have it opened.
+    #[error("{image}: it refers to {reference}, which is not opened: {why}")]
+    Refused {
+        /// The image: a path.
+        image: Arc<str>,
+        /// What it names.
+        reference: String,
+        /// Why, and what to do.
+        why: String,
+    },
+
+    /// It may not be written.
+    #[error("{image} is read-only")]
+    ReadOnly {
+        /// The image: a path.
+        image: Arc<str>,
+    },
+
+    /// A request behind its end.
+    #[error("{image} of {length} bytes has no {wanted} bytes at {at}")]
+    Outside {
+        /// The image: a path.
+        image: Arc<str>,
+        /// Its length in bytes.
+        length: u64,
+        /// Where the request begins.
+        at: GuestOffset,
+        /// Its length in bytes.
+        wanted: u64,
+    },
+}

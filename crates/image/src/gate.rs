@@ -1,0 +1,93 @@
+//! Who may have which file opened.
+//!
+//! Law: an image opens no other file unless who opened the image allows it. An image is data from outside; a backing file's name
+//! in it can be that of any file that we can read, and a data file's that of any that we can write.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Which files an image may have opened. What the caller itself names is not asked about.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// None.
+    #[default]
+    Refuse,
+    /// Those in these folders and below, after all symbolic links. Who can exchange folders there while images are opened is
+    /// trusted.
+    Within(Vec<PathBuf>),
+    /// Every one: as stock tools do.
+    Follow,
+}
+
+/// What an image wants a file for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// To read what it does not have itself.
+    Backing,
+    /// To keep its contents in.
+    DataFile,
+}
+
+impl fmt::Display for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Backing => "a backing file",
+            Self::DataFile => "a data file",
+        })
+    }
+}
+
+impl Policy {
+    /// The path by which the file may be opened.
+    ///
+    /// # Errors
+    /// Why it may not be, and what to do.
+    pub fn admit(&self, purpose: Purpose, path: &Path) -> Result<PathBuf, String> {
+        match self {
+            Self::Follow => Ok(path.to_owned()),
+            Self::Refuse => Err(format!("it is not trusted to have {purpose}; open it without --untrusted if it is")),
+            Self::Within(folders) => {
+                let real = fs::canonicalize(path).map_err(|error| error.to_string())?;
+                let inside = |folder: &PathBuf| fs::canonicalize(folder).is_ok_and(|folder| real.starts_with(folder));
+                if folders.iter().any(inside) {
+                    return Ok(real);
+                }
+                Err(format!("{purpose} has to lie in one of the folders that are allowed"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_link_out_of_a_folder_is_not_in_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let inner = folder.path().join("inner");
+        fs::create_dir(&inner).unwrap();
+        fs::write(inner.join("base"), "").unwrap();
+        fs::write(folder.path().join("secret"), "").unwrap();
+        symlink("../secret", inner.join("link")).unwrap();
+        let policy = Policy::Within(vec![inner.clone()]);
+        let admit = |name: &str| policy.admit(Purpose::Backing, &inner.join(name));
+        assert_eq!(admit("base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
+        assert_eq!(admit("../inner/base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
+        for outside in ["link", "../secret"] {
+            assert_eq!(admit(outside).unwrap_err(), "a backing file has to lie in one of the folders that are allowed");
+        }
+        assert!(admit("absent").is_err());
+    }
+
+    #[test]
+    fn nothing_is_allowed_unless_it_is_said() {
+        assert!(
+            Policy::default().admit(Purpose::DataFile, Path::new("/dev/null")).unwrap_err().contains("a data file")
+        );
+        assert_eq!(Policy::Follow.admit(Purpose::Backing, Path::new("a")).unwrap(), Path::new("a"));
+    }
+}

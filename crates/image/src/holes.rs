@@ -1,0 +1,45 @@
+//! What a storage has no contents for, and how much space it takes.
+
+use std::ops::Range;
+
+use limosa_storage::{ExtentKind, Storage, StorageError};
+
+/// Bytes of which it is found out what they are, to begin with.
+const FIRST_LOOK: u64 = 64 << 10;
+
+/// How many bytes from the beginning of a range on are alike, and whether they are known to be zeros.
+///
+/// Extents are walked as far as they are asked for: a little at first, and further as long as all is alike.
+pub(crate) fn alike(storage: &dyn Storage, range: &Range<u64>) -> Result<(u64, bool), StorageError> {
+    let mut alike = range.start;
+    let mut kind = None;
+    let mut window = FIRST_LOOK;
+    'look: while alike < range.end {
+        let begin = alike;
+        for extent in storage.extents(begin..range.end.min(begin.saturating_add(window)))? {
+            if extent.range.end <= alike {
+                continue;
+            }
+            let is_zero = extent.kind.is_zero();
+            if *kind.get_or_insert(is_zero) != is_zero || extent.range.start > alike {
+                break 'look;
+            }
+            alike = extent.range.end.min(range.end);
+        }
+        if alike == begin {
+            break;
+        }
+        window = window.saturating_mul(4);
+    }
+    let is_zero = kind.unwrap_or(ExtentKind::Data.is_zero());
+    Ok((if alike > range.start { alike } else { range.end } - range.start, is_zero))
+}
+
+/// Bytes that the file of a storage takes up; `None`: it has no file, or lies on a device as a whole.
+pub(crate) fn taken(storage: &dyn Storage) -> Option<u64> {
+    /// What the kernel counts in: stat(2).
+    const BLOCK: u64 = 512;
+    let found = rustix::fs::fstat(storage.file()?).ok()?;
+    let is_file = rustix::fs::FileType::from_raw_mode(found.st_mode).is_file();
+    u64::try_from(found.st_blocks).ok().filter(|_| is_file)?.checked_mul(BLOCK)
+}

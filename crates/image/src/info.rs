@@ -1,0 +1,354 @@
+//! What an image is, for people and programs.
+//!
+//! Law: asking opens no other file. What an image refers to is told as it is written down; only who asks for the chain has the
+//! files below opened, as far as the policy allows.
+//!
+//! Source of the names and their meaning: `ImageInfo` in QEMU's qapi/block-core.json; serialized it is what
+//! `qemu-img info --output json` prints.
+
+use std::ffi::OsStr;
+
+use limosa_storage::{FileStorage, Storage, StorageError};
+use serde::Serialize;
+
+use crate::chain::{ImageFile, OpenOptions, Walk, written};
+use crate::error::ImageError;
+use crate::holes::taken;
+use crate::probe::Format;
+use crate::qcow2::bitmap_directory;
+use crate::qcow2::header::{Encryption, Header};
+use crate::qcow2::snapshot_table::{self, Snapshot};
+use crate::reference::{Below, Reference};
+
+/// Disks are whole sectors long, in bytes.
+const SECTOR: u64 = 512;
+
+/// What an image is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ImageInfo {
+    /// What it lies in.
+    pub children: Vec<Child>,
+    /// The snapshots that lie in it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<SnapshotInfo>,
+    /// The format of its backing file, as it is written down.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename_format: Option<String>,
+    /// Bytes of the guest's disk.
+    pub virtual_size: u64,
+    /// Its name: a path, or `json:{...}` where a path does not say it all.
+    pub filename: String,
+    /// Bytes of a cluster.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cluster_size: Option<u64>,
+    /// `raw`, `qcow2`.
+    pub format: &'static str,
+    /// Bytes that its file takes up.
+    pub actual_size: u64,
+    /// What only images of its format have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format_specific: Option<FormatSpecific>,
+    /// Where its backing file is looked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub full_backing_filename: Option<String>,
+    /// Its backing file, as it is written down.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename: Option<String>,
+    /// Whether its contents are encrypted; absent if they are not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
+    /// Its refcounts have to be made anew before it is written.
+    pub dirty_flag: bool,
+}
+
+/// A file that an image lies in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Child {
+    /// What it is for: `file`.
+    pub name: &'static str,
+    /// What it is.
+    pub info: FileInfo,
+}
+
+/// What a file is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct FileInfo {
+    /// A file lies in nothing.
+    pub children: [(); 0],
+    /// Its length in bytes, rounded up to a sector.
+    pub virtual_size: u64,
+    /// Its path.
+    pub filename: String,
+    /// `file`, `host_device`.
+    pub format: &'static str,
+    /// Bytes that it takes up.
+    pub actual_size: u64,
+    /// What only such files have: nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format_specific: Option<FileSpecific>,
+    /// Always false.
+    pub dirty_flag: bool,
+}
+
+/// What only files have.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct FileSpecific {
+    #[serde(rename = "type")]
+    kind: FileKind,
+    data: Empty,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum FileKind {
+    #[default]
+    File,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+struct Empty {}
+
+/// A snapshot that lies in an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct SnapshotInfo {
+    /// Instructions the guest had executed, if they were counted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub icount: Option<u64>,
+    /// How long the guest had been running: nanoseconds beyond the seconds.
+    pub vm_clock_nsec: u64,
+    /// What people call it.
+    pub name: String,
+    /// When it was taken: seconds since 1970.
+    pub date_sec: u32,
+    /// Nanoseconds beyond those.
+    pub date_nsec: u32,
+    /// How long the guest had been running, in seconds.
+    pub vm_clock_sec: u64,
+    /// What it is known by.
+    pub id: String,
+    /// Bytes of the VM's state.
+    pub vm_state_size: u64,
+}
+
+impl From<Snapshot> for SnapshotInfo {
+    fn from(snapshot: Snapshot) -> Self {
+        const SECOND: u64 = 1_000_000_000;
+        Self {
+            icount: snapshot.icount,
+            vm_clock_nsec: snapshot.vm_clock % SECOND,
+            name: snapshot.name,
+            date_sec: snapshot.taken.0,
+            date_nsec: snapshot.taken.1,
+            vm_clock_sec: snapshot.vm_clock / SECOND,
+            id: snapshot.id,
+            vm_state_size: snapshot.vm_state_size,
+        }
+    }
+}
+
+/// What only images of a format have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "type", content = "data", rename_all = "lowercase")]
+pub enum FormatSpecific {
+    /// qcow2.
+    Qcow2(Qcow2Info),
+}
+
+/// What only qcow2 images have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Qcow2Info {
+    /// `0.10` (version 2), `1.1` (version 3).
+    pub compat: &'static str,
+    /// How clusters are compressed.
+    pub compression_type: &'static str,
+    /// Refcounts may be written late; in version 3.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lazy_refcounts: Option<bool>,
+    /// The bitmaps that lie in it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapInfo>,
+    /// Bits of a refcount.
+    pub refcount_bits: u32,
+    /// The file for its contents, as it is written down.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_file: Option<String>,
+    /// That file is a raw image, too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_file_raw: Option<bool>,
+    /// How its contents are encrypted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encrypt: Option<EncryptInfo>,
+    /// It was found to be damaged; in version 3.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub corrupt: Option<bool>,
+    /// Its clusters have subclusters; in version 3.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub extended_l2: Option<bool>,
+}
+
+/// A bitmap that lies in an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct BitmapInfo {
+    /// `in-use`, `auto`.
+    pub flags: Vec<&'static str>,
+    /// What it is called.
+    pub name: String,
+    /// Bytes that a bit is about.
+    pub granularity: u64,
+}
+
+/// How contents are encrypted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct EncryptInfo {
+    /// `aes`, `luks`.
+    pub format: &'static str,
+}
+
+impl ImageInfo {
+    /// Of an image whose file is open. Nothing else is opened; its tables may lie anywhere.
+    ///
+    /// # Errors
+    /// Its header, its snapshot table or its bitmap directory cannot be; what the storage says.
+    pub async fn of(file: &ImageFile) -> Result<Self, ImageError> {
+        let child = file_info(&file.storage)?;
+        let mut info = Self {
+            snapshots: Vec::new(),
+            backing_filename_format: None,
+            virtual_size: match (file.format, file.reference.size) {
+                (Format::Raw, Some(size)) => size,
+                _ => sectors(file.storage.length()?.saturating_sub(file.reference.offset)),
+            },
+            filename: name(&file.reference),
+            cluster_size: None,
+            format: file.format.name(),
+            actual_size: child.actual_size,
+            format_specific: None,
+            full_backing_filename: None,
+            backing_filename: None,
+            encrypted: None,
+            dirty_flag: false,
+            children: vec![Child { name: "file", info: child }],
+        };
+        if file.format == Format::Qcow2 {
+            let header = Header::read_to_examine(&*file.storage).await?;
+            info.describe(file, &header).await?;
+        }
+        Ok(info)
+    }
+
+    async fn describe(&mut self, file: &ImageFile, header: &Header) -> Result<(), ImageError> {
+        let storage = &*file.storage;
+        self.snapshots = snapshot_table::read(storage, header).await?.into_iter().map(SnapshotInfo::from).collect();
+        self.virtual_size = header.size;
+        self.cluster_size = Some(header.geometry().cluster_size());
+        self.dirty_flag = header.features.dirty();
+        self.encrypted = (header.encryption != Encryption::None).then_some(true);
+        if let Some(backing) = &header.backing {
+            self.backing_filename = Some(text(&backing.name));
+            self.backing_filename_format = header.extensions.backing_format.clone();
+            // One that cannot be opened is told all the same.
+            let full = Reference::from_image(&backing.name, &file.reference.path);
+            let is_plain = |reference: &Reference| *reference == Reference::file(&*reference.path);
+            let plain = full.ok().filter(is_plain).filter(|_| !has_protocol(&backing.name));
+            self.full_backing_filename =
+                Some(plain.map_or_else(|| text(&backing.name), |reference| text(reference.path.as_os_str())));
+        }
+        let new = header.version > 2;
+        let bitmaps = bitmap_directory::read(storage, header).await?.into_iter().map(|bitmap| BitmapInfo {
+            flags: [(bitmap.in_use, "in-use"), (bitmap.auto, "auto")]
+                .into_iter()
+                .filter_map(|(set, flag)| set.then_some(flag))
+                .collect(),
+            name: bitmap.name,
+            granularity: 1 << bitmap.granularity_bits,
+        });
+        self.format_specific = Some(FormatSpecific::Qcow2(Qcow2Info {
+            compat: if new { "1.1" } else { "0.10" },
+            compression_type: header.compression.name(),
+            lazy_refcounts: new.then(|| header.features.lazy_refcounts()),
+            bitmaps: bitmaps.collect(),
+            refcount_bits: header.geometry().refcount_bits(),
+            data_file: header
+                .extensions
+                .data_file
+                .as_ref()
+                .filter(|_| header.features.data_file())
+                .map(|name| text(name)),
+            data_file_raw: header.features.data_file().then(|| header.features.raw_data_file()),
+            encrypt: match header.encryption {
+                Encryption::None => None,
+                Encryption::Aes => Some(EncryptInfo { format: "aes" }),
+                Encryption::Luks => Some(EncryptInfo { format: "luks" }),
+            },
+            corrupt: new.then(|| header.features.corrupt()),
+            extended_l2: new.then(|| header.features.extended_l2()),
+        }));
+        Ok(())
+    }
+
+    /// Of an image and of all below it, one after the other. Data files are not opened.
+    ///
+    /// # Errors
+    /// As [`ImageInfo::of`], of any of them; [`ImageError::Refused`]: a file may not be opened, or stands in the chain already.
+    pub async fn of_chain(reference: &Reference, options: &OpenOptions) -> Result<Vec<Self>, ImageError> {
+        let mut walk = Walk::new(reference, options);
+        let mut found = Vec::new();
+        while let Some(file) = walk.next().await? {
+            found.push(Self::of(&file).await?);
+            if file.format == Format::Qcow2 && file.reference.backing == Below::AsWritten {
+                let header = Header::read_to_examine(&*file.storage).await?;
+                let (image, path) = (file.storage.name(), &file.reference.path);
+                if let Some(backing) = &header.backing {
+                    walk.written(image, written(&header, &backing.name, image, path)?)?;
+                }
+            } else if let Below::Other(backing) = &file.reference.backing {
+                walk.said(backing);
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// What the file is that an image lies in.
+fn file_info(storage: &FileStorage) -> Result<FileInfo, StorageError> {
+    Ok(FileInfo {
+        children: [],
+        virtual_size: sectors(storage.length()?),
+        filename: storage.name().to_string(),
+        format: if storage.is_block_device() { "host_device" } else { "file" },
+        actual_size: taken(storage).unwrap_or(0),
+        format_specific: (!storage.is_block_device()).then(FileSpecific::default),
+        dirty_flag: false,
+    })
+}
+
+fn sectors(length: u64) -> u64 {
+    length.checked_next_multiple_of(SECTOR).unwrap_or(length)
+}
+
+fn text(name: &OsStr) -> String {
+    name.to_string_lossy().into_owned()
+}
+
+fn has_protocol(name: &OsStr) -> bool {
+    let name = name.to_string_lossy();
+    name.split('/').next().is_some_and(|first| first.contains(':'))
+}
+
+/// A path, if it says all that decides what is seen.
+fn name(reference: &Reference) -> String {
+    let path = text(reference.path.as_os_str());
+    if reference.offset == 0 && reference.size.is_none() {
+        return path;
+    }
+    let mut node = serde_json::json!({ "driver": "raw", "offset": reference.offset });
+    if let Some(size) = reference.size {
+        node["size"] = size.into();
+    }
+    node["file"] = serde_json::json!({ "driver": "file", "filename": path });
+    format!("json:{node}")
+}

@@ -1,0 +1,57 @@
+//! Disk images: what a guest sees as a disk, in the formats raw and qcow2.
+//!
+//! A [`Disk`] is a disk at guest offsets; it lies in one or more [`limosa_storage::Storage`]s, at host offsets.
+//!
+//! An image is opened by a [`Reference`](reference::Reference), with all that lies below it ([`chain`]), as far as its opener's
+//! [`Policy`](gate::Policy) allows: an image is data from outside, and the files it names are not ours to open without a word.
+//!
+//! ```
+//! use limosa_image::chain::{OpenOptions, open};
+//! use limosa_image::qcow2::create::{CreateOptions, create};
+//! use limosa_image::reference::Reference;
+//! use limosa_image::GuestOffset;
+//! use limosa_storage::{Buffer, Create, FileOptions, FileStorage, block_on};
+//!
+//! # fn main() -> Result<(), limosa_image::ImageError> {
+//! # let folder = tempfile::tempdir().expect("a folder for it");
+//! # let path = folder.path().join("disk.qcow2");
+//! let file = FileStorage::open(&path, &FileOptions { create: Create::New, ..FileOptions::default() })?;
+//! block_on(create(&*file, None, &CreateOptions { size: 1 << 30, ..CreateOptions::default() }))?;
+//! drop(file);
+//!
+//! let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+//! let disk = block_on(open(&Reference::file(&path), &options))?;
+//! let found = Buffer::zeroed(4096);
+//! block_on(disk.read(GuestOffset(1 << 20), found.clone().into()))?;
+//! assert!(disk.len() == 1 << 30 && found.is_zero());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Source of the facts about qcow2: QEMU's specification, docs/interop/qcow2.
+
+pub mod bench;
+pub mod chain;
+pub mod compare;
+pub mod convert;
+mod disk;
+mod ends;
+mod error;
+pub mod gate;
+mod holes;
+pub mod info;
+mod offset;
+mod operation;
+mod preallocation;
+pub mod probe;
+pub mod qcow2;
+pub mod raw;
+pub mod reference;
+#[cfg(test)]
+mod test_disk;
+
+pub use disk::{Disk, MapKind, Mapped, Pending};
+pub use error::ImageError;
+pub use offset::{GuestOffset, HostOffset};
+pub use operation::{Doing, OperationError, Progress, Watch};
+pub use preallocation::Preallocation;

@@ -1,0 +1,89 @@
+//! What whole-disk operations have in common: how far they are, how they are stopped, and what they fail with.
+
+use std::fmt;
+use std::ops::ControlFlow;
+
+use crate::error::ImageError;
+use crate::offset::GuestOffset;
+
+/// How far an operation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes of the disk that are done with, in whatever way.
+    pub done: u64,
+    /// Bytes of the disk.
+    pub total: u64,
+    /// Bytes that were written for it, or read if nothing is written.
+    pub moved: u64,
+}
+
+/// Is told how far an operation is, after every request, and stops it with [`ControlFlow::Break`].
+pub type Watch<'a> = &'a (dyn Fn(Progress) -> ControlFlow<()> + Sync);
+
+/// What was being done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Doing {
+    /// Asking where bytes come from.
+    Mapping,
+    /// Reading.
+    Reading,
+    /// Writing.
+    Writing,
+    /// Writing zeros.
+    Zeroing,
+    /// Making durable.
+    Flushing,
+}
+
+impl fmt::Display for Doing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Mapping => "finding out what is allocated",
+            Self::Reading => "reading",
+            Self::Writing => "writing",
+            Self::Zeroing => "writing zeros",
+            Self::Flushing => "flushing",
+        })
+    }
+}
+
+/// Why an operation did not come to its end.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OperationError {
+    /// A request failed.
+    #[error("error while {doing} at byte {}: {source}", at.0)]
+    Failed {
+        /// What was being done.
+        doing: Doing,
+        /// Where.
+        at: GuestOffset,
+        /// Why it failed.
+        source: ImageError,
+    },
+    /// The target has no room.
+    #[error(
+        "{target} of {has} bytes is smaller than what is to be written into it, {needs} bytes: make it larger first"
+    )]
+    TargetTooSmall {
+        /// The target: a path.
+        target: String,
+        /// Its length in bytes.
+        has: u64,
+        /// The sum of the sources' lengths in bytes.
+        needs: u64,
+    },
+    /// More bytes than an offset can say.
+    #[error("the sources are larger, one after the other, than a disk can be")]
+    TooLarge,
+    /// Whoever watches it said so.
+    #[error("stopped on request")]
+    Stopped,
+}
+
+impl OperationError {
+    /// A request that failed there.
+    pub(crate) fn at(doing: Doing, at: u64) -> impl FnOnce(ImageError) -> Self {
+        move |source| Self::Failed { doing, at: GuestOffset(at), source }
+    }
+}

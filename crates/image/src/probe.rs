@@ -1,0 +1,143 @@
+//! What a file begins with.
+//!
+//! Law: a guess is never better than what was said. It decides only where nothing was said; what other tools take for a format
+//! that limosa does not have is not taken for raw, and a raw image whose format was guessed never begins like anything else
+//! afterwards (see [`Raw`](crate::raw::Raw)).
+
+use std::fmt;
+use std::str::FromStr;
+
+use limosa_storage::{Buffer, Storage};
+
+use crate::error::ImageError;
+use crate::qcow2::header::MAGIC;
+
+/// A format that limosa has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// The bytes of the disk, as they are.
+    Raw,
+    /// qcow2, version 2 or 3.
+    Qcow2,
+}
+
+impl Format {
+    /// `raw`, `qcow2`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// limosa does not have this format.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("limosa has no format {0:?}; it has raw and qcow2")]
+pub struct UnknownFormat(pub String);
+
+impl FromStr for Format {
+    type Err = UnknownFormat;
+
+    fn from_str(name: &str) -> Result<Self, UnknownFormat> {
+        match name {
+            "raw" => Ok(Self::Raw),
+            "qcow2" => Ok(Self::Qcow2),
+            _ => Err(UnknownFormat(name.to_owned())),
+        }
+    }
+}
+
+/// Bytes that are looked at.
+pub(crate) const LOOKED_AT: usize = 512;
+
+/// What other formats have, and where: their names in QEMU.
+const FOREIGN: [(usize, &[u8], &str); 11] = [
+    (0, b"QFI\xfb\0\0\0\x01", "qcow"),
+    (0, b"KDMV", "vmdk"),
+    (0, b"COWD", "vmdk"),
+    (0, b"# Disk DescriptorFile", "vmdk"),
+    (0x40, b"\x7f\x10\xda\xbe", "vdi"),
+    (0, b"vhdxfile", "vhdx"),
+    (0, b"conectix", "vpc"),
+    (0, b"QED\0", "qed"),
+    (0, b"WithoutFreeSpace", "parallels"),
+    (0, b"WithouFreSpacExt", "parallels"),
+    (0, b"LUKS\xba\xbe", "luks"),
+];
+
+/// What a file looks like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Guess {
+    /// One of limosa's formats; [`Format::Raw`] if it looks like nothing.
+    Known(Format),
+    /// A format that limosa does not have, by QEMU's name.
+    Foreign(&'static str),
+}
+
+/// What a file looks like that begins with these bytes: the first 512, with zeros behind its end.
+#[must_use]
+pub fn guess(start: &[u8]) -> Guess {
+    let there = |at: usize, bytes: &[u8]| start.get(at..).is_some_and(|rest| rest.starts_with(bytes));
+    if let Some((_, _, name)) = FOREIGN.iter().find(|(at, bytes, _)| there(*at, bytes)) {
+        return Guess::Foreign(name);
+    }
+    Guess::Known(if there(0, &MAGIC) { Format::Qcow2 } else { Format::Raw })
+}
+
+/// Guesses the format of what lies in a storage.
+///
+/// # Errors
+/// [`ImageError::Unsupported`]: it looks like a format that limosa does not have; what the storage says.
+pub async fn probe(storage: &dyn Storage) -> Result<Format, ImageError> {
+    let start = Buffer::zeroed(LOOKED_AT);
+    storage.read(0, start.clone().into()).await?;
+    match guess(&start.to_vec()) {
+        Guess::Known(format) => Ok(format),
+        Guess::Foreign(name) => Err(ImageError::Unsupported {
+            image: storage.name().clone(),
+            what: format!(
+                "it looks like {name}, which limosa does not have; convert it with qemu-img, or say that it is raw"
+            ),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_storage::{MemoryStorage, block_on};
+
+    use super::*;
+
+    #[test]
+    fn what_looks_like_nothing_is_raw_and_what_looks_foreign_is_not() {
+        let probe = |bytes: &[u8]| block_on(probe(&MemoryStorage::with(bytes.to_vec(), 1 << 20)));
+        assert_eq!(probe(b"").unwrap(), Format::Raw);
+        assert_eq!(probe(b"QFI\xfb\0\0\0\x03").unwrap(), Format::Qcow2);
+        // Whatever its version: other tools try to open it.
+        assert_eq!(probe(b"QFI\xfb\0\0\0\x09").unwrap(), Format::Qcow2);
+        let said = probe(b"KDMV and so on").unwrap_err().to_string();
+        assert!(said.starts_with("memory: it looks like vmdk, "), "{said}");
+        let mut vdi = vec![0; 0x40];
+        vdi.extend_from_slice(b"\x7f\x10\xda\xbe");
+        assert_eq!(guess(&vdi), Guess::Foreign("vdi"));
+    }
+
+    #[test]
+    fn formats_have_qemus_names() {
+        for format in [Format::Raw, Format::Qcow2] {
+            assert_eq!(format.name().parse(), Ok(format));
+        }
+        assert_eq!(
+            "vmdk".parse::<Format>().unwrap_err().to_string(),
+            r#"limosa has no format "vmdk"; it has raw and qcow2"#
+        );
+    }
+}

@@ -1,0 +1,205 @@
+//! The bitmap directory: which bitmaps an image has.
+//!
+//! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would have to
+//! follow the disk as in use, which for everybody means that they do not, and leaves the others as they are.
+
+use limosa_storage::{Buffer, Storage};
+
+use super::field::Fields;
+use super::header::Header;
+use crate::error::ImageError;
+use crate::offset::HostOffset;
+
+/// Bytes of an entry whose places are fixed.
+const FIXED: u64 = 24;
+/// Where in an entry its flags stand.
+const FLAGS: u64 = 12;
+/// The longest name in bytes: QEMU's limit.
+const NAME_MOST: u64 = 1023;
+/// The logarithms of what a bit may be about, in bytes: QEMU's limits.
+const GRANULARITY: std::ops::RangeInclusive<u8> = 9..=31;
+
+const IN_USE: u32 = 1;
+const AUTO: u32 = 2;
+const EXTRA_COMPATIBLE: u32 = 4;
+
+/// A bitmap that lies in the image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bitmap {
+    /// What it is called.
+    pub name: String,
+    /// Where its table lies, and how many entries that has.
+    pub table: (HostOffset, u32),
+    /// Somebody did not put it away properly: it need not be what the disk is.
+    pub in_use: bool,
+    /// It follows what is written to the disk.
+    pub auto: bool,
+    /// The logarithm of the bytes that a bit is about.
+    pub granularity_bits: u8,
+}
+
+/// An entry, and where it stands.
+pub(super) struct Entry {
+    pub(super) at: u64,
+    flags: u32,
+    pub(super) bitmap: Bitmap,
+}
+
+/// Reads the bitmaps of an image: none, if they are not to be relied on ([`Header::bitmaps`]).
+///
+/// # Errors
+/// [`ImageError::Corrupt`] names the entry; what the storage says.
+pub async fn read(storage: &dyn Storage, header: &Header) -> Result<Vec<Bitmap>, ImageError> {
+    Ok(entries(storage, header).await?.into_iter().map(|entry| entry.bitmap).collect())
+}
+
+/// Marks, durably, those bitmaps as in use that would have to follow the disk.
+///
+/// # Errors
+/// As [`read`].
+pub(super) async fn mark_in_use(storage: &dyn Storage, header: &Header) -> Result<(), ImageError> {
+    let mut marked = false;
+    for entry in entries(storage, header).await?.into_iter().filter(|entry| entry.bitmap.auto && !entry.bitmap.in_use) {
+        // Four bytes in one sector: they are written or not. Marked without need is no harm.
+        let flags = (entry.flags | IN_USE).to_be_bytes();
+        storage.write(entry.at + FLAGS, Buffer::copied(&flags).into()).await?;
+        marked = true;
+    }
+    if marked {
+        storage.flush().await?;
+    }
+    Ok(())
+}
+
+/// The entries of the directory.
+///
+/// # Errors
+/// As [`read`].
+pub(super) async fn entries(storage: &dyn Storage, header: &Header) -> Result<Vec<Entry>, ImageError> {
+    let Some(extension) = header.bitmaps() else { return Ok(Vec::new()) };
+    let corrupt = |entry: Option<usize>, why: String| {
+        let entry = entry.map(|number| format!(", entry {number}")).unwrap_or_default();
+        let table = format!("bitmap directory at {}{entry}", extension.directory);
+        ImageError::Corrupt { image: storage.name().clone(), table, why }
+    };
+    let end = extension.directory.0.saturating_add(extension.size);
+    if end > storage.length()? {
+        return Err(corrupt(None, format!("its {} bytes are not in the file", extension.size)));
+    }
+    // No longer than the header's limit for it.
+    let directory = Buffer::zeroed(usize::try_from(extension.size).unwrap_or_default());
+    storage.read(extension.directory.0, directory.clone().into()).await?;
+    let directory = directory.to_vec();
+    let mut rest = &directory[..];
+    let mut found = Vec::new();
+    while !rest.is_empty() {
+        let number = found.len();
+        if number as u64 == u64::from(extension.count) {
+            return Err(corrupt(None, format!("more bitmaps than the {number} that the header says there are")));
+        }
+        let at = end - rest.len() as u64;
+        let (entry, length) = decode(rest, at, header).map_err(|why| corrupt(Some(number), why))?;
+        found.push(entry);
+        rest = rest.get(length..).unwrap_or_default();
+    }
+    if found.len() as u64 != u64::from(extension.count) {
+        return Err(corrupt(None, format!("{} bitmaps; the header says {}", found.len(), extension.count)));
+    }
+    Ok(found)
+}
+
+/// The entry that bytes begin with, and its length in bytes.
+fn decode(bytes: &[u8], at: u64, header: &Header) -> Result<(Entry, usize), String> {
+    let fields = Fields(bytes);
+    let (name, extra) = (u64::from(fields.u16(18)), u64::from(fields.u32(20)));
+    let length = usize::try_from((FIXED + extra + name).next_multiple_of(8)).unwrap_or(usize::MAX);
+    if length > bytes.len() {
+        return Err(format!("its {length} bytes do not end within the directory"));
+    }
+    let flags = fields.u32(12);
+    if flags & !(IN_USE | AUTO | EXTRA_COMPATIBLE) != 0 || fields.u8(16) != 1 {
+        return Err(format!("it is of the unknown kind {}, with flags {flags:#x}", fields.u8(16)));
+    }
+    let granularity_bits = fields.u8(17);
+    if name == 0 || name > NAME_MOST || !GRANULARITY.contains(&granularity_bits) {
+        return Err(format!("a name of {name} bytes, a bit for 2^{granularity_bits} bytes"));
+    }
+    let table = (HostOffset(fields.u64(0)), fields.u32(8));
+    if table.0.0 == 0 || table.0.0 & (header.geometry().cluster_size() - 1) != 0 {
+        return Err(format!("a table at {}", table.0));
+    }
+    let start = usize::try_from(FIXED + extra).unwrap_or(usize::MAX);
+    let name = bytes.get(start..).and_then(|rest| rest.get(..usize::try_from(name).ok()?)).unwrap_or_default();
+    let bitmap = Bitmap {
+        name: String::from_utf8_lossy(name).into_owned(),
+        table,
+        in_use: flags & IN_USE != 0,
+        auto: flags & AUTO != 0,
+        granularity_bits,
+    };
+    Ok((Entry { at, flags, bitmap }, length))
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_storage::{MemoryStorage, block_on};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::qcow2::create::{CreateOptions, create};
+    use crate::qcow2::extension::BitmapsExtension;
+    use crate::qcow2::feature::Features;
+
+    fn image(directory: &[u8], count: u32) -> (MemoryStorage, Header) {
+        let storage = MemoryStorage::new(1 << 20);
+        let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
+        let mut header = block_on(create(&storage, None, &options)).unwrap();
+        let size = directory.len() as u64;
+        header.extensions.bitmaps = Some(BitmapsExtension { count, directory: HostOffset(0x4_0000), size });
+        header.features.autoclear |= Features::BITMAPS;
+        block_on(storage.write(0x4_0000, Buffer::copied(directory).into())).unwrap();
+        (storage, header)
+    }
+
+    fn entry(flags: u32, name: &str) -> Vec<u8> {
+        let mut bytes = 0x5_0000_u64.to_be_bytes().to_vec();
+        bytes.extend([3_u32.to_be_bytes(), flags.to_be_bytes()].concat());
+        bytes.extend([1, 16]);
+        bytes.extend(u16::try_from(name.len()).unwrap().to_be_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(name.as_bytes());
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        bytes
+    }
+
+    #[test]
+    fn bitmaps_that_follow_the_disk_are_marked_before_it_is_written_and_others_are_not() {
+        let (storage, mut header) = image(&[entry(AUTO, "follows"), entry(0, "stands still")].concat(), 2);
+        let before = block_on(read(&storage, &header)).unwrap();
+        let names: Vec<_> = before.iter().map(|bitmap| (&*bitmap.name, bitmap.auto, bitmap.in_use)).collect();
+        assert_eq!(names, [("follows", true, false), ("stands still", false, false)]);
+        block_on(header.begin_writing(&storage, false)).unwrap();
+        let after = block_on(read(&storage, &header)).unwrap();
+        assert_eq!(after, [Bitmap { in_use: true, ..before[0].clone() }, before[1].clone()]);
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_gone_through_is_not_relied_on_after_a_write() {
+        let (storage, mut header) = image(&entry(AUTO, "follows"), 2);
+        let said = block_on(read(&storage, &header)).unwrap_err().to_string();
+        assert_eq!(said, "memory: bitmap directory at 0x40000: 1 bitmaps; the header says 2");
+        block_on(header.begin_writing(&storage, false)).unwrap();
+        assert_eq!(header.bitmaps(), None);
+        let (storage, header) = image(&entry(8, "strange"), 1);
+        let said = block_on(read(&storage, &header)).unwrap_err().to_string();
+        assert_eq!(said, "memory: bitmap directory at 0x40000, entry 0: it is of the unknown kind 1, with flags 0x8");
+    }
+
+    proptest! {
+        #[test]
+        fn any_directory_is_taken_or_refused(directory in prop::collection::vec(any::<u8>(), 0..200), count in 0_u32..5) {
+            let (storage, header) = image(&directory, count);
+            let _ = block_on(read(&storage, &header));
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! What is wrong with an image.
+//!
+//! Law: every reference in the image is counted, and the counts are compared with those that the image keeps. What is counted as a
+//! leak, a corruption or an error of the check is what `qemu-img check` counts, so the figures can be compared.
+//!
+//! The image is gone through in its file, without being opened as a disk: what is broken would not open. Memory is bounded by
+//! [`CheckOptions::memory`].
+
+use std::ops::Range;
+
+use limosa_storage::Storage;
+
+use super::header::Header;
+use crate::error::ImageError;
+use counts::Flags;
+use ledger::Ledger;
+use stored::Stored;
+use walk::{Image, Turn, What};
+
+mod apart;
+mod copied;
+mod counts;
+mod examine;
+pub(super) mod extend;
+mod fit_bitmaps;
+mod ledger;
+mod rebuild;
+mod repair;
+mod report;
+mod resize;
+mod roots;
+mod runs;
+mod stored;
+mod tables;
+mod taken;
+mod unshare;
+mod walk;
+
+pub use repair::repair;
+pub use report::{CheckOptions, CheckReport, Finding, FindingKind, Repair};
+pub use resize::{ResizeOptions, resize};
+
+/// Checks a qcow2 image, and changes nothing.
+///
+/// # Errors
+/// [`ImageError::Corrupt`] and [`ImageError::Unsupported`] where what is wrong leaves nothing to check: the header, lengths in the
+/// snapshot table. What the storage says.
+pub async fn check(storage: &dyn Storage, options: CheckOptions) -> Result<CheckReport, ImageError> {
+    let header = Header::read_to_examine(storage).await?;
+    Ok(examine_image(storage, &header, options).await?.report)
+}
+
+/// What a check found out.
+#[derive(Debug, Default)]
+struct Outcome {
+    report: CheckReport,
+    /// Refcounts cannot be put right in place.
+    rebuild: bool,
+    /// Refcounts are wrong.
+    refcounts_wrong: bool,
+    /// So many entries say wrongly whether their clusters may be written in place.
+    copied_wrong: u64,
+    /// Entries of L1 and L2 tables are wrong.
+    entries_wrong: bool,
+    /// Something of the bitmaps is wrong.
+    bitmaps_wrong: bool,
+    /// Something of the snapshot table's entries is wrong.
+    snapshots_wrong: bool,
+    /// Something lies behind the end of the file that can neither be used nor be given up.
+    lost: bool,
+    /// A cluster has more references than its refcount can say.
+    overflow: bool,
+}
+
+impl Outcome {
+    /// Whether a repair takes something away that was referred to, or cannot be done.
+    const fn takes_away(&self) -> bool {
+        self.entries_wrong || self.bitmaps_wrong || self.snapshots_wrong || self.lost
+    }
+}
+
+async fn examine_image(storage: &dyn Storage, header: &Header, options: CheckOptions) -> Result<Outcome, ImageError> {
+    let image = Image::open(storage, header, options).await?;
+    let mut ledger = Ledger::new(options.findings);
+    let mut stored = Stored::new(storage, header, image.around);
+    let mut outcome = Outcome::default();
+    let mut highest = 0;
+    for window in image.windows() {
+        let first = window.start == 0;
+        let turn = image.count(&window, What::ALL, first, &mut ledger).await?;
+        outcome.rebuild |= turn.refcounts_unusable;
+        outcome.entries_wrong |= turn.entries_wrong;
+        outcome.bitmaps_wrong |= turn.bitmaps_wrong;
+        outcome.snapshots_wrong |= turn.snapshots_wrong;
+        outcome.lost |= turn.lost;
+        outcome.overflow |= turn.overflow;
+        let mut flags = Flags::new(&window);
+        let compared = compare(&image, &turn, &window, &mut flags, &mut stored, &mut ledger).await?;
+        outcome.rebuild |= compared.rebuild;
+        outcome.refcounts_wrong |= compared.wrong;
+        highest = highest.max(compared.highest);
+        let before = ledger.report.corruptions;
+        image.check_copied(&flags, first, &mut stored, &mut ledger).await?;
+        outcome.copied_wrong += ledger.report.corruptions - before;
+    }
+    outcome.report = ledger.report;
+    outcome.report.total_clusters = image.around.geometry.clusters(header.size);
+    outcome.report.image_end_offset = (highest + 1) << image.around.geometry.cluster_bits;
+    Ok(outcome)
+}
+
+/// What a comparison brings in.
+#[derive(Debug, Default)]
+struct Compared {
+    /// There is a reference, and no block for its refcount.
+    rebuild: bool,
+    wrong: bool,
+    highest: u64,
+}
+
+/// Compares the refcounts of a window with what was counted.
+async fn compare(
+    image: &Image<'_>,
+    turn: &Turn,
+    window: &Range<u64>,
+    flags: &mut Flags,
+    stored: &mut Stored<'_>,
+    ledger: &mut Ledger,
+) -> Result<Compared, ImageError> {
+    let geometry = image.around.geometry;
+    let each = geometry.refcounts_per_block();
+    let end = image.end(turn, window);
+    let mut compared = Compared::default();
+    for number in window.start / each..end.div_ceil(each) {
+        let block = stored.block(number).await?;
+        for cluster in window.start.max(number * each)..end.min((number + 1) * each) {
+            let counted = turn.counts.get(cluster).unwrap_or(0);
+            let kept = block.refcount(cluster, &geometry);
+            flags.note(cluster, kept);
+            let place = || format!("cluster at {:#x}", cluster << geometry.cluster_bits);
+            let Some(kept) = kept else {
+                compared.rebuild = true;
+                ledger.note(FindingKind::Error, 1, || (place(), "its refcount cannot be read".into()));
+                continue;
+            };
+            if kept > 0 || counted > 0 {
+                compared.highest = compared.highest.max(cluster);
+            }
+            if kept != counted {
+                compared.wrong = true;
+                compared.rebuild |= !block.is_in(image.around.file);
+                let kind = if kept > counted { FindingKind::Leak } else { FindingKind::Corruption };
+                ledger.note(kind, 1, || (place(), format!("refcount {kept}, and {counted} references")));
+            }
+        }
+    }
+    // What lies behind the last cluster has refcounts too, which entries that point there are compared with.
+    for cluster in end..window.end {
+        let kept = stored.get(cluster).await?;
+        flags.note(cluster, kept);
+    }
+    Ok(compared)
+}

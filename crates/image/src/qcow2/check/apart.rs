@@ -1,0 +1,88 @@
+//! Clusters that are an L2 table to one and something else to another: the table gets a copy.
+//!
+//! Law: what is repaired as a table is nothing but a table. An L1 entry that is wrong can lead into what the guest wrote, and what
+//! would be put right there is the guest's; an L2 entry that is wrong can lead into a table. Which of the two it is cannot be told, so both
+//! keep what they see.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use limosa_storage::Storage;
+
+use super::super::entry::OFFSET;
+use super::super::header::Header;
+use super::ledger::Ledger;
+use super::report::CheckOptions;
+use super::tables;
+use super::walk::{Image, What};
+use crate::error::ImageError;
+
+/// The most tables that are dealt with in one turn.
+const MOST: usize = 4096;
+
+/// L2 tables whose clusters are referred to by others than L1 entries, too: some of them, if there are many.
+pub(super) async fn shared(
+    storage: &dyn Storage,
+    header: &Header,
+    options: CheckOptions,
+) -> Result<BTreeSet<u64>, ImageError> {
+    let image = Image::open(storage, header, options).await?;
+    let (size, bits) = (image.around.geometry.cluster_size(), image.around.geometry.cluster_bits);
+    let mut found = BTreeSet::new();
+    for window in image.windows() {
+        let turn = image.count(&window, What { most: u64::MAX, ..What::ALL }, false, &mut Ledger::new(0)).await?;
+        let mut after = None;
+        loop {
+            let batch = image.l2_tables(after).await?;
+            let Some(last) = batch.keys().next_back().copied() else { break };
+            after = Some(last);
+            let shared = batch.into_iter().filter(|(at, uses)| {
+                let others = turn.counts.get(at >> bits).is_some_and(|count| count > uses.all);
+                *at != 0 && at & (size - 1) == 0 && others && !image.taken.contains(at >> bits)
+            });
+            found.extend(shared.take(MOST.saturating_sub(found.len())).map(|(at, _)| at));
+        }
+    }
+    Ok(found)
+}
+
+/// Copies these tables behind everything. The copies' refcounts are put right later, as all are.
+///
+/// Entries that lead behind the end of the file have been taken away before: they would lead to the copies.
+pub(super) async fn apart(
+    storage: &dyn Storage,
+    header: &Header,
+    options: CheckOptions,
+    shared: &BTreeSet<u64>,
+) -> Result<(), ImageError> {
+    let image = Image::open(storage, header, options).await?;
+    let (size, bits) = (image.around.geometry.cluster_size(), image.around.geometry.cluster_bits);
+    // The last cluster may only be begun. A table that is lost behind the end must not be found there all of a sudden.
+    let mut start = (image.clusters + 1) << bits;
+    let mut areas = image.areas(What::ALL);
+    areas.retain(|area| area.at.saturating_add(area.bytes) > image.around.file);
+    areas.sort_unstable_by_key(|area| area.at);
+    for area in areas {
+        let end = area.at.saturating_add(area.bytes);
+        if area.at < start + ((shared.len() as u64) << bits) && end > start {
+            start = end.checked_next_multiple_of(size).unwrap_or(u64::MAX);
+        }
+    }
+    let moved: BTreeMap<u64, u64> =
+        shared.iter().zip(0_u64..).map(|(at, number)| (*at, start.saturating_add(number << bits))).collect();
+    for (from, to) in &moved {
+        tables::put(storage, *to, &tables::bytes(storage, *from, size).await?).await?;
+    }
+    storage.flush().await?;
+    for run in image.l1_runs.iter().filter(|run| run.at >= size) {
+        for (from, length) in tables::pieces(run.at, run.bytes, image.around.file) {
+            let piece = tables::bytes(storage, from, length).await?;
+            for (place, entry) in (from..).step_by(8).zip(tables::numbers(&piece)) {
+                if let Some(to) = moved.get(&(entry & OFFSET)) {
+                    // Whether it may be written in place is said when its refcount is known.
+                    tables::put(storage, place, &to.to_be_bytes()).await?;
+                }
+            }
+        }
+    }
+    Ok(storage.flush().await?)
+}

@@ -1,0 +1,97 @@
+//! Which clusters may be written in place: those whose refcount is one, and whose entry says so.
+//!
+//! Law: it is the refcounts that the image keeps which are compared with, not those that were counted: they are what a writer goes by.
+
+use super::super::entry::{COPIED, OFFSET};
+use super::counts::Flags;
+use super::examine::{self, Kind};
+use super::ledger::Ledger;
+use super::stored::Stored;
+use super::tables;
+use super::walk::{Image, l2_entries};
+use crate::error::ImageError;
+
+impl Image<'_> {
+    /// Checks which entries of the active state say that their cluster may be written in place: those whose refcount is one.
+    pub(super) async fn check_copied(
+        &self,
+        flags: &Flags,
+        first: bool,
+        stored: &mut Stored<'_>,
+        ledger: &mut Ledger,
+    ) -> Result<(), ImageError> {
+        let geometry = &self.around.geometry;
+        let mut after = None;
+        loop {
+            let batch = self.l2_tables(after).await?;
+            let Some(last) = batch.keys().next_back().copied() else { break };
+            after = Some(last);
+            let mut wanted = Vec::new();
+            for (at, uses) in batch.iter().filter(|(at, uses)| **at != 0 && uses.active > 0) {
+                // What cannot be known is not compared, nor is what depends on it.
+                if stored.get(at >> geometry.cluster_bits).await?.is_some() {
+                    wanted.push((*at, uses.active));
+                }
+            }
+            for group in wanted.chunks(tables::together(geometry.cluster_size())) {
+                let places: Vec<_> = group.iter().map(|(at, _)| *at).collect();
+                let read = tables::many(self.storage, &places, geometry.cluster_size()).await?;
+                for ((at, times), table) in group.iter().zip(read) {
+                    for (number, bits, bitmap) in l2_entries(&table, geometry.extended_l2) {
+                        let Kind::Cluster(host) = examine::l2(bits, bitmap, &self.around).kind else { continue };
+                        let one = self.is_one(host, flags, first, stored).await?;
+                        if let Some(why) = copied_fault(bits, one) {
+                            ledger.corruption(*times, || (format!("L2 table at {at:#x}, entry {number}"), why.into()));
+                        }
+                    }
+                }
+            }
+        }
+        if first && let Some(l1) = self.l1.first() {
+            for (from, length) in tables::pieces(l1.at, l1.bytes(), self.around.file) {
+                let piece = tables::bytes(self.storage, from, length).await?;
+                for (number, bits) in ((from - l1.at) / 8..).zip(tables::numbers(&piece)) {
+                    if bits & OFFSET != 0 {
+                        let one =
+                            stored.get((bits & OFFSET) >> geometry.cluster_bits).await?.map(|refcount| refcount == 1);
+                        if let Some(why) = copied_fault(bits, one) {
+                            ledger.corruption(1, || (format!("{}, entry {number}", l1.name()), why.into()));
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the refcount of the cluster at `host` is one; `None` if it is not known, or the turn of another window.
+    pub(super) async fn is_one(
+        &self,
+        host: u64,
+        flags: &Flags,
+        first: bool,
+        stored: &mut Stored<'_>,
+    ) -> Result<Option<bool>, ImageError> {
+        let cluster = host >> self.around.geometry.cluster_bits;
+        if self.around.data_file {
+            // Clusters of a file of their own are nobody else's.
+            return Ok(first.then_some(true));
+        }
+        if cluster <= self.clusters {
+            return Ok(flags.is_one(cluster));
+        }
+        if !first {
+            return Ok(None);
+        }
+        Ok(stored.get(cluster).await?.map(|refcount| refcount == 1))
+    }
+}
+
+/// What is wrong with the flag of an entry whose cluster's refcount is one, or is not.
+pub(super) fn copied_fault(bits: u64, one: Option<bool>) -> Option<&'static str> {
+    match (bits & COPIED != 0, one?) {
+        (true, false) => Some("it may be written in place, it says, and its refcount is not one"),
+        (false, true) => Some("it may not be written in place, it says, and its refcount is one"),
+        _ => None,
+    }
+}

@@ -1,0 +1,229 @@
+//! Making the refcounts anew, where they cannot be put right in their places.
+//!
+//! Law: the new refcount table, its blocks and, if need be, a new snapshot table are written behind everything that is referred to, and
+//! made durable; then one write of the header's fields puts them in the place of the old ones. Until then the image is as it was.
+
+use limosa_storage::Storage;
+
+use super::super::header::{Header, REFCOUNT_TABLE_MOST};
+use super::super::refcount_array;
+use super::ledger::Ledger;
+use super::report::CheckOptions;
+use super::roots::{self, SNAPSHOT_EXTRA_LEAST, SNAPSHOT_EXTRA_MOST, SNAPSHOT_FIXED, u32_at};
+use super::tables;
+use super::walk::{Image, Turn, What, l1_gone};
+use crate::error::ImageError;
+use crate::offset::HostOffset;
+
+/// Where the new parts lie, in clusters.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Layout {
+    /// The snapshot table, if there is a new one.
+    snapshots: std::ops::Range<u64>,
+    /// The refcount table.
+    table: std::ops::Range<u64>,
+    /// The blocks: which refcounts each is about, as its number in the table.
+    blocks: Vec<u64>,
+}
+
+impl Layout {
+    /// Where they lie if everything that is referred to ends before cluster `start`: `used` are the numbers of the blocks that have
+    /// refcounts already, in order.
+    fn plan(start: u64, snapshots: u64, used: &[u64], per_block: u64, entries_per_cluster: u64) -> Self {
+        let (mut table, mut blocks) = (1, Vec::new());
+        loop {
+            let begin = start + snapshots + table;
+            let end = begin + blocks.len() as u64;
+            let mut wanted = used.to_vec();
+            wanted.extend(start / per_block..end.div_ceil(per_block));
+            wanted.sort_unstable();
+            wanted.dedup();
+            let clusters = wanted.last().map_or(1, |last| (last + 1).div_ceil(entries_per_cluster));
+            if wanted.len() == blocks.len() && clusters == table {
+                return Self { snapshots: start..start + snapshots, table: start + snapshots..begin, blocks: wanted };
+            }
+            // Both only ever grow with each other, so this comes to an end.
+            (table, blocks) = (clusters.max(table), wanted);
+            if blocks.len() as u64 > u64::from(u32::MAX) {
+                return Self { snapshots: start..start, table: start..start, blocks };
+            }
+        }
+    }
+
+    const fn end(&self) -> u64 {
+        self.table.end + self.blocks.len() as u64
+    }
+}
+
+/// Makes new refcounts, and a new snapshot table if the old one's entries are wrong.
+pub(super) async fn rebuild(
+    storage: &dyn Storage,
+    header: &mut Header,
+    options: CheckOptions,
+) -> Result<(), ImageError> {
+    let image = Image::open(storage, header, options).await?;
+    let geometry = image.around.geometry;
+    let (size, bits) = (geometry.cluster_size(), geometry.cluster_bits);
+    let each = geometry.refcounts_per_block();
+    let snapshots = snapshot_table(&image).await?;
+    let what = What { refcounts: false, snapshot_table: snapshots.is_none(), ..What::ALL };
+
+    // What there is, old refcounts included: nothing of it is written over before the header changes.
+    let (mut start, mut used) = (1, Vec::new());
+    for window in image.windows() {
+        let all = image.count(&window, What::ALL, false, &mut Ledger::new(0)).await?;
+        let kept = image.count(&window, what, false, &mut Ledger::new(0)).await?;
+        for cluster in window.start..window.end {
+            if all.counts.get(cluster).is_some_and(|count| count > 0) {
+                start = start.max(cluster + 1);
+            }
+            // What no refcount table reaches is found out before the list of blocks is as long as that.
+            if start / each > REFCOUNT_TABLE_MOST / 8 {
+                return Err(too_far(storage, start.div_ceil(each) * 8));
+            }
+            if kept.counts.get(cluster).is_some_and(|count| count > 0) && used.last() != Some(&(cluster / each)) {
+                used.push(cluster / each);
+            }
+        }
+    }
+    let needed = snapshots.as_ref().map_or(0, |(bytes, _)| geometry.clusters(bytes.len() as u64));
+    let layout = Layout::plan(start, needed, &used, each, size / 8);
+    let table_bytes = (layout.table.end - layout.table.start) << bits;
+    if table_bytes > REFCOUNT_TABLE_MOST || layout.table.is_empty() {
+        return Err(too_far(storage, table_bytes));
+    }
+
+    if let Some((bytes, _)) = &snapshots {
+        let mut whole = bytes.clone();
+        whole.resize(usize::try_from(needed << bits).unwrap_or(0), 0);
+        for (at, piece) in ((layout.snapshots.start << bits)..).step_by(1 << 20).zip(whole.chunks(1 << 20)) {
+            tables::put(storage, at, piece).await?;
+        }
+    }
+    write_blocks(&image, &layout, what).await?;
+    let mut table = vec![0; usize::try_from(table_bytes).unwrap_or(0)];
+    for (place, number) in layout.blocks.iter().enumerate() {
+        let entry = (layout.table.end + place as u64) << bits;
+        let index = usize::try_from(*number).unwrap_or(usize::MAX).saturating_mul(8);
+        if let Some(slot) = table.get_mut(index..index.saturating_add(8)) {
+            slot.copy_from_slice(&entry.to_be_bytes());
+        }
+    }
+    tables::put(storage, layout.table.start << bits, &table).await?;
+    storage.flush().await?;
+
+    let clusters = u32::try_from(layout.table.end - layout.table.start).unwrap_or(u32::MAX);
+    let refcount_table = (HostOffset(layout.table.start << bits), clusters);
+    let place = snapshots.map(|(bytes, count)| {
+        let at = if bytes.is_empty() { 0 } else { layout.snapshots.start << bits };
+        (HostOffset(at), count)
+    });
+    header.refcount_table = refcount_table;
+    header.snapshots = place.unwrap_or(header.snapshots);
+    header.write_fields(storage).await?;
+    storage.flush().await?;
+    Ok(())
+}
+
+fn too_far(storage: &dyn Storage, bytes: u64) -> ImageError {
+    let why = format!("new refcounts need a table of {bytes} bytes; {REFCOUNT_TABLE_MOST} is the most");
+    roots::corrupt(storage.name(), "refcount table".into(), why)
+}
+
+/// Writes the blocks, one after the other, with what was counted and the new parts themselves.
+async fn write_blocks(image: &Image<'_>, layout: &Layout, what: What) -> Result<(), ImageError> {
+    let geometry = image.around.geometry;
+    let each = geometry.refcounts_per_block();
+    let size = usize::try_from(geometry.cluster_size()).unwrap_or(0);
+    let new = layout.snapshots.start..layout.end();
+    let mut windows = image.windows();
+    let mut window: Option<(std::ops::Range<u64>, Turn)> = None;
+    for (place, number) in layout.blocks.iter().enumerate() {
+        let mut block = vec![0; size];
+        for cluster in number * each..(number + 1) * each {
+            while window.as_ref().is_none_or(|(range, _)| cluster >= range.end) {
+                let Some(range) = windows.next() else { break };
+                if cluster < range.end {
+                    let turn = image.count(&range, what, false, &mut Ledger::new(0)).await?;
+                    window = Some((range, turn));
+                }
+            }
+            let counted = window.as_ref().and_then(|(_, turn)| turn.counts.get(cluster)).unwrap_or(0);
+            let refcount = if new.contains(&cluster) { 1 } else { counted };
+            let index = usize::try_from(cluster % each).unwrap_or(usize::MAX);
+            if refcount > 0 && !refcount_array::set(&mut block, geometry.refcount_order, index, refcount) {
+                continue;
+            }
+        }
+        let at = (layout.table.end + place as u64) << geometry.cluster_bits;
+        tables::put(image.storage, at, &block).await?;
+    }
+    Ok(())
+}
+
+/// The snapshot table as it should be, and how many snapshots it has; `None` if it is.
+async fn snapshot_table(image: &Image<'_>) -> Result<Option<(Vec<u8>, u32)>, ImageError> {
+    let (header, around) = (image.header, &image.around);
+    let least = if header.version > 2 { SNAPSHOT_EXTRA_LEAST } else { 0 };
+    let gone = |entry: &roots::SnapshotEntry| {
+        let bytes = SNAPSHOT_FIXED + entry.extra + entry.names;
+        l1_gone(&entry.l1, around) || entry.at + bytes > around.file
+    };
+    let wrong = |entry: &roots::SnapshotEntry| gone(entry) || !(least..=SNAPSHOT_EXTRA_MOST).contains(&entry.extra);
+    if !image.snapshots.entries.iter().any(wrong) {
+        return Ok(None);
+    }
+    let (mut table, mut count) = (Vec::new(), 0);
+    for entry in image.snapshots.entries.iter().filter(|entry| !gone(entry)) {
+        let mut fields = tables::bytes(image.storage, entry.at, SNAPSHOT_FIXED).await?;
+        let kept = entry.extra.min(SNAPSHOT_EXTRA_MOST);
+        let mut extra = tables::bytes(image.storage, entry.at + SNAPSHOT_FIXED, kept).await?;
+        if kept < least {
+            // The size of the VM's state stands in a field of 32 bits, too; the disk's was the image's.
+            let state = u64::from(u32_at(&fields, 32)).to_be_bytes();
+            let known = if kept < 8 { state } else { extra.first_chunk().copied().unwrap_or(state) };
+            extra = [known, header.size.to_be_bytes()].concat();
+        }
+        let length = u32::try_from(extra.len()).unwrap_or(u32::MAX);
+        if let Some(field) = fields.get_mut(36..40) {
+            field.copy_from_slice(&length.to_be_bytes());
+        }
+        table.extend(fields);
+        table.extend(extra);
+        table.extend(tables::bytes(image.storage, entry.at + SNAPSHOT_FIXED + entry.extra, entry.names).await?);
+        table.resize(table.len().next_multiple_of(8), 0);
+        count += 1;
+    }
+    Ok(Some((table, count)))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn new_refcounts_are_about_themselves_too() {
+        // 64 refcounts a block: the last one of the first block is the new block's own.
+        let layout = Layout::plan(62, 0, &[0], 64, 64);
+        assert_eq!(layout, Layout { snapshots: 62..62, table: 62..63, blocks: vec![0] });
+        let layout = Layout::plan(63, 0, &[0], 64, 64);
+        assert_eq!(layout, Layout { snapshots: 63..63, table: 63..64, blocks: vec![0, 1] });
+        let layout = Layout::plan(62, 3, &[0], 64, 64);
+        assert_eq!(layout, Layout { snapshots: 62..65, table: 65..66, blocks: vec![0, 1] });
+    }
+
+    proptest! {
+        #[test]
+        fn every_new_cluster_has_a_refcount(start in 1_u64..100_000, snapshots in 0_u64..100, order in 6_u32..20) {
+            let (per_block, entries) = (1 << order, 64);
+            let used: Vec<_> = (0..start.div_ceil(per_block)).collect();
+            let layout = Layout::plan(start, snapshots, &used, per_block, entries);
+            prop_assert!((start..layout.end()).all(|cluster| layout.blocks.contains(&(cluster / per_block))));
+            prop_assert!(used.iter().all(|number| layout.blocks.contains(number)));
+            let last = *layout.blocks.last().unwrap();
+            prop_assert!(last < (layout.table.end - layout.table.start) * entries);
+        }
+    }
+}

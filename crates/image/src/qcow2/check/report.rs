@@ -1,0 +1,102 @@
+//! What a check says.
+
+use std::fmt;
+
+/// What a check may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CheckOptions {
+    /// Bytes of memory for counting references. An image that needs more (4 bytes a cluster) is gone through several times.
+    /// Tables that are being read take at most 8 MiB more.
+    pub memory: usize,
+    /// The most [`Finding`]s that are kept; all are counted.
+    pub findings: usize,
+}
+
+impl Default for CheckOptions {
+    /// 256 MiB: an image of 4 TiB with clusters of 64 KiB in one go.
+    fn default() -> Self {
+        Self { memory: 256 << 20, findings: 1000 }
+    }
+}
+
+/// What is repaired.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Repair {
+    /// Space that nobody refers to is given back.
+    Leaks,
+    /// Refcounts, and the flags that say the same: what an image is left with that was not closed while they were written late. If
+    /// anything else is wrong, so that something would have to be taken away, nothing is done.
+    Refcounts,
+    /// Whatever is wrong.
+    All,
+}
+
+/// What is wrong with an image, in the figures of `qemu-img check`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CheckReport {
+    /// Bytes of the file up to the end of its last cluster that is in use.
+    pub image_end_offset: u64,
+    /// Clusters of the guest's disk.
+    pub total_clusters: u64,
+    /// Of them, those that the active state has contents for.
+    pub allocated_clusters: u64,
+    /// Of them, those that are compressed.
+    pub compressed_clusters: u64,
+    /// Of them, those that do not lie behind their neighbour, and the compressed ones.
+    pub fragmented_clusters: u64,
+    /// Clusters whose refcount is higher than it has to be: space is lost, nothing else.
+    pub leaks: u64,
+    /// What can cost data.
+    pub corruptions: u64,
+    /// What could not be checked.
+    pub check_errors: u64,
+    /// Leaks that were repaired.
+    pub leaks_fixed: u64,
+    /// Corruptions that were repaired.
+    pub corruptions_fixed: u64,
+    /// What was found, as far as it was kept.
+    pub findings: Vec<Finding>,
+    /// How many more there were.
+    pub findings_left_out: u64,
+}
+
+impl CheckReport {
+    /// Whether nothing is wrong.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.leaks == 0 && self.corruptions == 0 && self.check_errors == 0
+    }
+}
+
+/// One thing that is wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// How bad it is.
+    pub kind: FindingKind,
+    /// Which structure, with its offset in the file: `L2 table at 0x50000, entry 7`.
+    pub table: String,
+    /// What is wrong with it.
+    pub why: String,
+}
+
+/// How bad a finding is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FindingKind {
+    /// Space is lost.
+    Leak,
+    /// Data can be lost.
+    Corruption,
+    /// It could not be checked.
+    Error,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            FindingKind::Leak => "leak",
+            FindingKind::Corruption => "corruption",
+            FindingKind::Error => "not checked",
+        };
+        write!(f, "{kind}: {}: {}", self.table, self.why)
+    }
+}

@@ -1,0 +1,333 @@
+//! Making an image's disk longer or shorter.
+//!
+//! Law: the header's size changes last when the disk grows, and after the entries behind the new end are gone when it shrinks. New
+//! tables have refcounts before anything refers to them. A cut at any write leaves a whole image of one size or the other; of one that
+//! was to shrink, what lies behind the new end may be zeros already; bitmaps may be lost.
+
+use std::sync::Arc;
+
+use limosa_storage::{Storage, ZeroHow};
+
+use super::super::entry::{COPIED, OFFSET};
+use super::super::geometry::Geometry;
+use super::super::grow;
+use super::super::header::Header;
+use super::super::image::{Parts, Qcow2, Qcow2Options};
+use super::extend::{extend, release};
+use super::fit_bitmaps;
+use super::repair::repair;
+use super::report::{CheckOptions, Repair};
+use super::tables;
+use crate::disk::Disk;
+use crate::error::ImageError;
+use crate::offset::{GuestOffset, HostOffset};
+use crate::preallocation::Preallocation;
+
+/// How a disk is made longer or shorter.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ResizeOptions {
+    /// What lies behind the new end may be lost. Without it a disk does not become shorter.
+    pub shrink: bool,
+    /// What is taken for the part that is new.
+    pub preallocation: Preallocation,
+    /// Memory for finding out which space is to be given back.
+    pub check: CheckOptions,
+}
+
+/// Makes the disk of an image `size` bytes long. The image is nobody else's meanwhile, and is not open as a disk: one that is in use
+/// becomes longer by [`Qcow2::grow`]. Its backing image and its data file have to be there if it has any. What is new reads as zeros,
+/// whatever the backing image has there. An image that was not closed is repaired first.
+///
+/// # Errors
+/// [`ImageError::Unsupported`]: shorter without [`ResizeOptions::shrink`]; sizes that are no multiple of 512; images of version 2 with
+/// snapshots, images with bitmaps that were not put away, corrupt images. What the storage says.
+pub async fn resize(parts: Parts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
+    let Parts { file, data_file, backing, mut header } = parts;
+    if header.features.dirty() && !header.features.corrupt() {
+        repair(&*file, Repair::Refcounts, options.check).await?;
+        header = Header::read(&*file).await?;
+    }
+    let old = header.size;
+    refuse(&*file, &header, size, options)?;
+    if size == old {
+        return Ok(());
+    }
+    header.begin_writing(&*file, true).await?;
+    let bitmaps = fit_bitmaps::lay_aside(&*file, &mut header, size).await?;
+    let parts = Parts { file: Arc::clone(&file), data_file: data_file.clone(), backing, header };
+    if size < old {
+        shrink(parts, size).await?;
+    } else if options.preallocation == Preallocation::Off && !parts.header.features.raw_data_file() {
+        let disk = in_use(parts).await?;
+        disk.grow(size).await?;
+        disk.close().await?;
+    } else {
+        grow(parts, size, options.preallocation).await?;
+    }
+    let mut header = Header::read(&*file).await?;
+    if bitmaps {
+        fit_bitmaps::put_back(&*file, &mut header, old).await?;
+    }
+    if size < old {
+        cut_off(&*file, data_file.as_deref(), &header, options).await?;
+    }
+    Ok(())
+}
+
+fn refuse(storage: &dyn Storage, header: &Header, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
+    let what = if header.features.dirty() || header.features.corrupt() {
+        "it is damaged: check and repair it before it is resized".into()
+    } else if size < header.size && !options.shrink {
+        "what lies behind its new end would be lost; shrinking has to be asked for".into()
+    } else if let Some(fault) = grow::fault(header, size) {
+        fault
+    } else {
+        return Ok(());
+    };
+    Err(ImageError::Unsupported { image: storage.name().clone(), what })
+}
+
+/// The image as a disk, which takes no more space than it needs.
+async fn in_use(parts: Parts) -> Result<Arc<Qcow2>, ImageError> {
+    Qcow2::open(parts, Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() }).await
+}
+
+/// Makes the disk longer, with space for what is new.
+async fn grow(parts: Parts, size: u64, how: Preallocation) -> Result<(), ImageError> {
+    let (file, data_file, old) = (Arc::clone(&parts.file), parts.data_file.clone(), parts.header.size);
+    let end = old.next_multiple_of(parts.header.geometry().cluster_size()).min(size);
+    let disk = in_use(parts).await?;
+    disk.inner().begin_writing().await?;
+    disk.inner().hide(old, end).await?;
+    disk.close().await?;
+    let mut header = Header::read(&*file).await?;
+    Growth { storage: &*file, data_file: data_file.as_deref(), old, size }.grow(&mut header, how).await
+}
+
+/// A disk that becomes longer.
+struct Growth<'a> {
+    storage: &'a dyn Storage,
+    data_file: Option<&'a dyn Storage>,
+    old: u64,
+    size: u64,
+}
+
+impl Growth<'_> {
+    async fn grow(&self, header: &mut Header, how: Preallocation) -> Result<(), ImageError> {
+        let geometry = header.geometry();
+        let entries = geometry.l1_entries(self.size);
+        let old_l1 = header.l1;
+        if entries > u64::from(header.l1.1) {
+            let clusters = geometry.clusters(entries * 8);
+            let first = extend(self.storage, header, clusters).await?;
+            let mut table = Vec::new();
+            for (from, length) in tables::pieces(old_l1.0.0, u64::from(old_l1.1) * 8, self.storage.length()?) {
+                table.extend(tables::bytes(self.storage, from, length).await?);
+            }
+            table.resize(usize::try_from(clusters << geometry.cluster_bits).unwrap_or(0), 0);
+            let at = first << geometry.cluster_bits;
+            tables::put(self.storage, at, &table).await?;
+            self.storage.flush().await?;
+            header.l1 = (HostOffset(at), u32::try_from(entries).unwrap_or(u32::MAX));
+            header.write_fields(self.storage).await?;
+            self.storage.flush().await?;
+            if old_l1.1 > 0 {
+                release(self.storage, header, old_l1.0.0, u64::from(old_l1.1) * 8).await?;
+            }
+        }
+        if let Some(data_file) = self.data_file {
+            self.grow_data(data_file, how).await?;
+        }
+        self.fill(header, how).await?;
+        header.size = self.size;
+        header.write_fields(self.storage).await?;
+        Ok(self.storage.flush().await?)
+    }
+
+    /// Makes the data file as long as the disk; what is new of it becomes zeros.
+    async fn grow_data(&self, data_file: &dyn Storage, how: Preallocation) -> Result<(), ImageError> {
+        let length = data_file.length()?;
+        if length > self.old {
+            let how = ZeroHow { unmap: how != Preallocation::Falloc, only_fast: false };
+            data_file.write_zeroes(self.old..length.min(self.size), how).await?;
+        }
+        if length < self.size {
+            data_file.set_len(self.size).await?;
+        }
+        if how == Preallocation::Falloc {
+            data_file.allocate(self.old..self.size).await?;
+        }
+        if how == Preallocation::Full {
+            zeros(data_file, self.old..self.size).await?;
+        }
+        Ok(data_file.flush().await?)
+    }
+
+    /// Gives the clusters of a part that is new space.
+    async fn fill(&self, header: &mut Header, how: Preallocation) -> Result<(), ImageError> {
+        let geometry = header.geometry();
+        let range = self.old..self.size;
+        // A cluster that the end lay in has been there before.
+        let clusters = range.start.div_ceil(geometry.cluster_size())..geometry.clusters(range.end);
+        let each = geometry.l2_entries();
+        for number in clusters.start / each..clusters.end.div_ceil(each) {
+            let part = clusters.start.max(number * each)..clusters.end.min((number + 1) * each);
+            if !part.is_empty() {
+                self.fill_table(header, number, part, how).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The part of it that one L2 table is about.
+    async fn fill_table(
+        &self,
+        header: &mut Header,
+        number: u64,
+        part: std::ops::Range<u64>,
+        how: Preallocation,
+    ) -> Result<(), ImageError> {
+        let geometry = header.geometry();
+        let (bits, size) = (geometry.cluster_bits, geometry.cluster_size());
+        let place = header.l1.0.0 + number * 8;
+        let entry = tables::numbers(&tables::bytes(self.storage, place, 8).await?).next().unwrap_or(0);
+        let old = entry & OFFSET;
+        let in_place = old != 0 && entry & COPIED != 0;
+        // In a data file contents lie where the guest sees them.
+        let data = if self.data_file.is_none() { part.end - part.start } else { 0 };
+        let taken = data + u64::from(!in_place);
+        let first = if taken > 0 { extend(self.storage, header, taken).await? } else { 0 };
+        let at = if in_place { old } else { (first + data) << bits };
+        let mut table = match old {
+            0 => vec![0; usize::try_from(size).unwrap_or(0)],
+            old => tables::bytes(self.storage, old, size).await?,
+        };
+        let width = usize::try_from(geometry.l2_entry_size()).unwrap_or(8);
+        for (index, cluster) in part.clone().enumerate() {
+            let offset = usize::try_from(cluster % geometry.l2_entries()).unwrap_or(0) * width;
+            let Some(slot) = table.get_mut(offset..offset + width) else { continue };
+            if slot.iter().all(|byte| *byte == 0) {
+                let host = if data == 0 { cluster } else { first + index as u64 };
+                let (bits, bitmap) = new_entry(host << bits, &geometry);
+                slot.copy_from_slice(&[bits.to_be_bytes(), bitmap.to_be_bytes()].concat()[..width]);
+            }
+        }
+        let range = first << bits..(first + data) << bits;
+        match how {
+            Preallocation::Full => zeros(self.storage, range).await?,
+            // What was there before must not come to light.
+            how if !range.is_empty() => {
+                let unmap = how != Preallocation::Falloc;
+                self.storage.write_zeroes(range.clone(), ZeroHow { unmap, only_fast: false }).await?;
+                if !unmap {
+                    self.storage.allocate(range).await?;
+                }
+            }
+            _ => {}
+        }
+        tables::put(self.storage, at, &table).await?;
+        self.storage.flush().await?;
+        if !in_place {
+            tables::put(self.storage, place, &(at | COPIED).to_be_bytes()).await?;
+            self.storage.flush().await?;
+            if old != 0 {
+                release(self.storage, header, old, size).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes zeros.
+async fn zeros(storage: &dyn Storage, range: std::ops::Range<u64>) -> Result<(), ImageError> {
+    let zeros = vec![0; 1 << 20];
+    for from in range.clone().step_by(1 << 20) {
+        let length = usize::try_from((range.end - from).min(1 << 20)).unwrap_or(0);
+        tables::put(storage, from, zeros.get(..length).unwrap_or_default()).await?;
+    }
+    Ok(())
+}
+
+/// An entry for a cluster that is new, at `host`.
+const fn new_entry(host: u64, geometry: &Geometry) -> (u64, u64) {
+    (host | COPIED, if geometry.extended_l2 { 0xffff_ffff } else { 0 })
+}
+
+/// Makes the disk shorter. Space that nothing refers to any more is not given back yet.
+async fn shrink(parts: Parts, size: u64) -> Result<(), ImageError> {
+    let (file, old) = (Arc::clone(&parts.file), parts.header.size);
+    let storage = &*file;
+    let inside = size.next_multiple_of(parts.header.geometry().cluster_size()).min(old) - size;
+    let mut header = if inside == 0 {
+        parts.header
+    } else {
+        // What is behind the end in the last cluster must not come back when the disk grows again: it is a write like any other,
+        // which leaves to snapshots what they have.
+        let disk = in_use(parts).await?;
+        disk.write_zeroes(GuestOffset(size), inside, false).await?;
+        disk.close().await?;
+        Header::read(storage).await?
+    };
+    let geometry = header.geometry();
+    // L2 tables that are only about what goes.
+    let kept = geometry.l1_entries(size);
+    let mut place = header.l1.0.0 + kept * 8;
+    let end = header.l1.0.0 + u64::from(header.l1.1) * 8;
+    while place < end {
+        let length = (end - place).min(1 << 20);
+        tables::put(storage, place, &vec![0; usize::try_from(length).unwrap_or(0)]).await?;
+        place += length;
+    }
+    // The one that the new end lies in.
+    let clusters = geometry.clusters(size);
+    if !size.is_multiple_of(geometry.l2_covers()) {
+        cut_table(storage, &mut header, kept - 1, clusters % geometry.l2_entries()).await?;
+    }
+    storage.flush().await?;
+    header.size = size;
+    header.write_fields(storage).await?;
+    Ok(storage.flush().await?)
+}
+
+/// Gives back what is behind the new end.
+async fn cut_off(
+    storage: &dyn Storage,
+    data_file: Option<&dyn Storage>,
+    header: &Header,
+    options: ResizeOptions,
+) -> Result<(), ImageError> {
+    let report = repair(storage, Repair::Leaks, options.check).await?;
+    let end = report.image_end_offset.max(header.geometry().cluster_size());
+    // Where it cannot be cut off, as on a block device, it stays: the image is whole either way.
+    if storage.length()? > end && report.is_clean() {
+        let _ = storage.set_len(end).await;
+    }
+    if let Some(data_file) = data_file.filter(|file| file.length().is_ok_and(|length| length > header.size)) {
+        let _ = data_file.set_len(header.size).await;
+    }
+    Ok(())
+}
+
+/// Takes entries from number `from` on out of the L2 table that the new end lies in.
+async fn cut_table(storage: &dyn Storage, header: &mut Header, number: u64, from: u64) -> Result<(), ImageError> {
+    let geometry = header.geometry();
+    let cluster_size = geometry.cluster_size();
+    let place = header.l1.0.0 + number * 8;
+    let entry = tables::numbers(&tables::bytes(storage, place, 8).await?).next().unwrap_or(0);
+    let old = entry & OFFSET;
+    if old == 0 {
+        return Ok(());
+    }
+    let mut table = tables::bytes(storage, old, cluster_size).await?;
+    let width = usize::try_from(geometry.l2_entry_size()).unwrap_or(8);
+    let cut = if from == 0 { table.len() } else { usize::try_from(from).unwrap_or(0) * width };
+    let Some(gone) = table.get_mut(cut..).filter(|gone| gone.iter().any(|byte| *byte != 0)) else { return Ok(()) };
+    gone.fill(0);
+    if entry & COPIED != 0 {
+        return Ok(tables::put(storage, old, &table).await?);
+    }
+    let at = extend(storage, header, 1).await? << geometry.cluster_bits;
+    tables::put(storage, at, &table).await?;
+    storage.flush().await?;
+    Ok(tables::put(storage, place, &(at | COPIED).to_be_bytes()).await?)
+}

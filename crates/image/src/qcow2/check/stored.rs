@@ -1,0 +1,147 @@
+//! The refcounts that the image keeps.
+//!
+//! Law: what is looked up costs what it is looked for. A refcount block can have 2 MiB, and entries can name clusters in any order: a
+//! refcount by itself is read with a piece of its block, not with all of it.
+
+use limosa_storage::Storage;
+
+use super::super::geometry::Geometry;
+use super::super::header::Header;
+use super::super::refcount_array;
+use super::examine::Surroundings;
+use super::tables;
+use crate::error::ImageError;
+
+/// Bits of an entry of the refcount table that are an offset.
+const OFFSET: u64 = !0x1ff;
+
+/// Bytes of the refcount table or of a block that are read and kept at once.
+const PIECE: u64 = 4096;
+
+/// Refcounts, by cluster. The last block that was asked for is kept, and the last piece of it and of the table.
+#[derive(Debug)]
+pub(super) struct Stored<'a> {
+    storage: &'a dyn Storage,
+    around: Surroundings,
+    table: (u64, u64),
+    block: Option<(u64, Block)>,
+    table_piece: Piece,
+    block_piece: Piece,
+}
+
+/// A piece of a table, and where it lies.
+type Piece = Option<(u64, Vec<u8>)>;
+
+/// Where a refcount block lies.
+enum Place {
+    None,
+    Unusable,
+    At(u64),
+}
+
+/// A refcount block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Block {
+    /// There is none: all its refcounts are zero.
+    None,
+    /// The refcount table's entry is unusable.
+    Unusable,
+    /// At this offset, with these contents.
+    Here(u64, Vec<u8>),
+}
+
+impl Block {
+    /// The refcount of a cluster that this block is about; `None` if it cannot be read.
+    pub(super) fn refcount(&self, cluster: u64, geometry: &Geometry) -> Option<u64> {
+        let index = usize::try_from(cluster % geometry.refcounts_per_block()).ok()?;
+        match self {
+            Self::None => Some(0),
+            Self::Unusable => None,
+            Self::Here(_, bytes) => refcount_array::get(bytes, geometry.refcount_order, index),
+        }
+    }
+
+    /// Whether it lies in a file of so many bytes.
+    pub(super) fn is_in(&self, file: u64) -> bool {
+        matches!(self, Self::Here(at, bytes) if at.saturating_add(bytes.len() as u64) <= file)
+    }
+}
+
+impl<'a> Stored<'a> {
+    pub(super) fn new(storage: &'a dyn Storage, header: &Header, around: Surroundings) -> Self {
+        let table = (header.refcount_table.0.0, header.refcount_table_bytes() / 8);
+        Self { storage, around, table, block: None, table_piece: None, block_piece: None }
+    }
+
+    /// A block.
+    pub(super) async fn block(&mut self, number: u64) -> Result<&Block, ImageError> {
+        if self.block.as_ref().is_none_or(|(kept, _)| *kept != number) {
+            let block = self.load(number).await?;
+            self.block = Some((number, block));
+        }
+        Ok(self.block.as_ref().map_or(&Block::None, |(_, block)| block))
+    }
+
+    async fn place(&mut self, number: u64) -> Result<Place, ImageError> {
+        let (table, entries) = self.table;
+        if number >= entries {
+            return Ok(Place::None);
+        }
+        let (piece, offset) = kept(self.storage, &mut self.table_piece, table, number * 8).await?;
+        let at = tables::numbers(piece.get(offset..).unwrap_or_default()).next().unwrap_or(0) & OFFSET;
+        let size = self.around.geometry.cluster_size();
+        Ok(if at == 0 {
+            Place::None
+        } else if at & (size - 1) != 0 || i64::try_from(at.saturating_add(size)).is_err() {
+            Place::Unusable
+        } else {
+            Place::At(at)
+        })
+    }
+
+    async fn load(&mut self, number: u64) -> Result<Block, ImageError> {
+        let size = self.around.geometry.cluster_size();
+        Ok(match self.place(number).await? {
+            Place::None => Block::None,
+            Place::Unusable => Block::Unusable,
+            Place::At(at) if at >= self.around.file => Block::Here(at, vec![0; usize::try_from(size).unwrap_or(0)]),
+            Place::At(at) => Block::Here(at, tables::bytes(self.storage, at, size).await?),
+        })
+    }
+
+    /// The refcount of a cluster; `None` if it cannot be read.
+    pub(super) async fn get(&mut self, cluster: u64) -> Result<Option<u64>, ImageError> {
+        let geometry = self.around.geometry;
+        let number = cluster / geometry.refcounts_per_block();
+        if let Some((_, block)) = self.block.as_ref().filter(|(kept, _)| *kept == number) {
+            return Ok(block.refcount(cluster, &geometry));
+        }
+        let at = match self.place(number).await? {
+            Place::None => return Ok(Some(0)),
+            Place::Unusable => return Ok(None),
+            Place::At(at) if at >= self.around.file => return Ok(Some(0)),
+            Place::At(at) => at,
+        };
+        // The order is at most 6, so the bits of a refcount are at most 64.
+        let bit = (cluster % geometry.refcounts_per_block()) << geometry.refcount_order;
+        let begin = bit / 64 * 8;
+        let (piece, offset) = kept(self.storage, &mut self.block_piece, at, begin).await?;
+        let index = usize::try_from((bit - begin * 8) >> geometry.refcount_order).unwrap_or(usize::MAX);
+        Ok(refcount_array::get(piece.get(offset..).unwrap_or_default(), geometry.refcount_order, index))
+    }
+}
+
+/// The piece in which the 8 bytes lie that are `inside` a table at `at`, and where in it.
+async fn kept<'p>(
+    storage: &dyn Storage,
+    piece: &'p mut Piece,
+    at: u64,
+    inside: u64,
+) -> Result<(&'p [u8], usize), ImageError> {
+    let begin = at.saturating_add(inside - inside % PIECE);
+    if piece.as_ref().is_none_or(|(kept, _)| *kept != begin) {
+        *piece = Some((begin, tables::bytes(storage, begin, PIECE).await?));
+    }
+    let bytes = piece.as_ref().map_or(&[][..], |(_, bytes)| bytes);
+    Ok((bytes, usize::try_from(inside % PIECE).unwrap_or(0)))
+}

@@ -1,0 +1,64 @@
+//! Tables of 8-byte entries, read in pieces.
+
+use futures_util::future::try_join_all;
+use limosa_storage::{Buffer, Storage, StorageError};
+
+/// Bytes of a table that are read at once.
+const PIECE: u64 = 1 << 20;
+/// Bytes of tables that are under way at once.
+const AHEAD: u64 = 8 << 20;
+
+/// The bytes at a place; zeros behind the end.
+pub(super) async fn bytes(storage: &dyn Storage, at: u64, length: u64) -> Result<Vec<u8>, StorageError> {
+    let buffer = Buffer::zeroed(usize::try_from(length.min(AHEAD)).unwrap_or(0));
+    storage.read(at, buffer.clone().into()).await?;
+    Ok(buffer.to_vec())
+}
+
+/// Writes bytes.
+pub(super) async fn put(storage: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), StorageError> {
+    storage.write(at, Buffer::copied(bytes).into()).await
+}
+
+/// The numbers in a table's bytes.
+pub(super) fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
+    bytes.as_chunks::<8>().0.iter().map(|entry| u64::from_be_bytes(*entry))
+}
+
+/// The parts in which a table of `bytes` at `at` is read, as far as it lies in a file of so many bytes: what is behind has no
+/// entries.
+pub(super) fn pieces(at: u64, bytes: u64, file: u64) -> impl Iterator<Item = (u64, u64)> {
+    let end = at.saturating_add(bytes).min(file.max(at));
+    (at..end)
+        .step_by(usize::try_from(PIECE).unwrap_or(1))
+        .map(move |from| (from, PIECE.min(at.saturating_add(bytes) - from)))
+}
+
+/// Calls `each` with the offset of each entry of a table that is not zero, and the entry.
+pub(super) async fn entries<E: From<StorageError>>(
+    storage: &dyn Storage,
+    at: u64,
+    bytes: u64,
+    file: u64,
+    mut each: impl FnMut(u64, u64) -> Result<(), E>,
+) -> Result<(), E> {
+    for (from, length) in pieces(at, bytes, file) {
+        let piece = self::bytes(storage, from, length).await?;
+        for (place, entry) in (from..).step_by(8).zip(numbers(&piece)) {
+            if entry != 0 {
+                each(place, entry)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// How many tables of `length` bytes are read at once.
+pub(super) fn together(length: u64) -> usize {
+    usize::try_from(AHEAD / length.max(1)).unwrap_or(1).clamp(1, 16)
+}
+
+/// The bytes of several tables, at most [`together`].
+pub(super) async fn many(storage: &dyn Storage, at: &[u64], length: u64) -> Result<Vec<Vec<u8>>, StorageError> {
+    try_join_all(at.iter().map(|at| bytes(storage, *at, length))).await
+}

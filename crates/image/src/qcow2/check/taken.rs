@@ -1,0 +1,33 @@
+//! Where no L2 table can be, because something else is there that the header refers to.
+
+use super::examine::Surroundings;
+use super::walk::Area;
+
+/// Areas in which no L2 table may lie: sorted, and none overlaps the next.
+#[derive(Debug, Default)]
+pub(super) struct Taken(Vec<(u64, u64)>);
+
+impl Taken {
+    pub(super) fn of(areas: &[Area], around: &Surroundings) -> Self {
+        let bits = around.geometry.cluster_bits;
+        let mut areas: Vec<_> = areas
+            .iter()
+            .filter(|area| area.bytes > 0 && !around.outside(area.at, area.bytes))
+            .map(|area| (area.at >> bits, (area.at + area.bytes - 1) >> bits))
+            .collect();
+        areas.sort_unstable();
+        let mut merged: Vec<(u64, u64)> = Vec::new();
+        for (first, last) in areas {
+            match merged.last_mut() {
+                Some((_, end)) if first <= *end => *end = last.max(*end),
+                _ => merged.push((first, last)),
+            }
+        }
+        Self(merged)
+    }
+
+    pub(super) fn contains(&self, cluster: u64) -> bool {
+        let behind = self.0.partition_point(|(first, _)| *first <= cluster);
+        behind.checked_sub(1).and_then(|index| self.0.get(index)).is_some_and(|(_, last)| cluster <= *last)
+    }
+}

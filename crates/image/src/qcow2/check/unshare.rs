@@ -1,0 +1,115 @@
+//! Clusters that more entries refer to than their refcounts can say: each entry too many gets a copy of its own.
+//!
+//! Law: a copy has a refcount, and is durable, before the entry refers to it. What the guest reads does not change.
+
+use std::collections::BTreeMap;
+
+use limosa_storage::Storage;
+
+use super::super::entry::{COMPRESSED, COPIED, OFFSET};
+use super::super::header::Header;
+use super::examine::{self, Kind};
+use super::extend::extend;
+use super::ledger::Ledger;
+use super::report::CheckOptions;
+use super::tables;
+use super::walk::{Image, What, l2_entries};
+use crate::error::ImageError;
+
+/// The most clusters that are dealt with in one turn.
+const MOST: usize = 4096;
+
+/// Gives copies to entries of clusters with too many references: whether there were any.
+pub(super) async fn unshare(
+    storage: &dyn Storage,
+    header: &mut Header,
+    options: CheckOptions,
+) -> Result<bool, ImageError> {
+    let before = header.clone();
+    let image = Image::open(storage, &before, options).await?;
+    let geometry = image.around.geometry;
+    let (bits, size) = (geometry.cluster_bits, geometry.cluster_size());
+    let taken = &image.taken;
+    // How many references each of them can keep.
+    let mut room = BTreeMap::new();
+    for window in image.windows() {
+        let what = What { most: u64::MAX, ..What::ALL };
+        let turn = image.count(&window, what, false, &mut Ledger::new(0)).await?;
+        let many = |cluster: &u64| turn.counts.get(*cluster).is_some_and(|count| count > geometry.refcount_max());
+        for cluster in window.clone().filter(many).take(MOST.saturating_sub(room.len())) {
+            let kept = if taken.contains(cluster) { 0 } else { geometry.refcount_max() };
+            room.insert(cluster, kept);
+        }
+    }
+    let mut keep = |at: u64, bytes: u64, times: u64| {
+        let clusters = at >> bits..=(at + bytes - 1) >> bits;
+        let fits = clusters.clone().all(|cluster| room.get(&cluster).is_none_or(|room| *room >= times));
+        if fits {
+            clusters.for_each(|cluster| {
+                room.entry(cluster).and_modify(|room| *room -= times);
+            });
+        }
+        fits
+    };
+    let mut wrote = false;
+    for run in image.l1_runs.iter().filter(|run| run.at >= size) {
+        for (from, length) in tables::pieces(run.at, run.bytes, image.around.file) {
+            let piece = tables::bytes(storage, from, length).await?;
+            for (place, entry) in (from..).step_by(8).zip(tables::numbers(&piece)) {
+                let at = entry & OFFSET;
+                if at == 0 || image.around.outside(at, size) || keep(at, size, run.times) {
+                    continue;
+                }
+                let copy = copied(storage, header, at, size).await?;
+                let flag = if run.times == 1 { COPIED } else { 0 };
+                tables::put(storage, place, &(copy | flag).to_be_bytes()).await?;
+                wrote = true;
+            }
+        }
+    }
+    if wrote {
+        storage.flush().await?;
+        return Ok(true);
+    }
+    let mut after = None;
+    loop {
+        let batch = image.l2_tables(after).await?;
+        let Some(last) = batch.keys().next_back().copied() else { break };
+        after = Some(last);
+        for (at, uses) in batch.into_iter().filter(|(at, _)| *at != 0) {
+            let table = tables::bytes(storage, at, size).await?;
+            for (number, entry, bitmap) in l2_entries(&table, geometry.extended_l2) {
+                let examined = examine::l2(entry, bitmap, &image.around);
+                let Some((host, bytes)) = examined.refers else { continue };
+                if image.around.outside(host, bytes) || keep(host, bytes, uses.all) {
+                    continue;
+                }
+                let copy = copied(storage, header, host, bytes).await?;
+                let new = match examined.kind {
+                    Kind::Compressed => {
+                        let mask = (1 << (62 - (bits - 8))) - 1;
+                        entry & !mask | COMPRESSED | copy & mask
+                    }
+                    _ => entry & !(OFFSET | COPIED) | copy | if uses.all == 1 { COPIED } else { 0 },
+                };
+                let width = geometry.l2_entry_size();
+                tables::put(storage, at + number as u64 * width, &new.to_be_bytes()).await?;
+                wrote = true;
+            }
+        }
+    }
+    storage.flush().await?;
+    Ok(wrote)
+}
+
+/// A durable copy of some bytes in clusters of its own: where the bytes begin there.
+async fn copied(storage: &dyn Storage, header: &mut Header, at: u64, bytes: u64) -> Result<u64, ImageError> {
+    let geometry = header.geometry();
+    let inside = at & (geometry.cluster_size() - 1);
+    let clusters = geometry.clusters(inside + bytes);
+    let first = extend(storage, header, clusters).await?;
+    let contents = tables::bytes(storage, at - inside, clusters << geometry.cluster_bits).await?;
+    tables::put(storage, first << geometry.cluster_bits, &contents).await?;
+    storage.flush().await?;
+    Ok((first << geometry.cluster_bits) + inside)
+}

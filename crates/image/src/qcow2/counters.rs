@@ -1,0 +1,116 @@
+//! What an image had its storages do, by purpose.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What an operation was for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    DataRead,
+    DataWrite,
+    CowRead,
+    CowWrite,
+    Clone,
+    L1Write,
+    L2Read,
+    L2Write,
+    RefcountRead,
+    RefcountWrite,
+    HeaderWrite,
+    WriteZeroes,
+    Discard,
+    Flush,
+}
+
+const PURPOSES: usize = Purpose::Flush as usize + 1;
+
+/// Operations of one purpose.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// How many.
+    pub operations: u64,
+    /// Of how many bytes together.
+    pub bytes: u64,
+}
+
+/// What an image had its storages do since it was opened. Requests that its backing image carried out are counted here as one
+/// operation each, and there as whatever it took.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Contents read for the guest.
+    pub data_reads: Tally,
+    /// Contents written for the guest, and nothing else with them.
+    pub data_writes: Tally,
+    /// Contents read to fill a new cluster.
+    pub cow_reads: Tally,
+    /// New clusters written: with the guest's contents what has to stand around them.
+    pub cow_writes: Tally,
+    /// Contents that a new cluster shares with where they were, in place of a copy.
+    pub clones: Tally,
+    /// Parts of the L1 table written.
+    pub l1_writes: Tally,
+    /// Slices of L2 tables read.
+    pub l2_reads: Tally,
+    /// L2 tables written: slices, and new tables as a whole.
+    pub l2_writes: Tally,
+    /// Slices of refcount blocks read.
+    pub refcount_reads: Tally,
+    /// Refcount blocks and parts of the refcount table written.
+    pub refcount_writes: Tally,
+    /// Changes of the header.
+    pub header_writes: Tally,
+    /// Ranges zeroed by the storage itself.
+    pub zeroes: Tally,
+    /// Ranges that the storage was told to forget.
+    pub discards: Tally,
+    /// Flushes of the storages.
+    pub flushes: u64,
+    /// Requests that were carried out with the copy of another one.
+    pub joined: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    operations: [AtomicU64; PURPOSES],
+    bytes: [AtomicU64; PURPOSES],
+    joined: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn add(&self, purpose: Purpose, bytes: u64) {
+        // Both arrays have a place for every purpose.
+        if let (Some(operations), Some(sum)) = (self.operations.get(purpose as usize), self.bytes.get(purpose as usize))
+        {
+            operations.fetch_add(1, Ordering::Relaxed);
+            sum.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn joined(&self) {
+        self.joined.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        let tally = |purpose: Purpose| {
+            let load =
+                |from: &[AtomicU64; PURPOSES]| from.get(purpose as usize).map_or(0, |n| n.load(Ordering::Relaxed));
+            Tally { operations: load(&self.operations), bytes: load(&self.bytes) }
+        };
+        Counts {
+            data_reads: tally(Purpose::DataRead),
+            data_writes: tally(Purpose::DataWrite),
+            cow_reads: tally(Purpose::CowRead),
+            cow_writes: tally(Purpose::CowWrite),
+            clones: tally(Purpose::Clone),
+            l1_writes: tally(Purpose::L1Write),
+            l2_reads: tally(Purpose::L2Read),
+            l2_writes: tally(Purpose::L2Write),
+            refcount_reads: tally(Purpose::RefcountRead),
+            refcount_writes: tally(Purpose::RefcountWrite),
+            header_writes: tally(Purpose::HeaderWrite),
+            zeroes: tally(Purpose::WriteZeroes),
+            discards: tally(Purpose::Discard),
+            flushes: tally(Purpose::Flush).operations,
+            joined: self.joined.load(Ordering::Relaxed),
+        }
+    }
+}

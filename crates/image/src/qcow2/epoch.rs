@@ -1,0 +1,130 @@
+//! Which requests may still be using a cluster that nothing refers to any more.
+//!
+//! Law: whoever reads or writes a data cluster enters an epoch before looking up where it lies, and leaves it when the storage is
+//! done. What was dropped from the tables in an epoch is used anew only when everybody who entered up to then has left. Nobody
+//! waits for that: what cannot be used yet stays where it is.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+#[derive(Debug)]
+pub(super) struct Epochs<T> {
+    now: AtomicU64,
+    /// How many are in the even and in the odd epoch.
+    inside: [AtomicU64; 2],
+    limbo: Mutex<Limbo<T>>,
+}
+
+#[derive(Debug)]
+struct Limbo<T> {
+    /// Dropped in the epoch before.
+    old: Vec<T>,
+    /// Dropped in this one.
+    new: Vec<T>,
+}
+
+/// Somebody is using clusters.
+#[derive(Debug)]
+pub(super) struct Guard<T> {
+    epochs: Arc<Epochs<T>>,
+    epoch: u64,
+}
+
+impl<T> Drop for Guard<T> {
+    fn drop(&mut self) {
+        self.epochs.place(self.epoch).fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl<T> Guard<T> {
+    /// For another part of the same request.
+    pub(super) fn again(&self) -> Self {
+        self.epochs.place(self.epoch).fetch_add(1, Ordering::SeqCst);
+        Self { epochs: Arc::clone(&self.epochs), epoch: self.epoch }
+    }
+}
+
+impl<T> Epochs<T> {
+    pub(super) fn new() -> Arc<Self> {
+        let limbo = Mutex::new(Limbo { old: Vec::new(), new: Vec::new() });
+        Arc::new(Self { now: AtomicU64::new(0), inside: [AtomicU64::new(0), AtomicU64::new(0)], limbo })
+    }
+
+    const fn place(&self, epoch: u64) -> &AtomicU64 {
+        let [even, odd] = &self.inside;
+        if epoch & 1 == 0 { even } else { odd }
+    }
+
+    pub(super) fn enter(self: &Arc<Self>) -> Guard<T> {
+        loop {
+            let epoch = self.now.load(Ordering::SeqCst);
+            self.place(epoch).fetch_add(1, Ordering::SeqCst);
+            if self.now.load(Ordering::SeqCst) == epoch {
+                return Guard { epochs: Arc::clone(self), epoch };
+            }
+            self.place(epoch).fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Nothing refers to these any more; those that nobody can be using any more come out.
+    pub(super) fn pass(&self, dropped: Vec<T>) -> Vec<T> {
+        let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+        limbo.new.extend(dropped);
+        let mut free = Vec::new();
+        // Twice: what was dropped now is free at once if nobody is inside.
+        for _ in 0..2 {
+            if limbo.old.is_empty() && limbo.new.is_empty() {
+                break;
+            }
+            let now = self.now.load(Ordering::SeqCst);
+            // The epoch before is over as soon as nobody is in it: nobody enters it any more.
+            if self.place(now + 1).load(Ordering::SeqCst) != 0 {
+                break;
+            }
+            free.append(&mut limbo.old);
+            limbo.old = std::mem::take(&mut limbo.new);
+            self.now.store(now + 1, Ordering::SeqCst);
+            if self.place(now).load(Ordering::SeqCst) == 0 {
+                free.append(&mut limbo.old);
+            }
+        }
+        free
+    }
+
+    /// Everything that is kept: nobody may be inside any more.
+    pub(super) fn rest(&self) -> Vec<T> {
+        let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rest = std::mem::take(&mut limbo.old);
+        rest.append(&mut limbo.new);
+        rest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nobody_uses_is_free_at_once() {
+        let epochs = Epochs::new();
+        drop(epochs.enter());
+        assert_eq!(epochs.pass(vec![1, 2]), [1, 2]);
+        assert_eq!(epochs.pass(Vec::new()), [0; 0]);
+    }
+
+    #[test]
+    fn what_somebody_may_be_using_waits_for_him_and_not_for_those_who_came_later() {
+        let epochs = Epochs::new();
+        let before = epochs.enter();
+        assert_eq!(epochs.pass(vec![1]), [0; 0]);
+        let after = epochs.enter();
+        assert_eq!(epochs.pass(vec![2]), [0; 0]);
+        drop(before);
+        assert_eq!(epochs.pass(Vec::new()), [1]);
+        assert_eq!(epochs.pass(vec![3]), [0; 0]);
+        drop(after);
+        let mut rest = epochs.pass(Vec::new());
+        rest.sort_unstable();
+        assert_eq!(rest, [2, 3]);
+    }
+}

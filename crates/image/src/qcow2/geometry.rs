@@ -1,0 +1,120 @@
+//! Sizes, and where in which table an offset is found.
+
+use crate::offset::GuestOffset;
+
+/// The sizes that an image was made with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// The logarithm of a cluster's bytes: 9 to 21.
+    pub cluster_bits: u32,
+    /// The logarithm of a refcount's bits: 0 to 6.
+    pub refcount_order: u32,
+    /// Whether L2 entries are of 16 bytes, with a bitmap of 32 subclusters.
+    pub extended_l2: bool,
+}
+
+/// Where the L2 entry of an offset is found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The entry in the L1 table.
+    pub l1: u64,
+    /// The entry in the L2 table.
+    pub l2: u32,
+    /// Bytes into the cluster.
+    pub inside: u32,
+}
+
+impl Geometry {
+    /// The smallest and the largest cluster, as logarithms of bytes.
+    pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
+    /// Subclusters of a cluster of an image with extended L2 entries.
+    pub const SUBCLUSTERS: u32 = 32;
+
+    /// Bytes of a cluster.
+    #[must_use]
+    pub const fn cluster_size(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Bytes of an L2 entry.
+    #[must_use]
+    pub const fn l2_entry_size(&self) -> u64 {
+        if self.extended_l2 { 16 } else { 8 }
+    }
+
+    /// Entries of an L2 table, which is one cluster.
+    #[must_use]
+    pub const fn l2_entries(&self) -> u64 {
+        self.cluster_size() / self.l2_entry_size()
+    }
+
+    /// Bytes of guest disk that an L2 table is about.
+    #[must_use]
+    pub const fn l2_covers(&self) -> u64 {
+        self.l2_entries() << self.cluster_bits
+    }
+
+    /// Bytes that are allocated on their own: a subcluster, or the cluster if it has none.
+    #[must_use]
+    pub const fn subcluster_size(&self) -> u64 {
+        if self.extended_l2 { self.cluster_size() / Self::SUBCLUSTERS as u64 } else { self.cluster_size() }
+    }
+
+    /// Bits of a refcount.
+    #[must_use]
+    pub const fn refcount_bits(&self) -> u32 {
+        1 << self.refcount_order
+    }
+
+    /// The largest refcount.
+    #[must_use]
+    pub const fn refcount_max(&self) -> u64 {
+        u64::MAX >> (64 - self.refcount_bits())
+    }
+
+    /// Refcounts in a refcount block, which is one cluster.
+    #[must_use]
+    pub const fn refcounts_per_block(&self) -> u64 {
+        (self.cluster_size() * 8) >> self.refcount_order
+    }
+
+    /// The number of clusters that so many bytes need.
+    #[must_use]
+    pub const fn clusters(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.cluster_size())
+    }
+
+    /// Entries of the L1 table that a disk of so many bytes needs.
+    #[must_use]
+    pub const fn l1_entries(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.l2_covers())
+    }
+
+    /// Where the entry of an offset is found.
+    #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "an entry's number and a place in a cluster are below 2^21")]
+    pub const fn place(&self, at: GuestOffset) -> Place {
+        Place {
+            l1: at.0 / self.l2_covers(),
+            l2: (at.0 >> self.cluster_bits & (self.l2_entries() - 1)) as u32,
+            inside: (at.0 & (self.cluster_size() - 1)) as u32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offset_is_found_in_its_tables() {
+        let usual = Geometry { cluster_bits: 16, refcount_order: 4, extended_l2: false };
+        assert_eq!((usual.l2_entries(), usual.l2_covers(), usual.refcounts_per_block()), (8192, 512 << 20, 32768));
+        assert_eq!(usual.place(GuestOffset((512 << 20) + (3 << 16) + 5)), Place { l1: 1, l2: 3, inside: 5 });
+        assert_eq!(usual.refcount_max(), 0xffff);
+        let fine = Geometry { cluster_bits: 9, refcount_order: 6, extended_l2: true };
+        assert_eq!((fine.l2_entries(), fine.subcluster_size(), fine.refcounts_per_block()), (32, 16, 64));
+        assert_eq!(fine.refcount_max(), u64::MAX);
+        assert_eq!(fine.l1_entries(32 * 512 + 1), 2);
+    }
+}

@@ -1,0 +1,314 @@
+//! Where an image's own tables lie, and what may not happen there.
+//!
+//! Law: no cluster is two things. Nothing is handed out, written as contents, given back or discarded where the header, the L1 table,
+//! an L2 table, the refcount table, a refcount block, the snapshots or the bitmap directory lie. An image whose tables lie on each
+//! other is not written at all. So each table is changed by who writes that table, and by nobody else.
+//!
+//! What the header leads to is known from the beginning; L2 tables and refcount blocks are added as they are made. Who asks about
+//! clusters of which nothing is known takes no lock: a filter of one bit for each hash of a cluster's number says so. A bit that is
+//! set for something else costs a look, and nothing more.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{PoisonError, RwLock};
+
+/// Bits of the filter for each cluster that is known at the beginning, or may become a table later.
+const BITS_EACH: u64 = 16;
+/// The fewest bits of the filter, and the most: 128 KiB.
+const FILTER: (u64, u64) = (1 << 12, 1 << 20);
+/// The most clusters of tables that are longer than one that get bits; if there are more, every look is a real one.
+const FILTERED_MOST: u64 = 1 << 20;
+
+/// A table of the image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Table {
+    Header,
+    L1,
+    Refcounts,
+    /// The snapshot table, or a snapshot's L1 table.
+    Snapshots,
+    BitmapDirectory,
+    L2,
+    RefcountBlock,
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Header => "header",
+            Self::L1 => "L1 table",
+            Self::Refcounts => "refcount table",
+            Self::Snapshots => "snapshot table or L1 table of a snapshot",
+            Self::BitmapDirectory => "bitmap directory",
+            Self::L2 => "L2 table",
+            Self::RefcountBlock => "refcount block",
+        })
+    }
+}
+
+/// A table that lies where something else is said to lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Overlap {
+    pub(super) table: Table,
+    /// Where it lies, in the file.
+    pub(super) at: u64,
+}
+
+impl fmt::Display for Overlap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {:#x}", self.table, self.at)
+    }
+}
+
+/// Where the tables lie.
+#[derive(Debug, Default)]
+pub(super) struct Tables {
+    cluster_bits: u32,
+    filter: Box<[AtomicU64]>,
+    places: RwLock<Places>,
+    /// Two tables that lie on each other, found at the beginning.
+    conflict: Option<(Overlap, Overlap)>,
+}
+
+/// All in numbers of clusters.
+#[derive(Debug, Default)]
+struct Places {
+    /// Tables that the header or the snapshot table lead to, by where they begin: where they end. None lies on another.
+    ranges: BTreeMap<u64, (u64, Table)>,
+    /// L2 tables and refcount blocks.
+    single: HashMap<u64, Table>,
+}
+
+impl Places {
+    /// The first table in a range, but for tables of one sort.
+    fn within(&self, clusters: &Range<u64>, but: Option<Table>) -> Option<(u64, Table)> {
+        let range = self.ranges.range(..clusters.end).next_back().filter(|(_, (end, _))| *end > clusters.start);
+        let range = range.map(|(first, (_, table))| (*first, *table));
+        let mut all = clusters.clone();
+        let single = || all.find_map(|cluster| self.single.get(&cluster).map(|table| (cluster, *table)));
+        range.filter(|(_, table)| Some(*table) != but).or_else(|| {
+            let mut single = single;
+            loop {
+                match single()? {
+                    (_, table) if Some(table) == but => {}
+                    found => return Some(found),
+                }
+            }
+        })
+    }
+}
+
+impl Tables {
+    /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: where L2 tables and refcount blocks
+    /// lie. `more`: so many of them may be added.
+    pub(super) fn new(
+        cluster_bits: u32,
+        ranges: Vec<(Table, Range<u64>)>,
+        l2: impl IntoIterator<Item = u64>,
+        blocks: impl IntoIterator<Item = u64>,
+        more: u64,
+    ) -> Self {
+        let mut places = Places::default();
+        let mut conflict = None;
+        let overlap = |(first, table): (u64, Table)| Overlap { table, at: first << cluster_bits };
+        let size = 1_u64 << cluster_bits;
+        let mut sorted: Vec<(u64, u64, Table)> = ranges
+            .into_iter()
+            .filter(|(_, bytes)| !bytes.is_empty())
+            .map(|(table, bytes)| (bytes.start >> cluster_bits, bytes.end.div_ceil(size), table))
+            .collect();
+        sorted.sort_unstable_by_key(|(first, ..)| *first);
+        let mut last: Option<(u64, u64, Table)> = None;
+        for (first, end, table) in sorted {
+            match &mut last {
+                Some((begin, until, before)) if first < *until => {
+                    // Snapshots are not written: whether they lie on each other is their affair.
+                    if (*before, table) != (Table::Snapshots, Table::Snapshots) {
+                        conflict = conflict.or(Some((overlap((first, table)), overlap((*begin, *before)))));
+                    }
+                    *until = end.max(*until);
+                }
+                _ => {
+                    if let Some((begin, until, before)) = last.replace((first, end, table)) {
+                        places.ranges.insert(begin, (until, before));
+                    }
+                }
+            }
+        }
+        places.ranges.extend(last.map(|(begin, until, before)| (begin, (until, before))));
+        let single = l2.into_iter().map(|at| (at, Table::L2));
+        let single = single.chain(blocks.into_iter().map(|at| (at, Table::RefcountBlock)));
+        for (at, table) in single {
+            let cluster = at >> cluster_bits;
+            // Several entries of the L1 table may lead to one L2 table: it is an L2 table all the same.
+            let but = Some(Table::L2).filter(|l2| *l2 == table);
+            match places.within(&(cluster..cluster + 1), but) {
+                Some(other) => conflict = conflict.or(Some((overlap((cluster, table)), overlap(other)))),
+                None => drop(places.single.insert(cluster, table)),
+            }
+        }
+        let long: u64 = places.ranges.iter().map(|(first, (end, _))| end - first).fold(0, u64::saturating_add);
+        let wanted = (long.min(FILTERED_MOST) + places.single.len() as u64).saturating_add(more);
+        let bits = wanted.saturating_mul(BITS_EACH).clamp(FILTER.0, FILTER.1).next_power_of_two();
+        let filter: Box<[AtomicU64]> =
+            (0..bits / 64).map(|_| AtomicU64::new(if long > FILTERED_MOST { u64::MAX } else { 0 })).collect();
+        let tables = Self { cluster_bits, filter, places: RwLock::default(), conflict };
+        if long <= FILTERED_MOST {
+            places.ranges.iter().flat_map(|(first, (end, _))| *first..*end).for_each(|cluster| tables.note(cluster));
+        }
+        places.single.keys().for_each(|cluster| tables.note(*cluster));
+        Self { places: RwLock::new(places), ..tables }
+    }
+
+    /// Two tables that lie on each other: the image is not to be written.
+    pub(super) const fn conflict(&self) -> Option<(Overlap, Overlap)> {
+        self.conflict
+    }
+
+    /// Where the filter's bit for a cluster stands.
+    fn bit(&self, cluster: u64) -> (usize, u64) {
+        // The upper bits of the product are the mixed ones.
+        let hash = cluster.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let word = usize::try_from(hash >> 6).unwrap_or(0) & self.filter.len().wrapping_sub(1);
+        (word, 1 << (hash & 63))
+    }
+
+    fn note(&self, cluster: u64) {
+        let (word, bit) = self.bit(cluster);
+        if let Some(word) = self.filter.get(word) {
+            word.fetch_or(bit, Ordering::Release);
+        }
+    }
+
+    /// The cluster at this offset is such a table from now on.
+    pub(super) fn add(&self, at: u64, table: Table) {
+        let cluster = at >> self.cluster_bits;
+        self.places.write().unwrap_or_else(PoisonError::into_inner).single.insert(cluster, table);
+        self.note(cluster);
+    }
+
+    /// The cluster with this number is no L2 table any more.
+    pub(super) fn remove_l2(&self, cluster: u64) {
+        let mut places = self.places.write().unwrap_or_else(PoisonError::into_inner);
+        if places.single.get(&cluster) == Some(&Table::L2) {
+            places.single.remove(&cluster);
+        }
+    }
+
+    /// The refcount table now lies here, in bytes, and no longer where it lay.
+    pub(super) fn move_refcount_table(&self, to: &Range<u64>) {
+        self.move_only(Table::Refcounts, to);
+    }
+
+    /// The same of the L1 table.
+    pub(super) fn move_l1_table(&self, to: &Range<u64>) {
+        self.move_only(Table::L1, to);
+    }
+
+    fn move_only(&self, only: Table, to: &Range<u64>) {
+        let clusters = to.start >> self.cluster_bits..to.end.div_ceil(1 << self.cluster_bits);
+        let mut places = self.places.write().unwrap_or_else(PoisonError::into_inner);
+        places.ranges.retain(|_, (_, table)| *table != only);
+        places.ranges.insert(clusters.start, (clusters.end, only));
+        drop(places);
+        clusters.for_each(|cluster| self.note(cluster));
+    }
+
+    /// The table that lies in a range of bytes of the file, if one does; `but`: those of this sort may.
+    pub(super) fn within(&self, bytes: &Range<u64>, but: Option<Table>) -> Option<Overlap> {
+        let clusters = bytes.start >> self.cluster_bits..bytes.end.div_ceil(1 << self.cluster_bits);
+        let set = |cluster| {
+            let (word, bit) = self.bit(cluster);
+            self.filter.get(word).is_some_and(|word| word.load(Ordering::Acquire) & bit != 0)
+        };
+        if !clusters.clone().any(set) {
+            return None;
+        }
+        let places = self.places.read().unwrap_or_else(PoisonError::into_inner);
+        let (first, table) = places.within(&clusters, but)?;
+        Some(Overlap { table, at: first << self.cluster_bits })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const K: u64 = 1 << 10;
+
+    /// Clusters of 64 KiB: header, refcount table at 64 KiB, L1 table at 192 KiB, of two clusters; a block at 128 KiB, an L2 table at
+    /// 320 KiB.
+    fn tables() -> Tables {
+        let ranges = vec![
+            (Table::L1, 192 * K..260 * K),
+            (Table::Header, 0..64 * K),
+            (Table::Refcounts, 64 * K..128 * K),
+            (Table::Snapshots, 0..0),
+        ];
+        Tables::new(16, ranges, [320 * K, 320 * K], [128 * K], 10)
+    }
+
+    #[test]
+    fn what_lies_on_a_table_or_touches_its_last_cluster_is_found() {
+        let tables = tables();
+        assert_eq!(tables.conflict(), None);
+        let found = |range: Range<u64>| tables.within(&range, None).map(|found| (found.table, found.at / K));
+        assert_eq!(found(0..1), Some((Table::Header, 0)));
+        assert_eq!(found(100 * K..101 * K), Some((Table::Refcounts, 64)));
+        assert_eq!(found(128 * K..129 * K), Some((Table::RefcountBlock, 128)));
+        assert_eq!(found(300 * K..310 * K), Some((Table::L1, 192)));
+        assert_eq!(found(383 * K..1 << 40), Some((Table::L2, 320)));
+        assert_eq!(found(384 * K..(384 + 4096) * K), None);
+        assert_eq!(tables.within(&(320 * K..384 * K), Some(Table::L2)), None);
+        assert_eq!(tables.within(&(320 * K..384 * K), Some(Table::L1)).unwrap().table, Table::L2);
+    }
+
+    #[test]
+    fn tables_come_and_go() {
+        let tables = tables();
+        tables.add(640 * K, Table::L2);
+        tables.move_refcount_table(&(704 * K..832 * K));
+        let found = |at: u64| tables.within(&(at * K..(at + 64) * K), None).map(|found| found.table);
+        assert_eq!((found(64), found(640), found(768)), (None, Some(Table::L2), Some(Table::Refcounts)));
+        tables.remove_l2(10);
+        tables.remove_l2(2);
+        assert_eq!((found(640), found(128)), (None, Some(Table::RefcountBlock)));
+    }
+
+    #[test]
+    fn tables_on_each_other_are_found_at_the_beginning() {
+        let conflict = |ranges: &[(Table, Range<u64>)], l2: &[u64], blocks: &[u64]| {
+            let tables = Tables::new(16, ranges.to_vec(), l2.iter().copied(), blocks.iter().copied(), 0);
+            tables.conflict().map(|(one, other)| (one.table, other.table))
+        };
+        let (l1, snapshot) = ((Table::L1, 64 * K..129 * K), (Table::Snapshots, 128 * K..256 * K));
+        assert_eq!(conflict(&[l1.clone(), snapshot.clone()], &[], &[]), Some((Table::Snapshots, Table::L1)));
+        assert_eq!(conflict(&[snapshot.clone(), snapshot], &[], &[]), None);
+        assert_eq!(conflict(std::slice::from_ref(&l1), &[128 * K], &[]), Some((Table::L2, Table::L1)));
+        assert_eq!(conflict(&[], &[128 * K], &[128 * K]), Some((Table::RefcountBlock, Table::L2)));
+        assert_eq!(conflict(&[], &[], &[128 * K, 128 * K]), Some((Table::RefcountBlock, Table::RefcountBlock)));
+        assert_eq!(conflict(&[], &[128 * K, 128 * K], &[]), None);
+    }
+
+    #[test]
+    fn tables_as_long_as_no_filter_is_are_found_all_the_same() {
+        let tables = Tables::new(9, vec![(Table::Snapshots, 1 << 20..1 << 50)], [], [], 0);
+        assert!(tables.within(&(1 << 49..(1 << 49) + 1), None).is_some());
+        assert!(tables.within(&(0..512), None).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn the_filter_hides_nothing(clusters in prop::collection::vec(0_u64..1 << 47, 1..200), others in prop::collection::vec(0_u64..1 << 47, 1..50)) {
+            let tables = Tables::new(16, Vec::new(), clusters.iter().map(|cluster| cluster << 16), [], 0);
+            for cluster in clusters.iter().chain(&others) {
+                let found = tables.within(&(cluster << 16..(cluster + 1) << 16), None);
+                prop_assert_eq!(found.is_some(), clusters.contains(cluster));
+            }
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Clusters that were set aside when the image was made, and never written.
+//!
+//! The tables count them as contents (`preallocation=metadata`); that they are zeros, only the file below knows. To ask it costs a
+//! call for every run of clusters, so it is asked where it can say something: in files that take up much less than the clusters that
+//! the refcounts count. So does QEMU, whose map says the same.
+
+use limosa_storage::Buffer;
+
+use super::header::Header;
+use super::image::{Inner, lock};
+use super::refcount_array;
+use crate::disk::MapKind;
+use crate::error::ImageError;
+use crate::holes::{alike, taken};
+
+/// Bytes of refcounts that are read at once.
+const PIECE: u64 = 64 << 10;
+/// Bits of an entry of the refcount table that say where the block lies.
+const BLOCK: u64 = !511;
+
+/// How many clusters have to be in use for a file that takes up `taken` of them to be called sparse; `None`: it has not as many.
+fn needed(taken: u64, all: u64) -> Option<u64> {
+    let needed = taken.saturating_add((taken / 9).max(2));
+    (needed <= all).then_some(needed)
+}
+
+impl Inner {
+    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for.
+    pub(super) async fn written(&self, host: u64, length: u64) -> Result<(u64, MapKind), ImageError> {
+        if !*self.preallocated.get_or_init(|| self.is_preallocated()).await {
+            return Ok((length, MapKind::Data));
+        }
+        let (length, is_zero) = alike(&*self.data, &(host..host.saturating_add(length)))?;
+        Ok((length, if is_zero { MapKind::Preallocated } else { MapKind::Data }))
+    }
+
+    /// Whether the file takes up much less than the clusters that are in use. Of refcounts that cannot be read: no.
+    async fn is_preallocated(&self) -> bool {
+        let Some((taken, length)) = taken(&*self.file).zip(self.file.length().ok()) else { return false };
+        let (taken, all) = (self.geometry.clusters(taken), self.geometry.clusters(length));
+        let header = lock(&self.header).clone();
+        match needed(taken, all) {
+            Some(needed) => self.counts_to(needed, all, &header).await.unwrap_or(false),
+            None => false,
+        }
+    }
+
+    /// Whether at least `needed` of the first `all` clusters are in use.
+    async fn counts_to(&self, needed: u64, all: u64, header: &Header) -> Result<bool, ImageError> {
+        let per_block = self.geometry.refcounts_per_block();
+        let (mut found, mut block) = (0, 0);
+        let table = all.div_ceil(per_block).min(header.refcount_table_bytes() / 8) * 8;
+        for at in (0..table).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX)) {
+            let entries = self.bytes(header.refcount_table.0.0 + at, PIECE.min(table - at)).await?;
+            for entry in entries.as_chunks().0 {
+                let place = u64::from_be_bytes(*entry) & BLOCK;
+                let clusters = per_block.min(all - block * per_block);
+                if place != 0 {
+                    found += self.count_block(place, clusters, needed - found).await?;
+                }
+                if found >= needed {
+                    return Ok(true);
+                }
+                block += 1;
+            }
+        }
+        Ok(false)
+    }
+
+    /// How many of the first clusters of a refcount block are in use, as far as it is `needed` to know.
+    async fn count_block(&self, place: u64, clusters: u64, needed: u64) -> Result<u64, ImageError> {
+        let order = self.geometry.refcount_order;
+        let bytes = (clusters << order).div_ceil(8);
+        let (mut found, mut left) = (0, clusters);
+        for at in (0..bytes).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX)) {
+            let refcounts = self.bytes(place.saturating_add(at), PIECE.min(bytes - at)).await?;
+            let here = left.min((PIECE * 8) >> order);
+            let counts =
+                (0..usize::try_from(here).unwrap_or(0)).map(|index| refcount_array::get(&refcounts, order, index));
+            found += counts.filter(|count| count.is_some_and(|count| count > 0)).count() as u64;
+            left -= here;
+            if found >= needed {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    async fn bytes(&self, at: u64, length: u64) -> Result<Vec<u8>, ImageError> {
+        let buffer = Buffer::zeroed(usize::try_from(length).unwrap_or(0));
+        self.file.read(at, buffer.clone().into()).await?;
+        Ok(buffer.to_vec())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_sparse_if_a_tenth_of_what_is_counted_is_missing_and_two_clusters() {
+        assert_eq!([0, 9, 90].map(|taken| needed(taken, 100)), [Some(2), Some(11), Some(100)]);
+        assert_eq!([91, 98, 100, u64::MAX].map(|taken| needed(taken, 100)), [None; 4]);
+    }
+}

@@ -1,0 +1,229 @@
+//! L2 tables in memory: a bounded number of slices.
+//!
+//! Law: a slice that differs from the file stays until it has been written, and one that is being written stays until that is
+//! over; so what is read from the file is never older than what was here. Locks are held for a look or a change, never while
+//! anybody waits.
+
+use std::collections::{HashMap, VecDeque};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use futures_util::future::Shared;
+
+use crate::error::ImageError;
+
+/// Something that several requests wait for: whoever of them is polled drives it. It borrows nothing.
+pub(super) type Flight = Shared<Pin<Box<dyn Future<Output = Result<(), ImageError>> + Send>>>;
+
+/// The most shards; fewer if the cache is small.
+const SHARDS: usize = 16;
+/// The fewest slices, whatever was asked for: requests under way must not take each other's away all the time.
+const FEWEST: usize = 32;
+
+pub(super) struct Slices {
+    shards: Box<[Mutex<Shard>]>,
+    /// Slices in a shard at most.
+    most: usize,
+    /// The logarithm of a slice's bytes.
+    bits: u32,
+    dirty: AtomicUsize,
+}
+
+#[derive(Default)]
+pub(super) struct Shard {
+    slots: HashMap<u64, Slot>,
+    /// In the order in which they are looked at when one has to go.
+    order: VecDeque<u64>,
+    /// Slices that are being read.
+    pub(super) loading: HashMap<u64, Flight>,
+}
+
+struct Slot {
+    words: Box<[u64]>,
+    dirty: bool,
+    writing: bool,
+    /// Looked at since it was last passed over.
+    recent: bool,
+}
+
+/// A slice to be written: where, and its bytes as they were.
+pub(super) struct Captured {
+    pub(super) at: u64,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// Every slice of a shard has to be written first.
+pub(super) struct Full(pub(super) Box<[u64]>);
+
+impl Slices {
+    /// For slices of `1 << bits` bytes, together at most about `size` bytes.
+    pub(super) fn new(size: u64, bits: u32) -> Self {
+        let most = usize::try_from(size >> bits).unwrap_or(usize::MAX).max(FEWEST);
+        let shards = (most / FEWEST).clamp(1, SHARDS);
+        let shard = |_| Mutex::new(Shard::default());
+        Self { shards: (0..shards).map(shard).collect(), most: most / shards, bits, dirty: AtomicUsize::new(0) }
+    }
+
+    /// Bytes of a slice.
+    pub(super) const fn slice_size(&self) -> u64 {
+        1 << self.bits
+    }
+
+    pub(super) fn shard(&self, key: u64) -> MutexGuard<'_, Shard> {
+        let index = usize::try_from(key >> self.bits).unwrap_or(0) % self.shards.len();
+        let [first, ..] = &*self.shards else { unreachable!("there is at least one shard") };
+        self.shards.get(index).unwrap_or(first).lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks at a slice, if it is here.
+    pub(super) fn get<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
+        let mut shard = self.shard(key);
+        let slot = shard.slots.get_mut(&key)?;
+        slot.recent = true;
+        Some(look(&slot.words))
+    }
+
+    /// Changes a slice, if it is here.
+    pub(super) fn change<R>(&self, key: u64, change: impl FnOnce(&mut [u64]) -> R) -> Option<R> {
+        let mut shard = self.shard(key);
+        let slot = shard.slots.get_mut(&key)?;
+        slot.recent = true;
+        if !slot.dirty {
+            slot.dirty = true;
+            self.dirty.fetch_add(1, Ordering::Relaxed);
+        }
+        Some(change(&mut slot.words))
+    }
+
+    /// Whether so many slices wait to be written that it is time to.
+    pub(super) fn presses(&self) -> bool {
+        self.dirty.load(Ordering::Relaxed) > self.most * self.shards.len() / 2
+    }
+
+    /// Keeps a slice that was read; what is here already stays.
+    pub(super) fn insert(&self, key: u64, words: Box<[u64]>) -> Result<(), Full> {
+        let mut shard = self.shard(key);
+        let shard = &mut *shard;
+        if shard.slots.contains_key(&key) {
+            return Ok(());
+        }
+        let mut looked = 0;
+        while shard.slots.len() >= self.most {
+            // Everything is passed over at most once before it may go.
+            looked += 1;
+            let Some(oldest) = shard.order.pop_front().filter(|_| looked <= 2 * self.most) else {
+                return Err(Full(words));
+            };
+            match shard.slots.get_mut(&oldest) {
+                Some(slot) if slot.dirty || slot.writing || slot.recent => {
+                    slot.recent = false;
+                    shard.order.push_back(oldest);
+                }
+                _ => drop(shard.slots.remove(&oldest)),
+            }
+        }
+        shard.slots.insert(key, Slot { words, dirty: false, writing: false, recent: true });
+        shard.order.push_back(key);
+        Ok(())
+    }
+
+    /// Forgets the slices of a table whose cluster gets other contents.
+    pub(super) fn forget(&self, table: u64, length: u64) {
+        for key in (table..table.saturating_add(length)).step_by(1 << self.bits) {
+            let mut shard = self.shard(key);
+            if let Some(slot) = shard.slots.remove(&key) {
+                shard.order.retain(|other| *other != key);
+                if slot.dirty {
+                    self.dirty.fetch_sub(1, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// The readings of a table's slices that were begun, and are not over.
+    pub(super) fn loading_within(&self, table: u64, length: u64) -> Vec<Flight> {
+        let keys = (table..table.saturating_add(length)).step_by(1 << self.bits);
+        keys.filter_map(|key| self.shard(key).loading.get(&key).cloned()).collect()
+    }
+
+    /// Copies of all slices that differ from the file: they are being written from now on, until [`Slices::written`].
+    pub(super) fn capture(&self) -> Vec<Captured> {
+        let mut captured = Vec::new();
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            for (at, slot) in shard.slots.iter_mut().filter(|(_, slot)| slot.dirty) {
+                slot.dirty = false;
+                slot.writing = true;
+                self.dirty.fetch_sub(1, Ordering::Relaxed);
+                captured
+                    .push(Captured { at: *at, bytes: slot.words.iter().flat_map(|word| word.to_be_bytes()).collect() });
+            }
+        }
+        captured.sort_unstable_by_key(|slice| slice.at);
+        captured
+    }
+
+    /// These were written, or could not be.
+    pub(super) fn written(&self, keys: impl IntoIterator<Item = u64>, fine: bool) {
+        for key in keys {
+            if let Some(slot) = self.shard(key).slots.get_mut(&key) {
+                slot.writing = false;
+                if !fine && !slot.dirty {
+                    slot.dirty = true;
+                    self.dirty.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Lets go of everything that is being read.
+    pub(super) fn drop_flights(&self) {
+        for shard in &self.shards {
+            let flights = std::mem::take(&mut shard.lock().unwrap_or_else(PoisonError::into_inner).loading);
+            drop(flights);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(word: u64) -> Box<[u64]> {
+        vec![word; 64].into()
+    }
+
+    #[test]
+    fn a_slice_that_differs_from_the_file_stays_until_it_is_written() {
+        let slices = Slices::new(0, 9);
+        for key in 0..FEWEST as u64 {
+            assert!(slices.insert(key * 512, words(key)).is_ok());
+            slices.change(key * 512, |words| words[0] = 7).unwrap();
+        }
+        assert!(slices.presses());
+        let Err(Full(back)) = slices.insert(1 << 20, words(9)) else { panic!("there was room") };
+        let captured = slices.capture();
+        assert_eq!(captured.len(), FEWEST);
+        assert_eq!(
+            (captured[1].at, &captured[1].bytes[..16]),
+            (512, &[0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 1][..])
+        );
+        let Err(Full(back)) = slices.insert(1 << 20, back) else { panic!("one that was being written went") };
+        slices.written(captured[1..].iter().map(|slice| slice.at), true);
+        slices.written([0], false);
+        assert!(slices.insert(1 << 20, back).is_ok());
+        assert_eq!(slices.get(0, |words| words[0]), Some(7));
+        assert_eq!(slices.capture().len(), 1);
+    }
+
+    #[test]
+    fn what_is_here_is_not_replaced_by_what_was_read() {
+        let slices = Slices::new(1 << 20, 12);
+        assert!(slices.insert(4096, words(1)).is_ok() && slices.insert(4096, words(2)).is_ok());
+        assert_eq!(slices.get(4096, |words| words[0]), Some(1));
+        slices.forget(0, 65536);
+        assert_eq!(slices.get(4096, |words| words[0]), None);
+    }
+}

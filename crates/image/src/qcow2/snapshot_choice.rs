@@ -1,0 +1,103 @@
+//! One of an image's snapshots, read as a disk.
+
+use std::fmt;
+use std::sync::Arc;
+
+use limosa_storage::Storage;
+
+use super::header::Header;
+use super::snapshot_table::{self, Snapshot};
+use crate::error::ImageError;
+
+/// Which snapshot is meant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SnapshotChoice {
+    /// The one with this id; if there is none, the first one of this name.
+    Either(String),
+    /// The first one of which this is true; at least one of them is said.
+    Both {
+        /// Its id.
+        id: Option<String>,
+        /// Its name.
+        name: Option<String>,
+    },
+}
+
+impl SnapshotChoice {
+    fn find<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
+        match self {
+            Self::Either(word) => {
+                let first = snapshots.iter().find(|snapshot| snapshot.id == *word);
+                first.or_else(|| snapshots.iter().find(|snapshot| snapshot.name == *word))
+            }
+            Self::Both { id, name } => snapshots.iter().find(|snapshot| {
+                id.as_ref().is_none_or(|id| *id == snapshot.id)
+                    && name.as_ref().is_none_or(|name| *name == snapshot.name)
+            }),
+        }
+    }
+
+    /// The header of an image as it was when the snapshot was taken: with its L1 table and length. Whoever opens that writes nothing.
+    pub(crate) async fn apply(&self, storage: &dyn Storage, header: Header) -> Result<Header, ImageError> {
+        let snapshots = snapshot_table::read(storage, &header).await?;
+        let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(storage.name()), what };
+        let Some(Snapshot { l1, disk_size, .. }) = self.find(&snapshots) else {
+            return Err(unsupported(format!("it has no snapshot with {self}; limosa img info lists those it has")));
+        };
+        if l1.0.0.saturating_add(u64::from(l1.1) * 8) > storage.length()? {
+            let table = format!("L1 table at {} of the snapshot with {self}", l1.0);
+            let why = "it goes beyond the end of the file".to_owned();
+            return Err(ImageError::Corrupt { image: Arc::clone(storage.name()), table, why });
+        }
+        let size = disk_size.unwrap_or(header.size);
+        if i64::try_from(size).is_err() {
+            return Err(unsupported(format!("its snapshot with {self} has {size} bytes, which no disk has")));
+        }
+        Ok(Header { l1: *l1, size, ..header })
+    }
+}
+
+impl fmt::Display for SnapshotChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Either(word) => write!(f, "the id or name {word:?}"),
+            Self::Both { id: Some(id), name: Some(name) } => write!(f, "the id {id:?} and the name {name:?}"),
+            Self::Both { id: Some(id), name: None } => write!(f, "the id {id:?}"),
+            Self::Both { id: None, name } => write!(f, "the name {:?}", name.as_deref().unwrap_or_default()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::offset::HostOffset;
+
+    fn snapshot(id: &str, name: &str) -> Snapshot {
+        Snapshot {
+            l1: (HostOffset(0), 0),
+            id: id.into(),
+            name: name.into(),
+            taken: (0, 0),
+            vm_clock: 0,
+            vm_state_size: 0,
+            disk_size: None,
+            icount: None,
+        }
+    }
+
+    #[test]
+    fn an_id_goes_before_a_name() {
+        let snapshots = [snapshot("1", "2"), snapshot("2", "old"), snapshot("3", "old")];
+        let found = |choice: SnapshotChoice| choice.find(&snapshots).map(|snapshot| snapshot.id.as_str());
+        let either = |word: &str| found(SnapshotChoice::Either(word.into()));
+        assert_eq!([either("1"), either("2"), either("old"), either("new")], [Some("1"), Some("2"), Some("2"), None]);
+        let both = |id: Option<&str>, name: Option<&str>| {
+            found(SnapshotChoice::Both { id: id.map(Into::into), name: name.map(Into::into) })
+        };
+        assert_eq!(
+            [both(Some("3"), Some("old")), both(None, Some("2")), both(Some("1"), Some("old"))],
+            [Some("3"), Some("1"), None]
+        );
+    }
+}

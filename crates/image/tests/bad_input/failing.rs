@@ -1,0 +1,79 @@
+//! Storages that fail or are full: at each request in turn.
+
+use std::sync::Arc;
+
+use limosa_image::qcow2::check::{CheckOptions, check};
+use limosa_image::qcow2::create::CreateOptions;
+use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::{Disk, GuestOffset, ImageError};
+use limosa_storage::testing::{Failing, Fault};
+use limosa_storage::{Buffer, Storage, block_on};
+
+use crate::made;
+
+fn filled(byte: u8, length: usize) -> Buffer {
+    Buffer::copied(&vec![byte; length])
+}
+
+/// A bit of everything, whatever becomes of it; what failed.
+fn session(file: Arc<dyn Storage>) -> Vec<ImageError> {
+    let opened = block_on(async {
+        let header = Header::read(&*file).await?;
+        let parts = Parts { file, data_file: None, backing: None, header };
+        Qcow2::open(parts, Qcow2Options { allocate_ahead: 64 << 10, ..Qcow2Options::default() }).await
+    });
+    let disk = match opened {
+        Ok(disk) => disk,
+        Err(error) => return vec![error],
+    };
+    let found = Buffer::zeroed(20 << 10);
+    let requests = [
+        disk.read(GuestOffset(0), found.into()),
+        disk.write(GuestOffset(3000), filled(2, 40 << 10).into()),
+        disk.write_zeroes(GuestOffset(8 << 10), 20 << 10, true),
+        disk.flush(),
+        disk.discard(GuestOffset(0), 8 << 10),
+        disk.write(GuestOffset(20 << 20), filled(3, 100).into()),
+        disk.flush(),
+        disk.grow(80 << 20),
+        disk.write(GuestOffset(70 << 20), filled(4, 4096).into()),
+        disk.close(),
+    ];
+    requests.into_iter().filter_map(|request| block_on(request).err()).collect()
+}
+
+#[test]
+fn whatever_request_fails_it_is_named_and_the_image_stays_sound() {
+    for extended_l2 in [false, true] {
+        let options = CreateOptions {
+            size: 64 << 20,
+            cluster_size: if extended_l2 { 16 << 10 } else { 4096 },
+            extended_l2,
+            ..CreateOptions::default()
+        };
+        for fault in Fault::ALL {
+            let mut number = 0;
+            loop {
+                let file = made(&options, &[1; 64 << 10]);
+                let failing = Failing::new();
+                failing.fail(number, 1, fault);
+                let errors = session(failing.over(Arc::clone(&file)));
+                if failing.seen().1 == 0 {
+                    assert!(errors.is_empty() && number > 20, "{number}: {errors:?}");
+                    break;
+                }
+                let what = format!("extended: {extended_l2}, {fault:?} at request {number}");
+                for error in &errors {
+                    let said = error.to_string();
+                    let named = said.starts_with("cannot ") && said.contains(" image") || said.starts_with("image");
+                    assert!(named, "{what}: {said}");
+                }
+                let report = block_on(check(&*file, CheckOptions::default()));
+                let report = report.unwrap_or_else(|error| panic!("{what}: {error}"));
+                assert_eq!((report.corruptions, report.check_errors), (0, 0), "{what}: {errors:?}, {report:#?}");
+                number += 1;
+            }
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! What the end of an image says, and to whom.
+
+use std::sync::Arc;
+use std::task::{Context, Waker};
+
+use limosa_image::qcow2::check::{CheckOptions, check};
+use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::{Disk, GuestOffset};
+use limosa_storage::testing::{Failing, Fault, Held, SparseMemory};
+use limosa_storage::{Buffer, Operation, Storage, block_on};
+
+/// An image with a write that was not flushed.
+fn written(over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> (Arc<dyn Storage>, Arc<Qcow2>) {
+    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
+    let options = CreateOptions { size: 64 << 20, ..CreateOptions::default() };
+    let header = block_on(create(&*file, None, &options)).unwrap();
+    let parts = Parts { file: over(Arc::clone(&file)), data_file: None, backing: None, header };
+    let disk = block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap();
+    block_on(disk.write(GuestOffset(0), Buffer::copied(&[1; 512]).into())).unwrap();
+    (file, disk)
+}
+
+#[test]
+fn a_close_that_failed_is_not_said_to_be_fine_later() {
+    let failing = Failing::only(&[Operation::Flush]);
+    let (_, disk) = written(|storage| failing.over(storage));
+    failing.fail(0, u64::MAX, Fault::Broken);
+    let first = block_on(disk.close()).unwrap_err().to_string();
+    assert_eq!(block_on(disk.close()).unwrap_err().to_string(), first);
+}
+
+#[test]
+fn a_close_that_nobody_waited_for_is_brought_to_its_end_by_the_next_one() {
+    let held = Held::only(&[Operation::Flush]);
+    let (file, disk) = written(|storage| held.over(storage));
+    let mut close = disk.close();
+    assert!(close.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert!(block_on(disk.flush()).is_err(), "nothing is begun after a close was");
+    drop(close);
+    held.open();
+    block_on(disk.close()).unwrap();
+    assert!(block_on(check(&*file, CheckOptions::default())).unwrap().is_clean());
+    // A data cluster and its L2 table behind header, refcount table and block, and L1 table.
+    assert_eq!(file.length().unwrap(), 6 * (64 << 10));
+    block_on(disk.close()).unwrap();
+}

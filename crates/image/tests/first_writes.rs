@@ -1,0 +1,321 @@
+//! What a first write to a cluster costs: the exact requests to the storages, and no byte of anybody else.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use limosa_image::qcow2::check::{CheckOptions, check};
+use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::image::{CowMode, Parts, Qcow2, Qcow2Options};
+use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::{Disk, GuestOffset, Pending};
+use limosa_storage::testing::{Chance, Counting, Held, SparseMemory};
+use limosa_storage::{Buffer, Operation, Storage, block_on};
+
+const K: u64 = 1 << 10;
+const CLUSTER: u64 = 64 * K;
+/// The same, as an index.
+const BYTES: usize = 64 << 10;
+const SIZE: u64 = 4 << 20;
+const MOST: u64 = 64 << 20;
+
+const READ: Operation = Operation::Read;
+const WRITE: Operation = Operation::Write;
+
+/// An image whose storages are watched, or held.
+struct Bench {
+    counting: Counting,
+    file: Arc<dyn Storage>,
+    disk: Arc<Qcow2>,
+}
+
+fn options(allocate_ahead: u64) -> Qcow2Options {
+    Qcow2Options { allocate_ahead, discard: false, ..Qcow2Options::default() }
+}
+
+/// An image in `file`; its tables are there, because its last cluster was written.
+fn bench(
+    file: Arc<dyn Storage>,
+    below: Option<Arc<dyn Storage>>,
+    options: Qcow2Options,
+    over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>,
+) -> Bench {
+    let counting = Counting::new();
+    let how = CreateOptions { size: SIZE, ..CreateOptions::default() };
+    let header = block_on(create(&*file, None, &how)).unwrap();
+    let raw = RawOptions { read_only: true, ..RawOptions::default() };
+    let backing = below.map(|below| -> Arc<dyn Disk> { Raw::open(counting.over(over(below)), &raw).unwrap() });
+    let watched = counting.over(over(Arc::clone(&file)));
+    let parts = Parts { file: watched, data_file: None, backing, header };
+    let disk = block_on(Qcow2::open(parts, options)).unwrap();
+    write(&*disk, SIZE - CLUSTER, &[0xee; BYTES]);
+    counting.take();
+    Bench { counting, file, disk }
+}
+
+fn file() -> Arc<dyn Storage> {
+    Arc::new(SparseMemory::file("image", MOST))
+}
+
+fn full() -> (Arc<dyn Storage>, Vec<u8>) {
+    let bytes = Chance::new(7).bytes(usize::try_from(SIZE).unwrap());
+    (Arc::new(SparseMemory::file_with("below", bytes.clone(), MOST)), bytes)
+}
+
+fn write(disk: &dyn Disk, at: u64, bytes: &[u8]) {
+    block_on(disk.write(GuestOffset(at), Buffer::copied(bytes).into())).unwrap();
+}
+
+fn read(disk: &dyn Disk, range: Range<u64>) -> Vec<u8> {
+    let found = Buffer::copied(&vec![0xcc; usize::try_from(range.end - range.start).unwrap()]);
+    block_on(disk.read(GuestOffset(range.start), found.clone().into())).unwrap();
+    found.to_vec()
+}
+
+fn goes_on(request: &mut Pending<'_>) -> Poll<bool> {
+    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).map(|done| done.is_ok())
+}
+
+impl Bench {
+    /// What was asked of the storages, offsets of the image in its clusters: all of it.
+    fn asked(&self) -> Vec<(String, Operation, Range<u64>)> {
+        let within = |range: Range<u64>, name: &str| {
+            let from = if name == "image" { range.start & !(CLUSTER - 1) } else { 0 };
+            range.start - from..range.end - from
+        };
+        let seen = self.counting.take().into_iter();
+        seen.map(|seen| (seen.storage.to_string(), seen.operation, within(seen.range, &seen.storage))).collect()
+    }
+}
+
+fn below(operation: Operation, range: Range<u64>) -> (String, Operation, Range<u64>) {
+    ("below".into(), operation, range)
+}
+
+fn image(operation: Operation, range: Range<u64>) -> (String, Operation, Range<u64>) {
+    ("image".into(), operation, range)
+}
+
+/// What a cluster has to contain, of which `data` was written and the rest was there.
+fn around(cluster: &[u8], at: u64, data: &[u8]) -> Vec<u8> {
+    let at = usize::try_from(at).unwrap();
+    [&cluster[..at], data, &cluster[at + data.len()..]].concat()
+}
+
+#[test]
+fn over_a_backing_image_it_is_two_operations_and_three_where_more_than_16_kib_would_be_skipped() {
+    let (storage, bytes) = full();
+    let bench = bench(file(), Some(storage), options(1 << 20), |storage| storage);
+    let cluster = |number: u64| &bytes[usize::try_from(number * CLUSTER).unwrap()..][..BYTES];
+    for (number, data, reads) in [
+        (0_u64, 12 * K..16 * K, vec![(0, 64 * K)]),
+        (1, 12 * K..28 * K, vec![(0, 64 * K)]),
+        (2, 12 * K..28 * K + 512, vec![(0, 12 * K), (28 * K + 512, 64 * K)]),
+        (3, 0..4 * K, vec![(4 * K, 64 * K)]),
+        (4, 60 * K..64 * K, vec![(0, 60 * K)]),
+        (5, 0..64 * K, vec![]),
+    ] {
+        let new = vec![7; usize::try_from(data.end - data.start).unwrap()];
+        write(&*bench.disk, number * CLUSTER + data.start, &new);
+        let at = number * CLUSTER;
+        let mut expected: Vec<_> = reads.into_iter().map(|(from, to)| below(READ, at + from..at + to)).collect();
+        expected.push(image(WRITE, 0..CLUSTER));
+        assert_eq!(bench.asked(), expected, "{data:x?}");
+        assert_eq!(read(&*bench.disk, at..at + CLUSTER), around(cluster(number), data.start, &new));
+        bench.counting.take();
+    }
+}
+
+#[test]
+fn split_is_five_operations() {
+    let (storage, bytes) = full();
+    let split = Qcow2Options { cow: CowMode::Split, ..options(1 << 20) };
+    let bench = bench(file(), Some(storage), split, |storage| storage);
+    write(&*bench.disk, 12 * K, &[7; 4096]);
+    let expected = [
+        image(WRITE, 12 * K..16 * K),
+        below(READ, 0..12 * K),
+        image(WRITE, 0..12 * K),
+        below(READ, 16 * K..64 * K),
+        image(WRITE, 16 * K..64 * K),
+    ];
+    assert_eq!(bench.asked(), expected);
+    assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&bytes[..BYTES], 12 * K, &[7; 4096]));
+}
+
+#[test]
+fn without_contents_below_it_is_one_write_of_the_guests_bytes_where_the_storage_proves_zeros() {
+    // Beyond the end, in a hole, and in space that was never written.
+    for (ahead, prepare) in [(0, "end"), (1 << 20, "end"), (0, "hole"), (0, "unwritten")] {
+        let file = file();
+        let bench = bench(Arc::clone(&file), None, options(ahead), |storage| storage);
+        let end = file.length().unwrap();
+        match prepare {
+            "hole" => block_on(file.set_len(end + SIZE)).unwrap(),
+            "unwritten" => block_on(file.allocate(end..end + SIZE)).unwrap(),
+            _ => {}
+        }
+        write(&*bench.disk, 12 * K, &[7; 4096]);
+        // Without anything taken ahead, the file is made longer for each cluster.
+        let longer = ((ahead, prepare) == (0, "end")).then(|| image(Operation::Allocate, 0..CLUSTER));
+        let expected: Vec<_> = longer.into_iter().chain([image(WRITE, 12 * K..16 * K)]).collect();
+        assert_eq!(bench.asked(), expected, "{prepare}");
+        assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&vec![0; BYTES], 12 * K, &[7; 4096]));
+    }
+}
+
+#[test]
+fn a_cluster_that_is_used_anew_is_written_as_a_whole_and_nothing_of_what_it_was_is_seen() {
+    let bench = bench(file(), None, options(0), |storage| storage);
+    write(&*bench.disk, 0, &[0xaa; BYTES]);
+    let old = bench.counting.take().pop().unwrap().range;
+    block_on(bench.disk.discard(GuestOffset(0), CLUSTER)).unwrap();
+    block_on(bench.disk.flush()).unwrap();
+    bench.counting.take();
+    write(&*bench.disk, 5 * CLUSTER + 12 * K, &[7; 4096]);
+    let seen = bench.counting.take();
+    assert_eq!(seen.iter().map(|seen| (seen.operation, seen.range.clone())).collect::<Vec<_>>(), [(WRITE, old)]);
+    let found = read(&*bench.disk, 5 * CLUSTER..6 * CLUSTER);
+    assert_eq!(found, around(&vec![0; BYTES], 12 * K, &[7; 4096]));
+}
+
+#[test]
+fn on_a_block_device_a_cluster_is_written_as_a_whole_and_nothing_of_what_lay_there_is_seen() {
+    for ahead in [0, 1 << 20] {
+        let device: Arc<dyn Storage> = Arc::new(SparseMemory::device("image", 8 << 20, 3));
+        let bench = bench(device, None, options(ahead), |storage| storage);
+        write(&*bench.disk, 12 * K, &[7; 4096]);
+        assert_eq!(bench.asked(), [image(WRITE, 0..CLUSTER)]);
+        assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&vec![0; BYTES], 12 * K, &[7; 4096]));
+    }
+}
+
+#[test]
+fn nothing_is_read_where_the_backing_image_has_a_hole() {
+    let bytes = [vec![5; 8 << 10], vec![0; 56 << 10], vec![0; 64 << 10]].concat();
+    let storage: Arc<dyn Storage> = Arc::new(SparseMemory::file_with("below", bytes, MOST));
+    let bench = bench(file(), Some(storage), options(1 << 20), |storage| storage);
+    // A hole all over, and what lies behind the backing image's end.
+    for cluster in [1, 2] {
+        write(&*bench.disk, cluster * CLUSTER + 12 * K, &[7; 4096]);
+        assert_eq!(bench.asked(), [image(WRITE, 12 * K..16 * K)]);
+    }
+    // A hole behind what is there: it is neither read nor written.
+    write(&*bench.disk, 12 * K, &[7; 4096]);
+    assert_eq!(bench.asked(), [below(READ, 0..8 * K), image(WRITE, 0..16 * K)]);
+    let first = [vec![5; 8 << 10], vec![0; 56 << 10]].concat();
+    assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&first, 12 * K, &[7; 4096]));
+}
+
+#[test]
+fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
+    let counting = Counting::new();
+    let storage = counting.over(Arc::new(SparseMemory::file("below", MOST)));
+    let how = CreateOptions { size: SIZE, ..CreateOptions::default() };
+    let header = block_on(create(&*storage, None, &how)).unwrap();
+    let parts = Parts { file: Arc::clone(&storage), data_file: None, backing: None, header };
+    let base = block_on(Qcow2::open(parts, options(0))).unwrap();
+    // Zeros where something was, and still lies.
+    write(&*base, 0, &[0xaa; BYTES]);
+    block_on(base.write_zeroes(GuestOffset(0), CLUSTER, false)).unwrap();
+    block_on(base.close()).unwrap();
+    let header = block_on(Header::read(&*storage)).unwrap();
+    let parts = Parts { file: storage, data_file: None, backing: None, header };
+    let base = block_on(Qcow2::open(parts, Qcow2Options { read_only: true, ..options(0) })).unwrap();
+    let image_file = counting.over(file());
+    let header = block_on(create(&*image_file, None, &how)).unwrap();
+    let backing: Arc<dyn Disk> = base;
+    let parts = Parts { file: image_file, data_file: None, backing: Some(backing), header };
+    let disk = block_on(Qcow2::open(parts, options(1 << 20))).unwrap();
+    // The tables of both are in memory from here on.
+    write(&*disk, 9 * CLUSTER, &[1; 512]);
+    counting.take();
+    for cluster in [0, 1] {
+        write(&*disk, cluster * CLUSTER + 12 * K, &[7; 4096]);
+        let seen = counting.take();
+        let what = seen.iter().map(|seen| (&*seen.storage, seen.operation, seen.range.end - seen.range.start));
+        assert_eq!(what.collect::<Vec<_>>(), [("image", WRITE, 4 * K)]);
+        let found = read(&*disk, cluster * CLUSTER..(cluster + 1) * CLUSTER);
+        assert_eq!(found, around(&vec![0; BYTES], 12 * K, &[7; 4096]));
+        counting.take();
+    }
+}
+
+#[test]
+fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
+    let held = Held::only(&[READ]);
+    held.open();
+    let (storage, bytes) = full();
+    let bench = bench(file(), Some(storage), options(1 << 20), |storage| held.over(storage));
+    held.close();
+    let requests = [(12 * K, 1_u8), (16 * K, 2), (14 * K, 3), (40 * K, 4)];
+    let begin = |(at, byte): (u64, u8)| bench.disk.write(GuestOffset(at), Buffer::copied(&[byte; 4096]).into());
+    let mut writes: Vec<Pending<'_>> = requests.map(begin).into();
+    assert!(writes.iter_mut().all(|write| goes_on(write).is_pending()));
+    let [copy] = &held.waiting()[..] else { panic!("one read for all") };
+    assert!(held.let_go(copy.number));
+    assert!(writes.iter_mut().all(|write| goes_on(write) == Poll::Ready(true)));
+    drop(writes);
+    assert_eq!(bench.asked(), [below(READ, 0..CLUSTER), image(WRITE, 0..CLUSTER)]);
+    assert_eq!(bench.disk.counts().joined, 3);
+    held.open();
+    let mut expected = bytes[..BYTES].to_vec();
+    for (at, byte) in requests {
+        expected = around(&expected, at, &[byte; 4096]);
+    }
+    assert_eq!(read(&*bench.disk, 0..CLUSTER), expected);
+}
+
+#[test]
+fn requests_to_one_new_cluster_on_proven_zeros_are_written_beside_each_other_at_once() {
+    let held = Held::only(&[WRITE]);
+    held.open();
+    let bench = bench(file(), None, options(1 << 20), |storage| held.over(storage));
+    held.close();
+    let begin = |at: u64| bench.disk.write(GuestOffset(at), Buffer::copied(&[7; 4096]).into());
+    let mut writes: Vec<Pending<'_>> = [12 * K, 16 * K, 40 * K].map(begin).into();
+    assert!(writes.iter_mut().all(|write| goes_on(write).is_pending()));
+    let [first, second, third] = &held.waiting()[..] else { panic!("three writes at once") };
+    assert_eq!((second.range.start, third.range.start), (first.range.start + 4 * K, first.range.start + 28 * K));
+    held.open();
+    assert!(writes.iter_mut().all(|write| goes_on(write) == Poll::Ready(true)));
+    drop(writes);
+    let written = [12 * K..16 * K, 16 * K..20 * K, 40 * K..44 * K].map(|range| image(WRITE, range));
+    assert_eq!(bench.asked(), written);
+}
+
+#[test]
+fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_not_feel_it() {
+    let held = Held::only(&[READ, WRITE]);
+    held.open();
+    let (storage, bytes) = full();
+    let bench = bench(file(), Some(storage), options(1 << 20), |storage| held.over(storage));
+    held.close();
+    let mut dropped = bench.disk.write(GuestOffset(12 * K), Buffer::copied(&[1; 4096]).into());
+    assert!(goes_on(&mut dropped).is_pending());
+    let mut joined = bench.disk.write(GuestOffset(16 * K), Buffer::copied(&[2; 4096]).into());
+    assert!(goes_on(&mut joined).is_pending());
+    drop(dropped);
+    // Once each is let go it goes on by whoever is left.
+    held.open();
+    assert_eq!(goes_on(&mut joined), Poll::Ready(true));
+    drop(joined);
+    assert_eq!(bench.asked(), [below(READ, 0..CLUSTER), image(WRITE, 0..CLUSTER)]);
+    let first = around(&bytes[..BYTES], 12 * K, &[1; 4096]);
+    assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&first, 16 * K, &[2; 4096]));
+
+    // One that nobody has joined is ended by the next request, wherever that is.
+    held.close();
+    let mut dropped = bench.disk.write(GuestOffset(CLUSTER), Buffer::copied(&[3; 4096]).into());
+    assert!(goes_on(&mut dropped).is_pending());
+    drop(dropped);
+    held.open();
+    bench.counting.take();
+    assert_eq!(read(&*bench.disk, SIZE - 512..SIZE), [0xee; 512]);
+    assert_eq!(bench.asked(), [image(WRITE, 0..CLUSTER), image(READ, CLUSTER - 512..CLUSTER)]);
+    assert_eq!(read(&*bench.disk, CLUSTER..CLUSTER + 4096), [3; 4096]);
+    block_on(bench.disk.close()).unwrap();
+    let report = block_on(check(&*bench.file, CheckOptions::default())).unwrap();
+    assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0));
+}

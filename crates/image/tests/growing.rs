@@ -1,0 +1,210 @@
+//! Disks that become longer while they are in use.
+
+use std::sync::Arc;
+use std::thread;
+
+use futures_util::future::join_all;
+use limosa_image::qcow2::check::{CheckOptions, check};
+use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::{Disk, GuestOffset, Preallocation};
+use limosa_storage::testing::{Chance, Failing, Fault, Loss, PowerCut, SparseMemory};
+use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
+
+const KB: u64 = 1 << 10;
+
+/// Images whose L1 table and refcount table are full soon, and others.
+fn kinds() -> Vec<CreateOptions> {
+    let usual = CreateOptions { size: 64 * KB, ..CreateOptions::default() };
+    vec![
+        CreateOptions { cluster_size: 512, ..usual.clone() },
+        CreateOptions { cluster_size: 512, refcount_bits: 64, ..usual.clone() },
+        CreateOptions { cluster_size: 512, refcount_bits: 1, lazy_refcounts: true, ..usual.clone() },
+        CreateOptions { cluster_size: 16 * KB, extended_l2: true, ..usual.clone() },
+        CreateOptions { cluster_size: 4 * KB, version: 2, ..usual.clone() },
+        CreateOptions { cluster_size: 512, preallocation: Preallocation::Metadata, ..usual },
+    ]
+}
+
+fn open(file: Arc<dyn Storage>, below: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
+    block_on(async {
+        let header = Header::read(&*file).await.unwrap();
+        let options = Qcow2Options { cache_size: 0, allocate_ahead: 16 * KB, ..Qcow2Options::default() };
+        Qcow2::open(Parts { file, data_file: None, backing: below, header }, options).await.unwrap()
+    })
+}
+
+fn filled(byte: u8, length: u64) -> Buffer {
+    Buffer::copied(&vec![byte; usize::try_from(length).unwrap()])
+}
+
+fn read(disk: &dyn Disk) -> Vec<u8> {
+    let found = filled(0xee, disk.len());
+    block_on(disk.read(GuestOffset(0), found.clone().into())).unwrap();
+    found.to_vec()
+}
+
+fn contents(file: &dyn Storage) -> Vec<u8> {
+    let all = Buffer::zeroed(usize::try_from(file.length().unwrap()).unwrap());
+    block_on(file.read(0, all.clone().into())).unwrap();
+    all.to_vec()
+}
+
+/// What a check finds: leaks.
+fn sound(file: &dyn Storage, what: &str) -> u64 {
+    let report = block_on(check(file, CheckOptions::default())).unwrap();
+    assert_eq!((report.corruptions, report.check_errors), (0, 0), "{what}: {:#?}", report.findings);
+    report.leaks
+}
+
+#[test]
+fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_flushed() {
+    let mut chance = Chance::new(1);
+    for options in kinds() {
+        let made = SparseMemory::file("image", 1 << 30);
+        block_on(create(&made, None, &options)).unwrap();
+        let power = PowerCut::new();
+        let storage = power.storage("image", contents(&made), 1 << 30);
+        let disk = open(Arc::clone(&storage), None);
+        block_on(disk.write(GuestOffset(0), filled(1, 64 * KB).into())).unwrap();
+        block_on(disk.flush()).unwrap();
+        let flushed = power.moments();
+        // Writes and a flush are under way while it grows.
+        let writes = (0..8).map(|part| disk.write(GuestOffset(part * 8 * KB), filled(2, 8 * KB).into()));
+        let requests = writes.chain([disk.grow(1 << 20), disk.flush(), disk.grow(2 << 20)]);
+        block_on(join_all(requests)).into_iter().collect::<Result<Vec<_>, _>>().unwrap();
+        let grown = power.moments();
+        block_on(disk.write(GuestOffset((2 << 20) - 64 * KB), filled(3, 64 * KB).into())).unwrap();
+        block_on(disk.flush()).unwrap();
+        let last = power.moments();
+        block_on(disk.close()).unwrap();
+        assert_eq!(sound(&*storage, "closed"), 0);
+        for moment in flushed..=power.moments() {
+            for loss in [Loss::None, Loss::All, Loss::Some(chance.bits())] {
+                let what = format!("{options:?}, cut at {moment} of {}, {loss:?}", power.moments());
+                let cut: Arc<dyn Storage> = Arc::new(MemoryStorage::with(power.cut(moment, loss).remove(0), 1 << 30));
+                let header = block_on(Header::read(&*cut)).unwrap();
+                assert!([64 * KB, 1 << 20, 2 << 20].contains(&header.size), "{what}: {}", header.size);
+                if moment >= grown {
+                    assert_eq!(header.size, 2 << 20, "{what}");
+                }
+                if header.features.dirty() {
+                    let repaired = limosa_image::qcow2::check::Repair::All;
+                    block_on(limosa_image::qcow2::check::repair(&*cut, repaired, CheckOptions::default())).unwrap();
+                }
+                sound(&*cut, &what);
+                let found = read(&*open(cut, None));
+                let (old, new) = found.split_at(64 << 10);
+                assert!(old.iter().all(|byte| [1, 2].contains(byte)), "{what}");
+                let written = new.len().saturating_sub(64 << 10);
+                assert!(new[..written.min(new.len())].iter().all(|byte| *byte == 0), "{what}");
+                if moment >= last {
+                    assert!(new[written..].iter().all(|byte| *byte == 3), "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_disk_grows_again_and_again_while_threads_write_and_flush() {
+    for options in kinds() {
+        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
+        block_on(create(&*file, None, &options)).unwrap();
+        let disk = open(Arc::clone(&file), None);
+        thread::scope(|scope| {
+            for writer in 0..3_u8 {
+                let disk = &disk;
+                scope.spawn(move || {
+                    let mut chance = Chance::new(u64::from(writer));
+                    for round in 0..150_u64 {
+                        // Each has every third kilobyte for itself.
+                        let at = (chance.below(disk.len() / (3 * KB)) * 3 + u64::from(writer)) * KB;
+                        if at + KB <= disk.len() {
+                            block_on(disk.write(GuestOffset(at), filled(writer + 1, KB).into())).unwrap();
+                        }
+                        if round % 16 == 0 {
+                            block_on(disk.flush()).unwrap();
+                        }
+                    }
+                });
+            }
+            for size in 1..=16 {
+                block_on(disk.grow(64 * KB + size * 96 * KB)).unwrap();
+            }
+        });
+        let before = read(&*disk);
+        block_on(disk.close()).unwrap();
+        assert_eq!(sound(&*file, &format!("{options:?}")), 0, "{options:?}");
+        let after = read(&*open(file, None));
+        assert!(before == after && after.len() as u64 == 64 * KB + 16 * 96 * KB, "{options:?}");
+        let wrong = after
+            .chunks(1024)
+            .zip((1..=3_u8).cycle())
+            .position(|(part, writer)| !part.iter().all(|byte| *byte == 0) && !part.iter().all(|byte| *byte == writer));
+        assert_eq!(wrong, None, "{options:?}");
+    }
+}
+
+#[test]
+fn what_the_backing_image_has_behind_the_old_end_is_not_seen_and_what_was_written_is() {
+    for options in kinds().into_iter().filter(|options| options.preallocation == Preallocation::Off) {
+        let options = CreateOptions { size: 64 * KB + 512, backing_file: Some("below".into()), ..options };
+        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
+        block_on(create(&*file, None, &options)).unwrap();
+        let raw = RawOptions { read_only: true, ..RawOptions::default() };
+        let below = || {
+            let bytes = MemoryStorage::with(vec![7; 200 << 10], 200 << 10);
+            Some(Raw::open(Arc::new(bytes), &raw).unwrap() as Arc<dyn Disk>)
+        };
+        let disk = open(Arc::clone(&file), below());
+        block_on(disk.write(GuestOffset(64 * KB), filled(1, 512).into())).unwrap();
+        block_on(disk.grow(300 * KB)).unwrap();
+        let expected = [vec![7; 64 << 10], vec![1; 512], vec![0; (236 << 10) - 512]].concat();
+        assert!(read(&*disk) == expected, "{options:?}");
+        block_on(disk.close()).unwrap();
+        assert!(read(&*open(Arc::clone(&file), below())) == expected, "{options:?}");
+        assert_eq!(sound(&*file, &format!("{options:?}")), 0);
+    }
+}
+
+#[test]
+fn a_growth_that_fails_leaves_the_disk_as_it_was_and_can_be_tried_again() {
+    for options in kinds() {
+        for (nth, fault) in (0..30).flat_map(|nth| Fault::ALL.map(|fault| (nth, fault))) {
+            let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
+            block_on(create(&*file, None, &options)).unwrap();
+            let failing = Failing::new();
+            let disk = open(failing.over(Arc::clone(&file)), None);
+            block_on(disk.write(GuestOffset(0), filled(1, 64 * KB).into())).unwrap();
+            failing.fail(nth, 1, fault);
+            let failed = block_on(disk.grow(1 << 20)).is_err();
+            failing.mend();
+            let what = format!("{options:?}, {fault:?} after {nth}");
+            assert_eq!(disk.len(), if failed { 64 * KB } else { 1 << 20 }, "{what}");
+            block_on(disk.write(GuestOffset(0), filled(2, 32 * KB).into())).unwrap();
+            block_on(disk.grow(2 << 20)).unwrap();
+            block_on(disk.write(GuestOffset(1 << 20), filled(3, 32 * KB).into())).unwrap();
+            block_on(disk.close()).unwrap();
+            sound(&*file, &what);
+            let expected =
+                [(2, 32), (1, 32), (0, 960), (3, 32), (0, 992)].map(|(byte, kilobytes)| vec![byte; kilobytes << 10]);
+            assert!(read(&*open(file, None)) == expected.concat(), "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_disk_in_use_does_not_become_shorter() {
+    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
+    block_on(create(&*file, None, &CreateOptions { size: 64 * KB, ..CreateOptions::default() })).unwrap();
+    let disk = open(file, None);
+    let said = |size| block_on(disk.grow(size)).unwrap_err().to_string();
+    assert_eq!(said(512), "image: it has 65536 bytes; while it is in use it does not become shorter");
+    assert_eq!(said(100_000), "image: a size of 100000 bytes, which is no multiple of 512");
+    assert_eq!(said(1 << 62), "image: a disk of 4611686018427387904 bytes is too large for clusters of 65536 bytes");
+    block_on(disk.grow(64 * KB)).unwrap();
+    assert_eq!(disk.len(), 64 * KB);
+}

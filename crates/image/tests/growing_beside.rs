@@ -1,0 +1,215 @@
+//! Disks that become longer beside requests of which the others do not wait: what is acknowledged stays.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use limosa_image::qcow2::check::{CheckOptions, check};
+use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::{Disk, GuestOffset, Pending};
+use limosa_storage::testing::{Failing, Fault, Held, SparseMemory};
+use limosa_storage::{Buffer, MemoryStorage, Operation, Storage, block_on};
+
+const CLUSTER: u64 = 64 << 10;
+/// The old end lies within a cluster, and within a subcluster.
+const OLD: u64 = 3 * CLUSTER + 512;
+const NEW: u64 = 8 * CLUSTER;
+
+/// Images of all sorts that zero in ways of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sort {
+    Usual,
+    Subclusters,
+    Backed,
+    BackedVersion2,
+    DataFile,
+}
+
+impl Sort {
+    const ALL: [Self; 5] = [Self::Usual, Self::Subclusters, Self::Backed, Self::BackedVersion2, Self::DataFile];
+}
+
+struct Bed {
+    file: Arc<dyn Storage>,
+    data: Option<Arc<dyn Storage>>,
+    sort: Sort,
+}
+
+impl Bed {
+    /// An image that is full of ones.
+    fn new(sort: Sort) -> Self {
+        let backed = matches!(sort, Sort::Backed | Sort::BackedVersion2);
+        let options = CreateOptions {
+            size: OLD,
+            version: if sort == Sort::BackedVersion2 { 2 } else { 3 },
+            extended_l2: sort == Sort::Subclusters,
+            backing_file: backed.then(|| "below".into()),
+            data_file: (sort == Sort::DataFile).then(|| "data".into()),
+            ..CreateOptions::default()
+        };
+        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
+        let data =
+            (sort == Sort::DataFile).then(|| -> Arc<dyn Storage> { Arc::new(SparseMemory::file("data", 1 << 30)) });
+        block_on(create(&*file, data.as_deref(), &options)).unwrap();
+        let bed = Self { file, data, sort };
+        let disk = bed.open(|storage| storage);
+        write(&*disk, 0, 1, OLD);
+        block_on(disk.close()).unwrap();
+        bed
+    }
+
+    /// The image in use: requests are held from now on.
+    fn held(&self, held: &Held) -> Arc<Qcow2> {
+        held.open();
+        let disk = self.open(|storage| held.over(storage));
+        held.close();
+        disk
+    }
+
+    fn open(&self, over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> Arc<Qcow2> {
+        let header = block_on(Header::read(&*self.file)).unwrap();
+        let raw = RawOptions { read_only: true, ..RawOptions::default() };
+        let below =
+            || -> Arc<dyn Disk> { Raw::open(Arc::new(MemoryStorage::with(vec![7; 1 << 19], 1 << 19)), &raw).unwrap() };
+        let backing = matches!(self.sort, Sort::Backed | Sort::BackedVersion2).then(below);
+        let parts =
+            Parts { file: over(Arc::clone(&self.file)), data_file: self.data.clone().map(&over), backing, header };
+        block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap()
+    }
+}
+
+fn write(disk: &dyn Disk, at: u64, byte: u8, length: u64) {
+    let bytes = Buffer::copied(&vec![byte; usize::try_from(length).unwrap()]);
+    block_on(disk.write(GuestOffset(at), bytes.into())).unwrap();
+}
+
+fn read(disk: &dyn Disk, range: Range<u64>) -> Vec<u8> {
+    let found = Buffer::copied(&vec![0xee; usize::try_from(range.end - range.start).unwrap()]);
+    block_on(disk.read(GuestOffset(range.start), found.clone().into())).unwrap();
+    found.to_vec()
+}
+
+/// Goes on with a request as far as it comes.
+fn goes_on(request: &mut Pending<'_>) -> Poll<bool> {
+    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).map(|done| done.is_ok())
+}
+
+fn corruptions(file: &dyn Storage) -> u64 {
+    block_on(check(file, CheckOptions::default())).unwrap().corruptions
+}
+
+#[test]
+fn zeroing_up_to_the_old_end_leaves_what_was_written_behind_it_meanwhile() {
+    for sort in Sort::ALL {
+        for how in ["discard", "unmap", "keep"] {
+            let bed = Bed::new(sort);
+            let held = Held::only(&[Operation::Read]);
+            let disk = bed.held(&held);
+            let mut zeroing = match how {
+                "discard" => disk.discard(GuestOffset(512), OLD - 512),
+                how => disk.write_zeroes(GuestOffset(512), OLD - 512, how == "unmap"),
+            };
+            // It has begun, and waits for a table.
+            assert!(goes_on(&mut zeroing).is_pending());
+            held.open();
+            block_on(disk.grow(NEW)).unwrap();
+            write(&*disk, OLD, 3, CLUSTER);
+            block_on(zeroing).unwrap();
+            let what = format!("{sort:?}, {how}");
+            let sound = |disk: &dyn Disk| {
+                assert!(read(disk, OLD..OLD + CLUSTER) == vec![3; 64 << 10], "{what}");
+                assert!(read(disk, CLUSTER..3 * CLUSTER) == vec![0; 128 << 10], "{what}");
+                if how != "discard" {
+                    assert!(read(disk, 512..OLD).iter().all(|byte| *byte == 0), "{what}");
+                }
+                assert!(read(disk, OLD + CLUSTER..NEW).iter().all(|byte| *byte == 0), "{what}");
+            };
+            sound(&*disk);
+            block_on(disk.close()).unwrap();
+            sound(&*bed.open(|storage| storage));
+            assert_eq!(corruptions(&*bed.file), 0, "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_is_made_longer_twice_at_once_keeps_what_was_written_in_between() {
+    for sort in Sort::ALL {
+        let bed = Bed::new(sort);
+        let held = Held::only(&[Operation::Flush, Operation::Read]);
+        let disk = bed.held(&held);
+        let mut slow = disk.grow(NEW);
+        assert!(goes_on(&mut slow).is_pending());
+        held.open();
+        let mut quick = disk.grow(NEW);
+        let mut is_slow_over = false;
+        let grown = loop {
+            match goes_on(&mut quick) {
+                Poll::Ready(grown) => break grown,
+                Poll::Pending => is_slow_over = is_slow_over || goes_on(&mut slow).is_ready(),
+            }
+        };
+        assert!(grown, "{sort:?}");
+        write(&*disk, OLD, 3, NEW - OLD);
+        if !is_slow_over {
+            let _ = block_on(slow);
+        }
+        assert!(read(&*disk, OLD..NEW).iter().all(|byte| *byte == 3), "{sort:?}");
+        block_on(disk.close()).unwrap();
+        assert!(read(&*bed.open(|storage| storage), OLD..NEW).iter().all(|byte| *byte == 3), "{sort:?}");
+    }
+}
+
+#[test]
+fn a_growth_that_nobody_waits_for_any_more_keeps_no_other_from_its_end() {
+    let bed = Bed::new(Sort::Usual);
+    let held = Held::only(&[Operation::Flush, Operation::Read]);
+    let disk = bed.held(&held);
+    let mut left = disk.grow(NEW);
+    let mut dropped = disk.grow(NEW);
+    assert!(goes_on(&mut left).is_pending() && goes_on(&mut dropped).is_pending());
+    drop(dropped);
+    held.open();
+    block_on(disk.grow(2 * NEW)).unwrap();
+    assert_eq!(disk.len(), 2 * NEW);
+    drop(left);
+    block_on(disk.close()).unwrap();
+    assert_eq!(corruptions(&*bed.file), 0);
+}
+
+#[test]
+fn a_growth_that_fails_wherever_it_does_leaves_the_file_whole_at_once() {
+    let kinds = [(16, 512), (64, 512), (64, 4096)].map(|(refcount_bits, cluster_size)| CreateOptions {
+        size: 64 << 10,
+        refcount_bits,
+        cluster_size,
+        ..CreateOptions::default()
+    });
+    for options in kinds {
+        for fault in Fault::ALL {
+            for nth in 0.. {
+                let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
+                let header = block_on(create(&*file, None, &options)).unwrap();
+                let failing = Failing::only(&[Operation::Write, Operation::Flush]);
+                let parts = Parts { file: failing.over(Arc::clone(&file)), data_file: None, backing: None, header };
+                let usual = Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() };
+                let disk = block_on(Qcow2::open(parts, usual)).unwrap();
+                write(&*disk, 0, 1, 64 << 10);
+                block_on(disk.flush()).unwrap();
+                failing.fail(nth, 1, fault);
+                let grown = block_on(disk.grow(64 << 20)).is_ok();
+                failing.mend();
+                assert_eq!(corruptions(&*file), 0, "{options:?}, {fault:?} after {nth}");
+                write(&*disk, 0, 2, 32 << 10);
+                block_on(disk.close()).unwrap();
+                assert_eq!(corruptions(&*file), 0, "{options:?}, {fault:?} after {nth}, closed");
+                if grown {
+                    break;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! qcow2 images on the bed: every sort of image, every property.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use limosa_image::Disk;
+use limosa_image::qcow2::check::{ResizeOptions, resize};
+use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::image::{CloneMode, CowMode, Parts, Qcow2, Qcow2Options};
+use limosa_storage::testing::{Chance, Delayed, Fault, Held, PowerCut, SparseMemory};
+use limosa_storage::{Storage, block_on};
+
+use crate::bed::{Bed, Make, Over, Storages, differs};
+use crate::linear::Watched;
+use crate::model::{Model, Plan, read_all};
+use crate::recipe::{Data, Recipe};
+use crate::{Verdict, faults, kill, power, runs, threads};
+
+/// How long a storage may become.
+const MOST: u64 = 256 << 20;
+
+/// Puts nothing over a storage.
+fn as_it_is(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+    storage
+}
+
+/// Opens an image, with options that chance decides.
+pub(crate) fn open(storages: Storages, chance: &mut Chance) -> Verdict<Arc<dyn Disk>> {
+    let options = Qcow2Options {
+        cache_size: *chance.of(&[0, 64 << 10, 32 << 20]),
+        cow: if chance.one_in(4) { CowMode::Split } else { CowMode::Merged },
+        clone: *chance.of(&[CloneMode::Off, CloneMode::From(0), CloneMode::From(0), CloneMode::AUTO]),
+        allocate_ahead: *chance.of(&[0, 64 << 10, 4 << 20]),
+        discard: chance.one_in(2),
+        ..Qcow2Options::default()
+    };
+    open_as(storages, options)
+}
+
+pub(crate) fn open_as(storages: Storages, options: Qcow2Options) -> Verdict<Arc<dyn Disk>> {
+    let Storages { image, data, below } = storages;
+    let opened = block_on(async {
+        let header = Header::read(&*image).await?;
+        Qcow2::open(Parts { file: image, data_file: data, backing: below, header }, options).await
+    });
+    match opened {
+        Ok(disk) => Ok(disk),
+        Err(error) => Err(format!("open: {error}")),
+    }
+}
+
+/// Has every image of one sort looked at, with a seed of its own.
+fn each(sort: impl Fn(&Recipe) -> bool, look: impl Fn(&Recipe, u64) -> Verdict) {
+    for (number, recipe) in Recipe::matrix().iter().enumerate().filter(|(_, recipe)| sort(recipe)) {
+        for run in 0..runs(1) {
+            let seed = number as u64 + 1000 * run;
+            look(recipe, seed).unwrap_or_else(|error| panic!("{recipe:?}, seed {seed}: {error}"));
+        }
+    }
+}
+
+/// A test of a property for each sort of images.
+macro_rules! for_every_sort_of_image {
+    ($($property:ident: $look:path;)+) => {$(
+        mod $property {
+            use super::*;
+
+            #[test]
+            fn with_usual_clusters() {
+                needs_qemu!();
+                each(|recipe| recipe.cluster == 65536 && !recipe.subclusters && recipe.data == Data::Inside, $look);
+            }
+
+            #[test]
+            fn with_small_clusters() {
+                needs_qemu!();
+                each(|recipe| recipe.cluster < 16384 && recipe.data == Data::Inside, $look);
+            }
+
+            #[test]
+            fn with_subclusters() {
+                needs_qemu!();
+                each(|recipe| recipe.subclusters && recipe.cluster < 2 << 20 && recipe.data == Data::Inside, $look);
+            }
+
+            #[test]
+            fn with_large_clusters() {
+                needs_qemu!();
+                each(|recipe| recipe.cluster == 2 << 20, $look);
+            }
+
+            #[test]
+            fn with_a_data_file() {
+                needs_qemu!();
+                each(|recipe| recipe.data != Data::Inside, $look);
+            }
+        }
+    )+};
+}
+
+for_every_sort_of_image! {
+    images_made_by_qemu_read_back_identically: reads_back;
+    random_requests_leave_what_a_model_says: model;
+    a_disk_made_longer_and_shorter_is_what_a_model_says: resized;
+    nothing_that_lay_on_a_device_is_seen: on_devices;
+    overlapping_requests_are_linearizable: linear;
+    threads_do_not_disturb_each_other: many_threads;
+    overlapping_requests_of_threads_are_linearizable: meeting_threads;
+    faults_do_no_harm: faults;
+    a_power_cut_loses_nothing_that_was_flushed: power_cuts;
+    a_kill_loses_nothing_that_was_flushed: kills;
+}
+
+/// The storages of an image, kept to look into.
+struct Kept {
+    all: Mutex<Vec<SparseMemory>>,
+    /// Of each, if they are devices, so many bytes: full of what lay there before, without a way to tell that anything is zero.
+    device: Option<usize>,
+}
+
+impl Kept {
+    fn new() -> Self {
+        Self { all: Mutex::default(), device: None }
+    }
+
+    /// On devices of so many bytes.
+    fn on_devices(bytes: u64) -> Self {
+        Self { device: usize::try_from(bytes).ok(), ..Self::new() }
+    }
+
+    fn make(&self, name: &str, bytes: Vec<u8>) -> Arc<dyn Storage> {
+        let memory = match self.device {
+            Some(len) => SparseMemory::device_with(name, bytes, len, len as u64),
+            None => SparseMemory::file_with(name, bytes, MOST),
+        };
+        let memory = memory.cloning();
+        self.all.lock().unwrap().push(memory.clone());
+        Arc::new(memory)
+    }
+
+    fn contents(&self) -> Vec<Vec<u8>> {
+        self.all.lock().unwrap().iter().map(SparseMemory::contents).collect()
+    }
+
+    /// The same storages again, through `over`.
+    fn again(&self, bed: &Bed, over: &Over<'_>) -> Storages {
+        let all = self.all.lock().unwrap();
+        let storage = |number: usize| all.get(number).map(|memory| over(Arc::new(memory.clone())));
+        Storages { image: storage(0).unwrap(), data: storage(1), below: bed.below(over) }
+    }
+}
+
+fn plan(recipe: &Recipe, seed: u64, steps: u64) -> Plan {
+    let steps = if recipe.cluster == 2 << 20 { steps / 4 } else { steps };
+    Plan { seed, cluster: recipe.cluster, steps, depth: 8, drops: false, discards_may_stay: recipe.version2 }
+}
+
+fn reads_back(recipe: &Recipe, seed: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let kept = Kept::new();
+    let disk = open(bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is), &mut Chance::new(seed))?;
+    let found = read_all(&*disk)?;
+    if let Some(at) = differs(&found, &bed.first) {
+        return Err(format!("read something else at {at:#x}"));
+    }
+    block_on(disk.close()).map_err(|error| error.to_string())?;
+    bed.judge(&kept.contents(), &bed.first, false)
+}
+
+fn model(recipe: &Recipe, seed: u64) -> Verdict {
+    model_on(recipe, seed, false, Kept::new)
+}
+
+/// The same, with the disk made longer and shorter whenever it is closed.
+fn resized(recipe: &Recipe, seed: u64) -> Verdict {
+    // Images with snapshots have a bitmap, too, which was in use: it has to be removed before.
+    if recipe.snapshots > 0 {
+        return Ok(());
+    }
+    model_on(recipe, seed, true, Kept::new)
+}
+
+/// The same, on devices: whatever the guest reads that was never written is what lay on them.
+fn on_devices(recipe: &Recipe, seed: u64) -> Verdict {
+    // What a raw data file has is what the guest sees.
+    if recipe.data == Data::Raw {
+        return Ok(());
+    }
+    model_on(recipe, seed, false, || Kept::on_devices(3 * recipe.size + (8 << 20)))
+}
+
+fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    for drops in [false, true] {
+        let (kept, held) = (make(), Held::all().lazily());
+        let _ = bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is);
+        let chance = Mutex::new(Chance::new(seed));
+        let open = || open(kept.again(&bed, &|storage| held.over(storage)), &mut chance.lock().unwrap());
+        let resize = |size| {
+            let Storages { image, data, below } = kept.again(&bed, &as_it_is);
+            let header = block_on(Header::read(&*image)).map_err(|error| error.to_string())?;
+            let parts = Parts { file: image, data_file: data, backing: below, header };
+            let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+            block_on(resize(parts, size, options)).map_err(|error| error.to_string())
+        };
+        let plan = Plan { drops, ..plan(recipe, seed, 400) };
+        let model = Model::new(bed.first.clone(), plan);
+        let model = if resizes { model.resized(&resize) } else { model };
+        let expected = model.run(&held, &open).map_err(|error| format!("drops: {drops}: {error}"))?;
+        Bed::judge(&bed, &kept.contents(), &expected, drops).map_err(|error| format!("drops: {drops}: {error}"))?;
+        if recipe.data == Data::Raw && !drops {
+            let found = kept.contents().remove(1);
+            let at = expected.iter().enumerate().position(|(at, byte)| found.get(at).unwrap_or(&0) != byte);
+            at.map_or(Ok(()), |at| Err(format!("the raw data file is another at {at:#x}")))?;
+        }
+        bed.restore();
+    }
+    Ok(())
+}
+
+fn linear(recipe: &Recipe, seed: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let (kept, held) = (Kept::new(), Held::all().lazily());
+    held.open();
+    let storages = bed.storages(&|name, bytes| held.over(kept.make(name, bytes)), &|storage| held.over(storage));
+    let disk = open(storages, &mut Chance::new(seed))?;
+    held.close();
+    let plan = Plan { depth: 12, ..plan(recipe, seed, 500) };
+    let mut watched = Watched::new(disk, bed.first.clone(), plan, &held, PowerCut::new());
+    watched.run()?;
+    let found = watched.look(&held)?;
+    watched.driver.close().map_err(|error| format!("close: {error}"))?;
+    bed.judge(&kept.contents(), &found, false)
+}
+
+fn many_threads(recipe: &Recipe, seed: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let (kept, delayed) = (Kept::new(), Delayed::new(seed, Duration::from_micros(60)));
+    let storages = bed.storages(&|name, bytes| delayed.over(kept.make(name, bytes)), &|storage| delayed.over(storage));
+    let disk = open(storages, &mut Chance::new(seed))?;
+    let expected = threads::run(&disk, &bed.first, 4, 150, seed)?;
+    block_on(disk.close()).map_err(|error| format!("close: {error}"))?;
+    bed.judge(&kept.contents(), &expected, false)
+}
+
+fn meeting_threads(recipe: &Recipe, seed: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let (kept, delayed) = (Kept::new(), Delayed::new(seed, Duration::from_micros(60)));
+    let storages = bed.storages(&|name, bytes| delayed.over(kept.make(name, bytes)), &|storage| delayed.over(storage));
+    let disk = open(storages, &mut Chance::new(seed))?;
+    let expected = threads::overlapping(&disk, &bed.first, 4, plan(recipe, seed, 100))?;
+    block_on(disk.close()).map_err(|error| format!("close: {error}"))?;
+    bed.judge(&kept.contents(), &expected, false)
+}
+
+/// What a storage that fails leaves. `faults`: of each kind, at the first requests and at some later ones.
+fn faults(recipe: &Recipe, seed: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let plan = plan(recipe, seed, 80);
+    let mut chance = Chance::new(seed);
+    let mut most = 1 << 20;
+    for number in 0..if recipe.cluster == 2 << 20 { 12 } else { 48 } {
+        let (fault, times) = (*chance.of(&Fault::ALL), if chance.one_in(3) { u64::MAX } else { 1 });
+        let after = if number == 0 { most } else { chance.below(most) };
+        let kept = Kept::new();
+        let _ = bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is);
+        let open_over = |over: &Over<'_>| open(kept.again(&bed, over), &mut Chance::new(seed));
+        let found = faults::run(&bed.first, plan, after, times, fault, &open_over).and_then(|ended| {
+            most = most.min(ended.requests.0);
+            if let Some(seen) = ended.seen {
+                return bed.judge(&kept.contents(), &seen, true);
+            }
+            bed.check(&kept.contents(), true)?;
+            let options = Qcow2Options { read_only: true, ..Qcow2Options::default() };
+            let seen = read_all(&*open_as(kept.again(&bed, &as_it_is), options)?)?;
+            ended.watched.history.survived(&seen, usize::MAX)
+        });
+        found.map_err(|error| format!("{fault:?} {times} times after {after} requests: {error}"))?;
+        bed.restore();
+    }
+    Ok(())
+}
+
+fn power_cuts(recipe: &Recipe, seed: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let number = std::cell::Cell::new(0_u64);
+    let open_under_power = |make: &Make<'_>| open(bed.storages(make, &as_it_is), &mut Chance::new(seed));
+    let look = |contents: Vec<Vec<u8>>| {
+        // The own eyes for every cut; the stock tools' for every fourth one, because they take their time.
+        number.set(number.get() + 1);
+        if number.get().is_multiple_of(4) {
+            bed.check(&contents, true)?;
+        }
+        let mut all = contents.into_iter();
+        let mut next =
+            |name| all.next().map(|bytes| Arc::new(SparseMemory::file_with(name, bytes, MOST)) as Arc<dyn Storage>);
+        let storages = Storages { image: next("image").unwrap(), data: next("data"), below: bed.below(&as_it_is) };
+        read_all(&*open_as(storages, Qcow2Options { read_only: true, ..Qcow2Options::default() })?)
+    };
+    let plan = plan(recipe, seed, 200);
+    power::run(bed.first.clone(), plan, if recipe.cluster == 2 << 20 { 40 } else { 160 }, &open_under_power, &look)
+}
+
+/// Of a process that writes to a real file.
+fn kills(recipe: &Recipe, seed: u64) -> Verdict {
+    kill::run(recipe, seed, 3)
+}

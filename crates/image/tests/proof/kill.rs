@@ -1,0 +1,252 @@
+//! A process that writes to an image in a real file is killed with SIGKILL, again and again, and the image is used on after each kill.
+//!
+//! What the process did it says in a file beside the image, a line before a request begins and one when it is over, each by one appending
+//! write: the file outlives the process as the image does, and the order of its lines is the order of what happened. A kill leaves what the
+//! kernel was given; what limosa keeps in memory until a flush is lost. So after it the image is sound, of every sector there is what
+//! was written before the last completed flush or something that came after it, and nothing else is there.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use limosa_image::chain::{self, OpenOptions as ChainOptions};
+use limosa_image::gate::Policy;
+use limosa_image::qcow2::check::{CheckOptions, Repair, repair};
+use limosa_image::qcow2::image::{CowMode, Qcow2Options};
+use limosa_image::reference::Reference;
+use limosa_image::{Disk, GuestOffset};
+use limosa_storage::testing::Chance;
+use limosa_storage::{Buffer, CacheMode, FileOptions, FileStorage, block_on};
+
+use crate::Verdict;
+use crate::bed::{Bed, differs};
+use crate::drive::Stamp;
+use crate::guest::content;
+use crate::history::{History, Value};
+use crate::model::{read_all, whole};
+use crate::recipe::{Recipe, seen};
+
+const SECTOR: u64 = 512;
+const THREADS: u64 = 4;
+/// Tells the process that it is the one to be killed: the folder, and a seed.
+const CALL: &str = "LIMOSA_PROOF_KILLED";
+
+/// What a line of the record says: `b`egun or `e`nded, the number of the request, what it is, from which byte to which.
+fn line(done: char, number: u64, what: char, range: &std::ops::Range<u64>) -> String {
+    format!("{done} {number} {what} {} {}\n", range.start, range.end)
+}
+
+/// The image in the folder as limosa opens it; of the same seed, with the same options.
+fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
+    let mut chance = Chance::new(seed);
+    let qcow2 = Qcow2Options {
+        cache_size: *chance.of(&[0, 64 << 10, 32 << 20]),
+        cow: if chance.one_in(4) { CowMode::Split } else { CowMode::Merged },
+        allocate_ahead: *chance.of(&[0, 64 << 10, 4 << 20]),
+        discard: chance.one_in(2),
+        ..Qcow2Options::default()
+    };
+    let options = ChainOptions {
+        read_only,
+        cache: CacheMode::Writeback,
+        policy: Policy::Follow,
+        qcow2,
+        ..ChainOptions::default()
+    };
+    let reference =
+        Reference { format: Some(limosa_image::probe::Format::Qcow2), ..Reference::file(folder.join("image")) };
+    block_on(chain::open(&reference, &options)).map_err(|error| format!("open: {error}"))
+}
+
+/// The process that is killed. Called by nobody else, it does nothing.
+#[test]
+#[ignore = "the other side of the kills: they run it"]
+fn the_process_that_is_killed() {
+    let Ok(call) = std::env::var(CALL) else { return };
+    let (seed, folder) = call.split_once(':').unwrap();
+    let seed = seed.parse().unwrap();
+    let disk = open(Path::new(folder), seed, false).unwrap();
+    let record = OpenOptions::new().append(true).open(Path::new(folder).join("record")).unwrap();
+    let cluster = std::env::var("LIMOSA_PROOF_CLUSTER").unwrap().parse().unwrap();
+    let all: Vec<_> = (0..THREADS)
+        .map(|number| {
+            let (disk, record) = (Arc::clone(&disk), record.try_clone().unwrap());
+            thread::spawn(move || write_on(&*disk, &record, number, cluster, seed))
+        })
+        .collect();
+    all.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// One of its threads, until the end comes. Threads have every fourth sector of the first half of the disk each; the first one has
+/// the second half, for requests that are longer.
+fn write_on(disk: &dyn Disk, mut record: &File, thread: u64, cluster: u64, seed: u64) {
+    let mut chance = Chance::new(seed ^ (thread << 32));
+    let (half, sectors) = (disk.len() / SECTOR / 2, disk.len() / SECTOR);
+    for step in 1..1 << 20 {
+        let number = thread << 20 | step;
+        let range = if thread == 0 && chance.one_in(2) {
+            let start = half + chance.below(sectors - half);
+            let most = (2 * cluster).min(256 << 10) / SECTOR;
+            start * SECTOR..(start + 1 + chance.below(most)).min(sectors) * SECTOR
+        } else {
+            let sector = chance.below(half / THREADS) * THREADS + thread;
+            sector * SECTOR..(sector + 1) * SECTOR
+        };
+        let what = match chance.below(16) {
+            0..=12 => 'w',
+            13 => 'f',
+            14 => 'd',
+            _ => 'z',
+        };
+        record.write_all(line('b', number, what, &range).as_bytes()).unwrap();
+        let at = GuestOffset(range.start);
+        let length = range.end - range.start;
+        let result = match what {
+            'w' => block_on(disk.write(at, Buffer::copied(&content(number, &range)).into())),
+            'f' => block_on(disk.flush()),
+            'd' => block_on(disk.discard(at, length)),
+            _ => block_on(disk.write_zeroes(at, length, chance.one_in(2))),
+        };
+        result.unwrap();
+        record.write_all(line('e', number, what, &range).as_bytes()).unwrap();
+    }
+}
+
+/// What the record says, put into a history; how many requests were over.
+fn told(record: &str, history: &mut History, recipe: &Recipe, size: u64) -> u64 {
+    let cluster = recipe.cluster;
+    let mut requests = std::collections::HashMap::new();
+    let (mut clock, mut over) = (0, 0);
+    // The last line may be cut short by the kill.
+    let whole_lines = record.rfind('\n').map_or("", |end| &record[..end]);
+    for line in whole_lines.lines() {
+        clock += 1;
+        let now = Stamp { clock, moment: 0 };
+        let words: Vec<_> = line.split(' ').collect();
+        let number = |place: usize| words[place].parse::<u64>().unwrap();
+        let range = number(3)..number(4);
+        let value = if words[2] == "w" { Value::Written(number(1)) } else { Value::Zeros };
+        let inside = if words[2] == "d" { whole(&range, cluster) } else { range };
+        match (words[0], words[2]) {
+            ("b", "f") => drop(requests.insert(number(1), (0, now))),
+            ("b", what) => {
+                requests.insert(number(1), (history.begins(&inside, value, now), now));
+                let tail = size / cluster * cluster;
+                if what == "d" && number(4) == size && number(3) <= tail {
+                    // A last cluster that is not whole may be discarded or not.
+                    history.begins(&(tail.max(number(3))..size), value, now);
+                }
+            }
+            (_, what) => {
+                let (request, began) = requests.remove(&number(1)).unwrap();
+                over += 1;
+                match what {
+                    "f" => history.flushed(began, now),
+                    // What is discarded need not read as zeros where nothing can say so.
+                    "d" if recipe.version2 => {}
+                    _ => history.ends(&inside, request, now),
+                }
+            }
+        }
+    }
+    over
+}
+
+/// Kills the process in the middle of its work `times` times, and looks at the image after each.
+pub(crate) fn run(recipe: &Recipe, seed: u64, times: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let folder = bed.folder.path();
+    let mut chance = Chance::new(seed ^ 0x9111);
+    let mut before = bed.first.clone();
+    for kill in 0..times {
+        let seed = chance.bits() >> 1;
+        let record = kill_one(folder, seed, recipe.cluster, &mut chance)?;
+        let mut history = History::new(before.clone(), SECTOR);
+        let over = told(&record, &mut history, recipe, before.len() as u64);
+        let failed = |error| format!("kill {kill}, seed {seed}, after {over} requests: {error}");
+        if recipe.lazy && chance.one_in(2) {
+            // Its refcounts are late, which only a repair can make up for: limosa's own, for a change.
+            let image = FileStorage::open(folder.join("image"), &FileOptions::default()).unwrap();
+            block_on(repair(&*image, Repair::All, CheckOptions::default()))
+                .map_err(|error| failed(error.to_string()))?;
+        }
+        bed.check_files(true).map_err(failed)?;
+        let found = seen(folder, &[]);
+        history.survived(&found, 1).map_err(failed)?;
+        bed.snapshots_are_unchanged().map_err(failed)?;
+        // And it is used on.
+        let disk = open(folder, seed, false).map_err(failed)?;
+        let own = read_all(&*disk).map_err(failed)?;
+        if let Some(at) = differs(&own, &found) {
+            return Err(failed(format!("limosa and the stock tools read something else at {at:#x}")));
+        }
+        before = found;
+        let (at, bytes) = (chance.below(disk.len() / SECTOR) * SECTOR, chance.bytes(512));
+        let write = block_on(async {
+            disk.write(GuestOffset(at), Buffer::copied(&bytes).into()).await?;
+            disk.close().await
+        });
+        write.map_err(|error| failed(format!("written on: {error}")))?;
+        let place = usize::try_from(at).unwrap();
+        before[place..place + 512].copy_from_slice(&bytes);
+        drop(disk);
+        bed.check_files(true).map_err(|error| failed(format!("written on: {error}")))?;
+    }
+    Ok(())
+}
+
+/// Runs the process until it has said so much, kills it, and returns what it has said.
+fn kill_one(folder: &Path, seed: u64, cluster: u64, chance: &mut Chance) -> Verdict<String> {
+    let record = folder.join("record");
+    std::fs::write(&record, "").unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--ignored", "--exact", "kill::the_process_that_is_killed", "--nocapture", "--test-threads=1"]);
+    command.env(CALL, format!("{seed}:{}", folder.display())).env("LIMOSA_PROOF_CLUSTER", cluster.to_string());
+    let output = File::create(folder.join("said")).unwrap();
+    command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
+    let mut child = command.spawn().unwrap();
+    // Not by the clock: a slow machine has done as much when the end comes as a fast one.
+    let enough = 60 + chance.below(24 << 10);
+    while std::fs::metadata(&record).unwrap().len() < enough {
+        if child.try_wait().unwrap().is_some() {
+            return Err(format!("it ended by itself: {}", std::fs::read_to_string(folder.join("said")).unwrap()));
+        }
+        thread::sleep(Duration::from_micros(chance.below(3000)));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // The kernel ends what a ring has under way, and only then closes its files, after the process is gone. Until then they are locked.
+    for name in ["image", "data"].map(|name| folder.join(name)).iter().filter(|path| path.exists()) {
+        while let Err(error) = FileStorage::open(name, &FileOptions::default()) {
+            if error.kind() != std::io::ErrorKind::ResourceBusy {
+                return Err(error.to_string());
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+    Ok(std::fs::read_to_string(&record).unwrap())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_record_of_a_killed_process_says_what_has_to_be_there() {
+        let record = "b 1 w 0 512\ne 1 w 0 512\nb 2 f 0 0\nb 3 w 512 1024\ne 2 f 0 0\ne 3 w 512 1024\nb 4 w 0 512\ne 4";
+        let mut history = History::new(vec![7; 1024], SECTOR);
+        assert_eq!(told(record, &mut history, &Recipe::usual(65536), 1024), 3);
+        let found = |first: &[u8], second: &[u8]| history.survived(&[first, second].concat(), 1);
+        let [one, three, four] =
+            [(1, 0..512), (3, 512..1024), (4, 0..512)].map(|(number, range)| content(number, &range));
+        let before = [7; 512];
+        found(&before, &three).expect_err("it was flushed");
+        found(&one, &before).unwrap();
+        found(&four, &three).unwrap();
+        found(&one, &four).expect_err("that was never written there");
+    }
+}
