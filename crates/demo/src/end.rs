@@ -1,0 +1,161 @@
+//! One of the two processes: a VMM of a few hundred lines, with a guest and a control socket.
+//!
+//! One thread has the guest's migration and does what it is ordered, one thing after another; the control socket's threads
+//! answer at any moment and pass orders on. **Law: what is undecided stays.** An end with a copy of the guest
+//! that may be the only one neither runs it by itself nor ends; it waits until somebody decides, and has said how.
+
+mod destination;
+mod orders;
+mod source;
+mod vm;
+
+use std::io::Read as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+use limosa_migrate::control_socket::Job;
+use limosa_migrate::{Control, ControlSocket, Progress};
+
+use crate::cpu::CpuTime;
+use crate::error::DemoError;
+use crate::report::MemoryReport;
+use crate::settings::Settings;
+use crate::state::{Role, State, advice};
+use crate::witness::Witness;
+use orders::{Desk, Order};
+use vm::Vm;
+
+/// How long the other end may take to connect or to be reached.
+const REACH: Duration = Duration::from_secs(30);
+
+/// An end.
+struct End {
+    settings: Settings,
+    desk: Arc<Desk>,
+    socket: ControlSocket,
+    orders: Receiver<Order>,
+    vm: Vm,
+}
+
+/// What belongs to one migration.
+struct Migration {
+    control: Control,
+    progress: Progress,
+    cpu: CpuTime,
+}
+
+/// Is an end, until it is discarded or its standard input ends. The arguments are those that [`End::start`] gives.
+///
+/// [`End::start`]: crate::pair::End::start
+///
+/// # Errors
+/// The guest cannot be made, or the control socket.
+pub fn run(arguments: &[String]) -> Result<(), DemoError> {
+    let [role, control, witness, settings] = arguments else {
+        return Err(DemoError::Settings("an end of a demonstration is started by limosa demo live".into()));
+    };
+    let role = match role.as_str() {
+        "source" => Role::Source,
+        "destination" => Role::Destination,
+        other => return Err(DemoError::Settings(format!("there is no end called {other:?}"))),
+    };
+    let settings: Settings =
+        serde_json::from_str(settings).map_err(|error| DemoError::Settings(format!("settings: {error}")))?;
+    end_with_input()?;
+    let witness = Witness::open(Path::new(witness), role.name()).map_err(DemoError::system("the witness"))?;
+    let (desk, orders) = Desk::new(role, control.clone());
+    let vm = Vm::new(&settings, role, witness, Arc::clone(&desk))?;
+    let commands = Arc::clone(&desk);
+    let socket = ControlSocket::listen_for(Path::new(control), commands)
+        .map_err(DemoError::system(format!("cannot listen at {control}")))?;
+    if role == Role::Source {
+        vm.run().map_err(|error| DemoError::Guest(error.to_string()))?;
+    }
+    let end = End { settings, desk, socket, orders, vm };
+    end.serve()
+}
+
+impl End {
+    /// Does what is ordered.
+    fn serve(&self) -> Result<(), DemoError> {
+        while let Ok(order) = self.orders.recv() {
+            let goes_on = match order {
+                Order::Send { uri, fresh } => self.send(&uri, fresh),
+                Order::Receive(uri) => self.receive(&uri),
+                Order::Verify => {
+                    self.verify();
+                    true
+                }
+                Order::Discard => false,
+                // Taken only while something waits for them, and there they are awaited.
+                Order::Go | Order::Recover(_) => true,
+            };
+            if !goes_on {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at all of the memory, for `query-verify-memory`.
+    fn verify(&self) {
+        let found = match self.vm.verify(self.desk.is_running()) {
+            Ok(found) => MemoryReport {
+                pages: found.pages,
+                zero_pages: found.zero_pages,
+                writes: found.writes,
+                checksum: found.checksum,
+                error: None,
+            },
+            Err(error) => MemoryReport { error: Some(error.to_string()), ..MemoryReport::default() },
+        };
+        self.desk.verified(serde_json::to_value(found).unwrap_or_default());
+    }
+
+    /// A migration begins.
+    fn begin(&self) -> Migration {
+        let job = Migration { control: Control::new(), progress: Progress::new(), cpu: CpuTime::now() };
+        self.desk.begin(&job.control);
+        self.socket.turn_to(Job::Live, job.control.clone(), job.progress.clone());
+        job
+    }
+
+    /// The same migration goes on over another connection.
+    fn begin_again(&self, before: &Migration) -> Migration {
+        let (control, progress) = (Control::new(), before.progress.clone());
+        self.desk.begin(&control);
+        self.socket.turn_to(Job::Live, control.clone(), progress.clone());
+        Migration { control, progress, cpu: before.cpu }
+    }
+
+    /// Says that somebody has to decide, and waits for the word.
+    fn ask(&self, state: State, why: &str) -> Order {
+        // Said first: whoever sees the state finds the words.
+        tell(&advice(self.desk.role(), state, self.desk.socket(), why));
+        self.desk.turn(state, Some(why.to_owned()));
+        // Without a socket nobody can decide any more: as if discarded.
+        self.orders.recv().unwrap_or(Order::Discard)
+    }
+}
+
+/// A line for people.
+fn tell(line: &str) {
+    // Nobody may be listening; the guest goes on all the same.
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("{line}\n"));
+}
+
+/// Ends this process when whoever started it is gone.
+fn end_with_input() -> Result<(), DemoError> {
+    let watch = || {
+        let mut sink = [0; 64];
+        while std::io::stdin().lock().read(&mut sink).is_ok_and(|count| count > 0) {}
+        std::process::exit(0);
+    };
+    std::thread::Builder::new()
+        .name("stdin".into())
+        .spawn(watch)
+        .map(drop)
+        .map_err(DemoError::system("cannot start a thread"))
+}

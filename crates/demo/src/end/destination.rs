@@ -1,0 +1,194 @@
+//! The end that the guest comes to.
+
+use std::time::Duration;
+
+use limosa_channel::{Channel, Listener, Options, Uri};
+use limosa_migrate::live::destination::{
+    ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival, PostcopyArrivalStats,
+};
+use limosa_migrate::{ChannelSet, Control, Gathering, GatheringOptions, MultifdOptions};
+use serde_json::Value;
+
+use super::orders::Order;
+use super::vm::Vm;
+use super::{End, Migration, REACH, tell};
+use crate::report::{Calls, DestinationReport, FaultLatency};
+use crate::settings::{Postcopy, WhenStuck};
+use crate::state::State;
+
+/// How long nobody may come before it is looked whether this end goes on at all.
+const TICK: Duration = Duration::from_millis(10);
+
+impl End {
+    /// Listens there, and receives the guest. Whether this end goes on.
+    pub(super) fn receive(&self, uri: &Uri) -> bool {
+        let migration = self.begin();
+        let (listener, set) = match self.accept(uri, self.settings.channels, &migration.control) {
+            Ok(accepted) => accepted,
+            Err(why) => {
+                self.failed(&migration, &why);
+                return true;
+            }
+        };
+        let options = LiveDestinationOptions {
+            patience: Some(Duration::from_millis(self.settings.patience_ms)),
+            postcopy: self.may_postcopy(),
+            shared_memory: self.settings.shared_memory(),
+            populate: self.settings.populate,
+            ..LiveDestinationOptions::default()
+        };
+        let (control, progress) = (&migration.control, &migration.progress);
+        let multifd = MultifdOptions { compression: self.settings.packing() };
+        let mut destination =
+            LiveDestination::new(&self.vm, set.main, control, progress, options).with_channels(set.pages, multifd);
+        if self.settings.preempt {
+            destination = destination.with_preempt(Box::new(|| listener.accept(Some(REACH))));
+        }
+        self.came_to(&migration, destination.run())
+    }
+
+    /// Whether the guest may run here before its memory is here.
+    fn may_postcopy(&self) -> bool {
+        self.settings.postcopy != Postcopy::Off || self.settings.give_up == WhenStuck::Postcopy
+    }
+
+    /// What becomes of the guest. Whether this end goes on.
+    fn came_to(&self, migration: &Migration, outcome: ArrivalOutcome<'_, Vm>) -> bool {
+        match outcome {
+            ArrivalOutcome::Running(stats) => {
+                self.arrived(migration, &stats);
+                true
+            }
+            ArrivalOutcome::Failed(error) => {
+                self.failed(migration, &error.to_string());
+                true
+            }
+            ArrivalOutcome::Undecided(arrival) => {
+                let why = arrival.why().to_string();
+                self.told_destination(migration, "undecided", None, Some(why.clone()));
+                if self.ask(State::Undecided, &why) != Order::Go {
+                    arrival.discard();
+                    return false;
+                }
+                match arrival.start() {
+                    Ok(()) => self.desk.turn(State::Running, None),
+                    Err(error) => self.desk.turn(State::Failed, Some(error.to_string())),
+                }
+                true
+            }
+            ArrivalOutcome::Paused(paused) => self.recover(migration, paused),
+        }
+    }
+
+    /// The guest runs here and waits for its pages, until the source comes back. Whether this end goes on.
+    fn recover(&self, migration: &Migration, paused: PausedArrival<'_, Vm>) -> bool {
+        let mut why = format!("{}; {} pages are missing", paused.why(), paused.missing_pages());
+        self.told_destination(migration, "postcopy-paused", None, Some(why.clone()));
+        loop {
+            let Order::Recover(uri) = self.ask(State::PostcopyPaused, &why) else {
+                paused.discard();
+                return false;
+            };
+            let again = self.begin_again(migration);
+            match self.accept(&uri, 0, &again.control) {
+                Ok((listener, set)) => {
+                    let preempt = self.settings.preempt;
+                    let open = move || listener.accept(Some(REACH));
+                    let open = preempt.then(|| Box::new(open) as Box<_>);
+                    return self.came_to(&again, paused.with_control(&again.control).recover(set.main, open));
+                }
+                Err(error) => why = error,
+            }
+        }
+    }
+
+    /// Waits for the source, with so many channels beside the main one.
+    fn accept(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, ChannelSet), String> {
+        let accepted = self.listen(uri, channels, control);
+        // Before the next one is asked for: an old address would be taken for the new one.
+        self.socket.waits_no_more();
+        accepted
+    }
+
+    fn listen(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, ChannelSet), String> {
+        let words = |error: &dyn std::error::Error| error.to_string();
+        let listener = Listener::bind(uri, &Options::default()).map_err(|error| words(&error))?;
+        self.socket.waits_at(listener.local_uri());
+        if channels == 0 {
+            let main = wait(&listener, control)?;
+            return Ok((listener, ChannelSet { main, pages: Vec::new() }));
+        }
+        let mut gathering = Gathering::new(&listener, GatheringOptions { channels, within: REACH, main_first: false });
+        let set = loop {
+            control.check().map_err(|error| words(&error))?;
+            if let Some(set) = gathering.step(TICK).map_err(|error| words(&error))? {
+                break set;
+            }
+        };
+        Ok((listener, set))
+    }
+
+    fn arrived(&self, migration: &Migration, stats: &ArrivalStats) {
+        let unheard = stats.unheard.as_ref().map(|error| {
+            let why = format!("the guest runs here, but the source may not have heard of it: {error}");
+            tell(&format!("destination: {why}\n  Tell the source: limosa demo discard --control <its socket>"));
+            why
+        });
+        self.told_destination(migration, "running", Some(stats), unheard.clone());
+        self.desk.turn(State::Running, unheard);
+    }
+
+    fn failed(&self, migration: &Migration, why: &str) {
+        self.told_destination(migration, "failed", None, Some(why.to_owned()));
+        tell(&format!("destination: the guest did not come, and stays at the source: {why}"));
+        self.desk.turn(State::Failed, Some(why.to_owned()));
+    }
+
+    /// Makes the report of a migration that is over.
+    fn told_destination(
+        &self,
+        migration: &Migration,
+        outcome: &str,
+        stats: Option<&ArrivalStats>,
+        error: Option<String>,
+    ) {
+        let received = stats.map(|stats| &stats.received);
+        let postcopy = stats.and_then(|stats| stats.postcopy.as_deref());
+        let mut channels = Calls::default();
+        received.iter().for_each(|received| channels.add(&received.channel));
+        let report = DestinationReport {
+            outcome: outcome.to_owned(),
+            error,
+            normal: received.map_or(0, |received| received.normal_pages) + postcopy.map_or(0, |post| post.normal_pages),
+            zero: received.map_or(0, |received| received.zero_pages) + postcopy.map_or(0, |post| post.zero_pages),
+            channels,
+            cpu_ms: migration.cpu.since_ms(),
+            faults: postcopy.map(latency),
+        };
+        self.desk.tell("status", if outcome == "running" { "completed".into() } else { Value::from("failed") });
+        self.desk.report(serde_json::to_value(report).unwrap_or(Value::Null));
+    }
+}
+
+fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
+    loop {
+        control.check().map_err(|error| error.to_string())?;
+        match listener.accept(Some(TICK)) {
+            Ok(channel) => return Ok(channel),
+            Err(error) if error.is_timeout() => {}
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+}
+
+fn latency(stats: &PostcopyArrivalStats) -> FaultLatency {
+    let micros = |nanos: u64| Duration::from_nanos(nanos).as_secs_f64() * 1e6;
+    let histogram = &stats.fault_latency;
+    FaultLatency {
+        faults: stats.faults,
+        requests: stats.requests,
+        median_us: micros(histogram.value_at_quantile(0.5)),
+        p99_us: micros(histogram.value_at_quantile(0.99)),
+        longest_us: micros(histogram.max()),
+    }
+}

@@ -1,0 +1,333 @@
+//! The control socket of an end: what it answers by itself, and what it passes on to the thread that has the guest.
+//!
+//! Law: an order is taken only in a state in which it means something, and then exactly once: the state is changed together
+//! with taking it. Whoever asks hears at once whether it was taken; what came of it, `query-status` tells.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use limosa_channel::Uri;
+use limosa_migrate::control_socket::Commands;
+use limosa_migrate::{Control, Stop};
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+use crate::guest::Guest;
+use crate::state::{Role, State, Status, decisions};
+
+/// What the thread that has the guest is to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Send the guest there.
+    Send {
+        /// Where.
+        uri: Uri,
+        /// Whether the memory there is known to be fresh.
+        fresh: bool,
+    },
+    /// Listen there, and receive the guest.
+    Receive(Uri),
+    /// Go on with a postcopy: connect there (source), listen there (destination).
+    Recover(Uri),
+    /// Have the guest run here.
+    Go,
+    /// Look at all of the guest's memory.
+    Verify,
+    /// Give the guest up, and end.
+    Discard,
+}
+
+/// What is known of an end.
+#[derive(Debug)]
+struct Known {
+    state: State,
+    running: bool,
+    why: Option<String>,
+    recoverable: bool,
+    /// Nanoseconds for which the guest stood still on its way here.
+    stood: Option<u64>,
+    /// What the last look at all of the memory came to.
+    verified: Value,
+    /// What the engine has told of the last migration.
+    migration: Map<String, Value>,
+    /// What `query-report` answers.
+    report: Value,
+    /// Of the migration that is under way.
+    control: Control,
+}
+
+/// Shared between the socket's threads and the one that has the guest.
+pub(super) struct Desk {
+    role: Role,
+    socket: String,
+    known: Mutex<Known>,
+    orders: Mutex<Sender<Order>>,
+    /// Counts for itself.
+    guest: OnceLock<Arc<dyn Guest>>,
+}
+
+impl Desk {
+    pub(super) fn new(role: Role, socket: String) -> (Arc<Self>, Receiver<Order>) {
+        let state = if role == Role::Source { State::Running } else { State::Waiting };
+        let (orders, taken) = channel();
+        let known = Known {
+            state,
+            running: false,
+            why: None,
+            recoverable: false,
+            stood: None,
+            verified: Value::Null,
+            migration: Map::new(),
+            report: Value::Null,
+            control: Control::new(),
+        };
+        let (known, orders, guest) = (Mutex::new(known), Mutex::new(orders), OnceLock::new());
+        (Arc::new(Self { role, socket, known, orders, guest }), taken)
+    }
+
+    /// The guest of this end.
+    pub(super) fn has(&self, guest: Arc<dyn Guest>) {
+        // There is one.
+        let _ = self.guest.set(guest);
+    }
+
+    pub(super) fn role(&self) -> Role {
+        self.role
+    }
+
+    /// Where programs reach this end.
+    pub(super) fn socket(&self) -> &str {
+        &self.socket
+    }
+
+    /// The guest runs, or stands still.
+    pub(super) fn runs(&self, running: bool) {
+        self.lock().running = running;
+    }
+
+    /// For how long the guest stood still on its way here, in nanoseconds.
+    pub(super) fn stood_still(&self, nanoseconds: u64) {
+        self.lock().stood = Some(nanoseconds);
+    }
+
+    /// What a look at all of the memory came to.
+    pub(super) fn verified(&self, found: Value) {
+        self.lock().verified = found;
+    }
+
+    /// Whether the guest runs here.
+    pub(super) fn is_running(&self) -> bool {
+        self.lock().running
+    }
+
+    /// Whether a source that is undecided may turn out to be in postcopy.
+    pub(super) fn recoverable(&self, recoverable: bool) {
+        self.lock().recoverable = recoverable;
+    }
+
+    /// What the end is about now, and why.
+    pub(super) fn turn(&self, state: State, why: Option<String>) {
+        let mut known = self.lock();
+        (known.state, known.why) = (state, why);
+    }
+
+    /// A migration begins.
+    pub(super) fn begin(&self, control: &Control) {
+        let mut known = self.lock();
+        known.control = control.clone();
+        known.migration.clear();
+    }
+
+    /// Adds to what `query-migrate` answers.
+    pub(super) fn tell(&self, key: &str, value: Value) {
+        self.lock().migration.insert(key.to_owned(), value);
+    }
+
+    /// What `query-report` answers from now on.
+    pub(super) fn report(&self, report: Value) {
+        self.lock().report = report;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn status(&self) -> Status {
+        let known = self.lock();
+        Status {
+            status: known.state.run_state(known.running).to_owned(),
+            running: known.running,
+            role: self.role,
+            state: known.state,
+            why: known.why.clone(),
+            beats: self.guest.get().map_or(0, |guest| guest.writes()),
+            stood_ms: known.stood.map(|stood| Duration::from_nanos(stood).as_secs_f64() * 1e3),
+            decide: decisions(self.role, known.state, &self.socket),
+        }
+    }
+
+    /// Takes an order if the end is in one of these states, and turns it to the next.
+    fn order(&self, order: Order, from: &[State], next: State) -> Result<Value, String> {
+        let mut known = self.lock();
+        if !from.contains(&known.state) {
+            let why = known.why.as_ref().map_or(String::new(), |why| format!(" ({why})"));
+            return Err(format!("not now: this end is {}{why}", word(known.state)));
+        }
+        (known.state, known.why) = (next, None);
+        let sent = self.orders.lock().unwrap_or_else(PoisonError::into_inner).send(order);
+        sent.map(|()| json!({})).map_err(|_| "this end is about to end".into())
+    }
+
+    fn migrate(&self, arguments: &Value) -> Result<Value, String> {
+        let uri = uri(arguments)?;
+        let flag = |key: &str, usual| arguments.get(key).map_or(Some(usual), Value::as_bool);
+        let told = || "resume and fresh are true or false";
+        if flag("resume", false).ok_or_else(told)? {
+            // An undecided one too: the package may have come, and its answer not.
+            let from = [State::PostcopyPaused, State::Undecided];
+            let from = if self.lock().recoverable { &from[..] } else { &from[..1] };
+            return self.order(Order::Recover(uri), from, State::Sending);
+        }
+        let fresh = flag("fresh", true).ok_or_else(told)?;
+        self.order(Order::Send { uri, fresh }, &[State::Running], State::Sending)
+    }
+
+    fn go(&self) -> Result<Value, String> {
+        if self.lock().state == State::Running {
+            return Ok(json!({}));
+        }
+        match self.role {
+            Role::Source => self.order(Order::Go, &[State::Undecided, State::PostcopyPaused], State::Running),
+            Role::Destination => self.order(Order::Go, &[State::Undecided], State::Receiving),
+        }
+    }
+
+    fn verify(&self) -> Result<Value, String> {
+        self.lock().verified = Value::Null;
+        let (running, gone) = (State::Running, State::Gone);
+        let now = self.lock().state;
+        self.order(Order::Verify, &[running, gone], now)
+    }
+
+    fn start_postcopy(&self) -> Result<Value, String> {
+        let known = self.lock();
+        if self.role != Role::Source || known.state != State::Sending {
+            return Err("nothing is being sent from here".into());
+        }
+        known.control.start_postcopy();
+        Ok(json!({}))
+    }
+}
+
+impl Commands for Desk {
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
+        match name {
+            "query-status" => {
+                Some(serde_json::to_value(self.status()).map_err(|error| format!("cannot be put into words: {error}")))
+            }
+            "query-report" => Some(Ok(self.lock().report.clone())),
+            "verify-memory" => Some(self.verify()),
+            "query-verify-memory" => Some(Ok(self.lock().verified.clone())),
+            "migrate" => Some(self.migrate(arguments)),
+            "migrate-incoming" => {
+                Some(uri(arguments).and_then(|uri| {
+                    self.order(Order::Receive(uri), &[State::Waiting, State::Failed], State::Receiving)
+                }))
+            }
+            "migrate-recover" => Some(uri(arguments).and_then(|uri| {
+                if self.role == Role::Source {
+                    return Err("at the source it is migrate with resume".into());
+                }
+                self.order(Order::Recover(uri), &[State::PostcopyPaused], State::Receiving)
+            })),
+            "migrate-start-postcopy" => Some(self.start_postcopy()),
+            "cont" => Some(self.go()),
+            "quit" => Some({
+                // An engine that is at work would not hear of it.
+                self.lock().control.stop(Stop::Cancel);
+                let orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
+                orders.send(Order::Discard).map(|()| json!({})).map_err(|_| "this end is about to end".into())
+            }),
+            _ => None,
+        }
+    }
+
+    fn amend(&self, answer: &mut Map<String, Value>) {
+        let known = self.lock();
+        answer.extend(known.migration.iter().map(|(key, value)| (key.clone(), value.clone())));
+        if known.state == State::PostcopyPaused {
+            answer.insert("status".into(), "postcopy-paused".into());
+        }
+        if let Some(why) = &known.why {
+            answer.insert("error-desc".into(), why.clone().into());
+        }
+    }
+}
+
+fn uri(arguments: &Value) -> Result<Uri, String> {
+    let text = arguments.get("uri").and_then(Value::as_str).ok_or("uri is missing")?;
+    text.parse().map_err(|error| format!("{error}"))
+}
+
+fn word(state: State) -> &'static str {
+    match state {
+        State::Running => "running its guest",
+        State::Sending => "sending its guest",
+        State::Waiting => "waiting for a guest",
+        State::Receiving => "receiving a guest",
+        State::Undecided => "undecided",
+        State::PostcopyPaused => "paused in postcopy",
+        State::Gone => "without its guest, which runs at the other end",
+        State::Failed => "without a guest: it did not come",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(desk: &Desk, name: &str, arguments: Value) -> Result<Value, String> {
+        desk.execute(name, &arguments).expect("a command of the end's own")
+    }
+
+    #[test]
+    fn an_order_is_taken_once_and_only_where_it_means_something() {
+        let (desk, orders) = Desk::new(Role::Source, "s".into());
+        assert!(ask(&desk, "migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" })).is_err());
+        let there = json!({ "uri": "tcp:127.0.0.1:9", "fresh": false });
+        ask(&desk, "migrate", there.clone()).unwrap();
+        assert!(ask(&desk, "migrate", there).unwrap_err().contains("sending its guest"));
+        assert!(ask(&desk, "cont", json!({})).is_err(), "nobody may run it while it is sent");
+        assert!(matches!(orders.try_recv(), Ok(Order::Send { fresh: false, .. })));
+        desk.turn(State::Undecided, Some("the network was cut".into()));
+        let status: Status = serde_json::from_value(ask(&desk, "query-status", json!({})).unwrap()).unwrap();
+        assert_eq!((status.status.as_str(), status.decide.len()), ("paused", 2));
+        ask(&desk, "cont", json!({})).unwrap();
+        assert_eq!(orders.try_recv(), Ok(Order::Go));
+        assert!(orders.try_recv().is_err());
+    }
+
+    #[test]
+    fn a_destination_is_started_by_hand_only_if_it_is_undecided() {
+        let (desk, orders) = Desk::new(Role::Destination, "d".into());
+        for state in [State::Waiting, State::Receiving, State::Failed, State::PostcopyPaused] {
+            desk.turn(state, None);
+            assert!(ask(&desk, "cont", json!({})).is_err(), "{state:?}");
+        }
+        desk.turn(State::Undecided, None);
+        ask(&desk, "cont", json!({})).unwrap();
+        assert!(ask(&desk, "cont", json!({})).is_err(), "once");
+        assert_eq!(orders.try_recv(), Ok(Order::Go));
+    }
+
+    #[test]
+    fn what_is_missing_or_wrong_in_an_order_is_told() {
+        let (desk, _orders) = Desk::new(Role::Source, "s".into());
+        for wrong in
+            [json!({}), json!({ "uri": 3 }), json!({ "uri": "nonsense" }), json!({ "uri": "tcp:a:1", "resume": 1 })]
+        {
+            assert!(ask(&desk, "migrate", wrong).is_err());
+        }
+        assert!(desk.execute("query-migrate", &json!({})).is_none(), "the socket's own");
+    }
+}

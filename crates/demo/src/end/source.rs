@@ -1,0 +1,215 @@
+//! The end that the guest leaves.
+
+use std::sync::Mutex;
+
+use limosa_channel::{Channel, ChannelError, Options, Uri};
+use limosa_migrate::live::source::{
+    self as live, LiveOutcome, LiveSource, LiveStats, Recoverable, RoundKind, RoundReport, Undecided,
+};
+use limosa_migrate::source::postcopy::OpenPreempt;
+use limosa_migrate::{Control, MultifdSourceOptions};
+use serde_json::{Value, json};
+
+use super::orders::{Desk, Order};
+use super::vm::Vm;
+use super::{End, Migration, REACH, tell};
+use crate::report::{Calls, PostcopySent, Round, SourceReport, millis};
+use crate::settings::Postcopy;
+use crate::state::State;
+
+impl End {
+    /// Sends the guest there. Whether this end goes on.
+    pub(super) fn send(&self, uri: &Uri, fresh: bool) -> bool {
+        let migration = self.begin();
+        let (desk, seen) = (&*self.desk, Mutex::new(0_u32));
+        let rounds = match self.settings.postcopy {
+            Postcopy::AfterRounds(rounds) => Some((rounds, &migration.control)),
+            _ => None,
+        };
+        let source = match self.prepare(uri, &migration) {
+            Ok(prepared) => prepared,
+            Err(why) => {
+                self.resumed(&migration, &LiveStats::default(), &why);
+                return true;
+            }
+        };
+        let outcome = source.fresh(fresh).observe(move |round| tell_round(desk, round, rounds, &seen)).run();
+        self.left(&migration, outcome)
+    }
+
+    /// What becomes of the guest. Whether this end goes on.
+    fn left(&self, migration: &Migration, outcome: LiveOutcome<'_, Vm>) -> bool {
+        match outcome {
+            LiveOutcome::Completed(stats) => {
+                self.told_source(migration, "completed", &stats, None);
+                self.desk.turn(State::Gone, None);
+                true
+            }
+            LiveOutcome::Resumed { error, stats, .. } => {
+                self.resumed(migration, &stats, &error.to_string());
+                true
+            }
+            LiveOutcome::Stuck { error, resume, stats } => {
+                let why = format!("{error}; and the guest does not go on: {resume}");
+                self.told_source(migration, "failed", &stats, Some(why.clone()));
+                self.desk.turn(State::Failed, Some(why));
+                true
+            }
+            LiveOutcome::Undecided(undecided) => self.undecided(migration, undecided),
+            LiveOutcome::PostcopyBroken(broken) => {
+                let why = broken.why().to_string();
+                self.recover_source(migration, broken, why)
+            }
+        }
+    }
+
+    /// The last byte was given away, and nothing was heard since. Whether this end goes on.
+    fn undecided(&self, migration: &Migration, undecided: Undecided<'_, Vm>) -> bool {
+        let why = undecided.why().to_string();
+        self.told_source(migration, "undecided", undecided.stats(), Some(why.clone()));
+        self.desk.recoverable(undecided.is_recoverable());
+        match self.ask(State::Undecided, &why) {
+            Order::Go => {
+                match undecided.resume() {
+                    Ok(_) => self.desk.turn(State::Running, None),
+                    Err(error) => self.desk.turn(State::Failed, Some(error.to_string())),
+                }
+                true
+            }
+            Order::Recover(uri) => match undecided.into_recoverable() {
+                Some(broken) => self.go_on(migration, Box::new(broken), &uri),
+                // The desk has taken the order because it was.
+                None => false,
+            },
+            _ => {
+                undecided.discard();
+                false
+            }
+        }
+    }
+
+    /// The guest runs at the destination and waits for pages that are here. Whether this end goes on.
+    fn recover_source(&self, migration: &Migration, broken: Box<Recoverable<'_, Vm>>, why: String) -> bool {
+        self.told_source(migration, "postcopy-paused", broken.stats(), Some(why.clone()));
+        match self.ask(State::PostcopyPaused, &why) {
+            Order::Recover(uri) => self.go_on(migration, broken, &uri),
+            Order::Go => {
+                // By hand: whoever said so knows that the destination is dead.
+                match broken.vm().run() {
+                    Ok(()) => self.desk.turn(State::Running, None),
+                    Err(error) => self.desk.turn(State::Failed, Some(error.to_string())),
+                }
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Goes on with a postcopy over another connection. Whether this end goes on.
+    fn go_on(&self, before: &Migration, broken: Box<Recoverable<'_, Vm>>, uri: &Uri) -> bool {
+        let again = self.begin_again(before);
+        match connect(uri) {
+            Ok(channel) => {
+                let preempt = self.settings.preempt.then(|| preempt_to(uri));
+                let outcome = broken.recover(channel, preempt, &again.control, &again.progress);
+                self.left(&again, outcome)
+            }
+            Err(error) => self.recover_source(&again, broken, error.to_string()),
+        }
+    }
+
+    /// Reaches the destination, on as many channels as it expects.
+    fn prepare<'a>(&'a self, uri: &Uri, migration: &'a Migration) -> Result<LiveSource<'a, 'a, Vm>, String> {
+        let logs = self.vm.logs().map_err(|error| error.to_string())?;
+        // The main one first: who has no other means to tell them apart goes by their order.
+        let main = connect(uri).map_err(|error| error.to_string())?;
+        let beside = (0..self.settings.channels).map(|_| connect(uri)).collect::<Result<Vec<_>, _>>();
+        let beside = beside.map_err(|error| error.to_string())?;
+        let multifd = MultifdSourceOptions { compression: self.settings.packing(), ..MultifdSourceOptions::default() };
+        let (control, progress) = (&migration.control, &migration.progress);
+        let source = LiveSource::new(&self.vm, logs, main, control, progress, self.settings.params())
+            .shared_memory(self.settings.shared_memory());
+        let source = source.with_channels(beside, multifd).map_err(|error| error.to_string())?;
+        let source = source.with_postcopy(match self.settings.postcopy {
+            Postcopy::Off => live::Postcopy::Off,
+            Postcopy::AfterRounds(_) => live::Postcopy::Allowed,
+            Postcopy::AtOnce => live::Postcopy::AtOnce,
+        });
+        Ok(if self.settings.preempt { source.with_preempt(preempt_to(uri)) } else { source })
+    }
+
+    /// The guest never left.
+    fn resumed(&self, migration: &Migration, stats: &LiveStats, why: &str) {
+        self.told_source(migration, "resumed", stats, Some(why.to_owned()));
+        tell(&format!("source: the migration has failed, and the guest goes on here: {why}"));
+        self.desk.turn(State::Running, Some(why.to_owned()));
+    }
+
+    /// Makes the report of a migration that is over.
+    fn told_source(&self, migration: &Migration, outcome: &str, stats: &LiveStats, error: Option<String>) {
+        let mut channels = Calls::default();
+        stats.channels.iter().chain([&stats.main]).for_each(|counters| channels.add(counters));
+        let report = SourceReport {
+            outcome: outcome.to_owned(),
+            error,
+            rounds: stats.rounds.iter().map(round).collect(),
+            total_ms: millis(stats.total),
+            downtime_ms: millis(stats.downtime),
+            expected_downtime_ms: stats.expected_downtime.map(millis),
+            channels,
+            cpu_ms: migration.cpu.since_ms(),
+            postcopy: stats.postcopy.as_ref().map(|sent| PostcopySent {
+                pages: sent.normal_pages.saturating_add(sent.zero_pages),
+                requested: sent.requests,
+                took_ms: millis(sent.elapsed),
+                begin_ms: millis(stats.total.saturating_sub(sent.elapsed)),
+            }),
+        };
+        self.desk.tell("status", if outcome == "completed" { "completed".into() } else { Value::from("failed") });
+        self.desk.report(serde_json::to_value(report).unwrap_or(Value::Null));
+    }
+}
+
+/// What `query-migrate` tells of a round. After so many of them the guest runs ahead of its pages.
+fn tell_round(desk: &Desk, round: &RoundReport, switch: Option<(u32, &Control)>, rounds: &Mutex<u32>) {
+    if let Ok(mut seen) = rounds.lock() {
+        *seen = seen.saturating_add(1);
+        desk.tell("dirty-sync-count", json!(*seen));
+        if let Some((_, control)) = switch.filter(|(wanted, _)| *seen >= *wanted) {
+            control.start_postcopy();
+        }
+    }
+    desk.tell("dirty-pages-rate", json!(round.dirty_rate() / limosa_page::PAGE_SIZE));
+    if let Some(expected) = round.expected_downtime {
+        desk.tell("expected-downtime", json!(u64::try_from(expected.as_millis()).unwrap_or(u64::MAX)));
+    }
+}
+
+fn connect(uri: &Uri) -> Result<Channel, ChannelError> {
+    Channel::connect(uri, &Options { connect_timeout: Some(REACH), ..Options::default() })
+}
+
+/// The channel of requested pages, once the destination waits for it.
+fn preempt_to(uri: &Uri) -> OpenPreempt<'static> {
+    let uri = uri.clone();
+    Box::new(move || connect(&uri))
+}
+
+fn round(round: &RoundReport) -> Round {
+    Round {
+        number: round.number.saturating_add(1),
+        begin_ms: millis(round.begun),
+        took_ms: millis(round.duration),
+        pages: round.pages,
+        normal: round.normal,
+        zero: round.zero,
+        left_out: round.left_out,
+        holes: round.holes,
+        bytes: round.bytes,
+        dirty_rate: round.dirty_rate().saturating_mul(limosa_page::PAGE_SIZE),
+        rest: round.rest,
+        bandwidth: round.bandwidth,
+        expected_downtime_ms: round.expected_downtime.map(millis),
+        last: round.kind == RoundKind::Last,
+    }
+}

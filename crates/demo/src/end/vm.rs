@@ -1,0 +1,255 @@
+//! A built-in guest as the engines want a VM, and the witness that it runs at one end only.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use limosa_memory::dirty::{DirtyLogs, Writers};
+use limosa_memory::share::PassedBlock;
+use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_migrate::live::{IncomingVm, LiveVm, VmError};
+use limosa_stream::device_sections::OpaqueSection;
+use limosa_stream::{Configuration, DeviceSections};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::json;
+
+use super::orders::Desk;
+use crate::error::DemoError;
+use crate::guest::{self, Guest, GuestError, GuestOptions, Rate, STATE_VERSION, Verified};
+use crate::settings::Settings;
+use crate::state::Role;
+use crate::witness::Witness;
+
+/// Name of the guest's only RAM block.
+const RAM: &str = "pc.ram";
+/// The device sections: the guest's own state, and when it was told to stand still.
+const STATE: &str = "guest";
+const CLOCK: &str = "stood-still-since";
+
+/// How long a guest may take to its first write, in nanoseconds: in postcopy it may wait for a page first.
+const PATIENCE_NS: u64 = 20_000_000_000;
+
+/// The VM of an end.
+pub(super) struct Vm {
+    /// There is none yet where its memory is to be passed.
+    guest: OnceLock<Arc<dyn Guest>>,
+    settings: Settings,
+    /// A page, to be shown as the memory of a VM that has none yet.
+    nothing: GuestMemory,
+    witness: Witness,
+    desk: Arc<Desk>,
+    /// When the guest was told to stand still, by the clock of this machine in nanoseconds.
+    stood: Mutex<Option<u64>>,
+}
+
+impl Vm {
+    /// A source's VM has a guest that stands still at its beginning, a destination's one that waits for its state.
+    pub(super) fn new(settings: &Settings, role: Role, witness: Witness, desk: Arc<Desk>) -> Result<Self, DemoError> {
+        let nothing = map(BlockOptions::anonymous(RAM, limosa_page::PAGE_SIZE))?;
+        let guest = OnceLock::new();
+        let vm = Self { guest, settings: settings.clone(), nothing, witness, desk, stood: Mutex::new(None) };
+        if role == Role::Source || !settings.same_host {
+            let memory = Arc::new(map(BlockOptions::memfd(RAM, settings.memory))?);
+            vm.make(memory, role)?;
+        }
+        Ok(vm)
+    }
+
+    /// Makes the guest: it stands still.
+    fn make(&self, memory: Arc<GuestMemory>, role: Role) -> Result<(), GuestError> {
+        let settings = &self.settings;
+        let (kind, log) = (settings.guest, settings.log());
+        let guest = match role {
+            Role::Source => {
+                let rate = Rate::BytesPerSecond(settings.dirty_rate);
+                guest::boot(kind, memory, &GuestOptions { rate, log, ..GuestOptions::default() })?
+            }
+            Role::Destination => guest::receive(kind, memory, log)?,
+        };
+        let guest = self.guest.get_or_init(|| guest.into());
+        self.desk.has(Arc::clone(guest));
+        Ok(())
+    }
+
+    fn guest(&self) -> Result<&Arc<dyn Guest>, GuestError> {
+        self.guest.get().ok_or(GuestError::Unborn)
+    }
+
+    /// Lets the guest run here.
+    pub(super) fn run(&self) -> Result<(), VmError> {
+        self.witness.run()?;
+        if let Err(error) = self.guest().and_then(|guest| guest.run()) {
+            let _ = self.witness.stand();
+            return Err(error.into());
+        }
+        self.desk.runs(true);
+        Ok(())
+    }
+
+    /// Logs for one migration.
+    pub(super) fn logs(&self) -> Result<DirtyLogs, GuestError> {
+        self.guest()?.dirty_logs()
+    }
+
+    /// Looks at all of the guest's memory, with the guest standing still for that long if it runs.
+    pub(super) fn verify(&self, runs: bool) -> Result<Verified, VmError> {
+        if runs {
+            self.pause()?;
+        }
+        let verified = self.guest().and_then(|guest| guest.verify());
+        if runs {
+            self.resume()?;
+        }
+        Ok(verified?)
+    }
+
+    fn stood_since(&self) -> std::sync::MutexGuard<'_, Option<u64>> {
+        self.stood.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Finds out when the guest first writes here, and with that how long it has stood still: the guest's own measure.
+    fn measure_pause(&self, guest: Arc<dyn Guest>, before: u64) {
+        let Some(since) = *self.stood_since() else { return };
+        // A guest that writes nothing has no beat to be seen by.
+        let (desk, idle) = (Arc::clone(&self.desk), self.settings.dirty_rate == 0);
+        let watch = move || {
+            let deadline = now().saturating_add(PATIENCE_NS);
+            while !idle && guest.writes() == before {
+                if now() >= deadline {
+                    return;
+                }
+                thread::sleep(Duration::from_micros(20));
+            }
+            let stood = now().saturating_sub(since);
+            desk.tell("downtime", json!(stood / 1_000_000));
+            desk.stood_still(stood);
+        };
+        // Without the thread there is one figure less.
+        let _ = thread::Builder::new().name("pause".into()).spawn(watch);
+    }
+}
+
+impl LiveVm for Vm {
+    fn configuration(&self) -> Configuration {
+        Configuration::new("limosa-demo")
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        self.guest.get().map_or(&self.nothing, |guest| guest.memory())
+    }
+
+    fn writers(&self) -> Writers {
+        self.guest.get().map_or(Writers::NONE, |guest| guest.writers())
+    }
+
+    fn pause(&self) -> Result<(), VmError> {
+        *self.stood_since() = Some(now());
+        self.guest()?.pause()?;
+        self.desk.runs(false);
+        Ok(self.witness.stand()?)
+    }
+
+    fn resume(&self) -> Result<(), VmError> {
+        self.run()
+    }
+
+    fn device_sections(&self) -> Result<DeviceSections, VmError> {
+        let mut sections = DeviceSections::new();
+        sections.push(STATE, 0, STATE_VERSION.into(), &self.guest()?.save()?)?;
+        let since = self.stood_since().unwrap_or_else(now);
+        sections.push(CLOCK, 0, 1, &since.to_be_bytes())?;
+        Ok(sections)
+    }
+
+    fn throttle(&self, percent: u8) -> Result<(), VmError> {
+        self.guest()?.throttle(percent);
+        Ok(())
+    }
+}
+
+impl IncomingVm for Vm {
+    fn memory(&self) -> &GuestMemory {
+        self.guest.get().map_or(&self.nothing, |guest| guest.memory())
+    }
+
+    fn users(&self) -> Writers {
+        self.writers()
+    }
+
+    fn adopt(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
+        if self.guest.get().is_some() {
+            return Err("this end has taken memory before; start another one".into());
+        }
+        // A file of memory may say that it has any length, for nothing: it is mapped only if it is what this end expects.
+        let expected = self.settings.memory;
+        let passed = blocks.iter().fold(0_u64, |passed, block| passed.saturating_add(block.len()));
+        if passed > expected {
+            let why = format!("{passed} bytes of memory were passed, and this end's guest has at most {expected}");
+            return Err(why.into());
+        }
+        let blocks = blocks.into_iter().map(|block| block.into_options().map()).collect::<Result<_, _>>()?;
+        Ok(self.make(Arc::new(GuestMemory::new(blocks)?), Role::Destination)?)
+    }
+
+    fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError> {
+        match (section.name, section.version) {
+            (STATE, version) if version == u32::from(STATE_VERSION) => Ok(self.guest()?.load(section.state)?),
+            (CLOCK, 1) => {
+                let since = section.state.try_into().map_err(|_| "the moment of the pause is not 8 bytes")?;
+                *self.stood_since() = Some(u64::from_be_bytes(since));
+                Ok(())
+            }
+            (name, version) => Err(format!("there is no device {name:?} of version {version} here").into()),
+        }
+    }
+
+    fn start(&self) -> Result<(), VmError> {
+        let guest = self.guest()?;
+        let before = guest.writes();
+        self.run()?;
+        self.measure_pause(Arc::clone(guest), before);
+        Ok(())
+    }
+}
+
+/// Memory of one block.
+fn map(block: BlockOptions) -> Result<GuestMemory, GuestError> {
+    Ok(GuestMemory::new(vec![block.map()?])?)
+}
+
+/// The machine's clock, which both ends share, in nanoseconds.
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd as _, OwnedFd};
+
+    use super::*;
+
+    fn passed(bytes: u64) -> Vec<PassedBlock> {
+        let file = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&file, bytes).unwrap();
+        let fd: OwnedFd = file.as_fd().try_clone_to_owned().unwrap();
+        vec![PassedBlock::from_fd(RAM, bytes, fd).unwrap().unwrap()]
+    }
+
+    #[test]
+    fn memory_that_is_longer_than_the_guests_is_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let witness = Witness::open(&folder.path().join("witness"), "destination").unwrap();
+        let settings = Settings { same_host: true, memory: 16 << 20, ..Settings::default() };
+        let (desk, _orders) = Desk::new(Role::Destination, "d".into());
+        let vm = Vm::new(&settings, Role::Destination, witness, desk).unwrap();
+        // What costs the giver nothing would cost this end tables for all of it.
+        for bytes in [(16 << 20) + limosa_page::PAGE_SIZE, 16 << 40] {
+            let refused = vm.adopt(passed(bytes)).unwrap_err().to_string();
+            assert!(refused.contains("this end's guest has at most 16777216"), "{refused}");
+        }
+        vm.adopt(passed(16 << 20)).unwrap();
+        assert_eq!(IncomingVm::memory(&vm).blocks()[0].len(), 16 << 20);
+    }
+}

@@ -1,0 +1,86 @@
+//! What a demonstration fails with.
+
+use std::io;
+
+use crate::guest::GuestError;
+use limosa_qemu::qmp::QmpError;
+
+/// Why a demonstration, or one of its ends, does not go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DemoError {
+    /// What was asked for does not go together, or not on this machine.
+    #[error("{0}")]
+    Settings(String),
+
+    /// A process, file or socket of the demonstration failed.
+    #[error("{what}: {source}")]
+    System {
+        /// What was to be done.
+        what: String,
+        /// The system's reason.
+        source: io::Error,
+    },
+
+    /// The guest failed.
+    #[error("the guest: {0}")]
+    Guest(String),
+
+    /// The guest cannot be made, or does not do what it was told.
+    #[error(transparent)]
+    Built(#[from] GuestError),
+
+    /// An end is not there any more.
+    #[error(
+        "the end at {control} is gone: its process has ended, and whatever guest ran in it with it; what the other end has, \
+         limosa demo status tells"
+    )]
+    Gone {
+        /// Its control socket.
+        control: String,
+    },
+
+    /// An end does not do what it is told, for the reason that it says.
+    #[error("the end at {control} refuses {command}: {why}")]
+    Refused {
+        /// Its control socket.
+        control: String,
+        /// What it was told.
+        command: String,
+        /// Its words.
+        why: String,
+    },
+
+    /// An end does not answer.
+    #[error("the end at {control}: {source}")]
+    Monitor {
+        /// Its control socket.
+        control: String,
+        /// What went wrong.
+        source: Box<QmpError>,
+    },
+
+    /// An end answers what nobody understands.
+    #[error("an end of the demonstration answers in a shape that is not its own: {0}")]
+    Answer(String),
+
+    /// An end does not get on.
+    #[error("an end of the demonstration did not {what} in time; it says {status}")]
+    Late {
+        /// What it did not do.
+        what: &'static str,
+        /// What it says of itself.
+        status: String,
+    },
+
+    /// The memory at the destination is not what it was.
+    #[error("the memory is not the same at both ends: {0}")]
+    Differs(String),
+}
+
+impl DemoError {
+    pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let what = what.into();
+        move |source| Self::System { what, source }
+    }
+}

@@ -1,0 +1,167 @@
+//! One vCPU, on a thread of its own.
+//!
+//! **Law: a vCPU that stands still stands at the beginning of its loop, outside of `KVM_RUN`, with nothing half done in KVM**,
+//! and its registers are in [`Seat`]. So saving the state asks no vCPU anything.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvm_bindings::{KVM_EXIT_DIRTY_RING_FULL, kvm_regs, kvm_segment};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+use limosa_memory::dirty::kvm::KvmRings;
+
+use super::code::{PARAMETERS, PORT};
+use crate::guest::gate::{Gate, Pace};
+use crate::guest::pattern::Share;
+
+/// Pages that a vCPU with a dirty ring writes between two questions. KVM keeps 64 entries back for what comes between two
+/// looks at how full the ring is; one that emulates this guest looks only as it enters it, and lists every store, 8 a page.
+const AT_ONCE_WITH_RING: u64 = 4;
+
+/// What is known of a vCPU from outside.
+#[derive(Debug)]
+pub(super) struct Seat {
+    /// As of the last time that it stood still.
+    pub(super) registers: Mutex<kvm_regs>,
+    /// Pages that it has been given leave for, all of which it has written when it stands still.
+    pub(super) writes: AtomicU64,
+}
+
+impl Seat {
+    pub(super) fn new(registers: kvm_regs, writes: u64) -> Self {
+        Self { registers: Mutex::new(registers), writes: AtomicU64::new(writes) }
+    }
+
+    pub(super) fn registers(&self) -> kvm_regs {
+        *self.registers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The registers of a vCPU that has written so many pages of its share.
+pub(super) fn registers(index: usize, share: &Share, writes: u64) -> kvm_regs {
+    let (page, generation) = share.write(writes);
+    let parameters = (PARAMETERS + 16 * index) as u64;
+    // Bit 1 of the flags is always set.
+    kvm_regs { rsi: page - share.first, rdx: generation, rbp: parameters, rflags: 2, ..kvm_regs::default() }
+}
+
+/// Whether registers are of a vCPU that has come so far: what its code does not use as it begins its loop is left open.
+pub(super) fn agrees(found: &kvm_regs, index: usize, share: &Share, writes: u64) -> bool {
+    let expected = registers(index, share, writes);
+    let of = |registers: &kvm_regs| (registers.rsi, registers.rdx, registers.rbp);
+    // At the loop's begin, or behind the instruction that asks, with 0 for an answer.
+    of(found) == of(&expected) && (found.rip == 0 || found.rip == 2 && found.rax == 0)
+}
+
+/// A vCPU and what it needs.
+pub(super) struct Vcpu {
+    pub(super) index: usize,
+    pub(super) fd: VcpuFd,
+    pub(super) seat: Arc<Seat>,
+    pub(super) share: Share,
+    pub(super) rings: Option<Arc<KvmRings>>,
+    /// Whether it is to run up to its first question before it may be told to run: shows that it can.
+    pub(super) try_first: bool,
+}
+
+/// What `KVM_RUN` came back with.
+enum Back {
+    /// The guest asks for leave and was given it.
+    Asked(u64),
+    /// There was something to be done, which is done.
+    Again,
+}
+
+impl Vcpu {
+    /// 32-bit code and data segments over all addresses, without paging, and the registers of its seat.
+    pub(super) fn set_up(&self) -> Result<(), kvm_ioctls::Error> {
+        let mut special = self.fd.get_sregs()?;
+        let data = kvm_segment {
+            limit: u32::MAX,
+            selector: 16,
+            type_: 3,
+            present: 1,
+            db: 1,
+            s: 1,
+            g: 1,
+            ..kvm_segment::default()
+        };
+        special.cs = kvm_segment { selector: 8, type_: 11, ..data };
+        [special.ds, special.es, special.fs, special.gs, special.ss] = [data; 5];
+        // PE, ET and NE: protected mode.
+        special.cr0 = 1 | 1 << 4 | 1 << 5;
+        self.fd.set_sregs(&special)?;
+        self.fd.set_regs(&self.seat.registers())
+    }
+
+    /// Until the guest ends.
+    pub(super) fn run(&mut self, gate: &Gate) -> Result<(), String> {
+        let most = if self.rings.is_some() { AT_ONCE_WITH_RING } else { u64::MAX };
+        let mut pace = Pace::default();
+        let mut leave = if self.try_first { 0 } else { gate.admit(&mut pace).unwrap_or(0) };
+        if leave == 0 && !self.try_first {
+            return Ok(());
+        }
+        loop {
+            match self.enter(&mut || {
+                if leave == 0 {
+                    leave = gate.try_admit(&mut pace);
+                }
+                let now = leave.min(most);
+                leave -= now;
+                now
+            })? {
+                Back::Again => {}
+                Back::Asked(0) => {
+                    self.settle()?;
+                    match gate.admit(&mut pace) {
+                        Some(pages) => leave = pages,
+                        None => return Ok(()),
+                    }
+                }
+                Back::Asked(pages) => {
+                    self.seat.writes.fetch_add(pages, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Runs it until it wants something of us; `leave` says how many pages it may write.
+    fn enter(&mut self, leave: &mut dyn FnMut() -> u64) -> Result<Back, String> {
+        match self.fd.run() {
+            Ok(VcpuExit::IoIn(PORT, answer)) => {
+                let pages = leave();
+                let bytes = u32::try_from(pages).unwrap_or(0).to_le_bytes();
+                answer.iter_mut().zip(bytes).for_each(|(place, byte)| *place = byte);
+                Ok(Back::Asked(pages))
+            }
+            Ok(VcpuExit::Intr) => Ok(Back::Again),
+            Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                let rings = self.rings.as_ref().ok_or("its dirty ring is full, and it has none")?;
+                rings.reap().map_err(|error| error.to_string())?;
+                Ok(Back::Again)
+            }
+            Ok(other) => Err(format!("vCPU {}: {other:?}", self.index)),
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => Ok(Back::Again),
+            Err(error) => Err(format!("vCPU {}: KVM_RUN: {error}", self.index)),
+        }
+    }
+
+    /// Has KVM finish the instruction that asked, without running another one, and notes the registers.
+    fn settle(&mut self) -> Result<(), String> {
+        self.fd.set_kvm_immediate_exit(1);
+        let back = self.fd.run().map(|exit| format!("{exit:?}"));
+        self.fd.set_kvm_immediate_exit(0);
+        match back {
+            Err(error) if error.errno() == libc::EINTR => {}
+            other => return Err(format!("vCPU {}: it should have stood still: {other:?}", self.index)),
+        }
+        let registers = self.fd.get_regs().map_err(|error| format!("vCPU {}: KVM_GET_REGS: {error}", self.index))?;
+        let writes = self.seat.writes.load(Ordering::Relaxed);
+        if !agrees(&registers, self.index, &self.share, writes) {
+            return Err(format!("vCPU {}: after {writes} pages it stands at {registers:x?}", self.index));
+        }
+        *self.seat.registers.lock().unwrap_or_else(PoisonError::into_inner) = registers;
+        Ok(())
+    }
+}

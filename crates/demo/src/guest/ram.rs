@@ -1,0 +1,203 @@
+//! A guest's pages in its RAM blocks: written as a guest writes, and looked at while it stands still.
+//!
+//! Pages are numbered over all blocks, in their order.
+#![allow(unsafe_code, reason = "writes guest memory as a guest does: by volatile stores")]
+
+use std::sync::Arc;
+
+use limosa_memory::{GuestMemory, MemoryBlock};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, holes};
+
+use super::pattern::{Contents, Plan, WORDS};
+use super::{GuestError, Verified};
+
+/// What a page should hold and what it holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Damage {
+    pub(super) page: u64,
+    pub(super) offset: usize,
+    pub(super) generation: u64,
+    pub(super) expected: u32,
+    pub(super) found: u32,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Ram {
+    memory: Arc<GuestMemory>,
+}
+
+impl Ram {
+    pub(super) fn new(memory: Arc<GuestMemory>) -> Self {
+        Self { memory }
+    }
+
+    pub(super) fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+
+    /// Writes a page, by one store after the other.
+    pub(super) fn store(&self, page: u64, contents: Contents) {
+        let Some(words) = self.words_of(page) else { return };
+        for pair in 0..WORDS / 2 {
+            let value = u64::from(contents.word(2 * pair)) | u64::from(contents.word(2 * pair + 1)) << 32;
+            // SAFETY: `words_of` gave the address of a whole page, which lives as long as `memory`, and every access to it
+            // is one of a raw pointer.
+            unsafe { words.add(pair).write_volatile(value.to_le()) };
+        }
+    }
+
+    /// The first word of a page.
+    pub(super) fn first_word(&self, page: u64) -> Option<u32> {
+        let words = self.words_of(page)?;
+        // SAFETY: as in `store`.
+        Some(u32::from_le(unsafe { words.cast::<u32>().read_volatile() }))
+    }
+
+    /// Compares all pages from the plan's reserved ones on with what `plan` says they hold after `writes` of each writer.
+    pub(super) fn verify(&self, plan: &Plan, writes: &[u64]) -> Result<Verified, GuestError> {
+        let mut verified = Verified { writes: writes.iter().sum(), ..Verified::default() };
+        let (mut first, mut damaged) = (None, 0);
+        let mut page = 0;
+        let mut held = [0; PAGE_LEN];
+        for block in self.memory.blocks() {
+            let populated = populated(block)?;
+            for of_block in block.pages().iter() {
+                let generation = plan.generation(page, writes);
+                let expected = plan.contents(page, generation);
+                let known = page >= plan.reserved;
+                // A hole is zero, and reading it would fill it.
+                if populated.get(of_block) || (known && !expected.is_zero()) {
+                    block.read(of_block.offset(), &mut held)?;
+                    if let Some(damage) = difference(&held, expected).filter(|_| known) {
+                        damaged += 1;
+                        first = first.or(Some(Damage { page, generation, ..damage }));
+                    }
+                    verified.checksum = verified.checksum.rotate_left(1) ^ checksum(page, &held);
+                } else {
+                    verified.checksum = verified.checksum.rotate_left(1);
+                }
+                verified.zero_pages += u64::from(known && expected.is_zero());
+                page += 1;
+            }
+        }
+        verified.pages = page;
+        match first {
+            Some(damage) => Err(self.damaged(damage, damaged)),
+            None => Ok(verified),
+        }
+    }
+
+    /// The error about damage to `pages` pages.
+    pub(super) fn damaged(&self, damage: Damage, pages: u64) -> GuestError {
+        let (block, page) =
+            self.locate(damage.page).map_or(("(none)", damage.page), |(block, page)| (block.name(), page.0));
+        let Damage { offset, generation, expected, found, .. } = damage;
+        GuestError::Damaged { block: block.to_owned(), page, offset, generation, expected, found, found_in: pages }
+    }
+
+    fn locate(&self, page: u64) -> Option<(&MemoryBlock, PageNumber)> {
+        let mut rest = page;
+        for block in self.memory.blocks() {
+            let pages = block.pages().len();
+            if rest < pages {
+                return Some((block, PageNumber(rest)));
+            }
+            rest -= pages;
+        }
+        None
+    }
+
+    fn words_of(&self, page: u64) -> Option<*mut u64> {
+        let (block, page) = self.locate(page)?;
+        Some(block.place(PageRange::starting_at(page, 1))?.iov_base.cast())
+    }
+}
+
+/// The pages of a block that may be other than zero.
+fn populated(block: &MemoryBlock) -> Result<PageBitmap, GuestError> {
+    let pages = block.pages();
+    let Some((file, offset)) = block.file().filter(|_| block.is_shared()) else {
+        return Ok(PageBitmap::full(pages.len()));
+    };
+    let failed =
+        |source| limosa_memory::MemoryError::Kernel { block: block.name().to_owned(), operation: "lseek", source };
+    let mut populated = PageBitmap::new(pages.len());
+    for data in holes::data_pages(file, offset, pages).map_err(failed)? {
+        populated.set_range(data.map_err(failed)?);
+    }
+    Ok(populated)
+}
+
+/// The first word in which a page is not what it should be; page and generation are left open.
+fn difference(held: &[u8; PAGE_LEN], expected: Contents) -> Option<Damage> {
+    let (words, _) = held.as_chunks::<4>();
+    let words = words.iter().map(|word| u32::from_le_bytes(*word)).enumerate();
+    let (index, found) = words.into_iter().find(|(index, found)| *found != expected.word(*index))?;
+    Some(Damage { page: 0, offset: index * 4, generation: 0, expected: expected.word(index), found })
+}
+
+/// 0 for a page of zeros, whichever.
+fn checksum(page: u64, held: &[u8; PAGE_LEN]) -> u64 {
+    const FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
+    let (words, _) = held.as_chunks::<8>();
+    // Four sums beside each other, which do not wait for one another.
+    let mut sums = [0_u64; 4];
+    let (fours, _) = words.as_chunks::<4>();
+    for four in fours {
+        for (sum, word) in sums.iter_mut().zip(four) {
+            *sum = (*sum ^ u64::from_le_bytes(*word)).wrapping_mul(FACTOR);
+        }
+    }
+    let sum = sums.iter().fold(0_u64, |all, sum| (all.rotate_left(17) ^ sum).wrapping_mul(FACTOR));
+    if sum == 0 { 0 } else { (sum ^ page).wrapping_mul(FACTOR) }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_memory::BlockOptions;
+
+    use super::*;
+
+    fn ram() -> Ram {
+        let blocks = ["a", "b"].map(|name| BlockOptions::memfd(name, 8 << 12).map().unwrap());
+        Ram::new(Arc::new(GuestMemory::new(blocks.into()).unwrap()))
+    }
+
+    fn filled(ram: &Ram, plan: &Plan) -> u64 {
+        for page in 0..16 {
+            if !plan.contents(page, 0).is_zero() {
+                ram.store(page, plan.contents(page, 0));
+            }
+        }
+        ram.verify(plan, &[0]).unwrap().checksum
+    }
+
+    #[test]
+    fn one_wrong_word_a_stale_page_and_one_at_another_place_are_found() {
+        let plan = Plan::new(3, 0, 12, 12, 1, 1);
+        type Harm = fn(&Ram, &Plan);
+        let damage: [(&str, Harm); 4] = [
+            ("one word", |ram, _| ram.memory().block(1).unwrap().write(4096 + 40, &[0xff]).unwrap()),
+            ("stale", |ram, plan| ram.store(9, plan.contents(9, 1))),
+            ("of another page", |ram, plan| ram.store(9, plan.contents(8, 0))),
+            ("should be zero", |ram, plan| ram.store(14, plan.contents(8, 0))),
+        ];
+        for (what, damage) in damage {
+            let ram = ram();
+            let before = filled(&ram, &plan);
+            damage(&ram, &plan);
+            let error = ram.verify(&plan, &[0]).unwrap_err().to_string();
+            assert!(error.contains("RAM block b"), "{what}: {error}");
+            let other = ram.verify(&Plan { reserved: 16, ..plan.clone() }, &[0]).unwrap().checksum;
+            assert_ne!(before, other, "{what}");
+        }
+    }
+
+    #[test]
+    fn verifying_does_not_populate_what_is_zero() {
+        let (ram, plan) = (ram(), Plan::new(3, 0, 4, 4, 1, 1));
+        filled(&ram, &plan);
+        let (file, _) = ram.memory().block(1).unwrap().file().unwrap();
+        assert_eq!(rustix::fs::fstat(file).unwrap().st_blocks, 0);
+    }
+}

@@ -1,0 +1,20 @@
+//! Built-in guests, and the two processes between which they move: what `limosa demo` runs.
+
+mod axis;
+mod cpu;
+pub mod end;
+pub mod error;
+pub mod guest;
+pub mod live;
+pub mod monitor;
+pub mod pair;
+pub mod report;
+pub mod settings;
+pub mod state;
+pub mod trace;
+pub mod witness;
+
+pub use error::DemoError;
+pub use settings::Settings;
+pub use trace::Trace;
+pub use witness::Witness;

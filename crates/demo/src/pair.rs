@@ -1,0 +1,117 @@
+//! Two processes on this machine, between which a guest moves.
+//!
+//! Each end is this program, started again. It lives as long as its standard input is open, so none outlives who started it:
+//! not even one that nobody has decided about.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::error::DemoError;
+use crate::monitor::EndMonitor;
+use crate::settings::Settings;
+use crate::state::Role;
+
+/// How long an end may take to start: it fills its guest's memory first.
+const START: Duration = Duration::from_secs(120);
+
+/// One of the two processes. Killed when dropped.
+#[derive(Debug)]
+pub struct End {
+    child: Child,
+    control: PathBuf,
+}
+
+/// What an end is started with.
+#[derive(Debug, Clone)]
+pub struct EndOptions<'a> {
+    /// What the demonstration is to be.
+    pub settings: &'a Settings,
+    /// Where the end's control socket is to be.
+    pub control: &'a Path,
+    /// The witness that both ends share.
+    pub witness: &'a Path,
+}
+
+impl End {
+    /// Starts an end: `limosa` is this program, or a command that becomes it.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn start(mut limosa: Command, role: Role, options: &EndOptions<'_>) -> Result<Self, DemoError> {
+        let settings =
+            serde_json::to_string(options.settings).map_err(|error| DemoError::Settings(error.to_string()))?;
+        limosa.arg("demo-end").arg(role.name()).arg(options.control).arg(options.witness).arg(settings);
+        limosa.stdin(Stdio::piped()).stdout(Stdio::null());
+        let child = limosa.spawn().map_err(DemoError::system(format!("cannot start the {}", role.name())))?;
+        Ok(Self { child, control: options.control.to_owned() })
+    }
+
+    /// Connects to it, once it is there.
+    ///
+    /// # Errors
+    /// It has ended, having said why.
+    pub fn connect(&mut self) -> Result<EndMonitor, DemoError> {
+        let deadline = Instant::now() + START;
+        loop {
+            if let Ok(monitor) = EndMonitor::connect(&self.control) {
+                return Ok(monitor);
+            }
+            if let Some(status) = self.ended()? {
+                return Err(DemoError::Guest(format!("the end at {} has ended: {status}", self.control.display())));
+            }
+            if Instant::now() >= deadline {
+                return Err(DemoError::Late { what: "start", status: "nothing".into() });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Its control socket.
+    pub fn control(&self) -> &Path {
+        &self.control
+    }
+
+    /// How it ended, if it has.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>, DemoError> {
+        self.child.try_wait().map_err(DemoError::system("cannot wait for an end"))
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Kills it with SIGKILL, and waits until it is gone.
+    pub fn kill(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It lives on.
+    pub fn wait(&mut self, within: Duration) -> Result<ExitStatus, DemoError> {
+        let deadline = Instant::now() + within;
+        loop {
+            if let Some(status) = self.ended()? {
+                return Ok(status);
+            }
+            if Instant::now() >= deadline {
+                return Err(DemoError::Late { what: "end", status: "nothing".into() });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

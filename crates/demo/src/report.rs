@@ -1,0 +1,152 @@
+//! What a demonstration came to. Times are in milliseconds, memory in bytes, rates per second.
+
+use std::time::Duration;
+
+use limosa_channel::Counters;
+use serde::{Deserialize, Serialize};
+
+/// A round of the migration.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Round {
+    /// Counted from 1.
+    pub number: u32,
+    /// When it began, since the migration did.
+    pub begin_ms: f64,
+    /// How long it took.
+    pub took_ms: f64,
+    /// Pages it was about.
+    pub pages: u64,
+    /// Pages sent with contents.
+    pub normal: u64,
+    /// Pages sent as zero.
+    pub zero: u64,
+    /// Zero pages that the fresh memory of the destination has anyway.
+    pub left_out: u64,
+    /// Of the zero pages, those that were never populated and not looked at.
+    pub holes: u64,
+    /// Bytes of the stream.
+    pub bytes: u64,
+    /// Bytes of memory that the guest wrote a second.
+    pub dirty_rate: u64,
+    /// Pages left behind it.
+    pub rest: u64,
+    /// Bytes a second that are reckoned with.
+    pub bandwidth: Option<u64>,
+    /// How long the guest would have to stand still for the rest.
+    pub expected_downtime_ms: Option<f64>,
+    /// Whether the guest stood still.
+    pub last: bool,
+}
+
+/// What an end's channels did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Calls {
+    /// System calls that sent.
+    pub calls_out: u64,
+    /// System calls that received.
+    pub calls_in: u64,
+    /// Bytes sent.
+    pub bytes_out: u64,
+    /// Bytes received.
+    pub bytes_in: u64,
+}
+
+impl Calls {
+    /// Adds a channel's.
+    pub fn add(&mut self, counters: &Counters) {
+        self.calls_out += counters.calls_out;
+        self.calls_in += counters.calls_in;
+        self.bytes_out += counters.bytes_out;
+        self.bytes_in += counters.bytes_in;
+    }
+}
+
+/// How long the guest's faults waited for their pages.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct FaultLatency {
+    /// Faults.
+    pub faults: u64,
+    /// Requests to the source that came of them, repeated ones included.
+    pub requests: u64,
+    /// Half of them took at most so long.
+    pub median_us: f64,
+    /// 99 of 100.
+    pub p99_us: f64,
+    /// The longest.
+    pub longest_us: f64,
+}
+
+/// What the source says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
+pub struct SourceReport {
+    /// `completed`, `resumed`, `undecided`, `postcopy-paused`.
+    pub outcome: String,
+    /// What went wrong, if something did.
+    pub error: Option<String>,
+    /// The rounds.
+    pub rounds: Vec<Round>,
+    /// From the beginning to the end.
+    pub total_ms: f64,
+    /// From the moment the guest was told to stand still until the destination said that it runs there.
+    pub downtime_ms: f64,
+    /// What was expected when it was told so.
+    pub expected_downtime_ms: Option<f64>,
+    /// What its channels did.
+    pub channels: Calls,
+    /// CPU time of the process during the migration, without its guest's threads where they can be told apart.
+    pub cpu_ms: f64,
+    /// Pages that followed in postcopy, and those that were asked for.
+    pub postcopy: Option<PostcopySent>,
+}
+
+/// What followed the guest in postcopy.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PostcopySent {
+    /// Pages that were left when the guest changed over.
+    pub pages: u64,
+    /// Of those, the ones that the destination asked for.
+    pub requested: u64,
+    /// From the change-over to the last page.
+    pub took_ms: f64,
+    /// Since when, since the migration began.
+    pub begin_ms: f64,
+}
+
+/// What the destination says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
+pub struct DestinationReport {
+    /// `running`, `failed`, `undecided`, `postcopy-paused`.
+    pub outcome: String,
+    /// What went wrong, if something did.
+    pub error: Option<String>,
+    /// Pages that came with contents.
+    pub normal: u64,
+    /// Pages that came as zero.
+    pub zero: u64,
+    /// What its channels did.
+    pub channels: Calls,
+    /// CPU time of the process during the migration.
+    pub cpu_ms: f64,
+    /// Faults that waited for their pages.
+    pub faults: Option<FaultLatency>,
+}
+
+/// What a guest has found in its memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+pub struct MemoryReport {
+    /// Pages, each of which holds what it must.
+    pub pages: u64,
+    /// Of them, pages that are zero.
+    pub zero_pages: u64,
+    /// Pages that the guest has written since it was booted.
+    pub writes: u64,
+    /// Of all memory.
+    pub checksum: u64,
+    /// What is wrong, if something is.
+    pub error: Option<String>,
+}
+
+/// A time, as it stands in reports.
+pub(crate) fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}

@@ -1,0 +1,247 @@
+//! What a demonstration is to be: one value that both ends get.
+
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use crate::guest::{GuestKind, LogChoice};
+use limosa_migrate::live::{GiveUp, MigrationParams, SharedMemory, ZeroCheck};
+use limosa_stream::multifd::Compression;
+use serde::{Deserialize, Serialize};
+
+/// Who says which pages were written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogKind {
+    /// userfaultfd's asynchronous write-protect, read by `PAGEMAP_SCAN`.
+    WpAsync,
+    /// userfaultfd's write-protect with a thread that answers.
+    WpThread,
+    /// KVM's dirty log.
+    KvmLog,
+    /// KVM's dirty ring.
+    KvmRing,
+}
+
+/// How the ends reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Transport {
+    /// TCP over the loopback device.
+    Tcp,
+    /// A socket of the file system.
+    Unix,
+}
+
+/// When the guest runs ahead of its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Postcopy {
+    /// Never.
+    Off,
+    /// After so many rounds.
+    AfterRounds(u32),
+    /// At once.
+    AtOnce,
+}
+
+/// What becomes of a migration that does not converge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WhenStuck {
+    /// The guest goes on at the source.
+    Cancel,
+    /// It is paused however long that takes.
+    Pause,
+    /// It runs ahead of its pages.
+    Postcopy,
+}
+
+/// When pages are looked at if they are zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ZeroCheckKind {
+    /// In every round.
+    Always,
+    /// In the first.
+    Bulk,
+    /// Never.
+    Off,
+}
+
+/// How pages are packed on channels beside the main one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Packing {
+    /// Not at all.
+    None,
+    /// By zlib.
+    Zlib,
+    /// By zstd.
+    Zstd,
+}
+
+/// All of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
+    /// What the guest is made of.
+    pub guest: GuestKind,
+    /// Who says which pages were written.
+    pub log: LogKind,
+    /// Bytes of guest memory.
+    pub memory: u64,
+    /// Bytes of memory that the guest writes a second, in whole pages.
+    pub dirty_rate: u64,
+    /// How the ends reach each other.
+    pub transport: Transport,
+    /// Channels beside the main one; 0: none.
+    pub channels: u8,
+    /// How pages are packed on them.
+    pub compression: Packing,
+    /// When the guest runs ahead of its pages.
+    pub postcopy: Postcopy,
+    /// Requested pages have a channel of their own.
+    pub preempt: bool,
+    /// No page is copied: the destination gets the memory's descriptors.
+    pub same_host: bool,
+    /// `downtime-limit`, in milliseconds.
+    pub downtime_limit_ms: u64,
+    /// `max-bandwidth`, in bytes a second.
+    pub max_bandwidth: Option<NonZeroU64>,
+    /// When pages are looked at.
+    pub zero_check: ZeroCheckKind,
+    /// The destination's memory is populated ahead of arriving pages.
+    pub populate: bool,
+    /// How long it may take until the switchover, in milliseconds.
+    pub timeout_ms: Option<u64>,
+    /// What becomes of it then.
+    pub give_up: WhenStuck,
+    /// How long an end waits for an answer that the other owes, in milliseconds.
+    pub patience_ms: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            guest: GuestKind::Threads,
+            log: LogKind::WpAsync,
+            memory: 256 << 20,
+            dirty_rate: 50 << 20,
+            transport: Transport::Tcp,
+            channels: 0,
+            compression: Packing::None,
+            postcopy: Postcopy::Off,
+            preempt: false,
+            same_host: false,
+            downtime_limit_ms: 300,
+            max_bandwidth: None,
+            zero_check: ZeroCheckKind::Always,
+            populate: true,
+            timeout_ms: None,
+            give_up: WhenStuck::Cancel,
+            patience_ms: 10_000,
+        }
+    }
+}
+
+impl Settings {
+    /// The log that a guest has if nothing is said.
+    pub fn usual_log(guest: GuestKind) -> LogKind {
+        match guest {
+            GuestKind::Threads => LogKind::WpAsync,
+            GuestKind::Kvm => LogKind::KvmLog,
+        }
+    }
+
+    /// What does not go together, in one line.
+    pub fn contradiction(&self) -> Option<&'static str> {
+        let kvm_log = matches!(self.log, LogKind::KvmLog | LogKind::KvmRing);
+        if kvm_log && self.guest == GuestKind::Threads {
+            Some("--log kvm-log and kvm-ring are of KVM: with --guest threads use wp-async or wp-thread")
+        } else if self.memory < 1 << 20 || !self.memory.is_multiple_of(4096) {
+            Some("--memory is at least 1M, and whole pages of 4096 bytes")
+        } else if self.preempt && self.postcopy == Postcopy::Off && self.give_up != WhenStuck::Postcopy {
+            Some("--preempt is for --postcopy")
+        } else if self.channels > 0 && self.postcopy != Postcopy::Off {
+            Some("--channels is for precopy: in postcopy all but requested pages go on one channel")
+        } else if self.same_host && (self.postcopy != Postcopy::Off || self.channels > 0) {
+            Some("--same-host moves no page: neither --postcopy nor --channels has anything to do")
+        } else if self.same_host && self.transport == Transport::Tcp {
+            Some("--same-host passes descriptors, which only --transport unix carries")
+        } else {
+            None
+        }
+    }
+
+    /// What the engine is told.
+    pub fn params(&self) -> MigrationParams {
+        MigrationParams {
+            downtime_limit: Duration::from_millis(self.downtime_limit_ms),
+            max_bandwidth: self.max_bandwidth,
+            zero_check: match self.zero_check {
+                ZeroCheckKind::Always => ZeroCheck::Always,
+                ZeroCheckKind::Bulk => ZeroCheck::Bulk,
+                ZeroCheckKind::Off => ZeroCheck::Off,
+            },
+            timeout: self.timeout_ms.map(Duration::from_millis),
+            give_up: match self.give_up {
+                WhenStuck::Cancel => GiveUp::Cancel,
+                WhenStuck::Pause => GiveUp::Pause,
+                WhenStuck::Postcopy => GiveUp::Postcopy,
+            },
+            patience: Duration::from_millis(self.patience_ms),
+            ..MigrationParams::default()
+        }
+    }
+
+    /// What becomes of the guest's memory.
+    pub fn shared_memory(&self) -> SharedMemory {
+        if self.same_host { SharedMemory::Passed } else { SharedMemory::Sent }
+    }
+
+    /// The log, as guests have it.
+    pub fn log(&self) -> LogChoice {
+        match self.log {
+            LogKind::WpAsync => LogChoice::WriteProtect,
+            LogKind::WpThread => LogChoice::WriteFault,
+            LogKind::KvmLog => LogChoice::KvmLog,
+            LogKind::KvmRing => LogChoice::KvmRing,
+        }
+    }
+
+    /// How pages are packed, as the engine has it.
+    pub fn packing(&self) -> Compression {
+        match self.compression {
+            Packing::None => Compression::None,
+            Packing::Zlib => Compression::Zlib,
+            Packing::Zstd => Compression::Zstd,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_travel_as_json_and_come_back() {
+        let settings =
+            Settings { postcopy: Postcopy::AfterRounds(3), max_bandwidth: NonZeroU64::new(7), ..Settings::default() };
+        let text = serde_json::to_string(&settings).unwrap();
+        assert_eq!(serde_json::from_str::<Settings>(&text).unwrap(), settings, "{text}");
+    }
+
+    #[test]
+    fn what_does_not_go_together_is_told_before_anything_starts() {
+        let usual = Settings::default;
+        assert_eq!(usual().contradiction(), None);
+        for wrong in [
+            Settings { log: LogKind::KvmRing, ..usual() },
+            Settings { memory: 5000, ..usual() },
+            Settings { preempt: true, ..usual() },
+            Settings { channels: 2, postcopy: Postcopy::AtOnce, ..usual() },
+            Settings { same_host: true, ..usual() },
+        ] {
+            assert!(wrong.contradiction().is_some(), "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! The witness: proof that at most one end runs the guest.
+//!
+//! **Law: who runs the guest holds the witness.** Both ends have the same file; an end takes its lock before its guest runs and
+//! gives it back when the guest stands still. The lock is the kernel's and belongs to an open file, so it ends with its
+//! process however that dies, and nobody can hold it twice. Every change is a line in the file, written under the lock: their
+//! order is the order in which it happened. An end that finds the lock taken writes that down too, and does not run.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::Path;
+
+use rustix::fs::{FlockOperation, flock};
+
+/// One end's hand on the witness.
+#[derive(Debug)]
+pub struct Witness {
+    file: File,
+    who: String,
+}
+
+/// One line of the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Testimony {
+    /// This end let its guest run.
+    Ran(String),
+    /// This end's guest stood still.
+    Stood(String),
+    /// This end's guest was to run while another's did: the law was about to be broken.
+    Refused(String),
+}
+
+impl Witness {
+    /// Opens the file, and makes it if it is not there. `who` is the end's name, without spaces.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub fn open(path: &Path, who: &str) -> io::Result<Self> {
+        let file = OpenOptions::new().create(true).append(true).open(path)?;
+        Ok(Self { file, who: who.to_owned() })
+    }
+
+    /// Takes the witness: the guest runs from now on.
+    ///
+    /// # Errors
+    /// Another end holds it: the guest must not run here.
+    pub fn run(&self) -> io::Result<()> {
+        if flock(&self.file, FlockOperation::NonBlockingLockExclusive).is_err() {
+            self.write("refused")?;
+            return Err(io::Error::other("the guest runs at the other end; it is not run here"));
+        }
+        self.write("ran")
+    }
+
+    /// Gives it back: the guest stands still.
+    ///
+    /// # Errors
+    /// The line cannot be written.
+    pub fn stand(&self) -> io::Result<()> {
+        let written = self.write("stood");
+        flock(&self.file, FlockOperation::NonBlockingUnlock)?;
+        written
+    }
+
+    fn write(&self, what: &str) -> io::Result<()> {
+        // One call, appended: a line is there or it is not.
+        (&self.file).write_all(format!("{what} {}\n", self.who).as_bytes())
+    }
+
+    /// What the file says so far.
+    ///
+    /// # Errors
+    /// It cannot be read, or holds what no end writes.
+    pub fn read(path: &Path) -> io::Result<Vec<Testimony>> {
+        let line = |line: &str| match line.split_once(' ') {
+            Some(("ran", who)) => Ok(Testimony::Ran(who.to_owned())),
+            Some(("stood", who)) => Ok(Testimony::Stood(who.to_owned())),
+            Some(("refused", who)) => Ok(Testimony::Refused(who.to_owned())),
+            _ => Err(io::Error::new(io::ErrorKind::InvalidData, format!("{}: {line:?}", path.display()))),
+        };
+        std::fs::read_to_string(path)?.lines().map(line).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_runner_is_refused_and_written_down() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("witness");
+        let (source, destination) = (Witness::open(&path, "source").unwrap(), Witness::open(&path, "dest").unwrap());
+        source.run().unwrap();
+        source.run().unwrap();
+        assert!(destination.run().is_err());
+        source.stand().unwrap();
+        destination.run().unwrap();
+        drop(destination);
+        source.run().unwrap();
+        use Testimony::{Ran, Refused, Stood};
+        let (source, dest) = (|| "source".to_owned(), || "dest".to_owned());
+        let all = [Ran(source()), Ran(source()), Refused(dest()), Stood(source()), Ran(dest()), Ran(source())];
+        assert_eq!(Witness::read(&path).unwrap(), all);
+    }
+}
