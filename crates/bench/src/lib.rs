@@ -19,6 +19,7 @@
 //! ```
 
 mod content;
+mod cow;
 pub mod frame;
 mod guest;
 mod landing;
@@ -33,6 +34,7 @@ mod restore;
 mod save;
 pub mod scratch;
 mod socket_pair;
+pub mod stream;
 mod vm;
 
 use std::path::PathBuf;
@@ -45,21 +47,25 @@ pub use report::Report;
 const PLAIN: &str = "linear 1M";
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["landing", "restore", "save"];
+pub const NAMES: &[&str] = &["cow", "landing", "restore", "save", "stream"];
 
 /// How a bench is to be run.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// How many times each contestant runs.
     pub rounds: u32,
-    /// Bytes of memory to move; none for what the bench is defined with.
+    /// Bytes of memory to move, or of the disk; none for what the bench is defined with.
     pub size: Option<u64>,
+    /// Bytes of clusters that a disk image takes at once, ahead of writes; none for the usual ones.
+    pub allocate_ahead: Option<u64>,
     /// Bytes to take and free before each run; none for as much as the run will need.
     pub touch: Option<u64>,
     /// Directory on the disk to measure; none for the temporary directory.
     pub dir: Option<PathBuf>,
     /// Runs only the contestants whose case and variant, with a space between, start with this.
     pub only: Option<String>,
+    /// Whether stock QEMU takes part in a bench that makes sense without it.
+    pub against_qemu: bool,
     /// The QEMU to run.
     pub qemu: String,
     /// The limosa to run; none for the running program.
@@ -73,9 +79,11 @@ impl Default for Options {
         Self {
             rounds: 5,
             size: None,
+            allocate_ahead: None,
             touch: None,
             dir: None,
             only: None,
+            against_qemu: false,
             qemu: "qemu-system-x86_64".into(),
             limosa: None,
             progress: |_| {},
@@ -101,9 +109,11 @@ impl Options {
 /// error but a target without a verdict.
 pub fn run(name: &str, options: &Options) -> Result<Report> {
     match name {
+        "cow" => cow::run(options),
         "landing" => landing::run(options),
         "restore" => restore::run(options),
         "save" => save::run(options),
+        "stream" => stream::run(options),
         _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
     }
 }

@@ -4,7 +4,7 @@
 //! starts one therefore does it on a thread that outlives it: contestants run on the thread that called the bench.
 
 use std::os::fd::BorrowedFd;
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 
 use anyhow::{Context, Result};
 
@@ -27,6 +27,11 @@ impl Process {
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// The pipes to its standard input and from its standard output, if it has such; once.
+    pub(crate) fn pipes(&mut self) -> Option<(ChildStdin, ChildStdout)> {
+        self.child.stdin.take().zip(self.child.stdout.take())
     }
 
     /// How it ended, if it has.

@@ -144,3 +144,21 @@ pub(crate) fn children_cpu() -> io::Result<Duration> {
     };
     Ok(duration(usage.ru_utime) + duration(usage.ru_stime))
 }
+
+/// CPU time of a process and all its threads, also of those that have ended.
+pub(crate) fn process_cpu(pid: u32) -> io::Result<Duration> {
+    let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
+    let mut clock: libc::clockid_t = 0;
+    // SAFETY: the pointer is to a live, writable clock id.
+    let errno = unsafe { libc::clock_getcpuclockid(pid, &raw mut clock) };
+    if errno != 0 {
+        return Err(io::Error::from_raw_os_error(errno));
+    }
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is to a live, writable time.
+    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let seconds = u64::try_from(time.tv_sec).map_err(io::Error::other)?;
+    Ok(Duration::new(seconds, u32::try_from(time.tv_nsec).map_err(io::Error::other)?))
+}

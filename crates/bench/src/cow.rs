@@ -1,0 +1,206 @@
+//! Copy-on-write in qcow2 images: merged, split as it used to be, and by stock QEMU.
+//!
+//! Law: the contestants of a case put the same load on images made the same way, direct and through `io_uring`, and the clock of each
+//! begins with its first request and ends with its last one; what closing the image costs stands beside it as `close_ms`. Operations
+//! and bytes are those that the files were asked for.
+//!
+//! The hard disk is a stand-in that takes 8 ms for each operation: what counts there is how many there are.
+
+mod convert;
+mod image;
+mod load;
+mod stock;
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use limosa_image::qcow2::image::{CowMode, Qcow2Options};
+
+use self::image::{Base, Shape, Under};
+use self::load::Load;
+use crate::Options;
+use crate::frame::{Contestant, Frame, Run, Series, interleave};
+use crate::machine::Machine;
+use crate::measure::Measured;
+use crate::report::{Bound, Report, Spread, Target, ratio};
+use crate::scratch::Scratch;
+
+const MERGED: &str = "merged";
+const SPLIT: &str = "split";
+const STOCK: &str = "qemu-img";
+const DEVICE: &str = "device";
+
+/// Requests a second.
+const IOPS: &str = "iops";
+
+const FIRST_BACKED: &str = "first writes, backed";
+const FIRST: &str = "first writes";
+const REWRITES: &str = "rewrites";
+const CONVERT: &str = "convert";
+const HARD_DISK: &str = "hard disk, random, backed";
+
+/// What a load is put on, and where.
+#[derive(Debug, Clone)]
+struct Cell {
+    case: String,
+    shape: Shape,
+    load: Load,
+    /// Whether stock QEMU can put the same load on the same image.
+    stock: bool,
+}
+
+/// Runs the bench.
+pub(crate) fn run(options: &Options) -> Result<Report> {
+    let machine = Machine::this(&options.qemu);
+    let size = options.size.unwrap_or(2 << 30).max(64 << 20).next_multiple_of(2 << 20);
+    let stock = options.against_qemu && machine.qemu.is_some();
+    let cells = cells(size);
+    let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+    let folder = Scratch::new_in(&parent)?;
+    options.tell("making the backing image");
+    let base = Base::make(folder.path(), size)?;
+    let mut contestants = Vec::new();
+    let mut add = |case: &str, variant: &str, run: Run<'static>| {
+        if options.wants(case, variant) {
+            contestants.push(Contestant { case: case.to_owned(), variant: variant.to_owned(), run });
+        }
+    };
+    let usual = Qcow2Options::default();
+    let usual = Qcow2Options { allocate_ahead: options.allocate_ahead.unwrap_or(usual.allocate_ahead), ..usual };
+    for cell in &cells {
+        for (variant, cow) in [(MERGED, CowMode::Merged), (SPLIT, CowMode::Split)] {
+            let (base, cell) = (base.clone(), cell.clone());
+            let split_matters = cell.shape.under != Under::Own;
+            if variant == MERGED || split_matters {
+                let how = Qcow2Options { cow, ..usual.clone() };
+                let run = move |_: &_| load::run(&base, &cell.shape, &cell.load, how.clone());
+                add(&cell.case.clone(), variant, Box::new(run));
+            }
+        }
+        if cell.stock && stock {
+            let (base, cell) = (base.clone(), cell.clone());
+            add(&cell.case.clone(), STOCK, Box::new(move |_| stock::bench(&base, &cell.shape, &cell.load)));
+        }
+        if cell.case == FIRST_BACKED {
+            let (base, load) = (base.clone(), cell.load.clone());
+            add(FIRST_BACKED, DEVICE, Box::new(move |_| load::device(&base, &load)));
+        }
+    }
+    if stock {
+        let (ours, options) = (base.clone(), options.clone());
+        add(CONVERT, "limosa", Box::new(move |_| convert::limosa(&ours, &options)));
+        add(CONVERT, STOCK, Box::new(move |_| convert::stock(&base)));
+    }
+    let frame = Frame { touch: options.touch.unwrap_or(0) };
+    let all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
+    ensure!(!all.is_empty(), "no contestant has {:?} in its name", options.only);
+    let why = match (options.against_qemu, stock) {
+        (false, _) => "QEMU was not asked for (--against qemu)",
+        (true, false) => "no QEMU was found",
+        (true, true) => "it was not run",
+    };
+    let mut report = Report::new("cow", machine, options.rounds, &all);
+    judge(&mut report, &all, &cells, why);
+    Ok(report)
+}
+
+fn words(bytes: u64) -> String {
+    if bytes.is_multiple_of(1 << 20) { format!("{}M", bytes >> 20) } else { format!("{}K", bytes >> 10) }
+}
+
+/// Everything that is measured on a disk of so many bytes.
+fn cells(size: u64) -> Vec<Cell> {
+    let usual = Shape { cluster: 64 << 10, subclusters: false, under: Under::Backing, hard_disk: false };
+    let bare = Shape { under: Under::Nothing, ..usual };
+    // Each request in a cluster of its own: 16,000 on 2 GiB.
+    let count = (size / 69632).min(16000);
+    let first = Load { count, depth: 16, size: 4096, offset: 4096, step: Some(69632) };
+    let cell = |case: &str, shape, load: &Load, stock| Cell { case: case.to_owned(), shape, load: load.clone(), stock };
+    let random = Load { count: (8192 * size) >> 31, depth: 1, size: 4096, offset: 0, step: None };
+    let sequential = Load { count: (65536 * size) >> 31, depth: 1, size: 4096, offset: 0, step: Some(4096) };
+    let few = Load { count: 150, ..random };
+    let mut cells = vec![
+        cell(FIRST_BACKED, usual, &first, true),
+        cell(FIRST, bare, &first, true),
+        cell(REWRITES, Shape { under: Under::Own, ..usual }, &first, true),
+        cell("random, depth 1, backed", usual, &random, false),
+        cell("random, depth 1", bare, &random, false),
+        cell("sequential, depth 1, backed", usual, &sequential, true),
+        cell("sequential, depth 1", bare, &sequential, true),
+        cell(HARD_DISK, Shape { hard_disk: true, ..usual }, &few, false),
+        cell("hard disk, random", Shape { hard_disk: true, ..bare }, &few, false),
+        cell(
+            "hard disk, sequential, backed",
+            Shape { hard_disk: true, ..usual },
+            &Load { step: Some(4096), ..few },
+            false,
+        ),
+    ];
+    for (cluster, subclusters) in [(32_u64 << 10, false), (64 << 10, false), (1 << 20, false), (64 << 10, true)] {
+        for under in [Under::Backing, Under::Nothing] {
+            for request in [4_u64 << 10, 16 << 10, 64 << 10, 512 << 10] {
+                // In the middle of clusters, and over their ends where they are longer.
+                let step = (cluster.max(request) + 4096).next_multiple_of(4096);
+                let count = ((size / 2) / step).min(500);
+                let load = Load { count, depth: 4, size: request, offset: 4096, step: Some(step) };
+                let what = if subclusters { ", subclusters" } else { "" };
+                let below = if under == Under::Backing { ", backed" } else { "" };
+                let case = format!("{} in {} clusters{what}{below}", words(request), words(cluster));
+                cells.push(cell(&case, Shape { cluster, subclusters, under, hard_disk: false }, &load, true));
+            }
+        }
+    }
+    cells
+}
+
+fn judge(report: &mut Report, all: &[Series], cells: &[Cell], why: &str) {
+    let median = |case: &str, of: &str, to: &str| ratio(all, case, of, to, IOPS).map(|ratio| ratio.median);
+    for cell in cells {
+        for (of, to) in [(MERGED, SPLIT), (MERGED, STOCK)] {
+            for figure in [IOPS, "cpu"] {
+                report.ratios.extend(ratio(all, &cell.case, of, to, figure));
+            }
+        }
+    }
+    let backed = "IOPS of merged / the lower of 1.25 times qemu-img's and 0.85 of the device's 64 KiB";
+    let got = lower_bound(all);
+    report.targets.push(Target::new(format!("{FIRST_BACKED}: {backed}"), Bound::AtLeast(1.0), got, why));
+    for (case, least) in [(FIRST, 1.5), (REWRITES, 1.0)] {
+        let name = format!("{case}: IOPS of merged / qemu-img");
+        report.targets.push(Target::new(name, Bound::AtLeast(least), median(case, MERGED, STOCK), why));
+    }
+    let converted = ratio(all, CONVERT, "limosa", STOCK, "wall");
+    let got = converted.as_ref().map(|ratio| ratio.median);
+    report.targets.push(Target::new("convert: wall of limosa / qemu-img", Bound::AtMost(1.0), got, why));
+    report.ratios.extend(converted);
+    let got = median(HARD_DISK, MERGED, SPLIT);
+    let not_run = "it was not run";
+    let name = format!("{HARD_DISK}: IOPS of merged / split");
+    report.targets.push(Target::new(name, Bound::AtLeast(1.6), got, not_run));
+    let worst = cells.iter().filter_map(|cell| Some((median(&cell.case, MERGED, SPLIT)?, &cell.case)));
+    let worst = worst.min_by(|one, other| one.0.total_cmp(&other.0));
+    let which = worst.map_or_else(|| "any case".to_owned(), |(_, case)| format!("the worst case, {case}"));
+    let name = format!("{which}: IOPS of merged / split");
+    report.targets.push(Target::new(name, Bound::AtLeast(0.95), worst.map(|(got, _)| got), not_run));
+}
+
+/// Round by round: merged against the lower of its two bounds; the median.
+fn lower_bound(all: &[Series]) -> Option<f64> {
+    let runs = |variant: &str| {
+        let series = all.iter().find(|series| series.case == FIRST_BACKED && series.variant == variant)?;
+        Some(series.runs.iter().map(iops).collect::<Vec<_>>())
+    };
+    let (merged, stock, device) = (runs(MERGED)?, runs(STOCK)?, runs(DEVICE)?);
+    let bounds = stock.iter().zip(&device).map(|(stock, device)| (1.25 * stock).min(0.85 * device));
+    Some(Spread::of(merged.iter().zip(bounds).map(|(merged, bound)| merged / bound)).median)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a figure for people")]
+fn iops(run: &Measured) -> f64 {
+    run.counters.get(IOPS).copied().unwrap_or_default() as f64
+}
+
+/// The path as stock tools want it.
+fn text(path: &Path) -> Result<&str> {
+    path.to_str().ok_or_else(|| anyhow::anyhow!("{}: not UTF-8", path.display()))
+}

@@ -1,0 +1,166 @@
+//! The images that a load is put on.
+
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use futures_util::StreamExt;
+use futures_util::stream::{self, TryStreamExt};
+use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::{Disk, GuestOffset};
+use limosa_storage::testing::HardDisk;
+use limosa_storage::{Buffer, CacheMode, Create, FileCounters, FileOptions, FileStorage, Io, Storage, block_on};
+
+use crate::content::fill_random;
+
+/// What lies under the clusters that are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Under {
+    /// Nothing.
+    Nothing,
+    /// Contents of a backing image.
+    Backing,
+    /// They are there already.
+    Own,
+}
+
+/// What kind of image.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) cluster: u64,
+    pub(super) subclusters: bool,
+    pub(super) under: Under,
+    pub(super) hard_disk: bool,
+}
+
+/// The image that lies under the others, full of random bytes.
+#[derive(Debug, Clone)]
+pub(super) struct Base {
+    pub(super) folder: Rc<PathBuf>,
+    pub(super) size: u64,
+}
+
+/// An open image, and the files under it.
+pub(super) struct Image {
+    pub(super) disk: Arc<Qcow2>,
+    files: Vec<Arc<FileStorage>>,
+}
+
+impl Base {
+    pub(super) fn path(&self) -> PathBuf {
+        self.folder.join("base.qcow2")
+    }
+
+    /// Where a run has its image.
+    pub(super) fn overlay(&self) -> PathBuf {
+        self.folder.join("overlay.qcow2")
+    }
+
+    /// Makes it, with usual clusters.
+    pub(super) fn make(folder: &Path, size: u64) -> Result<Self> {
+        let base = Self { folder: Rc::new(folder.to_path_buf()), size };
+        let path = base.path();
+        let file = open(&path, CacheMode::None, false, Create::New)?;
+        let options = CreateOptions { size, ..CreateOptions::default() };
+        let mut memory = vec![0; 2 << 20];
+        fill_random(&mut memory);
+        let buffer = Buffer::copied(&memory);
+        let filled = block_on(async {
+            let header = create(&*file, None, &options).await?;
+            let parts = Parts { file, data_file: None, backing: None, header };
+            let disk = Qcow2::open(parts, Qcow2Options::default()).await?;
+            let writes = (0..size).step_by(2 << 20).map(|at| disk.write(GuestOffset(at), buffer.clone().into()));
+            stream::iter(writes).buffer_unordered(8).try_collect::<()>().await?;
+            disk.close().await
+        });
+        filled.with_context(|| format!("making {}", path.display()))?;
+        Ok(base)
+    }
+
+    /// A fresh image of this shape, or the base itself where what is written is to be there; not open.
+    pub(super) fn fresh(&self, shape: &Shape) -> Result<PathBuf> {
+        if shape.under == Under::Own {
+            return Ok(self.path());
+        }
+        let path = self.overlay();
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+            _ => {}
+        }
+        let file = open(&path, CacheMode::None, false, Create::New)?;
+        let backed = shape.under == Under::Backing;
+        let options = CreateOptions {
+            size: self.size,
+            cluster_size: shape.cluster,
+            extended_l2: shape.subclusters,
+            backing_file: backed.then(|| self.path().into_os_string()),
+            backing_format: backed.then(|| "qcow2".to_owned()),
+            ..CreateOptions::default()
+        };
+        block_on(create(&*file, None, &options)).with_context(|| format!("making {}", path.display()))?;
+        Ok(path)
+    }
+
+    /// A fresh image of this shape, open.
+    pub(super) fn open(&self, shape: &Shape, options: Qcow2Options) -> Result<Image> {
+        let path = self.fresh(shape)?;
+        let disk = shape.hard_disk.then(|| HardDisk::new(HardDisk::USUAL));
+        // The page cache is as fast as nothing beside 8 ms.
+        let cache = if shape.hard_disk { CacheMode::Writeback } else { CacheMode::None };
+        let mut files = Vec::new();
+        let mut storage = |path: &Path, read_only| -> Result<Arc<dyn Storage>> {
+            let file = open(path, cache, read_only, Create::No)?;
+            files.push(Arc::clone(&file));
+            Ok(match &disk {
+                Some(disk) => disk.over(file),
+                None => file,
+            })
+        };
+        let image = storage(&path, false)?;
+        let base = if shape.under == Under::Backing { Some(storage(&self.path(), true)?) } else { None };
+        let disk = block_on(async {
+            let backing: Option<Arc<dyn Disk>> = match base {
+                None => None,
+                Some(file) => {
+                    let header = Header::read(&*file).await?;
+                    let parts = Parts { file, data_file: None, backing: None, header };
+                    Some(Qcow2::open(parts, Qcow2Options { read_only: true, ..options.clone() }).await?)
+                }
+            };
+            let header = Header::read(&*image).await?;
+            Qcow2::open(Parts { file: image, data_file: None, backing, header }, options).await
+        });
+        Ok(Image { disk: disk.with_context(|| format!("opening {}", path.display()))?, files })
+    }
+}
+
+impl Image {
+    /// What its files were asked, all together.
+    pub(super) fn counters(&self) -> FileCounters {
+        let mut sum = FileCounters::default();
+        for file in &self.files {
+            let one = file.counters();
+            for (sum, one) in [
+                (&mut sum.reads, one.reads),
+                (&mut sum.writes, one.writes),
+                (&mut sum.zeroes, one.zeroes),
+                (&mut sum.allocations, one.allocations),
+                (&mut sum.clones, one.clones),
+            ] {
+                sum.operations += one.operations;
+                sum.bytes += one.bytes;
+            }
+            sum.flushes += one.flushes;
+        }
+        sum
+    }
+}
+
+/// A file as the contestants open theirs.
+pub(super) fn open(path: &Path, cache: CacheMode, read_only: bool, create: Create) -> Result<Arc<FileStorage>> {
+    let options = FileOptions { cache, io: Io::Auto, read_only, create, ..FileOptions::default() };
+    Ok(FileStorage::open(path, &options)?)
+}

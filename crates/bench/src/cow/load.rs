@@ -1,0 +1,117 @@
+//! The load, put on by limosa.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use futures_util::stream::{self, StreamExt, TryStreamExt};
+use limosa_image::bench::{BenchOptions, bench};
+use limosa_image::qcow2::image::Qcow2Options;
+use limosa_image::{Disk, GuestOffset};
+use limosa_storage::{Buffer, CacheMode, Create, FileCounters, Storage, block_on};
+
+use super::IOPS;
+use super::image::{Base, Shape, open};
+use crate::measure::{Measured, Stopwatch, millis};
+
+/// Writes.
+#[derive(Debug, Clone)]
+pub(super) struct Load {
+    pub(super) count: u64,
+    pub(super) depth: u64,
+    /// Bytes of each.
+    pub(super) size: u64,
+    pub(super) offset: u64,
+    /// Bytes from one to the next; `None`: anywhere, one after the other.
+    pub(super) step: Option<u64>,
+}
+
+/// Puts it on a fresh image.
+pub(super) fn run(base: &Base, shape: &Shape, load: &Load, how: Qcow2Options) -> Result<Measured> {
+    let image = base.open(shape, how)?;
+    let before = image.counters();
+    let watch = Stopwatch::start(&[])?;
+    match load.step {
+        Some(step) => {
+            let options = BenchOptions {
+                count: load.count,
+                depth: load.depth,
+                size: usize::try_from(load.size)?,
+                offset: load.offset,
+                step,
+                write: Some(0x5a),
+                flush: None,
+            };
+            block_on(bench(&*image.disk, &options, &|_| std::ops::ControlFlow::Continue(())))?;
+        }
+        None => block_on(anywhere(&*image.disk, load))?,
+    }
+    let measured = watch.stop()?;
+    let after = image.counters();
+    let counts = image.disk.counts();
+    let closing = Instant::now();
+    block_on(image.disk.close()).context("closing")?;
+    let measured = measured
+        .with("close_ms", millis(closing.elapsed()))
+        .with("joined", counts.joined)
+        .with("l2_writes", counts.l2_writes.operations)
+        .with("refcount_reads", counts.refcount_reads.operations)
+        .with("refcount_writes", counts.refcount_writes.operations);
+    Ok(rated(counted(measured, &before, &after), load.count))
+}
+
+/// One after the other, each anywhere: the same places every time.
+async fn anywhere(disk: &dyn Disk, load: &Load) -> Result<()> {
+    let buffer = Buffer::copied(&vec![0x5a; usize::try_from(load.size)?]);
+    let mut state = 0x2545_f491_4f6c_dd1d_u64;
+    for _ in 0..load.count {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let at = state % (disk.len() / load.size) * load.size;
+        disk.write(GuestOffset(at), buffer.clone().into()).await?;
+    }
+    Ok(())
+}
+
+/// The rate at which the device takes first writes of 64 KiB, one for each request of the load, as many at once.
+pub(super) fn device(base: &Base, load: &Load) -> Result<Measured> {
+    let path = base.folder.join("device");
+    let _ = std::fs::remove_file(&path);
+    let file = open(&path, CacheMode::None, false, Create::New)?;
+    block_on(file.set_len(load.count << 16))?;
+    let watch = Stopwatch::start(&[])?;
+    block_on(async {
+        let buffer = Buffer::copied(&[0x5a; 64 << 10]);
+        let writes = (0..load.count).map(|number| file.write(number << 16, buffer.clone().into()));
+        stream::iter(writes).buffer_unordered(usize::try_from(load.depth).unwrap_or(1)).try_collect::<()>().await
+    })?;
+    let measured = watch.stop()?;
+    drop(file);
+    std::fs::remove_file(&path)?;
+    Ok(rated(measured, load.count))
+}
+
+/// With what the files were asked meanwhile.
+fn counted(measured: Measured, before: &FileCounters, after: &FileCounters) -> Measured {
+    measured
+        .with("reads", after.reads.operations - before.reads.operations)
+        .with("read_bytes", after.reads.bytes - before.reads.bytes)
+        .with("writes", after.writes.operations - before.writes.operations)
+        .with("written_bytes", after.writes.bytes - before.writes.bytes)
+        .with("zeroes", after.zeroes.operations - before.zeroes.operations)
+        .with("allocations", after.allocations.operations - before.allocations.operations)
+        .with("clones", after.clones.operations - before.clones.operations)
+        .with("flushes", after.flushes - before.flushes)
+}
+
+/// With requests a second.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a figure for people"
+)]
+pub(super) fn rated(measured: Measured, requests: u64) -> Measured {
+    let seconds = measured.wall.as_secs_f64().max(1e-9);
+    measured.with(IOPS, (requests as f64 / seconds) as u64)
+}

@@ -1,0 +1,154 @@
+//! A VM's memory from one process to another: limosa to limosa, beside stock QEMU to stock QEMU.
+//!
+//! Law: both do the same. The source's memory is the very same file in memory, full of random bytes and mapped by both; the
+//! destination's is private anonymous memory of a fresh process. Multifd with the same number of channels over the same
+//! transport, nothing compressed or limited, pages looked at for zeros as QEMU does by default; the guest stands still, so
+//! that all is sent once. The clock begins with the first command to either side and ends when the destination has all and
+//! the source has been told so.
+
+mod ends;
+mod log;
+mod qemu;
+mod sparse;
+
+use std::cell::RefCell;
+
+use anyhow::{Result, ensure};
+
+pub use ends::serve as serve_end;
+
+use self::ends::Source;
+use crate::Options;
+use crate::content::random_memory;
+use crate::frame::{Contestant, Frame, Series, interleave};
+use crate::machine::Machine;
+use crate::report::{Bound, Report, Target, ratio};
+use crate::vm::{Ram, Role, Vm};
+
+/// Milliseconds of CPU of the sending and of the receiving process.
+const SENDER: &str = "sender_cpu_ms";
+const RECEIVER: &str = "receiver_cpu_ms";
+
+/// Nanoseconds of CPU of both processes for each page that has contents.
+const PER_PAGE: &str = "cpu_ns_per_page";
+
+/// The hidden bench that the processes of this one are.
+pub const END: &str = "stream-end";
+
+const NOT_RUN: &str = "it was not run";
+
+/// Channels beside the main one.
+const CHANNELS: [u8; 3] = [1, 2, 4];
+
+/// How the two processes are connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Transport {
+    /// Over the loopback interface.
+    Tcp,
+    Unix,
+}
+
+impl Transport {
+    const ALL: [Self; 2] = [Self::Tcp, Self::Unix];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Unix => "unix",
+        }
+    }
+}
+
+/// Bytes of memory for people.
+fn words(bytes: u64) -> String {
+    if bytes.is_multiple_of(1 << 30) { format!("{} GiB", bytes >> 30) } else { format!("{} MiB", bytes >> 20) }
+}
+
+fn case(memory: u64, transport: Transport) -> String {
+    format!("{} over {}", words(memory), transport.name())
+}
+
+fn variant(limosa: bool, channels: u8) -> String {
+    let who = if limosa { "limosa" } else { "QEMU" };
+    if channels == 1 { format!("{who}, 1 channel") } else { format!("{who}, {channels} channels") }
+}
+
+/// Runs the bench.
+pub(crate) fn run(options: &Options) -> Result<Report> {
+    let machine = Machine::this(&options.qemu);
+    let memory = options.size.unwrap_or(1 << 30).next_multiple_of(2 << 20);
+    let qemu = options.against_qemu.then(|| machine.qemu.clone()).flatten();
+    let full = full_rounds(options, memory, qemu.is_some())?;
+    let sparse = sparse::rounds(options, memory)?;
+    let log = log::rounds(options)?;
+    let all: Vec<Series> = full.into_iter().chain(sparse).chain(log).collect();
+    ensure!(!all.is_empty(), "no contestant has {:?} in its name", options.only);
+    let why = match (options.against_qemu, &qemu) {
+        (false, _) => "QEMU was not asked for (--against qemu)",
+        (true, None) => "no QEMU was found",
+        (true, Some(_)) => NOT_RUN,
+    };
+    let mut report = Report::new("stream", machine, options.rounds, &all);
+    judge(&mut report, &all, memory, why);
+    sparse::judge(&mut report, &all, memory);
+    log::judge(&mut report, &all);
+    Ok(report)
+}
+
+/// The cells of memory that is full.
+fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Series>> {
+    let mut cells = Vec::new();
+    for transport in Transport::ALL {
+        for channels in CHANNELS {
+            for limosa in [true, false] {
+                if (limosa || with_qemu) && options.wants(&case(memory, transport), &variant(limosa, channels)) {
+                    cells.push((transport, channels, limosa));
+                }
+            }
+        }
+    }
+    if cells.is_empty() {
+        return Ok(Vec::new());
+    }
+    options.tell("filling the memory that is sent");
+    let content = random_memory(memory)?;
+    let limosa = cells.iter().any(|(_, _, limosa)| *limosa);
+    let limosa = limosa.then(|| Source::start(options, &content, memory)).transpose()?.map(RefCell::new);
+    let qemu = cells.iter().any(|(_, _, limosa)| !limosa);
+    let qemu = qemu.then(|| Vm::start(&options.qemu, memory, Ram::Shared(&content), Role::Source));
+    let qemu = qemu.transpose()?.map(RefCell::new);
+    let frame = Frame { touch: options.touch.unwrap_or(memory) };
+    let mut contestants = Vec::new();
+    for (transport, channels, by_limosa) in cells {
+        let (case, variant) = (case(memory, transport), variant(by_limosa, channels));
+        let run: crate::frame::Run<'_> = match (by_limosa, &limosa, &qemu) {
+            (true, Some(source), _) => {
+                Box::new(move |_| source.borrow_mut().send(options, transport, channels, &frame))
+            }
+            (false, _, Some(source)) => {
+                Box::new(move |_| qemu::run(options, memory, source, transport, channels, &frame))
+            }
+            _ => continue,
+        };
+        contestants.push(Contestant { case, variant, run });
+    }
+    interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
+}
+
+fn judge(report: &mut Report, all: &[Series], memory: u64, why: &str) {
+    for transport in Transport::ALL {
+        let case = case(memory, transport);
+        for channels in CHANNELS {
+            let [limosa, qemu] = [true, false].map(|limosa| variant(limosa, channels));
+            for (figure, most) in [("wall", Some(0.9)), ("cpu", Some(0.8)), (SENDER, None), (RECEIVER, None)] {
+                let found = ratio(all, &case, &limosa, &qemu, figure);
+                if let Some(most) = most.filter(|_| transport == Transport::Tcp && channels == 2) {
+                    let name = format!("{case}: {figure} of {limosa} / {qemu}");
+                    let got = found.as_ref().map(|ratio| ratio.median);
+                    report.targets.push(Target::new(name, Bound::AtMost(most), got, why));
+                }
+                report.ratios.extend(found);
+            }
+        }
+    }
+}

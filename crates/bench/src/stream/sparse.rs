@@ -1,0 +1,84 @@
+//! Memory that is mostly empty, in three sizes: what a page costs must not depend on how much memory lies around it.
+//!
+//! One page of sixteen has contents, scattered, so that every word of a bitmap and every part of a mapping is visited.
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+use limosa_page::PAGE_LEN;
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use super::ends::Source;
+use super::{PER_PAGE, Transport, words};
+use crate::Options;
+use crate::content::fill_random;
+use crate::frame::{Contestant, Frame, Series, interleave};
+use crate::report::{Bound, Report, Target, figure};
+
+/// How often the size of the full memory.
+const TIMES: [u64; 3] = [1, 4, 16];
+/// Of so many pages one has contents.
+const EVERY: u64 = 16;
+const VARIANT: &str = "limosa, 2 channels";
+const CHANNELS: u8 = 2;
+
+/// Measured: of the same size twice, in one run, a page's cost differs by up to a tenth.
+const FLAT: f64 = 1.2;
+
+fn case(memory: u64) -> String {
+    format!("{}, one page of {EVERY}", words(memory))
+}
+
+pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
+    let sizes = TIMES.map(|times| memory.saturating_mul(times));
+    let mut sources = Vec::new();
+    for size in sizes.into_iter().filter(|size| options.wants(&case(*size), VARIANT)) {
+        options.tell(&format!("filling one page of {EVERY} of {}", words(size)));
+        sources.push((size, RefCell::new(Source::start(options, &sparse(size)?, size)?)));
+    }
+    let run = |size: u64, source: &RefCell<Source>| {
+        let frame = Frame { touch: options.touch.unwrap_or(size / EVERY) };
+        source.borrow_mut().send(options, Transport::Tcp, CHANNELS, &frame)
+    };
+    let mut contestants: Vec<_> = sources
+        .iter()
+        .map(|(size, source)| Contestant {
+            case: case(*size),
+            variant: VARIANT.into(),
+            run: Box::new(move |_: &Frame| run(*size, source)),
+        })
+        .collect();
+    if contestants.is_empty() {
+        return Ok(Vec::new());
+    }
+    interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
+}
+
+/// A file in memory of which one page of [`EVERY`] was ever written.
+fn sparse(bytes: u64) -> Result<File> {
+    let fd: OwnedFd = memfd_create("limosa-bench", MemfdFlags::CLOEXEC).context("memfd_create")?;
+    let file = File::from(fd);
+    file.set_len(bytes).with_context(|| format!("a memfd of {bytes} bytes"))?;
+    let mut page = vec![0; PAGE_LEN];
+    fill_random(&mut page);
+    let page_len = u64::try_from(PAGE_LEN).unwrap_or(0);
+    for number in 0..bytes / page_len / EVERY {
+        // Not the same page of every group: strides meet the same sets of a cache.
+        let at = number * EVERY + number % EVERY;
+        file.write_all_at(&page, at * page_len).with_context(|| format!("not enough memory for {bytes} bytes"))?;
+    }
+    Ok(file)
+}
+
+pub(super) fn judge(report: &mut Report, all: &[Series], memory: u64) {
+    let cost = |times: u64| Some(figure(all, &case(memory.saturating_mul(times)), VARIANT, PER_PAGE)?.median);
+    for times in TIMES.into_iter().skip(1) {
+        let got = cost(times).zip(cost(1)).map(|(large, small)| large / small);
+        let (large, small) = (words(memory.saturating_mul(times)), words(memory));
+        let name = format!("sparse: CPU for a page of {large} / of {small}");
+        report.targets.push(Target::new(name, Bound::AtMost(FLAT), got, super::NOT_RUN));
+    }
+}
