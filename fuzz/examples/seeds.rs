@@ -1,6 +1,9 @@
 //! Writes seed inputs for the fuzz targets into `corpus/TARGET/` of this folder: well-formed pieces of the format, made
 //! by limosa's own encoders, so that a fuzzer begins behind the magic numbers.
 
+use limosa_image::Preallocation;
+use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_stream::command::{Command, PageSizes};
 use limosa_stream::configuration::Configuration;
 use limosa_stream::devices;
@@ -30,6 +33,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("text", text()?),
         ("multifd", multifd()?),
         ("xbzrle", xbzrle()),
+        ("image_check", images()?),
+        ("image_open", images()?.into_iter().map(|seed| seed[1 + 12 * 6..].to_vec()).collect()),
+        ("image_name", image_names()),
+        ("image_read", images()?),
+        ("image_write", images()?),
     ] {
         let folder = corpus.join(target);
         fs::create_dir_all(&folder)?;
@@ -67,9 +75,52 @@ fn snapshot() -> Result<Seeds, Box<dyn Error>> {
     Ok(vec![seed])
 }
 
+/// Small images of several sorts, with requests all over them.
+fn images() -> Result<Seeds, Box<dyn Error>> {
+    let usual = CreateOptions { size: 64 << 10, cluster_size: 512, ..CreateOptions::default() };
+    let sorts = [
+        usual.clone(),
+        CreateOptions { version: 2, ..usual.clone() },
+        CreateOptions { refcount_bits: 1, lazy_refcounts: true, ..usual.clone() },
+        CreateOptions { refcount_bits: 64, preallocation: Preallocation::Metadata, size: 8 << 10, ..usual },
+    ];
+    let mut seeds = Vec::new();
+    for options in sorts {
+        let storage = MemoryStorage::new(1 << 20);
+        block_on(create(&storage, None, &options))?;
+        let image = Buffer::zeroed(usize::try_from(storage.length()?)?);
+        block_on(storage.read(0, image.clone().into()))?;
+        // Writes, zeros, discards and flushes, here and there.
+        let mut seed = vec![12];
+        for number in 0..12_u8 {
+            seed.extend([number, number * 20, number.wrapping_mul(50), 0, 0x80, number % 4]);
+        }
+        let mut image = image.to_vec();
+        seeds.push([&seed[..], &image].concat());
+        // Its L1 table where the refcount table lies.
+        image.copy_within(48..56, 40);
+        seeds.push([&seed[..], &image].concat());
+    }
+    Ok(seeds)
+}
+
+/// Names of images of every kind.
+fn image_names() -> Seeds {
+    [
+        "folder/image",
+        "nbd://host/disk",
+        r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"top"},"backing":{"driver":"raw","file.filename":"base"}}"#,
+        "driver=raw,offset=512,size=1k,read-only=on,file.driver=file,file.filename=a,,b,file.locking=off,file.aio=threads",
+        "driver=qcow2,file.filename=top,backing=,data-file.filename=data,cache.direct=on,cache.no-flush=off",
+    ]
+    .map(|name| name.as_bytes().to_vec())
+    .into()
+}
+
 /// Save images of both byte orders, one with a cookie, without their streams.
 fn libvirt_image() -> Seeds {
-    let xml = b"<domain type='kvm'><name>a &amp; b</name><uuid>3f2504e0-4f89-41d3-9a0c-0305e82c3301</uuid></domain>\n\0";
+    let xml =
+        b"<domain type='kvm'><name>a &amp; b</name><uuid>3f2504e0-4f89-41d3-9a0c-0305e82c3301</uuid></domain>\n\0";
     let image = |cookie: u32, word: fn(u32) -> [u8; 4]| {
         let mut seed = b"LibvirtQemudSave".to_vec();
         for number in [2, xml.len() as u32 + 40, 1, 0, cookie] {

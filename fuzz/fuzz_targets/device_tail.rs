@@ -1,8 +1,10 @@
-//! Device sections with their description: whatever end is believed, the sections fill the tail without a gap.
+//! Device sections with their description: whatever end is believed, the sections fill the tail without a gap. The tail of a
+//! live source is the same once its words have been taken out.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use limosa_stream::delimited_tail::{DelimitedTail, TailStep};
 use limosa_stream::description::Description;
 use limosa_stream::devices::{self, DeviceState, DeviceTail};
 
@@ -21,7 +23,32 @@ fn check(state: &DeviceState, tail: &[u8]) {
     let _ = state.global_state(tail);
 }
 
+/// A tail that says where it ends, in pieces.
+fn check_delimited(data: &[u8]) {
+    let (mut arriving, mut end, mut ready) = (DelimitedTail::new(0, 1 << 20), 0, false);
+    while end <= data.len() {
+        match arriving.look(&data[..end]) {
+            Ok(TailStep::Ready { sections }) => {
+                assert!(!std::mem::replace(&mut ready, true) && sections < end);
+                continue;
+            }
+            Ok(TailStep::Whole { state, pings, length }) => {
+                assert!(ready && length <= end);
+                let mut tail = data[..length].to_vec();
+                tail.drain(pings);
+                assert_eq!(state.end, tail.len());
+                return check(&state, &tail);
+            }
+            Ok(TailStep::Foreign) => return assert!(!ready),
+            Ok(TailStep::More) => {}
+            Err(_) => return,
+        }
+        end += 1 + data.len() / 8;
+    }
+}
+
 fuzz_target!(|data: &[u8]| {
+    check_delimited(data);
     let _ = Description::decode(data);
     let located = devices::locate(data, 0, 1 << 20);
     if let Ok(state) = &located {

@@ -1,5 +1,7 @@
 //! What the fuzz targets and their seeds agree on.
 
+pub mod image;
+
 /// Length of the file that a mapped-ram input stands for.
 pub const FILE_LENGTH: u64 = 1 << 34;
 

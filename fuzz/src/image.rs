@@ -1,0 +1,68 @@
+//! Images in memory, with requests to them.
+//!
+//! An input is a number of requests, the requests, six bytes each, and the image.
+
+use limosa_image::GuestOffset;
+use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_storage::{MemoryStorage, block_on};
+use std::sync::Arc;
+
+/// How long the image may become, in bytes.
+pub const MOST: u64 = 4 << 20;
+
+/// A request of an input.
+#[derive(Debug, Clone, Copy)]
+pub struct Request {
+    /// Which one: what it means is the target's.
+    pub kind: u8,
+    /// 256ths of the disk.
+    part: u8,
+    /// Bytes behind that.
+    more: u16,
+    /// Bytes.
+    length: u16,
+}
+
+impl Request {
+    /// Where it is, on a disk of so many bytes, and how long: inside, mostly.
+    pub fn place(&self, size: u64) -> (GuestOffset, u64) {
+        let at = (size / 256 * u64::from(self.part)).saturating_add(u64::from(self.more));
+        (GuestOffset(at), u64::from(self.length))
+    }
+}
+
+/// What the fuzzer's bytes stand for.
+#[derive(Debug)]
+pub struct Input {
+    /// The image.
+    pub storage: MemoryStorage,
+    /// What is asked of it.
+    pub requests: Vec<Request>,
+}
+
+impl Input {
+    /// `None`: too short.
+    pub fn of(data: &[u8]) -> Option<Self> {
+        let (&count, rest) = data.split_first()?;
+        let (requests, image) = rest.split_at_checked(usize::from(count % 64) * 6)?;
+        let requests = requests.as_chunks::<6>().0.iter().map(|&[kind, part, a, b, c, d]| Request {
+            kind,
+            part,
+            more: u16::from_le_bytes([a, b]),
+            length: u16::from_le_bytes([c, d]),
+        });
+        let most = MOST.max(image.len() as u64);
+        Some(Self { requests: requests.collect(), storage: MemoryStorage::with(image.to_vec(), most) })
+    }
+}
+
+/// Opens it as qcow2, without other files.
+pub fn open(storage: &MemoryStorage, read_only: bool) -> Option<Arc<Qcow2>> {
+    block_on(async {
+        let header = Header::read(storage).await.ok()?;
+        let parts = Parts { file: Arc::new(storage.clone()), data_file: None, backing: None, header };
+        let options = Qcow2Options { read_only, cache_size: 64 << 10, ..Qcow2Options::default() };
+        Qcow2::open(parts, options).await.ok()
+    })
+}
