@@ -27,7 +27,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     }
     let chosen = if wanted.is_empty() { all } else { wanted };
     let built = workspace.join("target/fuzz");
-    let host = host()?;
+    let host = shell::host()?;
     // The seeds are written by a plain program: it has no fuzzer in it that the coverage could report to.
     shell::run(cargo("run", &fuzz, &built).args(["--example", "seeds"]))?;
     let mut build = cargo("build", &fuzz, &built);
@@ -96,13 +96,6 @@ fn targets(folder: &Path) -> Result<Vec<String>> {
     }
     names.sort();
     Ok(names)
-}
-
-/// The compiler's own target, e.g. `x86_64-unknown-linux-gnu`.
-fn host() -> Result<String> {
-    let text = shell::output(Command::new("rustc").arg("-vV"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("host: "));
-    Ok(line.context("rustc -vV names no host")?.to_owned())
 }
 
 #[cfg(test)]

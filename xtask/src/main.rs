@@ -1,4 +1,4 @@
-//! `cargo xtask setup|test|demo|bench|fuzz`: what a developer, and the machine that checks a change, run.
+//! `cargo xtask setup|test|demo|bench|fuzz|tsan`: what a developer, and the machine that checks a change, run.
 //!
 //! Law: every command does its own set-up, needs no input, and ends with a line that says how it went.
 
@@ -10,17 +10,20 @@ mod program;
 mod setup;
 mod shell;
 mod test;
+mod tsan;
 
 const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
   setup              install what the tests and the demo need (QEMU, libvirt's client, a Linux guest);
                      LIMOSA_SKIP_LIBVIRT=1 does without libvirt
-  test               format, lints, documentation, all tests; LIMOSA_SKIP_QEMU=1 leaves out what needs QEMU
+  test               format, lints, documentation, all tests and model checks; LIMOSA_SKIP_QEMU=1 leaves out what
+                     needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
   bench NAME ...     release build, then `limosa bench NAME ...`
   fuzz [--seconds N] [TARGET...]
-                     every fuzz target, or those named, N seconds each (60)";
+                     every fuzz target, or those named, N seconds each (60)
+  tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -34,6 +37,7 @@ fn main() -> ExitCode {
         ("demo", []) => demo::run(),
         ("bench", names) => program::bench(names),
         ("fuzz", rest) => fuzz::run(rest),
+        ("tsan", rest) => tsan::run(rest),
         ("help" | "--help" | "-h", _) => {
             println!("{USAGE}");
             return ExitCode::SUCCESS;

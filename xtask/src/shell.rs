@@ -47,6 +47,13 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// The compiler's own target, e.g. `x86_64-unknown-linux-gnu`.
+pub(crate) fn host() -> Result<String> {
+    let text = output(Command::new("rustc").arg("-vV"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("host: "));
+    Ok(line.context("rustc -vV names no host")?.to_owned())
+}
+
 /// Where a program is in `PATH`.
 pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;

@@ -12,14 +12,14 @@ use crate::{setup, shell};
 
 /// Passed, failed, skipped.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-struct Tally {
-    passed: u64,
-    failed: u64,
-    skipped: u64,
+pub(crate) struct Tally {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
+    pub(crate) skipped: u64,
 }
 
 impl Tally {
-    fn add(&mut self, other: Self) {
+    pub(crate) fn add(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skipped += other.skipped;
@@ -48,22 +48,24 @@ pub(crate) fn run() -> Result<()> {
     };
 
     note("format", check(cargo(&["fmt", "--all", "--check"])));
-    note("clippy", check(cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])));
-    let mut documentation = cargo(&["doc", "--workspace", "--no-deps"]);
+    note("clippy", check(cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])));
+    let mut documentation = cargo(&["doc", "--workspace", "--no-deps", "--all-features"]);
     documentation.env("RUSTDOCFLAGS", "-D warnings");
     note("documentation", check(documentation));
 
     let skips = SkipLog::new()?;
     if has_nextest() {
-        let mut tests = cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--config-file"]);
+        let mut tests = cargo(&["nextest", "run", "--workspace", "--all-features", "--no-fail-fast", "--config-file"]);
         tests.arg(shell::workspace().join("xtask/nextest.toml"));
         note("tests", counted(skips.pass_to(tests), nextest_summary)?);
     } else {
-        let tests = cargo(&["test", "--workspace", "--all-targets", "--no-fail-fast"]);
+        let tests = cargo(&["test", "--workspace", "--all-targets", "--all-features", "--no-fail-fast"]);
         note("tests", counted(skips.pass_to(tests), libtest_summary)?);
     }
-    let examples = cargo(&["test", "--workspace", "--doc", "--no-fail-fast"]);
+    let examples = cargo(&["test", "--workspace", "--doc", "--all-features", "--no-fail-fast"]);
     note("documentation examples", counted(skips.pass_to(examples), libtest_summary)?);
+
+    note("model checks", counted(models(), libtest_summary)?);
 
     // A test that skips itself has returned, which its runner takes for passed.
     let skipped = skips.lines()?;
@@ -87,6 +89,16 @@ fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
+/// What several threads do to a bitmap, a dirty log or a file's blocks at once, in every order that there is: compiled with the model
+/// checker's atomics and locks, in a folder of its own, and nothing but the tests called `models`.
+fn models() -> Command {
+    let crates = ["-p", "limosa-page", "-p", "limosa-memory", "-p", "limosa-storage"];
+    let mut command = cargo(&["test", "--lib", "--no-fail-fast", "models::"]);
+    command.args(crates);
+    command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", shell::workspace().join("target/loom"));
+    command
+}
+
 fn has_nextest() -> bool {
     shell::output(Command::new("cargo").args(["nextest", "--version"])).is_ok()
 }
@@ -101,7 +113,7 @@ fn check(mut command: Command) -> Tally {
 
 /// Runs the command, shows what it writes, and sums the lines in which it counts tests. A command that fails without
 /// having counted a failure counts as one.
-fn counted(mut command: Command, summary: fn(&str) -> Option<Tally>) -> Result<Tally> {
+pub(crate) fn counted(mut command: Command, summary: fn(&str) -> Option<Tally>) -> Result<Tally> {
     let line = shell::line(&command);
     println!("+ {line}");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -158,7 +170,7 @@ fn nextest_summary(line: &str) -> Option<Tally> {
 }
 
 /// `test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s`
-fn libtest_summary(line: &str) -> Option<Tally> {
+pub(crate) fn libtest_summary(line: &str) -> Option<Tally> {
     let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
     let mut tally = Tally::default();
     for part in counts.split("; ") {
