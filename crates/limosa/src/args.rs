@@ -4,7 +4,9 @@
 
 mod bench;
 mod channels;
+mod demo;
 mod endpoint;
+mod img;
 mod import;
 mod inspect;
 mod job;
@@ -22,8 +24,10 @@ use std::ffi::OsString;
 use clap::{Parser, Subcommand};
 
 pub(crate) use bench::BenchArgs;
-pub(crate) use channels::ChannelArgs;
+pub(crate) use channels::{ChannelArgs, CompressionArg};
+pub(crate) use demo::{DecideArgs, DemoArgs, DemoCommand, DemoLiveArgs, RecoverArgs};
 pub(crate) use endpoint::EndpointArgs;
+pub(crate) use img::{ImgArgs, ImgCommand};
 pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, ViaArg};
@@ -39,7 +43,8 @@ pub(crate) use snapshot::NewSnapshotArgs;
 #[derive(Debug, Parser)]
 #[command(name = "limosa", version, max_term_width = 100)]
 #[command(after_help = "Sizes are written 4K 64M 8G 1T; rates 100M, in bytes per second; times 300ms 30s 5m.\n\
-                        Exit status: 0 done, 1 failed (one line says what, where and what to do), 2 bad usage.")]
+                        Exit status: 0 done, 1 failed (one line says what, where and what to do), 2 bad usage.\n\
+                        inspect and img have their own, which their --help lists.")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -69,6 +74,10 @@ pub(crate) enum Command {
     Export(ExportArgs),
     /// Show what is in a snapshot, a recorded migration stream or a libvirt save image
     Inspect(InspectArgs),
+    /// Make, look into, check and convert disk images, as qemu-img does
+    Img(ImgArgs),
+    /// Move a built-in guest between two processes while it runs
+    Demo(DemoArgs),
     /// Measure limosa beside stock QEMU
     Bench(BenchArgs),
     /// Print a script that makes a shell complete limosa's commands and options
@@ -81,6 +90,12 @@ pub(crate) enum Command {
     Guard {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
+    },
+    /// Be one of the two processes of a demonstration
+    #[command(hide = true)]
+    DemoEnd {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
     },
 }
 

@@ -11,12 +11,18 @@ use crate::args::BenchArgs;
 use crate::voice::{print_out, say};
 
 pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
+    if args.name == limosa_bench::stream::END {
+        limosa_bench::stream::serve_end()?;
+        return Ok(ExitCode::SUCCESS);
+    }
     leave_nothing_behind()?;
     let options = limosa_bench::Options {
         size: args.size,
+        allocate_ahead: args.allocate_ahead,
         rounds: args.rounds,
         dir: args.dir,
         only: args.only,
+        against_qemu: args.against.is_some(),
         progress: |line| say!("{line}"),
         ..Default::default()
     };

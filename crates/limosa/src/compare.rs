@@ -16,7 +16,7 @@ use serde_json::json;
 
 use crate::args::InspectArgs;
 use crate::job;
-use crate::voice::{print_out, say};
+use crate::voice::{all_printed, print_out, say};
 use crate::words;
 
 /// Status of "no verdict", as of diff(1) and of bad usage.
@@ -33,6 +33,7 @@ pub(crate) fn run(args: &InspectArgs) -> ExitCode {
     };
     let printed = compared.and_then(|(comparison, memory)| {
         print(args, &comparison, memory)?;
+        all_printed()?;
         Ok(comparison.would_load())
     });
     match printed {

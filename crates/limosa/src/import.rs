@@ -1,7 +1,9 @@
 //! `limosa import`, and other programs' files where a snapshot is wanted.
 
+use std::fs;
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -23,6 +25,9 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     if args.xml.as_ref() == Some(&args.snapshot) {
         bail!("{}: the snapshot and the domain XML cannot be one file", args.snapshot.display());
+    }
+    if is_one_file(&args.stream, &args.snapshot) {
+        bail!("{}: what is imported and the snapshot cannot be one file", args.snapshot.display());
     }
     let foreign = open(&args.stream)?;
     if args.xml.is_some() && foreign.image().is_none() {
@@ -51,6 +56,17 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
         print_out!("{}", done.object(args.xml.as_deref()));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether the snapshot would take the place of what it is made from.
+fn is_one_file(stream: &Path, snapshot: &Path) -> bool {
+    let uri = stream.to_str().filter(|text| text.starts_with("file:")).and_then(|text| text.parse().ok());
+    let path = match &uri {
+        Some(Uri::File { path, .. }) => path,
+        _ => stream,
+    };
+    let identity = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
+    identity(path).is_some_and(|found| identity(snapshot) == Some(found))
 }
 
 /// Opens what is named as QEMU names its files, or standard input.

@@ -7,7 +7,7 @@ use limosa_snapshot::{BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImag
 
 use crate::args::InspectArgs;
 use crate::compare;
-use crate::voice::print_out;
+use crate::voice::{all_printed, print_out};
 use crate::words;
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
@@ -20,6 +20,7 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     } else {
         show(&summary);
     }
+    all_printed()?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -1,7 +1,14 @@
 //! Talking to people (stderr) and to programs (stdout).
 //!
 //! Law: a job does not fail because nobody listens. A terminal that has hung up or a pipe that was closed loses words, not
-//! VMs; `println!` would panic.
+//! VMs; `println!` would panic. But a command whose only work is what it prints has failed if that did not get out.
+
+use std::fmt;
+use std::io::{self, Write};
+use std::sync::OnceLock;
+
+/// Why standard output could not take a line, the first time that it could not.
+static LOST: OnceLock<io::Error> = OnceLock::new();
 
 /// A line for people.
 macro_rules! say {
@@ -13,9 +20,26 @@ macro_rules! say {
 /// A line of what was asked for.
 macro_rules! print_out {
     () => { print_out!("") };
-    ($($words:tt)*) => {{
-        let _ = std::io::Write::write_fmt(&mut std::io::stdout().lock(), format_args!("{}\n", format_args!($($words)*)));
-    }};
+    ($($words:tt)*) => { $crate::voice::print_line(format_args!($($words)*)) };
+}
+
+/// What `print_out!` does.
+pub(crate) fn print_line(words: fmt::Arguments<'_>) {
+    let mut out = io::stdout().lock();
+    if let Err(error) = out.write_fmt(format_args!("{words}\n")).and_then(|()| out.flush()) {
+        // Somebody who closes a pipe has read enough.
+        if error.kind() != io::ErrorKind::BrokenPipe {
+            let _ = LOST.set(error);
+        }
+    }
+}
+
+/// Whether everything that was printed got out: for commands that do nothing else.
+pub(crate) fn all_printed() -> anyhow::Result<()> {
+    match LOST.get() {
+        None => Ok(()),
+        Some(error) => Err(anyhow::anyhow!("standard output: {error}")),
+    }
 }
 
 pub(crate) use {print_out, say};

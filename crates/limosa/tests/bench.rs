@@ -44,3 +44,24 @@ fn a_save_is_measured_on_several_channels() {
     };
     assert_eq!((with("channels"), with("zstd")), (4, 2), "{report}");
 }
+
+#[test]
+fn both_pairs_are_measured_on_every_number_of_channels_and_transport() {
+    needs_qemu!();
+    let report = runs(&["stream", "--size", "64M", "--against", "qemu", "--only", "64 MiB over"], 12, 1);
+    for case in report["cases"].as_array().unwrap() {
+        let pages = case["counters"]["pages"].as_u64().unwrap();
+        // QEMU's VM has firmware besides.
+        assert!((16_384..17_500).contains(&pages), "{case}");
+    }
+}
+
+#[test]
+fn limosa_streams_by_itself_where_there_is_no_qemu() {
+    let report = runs(&["stream", "--size", "32M"], 11, 4);
+    let pages = |case: &str| {
+        let cases = report["cases"].as_array().unwrap();
+        cases.iter().find(|found| found["case"] == case).unwrap()["counters"]["pages"].as_u64().unwrap()
+    };
+    assert_eq!((pages("32 MiB over tcp"), pages("512 MiB, one page of 16")), (8192, 8192), "{report}");
+}

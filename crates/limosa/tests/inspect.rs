@@ -5,6 +5,7 @@ mod stage;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
+use std::process::Command;
 
 use limosa_testkit::{Machine, Vm, scratch};
 use serde_json::{Value, json};
@@ -103,6 +104,22 @@ fn a_snapshot_that_qemu_wrote_by_itself_is_told_without_a_record() {
         assert_eq!((&told["manifest"], &told["checksums"]), (&Value::Null, &json!(false)));
         assert!(told["without_manifest"].is_string(), "{told}");
         assert!(inspect(&file, &[]).success().stdout.contains("globalstate"));
+    }
+}
+
+#[test]
+fn a_description_that_cannot_be_printed_is_a_failure() {
+    needs_qemu!();
+    let (_folder, file) = place();
+    let (_machine, vm) = stopped();
+    save(&vm, &file, &[]);
+    for more in [&["--json"][..], &[]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.arg("inspect").arg(&file).args(more);
+        let ended = command.stdout(File::options().write(true).open("/dev/full").unwrap()).output().unwrap();
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(ended.status.code(), Some(1), "{said}");
+        assert!(said.contains("standard output: No space left"), "{said}");
     }
 }
 

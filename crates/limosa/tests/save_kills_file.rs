@@ -16,6 +16,13 @@ fn a_killed_limosa_leaves_a_running_vm_and_no_file_or_a_whole_one() {
 }
 
 #[test]
+fn an_interrupt_at_the_beginning_leaves_a_vm_that_can_be_saved() {
+    needs_qemu!();
+    let tally = Victim::new(VIA).survives_interrupts_at_the_beginning(10);
+    assert!(tally.none >= 5, "{tally:?}");
+}
+
+#[test]
 fn a_save_completes_without_its_guard() {
     needs_qemu!();
     Victim::new(VIA).survives_the_death_of_the_guard();

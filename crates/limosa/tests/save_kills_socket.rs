@@ -24,6 +24,14 @@ fn a_killed_limosa_leaves_a_running_vm_also_when_it_saves_over_channels() {
 }
 
 #[test]
+fn an_interrupt_while_qemu_makes_its_channels_leaves_a_vm_that_can_be_saved() {
+    needs_qemu!();
+    let more = ["--via", "socket", "--channels", "4"];
+    let tally = Victim::new(&more).survives_interrupts_at_the_beginning(20);
+    assert!(tally.none >= 10, "{tally:?}");
+}
+
+#[test]
 fn a_save_completes_without_its_guard() {
     needs_qemu!();
     Victim::new(VIA).survives_the_death_of_the_guard();

@@ -3,18 +3,27 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::PossibleValue;
 
 use super::values::parse_size;
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// What to measure
-    #[arg(value_name = "NAME", value_parser = ["save", "restore", "landing"])]
+    #[arg(value_name = "NAME", value_parser = names())]
     pub(crate) name: String,
 
-    /// Memory of the VMs; 2G for save, 4G for restore, 1G for landing by default
+    /// Whom to compare with, where limosa runs by itself otherwise: cow, stream
+    #[arg(long, value_name = "WHOM", value_parser = ["qemu"])]
+    pub(crate) against: Option<String>,
+
+    /// Memory of the VMs; 2G for save, 4G for restore, 1G for landing and stream by default; for cow the disk, 2G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) size: Option<u64>,
+
+    /// How much space an image takes at once for writes to come, for cow; 4M by default
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) allocate_ahead: Option<u64>,
 
     /// How often each contestant runs
     #[arg(long, value_name = "N", default_value_t = 5)]
@@ -35,4 +44,18 @@ pub(crate) struct BenchArgs {
     /// Print one JSON object on stdout
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The benches, and what one of them starts as its own child.
+fn names() -> [PossibleValue; 6] {
+    let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
+    let [save, restore, landing, stream, cow] = [
+        ("save", "A VM into a file: limosa, and QEMU itself"),
+        ("restore", "A VM out of a file: lazily and eagerly, and QEMU itself"),
+        ("landing", "How received pages get from a socket into a file"),
+        ("stream", "Memory of a live migration between two processes"),
+        ("cow", "Writes into qcow2 images, most of them to new clusters"),
+    ]
+    .map(|(name, what)| PossibleValue::new(name).help(what));
+    [save, restore, landing, stream, cow, hidden]
 }

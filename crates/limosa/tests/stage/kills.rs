@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Qmp, Vm, kill9, kill9_after};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
 use crate::stage::*;
@@ -82,6 +83,20 @@ impl Victim {
             println!("killed after {:?} of {:?}", kill.after, self.lasts);
             kill.wait();
             drop(saving);
+            self.settle(&mut tally);
+        }
+        tally
+    }
+
+    /// Interrupts limosa, as Ctrl-C does, so often within the time in which a migration begins and QEMU makes its channels.
+    pub(crate) fn survives_interrupts_at_the_beginning(&self, times: u32) -> Tally {
+        let mut tally = Tally::default();
+        for nth in 0..times {
+            let saving = self.start();
+            std::thread::sleep(Duration::from_millis(60) * nth / times);
+            saving.signal(Signal::INT);
+            let ended = saving.wait();
+            assert!(!ended.status.success() || self.file.exists(), "{}", ended.stderr);
             self.settle(&mut tally);
         }
         tally

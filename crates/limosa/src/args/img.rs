@@ -1,0 +1,80 @@
+//! The arguments of `limosa img`: qemu-img's, command by command.
+//!
+//! Law: an option that qemu-img has is taken with qemu-img's meaning or refused with one line; none is ignored. What is refused
+//! does not stand in `--help`. Each command's arguments are resolved into a plain struct of [`crate::img::options`].
+
+mod bench;
+mod check;
+mod compare;
+mod convert;
+mod create;
+mod image;
+mod info;
+mod map;
+mod resize;
+
+use std::ffi::OsString;
+
+use clap::{Args, Subcommand};
+
+use crate::img::object::Secret;
+
+pub(crate) use bench::ImgBenchArgs;
+pub(crate) use check::ImgCheckArgs;
+pub(crate) use compare::ImgCompareArgs;
+pub(crate) use convert::ImgConvertArgs;
+pub(crate) use create::ImgCreateArgs;
+pub(crate) use info::ImgInfoArgs;
+pub(crate) use map::ImgMapArgs;
+pub(crate) use resize::ImgResizeArgs;
+
+#[derive(Debug, Args)]
+#[command(after_help = "Options, output and exit status are qemu-img's. Sizes are written 512 64k 1.5G 0x10000, with \
+                        b k M G T P E for powers of 1024.\n\
+                        Exit status: 0 done, 1 failed (one line says what, where and what to do) or bad usage; check and \
+                        compare have more, which their --help lists.")]
+pub(crate) struct ImgArgs {
+    #[command(subcommand)]
+    pub(crate) command: ImgCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImgCommand {
+    /// Make a new image
+    Create(ImgCreateArgs),
+    /// Show what an image is: format, sizes, backing file
+    Info(ImgInfoArgs),
+    /// Check an image's tables and refcounts, and repair them
+    Check(ImgCheckArgs),
+    /// Show where an image's contents lie, through its backing files
+    Map(ImgMapArgs),
+    /// Copy images into a new one, of another format or not
+    Convert(Box<ImgConvertArgs>),
+    /// Compare what guests would read from two images
+    Compare(ImgCompareArgs),
+    /// Make an image's disk longer or shorter
+    Resize(ImgResizeArgs),
+    /// Measure requests to an image
+    Bench(Box<ImgBenchArgs>),
+    /// What qemu-img has, or nobody.
+    #[command(external_subcommand)]
+    Other(Vec<OsString>),
+}
+
+impl ImgCommand {
+    /// What `--object` defined.
+    pub(crate) fn objects(&self) -> &[Secret] {
+        let object = match self {
+            Self::Create(args) => &args.open.object,
+            Self::Info(args) => &args.image.open.object,
+            Self::Check(args) => &args.image.open.object,
+            Self::Map(args) => &args.image.open.object,
+            Self::Convert(args) => &args.open.object,
+            Self::Compare(args) => &args.open.object,
+            Self::Resize(args) => &args.image.open.object,
+            Self::Bench(args) => &args.image.open.object,
+            Self::Other(_) => return &[],
+        };
+        object.all()
+    }
+}

@@ -1,0 +1,131 @@
+//! The arguments of `limosa img bench`.
+
+use std::ffi::OsString;
+
+use clap::{Args, ValueEnum};
+use limosa_image::qcow2::image::CowMode;
+use limosa_storage::{CacheMode, Io};
+
+use super::image::{ImageArgs, ShareArg, parse_aio};
+use crate::img::options::{BenchOptions, Source};
+use crate::img::size::{parse_request, parse_size};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CowArg {
+    /// One read of head and tail, one write
+    Merged,
+    /// Data, head and tail one by one
+    Split,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImgBenchArgs {
+    #[command(flatten)]
+    pub(super) image: ImageArgs,
+
+    /// How many requests are carried out
+    #[arg(short, long, value_name = "N", default_value_t = 75_000, value_parser = clap::value_parser!(u32).range(..=0x7fff_ffff))]
+    count: u32,
+
+    /// How many requests are under way at the same time
+    #[arg(short, long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    depth: u32,
+
+    /// Bytes of a request
+    #[arg(short = 's', long, value_name = "SIZE", default_value = "4k", value_parser = parse_request)]
+    buffer_size: u64,
+
+    /// How many bytes further each request is than the one before; a request's bytes if it is not said, or 0
+    #[arg(short = 'S', long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    step_size: u64,
+
+    /// Where the first request is
+    #[arg(short, long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    offset: u64,
+
+    /// Write; without this, read
+    // Without locks nobody would know that a running VM has the image.
+    #[arg(short, long, conflicts_with = "force_share")]
+    write: bool,
+
+    /// Write bytes of this value
+    #[arg(long, value_name = "BYTE", default_value_t = 0)]
+    pattern: u8,
+
+    /// Flush after each N requests
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "write")]
+    flush_interval: u32,
+
+    /// Do not wait for the requests under way before a flush
+    #[arg(long, requires = "flush_interval")]
+    no_drain: bool,
+
+    /// Cache mode: none, writeback, writethrough, unsafe, directsync
+    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback")]
+    cache: CacheMode,
+
+    /// What reads and writes; native is Linux's older interface, for which limosa takes the newer one
+    #[arg(short = 'i', long, value_name = "threads|native|io_uring", value_parser = parse_aio)]
+    aio: Option<Io>,
+
+    /// The same as --aio native
+    #[arg(short, long, conflicts_with = "aio")]
+    native: bool,
+
+    /// How clusters are copied that a write covers in part
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = CowArg::Merged)]
+    cow: CowArg,
+
+    #[command(flatten)]
+    share: ShareArg,
+
+    /// Changes nothing, as with qemu-img: what was measured is said all the same
+    #[arg(short = 'q', long = "quiet")]
+    _quiet: bool,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    json: bool,
+
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: OsString,
+}
+
+impl ImgBenchArgs {
+    /// What is to be done.
+    ///
+    /// # Errors
+    /// A combination that qemu-img refuses.
+    pub(crate) fn resolve(self) -> anyhow::Result<BenchOptions> {
+        if self.flush_interval > 0 && self.flush_interval < self.depth {
+            anyhow::bail!(
+                "--flush-interval {} is less than the depth of {}: requests under way would wait for several flushes",
+                self.flush_interval,
+                self.depth
+            );
+        }
+        Ok(BenchOptions {
+            source: Source {
+                force_share: self.share.force_share,
+                cache: self.cache,
+                io: if self.native { Io::Uring } else { self.aio.unwrap_or_default() },
+                ..self.image.source(&self.file)
+            },
+            count: self.count,
+            depth: self.depth,
+            buffer_size: self.buffer_size,
+            step_size: if self.step_size == 0 { self.buffer_size } else { self.step_size },
+            offset: self.offset,
+            write: self.write,
+            pattern: self.pattern,
+            flush_interval: self.flush_interval,
+            drain: !self.no_drain,
+            cow: match self.cow {
+                CowArg::Merged => CowMode::Merged,
+                CowArg::Split => CowMode::Split,
+            },
+            json: self.json,
+        })
+    }
+}

@@ -1,0 +1,80 @@
+//! The arguments of `limosa img compare`.
+
+use std::ffi::{OsStr, OsString};
+
+use clap::Args;
+use limosa_storage::CacheMode;
+
+use super::image::{OpenArgs, QuietArg, ShareArg};
+use crate::img::options::{CompareOptions, Source};
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Exit status: 0 they are alike, 1 they differ, 2 an image cannot be opened, or bad usage, 3 what is allocated \
+                        cannot be found out, 4 contents cannot be read."
+)]
+pub(crate) struct ImgCompareArgs {
+    /// The first image's format; found out by its first bytes if it is not said
+    #[arg(short = 'f', long, value_name = "FMT", conflicts_with = "image_opts")]
+    a_format: Option<String>,
+
+    /// The second image's format
+    #[arg(short = 'F', long, value_name = "FMT", conflicts_with = "image_opts")]
+    b_format: Option<String>,
+
+    /// FILE1 and FILE2 are lists of options: driver=qcow2,file.driver=file,file.filename=NAME,...
+    #[arg(long)]
+    image_opts: bool,
+
+    /// They differ also if their sizes do, or if one has allocated what the other has not
+    #[arg(short, long)]
+    strict: bool,
+
+    /// Cache mode: none, writeback, writethrough, unsafe, directsync
+    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
+    cache: CacheMode,
+
+    /// Show progress, also where there is no terminal
+    #[arg(short, long)]
+    progress: bool,
+
+    #[command(flatten)]
+    share: ShareArg,
+
+    #[command(flatten)]
+    quiet: QuietArg,
+
+    #[command(flatten)]
+    pub(super) open: OpenArgs,
+
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    json: bool,
+
+    /// The first image
+    #[arg(value_name = "FILE1")]
+    first: OsString,
+
+    /// The second image
+    #[arg(value_name = "FILE2")]
+    second: OsString,
+}
+
+impl ImgCompareArgs {
+    /// What is to be done.
+    pub(crate) fn resolve(self) -> CompareOptions {
+        let source = |name: &OsStr, format: Option<&String>| Source {
+            force_share: self.share.force_share,
+            cache: self.cache,
+            ..self.open.source(name, format, self.image_opts)
+        };
+        CompareOptions {
+            first: source(&self.first, self.a_format.as_ref()),
+            second: source(&self.second, self.b_format.as_ref()),
+            strict: self.strict,
+            progress: self.progress,
+            quiet: self.quiet.quiet,
+            json: self.json,
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! The arguments of `limosa img convert`.
+
+use std::ffi::OsString;
+
+use clap::Args;
+use limosa_image::qcow2::snapshot_choice::SnapshotChoice;
+use limosa_image::reference::split;
+use limosa_storage::CacheMode;
+
+use super::image::{OpenArgs, QuietArg, ShareArg};
+use crate::img::options::{ConvertOptions, Name, Source, Target};
+use crate::img::size::parse_size;
+
+#[derive(Debug, Args)]
+#[command(override_usage = "limosa img convert [OPTIONS] SOURCE... TARGET")]
+pub(crate) struct ImgConvertArgs {
+    /// The images' format; found out by their first bytes if it is not said
+    #[arg(short = 'f', long, value_name = "FMT", conflicts_with = "source_image_opts")]
+    source_format: Option<String>,
+
+    /// A snapshot in SOURCE that is read in its place: its id or name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = parse_snapshot, overrides_with = "source_snapshot")]
+    source_snapshot: Option<SnapshotChoice>,
+
+    /// Each SOURCE is a list of options: driver=qcow2,file.driver=file,file.filename=NAME,...
+    #[arg(long, visible_alias = "image-opts")]
+    source_image_opts: bool,
+
+    /// The sources' cache mode: none, writeback, writethrough, unsafe, directsync
+    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
+    source_cache: CacheMode,
+
+    /// The target's format: raw or qcow2
+    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw")]
+    target_format: String,
+
+    /// TARGET is a list of options, as with --source-image-opts; it exists
+    #[arg(long, requires = "no_create", conflicts_with = "target_format")]
+    target_image_opts: bool,
+
+    /// Options of the target's format: NAME=VALUE[,NAME=VALUE...]; -o help lists them. May be given several times
+    #[arg(short = 'o', long, value_name = "OPTIONS")]
+    target_options: Vec<String>,
+
+    /// The target's cache mode
+    #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe")]
+    target_cache: CacheMode,
+
+    /// The target's backing file: what SOURCE reads from its own backing file is not copied, and has to be the same there
+    #[arg(short = 'B', long, value_name = "FILE", conflicts_with = "no_create")]
+    backing: Option<OsString>,
+
+    /// The target's backing file's format
+    #[arg(short = 'F', long, value_name = "FMT")]
+    backing_format: Option<String>,
+
+    /// Do not make the target: it is there, and at least as long as the sources
+    #[arg(short, long)]
+    no_create: bool,
+
+    /// The target reads as zeros already
+    #[arg(long, requires = "no_create")]
+    target_is_zero: bool,
+
+    /// How many bytes of zeros in a row are worth a hole, 4k if it is not said; 0: none, the target has space for everything
+    #[arg(short = 'S', long, value_name = "SIZE", value_parser = parse_size)]
+    sparse_size: Option<u64>,
+
+    /// How many requests are under way at the same time, 1 to 16
+    #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
+    parallel: u8,
+
+    /// Write out of order where that is faster, which is past the page cache (-t none); space is taken in any order then
+    #[arg(short = 'W', long)]
+    oob_writes: bool,
+
+    /// Have the kernel copy contents from file to file where they lie as they are, which is in raw targets; zeros are not looked for
+    #[arg(short = 'C', long = "copy-range-offloading", conflicts_with_all = ["sparse_size", "salvage"])]
+    copy_range: bool,
+
+    /// Most bytes a second
+    #[arg(short = 'r', long, value_name = "RATE", value_parser = parse_size)]
+    rate: Option<u64>,
+
+    /// Go on where a source cannot be read; that place reads as zeros
+    #[arg(long)]
+    salvage: bool,
+
+    /// Show progress, also where there is no terminal
+    #[arg(short, long)]
+    progress: bool,
+
+    #[command(flatten)]
+    share: ShareArg,
+
+    #[command(flatten)]
+    quiet: QuietArg,
+
+    #[command(flatten)]
+    pub(super) open: OpenArgs,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    json: bool,
+
+    /// What is refused.
+    #[command(flatten)]
+    later: LaterArgs,
+
+    /// The images, one behind the other, and what to copy them into
+    #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required_unless_present = "target_options")]
+    files: Vec<OsString>,
+}
+
+/// What limosa does not have yet.
+#[derive(Debug, Args)]
+struct LaterArgs {
+    #[arg(short = 'c', long, hide = true)]
+    compress: bool,
+    #[arg(long, hide = true)]
+    bitmaps: bool,
+    #[arg(long, hide = true)]
+    skip_broken_bitmaps: bool,
+}
+
+impl LaterArgs {
+    fn refuse(&self) -> anyhow::Result<()> {
+        if self.compress {
+            anyhow::bail!("-c: limosa does not write compressed clusters yet; leave it out, or use qemu-img");
+        }
+        if self.bitmaps || self.skip_broken_bitmaps {
+            anyhow::bail!("--bitmaps: limosa does not copy bitmaps yet; leave it out, or use qemu-img");
+        }
+        Ok(())
+    }
+}
+
+impl ImgConvertArgs {
+    /// What is to be done.
+    ///
+    /// # Errors
+    /// What is asked for is not there yet, or is not complete.
+    pub(crate) fn resolve(self) -> anyhow::Result<ConvertOptions> {
+        self.later.refuse()?;
+        let source = |name: &OsString| Source {
+            force_share: self.share.force_share,
+            cache: self.source_cache,
+            ..self.open.source(name, self.source_format.as_ref(), self.source_image_opts)
+        };
+        let target = Target {
+            format: self.target_format,
+            options: self.target_options.join(","),
+            cache: self.target_cache,
+            image_opts: self.target_image_opts,
+        };
+        let (name, sources) = match self.files.split_last() {
+            Some((name, sources)) if !sources.is_empty() => (Name(name.clone()), sources),
+            _ if target.asks_for_help() => (Name::default(), self.files.as_slice()),
+            _ => anyhow::bail!("which image is to be copied into which file? limosa img convert SOURCE TARGET"),
+        };
+        Ok(ConvertOptions {
+            sources: sources.iter().map(source).collect(),
+            name,
+            snapshot: self.source_snapshot,
+            target,
+            backing: self.backing,
+            backing_format: self.backing_format,
+            no_create: self.no_create,
+            target_is_zero: self.target_is_zero,
+            sparse_size: self.sparse_size.unwrap_or(limosa_image::convert::ConvertOptions::SPARSE),
+            parallel: self.parallel,
+            out_of_order: self.oob_writes,
+            copy_range: self.copy_range,
+            rate: self.rate,
+            salvage: self.salvage,
+            progress: self.progress,
+            quiet: self.quiet.quiet,
+            json: self.json,
+        })
+    }
+}
+
+/// Which snapshot is meant, as qemu-img reads it.
+fn parse_snapshot(text: &str) -> Result<SnapshotChoice, String> {
+    if !text.starts_with("snapshot.") {
+        return Ok(SnapshotChoice::Either(text.to_owned()));
+    }
+    let (mut id, mut name) = (None, None);
+    for option in split(text) {
+        match option.split_once('=') {
+            Some(("snapshot.id", value)) => id = Some(value.to_owned()),
+            Some(("snapshot.name", value)) => name = Some(value.to_owned()),
+            _ => return Err(format!("{option:?}: write snapshot.id=ID, snapshot.name=NAME, or an id or a name alone")),
+        }
+    }
+    Ok(SnapshotChoice::Both { id, name })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_is_meant_by_id_or_by_name_or_by_both() {
+        let both = |id: Option<&str>, name: Option<&str>| {
+            Ok(SnapshotChoice::Both { id: id.map(Into::into), name: name.map(Into::into) })
+        };
+        assert_eq!(parse_snapshot("a=b,c"), Ok(SnapshotChoice::Either("a=b,c".into())));
+        assert_eq!(parse_snapshot("snapshot.id=1"), both(Some("1"), None));
+        assert_eq!(parse_snapshot("snapshot.name=a,,b,snapshot.id="), both(Some(""), Some("a,b")));
+        for wrong in ["snapshot.", "snapshot.id", "snapshot.date=1", "snapshot.id=1,name=2"] {
+            assert!(parse_snapshot(wrong).is_err(), "{wrong}");
+        }
+    }
+}

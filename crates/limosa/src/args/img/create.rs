@@ -1,0 +1,69 @@
+//! The arguments of `limosa img create`.
+
+use std::ffi::OsString;
+
+use clap::Args;
+
+use super::image::{OpenArgs, QuietArg};
+use crate::img::options::{CreateOptions, Name, Target};
+use crate::img::size::parse_size;
+
+#[derive(Debug, Args)]
+pub(crate) struct ImgCreateArgs {
+    /// The new image's format: raw or qcow2
+    #[arg(short, long, value_name = "FMT", default_value = "raw")]
+    format: String,
+
+    /// Options of the format: NAME=VALUE[,NAME=VALUE...]; -o help lists them. May be given several times
+    #[arg(short, long, value_name = "OPTIONS")]
+    options: Vec<String>,
+
+    /// The backing file: what the image reads as where nothing has been written to it
+    #[arg(short, long, value_name = "FILE")]
+    backing: Option<OsString>,
+
+    /// The backing file's format
+    #[arg(short = 'F', long, value_name = "FMT")]
+    backing_format: Option<String>,
+
+    /// Do not look at the backing file, which need not exist
+    #[arg(short = 'u', long)]
+    backing_unsafe: bool,
+
+    #[command(flatten)]
+    quiet: QuietArg,
+
+    #[command(flatten)]
+    pub(super) open: OpenArgs,
+
+    /// The image; what is there already is overwritten
+    #[arg(value_name = "FILE", required_unless_present = "options")]
+    file: Option<OsString>,
+
+    /// The disk's size; the backing file's if it is not said
+    #[arg(value_name = "SIZE", value_parser = parse_size, allow_hyphen_values = true)]
+    size: Option<u64>,
+}
+
+impl ImgCreateArgs {
+    /// What is to be done.
+    ///
+    /// # Errors
+    /// Nothing was named.
+    pub(crate) fn resolve(self) -> anyhow::Result<CreateOptions> {
+        let target = Target { format: self.format, options: self.options.join(","), ..Target::default() };
+        if self.file.is_none() && !target.asks_for_help() {
+            anyhow::bail!("which image is to be made? limosa img create FILE [SIZE]");
+        }
+        Ok(CreateOptions {
+            target,
+            name: Name(self.file.unwrap_or_default()),
+            size: self.size,
+            backing: self.backing,
+            backing_format: self.backing_format,
+            backing_unsafe: self.backing_unsafe,
+            untrusted: self.open.untrusted,
+            quiet: self.quiet.quiet,
+        })
+    }
+}

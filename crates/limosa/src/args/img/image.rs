@@ -1,0 +1,120 @@
+//! What several commands of `limosa img` take: how an image is named and opened.
+
+use std::ffi::OsStr;
+
+use clap::{ArgAction, Args, ValueEnum};
+use limosa_storage::{CacheMode, Io};
+
+use crate::img::object::Secret;
+use crate::img::options::{Name, Source};
+
+#[derive(Debug, Args)]
+pub(crate) struct ObjectArg {
+    /// A secret: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]; nothing needs one before images are encrypted. May be
+    /// given several times
+    #[arg(long, value_name = "OBJDEF", value_parser = Secret::parse, action = ArgAction::Append)]
+    object: Vec<Secret>,
+}
+
+impl ObjectArg {
+    /// What was defined.
+    pub(crate) fn all(&self) -> &[Secret] {
+        &self.object
+    }
+}
+
+/// How images that exist are opened.
+#[derive(Debug, Args)]
+pub(crate) struct OpenArgs {
+    /// Refuse every file that an image refers to (backing file, data file), unless it is named here
+    #[arg(long)]
+    pub(crate) untrusted: bool,
+
+    #[command(flatten)]
+    pub(crate) object: ObjectArg,
+}
+
+/// One image that exists, but for its name.
+#[derive(Debug, Args)]
+pub(crate) struct ImageArgs {
+    /// The image's format: raw or qcow2; found out by its first bytes if it is not said
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+
+    /// FILE is a list of options: driver=qcow2,file.driver=file,file.filename=NAME,...
+    #[arg(long, conflicts_with = "format")]
+    image_opts: bool,
+
+    #[command(flatten)]
+    pub(crate) open: OpenArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ShareArg {
+    /// Open it although another process may be writing it: what is read may not be consistent
+    #[arg(short = 'U', long)]
+    pub(crate) force_share: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct QuietArg {
+    /// Say nothing but errors
+    #[arg(short, long)]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FormArg {
+    Human,
+    Json,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct OutputArgs {
+    /// For people, or for programs
+    #[arg(long, value_enum, value_name = "FORM", default_value_t = FormArg::Human)]
+    output: FormArg,
+
+    /// The same as --output json
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
+}
+
+impl OutputArgs {
+    /// Whether a program is to read it.
+    pub(crate) fn json(&self) -> bool {
+        self.json || self.output == FormArg::Json
+    }
+}
+
+impl OpenArgs {
+    /// An image that exists, opened like this; shared and with the usual cache mode unless that is changed.
+    pub(crate) fn source(&self, name: &OsStr, format: Option<&String>, image_opts: bool) -> Source {
+        Source {
+            name: Name(name.to_owned()),
+            image_opts,
+            format: format.cloned(),
+            cache: CacheMode::Writeback,
+            io: Io::Auto,
+            force_share: false,
+            untrusted: self.untrusted,
+        }
+    }
+}
+
+impl ImageArgs {
+    /// The image of this name.
+    pub(crate) fn source(&self, name: &OsStr) -> Source {
+        self.open.source(name, self.format.as_ref(), self.image_opts)
+    }
+}
+
+/// A back end by QEMU's name for it.
+pub(crate) fn parse_aio(text: &str) -> Result<Io, String> {
+    Ok(match text {
+        "threads" => Io::Threads,
+        // Linux's older interface for the same; limosa has the newer one alone.
+        "native" | "io_uring" => Io::Uring,
+        _ => return Err(format!("{text:?} is no back end: write threads, native or io_uring")),
+    })
+}

@@ -1,0 +1,110 @@
+//! `limosa demo`.
+
+mod live;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use limosa_channel::Uri;
+use limosa_demo::monitor::EndMonitor;
+use limosa_demo::state::{Role, State, Status};
+use serde_json::{Value, json};
+
+use crate::args::{DecideArgs, DemoArgs, DemoCommand, RecoverArgs};
+use crate::voice::{print_out, say};
+
+/// How long an end may take to do what it was told.
+const SOON: Duration = Duration::from_secs(60);
+
+pub(crate) fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
+    match args.command {
+        DemoCommand::Live(args) => live::run(&args),
+        DemoCommand::Resume(args) => go(&args, Role::Source),
+        DemoCommand::Start(args) => go(&args, Role::Destination),
+        DemoCommand::Discard(args) => discard(&args),
+        DemoCommand::Recover(args) => recover(&args),
+        DemoCommand::Status(args) => status(&args),
+    }
+}
+
+/// One of the two processes.
+pub(crate) fn end(arguments: &[String]) -> ExitCode {
+    match limosa_demo::end::run(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say!("limosa: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Has an undecided end run the guest.
+fn go(args: &DecideArgs, role: Role) -> anyhow::Result<ExitCode> {
+    let end = EndMonitor::connect(&args.control)?;
+    let status = end.status()?;
+    if status.role != role {
+        let other = if role == Role::Source { "start" } else { "resume" };
+        anyhow::bail!("this is the {}: there it is limosa demo {other}", status.role.name());
+    }
+    if !status.running {
+        end.execute("cont", Value::Null)?;
+    }
+    let waits = |status: &Status| status.running || !matches!(status.state, State::Running | State::Receiving);
+    let status = end.wait_status(SOON, "run the guest", waits)?;
+    if !status.running {
+        anyhow::bail!("the guest does not run: {}", status.why.unwrap_or(status.status));
+    }
+    tell(args, &status);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Has an end give the guest up.
+fn discard(args: &DecideArgs) -> anyhow::Result<ExitCode> {
+    let end = EndMonitor::connect(&args.control)?;
+    let status = end.status()?;
+    // In postcopy too, as long as its pages keep coming.
+    if status.running && status.state != State::PostcopyPaused {
+        anyhow::bail!("the guest runs at this end: nothing is discarded");
+    }
+    end.execute("quit", Value::Null)?;
+    say!("limosa: the {} gives the guest up and ends", status.role.name());
+    if args.json {
+        print_out!("{}", json!({ "discarded": status.role.name() }));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Connects the two ends of a postcopy again, over a socket beside the destination's.
+fn recover(args: &RecoverArgs) -> anyhow::Result<ExitCode> {
+    let (source, destination) = (EndMonitor::connect(&args.control)?, EndMonitor::connect(&args.destination)?);
+    let at = PathBuf::from(format!("{}.recovery", args.destination.display()));
+    let at = destination.listen("migrate-recover", &Uri::Unix(at))?;
+    source.execute("migrate", json!({ "uri": at.to_string(), "resume": true }))?;
+    let over = |status: &Status| status.state != State::Receiving;
+    let status = destination.wait_status(SOON, "get the rest of its memory", over)?;
+    if status.state != State::Running {
+        anyhow::bail!("the postcopy goes on no further: {}", status.why.unwrap_or(status.status));
+    }
+    say!("limosa: all of the guest's memory is at the destination");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn status(args: &DecideArgs) -> anyhow::Result<ExitCode> {
+    tell(args, &EndMonitor::connect(&args.control)?.status()?);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn tell(args: &DecideArgs, status: &Status) {
+    let runs = if status.running { "the guest runs here" } else { "the guest does not run here" };
+    say!("limosa: {}: {runs} ({}); it has counted {}", status.role.name(), status.status, status.beats);
+    if let Some(why) = &status.why {
+        say!("  {why}");
+    }
+    for command in &status.decide {
+        say!("  {command}");
+    }
+    if args.json {
+        print_out!("{}", json!(status));
+    }
+}

@@ -1,0 +1,71 @@
+//! `limosa img bench`.
+
+use std::ops::ControlFlow;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use limosa_image::bench::{self, FlushEvery};
+use limosa_storage::block_on;
+use serde_json::json;
+
+use super::open;
+use super::options::BenchOptions;
+use crate::voice::{all_printed, print_out};
+
+pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
+    if options.count == 0 {
+        anyhow::bail!("-c 0: there has to be a request; say 1 or more");
+    }
+    let disk =
+        if options.write { open::to_write(&options.source, options.cow)? } else { open::to_read(&options.source)? };
+    let load = bench::BenchOptions {
+        count: options.count.into(),
+        depth: options.depth.into(),
+        size: usize::try_from(options.buffer_size)?,
+        offset: options.offset,
+        step: options.step_size,
+        write: options.write.then_some(options.pattern),
+        flush: (options.flush_interval > 0)
+            .then_some(FlushEvery { requests: options.flush_interval.into(), drain: options.drain }),
+    };
+    let told = !options.json;
+    if told {
+        let verb = if options.write { "write" } else { "read" };
+        print_out!(
+            "Sending {} {verb} requests, {} bytes each, {} in parallel (starting at offset {}, step size {})",
+            load.count,
+            load.size,
+            load.depth,
+            load.offset,
+            load.step
+        );
+        if let Some(flush) = load.flush {
+            let without = if flush.drain { "" } else { ", without waiting for those under way" };
+            print_out!("Sending flush every {} requests{without}", flush.requests);
+        }
+    }
+    let report = block_on(bench::bench(&*disk, &load, &|_| ControlFlow::Continue(())))?;
+    block_on(disk.close()).with_context(|| format!("cannot close {}", options.source.name))?;
+    if told {
+        print_out!("Run completed in {:.3} seconds.", report.elapsed.as_secs_f64());
+    }
+    if options.json {
+        let rate = |count: u64| per_second(count, report.elapsed);
+        let report = json!({
+            "seconds": report.elapsed.as_secs_f64(),
+            "requests": report.requests,
+            "flushes": report.flushes,
+            "bytes": report.bytes,
+            "requests-per-second": rate(report.requests),
+            "bytes-per-second": rate(report.bytes),
+        });
+        print_out!("{report}");
+    }
+    all_printed()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a rate")]
+fn per_second(count: u64, time: std::time::Duration) -> f64 {
+    count as f64 / time.as_secs_f64().max(1e-9)
+}

@@ -1,0 +1,203 @@
+//! `limosa img check`.
+//!
+//! Law: the exit status says how bad it is, as qemu-img's does: scripts look at nothing else.
+
+use std::process::ExitCode;
+
+use limosa_image::probe::Format;
+use limosa_image::qcow2::check::{self, CheckReport, Finding, check, repair};
+use limosa_storage::block_on;
+use serde_json::{Map, Value, json};
+
+use super::open;
+use super::options::CheckOptions;
+use super::pretty::pretty;
+use crate::voice::{all_printed, print_out, say};
+
+/// The image has references that are wrong, or lacks space that it uses.
+const CORRUPT: u8 = 2;
+/// Space is lost, nothing else.
+const LEAKS: u8 = 3;
+/// Images of this format have nothing to check.
+const NOT_CHECKED: u8 = 63;
+
+/// What was found wrong, on stderr: all of it that was kept.
+fn say_findings(findings: &[Finding], left_out: u64) {
+    for finding in findings {
+        say!("{finding}");
+    }
+    if left_out > 0 {
+        say!("and {left_out} more");
+    }
+}
+
+/// Parts of a whole in percent.
+fn percent(part: u64, whole: u64) -> f64 {
+    // Told with two digits behind the point: what the conversion loses is not seen.
+    #[expect(clippy::cast_precision_loss, reason = "a percentage for people")]
+    let (part, whole) = (part as f64, whole.max(1) as f64);
+    part * 100.0 / whole
+}
+
+/// What people are told of an image as it is now.
+fn lines(report: &CheckReport) -> Vec<String> {
+    let mut lines = Vec::new();
+    if report.leaks_fixed > 0 || report.corruptions_fixed > 0 {
+        lines.push(format!(
+            "Repaired: {} leaked clusters, {} corruptions. The image as it is now:",
+            report.leaks_fixed, report.corruptions_fixed
+        ));
+    }
+    if report.is_clean() {
+        lines.push("No errors were found on the image.".to_owned());
+    }
+    if report.corruptions > 0 {
+        let found = if report.corruptions == 1 { "error was" } else { "errors were" };
+        lines.push(format!(
+            "{} {found} found on the image: data may be lost, and writing to it can lose more.",
+            report.corruptions
+        ));
+    }
+    if report.leaks > 0 {
+        lines.push(match report.leaks {
+            1 => "1 leaked cluster was found on the image: it costs space, no data.".to_owned(),
+            leaks => format!("{leaks} leaked clusters were found on the image: they cost space, no data."),
+        });
+    }
+    if report.check_errors > 0 {
+        let places = if report.check_errors == 1 { "place" } else { "places" };
+        lines.push(format!("{} {places} could not be checked.", report.check_errors));
+    }
+    if report.total_clusters > 0 && report.allocated_clusters > 0 {
+        let (total, allocated) = (report.total_clusters, report.allocated_clusters);
+        lines.push(format!(
+            "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
+            percent(allocated, total),
+            percent(report.fragmented_clusters, allocated),
+            percent(report.compressed_clusters, allocated)
+        ));
+    }
+    if report.image_end_offset > 0 {
+        lines.push(format!("Image end offset: {}", report.image_end_offset));
+    }
+    lines
+}
+
+/// What a program is told: figures that are 0 are left out, as qemu-img leaves them out.
+fn object(report: &CheckReport, name: &str, format: &str) -> Value {
+    let mut object = Map::new();
+    for (key, figure) in [
+        ("image-end-offset", report.image_end_offset),
+        ("total-clusters", report.total_clusters),
+        ("allocated-clusters", report.allocated_clusters),
+        ("fragmented-clusters", report.fragmented_clusters),
+        ("compressed-clusters", report.compressed_clusters),
+        ("corruptions", report.corruptions),
+        ("leaks", report.leaks),
+        ("corruptions-fixed", report.corruptions_fixed),
+        ("leaks-fixed", report.leaks_fixed),
+    ] {
+        if figure > 0 {
+            object.insert(key.to_owned(), json!(figure));
+        }
+    }
+    object.insert("check-errors".to_owned(), json!(report.check_errors));
+    object.insert("filename".to_owned(), json!(name));
+    object.insert("format".to_owned(), json!(format));
+    Value::Object(object)
+}
+
+/// How bad it is.
+fn status(report: &CheckReport) -> ExitCode {
+    if report.check_errors > 0 {
+        ExitCode::FAILURE
+    } else if report.corruptions > 0 {
+        ExitCode::from(CORRUPT)
+    } else if report.leaks > 0 {
+        ExitCode::from(LEAKS)
+    } else {
+        ExitCode::SUCCESS
+    }
+}
+
+pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
+    let (source, read_only) = (&options.source, options.repair.is_none());
+    let file = open::file(source, read_only)?;
+    if file.format == Format::Raw {
+        say!("limosa: {}: images of format raw have nothing to check", source.name);
+        return Ok(ExitCode::from(NOT_CHECKED));
+    }
+    let (storage, how) = (&*file.storage, check::CheckOptions::default());
+    let report = match options.repair {
+        None => block_on(check(storage, how))?,
+        Some(what) => block_on(repair(storage, what, how))?,
+    };
+    say_findings(&report.findings, report.findings_left_out);
+    if options.json {
+        print_out!("{}", pretty(&object(&report, &source.name.to_string(), file.format.name()))?);
+    } else if !options.quiet {
+        for line in lines(&report) {
+            print_out!("{line}");
+        }
+    }
+    all_printed()?;
+    Ok(status(&report))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> CheckReport {
+        CheckReport {
+            image_end_offset: 2_097_152,
+            total_clusters: 400,
+            allocated_clusters: 19,
+            fragmented_clusters: 1,
+            ..CheckReport::default()
+        }
+    }
+
+    #[test]
+    fn figures_are_told_in_qemu_imgs_lines() {
+        assert_eq!(
+            lines(&report()),
+            [
+                "No errors were found on the image.",
+                "19/400 = 4.75% allocated, 5.26% fragmented, 0.00% compressed clusters",
+                "Image end offset: 2097152"
+            ]
+        );
+        assert_eq!(lines(&CheckReport { image_end_offset: 7, ..CheckReport::default() }).len(), 2);
+        let one = lines(&CheckReport { leaks: 1, corruptions: 1, check_errors: 1, ..report() });
+        assert!(one[0].starts_with("1 error was") && one[1].starts_with("1 leaked cluster was"), "{one:?}");
+        let bad = CheckReport { leaks: 2, corruptions: 3, check_errors: 4, ..report() };
+        let lines = lines(&bad);
+        assert!(
+            lines[0].starts_with("3 errors") && lines[1].starts_with("2 leaked") && lines[2].starts_with("4 places")
+        );
+    }
+
+    #[test]
+    fn figures_that_are_0_are_left_out_for_programs_but_for_errors() {
+        assert_eq!(
+            object(&report(), "x", "qcow2"),
+            json!({
+                "image-end-offset": 2_097_152, "total-clusters": 400, "allocated-clusters": 19, "fragmented-clusters": 1,
+                "check-errors": 0, "filename": "x", "format": "qcow2"
+            })
+        );
+    }
+
+    #[test]
+    fn what_was_not_checked_is_worse_than_what_was_found() {
+        let status = |check_errors, corruptions, leaks| {
+            format!("{:?}", status(&CheckReport { check_errors, corruptions, leaks, ..CheckReport::default() }))
+        };
+        let code = |code: u8| format!("{:?}", ExitCode::from(code));
+        assert_eq!(status(0, 0, 0), code(0));
+        assert_eq!(status(0, 0, 1), code(3));
+        assert_eq!(status(0, 1, 1), code(2));
+        assert_eq!(status(1, 1, 1), code(1));
+    }
+}

@@ -1,0 +1,274 @@
+//! `-o`: the options of a format that is created.
+//!
+//! Law: an option that a format has is taken or refused with one line; none is ignored.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+
+use anyhow::Context as _;
+use limosa_image::reference::split;
+
+use super::size::parse_size;
+
+/// What an option's value is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Size,
+    Number,
+    OnOff,
+}
+
+/// An option that a format has.
+#[derive(Debug, PartialEq, Eq)]
+struct Known {
+    name: &'static str,
+    kind: Kind,
+    what: &'static str,
+    /// What it is if nothing is said.
+    usual: Option<&'static str>,
+}
+
+const fn known(name: &'static str, kind: Kind, what: &'static str) -> Known {
+    Known { name, kind, what, usual: None }
+}
+
+const fn usually(name: &'static str, kind: Kind, what: &'static str, usual: &'static str) -> Known {
+    Known { name, kind, what, usual: Some(usual) }
+}
+
+const RAW: [Known; 2] = [
+    known("size", Kind::Size, "The disk's length"),
+    known("preallocation", Kind::Text, "What is done about space: off, falloc, full"),
+];
+
+/// In the order in which they are told.
+const QCOW2: [Known; 12] = [
+    usually("cluster_size", Kind::Size, "What space is allocated in: 512 to 2M, a power of two", "64k"),
+    usually("extended_l2", Kind::OnOff, "Clusters have 32 parts that are allocated one by one", "off"),
+    known("preallocation", Kind::Text, "What is done about space: off, metadata, falloc, full"),
+    usually("compression_type", Kind::Text, "How clusters are compressed: zlib, zstd", "zlib"),
+    known("size", Kind::Size, "The disk's length"),
+    known("compat", Kind::Text, "The format's version: v2 (or 0.10), v3 (or 1.1)"),
+    known("backing_file", Kind::Text, "What the image reads as where nothing was written"),
+    known("backing_fmt", Kind::Text, "The backing file's format"),
+    known("data_file", Kind::Text, "A file of its own for the contents"),
+    known("data_file_raw", Kind::OnOff, "The data file is a raw image at all times"),
+    usually("lazy_refcounts", Kind::OnOff, "Refcounts are written when the image is closed", "off"),
+    usually("refcount_bits", Kind::Number, "The width of a refcount: 1 to 64, a power of two", "16"),
+];
+
+/// What QEMU has besides, and why it is refused.
+const REFUSED: [(&str, &str); 4] = [
+    ("encrypt.", "limosa does not encrypt images yet"),
+    ("encryption", "limosa does not encrypt images yet"),
+    ("nocow", "limosa does not set attributes of files; set it on the folder (chattr +C) before"),
+    ("extent_size_hint", "limosa does not set attributes of files; set it on the folder (xfs_io extsize) before"),
+];
+
+/// A value that was given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Value {
+    Text(OsString),
+    /// A size in bytes, or another number.
+    Number(u64),
+    OnOff(bool),
+}
+
+impl Value {
+    fn parse(known: &Known, given: &OsStr) -> anyhow::Result<Self> {
+        let text = given.to_str().unwrap_or_default();
+        let value = match (known.kind, text) {
+            (Kind::Text, _) => return Ok(Self::Text(given.to_owned())),
+            (Kind::Size, _) => parse_size(text).map(Self::Number),
+            (Kind::Number, _) => text.parse().map(Self::Number).map_err(|_| format!("{given:?} is not a number")),
+            (Kind::OnOff, "on" | "yes" | "true" | "y") => Ok(Self::OnOff(true)),
+            (Kind::OnOff, "off" | "no" | "false" | "n") => Ok(Self::OnOff(false)),
+            (Kind::OnOff, _) => Err(format!("{given:?} is neither on nor off")),
+        };
+        value.map_err(anyhow::Error::msg).with_context(|| format!("-o {}", known.name))
+    }
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text(text) => f.write_str(&text.display().to_string().replace(',', ",,")),
+            Self::Number(number) => number.fmt(f),
+            Self::OnOff(on) => f.write_str(if *on { "on" } else { "off" }),
+        }
+    }
+}
+
+/// The options of a format, as far as they were given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FormatOptions {
+    format: &'static str,
+    known: &'static [Known],
+    given: Vec<(&'static str, Value)>,
+}
+
+impl FormatOptions {
+    /// None of a format's.
+    ///
+    /// # Errors
+    /// limosa has no such format.
+    pub(crate) fn of(format: &str) -> anyhow::Result<Self> {
+        let (format, known): (_, &[Known]) = match format {
+            "raw" => ("raw", &RAW),
+            "qcow2" => ("qcow2", &QCOW2),
+            _ => anyhow::bail!("limosa makes no images of format {format:?}; it has raw and qcow2"),
+        };
+        Ok(Self { format, known, given: Vec::new() })
+    }
+
+    /// Those of `NAME=VALUE,NAME=VALUE`; a comma in a value is written twice. The last one of a name counts.
+    ///
+    /// # Errors
+    /// An option that the format does not have, or a value that it cannot have.
+    pub(crate) fn parse(format: &str, text: &str) -> anyhow::Result<Self> {
+        let mut options = Self::of(format)?;
+        for option in split(text) {
+            let (name, value) = option.split_once('=').unwrap_or((&option, "on"));
+            options.set(name, value)?;
+        }
+        Ok(options)
+    }
+
+    /// `raw` or `qcow2`.
+    pub(crate) fn format(&self) -> &'static str {
+        self.format
+    }
+
+    /// Gives an option, in place of an earlier one of its name.
+    ///
+    /// # Errors
+    /// As of [`parse`](Self::parse).
+    pub(crate) fn set(&mut self, name: &str, value: impl AsRef<OsStr>) -> anyhow::Result<()> {
+        let Some(known) = self.known.iter().find(|known| known.name == name) else {
+            if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| name.starts_with(refused)) {
+                anyhow::bail!("-o {name}: {why}");
+            }
+            anyhow::bail!("-o {name}: images of format {} have no such option; -o help lists them", self.format);
+        };
+        let value = Value::parse(known, value.as_ref())?;
+        self.given.retain(|(given, _)| *given != name);
+        self.given.push((known.name, value));
+        Ok(())
+    }
+
+    fn get(&self, name: &str) -> Option<&Value> {
+        self.given.iter().find_map(|(given, value)| (*given == name).then_some(value))
+    }
+
+    /// A text, if it was given. A path need not be one: see [`path`](Self::path).
+    pub(crate) fn text(&self, name: &str) -> Option<&str> {
+        self.path(name)?.to_str()
+    }
+
+    /// A path, if it was given.
+    pub(crate) fn path(&self, name: &str) -> Option<&OsStr> {
+        match self.get(name) {
+            Some(Value::Text(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// A size in bytes or a number, if it was given.
+    pub(crate) fn number(&self, name: &str) -> Option<u64> {
+        match self.get(name) {
+            Some(Value::Number(number)) => Some(*number),
+            _ => None,
+        }
+    }
+
+    /// Whether it is on, if it was given.
+    pub(crate) fn on_off(&self, name: &str) -> Option<bool> {
+        match self.get(name) {
+            Some(Value::OnOff(on)) => Some(*on),
+            _ => None,
+        }
+    }
+
+    /// What is made, in one line for people.
+    pub(crate) fn line(&self) -> String {
+        let mut line = format!("fmt={}", self.format);
+        for known in self.known {
+            let usual = known.usual.and_then(|usual| Value::parse(known, usual.as_ref()).ok());
+            if let Some(value) = self.get(known.name).or(usual.as_ref()) {
+                line.push_str(&format!(" {}={value}", known.name));
+            }
+        }
+        line
+    }
+
+    /// What `-o help` says.
+    pub(crate) fn help(&self) -> String {
+        let mut known: Vec<_> = self.known.iter().collect();
+        known.sort_by_key(|known| known.name);
+        let mut help = format!("Supported {} options:", self.format);
+        for Known { name, kind, what, usual } in known {
+            let kind = match kind {
+                Kind::Text => "<str>",
+                Kind::Size => "<size>",
+                Kind::Number => "<num>",
+                Kind::OnOff => "<bool (on/off)>",
+            };
+            let usual = usual.map(|usual| format!(" (default: {usual})")).unwrap_or_default();
+            help.push_str(&format!("\n  {:<22} - {what}{usual}", format!("{name}={kind}")));
+        }
+        help
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_made_is_told_with_what_was_not_said() {
+        let options = FormatOptions::parse("qcow2", "compat=v3,size=1M,lazy_refcounts").unwrap();
+        assert_eq!(
+            options.line(),
+            "fmt=qcow2 cluster_size=65536 extended_l2=off compression_type=zlib size=1048576 compat=v3 \
+             lazy_refcounts=on refcount_bits=16"
+        );
+        assert_eq!((options.text("compat"), options.number("size")), (Some("v3"), Some(1 << 20)));
+        assert_eq!((options.on_off("lazy_refcounts"), options.on_off("extended_l2")), (Some(true), None));
+    }
+
+    #[test]
+    fn a_comma_in_a_value_is_written_twice() {
+        let options = FormatOptions::parse("qcow2", "backing_file=a,,b,backing_fmt=raw").unwrap();
+        assert_eq!((options.text("backing_file"), options.text("backing_fmt")), (Some("a,b"), Some("raw")));
+        assert!(options.line().contains("backing_file=a,,b backing_fmt=raw"));
+    }
+
+    #[test]
+    fn the_last_value_of_a_name_counts() {
+        let options = FormatOptions::parse("qcow2", "cluster_size=64k,cluster_size=128k").unwrap();
+        assert_eq!(options.number("cluster_size"), Some(131_072));
+    }
+
+    #[test]
+    fn what_a_format_does_not_have_is_refused_by_name() {
+        let refused = |format, text| FormatOptions::parse(format, text).unwrap_err().to_string();
+        assert!(refused("qcow2", "foo=1").contains("-o foo"));
+        assert!(refused("raw", "cluster_size=1M").contains("raw"));
+        assert!(refused("qcow2", "encrypt.format=luks").contains("encrypt"));
+        assert!(refused("qcow2", "encryption=on").contains("encrypt"));
+        assert!(refused("vmdk", "").contains("vmdk"));
+        for wrong in ["lazy_refcounts=maybe", "size", "cluster_size=x", "refcount_bits=1k"] {
+            assert!(refused("qcow2", wrong).starts_with("-o "), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn help_lists_every_option_in_order() {
+        let help = FormatOptions::of("qcow2").unwrap().help();
+        let lines: Vec<_> = help.lines().collect();
+        assert_eq!((lines[0], lines.len()), ("Supported qcow2 options:", 13));
+        assert!(lines[1].starts_with("  backing_file=<str>     - "), "{}", lines[1]);
+        assert!(lines[1..].is_sorted());
+    }
+}

@@ -1,0 +1,182 @@
+//! `limosa img map`.
+//!
+//! Law: neighbours that are alike are one line, however many requests it took to find them.
+
+use std::process::ExitCode;
+
+use limosa_image::{Disk, GuestOffset, HostOffset, MapKind, Mapped};
+use limosa_storage::block_on;
+
+use super::open;
+use super::options::MapOptions;
+use crate::voice::{all_printed, print_out};
+
+/// Bytes of a disk that are alike.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Run {
+    start: u64,
+    what: Mapped,
+}
+
+impl Run {
+    /// Takes over what follows, if that is more of the same.
+    fn join(&mut self, next: &Self) -> bool {
+        let (ours, theirs) = (&self.what, &next.what);
+        let follows = match (&ours.host, &theirs.host) {
+            (None, None) => true,
+            (Some((file, at)), Some((next_file, next_at))) => file == next_file && at.0 + ours.length == next_at.0,
+            _ => false,
+        };
+        let alike = follows && ours.kind == theirs.kind && ours.depth == theirs.depth;
+        if alike {
+            self.what.length += theirs.length;
+        }
+        alike
+    }
+
+    /// What a program is told, as qemu-img tells it.
+    fn json(&self) -> String {
+        let Mapped { length, kind, depth, ref host } = self.what;
+        let present = kind != MapKind::Unallocated;
+        let (zero, compressed) = (kind.is_zero(), kind == MapKind::Compressed);
+        let data = !zero || kind == MapKind::Preallocated;
+        let offset = host.as_ref().map(|(_, HostOffset(at))| format!(", \"offset\": {at}")).unwrap_or_default();
+        format!(
+            "{{ \"start\": {}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, \"zero\": {zero}, \
+             \"data\": {data}, \"compressed\": {compressed}{offset}}}",
+            self.start
+        )
+    }
+
+    /// What people are told: nothing of what is not contents.
+    ///
+    /// # Errors
+    /// The contents do not lie anywhere as they are.
+    fn line(&self) -> anyhow::Result<Option<String>> {
+        match (self.what.kind, &self.what.host) {
+            (kind, _) if kind.is_zero() => Ok(None),
+            (MapKind::Data, Some((file, HostOffset(at)))) => {
+                let [start, length, at] = [self.start, self.what.length, *at].map(number);
+                Ok(Some(format!("{start:<16}{length:<16}{at:<16}{file}")))
+            }
+            _ => anyhow::bail!(
+                "what is at {} is compressed and lies nowhere as it is; --output json tells what is where",
+                GuestOffset(self.start)
+            ),
+        }
+    }
+}
+
+/// `0x10000`, and `0` without a prefix, as C prints it.
+fn number(value: u64) -> String {
+    if value == 0 { "0".to_owned() } else { format!("{value:#x}") }
+}
+
+/// Hands every run to `tell`, from one that begins at `start` up to one that ends at `end`.
+async fn each(
+    disk: &dyn Disk,
+    start: u64,
+    end: u64,
+    mut tell: impl FnMut(&Run) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let mut pending: Option<Run> = None;
+    let mut at = start;
+    while at < end {
+        let what = disk.map(GuestOffset(at), end - at).await?;
+        let run = Run { start: at, what };
+        at += run.what.length.max(1);
+        if !pending.as_mut().is_some_and(|before| before.join(&run))
+            && let Some(before) = pending.replace(run)
+        {
+            tell(&before)?;
+        }
+    }
+    pending.iter().try_for_each(tell)
+}
+
+pub(crate) fn run(options: &MapOptions) -> anyhow::Result<ExitCode> {
+    let disk = open::to_read(&options.source)?;
+    let start = options.start;
+    let end = options.length.map_or(disk.len(), |length| start.saturating_add(length).min(disk.len()));
+    if options.json {
+        print_json(&*disk, start, end)?;
+    } else {
+        print_out!("{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to");
+        block_on(each(&*disk, start, end, |run| {
+            if let Some(line) = run.line()? {
+                print_out!("{line}");
+            }
+            Ok(())
+        }))?;
+    }
+    all_printed()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One array, an element a line.
+fn print_json(disk: &dyn Disk, start: u64, end: u64) -> anyhow::Result<()> {
+    let mut last: Option<String> = None;
+    let mut opening = "[";
+    block_on(each(disk, start, end, |run| {
+        if let Some(before) = last.replace(run.json()) {
+            print_out!("{opening}{before},");
+            opening = "";
+        }
+        Ok(())
+    }))?;
+    print_out!("{opening}{}]", last.unwrap_or_default());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    fn run(start: u64, length: u64, kind: MapKind, depth: u32, host: Option<(&str, u64)>) -> Run {
+        let host = host.map(|(file, at)| (Arc::from(file), HostOffset(at)));
+        Run { start, what: Mapped { length, kind, depth, host } }
+    }
+
+    #[test]
+    fn what_follows_is_the_same_run_if_it_lies_behind_it() {
+        let first = || run(0, 4096, MapKind::Data, 0, Some(("a", 65536)));
+        let mut joined = first();
+        assert!(joined.join(&run(4096, 512, MapKind::Data, 0, Some(("a", 69632)))));
+        assert_eq!(joined.what.length, 4608);
+        for other in [
+            run(4096, 512, MapKind::Data, 0, Some(("a", 70000))),
+            run(4096, 512, MapKind::Data, 0, Some(("b", 69632))),
+            run(4096, 512, MapKind::Data, 1, Some(("a", 69632))),
+            run(4096, 512, MapKind::Data, 0, None),
+            run(4096, 512, MapKind::Zero, 0, Some(("a", 69632))),
+        ] {
+            assert!(!first().join(&other), "{other:?}");
+        }
+        assert!(run(0, 1, MapKind::Zero, 0, None).join(&run(1, 1, MapKind::Zero, 0, None)));
+    }
+
+    #[test]
+    fn people_are_told_contents_with_a_place_and_nothing_else() {
+        let line = |run: Run| run.line();
+        let told = line(run(0, 65536, MapKind::Data, 1, Some(("a.qcow2", 327_680)))).unwrap();
+        assert_eq!(told.as_deref(), Some("0               0x10000         0x50000         a.qcow2"));
+        assert_eq!(line(run(0, 1, MapKind::Zero, 0, Some(("a", 0)))).unwrap(), None);
+        assert_eq!(line(run(0, 1, MapKind::Preallocated, 0, Some(("a", 0)))).unwrap(), None);
+        assert_eq!(line(run(0, 1, MapKind::Unallocated, 0, None)).unwrap(), None);
+        assert!(line(run(0, 1, MapKind::Compressed, 0, None)).unwrap_err().to_string().contains("compressed"));
+    }
+
+    #[test]
+    fn programs_are_told_everything() {
+        assert_eq!(
+            run(1, 2, MapKind::Compressed, 3, None).json(),
+            r#"{ "start": 1, "length": 2, "depth": 3, "present": true, "zero": false, "data": true, "compressed": true}"#
+        );
+        assert_eq!(
+            run(0, 2, MapKind::Zero, 0, Some(("a", 0))).json(),
+            r#"{ "start": 0, "length": 2, "depth": 0, "present": true, "zero": true, "data": false, "compressed": false, "offset": 0}"#
+        );
+    }
+}

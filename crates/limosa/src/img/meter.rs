@@ -1,0 +1,135 @@
+//! How far `limosa img` is, and how fast it may be.
+//!
+//! Whoever asks with `-p` and reads what is printed gets the line that qemu-img prints; people at a terminal get a bar. SIGINT ends
+//! the process: an image is valid at any instant.
+
+use std::io::{IsTerminal, Write};
+use std::ops::ControlFlow;
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use limosa_image::Progress;
+
+/// The least that a printed line differs from the one before, in hundredths of a percent: qemu-img's.
+const LEAST: u64 = 100;
+/// All of it, in hundredths of a percent.
+const ALL: u64 = 10_000;
+
+/// Where progress goes.
+enum Shown {
+    Nowhere,
+    Bar(ProgressBar),
+    /// What was printed last, in hundredths of a percent.
+    Line(Mutex<Option<u64>>),
+}
+
+/// Is told how far a job is.
+pub(crate) struct Meter {
+    shown: Shown,
+    /// Most bytes a second.
+    rate: Option<u64>,
+    started: Instant,
+}
+
+impl Meter {
+    /// `asked`: also without a terminal. `quiet` goes before all.
+    pub(crate) fn new(verb: &'static str, asked: bool, quiet: bool, rate: Option<u64>) -> Self {
+        let shown = if quiet {
+            Shown::Nowhere
+        } else if asked && !std::io::stdout().is_terminal() {
+            Shown::Line(Mutex::new(None))
+        } else if std::io::stderr().is_terminal() {
+            Shown::Bar(bar(verb))
+        } else {
+            Shown::Nowhere
+        };
+        let meter = Self { shown, rate, started: Instant::now() };
+        meter.line(0);
+        meter
+    }
+
+    /// Takes note; a job that has moved more than it may waits.
+    pub(crate) fn note(&self, progress: Progress) -> ControlFlow<()> {
+        match &self.shown {
+            Shown::Nowhere => {}
+            Shown::Bar(bar) => {
+                bar.set_length(progress.total);
+                bar.set_position(progress.done);
+            }
+            Shown::Line(_) => self.line(hundredths(progress)),
+        }
+        if let Some(rate) = self.rate.filter(|&rate| rate > 0) {
+            let due = due(progress.moved, rate);
+            thread::sleep(due.saturating_sub(self.started.elapsed()));
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// The job is at its end: there is something else to say.
+    pub(crate) fn hide(&self) {
+        if let Shown::Bar(bar) = &self.shown {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn line(&self, now: u64) {
+        let Shown::Line(last) = &self.shown else { return };
+        let mut last = last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if last.is_none_or(|last| now >= last + LEAST || (now == ALL && last < ALL)) {
+            *last = Some(now);
+            print(now);
+        }
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        self.hide();
+        if let Shown::Line(_) = self.shown {
+            let _ = std::io::stdout().write_all(b"\n");
+        }
+    }
+}
+
+/// As qemu-img does: each line over the one before.
+fn print(hundredths: u64) {
+    let mut out = std::io::stdout().lock();
+    let _ = write!(out, "    ({}.{:02}/100%)\r", hundredths / 100, hundredths % 100).and_then(|()| out.flush());
+}
+
+fn hundredths(progress: Progress) -> u64 {
+    let (done, total) = (u128::from(progress.done.min(progress.total)), u128::from(progress.total.max(1)));
+    u64::try_from((done * u128::from(ALL) + total / 2) / total).unwrap_or(ALL)
+}
+
+/// When so much may have been moved.
+fn due(moved: u64, rate: u64) -> Duration {
+    let nanos = u128::from(moved) * 1_000_000_000 / u128::from(rate.max(1));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+fn bar(verb: &'static str) -> ProgressBar {
+    let style =
+        ProgressStyle::with_template("{prefix:>10} [{bar:30}] {percent:>3}% {binary_bytes_per_sec:>12} {eta:>4}")
+            .unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(1).with_style(style).with_prefix(verb)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_is_told_in_hundredths_of_a_percent() {
+        let at = |done, total| hundredths(Progress { done, total, moved: 0 });
+        assert_eq!([at(0, 3), at(2, 3), at(3, 3), at(0, 0), at(u64::MAX, u64::MAX)], [0, 6667, 10_000, 0, 10_000]);
+    }
+
+    #[test]
+    fn what_has_been_moved_decides_how_long_it_takes() {
+        assert_eq!(due(3 << 20, 2 << 20), Duration::from_millis(1500));
+        assert_eq!(due(0, 1), Duration::ZERO);
+    }
+}

@@ -1,0 +1,79 @@
+//! Opening images for the commands.
+//!
+//! Law: an image that is written below nobody's knowledge is not: without `-U` others are asked by locks, and with `--untrusted` no
+//! file is opened that was not named here.
+
+use std::sync::Arc;
+
+use limosa_image::Disk;
+use limosa_image::chain::{self, ImageFile, OpenOptions};
+use limosa_image::gate::Policy;
+use limosa_image::probe::Format;
+use limosa_image::qcow2::image::{CowMode, Qcow2Options};
+use limosa_image::reference::Reference;
+use limosa_storage::{LockPolicy, block_on};
+
+use super::options::Source;
+use crate::voice::say;
+
+/// What names an image.
+///
+/// # Errors
+/// It names something else than a file, or options that limosa does not have.
+pub(crate) fn reference(source: &Source) -> anyhow::Result<Reference> {
+    Ok(if source.image_opts { Reference::from_options(source.name.text()?)? } else { Reference::named(&source.name)? })
+}
+
+/// How an image is opened: to be read.
+///
+/// # Errors
+/// It is said to be of a format that limosa does not have.
+pub(crate) fn how(source: &Source) -> anyhow::Result<OpenOptions> {
+    Ok(OpenOptions {
+        format: source.format.as_deref().map(str::parse).transpose()?,
+        read_only: true,
+        cache: source.cache,
+        io: source.io,
+        lock: if source.force_share { LockPolicy::None } else { LockPolicy::Auto },
+        policy: if source.untrusted { Policy::Refuse } else { Policy::Follow },
+        ..OpenOptions::default()
+    })
+}
+
+/// Opens an image, with all that lies below it, to be read.
+///
+/// # Errors
+/// It is not there, is not an image, or refers to a file that must not be opened.
+pub(crate) fn to_read(source: &Source) -> anyhow::Result<Arc<dyn Disk>> {
+    Ok(block_on(chain::open(&reference(source)?, &how(source)?))?)
+}
+
+/// Opens an image, with all that lies below it, to be written.
+///
+/// # Errors
+/// As of [`to_read`]; somebody else has it open.
+pub(crate) fn to_write(source: &Source, cow: CowMode) -> anyhow::Result<Arc<dyn Disk>> {
+    let qcow2 = Qcow2Options { cow, ..Qcow2Options::default() };
+    let disk = block_on(chain::open(&reference(source)?, &OpenOptions { read_only: false, qcow2, ..how(source)? }))?;
+    if disk.format() == Format::Raw.name() && source.format.is_none() && !source.image_opts {
+        warn_of_guess(source);
+    }
+    Ok(disk)
+}
+
+/// What whoever changes a raw image is told that nobody called one.
+pub(crate) fn warn_of_guess(source: &Source) {
+    say!(
+        "limosa: {}: taken for raw, which nobody said; what would make it look like another format is not written to its \
+         beginning. Say -f raw if it is",
+        source.name
+    );
+}
+
+/// Opens the file that an image lies in, and nothing that it refers to.
+///
+/// # Errors
+/// It is not there, or looks like a format that limosa does not have.
+pub(crate) fn file(source: &Source, read_only: bool) -> anyhow::Result<ImageFile> {
+    Ok(block_on(ImageFile::open(&reference(source)?, &OpenOptions { read_only, ..how(source)? }))?)
+}

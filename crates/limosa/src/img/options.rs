@@ -1,0 +1,216 @@
+//! What the commands of `limosa img` are asked to do: their arguments, resolved.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+
+use anyhow::Context as _;
+use limosa_image::qcow2::check::Repair;
+use limosa_image::qcow2::image::CowMode;
+use limosa_image::qcow2::snapshot_choice::SnapshotChoice;
+use limosa_storage::{CacheMode, Io};
+
+/// What names an image: a path, whatever bytes it has, or text that says more.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Name(pub(crate) OsString);
+
+impl Name {
+    /// As text, which whatever is not a path has to be.
+    ///
+    /// # Errors
+    /// It is none.
+    pub(crate) fn text(&self) -> anyhow::Result<&str> {
+        self.0.to_str().with_context(|| format!("{self}: it is not UTF-8; only a path may be something else"))
+    }
+}
+
+impl AsRef<OsStr> for Name {
+    fn as_ref(&self) -> &OsStr {
+        &self.0
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.display().fmt(f)
+    }
+}
+
+/// An image that exists, and how it is opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Source {
+    /// A file's name, `json:{...}`, or with `image_opts` a list of options.
+    pub(crate) name: Name,
+    /// The name is a list of options: `driver=qcow2,file.driver=file,file.filename=NAME`.
+    pub(crate) image_opts: bool,
+    /// Its format, if it was said.
+    pub(crate) format: Option<String>,
+    /// How its files are cached.
+    pub(crate) cache: CacheMode,
+    /// Who carries out requests to its files.
+    pub(crate) io: Io,
+    /// Whether it is opened without asking others (`-U`).
+    pub(crate) force_share: bool,
+    /// Whether every file that it refers to is refused.
+    pub(crate) untrusted: bool,
+}
+
+/// An image that is made, or written over, but for its name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Target {
+    /// Its format.
+    pub(crate) format: String,
+    /// `-o`: `NAME=VALUE,...`, or `help`.
+    pub(crate) options: String,
+    /// How its files are cached.
+    pub(crate) cache: CacheMode,
+    /// The name is a list of options.
+    pub(crate) image_opts: bool,
+}
+
+impl Default for Target {
+    fn default() -> Self {
+        Self { format: "raw".into(), options: String::new(), cache: CacheMode::Unsafe, image_opts: false }
+    }
+}
+
+impl Target {
+    /// Whether the options are asked for, and nothing is to be made (`-o help`).
+    pub(crate) fn asks_for_help(&self) -> bool {
+        self.options.split(',').any(|option| matches!(option, "help" | "?"))
+    }
+}
+
+/// `limosa img create`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CreateOptions {
+    /// Empty if the options are asked for.
+    pub(crate) name: Name,
+    pub(crate) target: Target,
+    /// The disk's length in bytes, if it was said.
+    pub(crate) size: Option<u64>,
+    pub(crate) backing: Option<OsString>,
+    pub(crate) backing_format: Option<String>,
+    /// The backing file is not looked at.
+    pub(crate) backing_unsafe: bool,
+    /// Whether every file that the backing file refers to is refused.
+    pub(crate) untrusted: bool,
+    pub(crate) quiet: bool,
+}
+
+/// `limosa img info`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct InfoOptions {
+    pub(crate) source: Source,
+    pub(crate) backing_chain: bool,
+    pub(crate) json: bool,
+}
+
+/// `limosa img check`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CheckOptions {
+    pub(crate) source: Source,
+    /// What is repaired, if anything.
+    pub(crate) repair: Option<Repair>,
+    pub(crate) quiet: bool,
+    pub(crate) json: bool,
+}
+
+/// `limosa img map`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MapOptions {
+    pub(crate) source: Source,
+    /// Where to begin, in bytes.
+    pub(crate) start: u64,
+    /// At most so many bytes.
+    pub(crate) length: Option<u64>,
+    pub(crate) json: bool,
+}
+
+/// A length in bytes, or how it changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NewSize {
+    Exactly(u64),
+    More(u64),
+    Less(u64),
+}
+
+/// `limosa img resize`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ResizeOptions {
+    pub(crate) source: Source,
+    pub(crate) size: NewSize,
+    pub(crate) shrink: bool,
+    pub(crate) preallocation: String,
+    pub(crate) quiet: bool,
+}
+
+/// `limosa img convert`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ConvertOptions {
+    /// One or more; none if the options are asked for.
+    pub(crate) sources: Vec<Source>,
+    /// What is read of the source: a snapshot that it has.
+    pub(crate) snapshot: Option<SnapshotChoice>,
+    /// The target's name.
+    pub(crate) name: Name,
+    pub(crate) target: Target,
+    pub(crate) backing: Option<OsString>,
+    pub(crate) backing_format: Option<String>,
+    /// The target is there.
+    pub(crate) no_create: bool,
+    /// It reads as zeros.
+    pub(crate) target_is_zero: bool,
+    /// Bytes of zeros in a row that are worth a hole; 0: none.
+    pub(crate) sparse_size: u64,
+    /// Requests under way at the same time.
+    pub(crate) parallel: u8,
+    /// Writes need not be in order.
+    pub(crate) out_of_order: bool,
+    /// The kernel copies from file to file.
+    pub(crate) copy_range: bool,
+    /// Most bytes a second.
+    pub(crate) rate: Option<u64>,
+    /// What cannot be read is zeros.
+    pub(crate) salvage: bool,
+    /// Progress is shown also without a terminal.
+    pub(crate) progress: bool,
+    pub(crate) quiet: bool,
+    pub(crate) json: bool,
+}
+
+/// `limosa img compare`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CompareOptions {
+    pub(crate) first: Source,
+    pub(crate) second: Source,
+    pub(crate) strict: bool,
+    /// Progress is shown also without a terminal.
+    pub(crate) progress: bool,
+    pub(crate) quiet: bool,
+    pub(crate) json: bool,
+}
+
+/// `limosa img bench`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BenchOptions {
+    pub(crate) source: Source,
+    pub(crate) count: u32,
+    /// Requests under way at the same time.
+    pub(crate) depth: u32,
+    /// Bytes of a request.
+    pub(crate) buffer_size: u64,
+    /// Bytes from one request's beginning to the next one's.
+    pub(crate) step_size: u64,
+    /// Where the first request is.
+    pub(crate) offset: u64,
+    pub(crate) write: bool,
+    /// The value of every byte that is written.
+    pub(crate) pattern: u8,
+    /// A flush after each so many requests; 0: none.
+    pub(crate) flush_interval: u32,
+    /// Whether a flush waits for the requests under way.
+    pub(crate) drain: bool,
+    /// How clusters are copied that a write covers in part.
+    pub(crate) cow: CowMode,
+    pub(crate) json: bool,
+}

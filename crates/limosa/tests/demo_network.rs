@@ -1,0 +1,79 @@
+//! A live migration between two network namespaces, whose cable is pulled at random moments: for good, or for a while. The
+//! laws are those of `demo_chaos`.
+
+mod chaos;
+
+use std::num::NonZeroU64;
+use std::time::{Duration, Instant};
+
+use chaos::dice::Dice;
+use chaos::network::{Cable, skipped};
+use chaos::*;
+use limosa_channel::Uri;
+use limosa_demo::Settings;
+use limosa_demo::settings::Transport;
+use limosa_demo::state::{Role, State};
+
+/// A migration of 16 MiB that takes a quarter of a second, whose ends wait for each other for two thirds of one.
+fn settings() -> Settings {
+    let max_bandwidth = NonZeroU64::new(64 << 20);
+    Settings { transport: Transport::Tcp, max_bandwidth, dirty_rate: 20 << 20, patience_ms: 700, ..small() }
+}
+
+/// Has the source send its guest over the cable.
+fn set_off(cable: &Cable, source: &Living, destination: &Living, fresh: bool) {
+    let at = Uri::Tcp { host: cable.address(2), port: 0 };
+    let at = destination.monitor.listen("migrate-incoming", &at).unwrap();
+    migrate(source, &at, fresh);
+}
+
+#[test]
+fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
+    if skipped() {
+        return;
+    }
+    let cable = Cable::new();
+    let settings = settings();
+    let mut outcomes = Vec::new();
+    for seed in trials(6) {
+        let mut dice = Dice::new(seed ^ 0xcab1e);
+        let (moment, pause) = (Duration::from_millis(dice.below(330)), dice.coin().then(|| dice.below(400)));
+        println!("seed {seed}: pulled after {moment:?}, for {pause:?} ms");
+        let mut place = Place::new();
+        let source = place.start(Role::Source, &settings, Some(cable.namespace(0)));
+        let destination = place.start(Role::Destination, &settings, Some(cable.namespace(1)));
+        let (mut source, mut destination) = (place.meet(source), place.meet(destination));
+        set_off(&cable, &source, &destination, true);
+        std::thread::sleep(moment);
+        cable.pull();
+        if let Some(pause) = pause {
+            std::thread::sleep(Duration::from_millis(pause));
+            cable.put_back();
+        }
+        settle(&mut source, &mut destination);
+        // What was in the kernels may come through now, and must not change anybody's mind for the worse.
+        cable.put_back();
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_millis(dice.below(300)) {
+            settle(&mut source, &mut destination);
+        }
+        let by_hand = source.status().is_some_and(|status| status.state == State::Undecided);
+        let outcome = operate(&mut source, &mut destination, None, dice.coin());
+        outcomes.push(outcome);
+        match outcome {
+            Whereabouts::Lost => panic!("nobody was killed"),
+            Whereabouts::Destination => drop(destination.memory()),
+            Whereabouts::Source => {
+                source.memory();
+                let again = place.start(Role::Destination, &settings, Some(cable.namespace(1)));
+                let mut again = place.meet(again);
+                set_off(&cable, &source, &again, true);
+                let outcome = operate(&mut source, &mut again, None, true);
+                assert_eq!(outcome, Whereabouts::Destination, "another attempt: {}", words(&source.control));
+                again.memory();
+            }
+        }
+        assert_lawful(&place, by_hand);
+    }
+    println!("{outcomes:?}");
+}

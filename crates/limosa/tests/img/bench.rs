@@ -1,0 +1,47 @@
+//! `bench`.
+
+use crate::bed::Bed;
+use crate::needs_qemu;
+
+/// What it says, without how long it took.
+fn without_times(text: &str) -> String {
+    let lines = text.lines().map(|line| line.split_once("completed in").map_or(line, |(before, _)| before));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn the_same_load_is_put_on_an_image() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "raw", "disk", "1M"]);
+    for words in [
+        &["bench", "-f", "raw", "-c", "100", "disk"][..],
+        // Quiet, it says the same.
+        &["bench", "-q", "-f", "raw", "-c", "5", "disk"],
+        &["bench", "-f", "raw", "-c", "20", "-w", "-d", "4", "--flush-interval", "5", "disk"],
+        &["bench", "-f", "raw", "-c", "300", "-w", "-s", "8k", "-S", "16k", "-o", "64k", "--pattern", "7", "disk"],
+    ] {
+        let (ours, stock) = (bed.limosa(words).success(), bed.qemu_img(words).success());
+        assert_eq!(without_times(&ours.stdout), without_times(&stock.stdout), "{words:?}");
+    }
+    let bytes = std::fs::read(bed.path("disk")).unwrap();
+    assert!(bytes[65536..73728].iter().all(|&byte| byte == 7) && bytes[73728] != 7);
+}
+
+#[test]
+fn a_request_behind_the_end_fails() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "raw", "disk", "1M"]);
+    bed.both_refuse(&["bench", "-f", "raw", "-c", "10", "-o", "1M", "disk"], "at byte 1048576");
+}
+
+#[test]
+fn programs_are_told_figures() {
+    let bed = Bed::new();
+    bed.create(&["-f", "raw", "disk", "1M"]);
+    let told = bed.limosa(&["bench", "--json", "-f", "raw", "-c", "10", "-w", "disk"]).success().stdout;
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    assert_eq!((&told["requests"], &told["bytes"], &told["flushes"]), (&10.into(), &40_960.into(), &0.into()));
+    assert!(told["requests-per-second"].as_f64().unwrap() > 0.0);
+}

@@ -1,0 +1,39 @@
+//! Images that somebody else has open.
+
+use std::process::{Command, Stdio};
+
+use limosa_testkit::Process;
+
+use crate::bed::{Answer, Bed};
+use crate::needs_qemu;
+use crate::stage::wait_for;
+
+#[test]
+fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "x", "1M"]);
+    let mut writer = Command::new("qemu-io");
+    writer.args(["-c", "write 0 64k", "-c", "sleep 600000"]).arg(bed.path("x")).stdout(Stdio::null());
+    let writer = Process::spawn("qemu-io", writer).unwrap();
+    wait_for("qemu-io to open the image", || (bed.qemu_img(&["info", "x"]).status != Some(0)).then_some(()));
+    for words in
+        [&["info", "x"][..], &["check", "x"], &["map", "x"], &["check", "-r", "all", "x"], &["resize", "x", "2M"]]
+    {
+        bed.both_refuse(words, "x");
+    }
+    for words in [&["create", "-q", "-f", "qcow2", "x", "1M"][..], &["create", "-q", "x", "1M"]] {
+        bed.both_refuse(words, "x");
+    }
+    for words in [&["info", "-U", "x"][..], &["map", "-U", "x"]] {
+        bed.both_say(words);
+    }
+    // Without a lock nobody may write, whatever is asked for.
+    for words in [&["bench", "-w", "-c", "1", "x"][..], &["bench", "-U", "-w", "-c", "1", "x"]] {
+        let (ours, stock) = (Answer::from(bed.limosa(words)), bed.qemu_img(words));
+        assert_eq!((ours.status, stock.status), (Some(1), Some(1)), "{words:?}: {ours:?}");
+    }
+    drop(writer);
+    bed.limosa(&["check", "-q", "x"]).success();
+    bed.both_say(&["map", "x"]);
+}

@@ -1,0 +1,160 @@
+//! What is refused, and how bad usage ends.
+
+use crate::bed::{Answer, Bed, assert_one_line};
+use crate::needs_qemu;
+use crate::stage::limosa;
+
+fn img(words: &[&str]) -> Answer {
+    limosa([&["img"], words].concat()).into()
+}
+
+#[test]
+fn what_qemu_img_has_and_limosa_has_not_is_refused_with_one_line() {
+    for command in ["amend", "bitmap", "commit", "dd", "measure", "rebase", "snapshot"] {
+        let ended = img(&[command, "-f", "qcow2", "--whatever", "x"]);
+        assert_eq!(ended.status, Some(1), "{ended:?}");
+        assert_one_line(&ended, &[command], &format!("has no {command} yet; use qemu-img {command}"));
+    }
+    assert_one_line(&img(&["frob"]), &["frob"], "no command \"frob\"");
+    for (words, says) in
+        [(&["convert", "-c", "a", "b"][..], "compressed"), (&["convert", "--bitmaps", "a", "b"], "bitmaps")]
+    {
+        let ended = img(words);
+        assert_eq!(ended.status, Some(1), "{ended:?}");
+        assert_one_line(&ended, words, says);
+    }
+}
+
+#[test]
+fn secrets_are_taken_and_checked_by_every_command_and_other_objects_refused() {
+    needs_qemu!();
+    let bed = Bed::new();
+    std::fs::write(bed.path("key"), "YWJj\n").unwrap();
+    bed.create(&["-f", "qcow2", "x", "1M"]);
+    let good = [
+        "secret,id=a,data=abc",
+        "secret,id=a,data=,format=raw",
+        "secret,id=a,file=key,format=base64",
+        "qom-type=secret,id=a.b-1_c,data=x,,y",
+        r#"{"qom-type":"secret","id":"a","data":"x"}"#,
+    ];
+    let bad = [
+        ("secret,data=x", "id=NAME"),
+        ("secret,id=9,data=x", "id=9"),
+        ("secret,id=a", "data=TEXT"),
+        ("secret,id=a,data=x,file=key", "exclude"),
+        ("secret,id=a,data=x,frob=y", "frob"),
+        ("secret,id=a,data=x,format=hex", "hex"),
+        ("secret,id=a,data=!,format=base64", "base64"),
+        ("secret,id=a,file=absent", "absent"),
+        ("secret,id=a,data=x,keyid=b", "keyid"),
+        ("iothread,id=a", "iothread"),
+        ("frob,id=a", "frob"),
+        ("", "which kind"),
+    ];
+    let commands: [&[&str]; 7] = [
+        &["create", "-f", "raw", "new", "1M"],
+        &["info", "--output", "json", "x"],
+        &["check", "x"],
+        &["map", "x"],
+        &["convert", "x", "copy"],
+        &["compare", "x", "x"],
+        &["resize", "-f", "qcow2", "x", "1M"],
+    ];
+    for command in commands {
+        let with = |object| [&command[..1], &["--object", object][..], &command[1..]].concat();
+        for object in good {
+            let words = with(object);
+            Answer::from(bed.limosa(&words)).success();
+            bed.qemu_img(&words).success();
+        }
+        let twice = [&with(good[0])[..], &["--object", good[0]]].concat();
+        let (ours, stock) = (Answer::from(bed.limosa(&twice)), bed.qemu_img(&twice));
+        assert_one_line(&ours, &twice, "two");
+        assert!(ours.status != Some(0) && stock.status != Some(0), "{ours:?} {stock:?}");
+    }
+    for (object, says) in bad {
+        for command in [&["info", "--object", object, "x"][..], &["compare", "--object", object, "x", "x"]] {
+            let (ours, stock) = (Answer::from(bed.limosa(command)), bed.qemu_img(command));
+            assert_ne!(stock.status, Some(0), "{command:?}");
+            // Of compare, 1 would say that the images differ.
+            assert_eq!(ours.status, Some(if command[0] == "compare" { 2 } else { 1 }), "{ours:?}");
+            assert!(ours.stderr.contains(says), "{command:?}: {ours:?}");
+        }
+    }
+}
+
+#[test]
+fn bad_usage_does_not_look_like_a_verdict() {
+    needs_qemu!();
+    let bed = Bed::new();
+    // Of check, 2 would say that the image is corrupt.
+    for words in [
+        &["check"][..],
+        &["check", "-x"],
+        &["check", "-r", "most", "x"],
+        &["check", "-T", "fast", "x"],
+        &["info", "--output", "xml", "x"],
+        &["info", "a", "b"],
+        &["info", "-f", "raw", "--image-opts", "x"],
+        &["map", "--start-offset", "x", "y"],
+        &["resize", "x"],
+        &["resize", "x", "5X"],
+        &["create", "-f", "qcow2", "x", "1Q"],
+        &["create"],
+        &[],
+    ] {
+        let ended = Answer::from(bed.limosa(words));
+        assert_eq!(ended.status, bed.qemu_img(words).status, "{words:?}: {ended:?}");
+        assert_eq!((ended.status, ended.stdout.as_str()), (Some(1), ""), "{words:?}: {ended:?}");
+    }
+    // Of compare, 1 would say that two images differ.
+    assert_eq!(bed.limosa(&["compare", "x"]).status.code(), Some(2));
+    assert_eq!(limosa(["inspect"]).status.code(), Some(2));
+}
+
+#[test]
+fn help_tells_of_every_command() {
+    let help = img(&["--help"]).success().stdout;
+    for command in ["create", "info", "check", "map", "convert", "compare", "resize", "bench"] {
+        assert!(help.contains(&format!("\n  {command} ")), "{command}: {help}");
+        let own = img(&[command, "--help"]).success().stdout;
+        assert!(own.contains("Usage: limosa img"), "{own}");
+        assert!(own.contains("--untrusted"), "{own}");
+        assert!(!own.contains("--bitmaps"), "what is refused does not stand in help: {own}");
+    }
+}
+
+#[test]
+fn a_file_may_have_any_name() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    needs_qemu!();
+    let bed = Bed::new();
+    let name = |bytes: &'static [u8]| OsStr::from_bytes(bytes);
+    let run = |words: &[&OsStr]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.arg("img").args(words).current_dir(bed.path(""));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{words:?}: {output:?}");
+    };
+    let (base, disk, copy) = (name(b"b\xfe"), name(b"d\xe9\xff.qcow2"), name(b"c\xff"));
+    let word = OsStr::new;
+    run(&[word("create"), base, word("1M")]);
+    run(&["create", "-f", "qcow2", "-F", "raw", "-b"]
+        .map(word)
+        .iter()
+        .copied()
+        .chain([base, disk])
+        .collect::<Vec<_>>());
+    for command in ["info", "map", "check"] {
+        run(&[word(command), disk]);
+    }
+    run(&[word("resize"), disk, word("2M")]);
+    run(&[word("convert"), word("-O"), word("qcow2"), word("-F"), word("raw"), word("-B"), base, disk, copy]);
+    run(&[word("compare"), disk, copy]);
+    run(&[word("bench"), word("-c"), word("3"), copy]);
+    // The name stands in the image as it is.
+    assert!(std::fs::read(bed.path("").join(copy)).unwrap()[..65536].windows(2).any(|bytes| bytes == base.as_bytes()));
+}
