@@ -14,9 +14,12 @@ fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
     let bed = Bed::new();
     bed.create(&["-f", "qcow2", "x", "1M"]);
     let mut writer = Command::new("qemu-io");
-    writer.args(["-c", "write 0 64k", "-c", "sleep 600000"]).arg(bed.path("x")).stdout(Stdio::null());
+    writer.args(["-c", "write 0 64k", "-c", "flush", "-c", "sleep 600000"]).arg(bed.path("x")).stdout(Stdio::null());
     let writer = Process::spawn("qemu-io", writer).unwrap();
-    wait_for("qemu-io to open the image", || (bed.qemu_img(&["info", "x"]).status != Some(0)).then_some(()));
+    // Asked without a lock, which would keep the writer itself out; and once it has written, the image stays as it is.
+    wait_for("qemu-io to write to the image", || {
+        bed.qemu_img(&["map", "-U", "--output=json", "x"]).stdout.contains("\"data\": true").then_some(())
+    });
     for words in
         [&["info", "x"][..], &["check", "x"], &["map", "x"], &["check", "-r", "all", "x"], &["resize", "x", "2M"]]
     {
