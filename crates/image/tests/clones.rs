@@ -12,7 +12,7 @@ use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Chance, Counting, Failing, Fault, Held, SparseMemory};
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, Operation, Storage, block_on};
-use limosa_testkit::{qemu_img, qemu_io, scratch};
+use limosa_testkit::{on_reflinks, qemu_img, qemu_io, scratch};
 
 const M: u64 = 1 << 20;
 const SIZE: u64 = 8 * M;
@@ -328,15 +328,20 @@ fn on_files(folder: &Path, cache: CacheMode) -> u64 {
     counts.clones.operations
 }
 
-/// `LIMOSA_REFLINK_DIR` names a folder of a filesystem that shares space (XFS, btrfs): there it has to.
+#[test]
+fn on_files_of_one_filesystem_that_can_share_space_is_shared() {
+    let run = on_reflinks(|folder| {
+        for cache in [CacheMode::Writeback, CacheMode::None] {
+            assert_eq!(on_files(folder.path(), cache), 3, "{cache:?}");
+        }
+    });
+    run.unwrap();
+}
+
 #[test]
 fn on_files_space_is_shared_where_the_filesystem_can_and_copied_where_it_cannot() {
     let folder = scratch().unwrap();
     for cache in [CacheMode::Writeback, CacheMode::None] {
         on_files(folder.path(), cache);
-        if let Some(folder) = std::env::var_os("LIMOSA_REFLINK_DIR") {
-            let folder = tempfile::tempdir_in(folder).unwrap();
-            assert_eq!(on_files(folder.path(), cache), 3, "{cache:?}");
-        }
     }
 }

@@ -8,6 +8,7 @@
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
 //! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
+//! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
 //!
 //! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
@@ -45,6 +46,7 @@ mod prefill;
 mod process;
 mod proxy;
 mod qmp;
+mod reflink;
 mod requirement;
 mod scratch;
 mod serial;
@@ -62,6 +64,7 @@ pub use prefill::{PageKind, Prefill};
 pub use process::{Process, is_alive};
 pub use proxy::{Direction, Proxy};
 pub use qmp::{Qmp, QmpFailure};
+pub use reflink::{ReflinkFolder, on_reflinks};
 pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu};
 pub use scratch::scratch;
 pub use serial::{Line, Serial};

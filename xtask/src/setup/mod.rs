@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: QEMU, libvirt's client and driver, and the parts of a Linux guest, on Debian and Ubuntu.
+//! `cargo xtask setup`: QEMU, libvirt's client and driver, XFS's tools, and the parts of a Linux guest, on Debian and Ubuntu.
 //!
 //! Law: what is there already is not touched, and then nothing is run but a look at it. What needs root is planned
 //! first ([`plan`]); root executes the plan, anybody else gets it as one line to run. The guest's kernel and busybox are
@@ -100,7 +100,18 @@ fn missing_packages() -> Vec<&'static str> {
     if std::env::var_os("LIMOSA_SKIP_LIBVIRT").is_none_or(|value| value != "1") {
         missing.extend(missing_libvirt());
     }
+    // Not needed where the user has a filesystem that shares space, or wants to do without.
+    let own = std::env::var_os("LIMOSA_REFLINK_DIR").is_none();
+    if own && std::env::var_os("LIMOSA_SKIP_REFLINK").is_none_or(|value| value != "1") && !has_xfs_tools() {
+        missing.push("xfsprogs");
+    }
     missing
+}
+
+/// Whether filesystems can be made whose files share space. The tools may be where only root looks for programs.
+fn has_xfs_tools() -> bool {
+    let for_root = |name: &str| ["/usr/sbin", "/sbin"].iter().any(|folder| Path::new(folder).join(name).is_file());
+    ["mkfs.xfs", "xfs_io"].iter().all(|name| for_root(name) || shell::find_program(name).is_some())
 }
 
 /// The parts of libvirt that are missing: the client, the driver that it loads, and what writes its files. Nothing of it

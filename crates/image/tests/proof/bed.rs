@@ -41,7 +41,11 @@ pub(crate) struct Bed {
 
 impl Bed {
     pub(crate) fn new(recipe: &Recipe, seed: u64) -> Self {
-        let folder = scratch().unwrap();
+        Self::new_in(scratch().unwrap(), recipe, seed)
+    }
+
+    /// In a folder.
+    pub(crate) fn new_in(folder: TempDir, recipe: &Recipe, seed: u64) -> Self {
         let first = recipe.make(folder.path(), seed);
         let snapshots = (0..recipe.snapshots).map(|number| snapshot(folder.path(), number)).collect();
         let made = ["image", "data"]
@@ -91,6 +95,11 @@ impl Bed {
     /// `leaks`: whether clusters may be lost.
     pub(crate) fn judge(&self, contents: &[Vec<u8>], expected: &[u8], leaks: bool) -> Verdict {
         self.check(contents, leaks)?;
+        self.judge_seen(expected)
+    }
+
+    /// Asks stock QEMU whether the guest sees `expected` in the image in the folder.
+    pub(crate) fn judge_seen(&self, expected: &[u8]) -> Verdict {
         let found = seen(self.folder.path(), &[]);
         differs(&found, expected).map_or(Ok(()), |at| Err(format!("qemu-img reads something else at {at:#x}")))?;
         self.snapshots_are_unchanged()

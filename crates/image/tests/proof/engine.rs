@@ -150,7 +150,7 @@ impl Kept {
     }
 }
 
-fn plan(recipe: &Recipe, seed: u64, steps: u64) -> Plan {
+pub(crate) fn plan(recipe: &Recipe, seed: u64, steps: u64) -> Plan {
     let steps = if recipe.cluster == 2 << 20 { steps / 4 } else { steps };
     Plan { seed, cluster: recipe.cluster, steps, depth: 8, drops: false, discards_may_stay: recipe.version2 }
 }

@@ -8,7 +8,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -16,11 +16,12 @@ use std::time::Duration;
 use limosa_image::chain::{self, OpenOptions as ChainOptions};
 use limosa_image::gate::Policy;
 use limosa_image::qcow2::check::{CheckOptions, Repair, repair};
-use limosa_image::qcow2::image::{CowMode, Qcow2Options};
+use limosa_image::qcow2::image::{CloneMode, CowMode, Qcow2Options};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::testing::Chance;
 use limosa_storage::{Buffer, CacheMode, FileOptions, FileStorage, block_on};
+use limosa_testkit::scratch;
 
 use crate::Verdict;
 use crate::bed::{Bed, differs};
@@ -32,8 +33,18 @@ use crate::recipe::{Recipe, seen};
 
 const SECTOR: u64 = 512;
 const THREADS: u64 = 4;
-/// Tells the process that it is the one to be killed: the folder, and a seed.
+/// Tells the process that it is the one to be killed: a seed, and the folder.
 const CALL: &str = "LIMOSA_PROOF_KILLED";
+/// Tells it where its record is, which has to survive what the image does not.
+const RECORD: &str = "LIMOSA_PROOF_RECORD";
+
+/// How the process ends, in a folder where its image is.
+pub(crate) type End<'a> = dyn Fn(&mut Child) -> Verdict + 'a;
+
+/// It is killed.
+pub(crate) fn by_a_kill(child: &mut Child) -> Verdict {
+    child.kill().and_then(|()| child.wait()).map(drop).map_err(|error| error.to_string())
+}
 
 /// What a line of the record says: `b`egun or `e`nded, the number of the request, what it is, from which byte to which.
 fn line(done: char, number: u64, what: char, range: &std::ops::Range<u64>) -> String {
@@ -46,6 +57,8 @@ fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
     let qcow2 = Qcow2Options {
         cache_size: *chance.of(&[0, 64 << 10, 32 << 20]),
         cow: if chance.one_in(4) { CowMode::Split } else { CowMode::Merged },
+        // Where the filesystem can: nothing else is asked of it twice.
+        clone: CloneMode::From(0),
         allocate_ahead: *chance.of(&[0, 64 << 10, 4 << 20]),
         discard: chance.one_in(2),
         ..Qcow2Options::default()
@@ -70,7 +83,7 @@ fn the_process_that_is_killed() {
     let (seed, folder) = call.split_once(':').unwrap();
     let seed = seed.parse().unwrap();
     let disk = open(Path::new(folder), seed, false).unwrap();
-    let record = OpenOptions::new().append(true).open(Path::new(folder).join("record")).unwrap();
+    let record = OpenOptions::new().append(true).open(std::env::var(RECORD).unwrap()).unwrap();
     let cluster = std::env::var("LIMOSA_PROOF_CLUSTER").unwrap().parse().unwrap();
     let all: Vec<_> = (0..THREADS)
         .map(|number| {
@@ -158,13 +171,17 @@ fn told(record: &str, history: &mut History, recipe: &Recipe, size: u64) -> u64 
 
 /// Kills the process in the middle of its work `times` times, and looks at the image after each.
 pub(crate) fn run(recipe: &Recipe, seed: u64, times: u64) -> Verdict {
-    let bed = Bed::new(recipe, seed);
-    let folder = bed.folder.path();
+    run_on(&Bed::new(recipe, seed), seed, times, &by_a_kill)
+}
+
+/// Has the process end in the middle of its work `times` times, and looks at the image after each.
+pub(crate) fn run_on(bed: &Bed, seed: u64, times: u64, end: &End<'_>) -> Verdict {
+    let (recipe, folder) = (&bed.recipe, bed.folder.path());
     let mut chance = Chance::new(seed ^ 0x9111);
     let mut before = bed.first.clone();
     for kill in 0..times {
         let seed = chance.bits() >> 1;
-        let record = kill_one(folder, seed, recipe.cluster, &mut chance)?;
+        let record = kill_one(folder, seed, recipe.cluster, &mut chance, end)?;
         let mut history = History::new(before.clone(), SECTOR);
         let over = told(&record, &mut history, recipe, before.len() as u64);
         let failed = |error| format!("kill {kill}, seed {seed}, after {over} requests: {error}");
@@ -199,26 +216,27 @@ pub(crate) fn run(recipe: &Recipe, seed: u64, times: u64) -> Verdict {
     Ok(())
 }
 
-/// Runs the process until it has said so much, kills it, and returns what it has said.
-fn kill_one(folder: &Path, seed: u64, cluster: u64, chance: &mut Chance) -> Verdict<String> {
-    let record = folder.join("record");
+/// Runs the process until it has said so much, has it end, and returns what it has said.
+fn kill_one(folder: &Path, seed: u64, cluster: u64, chance: &mut Chance, end: &End<'_>) -> Verdict<String> {
+    let kept = scratch().unwrap();
+    let [record, said] = ["record", "said"].map(|name| kept.path().join(name));
     std::fs::write(&record, "").unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--ignored", "--exact", "kill::the_process_that_is_killed", "--nocapture", "--test-threads=1"]);
     command.env(CALL, format!("{seed}:{}", folder.display())).env("LIMOSA_PROOF_CLUSTER", cluster.to_string());
-    let output = File::create(folder.join("said")).unwrap();
+    let output = File::create(&said).unwrap();
+    command.env(RECORD, &record);
     command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
     let mut child = command.spawn().unwrap();
     // Not by the clock: a slow machine has done as much when the end comes as a fast one.
     let enough = 60 + chance.below(24 << 10);
     while std::fs::metadata(&record).unwrap().len() < enough {
         if child.try_wait().unwrap().is_some() {
-            return Err(format!("it ended by itself: {}", std::fs::read_to_string(folder.join("said")).unwrap()));
+            return Err(format!("it ended by itself: {}", std::fs::read_to_string(&said).unwrap()));
         }
         thread::sleep(Duration::from_micros(chance.below(3000)));
     }
-    child.kill().unwrap();
-    child.wait().unwrap();
+    end(&mut child)?;
     // The kernel ends what a ring has under way, and only then closes its files, after the process is gone. Until then they are locked.
     for name in ["image", "data"].map(|name| folder.join(name)).iter().filter(|path| path.exists()) {
         while let Err(error) = FileStorage::open(name, &FileOptions::default()) {

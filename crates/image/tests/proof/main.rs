@@ -23,6 +23,7 @@ mod model;
 mod plain;
 mod power;
 mod recipe;
+mod reflink;
 mod threads;
 
 /// What a run found: an error says what was wrong, where.

@@ -1,7 +1,9 @@
 //! What direct I/O has to be aligned to.
 //!
 //! **Law: who is not sure asks for more.** The kernel says it (statx(2), `STATX_DIOALIGN`, since Linux 6.1; a block device its
-//! sector size). Where it does not, reads that succeed show it; a file with nothing to read gets the largest.
+//! sector size). Where it does not, reads that succeed show it; a file with nothing to read gets the largest. On a filesystem whose files
+//! share space it is a block of it at least: what is written to part of a shared block the kernel takes through its cache, which collides
+//! with direct I/O beside it, and then the next flush fails (`dio_warn_stale_pagecache` of Linux's mm/filemap.c: EIO).
 #![allow(unsafe_code, reason = "the sizes that direct I/O takes are probed by reading")]
 
 use std::io;
@@ -18,22 +20,29 @@ const LARGEST: u32 = 4096;
 const TRIED: [u32; 3] = [1, 512, 4096];
 /// `TMPFS_MAGIC` of linux/magic.h.
 const TMPFS: i64 = 0x0102_1994;
+/// Filesystems whose files share space: `XFS_SUPER_MAGIC` and `BTRFS_SUPER_MAGIC` there.
+const SHARING: [i64; 2] = [0x5846_5342, 0x9123_683e];
 
 /// What direct I/O on this file, opened for it, has to be aligned to.
 pub(crate) fn direct(fd: &OwnedFd, is_block_device: bool) -> io::Result<Alignment> {
+    let found = fstatfs(fd.as_fd()).ok().filter(|_| !is_block_device);
+    #[allow(clippy::useless_conversion, reason = "its type is the machine's")]
+    let kind = found.and_then(|found| i64::try_from(found.f_type).ok());
+    let block = found.and_then(|found| u32::try_from(found.f_bsize).ok());
+    let shared = block.filter(|block| block.is_power_of_two() && kind.is_some_and(|kind| SHARING.contains(&kind)));
+    let least = |found: Alignment| Alignment { offset: found.offset.max(shared.unwrap_or(1)), ..found };
     if let Some(said) = said(fd) {
-        return Ok(said);
+        return Ok(least(said));
     }
     if is_block_device {
         let sector = ioctl_blksszget(fd)?.clamp(512, 1 << 16).next_power_of_two();
         return Ok(Alignment { offset: sector, memory: sector.max(LARGEST) });
     }
     // All of it is in memory: there is no device.
-    #[allow(clippy::useless_conversion, reason = "its type is the machine's")]
-    if fstatfs(fd.as_fd()).is_ok_and(|found| i64::try_from(found.f_type) == Ok(TMPFS)) {
+    if kind == Some(TMPFS) {
         return Ok(Alignment { offset: 1, memory: 1 });
     }
-    Ok(Alignment { offset: probed(fd), memory: LARGEST })
+    Ok(least(Alignment { offset: probed(fd), memory: LARGEST }))
 }
 
 /// What the kernel says.

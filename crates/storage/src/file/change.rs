@@ -202,6 +202,10 @@ pub(crate) fn clone(file: &OpenFile, offset: u64, from: &OwnedFd, from_offset: u
         return Ok(length == 0);
     }
     file.tallies.clones.add(length);
+    // Direct I/O on parts of blocks must not meet shared ones (the module `align`).
+    if file.cache.is_direct() && u64::from(file.alignment.offset) < block(file) {
+        return Ok(false);
+    }
     let range = CloneRange { from: i64::from(from.as_raw_fd()), from_offset, length, offset };
     let _held = file.hold(&(offset..end));
     // SAFETY: reads the structure, which is as the kernel has it.
