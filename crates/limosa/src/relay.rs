@@ -3,10 +3,12 @@
 //! What a terminal sends goes to every process of its foreground group, so QEMU has had it already: only what a process
 //! sent to limosa is handed on.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::Context;
+use limosa_qemu::monitor::Monitor;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
 use signal_hook::iterator::exfiltrator::WithOrigin;
@@ -15,6 +17,15 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 /// What a QEMU that was started directly would have got.
 const SIGNALS: [i32; 8] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH];
+
+/// Those that make QEMU end in good order.
+const ENDS: [Signal; 3] = [Signal::HUP, Signal::INT, Signal::TERM];
+
+/// How long nothing is asked of a QEMU that may be ending. One that has not said so by then lives on.
+const HELD: Duration = Duration::from_secs(2);
+
+/// How long a signal waits for answers that are under way, which may hang on memory that is still to come.
+const ANSWERS: Duration = Duration::from_millis(500);
 
 /// Takes this process's signals until it is dropped.
 pub(crate) struct Relay {
@@ -27,6 +38,8 @@ pub(crate) struct Relay {
 struct State {
     /// Whom the signals are for.
     target: Option<Pid>,
+    /// What else is said to it: not while it ends.
+    monitor: Weak<Monitor>,
     /// Those that came before it was known.
     early: Vec<Signal>,
     /// Whether somebody, by whatever way, has asked QEMU to end.
@@ -55,6 +68,11 @@ impl Relay {
         for signal in std::mem::take(&mut state.early) {
             send(&state, signal);
         }
+    }
+
+    /// Has this monitor hold its peace while QEMU ends by a signal.
+    pub(crate) fn quiet(&self, monitor: &Arc<Monitor>) {
+        lock(&self.state).monitor = Arc::downgrade(monitor);
     }
 
     /// Hands nothing on any more: the number may become another process's.
@@ -93,6 +111,9 @@ fn heed(origin: &Origin, state: &Mutex<State>) {
 
 fn send(state: &State, signal: Signal) {
     if let Some(pid) = state.target {
+        if let Some(monitor) = state.monitor.upgrade().filter(|_| ENDS.contains(&signal)) {
+            monitor.qmp().hold(HELD, ANSWERS);
+        }
         // The only failures left are that it has just ended, or has become another user's: then it is not ours to signal.
         let _ = kill_process(pid, signal);
     }

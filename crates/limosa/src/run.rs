@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, ExitCode, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -46,7 +47,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
     let mut qemu = Qemu { child, relay, program: program(&args.command) };
     let attempt = match greeted {
-        Ok(qmp) => attempt(args, line, verbose, &snapshot, qmp),
+        Ok(qmp) => attempt(args, line, verbose, &snapshot, qmp, &qemu.relay),
         Err(error) => Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, monitor: None },
     };
     // Nobody reads this file any more, or nobody can.
@@ -60,7 +61,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             drop(attempt.monitor);
             qemu.wait()?
         }
-        Err(error) if qemu.is_ending(attempt.monitor.as_ref(), attempt.lazy_guest) => {
+        Err(error) if qemu.is_ending(attempt.monitor.as_deref(), attempt.lazy_guest) => {
             let greeted = attempt.monitor.is_some();
             drop(attempt.monitor);
             let status = qemu.wait()?;
@@ -95,11 +96,12 @@ struct Attempt {
     result: anyhow::Result<RestoreReport>,
     /// Whether there was a guest before all of its memory was there.
     lazy_guest: bool,
-    monitor: Option<Monitor>,
+    monitor: Option<Arc<Monitor>>,
 }
 
-fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, qmp: Qmp) -> Attempt {
-    let monitor = Monitor::new(qmp);
+fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, qmp: Qmp, relay: &Relay) -> Attempt {
+    let monitor = Arc::new(Monitor::new(qmp));
+    relay.quiet(&monitor);
     let (control, progress) = (Control::new(), Progress::new());
     control.set_max_bandwidth(args.steer.max_bandwidth);
     let paused = args.how.paused || (line.paused && !args.how.run);
@@ -204,7 +206,8 @@ impl Qemu {
     /// Whether it has ended or is about to, so that what failed is a consequence of that.
     fn is_ending(&self, monitor: Option<&Monitor>, lazy_guest: bool) -> bool {
         // One that goes takes its channel down before its monitor, and says before that it goes.
-        let patience = if lazy_guest { GONE_WITHIN } else { Duration::ZERO };
+        let expected = lazy_guest || self.relay.end_was_asked();
+        let patience = if expected { GONE_WITHIN } else { Duration::ZERO };
         let end = Instant::now() + patience;
         loop {
             let heard = monitor.map(|monitor| monitor.qmp().take_events());
@@ -218,7 +221,7 @@ impl Qemu {
     }
 
     /// Ends it: by its monitor, so that it leaves the terminal as it found it, or else by signals.
-    fn end(&mut self, monitor: Option<Monitor>) -> anyhow::Result<ExitStatus> {
+    fn end(&mut self, monitor: Option<Arc<Monitor>>) -> anyhow::Result<ExitStatus> {
         if let Some(monitor) = monitor {
             let _ = monitor.qmp().execute_within("quit", Value::Null, END_WITHIN);
             if self.ended_within(END_WITHIN)? {

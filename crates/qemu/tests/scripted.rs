@@ -133,6 +133,77 @@ fn what_a_server_said_last_is_still_read_when_a_command_finds_it_gone() {
 }
 
 #[test]
+fn nothing_is_asked_of_a_qemu_that_has_said_that_it_ends() {
+    for (reason, asks) in [("host-signal", false), ("host-qmp-quit", false), ("guest-shutdown", true)] {
+        let (result, server) = against(&Options::default(), move |server| {
+            server.begin();
+            server.say(&json!({ "event": "SHUTDOWN", "data": { "guest": asks, "reason": reason } }).to_string());
+            let command = server.hear();
+            // With -no-shutdown QEMU stays after a guest's shutdown.
+            assert_eq!(!command.is_null(), asks, "{reason}: {command}");
+            if asks {
+                server.say(&json!({ "return": {}, "id": command["id"] }).to_string());
+            }
+        });
+        let qmp = result.unwrap();
+        let answer = loop {
+            // What has not come yet cannot be heeded.
+            if let Some(event) = qmp.wait_event(&["SHUTDOWN"], Duration::from_secs(20)).unwrap() {
+                assert_eq!(event.data["reason"], reason);
+                break qmp.execute("query-migrate", Value::Null);
+            }
+        };
+        match answer {
+            Ok(_) => assert!(asks),
+            Err(error) => assert!(!asks && error.is_gone() && error.to_string().contains("query-migrate"), "{error}"),
+        }
+        drop(qmp);
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn while_a_qemu_is_held_commands_under_way_are_answered_and_new_ones_wait_for_what_becomes_of_it() {
+    const SOON: Duration = Duration::from_millis(300);
+    for ends in [false, true] {
+        let (go, gone) = std::sync::mpsc::channel();
+        let (result, server) = against(&Options::default(), move |server| {
+            server.begin();
+            let first = server.hear();
+            gone.recv().unwrap();
+            server.say(&json!({ "return": 1, "id": first["id"] }).to_string());
+            if ends {
+                server.say(r#"{"event": "SHUTDOWN", "data": {"guest": false, "reason": "host-signal"}}"#);
+            }
+            let second = server.hear();
+            assert_eq!(second.is_null(), ends, "{second}");
+            if !ends {
+                server.say(&json!({ "return": 2, "id": second["id"] }).to_string());
+            }
+        });
+        let qmp = result.unwrap();
+        std::thread::scope(|scope| {
+            let first = qmp.start("query-status", Value::Null).unwrap();
+            let begun = std::time::Instant::now();
+            // Nothing answers yet, and that is not waited for beyond what is allowed.
+            qmp.hold(Duration::from_secs(60), Duration::ZERO);
+            go.send(()).unwrap();
+            let until = if ends { Duration::from_secs(60) } else { SOON };
+            qmp.hold(until, Duration::from_secs(60));
+            assert_eq!(qmp.wait(&first, Duration::ZERO).unwrap(), Some(json!(1)), "it was waited for");
+            let second = scope.spawn(|| qmp.execute("query-migrate", Value::Null));
+            let second = second.join().unwrap();
+            match second {
+                Ok(value) => assert!(!ends && value == json!(2) && begun.elapsed() >= SOON),
+                Err(error) => assert!(ends && matches!(error, QmpError::Ending { .. }), "{error}"),
+            }
+        });
+        drop(qmp);
+        server.join().unwrap();
+    }
+}
+
+#[test]
 fn an_error_carries_class_description_and_command() {
     let (result, server) = against(&Options::default(), |server| {
         server.begin();

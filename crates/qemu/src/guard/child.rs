@@ -201,7 +201,7 @@ fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &Held) -> Result<(), C
             }
             Ok(())
         }
-        Err(MarkerError::Qmp(QmpError::Closed { .. })) => Ok(()),
+        Err(MarkerError::Qmp(QmpError::Closed { .. } | QmpError::Ending { .. })) => Ok(()),
         Err(other) => Err(other.into()),
     }
 }

@@ -81,6 +81,14 @@ pub enum QmpError {
         /// The command that was under way.
         during: Option<String>,
     },
+    /// QEMU was told to end, and has said so: nothing is asked of it any more.
+    #[error("the QEMU behind {monitor} was told to end: {command} is not sent to it")]
+    Ending {
+        /// The monitor's address.
+        monitor: String,
+        /// The command's name.
+        command: String,
+    },
     /// The kernel reported an error for the socket.
     #[error("the monitor {monitor} fails to {operation}: {source}")]
     Io {
@@ -162,10 +170,10 @@ impl QmpError {
         matches!(self, Self::Command { class, .. } if class == "CommandNotFound")
     }
 
-    /// Whether QEMU is gone (or has closed the monitor), as far as this connection can tell.
+    /// Whether QEMU is gone or going (or has closed the monitor), as far as this connection can tell.
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        matches!(self, Self::Closed { .. } | Self::Io { .. })
+        matches!(self, Self::Closed { .. } | Self::Ending { .. } | Self::Io { .. })
     }
 
     /// An answer of the wrong shape.

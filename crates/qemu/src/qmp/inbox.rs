@@ -1,6 +1,7 @@
 //! What has come from the monitor and waits for somebody to take it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::time::Instant;
 
 use rustix::io::Errno;
 use serde_json::Value;
@@ -26,6 +27,10 @@ pub(super) struct Inbox {
     next_sequence: u64,
     pub(super) events_lost: u64,
     pub(super) broken: Option<Broken>,
+    /// No command is sent before that instant.
+    pub(super) held_until: Option<Instant>,
+    /// QEMU has said that it ends, whatever its `-action` says: by a signal or `quit`.
+    pub(super) ending: bool,
 }
 
 /// Why nothing will come any more.
@@ -51,6 +56,8 @@ impl Inbox {
             next_sequence: 0,
             events_lost: 0,
             broken: None,
+            held_until: None,
+            ending: false,
         }
     }
 
@@ -78,6 +85,8 @@ impl Inbox {
             Message::Return { id: Some(id), value } => self.reply(id, Ok(value)),
             Message::Error { id: Some(id), class, desc } => self.reply(id, Err((class, desc))),
             Message::Event(mut event) => {
+                let reason = event.data.get("reason").and_then(Value::as_str);
+                self.ending |= event.name == "SHUTDOWN" && matches!(reason, Some("host-signal" | "host-qmp-quit"));
                 event.sequence = self.next_sequence;
                 self.next_sequence += 1;
                 if self.events.len() >= MAX_EVENTS {
