@@ -54,7 +54,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let machine = Machine::this(&options.qemu);
     let size = options.size.unwrap_or(2 << 30).max(64 << 20).next_multiple_of(2 << 20);
     let stock = options.against_qemu && machine.qemu.is_some();
-    let cells = cells(size);
+    let cells = cells(size, options.sequential);
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let folder = Scratch::new_in(&parent)?;
     options.tell("making the backing image");
@@ -108,8 +108,8 @@ fn words(bytes: u64) -> String {
     if bytes.is_multiple_of(1 << 20) { format!("{}M", bytes >> 20) } else { format!("{}K", bytes >> 10) }
 }
 
-/// Everything that is measured on a disk of so many bytes.
-fn cells(size: u64) -> Vec<Cell> {
+/// Everything that is measured on a disk of so many bytes, with so many sequential requests.
+fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
     let usual = Shape { cluster: 64 << 10, subclusters: false, under: Under::Backing, hard_disk: false };
     let bare = Shape { under: Under::Nothing, ..usual };
     // Each request in a cluster of its own: 16,000 on 2 GiB.
@@ -117,7 +117,8 @@ fn cells(size: u64) -> Vec<Cell> {
     let first = Load { count, depth: 16, size: 4096, offset: 4096, step: Some(69632) };
     let cell = |case: &str, shape, load: &Load, stock| Cell { case: case.to_owned(), shape, load: load.clone(), stock };
     let random = Load { count: (8192 * size) >> 31, depth: 1, size: 4096, offset: 0, step: None };
-    let sequential = Load { count: (65536 * size) >> 31, depth: 1, size: 4096, offset: 0, step: Some(4096) };
+    let sequential = sequential.unwrap_or((65536 * size) >> 31);
+    let sequential = Load { count: sequential, depth: 1, size: 4096, offset: 0, step: Some(4096) };
     let few = Load { count: 150, ..random };
     let mut cells = vec![
         cell(FIRST_BACKED, usual, &first, true),

@@ -58,6 +58,8 @@ pub struct Options {
     pub size: Option<u64>,
     /// Bytes of clusters that a disk image takes at once, ahead of writes; none for the usual ones.
     pub allocate_ahead: Option<u64>,
+    /// How many requests the sequential cases of `cow` make; `None`: 65,536 on 2 GiB.
+    pub sequential: Option<u64>,
     /// Bytes to take and free before each run; none for as much as the run will need.
     pub touch: Option<u64>,
     /// Directory on the disk to measure; none for the temporary directory.
@@ -80,6 +82,7 @@ impl Default for Options {
             rounds: 5,
             size: None,
             allocate_ahead: None,
+            sequential: None,
             touch: None,
             dir: None,
             only: None,

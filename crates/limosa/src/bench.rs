@@ -19,6 +19,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     let options = limosa_bench::Options {
         size: args.size,
         allocate_ahead: args.allocate_ahead,
+        sequential: args.sequential,
         rounds: args.rounds,
         dir: args.dir,
         only: args.only,

@@ -25,6 +25,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) allocate_ahead: Option<u64>,
 
+    /// How many requests the sequential cases of cow make, over the disk again and again; 65536 by default, which take 3 s or so
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) sequential: Option<u64>,
+
     /// How often each contestant runs
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub(crate) rounds: u32,
