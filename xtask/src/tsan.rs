@@ -14,7 +14,11 @@ use crate::{shell, test};
 
 /// Crates, and which of their tests: those with threads in them. What runs in one thread has nothing to be seen here.
 const RUNS: [(&str, &[&str], &[&str]); 3] = [
-    ("limosa-storage", &["--lib", "--test", "contract", "--test", "files", "--test", "without_ring"], &[]),
+    (
+        "limosa-storage",
+        &["--lib", "--test", "contract", "--test", "files", "--test", "registered", "--test", "without_ring"],
+        &[],
+    ),
     ("limosa-image", &["--lib"], &[]),
     ("limosa-image", &["--test", "proof"], &["threads"]),
 ];

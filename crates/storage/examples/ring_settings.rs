@@ -1,10 +1,12 @@
-//! What settings of `io_uring` cost for 4 KiB direct requests at random places of one file.
+//! What settings of `io_uring` cost for direct requests at random places of one file.
 //!
-//! `cargo run --release -p limosa-storage --example ring_settings -- FILE [ROUNDS] [COUNT]`
+//! `cargo run --release -p limosa-storage --example ring_settings -- FILE [ROUNDS] [COUNT] [SIZE]`
 //!
-//! The file has to be there, at least 64 MiB long, and is written to. Each round runs every contestant once, in turn; of each
-//! the round with the least CPU time is shown: of this thread (in the kernel, too, but not what the kernel's own threads do for
-//! it), its context switches, and the best wall time.
+//! The file has to be there, at least 64 MiB long, and is written to, in requests of 4 KiB or `SIZE`. Each round runs every contestant
+//! once, from another one on than the round before. Shown are, of this thread, the least CPU time of a round (in the kernel, too, but not
+//! what the kernel's own threads do for it), and the median over the rounds of how it compares with the ring that limosa's were made from,
+//! the one that is `cooperative`, in the same round: the latter means something on a machine that is not quiet. Then its context
+//! switches, and the best wall time.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
@@ -16,15 +18,16 @@ use std::alloc::{Layout, alloc_zeroed};
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::thread;
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use io_uring::types::{Fd, Fixed};
 use io_uring::{IoUring, opcode, squeue};
 
-const SIZE: usize = 4096;
-const PLACES: u64 = (64 << 20) / SIZE as u64;
+/// How much of the file is used.
+const LENGTH: usize = 64 << 20;
+/// Memory for requests: an arena larger than what is used, as a process would have.
+const MEMORY: usize = 4 << 20;
 
 /// How requests are made.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,16 +42,14 @@ enum How {
 enum Answers {
     Plain,
     Cooperative,
-    Single,
-    Deferred,
+    SingleCooperative,
+    SingleDeferred,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Registered {
     file: bool,
     buffers: bool,
-    /// The ring's own descriptor.
-    ring: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -56,6 +57,7 @@ struct Load {
     write: bool,
     depth: usize,
     count: usize,
+    size: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -82,20 +84,29 @@ fn switches() -> i64 {
 }
 
 /// Places in no order, the same for all.
-struct Places(u64);
+struct Places {
+    state: u64,
+    size: u64,
+}
+
+impl Places {
+    fn of(size: usize) -> Self {
+        Self { state: 7, size: size as u64 }
+    }
+}
 
 impl Iterator for Places {
     type Item = u64;
 
     fn next(&mut self) -> Option<u64> {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        Some((self.0 >> 33) % PLACES * SIZE as u64)
+        self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        Some((self.state >> 33) % (LENGTH as u64 / self.size) * self.size)
     }
 }
 
 fn entry(how: Registered, file: RawFd, load: Load, memory: *mut u8, slot: usize, at: u64) -> squeue::Entry {
-    let len = SIZE as u32;
-    let start = memory.wrapping_add(slot * SIZE);
+    let len = load.size as u32;
+    let start = memory.wrapping_add(slot * load.size);
     macro_rules! with {
         ($file:expr) => {
             match (load.write, how.buffers) {
@@ -115,24 +126,20 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
     builder.setup_cqsize(1024).setup_submit_all();
     match answers {
         Answers::Plain => &mut builder,
-        Answers::Cooperative => builder.setup_coop_taskrun().setup_single_issuer(),
-        Answers::Single => builder.setup_single_issuer(),
-        Answers::Deferred => builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag(),
+        Answers::Cooperative => builder.setup_coop_taskrun().setup_taskrun_flag(),
+        Answers::SingleCooperative => builder.setup_coop_taskrun().setup_taskrun_flag().setup_single_issuer(),
+        Answers::SingleDeferred => builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag(),
     };
     let mut ring: IoUring = builder.build(256)?;
     if how.file {
         ring.submitter().register_files(&[file])?;
     }
     if how.buffers {
-        // An arena larger than what is used, as a process would have.
-        let all = libc::iovec { iov_base: memory.cast(), iov_len: 4 << 20 };
+        let all = libc::iovec { iov_base: memory.cast(), iov_len: MEMORY };
         // SAFETY: the memory is never freed.
         unsafe { ring.submitter().register_buffers(&[all])? };
     }
-    if how.ring {
-        ring.submitter().register_ring_fd()?;
-    }
-    let mut places = Places(7);
+    let mut places = Places::of(load.size);
     let (mut begun, mut done, mut calls) = (0, 0, 0);
     let mut free: Vec<usize> = (0..load.depth).collect();
     while done < load.count {
@@ -147,7 +154,7 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
         ring.submit_and_wait(1)?;
         calls += 1;
         for answer in ring.completion() {
-            ensure!(answer.result() == SIZE as i32, "a request failed: {}", answer.result());
+            ensure!(answer.result() == load.size as i32, "a request failed: {}", answer.result());
             free.push(answer.user_data() as usize);
             done += 1;
         }
@@ -156,14 +163,14 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
 }
 
 fn by_calls(file: RawFd, load: Load, memory: *mut u8) -> Result<usize> {
-    for at in Places(7).take(load.count) {
+    for at in Places::of(load.size).take(load.count) {
         let done = match load.write {
             // SAFETY: the memory is as long.
-            true => unsafe { libc::pwrite(file, memory.cast(), SIZE, at as i64) },
+            true => unsafe { libc::pwrite(file, memory.cast(), load.size, at as i64) },
             // SAFETY: as above.
-            false => unsafe { libc::pread(file, memory.cast(), SIZE, at as i64) },
+            false => unsafe { libc::pread(file, memory.cast(), load.size, at as i64) },
         };
-        ensure!(done == SIZE as isize, "a request failed: {}", std::io::Error::last_os_error());
+        ensure!(done == load.size as isize, "a request failed: {}", std::io::Error::last_os_error());
     }
     Ok(load.count)
 }
@@ -184,60 +191,48 @@ fn main() -> Result<()> {
     let rounds: usize = arguments.next().map_or(Ok(5), |rounds| rounds.parse())?;
     let count: usize = arguments.next().map_or(Ok(4000), |count| count.parse())?;
     let file = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(&path)?;
-    ensure!(file.metadata()?.len() >= PLACES * SIZE as u64, "{path} has to be 64 MiB long");
+    let size: usize = arguments.next().map_or(Ok(4096), |size| size.parse())?;
+    ensure!(file.metadata()?.len() >= LENGTH as u64, "{path} has to be 64 MiB long");
+    ensure!(size.is_multiple_of(4096) && size > 0 && size * 16 <= MEMORY, "requests are of 4 to 256 KiB");
     // SAFETY: the layout has a size.
-    let memory = unsafe { alloc_zeroed(Layout::from_size_align(4 << 20, 2 << 20)?) };
+    let memory = unsafe { alloc_zeroed(Layout::from_size_align(MEMORY, 2 << 20)?) };
     ensure!(!memory.is_null(), "no memory");
     let memory = memory.expose_provenance();
-    let none = Registered { file: false, buffers: false, ring: false };
-    let files = Registered { file: true, ..none };
-    let buffers = Registered { buffers: true, ..none };
-    let both = Registered { file: true, buffers: true, ring: false };
-    let all = Registered { ring: true, ..both };
+    let none = Registered { file: false, buffers: false };
+    let (files, buffers) = (Registered { file: true, ..none }, Registered { buffers: true, ..none });
+    let both = Registered { file: true, buffers: true };
     let contestants = [
-        ("blocking calls", How::Calls),
+        ("cooperative", How::Ring(Answers::Cooperative, none)),
+        ("  + file", How::Ring(Answers::Cooperative, files)),
+        ("  + buffers", How::Ring(Answers::Cooperative, buffers)),
+        ("  + file, buffers", How::Ring(Answers::Cooperative, both)),
         ("plain ring", How::Ring(Answers::Plain, none)),
-        ("single issuer", How::Ring(Answers::Single, none)),
-        ("single, cooperative", How::Ring(Answers::Cooperative, none)),
-        ("single, deferred", How::Ring(Answers::Deferred, none)),
-        ("  + ring descriptor", How::Ring(Answers::Deferred, Registered { ring: true, ..none })),
-        ("  + file", How::Ring(Answers::Deferred, files)),
-        ("  + buffers", How::Ring(Answers::Deferred, buffers)),
-        ("  + file, buffers", How::Ring(Answers::Deferred, both)),
-        ("  + all three", How::Ring(Answers::Deferred, all)),
+        ("single, cooperative", How::Ring(Answers::SingleCooperative, none)),
+        ("single, deferred", How::Ring(Answers::SingleDeferred, none)),
+        ("blocking calls", How::Calls),
     ];
     for (write, depth) in [(false, 1), (false, 16), (true, 1), (true, 16)] {
-        let load = Load { write, depth, count };
-        let mut best: Vec<Option<Used>> = vec![None; contestants.len()];
-        for _ in 0..rounds {
-            for ((_, how), best) in contestants.iter().zip(&mut best) {
-                if *how == How::Calls && depth > 1 {
-                    continue;
-                }
-                // A ring's registered descriptor is its thread's until that ends.
-                let how = *how;
-                let used = thread::scope(|scope| scope.spawn(|| measured(how, file.as_raw_fd(), load, memory)).join());
-                let used = used.map_err(|_| anyhow!("a measurement panicked"))??;
-                let (wall, cpu, switches) =
-                    best.map_or((f64::MAX, f64::MAX, i64::MAX), |it| (it.wall, it.cpu, it.switches));
-                *best = Some(Used {
-                    wall: wall.min(used.wall),
-                    cpu: cpu.min(used.cpu),
-                    switches: switches.min(used.switches),
-                    calls: used.calls,
-                });
+        let load = Load { write, depth, count, size };
+        let rivals = &contestants[..contestants.len() - usize::from(depth > 1)];
+        let mut all: Vec<Vec<Used>> = vec![Vec::new(); rivals.len()];
+        for round in 0..rounds {
+            for turn in 0..rivals.len() {
+                let which = (round + turn) % rivals.len();
+                all[which].push(measured(rivals[which].1, file.as_raw_fd(), load, memory)?);
             }
         }
-        println!("{} at depth {depth}", if write { "writes" } else { "reads" });
-        for ((name, _), best) in contestants.iter().zip(best) {
-            let Some(best) = best else { continue };
-            let each = |total: f64| total / count as f64 * 1e6;
+        println!("{} of {} KiB at depth {depth}", if write { "writes" } else { "reads" }, size >> 10);
+        for ((name, _), used) in rivals.iter().zip(&all) {
+            let least = |of: fn(&Used) -> f64| used.iter().map(of).fold(f64::MAX, f64::min) / count as f64;
+            let mut ratios: Vec<f64> = used.iter().zip(&all[0]).map(|(ours, plain)| ours.cpu / plain.cpu).collect();
+            ratios.sort_by(f64::total_cmp);
+            let ratio = ratios.get(rounds / 2).copied().unwrap_or(f64::NAN);
             println!(
-                "  {name:20} {:7.2} us CPU {:8.2} us wall {:6.2} switches {:6.2} calls",
-                each(best.cpu),
-                each(best.wall),
-                best.switches as f64 / count as f64,
-                best.calls as f64 / count as f64
+                "  {name:20} {:7.2} us CPU {ratio:6.3} {:8.2} us wall {:6.2} switches {:6.2} calls",
+                least(|it| it.cpu) * 1e6,
+                least(|it| it.wall) * 1e6,
+                least(|it| it.switches as f64),
+                least(|it| it.calls as f64),
             );
         }
     }

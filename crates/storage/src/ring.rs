@@ -5,14 +5,14 @@
 //! future takes nothing away; the slots, and their room for vectors, are used again. Only the ring's thread submits and takes
 //! answers; others may look into a slot, so there is a lock around them, which nobody else wants as a rule.
 //!
-//! Files and buffers are not registered with the ring. Beside a direct request of 4 KiB a registered file saves 2 to 3% of the thread's
-//! CPU time, and it would stay open, and locked, for as long as the ring: only the ring's thread could let go of it. Registered
-//! buffers save a tenth at depth 16 and nothing sure at depth 1; they would have to be memory that every ring has pinned, which a
-//! guest's is not. The figures are in `docs/benchmarks/2026-11-20-storage.md`, `examples/ring_settings.rs` takes them.
+//! Files that are read often are registered with the ring ([`files`]).
 //!
 //! A direct write, or a flush, that the thread would wait for and for nothing else is a plain call: the kernel finishes one that is
 //! under way on its own by yet another thread, and it takes longer.
 #![allow(unsafe_code, reason = "the kernel is given addresses of memory that slots keep")]
+
+mod files;
+mod handle;
 
 use std::io;
 use std::mem;
@@ -28,6 +28,8 @@ use crate::drive::Bell;
 use crate::error::StorageError;
 use crate::file::transfer::Direction;
 use crate::request::Work;
+pub(crate) use crate::ring::files::Places;
+use crate::ring::handle::Handle;
 
 /// Requests that are handed over by one call.
 const GATHERED: u32 = 256;
@@ -177,7 +179,7 @@ impl Done {
 
 /// A thread's ring.
 pub(crate) struct Ring {
-    uring: IoUring,
+    handle: Arc<Handle>,
     slots: Arc<Mutex<Slots>>,
     /// Requests that are not done.
     under: usize,
@@ -193,10 +195,10 @@ pub(crate) struct Ring {
 
 /// Asks the kernel for a ring, with what it has of what makes one cheap.
 fn build() -> io::Result<IoUring> {
-    // One thread that submits, and that is not interrupted for answers: Linux 6.0. (To have it take them only when it asks for them,
-    // DEFER_TASKRUN, costs a third more CPU time of the kernel's with 16 rewrites at once, and a tenth of their rate.)
+    // A thread that is not interrupted for answers: Linux 5.19. (To have it take them only when it asks for them, DEFER_TASKRUN, costs a
+    // third more CPU time of the kernel's with 16 rewrites at once, and a tenth of their rate.)
     let mut best = IoUring::builder();
-    best.setup_cqsize(ANSWERS).setup_submit_all().setup_single_issuer().setup_coop_taskrun().setup_taskrun_flag();
+    best.setup_cqsize(ANSWERS).setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
     let uring = best.build(GATHERED).or_else(|_| IoUring::builder().setup_cqsize(ANSWERS).build(GATHERED))?;
     let features = uring.params();
     // Vectors need not outlive the call that hands them over, and no answer is dropped: Linux 5.5.
@@ -218,7 +220,7 @@ impl Ring {
         let event = bell.event(|| Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))?.as_raw_fd();
         let slots = Arc::new(Mutex::new(Slots { slots: Vec::new(), free: None }));
         Ok(Self {
-            uring,
+            handle: Arc::new(Handle::new(uring)),
             slots,
             under: 0,
             gathered: Vec::new(),
@@ -262,12 +264,13 @@ impl Ring {
     }
 
     fn push(&mut self, entry: squeue::Entry) {
-        // SAFETY: what the entry names is kept by the slot that it is known by, until its answer has come.
-        if unsafe { self.uring.submission().push(&entry) }.is_err() {
+        // SAFETY: what the entry names is kept by the slot that it is known by, until its answer has come. Only this thread takes the
+        // queues of its ring.
+        if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
             // Full: hand over what is there. If the kernel has no room either, the next turn does.
-            _ = self.uring.submit();
+            _ = self.handle.uring.submit();
             // SAFETY: as above.
-            if unsafe { self.uring.submission().push(&entry) }.is_err() {
+            if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
                 self.waiting.push(entry);
             }
         }
@@ -277,7 +280,7 @@ impl Ring {
     pub(crate) fn turn(&mut self, wait: bool) -> Done {
         let mut gathered = mem::take(&mut self.gathered);
         for index in gathered.drain(..) {
-            let entry = lock(&self.slots).slots.get_mut(index).and_then(|slot| entry(slot, index));
+            let entry = lock(&self.slots).slots.get_mut(index).and_then(|slot| entry(&self.handle, slot, index));
             entry.into_iter().for_each(|entry| self.push(entry));
         }
         self.gathered = gathered;
@@ -287,11 +290,12 @@ impl Ring {
             self.push(poll.build().user_data(BELL));
         }
         // Interrupted, or short of memory or room: what is there is taken, and the next turn tries again.
-        _ = self.uring.submit_and_wait(usize::from(wait));
+        _ = self.handle.uring.submit_and_wait(usize::from(wait));
         let mut done = mem::take(&mut self.done);
         let mut again = mem::take(&mut self.waiting);
         let mut slots = lock(&self.slots);
-        for answer in self.uring.completion() {
+        // SAFETY: only this thread takes the queues of its ring.
+        for answer in unsafe { self.handle.uring.completion_shared() } {
             if answer.user_data() == BELL {
                 self.bell_is_set = false;
                 let mut count = [0; 8];
@@ -309,7 +313,7 @@ impl Ring {
             let outcome = if is_busy { None } else { slot.work.as_mut().and_then(|work| work.settle(result)) };
             let Some(outcome) = outcome else {
                 let flags = if is_busy { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
-                again.extend(entry(slot, index).map(|entry| entry.flags(flags)));
+                again.extend(entry(&self.handle, slot, index).map(|entry| entry.flags(flags)));
                 continue;
             };
             self.under -= 1;
@@ -330,14 +334,23 @@ impl Ring {
     }
 }
 
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // It fails if there are none.
+        _ = self.handle.forget_files();
+    }
+}
+
 /// What the kernel is asked for in a slot's name: what is left of its request.
-fn entry(slot: &mut Slot, index: usize) -> Option<squeue::Entry> {
+fn entry(ring: &Arc<Handle>, slot: &mut Slot, index: usize) -> Option<squeue::Entry> {
     let entry = match slot.work.as_ref()? {
         Work::Flush(file) => opcode::Fsync::new(Fd(file.fd.as_raw_fd())).flags(FsyncFlags::DATASYNC).build(),
         Work::Transfer(transfer) => {
-            let (fd, at) = (Fd(transfer.file.fd.as_raw_fd()), transfer.at());
-            let flags = transfer.flags();
-            match (transfer.piece(), transfer.direction) {
+            let known = if transfer.direction == Direction::Read { files::slot(ring, &transfer.file) } else { None };
+            let fixed = known.and_then(|slot| RawFd::try_from(slot).ok());
+            let fd = Fd(fixed.unwrap_or_else(|| transfer.file.fd.as_raw_fd()));
+            let (at, flags) = (transfer.at(), transfer.flags());
+            let entry = match (transfer.piece(), transfer.direction) {
                 (Some((start, len)), Direction::Read) => opcode::Read::new(fd, start, len).offset(at).build(),
                 (Some((start, len)), Direction::Write) => {
                     opcode::Write::new(fd, start, len).offset(at).rw_flags(flags).build()
@@ -350,7 +363,9 @@ fn entry(slot: &mut Slot, index: usize) -> Option<squeue::Entry> {
                         Direction::Write => opcode::Writev::new(fd, pieces, count).offset(at).rw_flags(flags).build(),
                     }
                 }
-            }
+            };
+            // A slot is named in place of a descriptor.
+            if fixed.is_some() { entry.flags(squeue::Flags::FIXED_FILE) } else { entry }
         }
     };
     Some(entry.user_data(index as u64))

@@ -47,8 +47,12 @@ impl Tally {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
+    pub(crate) fn operations(&self) -> u64 {
+        self.operations.load(Ordering::Relaxed)
+    }
+
     fn count(&self) -> Count {
-        Count { operations: self.operations.load(Ordering::Relaxed), bytes: self.bytes.load(Ordering::Relaxed) }
+        Count { operations: self.operations(), bytes: self.bytes.load(Ordering::Relaxed) }
     }
 }
 

@@ -18,6 +18,7 @@ use crate::file::bounce;
 use crate::file::counters::Tallies;
 use crate::file::lock::{self, LockPolicy};
 use crate::file::options::{CacheMode, Create, FileOptions};
+use crate::ring::Places;
 use crate::storage::Alignment;
 
 /// What a file is known by, whatever its path: for finding out whether two are the same.
@@ -41,6 +42,8 @@ pub(crate) struct OpenFile {
     pub(crate) alignment: Alignment,
     pub(crate) blocks: Blocks,
     pub(crate) tallies: Tallies,
+    /// Where rings know it.
+    pub(crate) places: Places,
     /// Whether locks were asked for.
     locked: bool,
     /// Why making durable failed: what it was for may be lost, so nothing later is durable either.
@@ -118,6 +121,7 @@ impl OpenFile {
             alignment,
             blocks: Blocks::default(),
             tallies: Tallies::default(),
+            places: Places::default(),
             locked: options.lock != LockPolicy::None,
             lost: Mutex::new(None),
         })

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Io, MemoryStorage, Storage};
+use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, Io, MemoryStorage, Storage, block_on};
 use tempfile::TempDir;
 
 use crate::promises;
@@ -19,6 +19,21 @@ fn files(folder: &Path, cache: CacheMode, io: Io, check: impl Fn(Make<'_>)) {
         let options = FileOptions { cache, io, create: Create::New, ..FileOptions::default() };
         FileStorage::open(folder.path().join(format!("{}.img", count.get())), &options).unwrap()
     });
+}
+
+/// A file that has been read so often that rings know it.
+fn read_often(cache: CacheMode) -> impl Fn(fn(Make<'_>)) {
+    move |check| {
+        files(&std::env::temp_dir(), cache, Io::Uring, |make| {
+            check(&|| {
+                let storage = make();
+                for _ in 0..100 {
+                    block_on(storage.read(0, Buffer::zeroed(4096).into())).unwrap();
+                }
+                storage
+            });
+        });
+    }
 }
 
 /// A module for each storage, in it a test for each promise.
@@ -80,6 +95,8 @@ beds! {
     none_by_threads: disk(CacheMode::None, Io::Threads);
     directsync_by_uring: disk(CacheMode::Directsync, Io::Uring);
     directsync_by_threads: disk(CacheMode::Directsync, Io::Threads);
+    read_often_by_uring: read_often(CacheMode::Writeback);
+    read_often_without_cache_by_uring: read_often(CacheMode::None);
     tmpfs_without_cache_by_uring: tmpfs(CacheMode::None, Io::Uring);
     tmpfs_by_uring: tmpfs(CacheMode::Writeback, Io::Uring);
     tmpfs_by_threads: tmpfs(CacheMode::Writeback, Io::Threads);
