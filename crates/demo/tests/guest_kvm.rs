@@ -3,8 +3,11 @@
 //! Needs /dev/kvm; where there is none, `LIMOSA_SKIP_KVM=1` skips these tests.
 #![allow(missing_docs, reason = "a test")]
 
+mod acts;
+
 use std::sync::Arc;
 
+use acts::{copy, let_it_write};
 use limosa_demo::guest::{self, Guest, GuestError, GuestKind, GuestOptions, LogChoice, Rate};
 use limosa_memory::dirty::DirtyPages;
 use limosa_memory::{BlockOptions, GuestMemory};
@@ -31,26 +34,6 @@ fn busy(log: LogChoice) -> GuestOptions {
 fn boot(options: &GuestOptions) -> Box<dyn Guest> {
     guest::boot(GuestKind::Kvm, memory(), options)
         .unwrap_or_else(|error| panic!("{error} (LIMOSA_SKIP_KVM=1 skips the tests that need KVM)"))
-}
-
-fn let_it_write(guest: &dyn Guest, pages: u64) {
-    let until = guest.writes() + pages;
-    guest.run().unwrap();
-    while guest.writes() < until {
-        std::thread::sleep(std::time::Duration::from_micros(100));
-    }
-    guest.pause().unwrap();
-}
-
-/// Copies the dirty pages, as a migration would.
-fn copy(from: &GuestMemory, to: &GuestMemory, dirty: &DirtyPages) {
-    let mut page = [0; PAGE_LEN];
-    for (index, (from, to)) in from.blocks().iter().zip(to.blocks()).enumerate() {
-        for number in dirty.block(index).unwrap().runs().flat_map(|run| run.iter()) {
-            from.read(number.offset(), &mut page).unwrap();
-            to.write(number.offset(), &page).unwrap();
-        }
-    }
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! The guest whose processors are threads: it keeps its memory right, and a log of its writes misses none.
 #![allow(missing_docs, reason = "a test")]
 
+mod acts;
+
 use std::sync::Arc;
 
-use limosa_demo::guest::{self, Guest, GuestError, GuestKind, GuestOptions, LogChoice, Rate};
+use acts::{copy, let_it_write};
+use limosa_demo::guest::{self, GuestError, GuestKind, GuestOptions, LogChoice, Rate};
 use limosa_memory::dirty::DirtyPages;
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_page::PAGE_LEN;
 
 fn memory() -> Arc<GuestMemory> {
     memory_of(3 << 20, 1 << 20)
@@ -19,26 +21,6 @@ fn memory_of(ram: u64, video: u64) -> Arc<GuestMemory> {
 
 fn busy() -> GuestOptions {
     GuestOptions { rate: Rate::Max, writers: 3, ..GuestOptions::default() }
-}
-
-fn let_it_write(guest: &dyn Guest, pages: u64) {
-    let until = guest.writes() + pages;
-    guest.run().unwrap();
-    while guest.writes() < until {
-        std::thread::yield_now();
-    }
-    guest.pause().unwrap();
-}
-
-/// Copies the dirty pages (all, if `None`), as a migration would.
-fn copy(from: &GuestMemory, to: &GuestMemory, dirty: &DirtyPages) {
-    let mut page = [0; PAGE_LEN];
-    for (index, (from, to)) in from.blocks().iter().zip(to.blocks()).enumerate() {
-        for number in dirty.block(index).unwrap().runs().flat_map(|run| run.iter()) {
-            from.read(number.offset(), &mut page).unwrap();
-            to.write(number.offset(), &page).unwrap();
-        }
-    }
 }
 
 #[test]

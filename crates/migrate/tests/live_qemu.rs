@@ -9,48 +9,17 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_channel::{Channel, Options, Uri};
-use limosa_memory::dirty::Writers;
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::BlockOptions;
+use limosa_migrate::live::MigrationParams;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, RoundReport};
-use limosa_migrate::live::{LiveVm, MigrationParams, VmError};
 use limosa_migrate::source::postcopy::OpenPreempt;
 use limosa_migrate::{Control, MigrateError, MultifdSourceOptions, Phase, Progress, Stop};
 use limosa_stream::multifd::Compression;
-use limosa_stream::{Configuration, DeviceSections};
 use limosa_testkit::{Machine, MemoryBackend, Vm, qemu_skipped};
-use model::live::TestVm;
+use model::live::{Bare, TestVm};
 use serde_json::json;
 
 const BYTES: u64 = 64 << 20;
-
-/// A VM without devices: QEMU's have states of their own form.
-struct Bare(TestVm);
-
-impl LiveVm for Bare {
-    fn configuration(&self) -> Configuration {
-        self.0.configuration()
-    }
-
-    fn memory(&self) -> &GuestMemory {
-        &self.0.memory
-    }
-
-    fn writers(&self) -> Writers {
-        self.0.writers()
-    }
-
-    fn pause(&self) -> Result<(), VmError> {
-        self.0.pause()
-    }
-
-    fn resume(&self) -> Result<(), VmError> {
-        self.0.resume()
-    }
-
-    fn device_sections(&self) -> Result<DeviceSections, VmError> {
-        Ok(DeviceSections::new())
-    }
-}
 
 /// What a migration is made with.
 #[derive(Debug, Clone, Copy)]

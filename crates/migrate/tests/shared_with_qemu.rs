@@ -10,16 +10,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Channel, Listener, Options, Uri};
-use limosa_memory::dirty::Writers;
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, SharedMemory, VmError};
+use limosa_migrate::live::{IncomingVm, MigrationParams, SharedMemory, VmError};
 use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::device_sections::OpaqueSection;
-use limosa_stream::{Configuration, DeviceSections};
 use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
-use model::live::TestVm;
+use model::live::{Bare, TestVm};
 use serde_json::json;
 
 /// The memory file of a QEMU, as the block of its name.
@@ -114,35 +112,6 @@ fn a_qemu_with_a_memory_file_moves_to_a_vm_that_has_mapped_it() {
     mem.read(0, &mut here).unwrap();
     assert!(here == vm.read_memory(0..mem.len()).unwrap());
     assert!(here.iter().any(|byte| *byte != 0));
-}
-
-/// A VM without devices: QEMU's have states of their own form.
-struct Bare(TestVm);
-
-impl LiveVm for Bare {
-    fn configuration(&self) -> Configuration {
-        self.0.configuration()
-    }
-
-    fn memory(&self) -> &GuestMemory {
-        &self.0.memory
-    }
-
-    fn writers(&self) -> Writers {
-        self.0.writers()
-    }
-
-    fn pause(&self) -> Result<(), VmError> {
-        self.0.pause()
-    }
-
-    fn resume(&self) -> Result<(), VmError> {
-        self.0.resume()
-    }
-
-    fn device_sections(&self) -> Result<DeviceSections, VmError> {
-        Ok(DeviceSections::new())
-    }
 }
 
 #[test]
