@@ -41,12 +41,14 @@ pub async fn repair(storage: &dyn Storage, what: Repair, options: CheckOptions) 
     let (leaked, corrupt) = (before.report.leaks, before.report.corruptions);
     let mut outcome = before;
     for _ in 0..TURNS {
+        let autoclear = header.features.autoclear;
         let wrote = match what {
             Repair::Leaks => leaks(storage, &mut header, &outcome, options).await?,
             Repair::Refcounts if outcome.takes_away() => false,
             Repair::Refcounts | Repair::All => step(storage, &mut header, &outcome, what, options).await?,
         };
-        if !wrote {
+        // Where a table is said to lie over the header, the bits that whoever writes clears there are entries of it.
+        if !wrote && header.features.autoclear == autoclear {
             break;
         }
         outcome = examine_image(storage, &header, options).await?;
