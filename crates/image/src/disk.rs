@@ -79,8 +79,12 @@ pub trait Disk: Send + Sync + Debug {
         Box::pin(std::future::ready(Ok(false)))
     }
 
-    /// Makes everything durable and lets go: space taken ahead is given back, the dirty bit cleared. Requests that come afterwards
-    /// fail. An image that is dropped without it is as after a power cut, after the last flush.
+    /// Makes everything durable and lets go: space taken ahead is given back, the dirty bit cleared. An image that is dropped without
+    /// it is as after a power cut, after the last flush.
+    ///
+    /// It begins with its first poll. Requests that are polled for the first time after that fail; those that had been polled before
+    /// are waited for, until they are done or dropped, so whoever holds some goes on polling them beside it, or drops them first: a close
+    /// that is waited for in place of them never ends.
     fn close(&self) -> Pending<'_>;
 }
 

@@ -47,6 +47,7 @@ pub mod probe;
 pub mod qcow2;
 pub mod raw;
 pub mod reference;
+mod requests;
 #[cfg(test)]
 mod test_disk;
 

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::Mutex;
 use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
@@ -17,6 +17,7 @@ use crate::holes::alike;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::probe::{Format, Guess, LOOKED_AT, guess};
+use crate::requests::{Inside, Requests};
 
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
@@ -42,7 +43,7 @@ pub struct Raw {
     windowed: bool,
     len: AtomicU64,
     read_only: bool,
-    closed: AtomicBool,
+    requests: Requests,
     /// Of an image whose format was guessed: held while its first sector changes.
     first_sector: Option<Mutex<()>>,
 }
@@ -72,7 +73,7 @@ impl Raw {
             windowed: options.offset != 0 || options.size.is_some(),
             len: AtomicU64::new(len),
             read_only: options.read_only || file.is_read_only(),
-            closed: AtomicBool::new(false),
+            requests: Requests::default(),
             first_sector: (options.guessed && options.offset < LOOKED_AT as u64).then(|| Mutex::new(())),
             file,
         }))
@@ -91,7 +92,7 @@ impl Raw {
     /// [`ImageError::Unsupported`]: it is a part of a file, or metadata are to be allocated, of which it has none; what the storage
     /// says.
     pub async fn resize(&self, len: u64, preallocation: Preallocation) -> Result<(), ImageError> {
-        self.admit_write(GuestOffset(0), 0)?;
+        let _inside = self.admit_write(GuestOffset(0), 0)?;
         let old = self.len();
         let what = if self.windowed {
             "it is a part of a file, whose length is not changed; resize the file"
@@ -118,21 +119,21 @@ impl Raw {
         Ok(())
     }
 
-    fn admit(&self, at: GuestOffset, wanted: u64) -> Result<(), ImageError> {
+    fn admit(&self, at: GuestOffset, wanted: u64) -> Result<Inside<'_>, ImageError> {
         let length = self.len();
-        if self.closed.load(Ordering::Acquire) {
+        let Some(inside) = self.requests.enter() else {
             let what = "it has been closed".to_owned();
             return Err(ImageError::Unsupported { image: Arc::clone(self.name()), what });
-        }
+        };
         match at.0.checked_add(wanted) {
-            Some(end) if end <= length => Ok(()),
+            Some(end) if end <= length => Ok(inside),
             _ => Err(ImageError::Outside { image: Arc::clone(self.name()), length, at, wanted }),
         }
     }
 
-    fn admit_write(&self, at: GuestOffset, wanted: u64) -> Result<(), ImageError> {
-        self.admit(at, wanted)?;
-        if self.read_only { Err(ImageError::ReadOnly { image: Arc::clone(self.name()) }) } else { Ok(()) }
+    fn admit_write(&self, at: GuestOffset, wanted: u64) -> Result<Inside<'_>, ImageError> {
+        let inside = self.admit(at, wanted)?;
+        if self.read_only { Err(ImageError::ReadOnly { image: Arc::clone(self.name()) }) } else { Ok(inside) }
     }
 
     /// Where in the storage a part of the disk lies.
@@ -237,7 +238,7 @@ impl Disk for Raw {
     fn read(&self, at: GuestOffset, into: IoVector) -> Pending<'_> {
         Box::pin(async move {
             let length = into.len() as u64;
-            self.admit(at, length)?;
+            let _inside = self.admit(at, length)?;
             let host = self.host(at, length);
             self.file.read(host.start, into.clone()).await?;
             match ended(&*self.file, &into, host.end)? {
@@ -255,7 +256,7 @@ impl Disk for Raw {
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
         Box::pin(async move {
             let length = from.len() as u64;
-            self.admit_write(at, length)?;
+            let _inside = self.admit_write(at, length)?;
             let host = self.host(at, length);
             let first = usize::try_from(self.guarded(&host)).unwrap_or(usize::MAX);
             if first > 0 {
@@ -270,7 +271,7 @@ impl Disk for Raw {
 
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_> {
         Box::pin(async move {
-            self.admit_write(at, length)?;
+            let _inside = self.admit_write(at, length)?;
             let host = self.host(at, length);
             let first = self.guarded(&host);
             if first > 0 {
@@ -287,7 +288,7 @@ impl Disk for Raw {
 
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_> {
         Box::pin(async move {
-            self.admit_write(at, length)?;
+            let _inside = self.admit_write(at, length)?;
             let host = self.host(at, length);
             // What becomes of it would have to be looked at.
             let rest = host.start + self.guarded(&host)..host.end;
@@ -299,12 +300,15 @@ impl Disk for Raw {
     }
 
     fn flush(&self) -> Pending<'_> {
-        Box::pin(async move { Ok(self.file.flush().await?) })
+        Box::pin(async move {
+            let _inside = self.admit(GuestOffset(0), 0)?;
+            Ok(self.file.flush().await?)
+        })
     }
 
     fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped> {
         Box::pin(async move {
-            self.admit(at, length)?;
+            let _inside = self.admit(at, length)?;
             let host = self.host(at, length);
             let (length, is_zero) = alike(&*self.file, &host)?;
             Ok(Mapped {
@@ -329,7 +333,7 @@ impl Disk for Raw {
     ) -> Pending<'_, bool> {
         let from = Arc::clone(from);
         Box::pin(async move {
-            self.admit_write(at, length)?;
+            let _inside = self.admit_write(at, length)?;
             let host = self.host(at, length);
             // What a guarded sector would become has to be seen first.
             if self.guarded(&host) > 0 {
@@ -341,10 +345,11 @@ impl Disk for Raw {
 
     fn close(&self) -> Pending<'_> {
         Box::pin(async move {
+            self.requests.close();
+            self.requests.over().await;
             if !self.read_only {
                 self.file.flush().await?;
             }
-            self.closed.store(true, Ordering::Release);
             Ok(())
         })
     }

@@ -6,7 +6,8 @@ use std::task::{Context, Waker};
 use limosa_image::qcow2::check::{CheckOptions, check};
 use limosa_image::qcow2::create::{CreateOptions, create};
 use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
-use limosa_image::{Disk, GuestOffset};
+use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Failing, Fault, Held, SparseMemory};
 use limosa_storage::{Buffer, Operation, Storage, block_on};
 
@@ -44,4 +45,62 @@ fn a_close_that_nobody_waited_for_is_brought_to_its_end_by_the_next_one() {
     // A data cluster and its L2 table behind header, refcount table and block, and L1 table.
     assert_eq!(file.length().unwrap(), 6 * (64 << 10));
     block_on(disk.close()).unwrap();
+}
+
+/// Whether it is done, asked once.
+fn is_done(request: &mut Pending<'_>) -> bool {
+    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
+}
+
+#[test]
+fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
+    for raw in [false, true] {
+        for operation in [Operation::Read, Operation::Write] {
+            let held = Held::only(&[operation]);
+            let contents: Arc<dyn Storage> = Arc::new(SparseMemory::file("contents", 256 << 20));
+            let disk: Arc<dyn Disk> = if raw {
+                block_on(contents.set_len(64 << 20)).unwrap();
+                Raw::open(held.over(Arc::clone(&contents)), &RawOptions::default()).unwrap()
+            } else {
+                // With a file for contents alone, what the close itself writes is not held.
+                let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
+                let options =
+                    CreateOptions { size: 64 << 20, data_file: Some("contents".into()), ..CreateOptions::default() };
+                let header = block_on(create(&*file, Some(&*contents), &options)).unwrap();
+                let once = Parts {
+                    file: Arc::clone(&file),
+                    data_file: Some(Arc::clone(&contents)),
+                    backing: None,
+                    header: header.clone(),
+                };
+                let first = block_on(Qcow2::open(once, Qcow2Options::default())).unwrap();
+                block_on(first.write(GuestOffset(0), Buffer::copied(&[1; 512]).into())).unwrap();
+                block_on(first.close()).unwrap();
+                let data_file = Some(held.over(Arc::clone(&contents)));
+                let parts = Parts { file, data_file, backing: None, header };
+                block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap()
+            };
+            let begin = |disk: &Arc<dyn Disk>| match operation {
+                Operation::Read => {
+                    let disk = Arc::clone(disk);
+                    Box::pin(async move { disk.read(GuestOffset(0), Buffer::zeroed(512).into()).await })
+                        as Pending<'static>
+                }
+                _ => {
+                    let disk = Arc::clone(disk);
+                    Box::pin(async move { disk.write(GuestOffset(0), Buffer::copied(&[2; 512]).into()).await })
+                }
+            };
+            let (mut begun, mut dropped) = (begin(&disk), begin(&disk));
+            assert!(!is_done(&mut begun) && !is_done(&mut dropped));
+            let mut close = disk.close();
+            assert!(!is_done(&mut close), "raw: {raw}, {operation}: it ended before a request");
+            assert!(block_on(begin(&disk)).unwrap_err().to_string().contains("it has been closed"));
+            drop(dropped);
+            held.open();
+            assert!(!is_done(&mut close), "raw: {raw}, {operation}: it ended before a request");
+            block_on(begun).unwrap();
+            block_on(close).unwrap();
+        }
+    }
 }

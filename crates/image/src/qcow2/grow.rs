@@ -19,7 +19,7 @@ use super::overlap::Table;
 use super::zero::Zeroing;
 use crate::disk::Pending;
 use crate::error::ImageError;
-use crate::offset::HostOffset;
+use crate::offset::{GuestOffset, HostOffset};
 
 impl Qcow2 {
     /// Makes the disk `size` bytes long, which is no less than it is: what is new reads as zeros. Requests may be under way, and those
@@ -32,6 +32,8 @@ impl Qcow2 {
     pub fn grow(&self, size: u64) -> Pending<'_> {
         let inner = Arc::clone(self.inner());
         self.inner().whole(async move {
+            // Here, and not in what others may have to bring to its end.
+            let _inside = inner.admit(GuestOffset(0), 0)?;
             let grower = Arc::clone(&inner);
             behind(&inner.growing, async move { grower.grow(size).await }.boxed()).await
         })
@@ -53,7 +55,6 @@ pub(super) fn fault(header: &Header, size: u64) -> Option<String> {
 
 impl Inner {
     async fn grow(self: &Arc<Self>, size: u64) -> Result<(), ImageError> {
-        self.admit(crate::offset::GuestOffset(0), 0)?;
         let old = self.size.load(Ordering::Acquire);
         let header = lock(&self.header).clone();
         let what = if size < old {

@@ -25,7 +25,7 @@
 //! a read that was under way meanwhile reads again. A failed job's cluster beside whose bytes others write counts as dropped, too.
 //!
 //! Whoever waits for a job, a slice or a flush drives it: there is no thread behind an image, and a request that is dropped or not polled
-//! stops nobody. A job that is dropped is ended by whatever request comes next, before anything else, so that it is either over or
+//! stops nobody but a close, which waits for those that are polled no more until they are dropped. A job that is dropped is ended by whatever request comes next, before anything else, so that it is either over or
 //! never was. A write in place that is dropped settles by itself, and counts as using its cluster until a flush finds it over.
 //!
 //! # What is not written over
@@ -80,6 +80,7 @@ use super::zero::Zeroing;
 use crate::disk::{Disk, MapKind, Mapped, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
+use crate::requests::{Inside, Requests};
 
 /// The logarithm of the largest slice's bytes.
 const SLICE_BITS: u32 = 12;
@@ -216,7 +217,7 @@ pub(super) struct Inner {
     pub(super) lazy: bool,
     pub(super) begun: AtomicBool,
     pub(super) marked_corrupt: AtomicBool,
-    pub(super) closed: AtomicBool,
+    pub(super) requests: Requests,
     /// Its end, once that was begun.
     pub(super) closing: Mutex<Option<Flight>>,
     /// How long the file was when it was opened, in bytes.
@@ -332,7 +333,7 @@ impl Qcow2 {
             lazy,
             begun: AtomicBool::new(false),
             marked_corrupt: AtomicBool::new(false),
-            closed: AtomicBool::new(false),
+            requests: Requests::default(),
             closing: Mutex::default(),
             length_at_open,
             longest: AtomicU64::new(length_at_open),
@@ -370,21 +371,21 @@ impl Qcow2 {
 }
 
 impl Inner {
-    /// Refuses what lies outside, and everything after the image was closed.
-    pub(super) fn admit(&self, at: GuestOffset, wanted: u64) -> Result<(), ImageError> {
+    /// Refuses what lies outside, and everything after the image was closed, which waits for what is held here.
+    pub(super) fn admit(&self, at: GuestOffset, wanted: u64) -> Result<Inside<'_>, ImageError> {
         let length = self.size.load(Ordering::Acquire);
-        if self.closed.load(Ordering::Acquire) {
+        let Some(inside) = self.requests.enter() else {
             let what = "it has been closed".to_owned();
             return Err(ImageError::Unsupported { image: Arc::clone(&self.name), what });
-        }
+        };
         match at.0.checked_add(wanted) {
-            Some(end) if end <= length => Ok(()),
+            Some(end) if end <= length => Ok(inside),
             _ => Err(ImageError::Outside { image: Arc::clone(&self.name), length, at, wanted }),
         }
     }
 
     async fn map(self: &Arc<Self>, at: GuestOffset, length: u64) -> Result<Mapped, ImageError> {
-        self.admit(at, length)?;
+        let _inside = self.admit(at, length)?;
         self.end_abandoned().await;
         let _guard = self.epochs.enter();
         let piece = |length: u64, kind, host| Mapped { length, kind, depth: 0, host };
@@ -450,7 +451,7 @@ impl Disk for Qcow2 {
 
     fn read(&self, at: GuestOffset, into: IoVector) -> Pending<'_> {
         Box::pin(async move {
-            self.inner.admit(at, into.len() as u64)?;
+            let _inside = self.inner.admit(at, into.len() as u64)?;
             self.inner.end_abandoned().await;
             self.inner.read(at.0, into).await
         })
@@ -459,8 +460,8 @@ impl Disk for Qcow2 {
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
         self.inner.whole(async move {
-            inner.admit(at, from.len() as u64)?;
-            inner.write(at.0, from).await
+            let _inside = inner.admit(at, from.len() as u64)?;
+            Arc::clone(&inner).write(at.0, from).await
         })
     }
 
@@ -468,22 +469,22 @@ impl Disk for Qcow2 {
         let zeroing = if unmap { Zeroing::Unmap } else { Zeroing::Keep };
         let inner = Arc::clone(&self.inner);
         self.inner.whole(async move {
-            inner.admit(at, length)?;
-            inner.zero(at.0, length, zeroing).await
+            let _inside = inner.admit(at, length)?;
+            Arc::clone(&inner).zero(at.0, length, zeroing).await
         })
     }
 
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
         self.inner.whole(async move {
-            inner.admit(at, length)?;
-            inner.zero(at.0, length, Zeroing::Discard).await
+            let _inside = inner.admit(at, length)?;
+            Arc::clone(&inner).zero(at.0, length, Zeroing::Discard).await
         })
     }
 
     fn flush(&self) -> Pending<'_> {
         Box::pin(async move {
-            self.inner.admit(GuestOffset(0), 0)?;
+            let _inside = self.inner.admit(GuestOffset(0), 0)?;
             if self.inner.read_only { Ok(()) } else { self.inner.settle().await }
         })
     }
@@ -512,9 +513,10 @@ impl Inner {
         lock(&self.closing).get_or_insert_with(close).clone()
     }
 
-    /// Ends everything that is under way, gives back what was taken ahead, and makes everything durable.
+    /// Waits for requests, ends what those that were dropped have begun, gives back what was taken ahead, and makes everything durable.
     async fn close_now(self: &Arc<Self>) -> Result<(), ImageError> {
-        self.closed.store(true, Ordering::Release);
+        self.requests.close();
+        self.requests.over().await;
         if self.read_only {
             return Ok(());
         }
