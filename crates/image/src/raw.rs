@@ -13,7 +13,7 @@ use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
 use crate::disk::{Disk, MapKind, Mapped, Pending};
 use crate::ends::{LOST, ended};
 use crate::error::ImageError;
-use crate::holes::alike;
+use crate::holes::{alike, inside};
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::probe::{Format, Guess, LOOKED_AT, guess};
@@ -310,13 +310,18 @@ impl Disk for Raw {
         Box::pin(async move {
             let _inside = self.admit(at, length)?;
             let host = self.host(at, length);
-            let (length, is_zero) = alike(&*self.file, &host)?;
-            Ok(Mapped {
-                length,
-                kind: if is_zero { MapKind::Zero } else { MapKind::Data },
-                depth: 0,
-                host: Some((Arc::clone(self.name()), HostOffset(host.start))),
-            })
+            let (mut length, mut kind) = match alike(&*self.file, &host)? {
+                (alike, true) => (alike, MapKind::Zero),
+                (alike, false) => (alike, MapKind::Data),
+            };
+            if kind == MapKind::Zero {
+                match inside(&*self.file, host.start, length, SECTOR)? {
+                    // The file was cut off: who reads is told that it is lost.
+                    0 => kind = MapKind::Data,
+                    here => length = here,
+                }
+            }
+            Ok(Mapped { length, kind, depth: 0, host: Some((Arc::clone(self.name()), HostOffset(host.start))) })
         })
     }
 

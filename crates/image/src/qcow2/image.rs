@@ -224,6 +224,8 @@ pub(super) struct Inner {
     pub(super) length_at_open: u64,
     /// How long it has been since, as far as anybody looked.
     pub(super) longest: AtomicU64,
+    /// The same of the storage that contents lie in, if that is another one.
+    pub(super) longest_data: AtomicU64,
     /// A cluster of zeros, to be written from.
     pub(super) zeros: Buffer,
 }
@@ -301,6 +303,7 @@ impl Qcow2 {
         };
         let lazy = header.version > 2 && options.lazy_refcounts.unwrap_or_else(|| header.features.lazy_refcounts());
         let length_at_open = file.length()?;
+        let longest_data = data_file.as_ref().map_or(Ok(0), |data_file| data_file.length())?;
         let inner = Inner {
             data: data_file.unwrap_or_else(|| Arc::clone(&file)),
             name,
@@ -337,6 +340,7 @@ impl Qcow2 {
             closing: Mutex::default(),
             length_at_open,
             longest: AtomicU64::new(length_at_open),
+            longest_data: AtomicU64::new(longest_data),
             zeros: Buffer::zeroed(usize::try_from(geometry.cluster_size()).unwrap_or(0)),
             header: Mutex::new(header),
             preallocated: OnceCell::new(),

@@ -11,7 +11,7 @@ use super::image::{Inner, lock};
 use super::refcount_array;
 use crate::disk::MapKind;
 use crate::error::ImageError;
-use crate::holes::{alike, taken};
+use crate::holes::{alike, inside, taken};
 
 /// Bytes of refcounts that are read at once.
 const PIECE: u64 = 64 << 10;
@@ -25,13 +25,20 @@ fn needed(taken: u64, all: u64) -> Option<u64> {
 }
 
 impl Inner {
-    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for.
+    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are no zeros: who
+    /// reads is told that contents are lost.
     pub(super) async fn written(&self, host: u64, length: u64) -> Result<(u64, MapKind), ImageError> {
         if !*self.preallocated.get_or_init(|| self.is_preallocated()).await {
             return Ok((length, MapKind::Data));
         }
-        let (length, is_zero) = alike(&*self.data, &(host..host.saturating_add(length)))?;
-        Ok((length, if is_zero { MapKind::Preallocated } else { MapKind::Data }))
+        let (alike, is_zero) = alike(&*self.data, &(host..host.saturating_add(length)))?;
+        if !is_zero {
+            return Ok((alike, MapKind::Data));
+        }
+        Ok(match inside(&*self.data, host, alike, self.geometry.cluster_size())? {
+            0 => (length, MapKind::Data),
+            alike => (alike, MapKind::Preallocated),
+        })
     }
 
     /// Whether the file takes up much less than the clusters that are in use. Of refcounts that cannot be read: no.

@@ -91,20 +91,25 @@ impl Inner {
     /// Fills `into` with what lies at `host`, which is the disk's at `at`. An error if the file ends before it.
     pub(super) async fn read_own(&self, at: u64, host: u64, into: IoVector) -> Result<(), ImageError> {
         // Before its length is looked at: others may make it longer meanwhile.
-        let longest = self.longest.load(Ordering::Acquire);
+        let longest = if self.has_data_file { &self.longest_data } else { &self.longest };
+        let before = longest.load(Ordering::Acquire);
         self.data.read(host, into.clone()).await?;
-        if self.has_data_file || into.is_empty() {
+        if into.is_empty() {
             return Ok(());
         }
         let end = host.saturating_add(into.len() as u64);
-        let Some(length) = ended(&*self.file, &into, end)? else { return Ok(()) };
+        let Some(length) = ended(&*self.data, &into, end)? else { return Ok(()) };
+        longest.fetch_max(length, Ordering::AcqRel);
         // Nothing fills up the last cluster of a file: it may have ended there from the beginning.
         let last = (end - 1) & !(self.geometry.cluster_size() - 1);
-        if length > last && length >= longest {
+        if length > last && length >= before {
             return Ok(());
         }
-        let table = format!("contents at {} of guest offset {}", HostOffset(host), GuestOffset(at));
-        Err(self.corrupt(table, format!("the file ends at {length:#x}, before they do; {LOST}")))
+        Err(ImageError::Corrupt {
+            image: Arc::clone(self.data.name()),
+            table: format!("contents at {} of guest offset {}", HostOffset(host), GuestOffset(at)),
+            why: format!("the file ends at {length:#x}, before they do; {LOST}"),
+        })
     }
 
     /// How many bytes the backing image has from `at` on.

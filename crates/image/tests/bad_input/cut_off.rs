@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use limosa_image::chain::{Image, OpenOptions, open_image};
+use limosa_image::gate::Policy;
 use limosa_image::probe::Format;
 use limosa_image::qcow2::create::{CreateOptions, create};
 use limosa_image::qcow2::header::Header;
@@ -30,7 +31,7 @@ fn contents() -> Vec<u8> {
 }
 
 fn opened(path: &Path, format: Format, read_only: bool) -> Arc<dyn Disk> {
-    let options = OpenOptions { format: Some(format), read_only, ..OpenOptions::default() };
+    let options = OpenOptions { format: Some(format), read_only, policy: Policy::Follow, ..OpenOptions::default() };
     block_on(open_image(&Reference::file(path), &options)).map(Image::disk).unwrap()
 }
 
@@ -84,6 +85,49 @@ fn what_is_read_from_a_file_that_was_cut_off_is_right_or_an_error_that_says_wher
                 }
             }
             assert!(lost > 0 && (left < length / 3 || right > 0), "{options:?} cut at {left:#x}: {right}, {lost}");
+        }
+    }
+}
+
+#[test]
+fn what_is_read_from_a_data_file_that_was_cut_off_is_right_or_an_error_that_names_it() {
+    let folder = scratch().unwrap();
+    let (path, contents_path, all) = (folder.path().join("image"), folder.path().join("contents"), contents());
+    for (data_file_raw, extended_l2) in [(false, false), (true, false), (false, true)] {
+        for path in [&path, &contents_path] {
+            let _ = std::fs::remove_file(path);
+        }
+        let options = FileOptions { create: Create::New, ..FileOptions::default() };
+        let [file, data] = [&path, &contents_path].map(|path| FileStorage::open(path, &options).unwrap());
+        let options = CreateOptions {
+            size: SIZE as u64,
+            // As is, it would be looked for in the current folder.
+            data_file: Some(contents_path.clone().into()),
+            data_file_raw,
+            extended_l2,
+            ..CreateOptions::default()
+        };
+        drop(block_on(create(&*file, Some(&*data), &options)).unwrap());
+        drop((file, data));
+        let disk = opened(&path, Format::Qcow2, false);
+        block_on(disk.write(GuestOffset(0), Buffer::copied(&all).into())).unwrap();
+        block_on(disk.close()).unwrap();
+        drop(disk);
+        for left in [0, 512, 300 << 10, (1 << 20) - 512] {
+            std::fs::write(&contents_path, &all).unwrap();
+            let disk = opened(&path, Format::Qcow2, true);
+            cut(&contents_path, left);
+            for at in (0..SIZE).step_by(STEP) {
+                match read(&*disk, at as u64, STEP) {
+                    Ok(found) => assert!(at + STEP <= usize::try_from(left).unwrap() && found == all[at..at + STEP]),
+                    Err(said) => {
+                        assert!(at + STEP > usize::try_from(left).unwrap(), "{said}");
+                        assert!(said.starts_with(contents_path.to_str().unwrap()), "{said}");
+                        assert!(said.contains(&format!("contents at {at:#x} of guest offset {at:#x}")), "{said}");
+                        assert!(said.contains(&format!("the file ends at {left:#x}")), "{said}");
+                    }
+                }
+            }
         }
     }
 }
