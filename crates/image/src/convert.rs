@@ -314,9 +314,10 @@ impl<'a> Conversion<'a> {
                     if !self.wait(number).await {
                         break;
                     }
-                    self.zero(&range, &mut counters, true).await?;
+                    self.zero(&range, &mut counters, &self.rules, true).await?;
                 }
                 Step::Piece(range, spans) => {
+                    let mut rules = self.rules;
                     if let Some(runs) = self.runs(&spans).await? {
                         if !self.wait(number).await {
                             break;
@@ -327,17 +328,19 @@ impl<'a> Conversion<'a> {
                             self.turn.done();
                             continue;
                         }
+                        // Some of it may have been copied.
+                        rules.target_is_zero = false;
                     }
                     let buffer = buffer.get_or_insert_with(|| Buffer::zeroed(index(self.piece)));
                     self.read(&range, &spans, buffer, &mut counters).await?;
                     let place = |part: &Range<u64>| {
                         buffer.slice(index(part.start - range.start)..index(part.end - range.start))
                     };
-                    let actions = plan::actions(&spans, |part| place(part).is_zero(), &self.rules);
+                    let actions = plan::actions(&spans, |part| place(part).is_zero(), &rules);
                     if !self.wait(number).await {
                         break;
                     }
-                    self.carry_out(&actions, place, &mut counters).await?;
+                    self.carry_out(&actions, place, &rules, &mut counters).await?;
                     counters.bytes_below += bytes(&spans, Content::Below);
                     self.advance(range.end - range.start)?;
                 }
@@ -422,6 +425,7 @@ impl<'a> Conversion<'a> {
         &self,
         actions: &[Action],
         place: impl Fn(&Range<u64>) -> Buffer,
+        rules: &Rules,
         counters: &mut ConvertCounters,
     ) -> Result<(), OperationError> {
         let write = |range: &Range<u64>| {
@@ -444,7 +448,7 @@ impl<'a> Conversion<'a> {
                         write(range).await?;
                     }
                 }
-                Action::Zero(range) => self.zero(range, counters, false).await?,
+                Action::Zero(range) => self.zero(range, counters, rules, false).await?,
                 Action::Spare(range) => counters.bytes_spared += range.end - range.start,
             }
         }
@@ -457,11 +461,12 @@ impl<'a> Conversion<'a> {
         &self,
         range: &Range<u64>,
         counters: &mut ConvertCounters,
+        rules: &Rules,
         advance: bool,
     ) -> Result<(), OperationError> {
         let mut at = range.start;
         while at < range.end {
-            let (end, spare) = self.zero_at(at..range.end).await?;
+            let (end, spare) = self.zero_at(at..range.end, rules).await?;
             let length = end - at;
             if spare {
                 counters.bytes_spared += length;
@@ -480,8 +485,8 @@ impl<'a> Conversion<'a> {
     }
 
     /// Up to where the beginning of a range of the target is alike, and whether it is zero already.
-    async fn zero_at(&self, range: Range<u64>) -> Result<(u64, bool), OperationError> {
-        if self.rules.target_is_zero {
+    async fn zero_at(&self, range: Range<u64>, rules: &Rules) -> Result<(u64, bool), OperationError> {
+        if rules.target_is_zero {
             return Ok((range.end, true));
         }
         let at_once = range.end.min(range.start.saturating_add(ZERO_AT_ONCE));

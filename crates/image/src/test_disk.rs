@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
-use limosa_storage::{IoVector, Operation, StorageError};
+use limosa_storage::{IoVector, Operation, Storage, StorageError};
 
 use crate::disk::{Disk, MapKind, Mapped, Pending};
 use crate::error::ImageError;
@@ -43,6 +43,8 @@ struct State {
     broken: Vec<Range<u64>>,
     under_way: usize,
     most_under_way: usize,
+    /// The kernel copies half of what it is asked to, and then says that it cannot.
+    copies_half: bool,
     /// Decides how late a request is carried out.
     chance: u64,
 }
@@ -77,6 +79,11 @@ impl TestDisk {
 
     pub(crate) fn breaking(self, broken: Range<u64>) -> Self {
         self.lock().broken.push(broken);
+        self
+    }
+
+    pub(crate) fn copying_half(self) -> Self {
+        self.lock().copies_half = true;
         self
     }
 
@@ -207,6 +214,20 @@ impl Disk for TestDisk {
         let alike = ((first + sectors) as u64 * SECTOR).min(self.len) - at.0;
         let host = (kind == MapKind::Data).then(|| (Arc::clone(&self.name), HostOffset(at.0)));
         Box::pin(std::future::ready(Ok(Mapped { length: alike.min(length), kind, depth, host })))
+    }
+
+    fn copy_from(
+        &self,
+        at: GuestOffset,
+        _from: &Arc<dyn Storage>,
+        _from_offset: HostOffset,
+        length: u64,
+    ) -> Pending<'_, bool> {
+        let mut state = self.lock();
+        if state.copies_half {
+            state.write(at.0, &vec![0xcc; index(length / 2)], MapKind::Data);
+        }
+        Box::pin(std::future::ready(Ok(false)))
     }
 
     fn close(&self) -> Pending<'_> {

@@ -35,7 +35,9 @@ impl Conversion<'_> {
         Ok(Some(runs))
     }
 
-    /// Has the kernel copy runs of contents, and makes zero what is between them: false if it could not.
+    /// Has the kernel copy runs of contents, and makes zero what is between them: false if it could not, and what stands there is
+    /// anything. Why it could not, if that is more than its not having such a thing, is found out by who copies plainly: whether it was
+    /// the source that could not be read or the target that could not be written, and where.
     pub(super) async fn offload(
         &self,
         runs: Vec<Run>,
@@ -45,7 +47,7 @@ impl Conversion<'_> {
         for (range, place) in runs {
             let (at, length) = (range.start, range.end - range.start);
             let copied = self.target.copy_from(GuestOffset(at), &place.storage, place.at, length).await;
-            if !copied.map_err(OperationError::at(Doing::Writing, at))? {
+            if !copied.unwrap_or(false) {
                 self.plainly.store(true, Ordering::Relaxed);
                 return Ok(false);
             }
@@ -54,7 +56,7 @@ impl Conversion<'_> {
             self.written.fetch_add(length, Ordering::Relaxed);
         }
         for span in spans.iter().filter(|span| span.content == Content::Zero) {
-            self.zero(&span.range, counters, false).await?;
+            self.zero(&span.range, counters, &self.rules, false).await?;
         }
         Ok(true)
     }

@@ -1,8 +1,9 @@
-use limosa_storage::block_on;
+use limosa_storage::{MemoryStorage, Storage, block_on};
 use proptest::prelude::*;
 
 use super::*;
 use crate::disk::MapKind;
+use crate::raw::{Raw, RawOptions};
 use crate::test_disk::{Asked, Part, TestDisk};
 
 fn go_on(_: Progress) -> ControlFlow<()> {
@@ -263,7 +264,7 @@ fn what_the_kernel_copies_is_not_read_and_what_it_does_not_copy_is() {
         std::fs::write(&path, bytes).unwrap();
         std::fs::File::options().write(true).open(&path).unwrap().set_len(len).unwrap();
         let storage = limosa_storage::FileStorage::open(&path, &limosa_storage::FileOptions::default()).unwrap();
-        crate::raw::Raw::open(storage, &crate::raw::RawOptions::default()).unwrap()
+        Raw::open(storage, &RawOptions::default()).unwrap()
     };
     let bytes: Vec<u8> = (1..=200).cycle().take(100 << 10).collect();
     let sources: Vec<Arc<dyn Disk>> = vec![file("source", &bytes, 1 << 20), Arc::new(TestDisk::dirty(4096))];
@@ -281,4 +282,33 @@ fn what_the_kernel_copies_is_not_read_and_what_it_does_not_copy_is() {
     let counters = block_on(convert(&sources, &target, &options, &go_on)).unwrap();
     assert_eq!((counters.copies, counters.bytes_read), (0, (100 << 10) + 4096));
     assert!(target.bytes()[..100 << 10] == bytes);
+}
+
+fn raw(bytes: Vec<u8>) -> (MemoryStorage, Arc<dyn Disk>) {
+    let storage = MemoryStorage::with(bytes, 1 << 20);
+    let options = RawOptions { read_only: true, ..RawOptions::default() };
+    let disk: Arc<dyn Disk> = Raw::open(Arc::new(storage.clone()), &options).unwrap();
+    (storage, disk)
+}
+
+#[test]
+fn what_a_copy_left_that_came_to_nothing_is_not_taken_for_zeros() {
+    let bytes = [vec![0; 8192], vec![7; 1024], vec![0; 3072]].concat();
+    let target = TestDisk::zero(bytes.len() as u64).copying_half();
+    let options = ConvertOptions { target_is_zero: true, copy_range: true, piece: 12288, ..small() };
+    run(&[raw(bytes.clone()).1], &target, &options);
+    assert!(target.bytes() == bytes);
+}
+
+#[test]
+fn a_source_that_is_cut_off_is_not_converted_to_zeros() {
+    for copy_range in [false, true] {
+        let (storage, source) = raw(vec![7; 65536]);
+        block_on(storage.set_len(20480)).unwrap();
+        let target = TestDisk::zero(65536);
+        let options = ConvertOptions { target_is_zero: true, copy_range, ..small() };
+        let error = block_on(convert(&[source], &target, &options, &go_on)).unwrap_err().to_string();
+        let wanted = "error while reading at byte 20480: memory: contents at 0x5000 of guest offset 0x5000: the file ends at 0x5000";
+        assert!(error.starts_with(wanted), "{error}");
+    }
 }
