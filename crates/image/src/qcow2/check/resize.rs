@@ -40,7 +40,9 @@ pub struct ResizeOptions {
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: shorter without [`ResizeOptions::shrink`]; sizes that are no multiple of 512; images of version 2 with
-/// snapshots, images with bitmaps that were not put away, corrupt images. What the storage says.
+/// snapshots, images with bitmaps that were not put away, corrupt images. What the storage says: if there is no space for what
+/// is to be set aside ([`ResizeOptions::preallocation`]) the disk is as long as before, and what was taken until then is leaked;
+/// [`repair`] with [`Repair::Leaks`] gives back what nothing refers to.
 pub async fn resize(parts: Parts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
     let Parts { file, data_file, backing, mut header } = parts;
     if header.features.dirty() && !header.features.corrupt() {
