@@ -12,7 +12,7 @@ use limosa_storage::Storage;
 
 use super::header::Header;
 use crate::error::ImageError;
-use counts::Flags;
+use counts::{Flags, Width};
 use ledger::Ledger;
 use stored::Stored;
 use walk::{Image, Turn, What};
@@ -85,9 +85,16 @@ async fn examine_image(storage: &dyn Storage, header: &Header, options: CheckOpt
     let mut stored = Stored::new(storage, header, image.around);
     let mut outcome = Outcome::default();
     let mut highest = 0;
-    for window in image.windows() {
+    let (mut from, mut width) = (0, Width::Narrow);
+    while let Some(window) = image.window(from, width) {
         let first = window.start == 0;
-        let turn = image.count(&window, What::ALL, first, &mut ledger).await?;
+        let before = ledger.clone();
+        let turn = image.count(&window, What { width, ..What::ALL }, first, &mut ledger).await?;
+        if turn.counts.is_too_narrow() {
+            (ledger, width) = (before, Width::Wide);
+            continue;
+        }
+        from = window.end;
         outcome.rebuild |= turn.refcounts_unusable;
         outcome.entries_wrong |= turn.entries_wrong;
         outcome.bitmaps_wrong |= turn.bitmaps_wrong;

@@ -7,7 +7,7 @@ use super::counts::Flags;
 use super::examine::{self, Kind};
 use super::ledger::Ledger;
 use super::stored::Stored;
-use super::tables;
+use super::tables::{self, Reader};
 use super::walk::{Image, l2_entries};
 use crate::error::ImageError;
 
@@ -21,7 +21,7 @@ impl Image<'_> {
         ledger: &mut Ledger,
     ) -> Result<(), ImageError> {
         let geometry = &self.around.geometry;
-        let mut after = None;
+        let (mut after, mut reader) = (None, Reader::default());
         loop {
             let batch = self.l2_tables(after).await?;
             let Some(last) = batch.keys().next_back().copied() else { break };
@@ -35,9 +35,9 @@ impl Image<'_> {
             }
             for group in wanted.chunks(tables::together(geometry.cluster_size())) {
                 let places: Vec<_> = group.iter().map(|(at, _)| *at).collect();
-                let read = tables::many(self.storage, &places, geometry.cluster_size()).await?;
-                for ((at, times), table) in group.iter().zip(read) {
-                    for (number, bits, bitmap) in l2_entries(&table, geometry.extended_l2) {
+                reader.read(self.storage, &places, geometry.cluster_size()).await?;
+                for (place, (at, times)) in group.iter().enumerate() {
+                    for (number, bits, bitmap) in l2_entries(reader.table(place), geometry.extended_l2) {
                         let Kind::Cluster(host) = examine::l2(bits, bitmap, &self.around).kind else { continue };
                         let one = self.is_one(host, flags, first, stored).await?;
                         if let Some(why) = copied_fault(bits, one) {

@@ -4,24 +4,68 @@
 
 use std::ops::Range;
 
+/// How large a count can become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Width {
+    /// 255: enough for most images, and a quarter of the memory. Where it is not, counting begins again.
+    Narrow,
+    /// 2^32 - 1. A cluster that is referred to more often is not in use, whatever its refcount could say.
+    Wide,
+}
+
+impl Width {
+    /// How many clusters can be counted in so many bytes: a count each, and two bits of [`Flags`].
+    pub(super) const fn clusters(self, bytes: usize) -> usize {
+        match self {
+            Self::Narrow => bytes / 5 * 4,
+            Self::Wide => bytes / 5,
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Cells {
+    Narrow(Vec<u8>),
+    Wide(Vec<u32>),
+}
+
+/// A count in memory.
+trait Cell: Copy + Into<u64> + TryFrom<u64> {
+    const MOST: Self;
+}
+
+impl Cell for u8 {
+    const MOST: Self = Self::MAX;
+}
+
+impl Cell for u32 {
+    const MOST: Self = Self::MAX;
+}
+
 /// Counts of the clusters of a window.
 #[derive(Debug)]
 pub(super) struct Counts {
     first: u64,
-    cells: Vec<u32>,
-    most: u32,
+    cells: Cells,
+    most: u64,
     bits: u32,
+    too_narrow: bool,
 }
 
 impl Counts {
-    /// Bytes of memory that a cluster of the window takes, rounded up: its count, and two bits of [`Flags`].
-    pub(super) const BYTES: usize = 5;
-
     /// Counts of a window of clusters; none goes above `most`, the largest refcount that the image can keep.
-    pub(super) fn new(window: &Range<u64>, most: u64, bits: u32) -> Self {
+    pub(super) fn new(window: &Range<u64>, most: u64, bits: u32, width: Width) -> Self {
         let clusters = usize::try_from(window.end.saturating_sub(window.start)).unwrap_or(0);
-        // A cluster that is referred to 2^32 times is not in use, whatever its refcount could say.
-        Self { first: window.start, cells: vec![0; clusters], most: u32::try_from(most).unwrap_or(u32::MAX), bits }
+        let cells = match width {
+            Width::Narrow => Cells::Narrow(vec![0; clusters]),
+            Width::Wide => Cells::Wide(vec![0; clusters]),
+        };
+        Self { first: window.start, cells, most: most.min(u32::MAX.into()), bits, too_narrow: false }
+    }
+
+    /// Whether a count would have become larger than it can: none of them is to be believed.
+    pub(super) const fn is_too_narrow(&self) -> bool {
+        self.too_narrow
     }
 
     /// Adds `times` references to each cluster of a run of bytes. How many of them were too many, altogether.
@@ -30,22 +74,37 @@ impl Counts {
         let begin = (at >> self.bits).max(self.first) - self.first;
         let end = ((last >> self.bits) + 1).saturating_sub(self.first);
         let range = usize::try_from(begin).unwrap_or(usize::MAX)..usize::try_from(end).unwrap_or(usize::MAX);
-        let range = range.start.min(self.cells.len())..range.end.min(self.cells.len());
-        let most = u64::from(self.most);
-        let mut lost = 0_u64;
-        for cell in self.cells.get_mut(range).unwrap_or_default() {
-            let sum = u64::from(*cell).saturating_add(times);
-            lost = lost.saturating_add(sum.saturating_sub(most));
-            *cell = u32::try_from(sum.min(most)).unwrap_or(u32::MAX);
-        }
+        let (lost, fits) = match &mut self.cells {
+            Cells::Narrow(cells) => add(cells, range, times, self.most),
+            Cells::Wide(cells) => add(cells, range, times, self.most),
+        };
+        self.too_narrow |= !fits;
         lost
     }
 
     /// The count of a cluster; `None` outside the window.
     pub(super) fn get(&self, cluster: u64) -> Option<u64> {
         let index = usize::try_from(cluster.checked_sub(self.first)?).ok()?;
-        self.cells.get(index).map(|count| u64::from(*count))
+        match &self.cells {
+            Cells::Narrow(cells) => cells.get(index).map(|count| u64::from(*count)),
+            Cells::Wide(cells) => cells.get(index).map(|count| u64::from(*count)),
+        }
     }
+}
+
+/// Adds `times` to cells, up to `most`: by how much that was too much, and whether the cells could hold it.
+fn add<C: Cell>(cells: &mut [C], range: Range<usize>, times: u64, most: u64) -> (u64, bool) {
+    let range = range.start.min(cells.len())..range.end.min(cells.len());
+    let (mut lost, mut fits) = (0_u64, true);
+    for cell in cells.get_mut(range).unwrap_or_default() {
+        let sum = (*cell).into().saturating_add(times);
+        lost = lost.saturating_add(sum.saturating_sub(most));
+        *cell = C::try_from(sum.min(most)).unwrap_or_else(|_| {
+            fits = false;
+            C::MOST
+        });
+    }
+    (lost, fits)
 }
 
 /// What is known about the stored refcounts of a window's clusters.
@@ -95,7 +154,7 @@ mod tests {
 
     #[test]
     fn only_clusters_of_the_window_are_counted() {
-        let mut counts = Counts::new(&(10..20), 3, 9);
+        let mut counts = Counts::new(&(10..20), 3, 9, Width::Narrow);
         assert_eq!(counts.add(9 * 512 + 511, 2, 1), 0);
         assert_eq!(counts.add(19 * 512, 4 * 512, 2), 0);
         assert_eq!(counts.add(12 * 512, 0, 7), 0);
@@ -108,9 +167,27 @@ mod tests {
 
     #[test]
     fn what_a_refcount_cannot_hold_is_told() {
-        let mut counts = Counts::new(&(0..2), 3, 9);
-        assert_eq!((counts.add(0, 1024, 2), counts.add(0, 512, 4), counts.add(0, 1024, u64::MAX)), (0, 3, u64::MAX));
-        assert_eq!((counts.get(0), counts.get(1)), (Some(3), Some(3)));
+        for width in [Width::Narrow, Width::Wide] {
+            let mut counts = Counts::new(&(0..2), 3, 9, width);
+            let lost = (counts.add(0, 1024, 2), counts.add(0, 512, 4), counts.add(0, 1024, u64::MAX));
+            assert_eq!((lost, counts.is_too_narrow()), ((0, 3, u64::MAX), false));
+            assert_eq!((counts.get(0), counts.get(1)), (Some(3), Some(3)));
+        }
+    }
+
+    #[test]
+    fn narrow_counts_say_when_they_are_too_narrow() {
+        let too_narrow = |width, most, times: &[u64]| {
+            let mut counts = Counts::new(&(0..2), most, 9, width);
+            let lost: u64 = times.iter().map(|times| counts.add(512, 512, *times)).sum();
+            (counts.is_too_narrow(), lost, counts.get(1))
+        };
+        assert_eq!(too_narrow(Width::Narrow, 65535, &[255]), (false, 0, Some(255)));
+        assert!(too_narrow(Width::Narrow, 65535, &[255, 1]).0);
+        // What the image cannot keep is lost, however wide.
+        assert_eq!(too_narrow(Width::Narrow, 255, &[255, 2]), (false, 2, Some(255)));
+        assert_eq!(too_narrow(Width::Wide, 65535, &[255, 1]), (false, 0, Some(256)));
+        assert_eq!(too_narrow(Width::Wide, u64::MAX, &[1 << 32]), (false, 1, Some(u32::MAX.into())));
     }
 
     #[test]

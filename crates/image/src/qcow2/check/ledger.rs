@@ -3,7 +3,7 @@
 use super::report::{CheckReport, Finding, FindingKind};
 
 /// A report that is being written.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Ledger {
     pub(super) report: CheckReport,
     most: usize,

@@ -58,7 +58,31 @@ pub(super) fn together(length: u64) -> usize {
     usize::try_from(AHEAD / length.max(1)).unwrap_or(1).clamp(1, 16)
 }
 
-/// The bytes of several tables, at most [`together`].
-pub(super) async fn many(storage: &dyn Storage, at: &[u64], length: u64) -> Result<Vec<Vec<u8>>, StorageError> {
-    try_join_all(at.iter().map(|at| bytes(storage, *at, length))).await
+/// Several tables of one length, read at once, into memory that is used again: new memory for each of them would cost as much as to
+/// read them.
+#[derive(Debug, Default)]
+pub(super) struct Reader {
+    buffers: Vec<Buffer>,
+    table: Vec<u8>,
+}
+
+impl Reader {
+    /// Reads the tables at these places, at most [`together`]; zeros behind the end.
+    pub(super) async fn read(&mut self, storage: &dyn Storage, at: &[u64], length: u64) -> Result<(), StorageError> {
+        let length = usize::try_from(length.min(AHEAD)).unwrap_or(0);
+        self.buffers.retain(|buffer| buffer.len() == length);
+        while self.buffers.len() < at.len() {
+            self.buffers.push(Buffer::zeroed(length));
+        }
+        let reads = at.iter().zip(&self.buffers).map(|(at, buffer)| storage.read(*at, buffer.clone().into()));
+        try_join_all(reads).await.map(|_| ())
+    }
+
+    /// The bytes of one of the tables that were read last.
+    pub(super) fn table(&mut self, number: usize) -> &[u8] {
+        let Some(buffer) = self.buffers.get(number) else { return &[] };
+        self.table.resize(buffer.len(), 0);
+        buffer.copy_to(0, &mut self.table);
+        &self.table
+    }
 }

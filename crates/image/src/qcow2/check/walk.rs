@@ -10,13 +10,13 @@ use limosa_storage::Storage;
 
 use super::super::entry::OFFSET;
 use super::super::header::Header;
-use super::counts::Counts;
+use super::counts::{Counts, Width};
 use super::examine::{self, Examined, Fault, Kind, Surroundings};
 use super::ledger::Ledger;
 use super::report::CheckOptions;
 use super::roots::{self, BitmapTable, L1Table, Snapshots};
 use super::runs::{Run, runs};
-use super::tables;
+use super::tables::{self, Reader};
 use super::taken::Taken;
 use crate::error::ImageError;
 
@@ -55,8 +55,8 @@ pub(super) struct Image<'a> {
     pub(super) clusters: u64,
     /// L2 tables that are known at a time.
     tables: usize,
-    /// Clusters that are counted at a time.
-    window: u64,
+    /// Bytes of memory for what is known about the clusters that are counted at a time.
+    memory: usize,
 }
 
 /// A run of bytes that the header refers to, at one remove.
@@ -90,10 +90,12 @@ pub(super) struct What {
     pub(super) snapshot_table: bool,
     /// Where counting stops, if not at the largest refcount that the image can keep.
     pub(super) most: u64,
+    /// How far counting gets.
+    pub(super) width: Width,
 }
 
 impl What {
-    pub(super) const ALL: Self = Self { refcounts: true, snapshot_table: true, most: 0 };
+    pub(super) const ALL: Self = Self { refcounts: true, snapshot_table: true, most: 0, width: Width::Wide };
 }
 
 /// What a turn through the references brings in.
@@ -137,8 +139,7 @@ impl<'a> Image<'a> {
         };
         let mut l1 = vec![L1Table { at: header.l1.0.0, entries: header.l1.1, snapshot: None }];
         l1.extend(snapshots.entries.iter().map(|entry| entry.l1).filter(|l1| l1_fault(l1, &around).is_none()));
-        // Whole sectors of refcounts, even of one bit, so that no two windows write into the same one.
-        let window = ((options.memory / 4 * 3 / Counts::BYTES).max(SECTOR_BITS) & !(SECTOR_BITS - 1)) as u64;
+        let memory = options.memory / 4 * 3;
         let tables = (options.memory / 4 / TABLE_BYTES).max(256);
         let l1_runs = runs(l1.iter().map(|l1| (l1.at, l1.bytes())));
         let bitmap_runs = runs(bitmaps.iter().map(|table| (table.at, table.bytes())));
@@ -156,16 +157,23 @@ impl<'a> Image<'a> {
             bitmaps_fault,
             clusters,
             tables,
-            window,
+            memory,
         };
         image.taken = Taken::of(&image.areas(What::ALL), &image.around);
         Ok(image)
     }
 
     /// The windows that are counted one after the other: all clusters, and the one behind them.
-    pub(super) fn windows(&self) -> impl Iterator<Item = Range<u64>> + use<> {
-        let (window, end) = (self.window, self.clusters + 1);
-        (0..end).step_by(usize::try_from(window).unwrap_or(usize::MAX)).map(move |from| from..end.min(from + window))
+    pub(super) fn windows(&self) -> impl Iterator<Item = Range<u64>> + use<'_> {
+        std::iter::successors(self.window(0, Width::Wide), |window| self.window(window.end, Width::Wide))
+    }
+
+    /// The window that begins with this cluster, of counts of such a width; `None` behind the last one.
+    pub(super) fn window(&self, from: u64, width: Width) -> Option<Range<u64>> {
+        // Whole sectors of refcounts, even of one bit, so that no two windows write into the same one.
+        let clusters = (width.clusters(self.memory).max(SECTOR_BITS) & !(SECTOR_BITS - 1)) as u64;
+        let end = self.clusters + 1;
+        (from < end).then(|| from..end.min(from.saturating_add(clusters)))
     }
 
     /// Where the clusters of a window end that the file has, the last one perhaps only begun.
@@ -183,7 +191,7 @@ impl<'a> Image<'a> {
     ) -> Result<Turn, ImageError> {
         let geometry = &self.around.geometry;
         let mut turn = Turn {
-            counts: Counts::new(window, what.most.max(geometry.refcount_max()), geometry.cluster_bits),
+            counts: Counts::new(window, what.most.max(geometry.refcount_max()), geometry.cluster_bits, what.width),
             grown: false,
             refcounts_unusable: false,
             entries_wrong: false,
@@ -348,12 +356,13 @@ impl<'a> Image<'a> {
     ) -> Result<(), ImageError> {
         let geometry = &self.around.geometry;
         let batch: Vec<_> = batch.iter().collect();
+        let mut reader = Reader::default();
         for group in batch.chunks(tables::together(geometry.cluster_size())) {
             let places: Vec<_> = group.iter().map(|(at, _)| **at).collect();
-            let read = tables::many(self.storage, &places, geometry.cluster_size()).await?;
-            for ((at, uses), table) in group.iter().zip(read) {
+            reader.read(self.storage, &places, geometry.cluster_size()).await?;
+            for (place, (at, uses)) in group.iter().enumerate() {
                 let mut expected = None;
-                for (number, bits, bitmap) in l2_entries(&table, geometry.extended_l2) {
+                for (number, bits, bitmap) in l2_entries(reader.table(place), geometry.extended_l2) {
                     let examined = examine::l2(bits, bitmap, &self.around);
                     turn.entries_wrong |= examined.faults().next().is_some();
                     let table = || format!("L2 table at {at:#x}, entry {number}");
