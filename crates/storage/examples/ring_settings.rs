@@ -68,6 +68,24 @@ struct Used {
     calls: usize,
 }
 
+/// What had been used when a measurement began.
+struct Begin {
+    wall: Instant,
+    cpu: f64,
+    switches: i64,
+}
+
+impl Begin {
+    fn now() -> Self {
+        Self { wall: Instant::now(), cpu: cpu(), switches: switches() }
+    }
+
+    fn used(&self, calls: usize) -> Used {
+        let (wall, cpu) = (self.wall.elapsed().as_secs_f64(), cpu() - self.cpu);
+        Used { wall, cpu, switches: switches() - self.switches, calls }
+    }
+}
+
 fn cpu() -> f64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: writes the structure.
@@ -121,7 +139,7 @@ fn entry(how: Registered, file: RawFd, load: Load, memory: *mut u8, slot: usize,
     entry.user_data(slot as u64)
 }
 
-fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *mut u8) -> Result<usize> {
+fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *mut u8) -> Result<Used> {
     let mut builder = IoUring::builder();
     builder.setup_cqsize(1024).setup_submit_all();
     match answers {
@@ -139,6 +157,8 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
         // SAFETY: the memory is never freed.
         unsafe { ring.submitter().register_buffers(&[all])? };
     }
+    // What a ring costs once is not a request's.
+    let begin = Begin::now();
     let mut places = Places::of(load.size);
     let (mut begun, mut done, mut calls) = (0, 0, 0);
     let mut free: Vec<usize> = (0..load.depth).collect();
@@ -159,10 +179,11 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
             done += 1;
         }
     }
-    Ok(calls)
+    Ok(begin.used(calls))
 }
 
-fn by_calls(file: RawFd, load: Load, memory: *mut u8) -> Result<usize> {
+fn by_calls(file: RawFd, load: Load, memory: *mut u8) -> Result<Used> {
+    let begin = Begin::now();
     for at in Places::of(load.size).take(load.count) {
         let done = match load.write {
             // SAFETY: the memory is as long.
@@ -172,17 +193,15 @@ fn by_calls(file: RawFd, load: Load, memory: *mut u8) -> Result<usize> {
         };
         ensure!(done == load.size as isize, "a request failed: {}", std::io::Error::last_os_error());
     }
-    Ok(load.count)
+    Ok(begin.used(load.count))
 }
 
 fn measured(how: How, file: RawFd, load: Load, memory: usize) -> Result<Used> {
     let memory = std::ptr::with_exposed_provenance_mut(memory);
-    let (wall, before, switched) = (Instant::now(), cpu(), switches());
-    let calls = match how {
-        How::Calls => by_calls(file, load, memory)?,
-        How::Ring(answers, registered) => by_ring(answers, registered, file, load, memory)?,
-    };
-    Ok(Used { wall: wall.elapsed().as_secs_f64(), cpu: cpu() - before, switches: switches() - switched, calls })
+    match how {
+        How::Calls => by_calls(file, load, memory),
+        How::Ring(answers, registered) => by_ring(answers, registered, file, load, memory),
+    }
 }
 
 fn main() -> Result<()> {

@@ -11,6 +11,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::arena;
+
 /// What memory made here is aligned to: enough for direct I/O on every device with blocks of up to 4 KiB.
 const ALIGN: usize = 4096;
 
@@ -46,9 +48,15 @@ impl Drop for Owned {
 }
 
 impl Buffer {
-    /// Zeros, aligned for direct I/O.
+    /// Zeros, aligned for direct I/O. Up to 256 KiB come from memory that rings know beforehand, while there is some left.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
+        if let Some(piece) = arena::take(len) {
+            let buffer = Self { start: piece.start(), len, keep: Arc::new(piece) };
+            // Somebody else's contents, until now.
+            buffer.clear();
+            return buffer;
+        }
         let layout = len.max(1).checked_next_multiple_of(ALIGN).map(|size| Layout::from_size_align(size, ALIGN));
         let Some(Ok(layout)) = layout else { handle_alloc_error(Layout::new::<u8>()) };
         // SAFETY: the layout has a size.
@@ -316,6 +324,27 @@ mod tests {
             let mut expected = b"abcdefgh\0\0\0\0".to_vec();
             expected.truncate(len);
             assert_eq!(into.to_vec(), expected);
+        }
+    }
+
+    #[test]
+    fn what_was_in_a_buffer_is_in_none_after_it() {
+        for round in 0..200 {
+            let buffers: Vec<_> = (0..40).map(|number| Buffer::zeroed(round * 61 + number * 997)).collect();
+            assert!(buffers.iter().all(Buffer::is_zero));
+            buffers.iter().for_each(|buffer| _ = buffer.copy_from(0, &vec![0xff; buffer.len()]));
+        }
+    }
+
+    #[test]
+    fn buffers_lie_apart_also_when_the_arena_is_used_up() {
+        let buffers: Vec<_> =
+            (1..300u32).map(|number| Buffer::copied(&number.to_le_bytes().repeat(arena::LENGTH / 800))).collect();
+        assert!(buffers.iter().any(|it| arena::holds(it.start(), it.len())));
+        assert!(buffers.iter().any(|it| !arena::holds(it.start(), it.len())));
+        for (buffer, number) in buffers.iter().zip(1u32..) {
+            assert!(buffer.start().addr().is_multiple_of(ALIGN));
+            assert!(buffer.to_vec().chunks(4).all(|bytes| bytes == number.to_le_bytes()));
         }
     }
 

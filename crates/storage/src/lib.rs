@@ -17,6 +17,7 @@
 //! # }
 //! ```
 
+mod arena;
 mod buffer;
 mod drive;
 mod error;

@@ -5,7 +5,8 @@
 //! future takes nothing away; the slots, and their room for vectors, are used again. Only the ring's thread submits and takes
 //! answers; others may look into a slot, so there is a lock around them, which nobody else wants as a rule.
 //!
-//! Files that are read often are registered with the ring ([`files`]).
+//! Files that are read often are registered with the ring ([`files`]), and memory of the arena ([`memory`]). The figures are in
+//! `docs/benchmarks/2026-11-22-storage.md`.
 //!
 //! A direct write, or a flush, that the thread would wait for and for nothing else is a plain call: the kernel finishes one that is
 //! under way on its own by yet another thread, and it takes longer.
@@ -13,6 +14,7 @@
 
 mod files;
 mod handle;
+mod memory;
 
 use std::io;
 use std::mem;
@@ -351,9 +353,20 @@ fn entry(ring: &Arc<Handle>, slot: &mut Slot, index: usize) -> Option<squeue::En
             let fd = Fd(fixed.unwrap_or_else(|| transfer.file.fd.as_raw_fd()));
             let (at, flags) = (transfer.at(), transfer.flags());
             let entry = match (transfer.piece(), transfer.direction) {
-                (Some((start, len)), Direction::Read) => opcode::Read::new(fd, start, len).offset(at).build(),
-                (Some((start, len)), Direction::Write) => {
-                    opcode::Write::new(fd, start, len).offset(at).rw_flags(flags).build()
+                (Some((start, len)), direction) => {
+                    let is_known = memory::knows(ring, start, len as usize);
+                    match (direction, is_known) {
+                        (Direction::Read, false) => opcode::Read::new(fd, start, len).offset(at).build(),
+                        (Direction::Read, true) => {
+                            opcode::ReadFixed::new(fd, start, len, memory::INDEX).offset(at).build()
+                        }
+                        (Direction::Write, false) => {
+                            opcode::Write::new(fd, start, len).offset(at).rw_flags(flags).build()
+                        }
+                        (Direction::Write, true) => {
+                            opcode::WriteFixed::new(fd, start, len, memory::INDEX).offset(at).rw_flags(flags).build()
+                        }
+                    }
                 }
                 (None, direction) => {
                     transfer.pieces(&mut slot.pieces);

@@ -12,11 +12,24 @@ use std::time::Duration;
 use limosa_storage::{
     Buffer, CacheMode, Create, FileOptions, FileStorage, Io, LockPolicy, Storage, StorageError, block_on,
 };
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use tempfile::TempDir;
 
 /// More reads than it takes for a file to get slots.
 const OFTEN: u64 = 100;
 const BLOCK: usize = 4096;
+
+/// Whether the kernel registers all of what is looked at here, and tells of it by path: Linux 6.12. Says so if not.
+fn kernel_registers() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(['.', '-', '\n']).map(|number| number.parse::<u32>().unwrap_or_default());
+    let is_enough = (numbers.next().unwrap(), numbers.next().unwrap()) >= (6, 12);
+    if !is_enough {
+        eprintln!("skipped: Linux {} is older than 6.12", release.trim());
+    }
+    is_enough
+}
 
 fn made(path: &Path) -> Arc<FileStorage> {
     let options = FileOptions {
@@ -99,6 +112,9 @@ impl Drop for Worker {
 
 #[test]
 fn a_file_has_a_slot_in_each_ring_that_reads_it_until_it_is_dropped_on_whatever_thread() {
+    if !kernel_registers() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("disk.raw");
     let (first, second) = (Worker::new(), Worker::new());
@@ -125,6 +141,9 @@ fn is_open(path: &Path) -> bool {
 
 #[test]
 fn a_thread_that_ends_leaves_files_to_the_others() {
+    if !kernel_registers() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("disk.raw");
     let (storage, stays) = (made(&path), Worker::new());
@@ -144,6 +163,9 @@ fn a_thread_that_ends_leaves_files_to_the_others() {
 
 #[test]
 fn files_that_find_no_slot_are_read_all_the_same_and_slots_are_used_again() {
+    if !kernel_registers() {
+        return;
+    }
     const SLOTS: usize = 64;
     let folder = TempDir::new().unwrap();
     let worker = Worker::new();
@@ -171,6 +193,9 @@ fn files_that_find_no_slot_are_read_all_the_same_and_slots_are_used_again() {
 
 #[test]
 fn files_are_dropped_while_others_are_read_in_the_same_rings() {
+    if !kernel_registers() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let kept = made(&folder.path().join("kept.raw"));
     block_on(kept.write(0, Buffer::copied(&[9; BLOCK]).into())).unwrap();
@@ -215,8 +240,106 @@ fn alone(test: &str, variable: &str, value: &str) -> Command {
     command
 }
 
+/// The ring that knows a file: whether it knows the memory of buffers.
+fn knows_buffers(path: &Path) -> bool {
+    let path = path.to_string_lossy().into_owned();
+    let told: Vec<_> = rings().into_iter().filter(|ring| ring.contains(&path)).collect();
+    assert_eq!(told.len(), 1, "{told:?}");
+    let count = told.iter().flat_map(|ring| ring.lines()).find_map(|line| line.strip_prefix("UserBufs:"));
+    count.unwrap().trim() == "1"
+}
+
+/// Has a ring make more requests than it takes for the kernel to be told of the memory of buffers.
+fn use_buffers(storage: &Arc<FileStorage>) {
+    for round in 0..50u8 {
+        let writes = (0..100u64).map(|at| storage.write(at * 4096, Buffer::copied(&[round; BLOCK]).into()));
+        let writes: Vec<_> = writes.collect();
+        block_on(futures_util::future::join_all(writes)).into_iter().for_each(Result::unwrap);
+        let found: Vec<_> = (0..100).map(|_| Buffer::zeroed(BLOCK)).collect();
+        let reads = found.iter().zip(0u64..).map(|(found, at)| storage.read(at * 4096, found.clone().into()));
+        let reads: Vec<_> = reads.collect();
+        block_on(futures_util::future::join_all(reads)).into_iter().for_each(Result::unwrap);
+        assert!(found.iter().all(|found| found.to_vec() == [round; BLOCK]));
+    }
+}
+
+#[test]
+fn rings_that_are_used_much_know_buffers_and_others_take_that_over() {
+    if !kernel_registers() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let file = |name: &str| (made(&folder.path().join(name)), folder.path().join(name));
+    let workers = [Worker::new(), Worker::new(), Worker::new()];
+    let [(first, first_path), (second, second_path), (third, third_path)] = ["1", "2", "3"].map(file);
+    workers[0].run(move || {
+        use_buffers(&first);
+        assert!(knows_buffers(&first_path));
+    });
+    // From the first, with fewer requests than it took that one.
+    workers[1].run(move || {
+        read_often(&second, 1);
+        assert!(knows_buffers(&second_path));
+    });
+    // From the second, when the first is gone.
+    let [first, _second, last] = workers;
+    drop(first);
+    last.run(move || {
+        read_often(&third, 1);
+        assert!(knows_buffers(&third_path));
+    });
+}
+
+#[test]
+fn requests_are_the_same_when_there_is_no_memory_left_that_rings_know() {
+    let folder = TempDir::new().unwrap();
+    let storage = made(&folder.path().join("disk.raw"));
+    let worker = Worker::new();
+    worker.run(move || {
+        use_buffers(&storage);
+        // More than there is of it, some larger than its largest piece, and slices that are no whole pieces.
+        let sizes = [4096, 12288, 65536, 262_144, 1 << 20];
+        let held: Vec<_> = (0..60usize).map(|number| Buffer::copied(&vec![1; sizes[number % 5]])).collect();
+        let write = |buffer: &Buffer, at: u64| storage.write(at, buffer.slice(0..8192).into());
+        let writes = held.iter().zip(0u64..).map(|(buffer, at)| write(buffer, at * 8192)).collect::<Vec<_>>();
+        block_on(futures_util::future::join_all(writes)).into_iter().for_each(Result::unwrap);
+        let reads = held.iter().zip(0u64..).map(|(buffer, at)| storage.read(at * 8192, buffer.slice(512..4096).into()));
+        block_on(futures_util::future::join_all(reads.collect::<Vec<_>>())).into_iter().for_each(Result::unwrap);
+        assert!(held.iter().all(|buffer| buffer.to_vec().iter().all(|byte| *byte == 1)));
+    });
+}
+
+#[test]
+fn a_process_that_may_not_pin_memory_goes_on_without() {
+    if !kernel_registers() {
+        return;
+    }
+    const FILE: &str = "LIMOSA_TEST_PINNING_FILE";
+    let this = "a_process_that_may_not_pin_memory_goes_on_without";
+    if let Ok(path) = std::env::var(FILE) {
+        // What root may pin in spite of the limit.
+        let mut sets = capabilities(None).unwrap();
+        sets.effective.remove(CapabilitySet::IPC_LOCK);
+        set_capabilities(None, sets).unwrap();
+        // Enough for rings.
+        let limit = Rlimit { current: Some(1 << 20), maximum: getrlimit(Resource::Memlock).maximum };
+        setrlimit(Resource::Memlock, limit).unwrap();
+        let storage = made(Path::new(&path));
+        use_buffers(&storage);
+        assert!(!knows_buffers(Path::new(&path)));
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("disk.raw").to_string_lossy().into_owned();
+    let outcome = alone(this, FILE, &path).output().unwrap();
+    assert!(outcome.status.success(), "{}", String::from_utf8_lossy(&outcome.stdout));
+}
+
 #[test]
 fn a_process_that_is_killed_leaves_no_lock() {
+    if !kernel_registers() {
+        return;
+    }
     const FILE: &str = "LIMOSA_TEST_LOCKED_FILE";
     if let Ok(path) = std::env::var(FILE) {
         let storage = made(Path::new(&path));

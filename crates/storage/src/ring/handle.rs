@@ -10,11 +10,14 @@ use std::process;
 use io_uring::IoUring;
 
 use crate::ring::files::{Owners, SLOTS};
+use crate::ring::memory::Known;
 
 /// What of a ring is shared.
 pub(crate) struct Handle {
     pub(crate) uring: IoUring,
     pub(crate) owners: Owners,
+    pub(crate) memory: Known,
+    has_table: bool,
     process: u32,
 }
 
@@ -22,7 +25,12 @@ impl Handle {
     pub(crate) fn new(uring: IoUring) -> Self {
         // Linux 5.19. Before, and where the kernel has no room for it, files go by their descriptors.
         let has_table = uring.submitter().register_files_sparse(SLOTS).is_ok();
-        Self { uring, owners: Owners::new(has_table), process: process::id() }
+        Self { uring, owners: Owners::new(has_table), memory: Known::default(), has_table, process: process::id() }
+    }
+
+    /// Whether it has a table of files: whether the kernel is Linux 5.19 or later.
+    pub(crate) fn has_table(&self) -> bool {
+        self.has_table
     }
 
     /// Whether it is this process's, and not one that a fork has left here.

@@ -1,7 +1,9 @@
 //! The storages that the contract is put to: each file system here, cache mode and back end.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, OnceLock};
+use std::thread;
 
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, Io, MemoryStorage, Storage, block_on};
 use tempfile::TempDir;
@@ -21,9 +23,30 @@ fn files(folder: &Path, cache: CacheMode, io: Io, check: impl Fn(Make<'_>)) {
     });
 }
 
-/// A file that has been read so often that rings know it.
+/// Keeps a ring that has been told of the memory of buffers: others take it over then, after a few requests.
+fn keep_a_ring_that_knows_buffers() {
+    static KEPT: OnceLock<()> = OnceLock::new();
+    KEPT.get_or_init(|| {
+        let (told, done) = channel();
+        thread::spawn(move || {
+            tmpfs(CacheMode::Writeback, Io::Uring)(|make| {
+                let storage = make();
+                (0..5000).for_each(|_| block_on(storage.read(0, Buffer::zeroed(512).into())).unwrap());
+            });
+            told.send(()).unwrap();
+            // With the process.
+            loop {
+                thread::park();
+            }
+        });
+        done.recv().unwrap();
+    });
+}
+
+/// A file that has been read so often that rings know it, and buffers' memory.
 fn read_often(cache: CacheMode) -> impl Fn(fn(Make<'_>)) {
     move |check| {
+        keep_a_ring_that_knows_buffers();
         files(&std::env::temp_dir(), cache, Io::Uring, |make| {
             check(&|| {
                 let storage = make();
