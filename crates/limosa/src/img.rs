@@ -10,6 +10,7 @@ mod convert;
 mod create;
 mod format_options;
 mod info;
+mod interrupt;
 mod map;
 mod meter;
 pub(crate) mod object;
@@ -34,6 +35,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         (Err(error), ImgCommand::Compare(_)) => return Ok(compare::refuse(&error)),
         (Err(error), _) => return Err(error),
     }
+    interrupt::listen()?;
     match args.command {
         ImgCommand::Create(args) => create::run(&args.resolve()?),
         ImgCommand::Info(args) => info::run(&args.resolve()),
@@ -50,7 +52,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
 fn refuse(words: &[OsString]) -> anyhow::Result<ExitCode> {
     let name = words.first().map(|word| word.to_string_lossy()).unwrap_or_default();
     if LATER.contains(&name.as_ref()) {
-        anyhow::bail!("limosa img has no {name} yet; use qemu-img {name}");
+        anyhow::bail!("img has no {name} yet; use qemu-img {name}");
     }
-    anyhow::bail!("limosa img has no command {name:?}; limosa img --help lists those it has")
+    anyhow::bail!("img has no command {name:?}; limosa img --help lists those it has")
 }

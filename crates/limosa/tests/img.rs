@@ -16,6 +16,8 @@ mod convert;
 mod create;
 #[path = "img/info.rs"]
 mod info;
+#[path = "img/interrupt.rs"]
+mod interrupt;
 #[path = "img/locks.rs"]
 mod locks;
 #[path = "img/map.rs"]

@@ -1,7 +1,7 @@
 //! `limosa img create`.
 
 use std::ffi::OsStr;
-use std::io;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
@@ -14,9 +14,10 @@ use limosa_image::qcow2::create::create;
 use limosa_image::qcow2::header::Compression;
 use limosa_image::reference::Reference;
 use limosa_image::{Preallocation, qcow2, raw};
-use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Storage, block_on};
+use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage, block_on};
 
 use super::format_options::FormatOptions;
+use super::interrupt;
 use super::options::{CreateOptions, Name};
 use crate::voice::{all_printed, print_out};
 
@@ -48,7 +49,8 @@ fn backing_length(options: &CreateOptions, backing: &OsStr, format: Option<&str>
     let format = format.map(str::parse).transpose().with_context(|| options.name.to_string())?;
     let reference = Reference::from_image(backing, &path(&options.name)?)?;
     let policy = if options.untrusted { Policy::Refuse } else { Policy::Follow };
-    let open = OpenOptions { format, read_only: true, policy, ..OpenOptions::default() };
+    // Its length alone is asked for, so whoever writes it is not in the way; nor is he for qemu-img.
+    let open = OpenOptions { format, read_only: true, lock: LockPolicy::None, policy, ..OpenOptions::default() };
     let why = || format!("{}: its backing file cannot be opened; -u and a size do without", options.name);
     Ok(block_on(chain::open(&reference, &open)).with_context(why)?.len())
 }
@@ -191,7 +193,7 @@ pub(crate) struct NewFiles(Vec<Made>);
 impl NewFiles {
     /// The image is whole: they stay.
     pub(crate) fn keep(mut self) {
-        self.0.iter_mut().for_each(|made| made.0 = None);
+        self.0.iter_mut().filter_map(|made| made.0.take()).for_each(|path| interrupt::made(&path, true));
     }
 }
 
@@ -199,9 +201,9 @@ impl NewFile {
     fn open(name: &Name, cache: CacheMode) -> anyhow::Result<Self> {
         let path = &path(name)?;
         let options = |create| FileOptions { cache, create, ..FileOptions::default() };
-        match FileStorage::open(path, &options(Create::New)) {
+        match interrupt::making(path, || FileStorage::open(path, &options(Create::New))) {
             Ok(storage) => Ok(Self { storage, made: Made(Some(path.to_owned())) }),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 Ok(Self { storage: FileStorage::open(path, &options(Create::No))?, made: Made(None) })
             }
             Err(error) => Err(error.into()),
@@ -212,7 +214,7 @@ impl NewFile {
 impl Drop for Made {
     fn drop(&mut self) {
         if let Some(path) = self.0.take() {
-            let _ = std::fs::remove_file(path);
+            interrupt::made(&path, false);
         }
     }
 }

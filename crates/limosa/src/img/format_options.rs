@@ -117,7 +117,7 @@ impl FormatOptions {
         let (format, known): (_, &[Known]) = match format {
             "raw" => ("raw", &RAW),
             "qcow2" => ("qcow2", &QCOW2),
-            _ => anyhow::bail!("limosa makes no images of format {format:?}; it has raw and qcow2"),
+            _ => anyhow::bail!("no images of format {format:?} are made; there are raw and qcow2"),
         };
         Ok(Self { format, known, given: Vec::new() })
     }

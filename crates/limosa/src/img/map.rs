@@ -124,7 +124,14 @@ fn print_json(disk: &dyn Disk, start: u64, end: u64) -> anyhow::Result<()> {
         }
         Ok(())
     }))?;
-    print_out!("{opening}{}]", last.unwrap_or_default());
+    // As qemu-img tells of nothing.
+    let nothing = || {
+        format!(
+            "{{ \"start\": {start}, \"length\": 0, \"depth\": 0, \"present\": false, \"zero\": false, \"data\": false, \
+             \"compressed\": false}}"
+        )
+    };
+    print_out!("{opening}{}]", last.unwrap_or_else(nothing));
     Ok(())
 }
 

@@ -1,11 +1,11 @@
 //! How far `limosa img` is, and how fast it may be.
 //!
-//! Whoever asks with `-p` and reads what is printed gets the line that qemu-img prints; people at a terminal get a bar. SIGINT ends
-//! the process: an image is valid at any instant.
+//! Whoever asks with `-p` and reads what is printed gets the line that qemu-img prints; people at a terminal get a bar. Either is
+//! brought to an end also if a signal ends the process.
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,11 +18,34 @@ const LEAST: u64 = 100;
 const ALL: u64 = 10_000;
 
 /// Where progress goes.
+#[derive(Clone)]
 enum Shown {
     Nowhere,
     Bar(ProgressBar),
     /// What was printed last, in hundredths of a percent.
-    Line(Mutex<Option<u64>>),
+    Line(Arc<Mutex<Option<u64>>>),
+}
+
+impl Shown {
+    fn end(&self) {
+        match self {
+            Self::Nowhere => {}
+            Self::Bar(bar) => bar.finish_and_clear(),
+            Self::Line(_) => _ = std::io::stdout().write_all(b"\n"),
+        }
+    }
+}
+
+/// What is shown now.
+static NOW: Mutex<Shown> = Mutex::new(Shown::Nowhere);
+
+fn now() -> MutexGuard<'static, Shown> {
+    NOW.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends what is shown, for the process is to end.
+pub(crate) fn end_line() {
+    std::mem::replace(&mut *now(), Shown::Nowhere).end();
 }
 
 /// Is told how far a job is.
@@ -39,12 +62,13 @@ impl Meter {
         let shown = if quiet {
             Shown::Nowhere
         } else if asked && !std::io::stdout().is_terminal() {
-            Shown::Line(Mutex::new(None))
+            Shown::Line(Arc::default())
         } else if std::io::stderr().is_terminal() {
             Shown::Bar(bar(verb))
         } else {
             Shown::Nowhere
         };
+        now().clone_from(&shown);
         let meter = Self { shown, rate, started: Instant::now() };
         meter.line(0);
         meter
@@ -76,7 +100,7 @@ impl Meter {
 
     fn line(&self, now: u64) {
         let Shown::Line(last) = &self.shown else { return };
-        let mut last = last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.is_none_or(|last| now >= last + LEAST || (now == ALL && last < ALL)) {
             *last = Some(now);
             print(now);
@@ -86,10 +110,7 @@ impl Meter {
 
 impl Drop for Meter {
     fn drop(&mut self) {
-        self.hide();
-        if let Shown::Line(_) = self.shown {
-            let _ = std::io::stdout().write_all(b"\n");
-        }
+        end_line();
     }
 }
 

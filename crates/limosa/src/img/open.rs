@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_image::chain::{self, ImageFile, OpenOptions};
+use limosa_image::chain::{self, Image, ImageFile, OpenOptions};
 use limosa_image::gate::Policy;
 use limosa_image::probe::Format;
 use limosa_image::qcow2::image::{CowMode, Qcow2Options};
@@ -54,7 +54,20 @@ pub(crate) fn to_read(source: &Source) -> anyhow::Result<Arc<dyn Disk>> {
 /// As of [`to_read`]; somebody else has it open.
 pub(crate) fn to_write(source: &Source, cow: CowMode) -> anyhow::Result<Arc<dyn Disk>> {
     let qcow2 = Qcow2Options { cow, ..Qcow2Options::default() };
-    let disk = block_on(chain::open(&reference(source)?, &OpenOptions { read_only: false, qcow2, ..how(source)? }))?;
+    let how = OpenOptions { read_only: false, qcow2, ..how(source)? };
+    let image = block_on(chain::open_image(&reference(source)?, &how))?;
+    if let Image::Qcow2(qcow2) = &image
+        && let Some(report) = qcow2.repaired()
+    {
+        say!(
+            "limosa: {}: it had not been closed; its refcounts were repaired before anything was written ({} leaked clusters, {} \
+             corruptions)",
+            source.name,
+            report.leaks_fixed,
+            report.corruptions_fixed
+        );
+    }
+    let disk = image.disk();
     if disk.format() == Format::Raw.name() && source.format.is_none() && !source.image_opts {
         warn_of_guess(source);
     }

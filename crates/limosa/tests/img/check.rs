@@ -1,8 +1,10 @@
 //! `check`.
 
+use std::process::Command;
+
 use serde_json::{Value, json};
 
-use crate::bed::{Answer, Bed, length, poke};
+use crate::bed::{Answer, Bed, assert_one_line, length, poke};
 use crate::needs_qemu;
 
 /// An image of 10 MiB with contents in its first 640 KiB; its refcount block is its cluster 2.
@@ -101,4 +103,18 @@ fn a_format_without_anything_to_check_has_a_status_of_its_own() {
     bed.both_refuse(&["check", "absent"], "absent");
     bed.both_refuse(&["check", "-f", "qcow2", "raw"], "raw");
     bed.both_refuse(&["check", "-f", "foo", "x"], "foo");
+}
+
+#[test]
+fn whoever_writes_to_an_image_that_was_not_closed_is_told_that_it_was_repaired() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "-o", "lazy_refcounts=on", "x", "1M"]);
+    let mut writer = Command::new("qemu-io");
+    writer.args(["-c", "write 0 128k", "-c", "flush", "-c", "abort"]).arg(bed.path("x"));
+    assert!(!writer.output().unwrap().status.success());
+    let words = ["bench", "-w", "-c", "1", "-f", "qcow2", "x"];
+    let answer = Answer::from(bed.limosa(&words)).success();
+    assert_one_line(&answer, &words, "x: it had not been closed; its refcounts were repaired");
+    assert_eq!(Answer::from(bed.limosa(&words)).success().stderr, "", "it was closed");
 }

@@ -28,6 +28,8 @@ fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
     for words in [&["create", "-q", "-f", "qcow2", "x", "1M"][..], &["create", "-q", "x", "1M"]] {
         bed.both_refuse(words, "x");
     }
+    // To lie on it, its length is enough.
+    bed.both_say(&["create", "-q", "-f", "qcow2", "-b", "x", "-F", "qcow2", "above"]);
     for words in [&["info", "-U", "x"][..], &["map", "-U", "x"]] {
         bed.both_say(words);
     }

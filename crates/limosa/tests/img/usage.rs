@@ -13,7 +13,7 @@ fn what_qemu_img_has_and_limosa_has_not_is_refused_with_one_line() {
     for command in ["amend", "bitmap", "commit", "dd", "measure", "rebase", "snapshot"] {
         let ended = img(&[command, "-f", "qcow2", "--whatever", "x"]);
         assert_eq!(ended.status, Some(1), "{ended:?}");
-        assert_one_line(&ended, &[command], &format!("has no {command} yet; use qemu-img {command}"));
+        assert_one_line(&ended, &[command], &format!("limosa: img has no {command} yet; use qemu-img {command}"));
     }
     assert_one_line(&img(&["frob"]), &["frob"], "no command \"frob\"");
     for (words, says) in

@@ -50,6 +50,16 @@ pub(crate) struct OpenFile {
     lost: Mutex<Option<Arc<io::Error>>>,
 }
 
+/// Says what a file was to be opened for, where that may be why it could not be.
+fn to_be_written(error: io::Error) -> io::Error {
+    match error.kind() {
+        kind @ (io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem) => {
+            io::Error::new(kind, format!("{error}; it was to be opened for writing"))
+        }
+        _ => error,
+    }
+}
+
 impl OpenFile {
     /// Opens the file at a path.
     pub(crate) fn at(path: &Path, options: &FileOptions) -> Result<Self, StorageError> {
@@ -67,7 +77,8 @@ impl OpenFile {
             Create::New => _ = open.create_new(true),
         }
         // A pipe in its place does not keep us waiting for the other end.
-        let fd = open.custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open(path).map_err(failed)?;
+        let fd = open.custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open(path);
+        let fd = fd.map_err(|error| failed(if options.read_only { error } else { to_be_written(error) }))?;
         Self::of(fd.into(), name, options)
     }
 
@@ -246,6 +257,26 @@ mod tests {
         drop(file);
         open().unwrap();
         drop(copy);
+    }
+
+    #[test]
+    fn who_may_not_open_a_file_is_told_if_it_was_for_writing() {
+        for errno in [libc::EACCES, libc::EPERM, libc::EROFS] {
+            let error = to_be_written(io::Error::from_raw_os_error(errno));
+            assert!(error.to_string().ends_with("it was to be opened for writing"), "{error}");
+        }
+        assert_eq!(to_be_written(io::Error::from_raw_os_error(libc::ENOENT)).raw_os_error(), Some(libc::ENOENT));
+        // Nobody may write to it, whoever he is; in a container all of it is read-only.
+        let place = Path::new("/sys/kernel/uevent_seqnum");
+        if place.exists() {
+            let said = |read_only| {
+                OpenFile::at(place, &FileOptions { read_only, ..FileOptions::default() })
+                    .map(drop)
+                    .map_err(|e| e.to_string())
+            };
+            assert!(said(false).unwrap_err().contains("for writing"));
+            assert!(said(true).map_or_else(|said| !said.contains("for writing"), |()| true));
+        }
     }
 
     #[test]
