@@ -2,10 +2,11 @@
 //!
 //! Law: the contestants of a case put the same load on images made the same way, direct and through `io_uring`, and the clock of each
 //! begins with its first request and ends with its last one; what closing the image costs stands beside it as `close_ms`. Operations
-//! and bytes are those that the files were asked for.
+//! and bytes are those that the files were asked for. What is cloned is compared apart, in the module `clones`.
 //!
 //! The hard disk is a stand-in that takes 8 ms for each operation: what counts there is how many there are.
 
+mod clones;
 mod convert;
 mod image;
 mod load;
@@ -16,7 +17,7 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 use limosa_image::qcow2::image::{CowMode, Qcow2Options};
 
-use self::image::{Base, Shape, Under};
+use self::image::{Base, Shape, Through, Under};
 use self::load::Load;
 use crate::Options;
 use crate::frame::{Contestant, Frame, Run, Series, interleave};
@@ -66,7 +67,11 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     };
     let usual = Qcow2Options::default();
-    let usual = Qcow2Options { allocate_ahead: options.allocate_ahead.unwrap_or(usual.allocate_ahead), ..usual };
+    let usual = Qcow2Options {
+        allocate_ahead: options.allocate_ahead.unwrap_or(usual.allocate_ahead),
+        clone: options.clone,
+        ..usual
+    };
     for cell in &cells {
         for (variant, cow) in [(MERGED, CowMode::Merged), (SPLIT, CowMode::Split)] {
             let (base, cell) = (base.clone(), cell.clone());
@@ -86,6 +91,17 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
             add(FIRST_BACKED, DEVICE, Box::new(move |_| load::device(&base, &load)));
         }
     }
+    let shared = if clones::can_share(folder.path())? { clones::cells(size) } else { Vec::new() };
+    for cell in &shared {
+        for (variant, clone) in clones::VARIANTS {
+            let (base, cell, how) = (base.clone(), cell.clone(), Qcow2Options { clone, ..usual.clone() });
+            let run = move |_: &_| {
+                clones::prepare(&base, cell.shape.through)?;
+                load::run(&base, &cell.shape, &cell.load, how.clone())
+            };
+            add(&cell.case.clone(), variant, Box::new(run));
+        }
+    }
     if stock {
         let (ours, options) = (base.clone(), options.clone());
         add(CONVERT, "limosa", Box::new(move |_| convert::limosa(&ours, &options)));
@@ -101,6 +117,11 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     };
     let mut report = Report::new("cow", machine, options.rounds, &all);
     judge(&mut report, &all, &cells, why);
+    for cell in &shared {
+        for figure in [IOPS, "cpu"] {
+            report.ratios.extend(ratio(&all, &cell.case, clones::CLONED, clones::COPIED, figure));
+        }
+    }
     Ok(report)
 }
 
@@ -110,15 +131,21 @@ fn words(bytes: u64) -> String {
 
 /// Everything that is measured on a disk of so many bytes, with so many sequential requests.
 fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
-    let usual = Shape { cluster: 64 << 10, subclusters: false, under: Under::Backing, hard_disk: false };
+    let usual = Shape {
+        cluster: 64 << 10,
+        subclusters: false,
+        under: Under::Backing,
+        hard_disk: false,
+        through: Through::Direct,
+    };
     let bare = Shape { under: Under::Nothing, ..usual };
     // Each request in a cluster of its own: 16,000 on 2 GiB.
     let count = (size / 69632).min(16000);
-    let first = Load { count, depth: 16, size: 4096, offset: 4096, step: Some(69632) };
+    let first = Load { count, depth: 16, size: 4096, offset: 4096, step: Some(69632), durable: false };
     let cell = |case: &str, shape, load: &Load, stock| Cell { case: case.to_owned(), shape, load: load.clone(), stock };
-    let random = Load { count: (8192 * size) >> 31, depth: 1, size: 4096, offset: 0, step: None };
+    let random = Load { count: (8192 * size) >> 31, depth: 1, size: 4096, offset: 0, step: None, durable: false };
     let sequential = sequential.unwrap_or((65536 * size) >> 31);
-    let sequential = Load { count: sequential, depth: 1, size: 4096, offset: 0, step: Some(4096) };
+    let sequential = Load { count: sequential, depth: 1, size: 4096, offset: 0, step: Some(4096), durable: false };
     let few = Load { count: 150, ..random };
     let mut cells = vec![
         cell(FIRST_BACKED, usual, &first, true),
@@ -143,11 +170,11 @@ fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
                 // In the middle of clusters, and over their ends where they are longer.
                 let step = (cluster.max(request) + 4096).next_multiple_of(4096);
                 let count = ((size / 2) / step).min(500);
-                let load = Load { count, depth: 4, size: request, offset: 4096, step: Some(step) };
+                let load = Load { count, depth: 4, size: request, offset: 4096, step: Some(step), durable: false };
                 let what = if subclusters { ", subclusters" } else { "" };
                 let below = if under == Under::Backing { ", backed" } else { "" };
                 let case = format!("{} in {} clusters{what}{below}", words(request), words(cluster));
-                cells.push(cell(&case, Shape { cluster, subclusters, under, hard_disk: false }, &load, true));
+                cells.push(cell(&case, Shape { cluster, subclusters, under, ..usual }, &load, true));
             }
         }
     }

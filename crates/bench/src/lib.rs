@@ -40,6 +40,7 @@ mod vm;
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
+use limosa_image::qcow2::image::CloneMode;
 
 pub use report::Report;
 
@@ -60,6 +61,8 @@ pub struct Options {
     pub allocate_ahead: Option<u64>,
     /// How many requests the sequential cases of `cow` make; `None`: 65,536 on 2 GiB.
     pub sequential: Option<u64>,
+    /// From where on a disk image shares what it would copy.
+    pub clone: CloneMode,
     /// Bytes to take and free before each run; none for as much as the run will need.
     pub touch: Option<u64>,
     /// Directory on the disk to measure; none for the temporary directory.
@@ -83,6 +86,7 @@ impl Default for Options {
             size: None,
             allocate_ahead: None,
             sequential: None,
+            clone: CloneMode::default(),
             touch: None,
             dir: None,
             only: None,

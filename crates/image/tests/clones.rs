@@ -233,8 +233,8 @@ fn little_is_copied_and_so_is_everything_with_clones_off_or_split() {
     for (options, data) in [
         (Qcow2Options { clone: CloneMode::Off, ..Qcow2Options::default() }, 4096),
         (Qcow2Options { cow: CowMode::Split, ..Qcow2Options::default() }, 4096),
-        // Of the cluster's 1 MiB less than 256 KiB have to be kept.
-        (Qcow2Options::default(), 800 << 10),
+        // Of the cluster's 1 MiB less than 128 KiB have to be kept.
+        (Qcow2Options::default(), 920 << 10),
     ] {
         let (counting, file) = watched();
         let below = random(SIZE);

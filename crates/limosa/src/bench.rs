@@ -20,6 +20,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         size: args.size,
         allocate_ahead: args.allocate_ahead,
         sequential: args.sequential,
+        clone: args.clone.unwrap_or_default(),
         rounds: args.rounds,
         dir: args.dir,
         only: args.only,

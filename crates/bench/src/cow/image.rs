@@ -27,6 +27,27 @@ pub(super) enum Under {
     Own,
 }
 
+/// What is between the images' files and those who read and write them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Through {
+    /// Nothing: direct I/O.
+    Direct,
+    /// The page cache, which has the backing image's contents.
+    Warm,
+    /// The page cache, which has nothing of it.
+    Cold,
+}
+
+impl Through {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Warm => "cached, warm",
+            Self::Cold => "cached, cold",
+        }
+    }
+}
+
 /// What kind of image.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
@@ -34,6 +55,7 @@ pub(super) struct Shape {
     pub(super) subclusters: bool,
     pub(super) under: Under,
     pub(super) hard_disk: bool,
+    pub(super) through: Through,
 }
 
 /// The image that lies under the others, full of random bytes.
@@ -109,7 +131,8 @@ impl Base {
         let path = self.fresh(shape)?;
         let disk = shape.hard_disk.then(|| HardDisk::new(HardDisk::USUAL));
         // The page cache is as fast as nothing beside 8 ms.
-        let cache = if shape.hard_disk { CacheMode::Writeback } else { CacheMode::None };
+        let direct = !shape.hard_disk && shape.through == Through::Direct;
+        let cache = if direct { CacheMode::None } else { CacheMode::Writeback };
         let mut files = Vec::new();
         let mut storage = |path: &Path, read_only| -> Result<Arc<dyn Storage>> {
             let file = open(path, cache, read_only, Create::No)?;

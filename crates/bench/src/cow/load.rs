@@ -23,6 +23,8 @@ pub(super) struct Load {
     pub(super) offset: u64,
     /// Bytes from one to the next; `None`: anywhere, one after the other.
     pub(super) step: Option<u64>,
+    /// The clock ends when they are durable, not when they are done.
+    pub(super) durable: bool,
 }
 
 /// Puts it on a fresh image.
@@ -44,6 +46,9 @@ pub(super) fn run(base: &Base, shape: &Shape, load: &Load, how: Qcow2Options) ->
             block_on(bench(&*image.disk, &options, &|_| std::ops::ControlFlow::Continue(())))?;
         }
         None => block_on(anywhere(&*image.disk, load))?,
+    }
+    if load.durable {
+        block_on(image.disk.flush()).context("flushing")?;
     }
     let measured = watch.stop()?;
     let after = image.counters();
@@ -101,6 +106,7 @@ fn counted(measured: Measured, before: &FileCounters, after: &FileCounters) -> M
         .with("zeroes", after.zeroes.operations - before.zeroes.operations)
         .with("allocations", after.allocations.operations - before.allocations.operations)
         .with("clones", after.clones.operations - before.clones.operations)
+        .with("cloned_bytes", after.clones.bytes - before.clones.bytes)
         .with("flushes", after.flushes - before.flushes)
 }
 

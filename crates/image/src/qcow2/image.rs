@@ -118,11 +118,11 @@ pub enum CloneMode {
 }
 
 impl CloneMode {
-    /// From where on a clone is taken to be the less of the two: an estimate, not a measurement. A clone is a change of the filesystem's
-    /// own tables; it first brings what is dirty in the other file to the medium, waits for direct I/O under way on both files,
-    /// and what is then written over it takes space anew. A copy of 256 KiB costs as many operations and more bytes than all that
-    /// is likely to. So with clusters of up to 256 KiB everything is copied.
-    pub const AUTO: Self = Self::From(256 << 10);
+    /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-clones.md): clusters of
+    /// 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between them what is gained in time is
+    /// lost in CPU. A clone is a change of the filesystem's own tables, which lasts as long whatever its length; and what is then
+    /// written over it takes space anew.
+    pub const AUTO: Self = Self::From(128 << 10);
 }
 
 impl Default for CloneMode {

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::PossibleValue;
 
-use super::values::parse_size;
+use limosa_image::qcow2::image::CloneMode;
+
+use super::values::{parse_clone, parse_size};
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -28,6 +30,10 @@ pub(crate) struct BenchArgs {
     /// How many requests the sequential cases of cow make, over the disk again and again; 65536 by default, which take 3 s or so
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) sequential: Option<u64>,
+
+    /// Whether merged copies are shared where the filesystem can, for cow: off, auto, or a size from which on; auto by default
+    #[arg(long, value_name = "off|auto|SIZE", value_parser = parse_clone)]
+    pub(crate) clone: Option<CloneMode>,
 
     /// How often each contestant runs
     #[arg(long, value_name = "N", default_value_t = 5)]

@@ -3,6 +3,8 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use limosa_image::qcow2::image::CloneMode;
+
 /// `4K`, `64M`, `8G`, `1T` or plain bytes.
 pub(super) fn parse_size(text: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a size: write 4K, 64M, 8G, 1T or a number of bytes");
@@ -15,6 +17,15 @@ pub(super) fn parse_size(text: &str) -> Result<u64, String> {
     };
     let number: u64 = digits.parse().map_err(|_| wrong())?;
     number.checked_mul(1 << shift).filter(|size| *size > 0).ok_or_else(wrong)
+}
+
+/// `off`, `auto`, or the size from which on what would be copied is cloned.
+pub(super) fn parse_clone(text: &str) -> Result<CloneMode, String> {
+    match text {
+        "off" => Ok(CloneMode::Off),
+        "auto" => Ok(CloneMode::AUTO),
+        _ => parse_size(text).map(CloneMode::From).map_err(|why| format!("{why}; or off, or auto")),
+    }
 }
 
 pub(super) fn parse_rate(text: &str) -> Result<NonZeroU64, String> {
@@ -39,6 +50,14 @@ pub(super) fn parse_time(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn clones_are_off_or_made_from_a_size_on() {
+        assert_eq!(parse_clone("off"), Ok(CloneMode::Off));
+        assert_eq!(parse_clone("auto"), Ok(CloneMode::default()));
+        assert_eq!(parse_clone("1M"), Ok(CloneMode::From(1 << 20)));
+        assert!(parse_clone("on").unwrap_err().contains("or off, or auto"));
+    }
 
     #[test]
     fn sizes_have_binary_suffixes_and_never_overflow() {

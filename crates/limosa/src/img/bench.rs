@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use limosa_image::bench::{self, FlushEvery};
+use limosa_image::qcow2::image::Qcow2Options;
 use limosa_storage::block_on;
 use serde_json::json;
 
@@ -16,8 +17,8 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {
         anyhow::bail!("-c 0: there has to be a request; say 1 or more");
     }
-    let disk =
-        if options.write { open::to_write(&options.source, options.cow)? } else { open::to_read(&options.source)? };
+    let qcow2 = Qcow2Options { cow: options.cow, clone: options.clone, ..Qcow2Options::default() };
+    let disk = if options.write { open::to_write(&options.source, qcow2)? } else { open::to_read(&options.source)? };
     let load = bench::BenchOptions {
         count: options.count.into(),
         depth: options.depth.into(),

@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use limosa_image::Disk;
 use limosa_image::chain::{self, OpenOptions};
 use limosa_image::convert::{self, ConvertCounters};
-use limosa_image::qcow2::image::CowMode;
+use limosa_image::qcow2::image::Qcow2Options;
 use limosa_storage::{CacheMode, Io, block_on};
 use serde_json::json;
 
@@ -40,7 +40,7 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         options.sources.iter().map(|source| open_source(source, options)).collect::<anyhow::Result<Vec<_>>>()?;
     let length = convert::length(&sources)?;
     let made = if options.no_create { Made::default() } else { make(options, length)? };
-    let target = open::to_write(&target(options), CowMode::Merged)?;
+    let target = open::to_write(&target(options), Qcow2Options::default())?;
     let how = convert::ConvertOptions {
         requests: options.parallel.into(),
         sparse: options.sparse_size,

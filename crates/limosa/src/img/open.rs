@@ -9,7 +9,7 @@ use limosa_image::Disk;
 use limosa_image::chain::{self, Image, ImageFile, OpenOptions};
 use limosa_image::gate::Policy;
 use limosa_image::probe::Format;
-use limosa_image::qcow2::image::{CowMode, Qcow2Options};
+use limosa_image::qcow2::image::Qcow2Options;
 use limosa_image::reference::Reference;
 use limosa_storage::{LockPolicy, block_on};
 
@@ -52,8 +52,7 @@ pub(crate) fn to_read(source: &Source) -> anyhow::Result<Arc<dyn Disk>> {
 ///
 /// # Errors
 /// As of [`to_read`]; somebody else has it open.
-pub(crate) fn to_write(source: &Source, cow: CowMode) -> anyhow::Result<Arc<dyn Disk>> {
-    let qcow2 = Qcow2Options { cow, ..Qcow2Options::default() };
+pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<Arc<dyn Disk>> {
     let how = OpenOptions { read_only: false, qcow2, ..how(source)? };
     let image = block_on(chain::open_image(&reference(source)?, &how))?;
     if let Image::Qcow2(qcow2) = &image

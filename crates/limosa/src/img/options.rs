@@ -5,7 +5,7 @@ use std::fmt;
 
 use anyhow::Context as _;
 use limosa_image::qcow2::check::Repair;
-use limosa_image::qcow2::image::CowMode;
+use limosa_image::qcow2::image::{CloneMode, CowMode};
 use limosa_image::qcow2::snapshot_choice::SnapshotChoice;
 use limosa_storage::{CacheMode, Io};
 
@@ -212,5 +212,7 @@ pub(crate) struct BenchOptions {
     pub(crate) drain: bool,
     /// How clusters are copied that a write covers in part.
     pub(crate) cow: CowMode,
+    /// From where on what is copied is shared.
+    pub(crate) clone: CloneMode,
     pub(crate) json: bool,
 }

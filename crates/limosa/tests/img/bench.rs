@@ -45,3 +45,20 @@ fn programs_are_told_figures() {
     assert_eq!((&told["requests"], &told["bytes"], &told["flushes"]), (&10.into(), &40_960.into(), &0.into()));
     assert!(told["requests-per-second"].as_f64().unwrap() > 0.0);
 }
+
+#[test]
+fn what_is_kept_of_clusters_is_copied_or_cloned_to_the_same_bytes() {
+    needs_qemu!();
+    let bed = Bed::new();
+    std::fs::write(bed.path("below"), vec![7; 4 << 20]).unwrap();
+    for clone in ["off", "auto", "64K"] {
+        bed.create(&["-f", "qcow2", "-o", "cluster_size=1M", "-b", "below", "-F", "raw", "disk"]);
+        let words =
+            ["bench", "-f", "qcow2", "-w", "-c", "4", "-S", "1M", "-o", "4k", "--pattern", "3", "--clone", clone];
+        bed.limosa(&[&words[..], &["disk"]].concat()).success();
+        bed.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "disk", "seen"]).success();
+        let seen = std::fs::read(bed.path("seen")).unwrap();
+        let is_written = |at: usize| (4096..8192).contains(&(at % (1 << 20)));
+        assert!(seen.iter().enumerate().all(|(at, &byte)| byte == if is_written(at) { 3 } else { 7 }), "{clone}");
+    }
+}

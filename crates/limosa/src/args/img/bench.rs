@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 
 use clap::{Args, ValueEnum};
-use limosa_image::qcow2::image::CowMode;
+use limosa_image::qcow2::image::{CloneMode, CowMode};
 use limosa_storage::{CacheMode, Io};
 
+use super::super::values::parse_clone;
 use super::image::{ImageArgs, ShareArg, parse_aio};
 use crate::img::options::{BenchOptions, Source};
 use crate::img::size::{parse_request, parse_size};
@@ -76,6 +77,11 @@ pub(crate) struct ImgBenchArgs {
     #[arg(long, value_enum, value_name = "HOW", default_value_t = CowArg::Merged)]
     cow: CowArg,
 
+    /// Whether what is copied is shared where the filesystem can: off, auto, or a size from which on
+    // With split there is nothing to choose.
+    #[arg(long, value_name = "off|auto|SIZE", default_value = "auto", value_parser = parse_clone)]
+    clone: CloneMode,
+
     #[command(flatten)]
     share: ShareArg,
 
@@ -125,6 +131,7 @@ impl ImgBenchArgs {
                 CowArg::Merged => CowMode::Merged,
                 CowArg::Split => CowMode::Split,
             },
+            clone: self.clone,
             json: self.json,
         })
     }
