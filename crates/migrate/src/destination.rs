@@ -38,6 +38,7 @@ use limosa_stream::devices::{self, DeviceState, DeviceTail, TAIL_LIMIT};
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::vm::PING_READY;
 use limosa_stream::{Command, Fault, Feature, RamBlock, StreamError};
+use rustix::net::sockopt;
 
 use buffer::Buffer;
 use join::JoinPoint;
@@ -190,6 +191,9 @@ impl<'a> Destination<'a> {
                 self.control.unwatch();
                 for channel in self.channels() {
                     let _ = channel.shutdown(How::Both);
+                    // What had come may all have been read, and then nothing tells a source over TCP that waits for room here
+                    // that nobody reads on: its kernel would ask for a minute or two. A reset does.
+                    let _ = sockopt::set_socket_linger(channel.as_ref(), Some(Duration::ZERO));
                 }
                 Err(Broken { error: self.control.explain(error), answered })
             }

@@ -2,10 +2,11 @@
 
 mod model;
 
+use std::num::NonZeroU64;
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, How, Listener, Options, RateLimit};
 use limosa_migrate::{
     Control, Destination, DestinationOptions, MigrateError, PageSource, PrecopyOptions, PrecopySource, Progress, Stop,
 };
@@ -183,6 +184,42 @@ fn a_source_that_stalls_or_a_person_who_cancels_ends_the_wait() {
         });
         control.stop(Stop::Cancel);
         assert!(matches!(waiting.join().unwrap(), Err(MigrateError::Cancelled)));
+    });
+}
+
+#[test]
+fn a_source_over_tcp_that_waits_for_room_hears_at_once_that_nobody_reads_on() {
+    // More than the kernel keeps at both ends, for a destination that reads next to nothing.
+    let memory = Memory::new(&[8000], |_, _| true);
+    let bytes = stream(&memory, &(0..8000).map(|page| (page, true)).collect::<Vec<_>>(), true);
+    let slow = Options { get_rate: Some(RateLimit::new(NonZeroU64::new(1))), ..Options::default() };
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &slow).unwrap();
+    let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
+    let far = listener.accept(None).unwrap();
+    let waiting = far.try_clone().unwrap();
+    near.set_timeouts(None, Some(Duration::from_secs(30))).unwrap();
+    let control = Control::new();
+    thread::scope(|scope| {
+        let sending = scope.spawn(|| near.put(&bytes));
+        let receiving = scope.spawn(|| {
+            Destination::new(far, &control, &Progress::new(), DestinationOptions::default())
+                .receive(&mut Kept::default())
+                .map(|_| ())
+        });
+        let mut before = 0;
+        loop {
+            let now = rustix::io::ioctl_fionread(&waiting).unwrap();
+            if now > 1 << 16 && now == before {
+                break;
+            }
+            before = now;
+            thread::sleep(Duration::from_millis(50));
+        }
+        drop(waiting);
+        control.stop(Stop::Cancel);
+        assert!(matches!(receiving.join().unwrap(), Err(MigrateError::Cancelled)));
+        let error = sending.join().unwrap().unwrap_err();
+        assert!(error.is_closed(), "{error}");
     });
 }
 
