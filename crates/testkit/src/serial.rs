@@ -1,12 +1,17 @@
 //! The guest's serial port: a thread drains it into lines with their times, so that the guest never waits for us.
+//!
+//! Law: whoever asks what the guest has written so far gets all of it, however far the thread is.
 
-use std::io::{Read as _, Write as _};
+use std::io::Write as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::{Errno, ioctl_fionread};
+use rustix::net::{RecvFlags, recv};
 
 /// One line that the guest wrote.
 #[derive(Debug, Clone)]
@@ -21,6 +26,8 @@ pub struct Line {
 struct Received {
     lines: Vec<Line>,
     unfinished: Vec<u8>,
+    /// Bytes that were taken from the socket, which happens under the lock alone.
+    taken: u64,
     closed: bool,
 }
 
@@ -41,18 +48,26 @@ impl Serial {
         let reader = stream.try_clone().context("the serial port")?;
         let shared = Arc::new((Mutex::default(), Condvar::new()));
         let writer = Arc::clone(&shared);
-        std::thread::spawn(move || drain(reader, &writer));
+        std::thread::spawn(move || drain(&reader, &writer));
         Ok(Self { stream, shared })
     }
 
-    /// How many lines have arrived: the position from which [`Serial::wait_from`] looks for new ones.
+    /// How many lines the guest has written: the position from which [`Serial::wait_from`] looks for new ones.
     pub fn mark(&self) -> usize {
-        self.lock().lines.len()
+        self.so_far().lines.len()
     }
 
     /// Every line so far.
     pub fn lines(&self) -> Vec<Line> {
-        self.lock().lines.clone()
+        self.so_far().lines.clone()
+    }
+
+    /// Waits until what is in the socket now has become lines.
+    fn so_far(&self) -> MutexGuard<'_, Received> {
+        let received = self.lock();
+        let written = received.taken + ioctl_fionread(&self.stream).unwrap_or(0);
+        let not_yet = |received: &mut Received| received.taken < written && !received.closed;
+        self.shared.1.wait_while(received, not_yet).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The first line at or after position `from` that `wanted` accepts, with its position.
@@ -101,17 +116,20 @@ impl Drop for Serial {
     }
 }
 
-fn drain(mut stream: UnixStream, shared: &(Mutex<Received>, Condvar)) {
+fn drain(stream: &UnixStream, shared: &(Mutex<Received>, Condvar)) {
     let mut buffer = [0; 4096];
     loop {
-        let length = match stream.read(&mut buffer) {
-            Ok(0) => break,
-            Ok(length) => length,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+        // Any failure shows again at the call below.
+        let _ = poll(&mut [PollFd::new(stream, PollFlags::IN)], None);
+        let mut received = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let length = match recv(stream, &mut buffer, RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => break,
+            Ok((_, length)) => length,
+            Err(Errno::AGAIN | Errno::INTR) => continue,
             Err(_) => break,
         };
         let at = Instant::now();
-        let mut received = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        received.taken += length as u64;
         for &byte in buffer.iter().take(length) {
             match byte {
                 b'\n' => {

@@ -1,7 +1,5 @@
 //! The beat guest under plain QEMU: the proof that its check is green after a correct migration and red after a wrong one.
 
-use std::time::Duration;
-
 use limosa_testkit::{Accelerator, BeatError, BeatGuest, Machine, MemoryBackend, note_skip, qemu_skipped, scratch};
 
 fn guest() -> BeatGuest {
@@ -31,9 +29,9 @@ fn the_check_catches_the_guest_in_the_middle_of_a_lap() {
     let slow = BeatGuest { delay: 20_000, rest: 0, ..guest() };
     let vm = Machine::beat(slow).start().unwrap();
     vm.wait_beats(2).unwrap();
-    std::thread::sleep(Duration::from_millis(5));
-    let beat = vm.check_beat().unwrap();
-    assert!(beat.pages_ahead < u64::from(slow.pages), "{beat:?}");
+    // It may be between two laps, which is a short moment.
+    let beats: Vec<_> = (0..20).map(|_| vm.check_beat().unwrap()).collect();
+    assert!(beats.iter().any(|beat| beat.pages_ahead < u64::from(slow.pages)), "{beats:?}");
 }
 
 #[test]
@@ -50,8 +48,11 @@ fn a_guest_migrated_by_qemu_beats_on_where_it_was() {
         pair.destination.wait_beats(1).unwrap();
         pair.destination.check_beat().unwrap();
         pair.destination.wait_beats(2).unwrap();
-        let first_here = pair.destination.serial().lines()[0].text.clone();
-        assert_eq!(u32::from_str_radix(&first_here, 16).unwrap(), last_there + 1, "{backend:?}");
+        let here: Vec<_> = pair.destination.serial().lines().into_iter().map(|line| line.text).collect();
+        // A guest that was stopped while it said its number says the rest of it here: that is no full line.
+        let rest = usize::from(here[0].len() < 8);
+        let first = last_there + 1 + u32::try_from(rest).unwrap();
+        assert_eq!(u32::from_str_radix(&here[rest], 16).unwrap(), first, "{backend:?}: {here:?}");
         pair.destination.check_beat().unwrap();
     }
 }
