@@ -95,10 +95,13 @@ fn a_pretty_printing_tcp_monitor_is_understood_and_passes_no_descriptors() {
     if stock::skipped() {
         return;
     }
-    let port = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
-    let chardev = format!("socket,id=second,host=127.0.0.1,port={port},server=on,wait=off");
-    let stock = Stock::start(&["-S", "-chardev", &chardev, "-mon", "chardev=second,mode=control,pretty=on"]);
-    let address = format!("tcp:127.0.0.1:{port}").parse().unwrap();
+    let chardev = "socket,id=second,host=127.0.0.1,port=0,server=on,wait=off";
+    let stock = Stock::start(&["-S", "-chardev", chardev, "-mon", "chardev=second,mode=control,pretty=on"]);
+    // The first monitor answers when QEMU has made all of them, and knows at which port.
+    let devices = stock.monitor().qmp().execute("query-chardev", Value::Null).unwrap();
+    let second = devices.as_array().unwrap().iter().find(|device| device["label"] == "second").unwrap();
+    let place = second["filename"].as_str().unwrap().trim_start_matches("disconnected:").split(',').next().unwrap();
+    let address = place.parse().unwrap();
     let monitor = Monitor::new(Qmp::connect(&address, &Options::default()).unwrap());
     assert_eq!(run_state(&monitor), RunState::Prelaunch);
     let error = monitor.getfd("x", File::open("/dev/null").unwrap().as_fd()).unwrap_err();
