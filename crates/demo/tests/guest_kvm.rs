@@ -182,5 +182,6 @@ fn a_ring_that_runs_full_stops_no_vcpu_for_good_and_loses_nothing() {
         block.read(number.offset(), &mut page).unwrap();
         assert!(page == [0; PAGE_LEN] || dirty.block(0).unwrap().get(number), "page {number} was not named");
     }
-    assert!(dirty.count() > 2 * 4096, "{}: no ring was ever full", dirty.count());
+    // One of the two has done half of the writes at least, which is all of its pages.
+    assert!(dirty.count() > 4096, "{}: no ring was ever full", dirty.count());
 }

@@ -83,8 +83,9 @@ fn script(join: bool, pages: bool) -> Script {
     Script { before, after }
 }
 
+/// Nothing here is about patience: a limit for the stuck.
 fn options() -> LiveDestinationOptions {
-    LiveDestinationOptions { patience: Some(Duration::from_millis(500)), ..LiveDestinationOptions::default() }
+    LiveDestinationOptions { patience: Some(Duration::from_secs(120)), ..LiveDestinationOptions::default() }
 }
 
 /// All that comes on the return path until it ends.

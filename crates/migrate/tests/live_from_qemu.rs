@@ -1,6 +1,6 @@
 //! Stock QEMU as the source of a VM that links limosa: its memory has to arrive byte for byte, by every way QEMU has.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use limosa_stream::device_sections::OpaqueSection;
 use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
 use serde_json::json;
 
-const WITHIN: Duration = Duration::from_secs(60);
+const WITHIN: Duration = Duration::from_secs(120);
 
 /// A VM with QEMU's memory, that takes whatever devices come.
 struct Taker {
@@ -24,6 +24,9 @@ struct Taker {
     sections: AtomicU32,
     packages: AtomicU32,
     started: AtomicBool,
+    /// How many pages the guest has looked at here, and how many it may.
+    looked: AtomicU64,
+    may_look: AtomicU64,
 }
 
 impl IncomingVm for Taker {
@@ -71,7 +74,8 @@ impl Meeting {
         // The order here is not QEMU's.
         blocks.reverse();
         let (sections, packages, started) = (AtomicU32::new(0), AtomicU32::new(0), AtomicBool::new(false));
-        let taker = Taker { memory: GuestMemory::new(blocks)?, sections, packages, started };
+        let (looked, may_look) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
+        let taker = Taker { memory: GuestMemory::new(blocks)?, sections, packages, started, looked, may_look };
         let uri: Uri = format!("unix:{}", vm.folder().join("meeting").display()).parse()?;
         let listener = Listener::bind(&uri, &Options::default())?;
         Ok(Self { vm, taker, listener, uri })
@@ -96,18 +100,34 @@ impl Meeting {
         Ok(LiveDestination::new(&self.taker, channel, control, progress, LiveDestinationOptions::default()))
     }
 
-    /// Looks at pages all over the memory until `over`: a guest that runs.
+    /// Looks at pages all over the memory until `over`, as many as it may: a guest that runs.
     fn look_around(&self, over: &AtomicBool) {
-        let mem = self.block();
+        let (mem, taker) = (self.block(), &self.taker);
         let mut page = 1;
         while !over.load(Ordering::SeqCst) {
-            if self.taker.started.load(Ordering::SeqCst) {
+            let looked = taker.looked.load(Ordering::SeqCst);
+            if taker.started.load(Ordering::SeqCst) && looked < taker.may_look.load(Ordering::SeqCst) {
                 page = (page * 7919 + 13) % mem.pages().len();
                 mem.read(page * 4096, &mut [0; 64]).unwrap();
+                taker.looked.store(looked + 1, Ordering::SeqCst);
             } else {
                 thread::sleep(Duration::from_millis(1));
             }
         }
+    }
+
+    /// Breaks the postcopy off when the guest has looked at so many pages more. It may look at no others until then, so that most of
+    /// the memory is still at the source.
+    fn break_off_after(&self, pages: u64) -> Result<()> {
+        let looked = |pages| self.taker.looked.load(Ordering::SeqCst) >= pages;
+        let begun = Instant::now();
+        let enough = self.taker.looked.load(Ordering::SeqCst) + pages;
+        self.taker.may_look.store(enough, Ordering::SeqCst);
+        while !looked(enough) {
+            assert!(begun.elapsed() < WITHIN, "the guest does not run");
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.vm.execute("migrate-pause", json!({})).map(drop)
     }
 
     fn block(&self) -> &limosa_memory::MemoryBlock {
@@ -165,7 +185,11 @@ fn postcopy(preempt: bool, cuts: u32) -> Result<()> {
     let meeting = &Meeting::new()?;
     meeting.vm.set_capabilities(&[("postcopy-ram", true), ("postcopy-preempt", preempt)])?;
     meeting.bandwidth("max-bandwidth", 8 << 20)?;
-    meeting.bandwidth("max-postcopy-bandwidth", if cuts > 0 { 4 << 20 } else { 0 })?;
+    // What nobody asks for does not come before the last cut.
+    meeting.bandwidth("max-postcopy-bandwidth", if cuts > 0 { 64 << 10 } else { 0 })?;
+    if cuts > 0 {
+        meeting.taker.may_look.store(0, Ordering::SeqCst);
+    }
     let (control, progress, over) = (&Control::new(), &Progress::new(), &AtomicBool::new(false));
     let opener = || {
         let listener = &meeting.listener;
@@ -180,15 +204,7 @@ fn postcopy(preempt: bool, cuts: u32) -> Result<()> {
             let steering = scope.spawn(move || -> Result<()> {
                 thread::sleep(Duration::from_millis(300));
                 meeting.vm.execute("migrate-start-postcopy", json!({}))?;
-                if cuts > 0 {
-                    let begun = Instant::now();
-                    while !meeting.taker.started.load(Ordering::SeqCst) && begun.elapsed() < WITHIN {
-                        thread::sleep(Duration::from_millis(5));
-                    }
-                    thread::sleep(Duration::from_millis(100));
-                    meeting.vm.execute("migrate-pause", json!({}))?;
-                }
-                Ok(())
+                if cuts > 0 { meeting.break_off_after(50) } else { Ok(()) }
             });
             let mut outcome = role.run();
             steering.join().expect("no panic")?;
@@ -202,12 +218,10 @@ fn postcopy(preempt: bool, cuts: u32) -> Result<()> {
                 meeting.migrate(json!({ "resume": true }))?;
                 let channel = meeting.listener.accept(Some(WITHIN))?;
                 let open = preempt.then(opener);
-                let pausing = (cut < cuts).then(|| {
-                    scope.spawn(move || {
-                        thread::sleep(Duration::from_millis(300));
-                        meeting.vm.execute("migrate-pause", json!({})).map(drop)
-                    })
-                });
+                if cut == cuts {
+                    meeting.taker.may_look.store(u64::MAX, Ordering::SeqCst);
+                }
+                let pausing = (cut < cuts).then(|| scope.spawn(|| meeting.break_off_after(50)));
                 outcome = paused.recover(channel, open);
                 pausing.map_or(Ok(()), |pausing| pausing.join().expect("no panic"))?;
             }
