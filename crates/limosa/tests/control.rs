@@ -39,7 +39,7 @@ impl Busy {
     fn endless(&self, more: &[&str]) -> Limosa {
         let slow = ["--max-bandwidth", "4M"];
         let saving = Limosa::start(save_arguments(&self.vm, &self.file, &[&slow, more].concat()));
-        wait_moving(&self.vm);
+        wait_moving_or_end(&self.vm, &saving);
         saving
     }
 

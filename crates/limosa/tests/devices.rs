@@ -2,6 +2,7 @@
 
 mod stage;
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use limosa_testkit::{BeatGuest, Disk, DiskFormat, Machine, MemoryBackend, Vm};
@@ -115,8 +116,11 @@ fn a_vm_with_uefi_firmware_and_its_variable_store_comes_back() {
     }
     let source = machine.start_stopped().unwrap();
     source.cont().unwrap();
-    // The firmware works for a moment: what it is at does not matter, and is not waited for.
-    std::thread::sleep(std::time::Duration::from_secs(1));
+    // The firmware works for a moment: what it is at does not matter.
+    wait_for("the firmware to work", || {
+        let used = source.memory_file().unwrap().metadata().unwrap().blocks() * 512;
+        (used > 16 << 20).then_some(())
+    });
     limosa(save_arguments(&source, &file, &["--stop"])).success();
     let memory = source.read_memory(0..128 << 20).unwrap();
     assert!(memory.iter().any(|byte| *byte != 0), "the firmware did nothing");

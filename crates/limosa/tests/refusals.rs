@@ -322,7 +322,8 @@ fn a_second_save_of_the_same_vm_is_turned_away_while_the_first_goes_on() {
     let bystander = Bystander::new(&machine);
     let (first, other) = (place(), place());
     let saving = Limosa::start(save_arguments(&bystander.vm, &first.1, &["--via", "socket", "--max-bandwidth", "1M"]));
-    saving.guard();
+    // It has its guard before it has left its record in QEMU.
+    wait_moving(&bystander.vm);
     let mut arguments = save_arguments(&bystander.vm, &other.1, &[]);
     arguments[2] = monitor("second").display().to_string();
     limosa(arguments).one_line(&["in the middle of a save", &first.1.display().to_string()]);

@@ -291,10 +291,11 @@ fn a_save_that_fails_after_the_disks_were_frozen_puts_them_back() {
     // The name is taken while the save runs, which it finds out when it publishes: after the VM has gone on with its overlays.
     for via in ["file", "socket"] {
         let snapshot = folder.path().join("snapshot");
-        let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "32M"];
+        let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "1M"];
         let saving = Limosa::start(save_arguments(&vm, &snapshot, &more));
         wait_active(&vm);
         std::fs::write(&snapshot, "theirs").unwrap();
+        vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 0 })).unwrap();
         saving.wait().one_line(&["exists already"]);
         found.assert_same(&vm);
         assert_eq!(top_file(&vm, "disk0"), image);

@@ -49,7 +49,8 @@ fn travels(scene: &Scene, saved: &Saved, script: &str) {
         .replace("LIMOSA", LIMOSA)
         .replace("SNAPSHOT", text(&saved.snapshot))
         .replace("COPY", text(&copy))
-        .replace("SOCKET", text(&scene.path("socket")));
+        .replace("SOCKET", text(&scene.path("socket")))
+        .replace("WORDS", text(&scene.path("words")));
     shell(scene, &script).success();
     assert_same(&saved.snapshot, &copy);
     std::fs::remove_file(copy).unwrap();
@@ -67,7 +68,8 @@ fn a_snapshot_travels_through_pipes_commands_and_sockets_unchanged() {
         "LIMOSA send SNAPSHOT --one-way 'exec:gzip -1 | gunzip | LIMOSA receive fd:0 COPY'",
         // Both ends at the same descriptors, as behind ssh.
         "LIMOSA send SNAPSHOT 'exec:cat | LIMOSA receive - COPY'",
-        "LIMOSA receive unix:SOCKET COPY & while ! test -S SOCKET; do sleep 0.05; done; LIMOSA send SNAPSHOT unix:SOCKET && wait $!",
+        "LIMOSA receive unix:SOCKET COPY 2>WORDS & until grep -q 'listening on' WORDS; do sleep 0.05; done; \
+         LIMOSA send SNAPSHOT unix:SOCKET && wait $!",
     ] {
         travels(&scene, &saved, script);
     }

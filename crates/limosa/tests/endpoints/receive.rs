@@ -211,8 +211,9 @@ fn a_reception_that_is_cancelled_leaves_the_vm_running_and_no_file() {
         if how == "limit" {
             more.extend(["--timeout", "5s"]);
         }
-        let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &more);
+        // limosa does not wait for a machine that is slow to start.
         let vm = source(&beat());
+        let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &more);
         migrate(&vm, &at, true);
         crate::stage::wait_moving(&vm);
         match how {

@@ -81,7 +81,12 @@ impl Scene {
 
     /// The same with another file.
     pub(crate) fn run_snapshot(&self, snapshot: &Path, words: &[&str]) -> Ended {
-        Limosa::start_command(self.command(&["--start-within", "5s"], snapshot, words)).wait()
+        Limosa::start_command(self.command(&[], snapshot, words)).wait()
+    }
+
+    /// Runs what never opens a monitor, and is not waited for long.
+    pub(crate) fn run_in_vain(&self, words: &[&str]) -> Ended {
+        Limosa::start_command(self.command(&["--start-within", "5s"], &self.snapshot, words)).wait()
     }
 
     /// Expects that limosa has left nothing in its temporary directory.

@@ -5,8 +5,9 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 
-use limosa_testkit::{Process, scratch};
+use limosa_testkit::{Process, Qmp, scratch};
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
@@ -18,6 +19,8 @@ use crate::stage::{SOON, limosa, wait_for, wait_gone};
 struct Terminal {
     keyboard: File,
     shown: Arc<Mutex<Vec<u8>>>,
+    /// Ends when nobody has the terminal open any more, and all that was shown has been read.
+    reader: JoinHandle<()>,
     process: Process,
     name: String,
 }
@@ -46,14 +49,14 @@ impl Terminal {
         let mut screen = keyboard.try_clone().unwrap();
         let shown = Arc::new(Mutex::new(Vec::new()));
         let kept = Arc::clone(&shown);
-        std::thread::spawn(move || {
+        let reader = std::thread::spawn(move || {
             let mut piece = [0; 4096];
             // Fails when nobody has the terminal open any more.
             while let Ok(length @ 1..) = screen.read(&mut piece) {
                 kept.lock().unwrap().extend(&piece[..length]);
             }
         });
-        Self { keyboard, shown, process, name }
+        Self { keyboard, shown, reader, process, name }
     }
 
     fn type_keys(&mut self, keys: &str) {
@@ -67,11 +70,17 @@ impl Terminal {
     #[track_caller]
     fn wait_shown(&self, what: &str) {
         wait_for(what, || {
-            let running = self.process.try_wait().unwrap().is_none();
+            let more = !self.reader.is_finished();
             let shown = self.shown();
-            assert!(running || shown.contains(what), "it ended without {what:?}: {shown}");
+            assert!(more || shown.contains(what), "it ended without {what:?}: {shown}");
             shown.contains(what).then_some(())
         });
+    }
+
+    /// All that was shown, once nobody has the terminal open any more.
+    #[track_caller]
+    fn shown_in_the_end(&self) -> String {
+        wait_for("the end of the terminal", || self.reader.is_finished().then(|| self.shown()))
     }
 
     /// Waits until the guest has said this many more laps.
@@ -105,8 +114,8 @@ fn ctrl_c_reaches_qemu_from_the_terminal_and_only_once() {
     terminal.type_keys("\u{3}");
     let status = terminal.process.wait(SOON).unwrap();
     assert_eq!(status.code(), Some(0), "{}", terminal.shown());
-    terminal.wait_shown("terminating on signal 2");
-    let shown = terminal.shown();
+    let shown = terminal.shown_in_the_end();
+    assert!(shown.contains("terminating on signal 2"), "{shown}");
     assert_eq!(shown.matches("terminating").count(), 1, "{shown}");
     assert!(!shown.contains("from pid"), "it came from the terminal, not from limosa: {shown}");
     assert!(!shown.contains("limosa:"), "{shown}");
@@ -153,7 +162,8 @@ fn the_monitor_that_qemu_gives_itself_and_its_keys_are_there() {
     source.args(&line[1..]).arg("-qmp").arg(format!("unix:{},server=on,wait=off", socket.display()));
     source.stdin(Stdio::null()).stdout(Stdio::null());
     let source = Process::spawn("QEMU", source).unwrap();
-    wait_for("QEMU's monitor", || socket.exists().then_some(()));
+    // The socket is there a moment before QEMU listens on it.
+    drop(Qmp::connect(&socket, SOON).unwrap());
     let disks = ["--disks", "ignore"];
     limosa([&["save", "--stop", "--qmp", text(&socket)], &disks[..], &[text(&snapshot)]].concat()).success();
     source.kill();
@@ -162,17 +172,19 @@ fn the_monitor_that_qemu_gives_itself_and_its_keys_are_there() {
     command.args(["run", text(&snapshot), "--"]).args(line);
     let mut terminal = Terminal::start(&command);
     let qemu = wait_for("QEMU", || child_of(terminal.process.pid()));
-    // The keys go to the monitor and to the guest in turn, and a prompt tells to whom. A firmware reads nothing, and QEMU
-    // takes no key any more when it has some dozens waiting for the guest: so nothing but the monitor is typed at.
-    let pause = std::time::Duration::from_millis(500);
+    // The keys go to the guest first, and a prompt tells when they go to the monitor. A firmware reads nothing, and QEMU takes no
+    // key any more when it has some dozens waiting for the guest: so nothing but the monitor is typed at.
+    wait_for("QEMU to take the terminal", || {
+        let modes = rustix::termios::tcgetattr(&terminal.keyboard).unwrap().local_modes;
+        (!modes.contains(rustix::termios::LocalModes::ICANON)).then_some(())
+    });
+    terminal.type_keys("\u{1}c");
+    terminal.wait_shown("(qemu)");
+    let told = |shown: &str| shown.matches("VM status: ").count();
     wait_for("a running guest", || {
-        let prompts = terminal.shown().matches("(qemu)").count();
-        terminal.type_keys("\u{1}c");
-        std::thread::sleep(pause);
-        if terminal.shown().matches("(qemu)").count() > prompts {
-            terminal.type_keys("info status\n");
-            std::thread::sleep(pause);
-        }
+        let before = told(&terminal.shown());
+        terminal.type_keys("info status\n");
+        wait_for("an answer", || (told(&terminal.shown()) > before).then_some(()));
         terminal.shown().contains("VM status: running").then_some(())
     });
     terminal.type_keys("\u{1}x");

@@ -1,16 +1,25 @@
 //! Saving and loading over several channels: the cells of a table of machine types, channels, compressions, transports.
 
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Mutex;
 
 use limosa_testkit::Machine;
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
 use super::{Found, assert_beats, limosa, load_in_stock_qemu, place, save_arguments, small};
 
-/// A port of this host that was free a moment ago; the kernel does not hand it out again soon.
+/// A port of this host that nobody listens at, and that the kernel gives to nobody else until this process ends: it is bound
+/// here, in a way that lets whoever names it listen there all the same.
 pub(crate) fn free_port() -> String {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    format!("tcp:127.0.0.1:{}", taken.local_addr().unwrap().port())
+    static BOUND: Mutex<Vec<OwnedFd>> = Mutex::new(Vec::new());
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    sockopt::set_socket_reuseaddr(&socket, true).unwrap();
+    bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    let address = SocketAddr::try_from(getsockname(&socket).unwrap()).unwrap();
+    BOUND.lock().unwrap().push(socket);
+    format!("tcp:{address}")
 }
 
 /// What `--listen` may be, by the word that a table has for it.

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Qmp, Vm, kill9, kill9_after};
 use rustix::process::Signal;
+use serde_json::json;
 use tempfile::TempDir;
 
 use crate::stage::*;
@@ -28,7 +29,8 @@ pub(crate) struct Victim {
     folder: TempDir,
     file: PathBuf,
     more: Vec<&'static str>,
-    /// How long a save takes that nobody kills.
+    /// How long a save takes that nobody kills: no longer than the shortest that was over before its kill came, since the machine may
+    /// have been busier when the first was measured.
     lasts: Duration,
 }
 
@@ -66,26 +68,38 @@ impl Victim {
 
     /// Moments from the first to the last of a save, and then some about its beginning, when the record of the job is made,
     /// and its end, where the most is at stake.
-    fn moments(&self, spread: u32, at_the_ends: u32) -> Vec<(u64, Range<Duration>)> {
-        let lasts = self.lasts;
-        let slices = (0..spread).map(|n| lasts * n / spread..lasts * (n + 1) / spread);
-        let beginning = (0..at_the_ends).map(|_| Duration::ZERO..lasts / 20);
-        let end = (0..at_the_ends).map(|_| lasts * 8 / 10..lasts * 21 / 20);
+    fn moments(spread: u32, at_the_ends: u32) -> Vec<(u64, Range<f64>)> {
+        let share = |n: u32| f64::from(n) / f64::from(spread);
+        let slices = (0..spread).map(|n| share(n)..share(n + 1));
+        let beginning = (0..at_the_ends).map(|_| 0.0..0.05);
+        let end = (0..at_the_ends).map(|_| 0.8..1.05);
         (1..).zip(slices.chain(beginning).chain(end)).collect()
     }
 
+    fn window(&self, share: &Range<f64>) -> Range<Duration> {
+        self.lasts.mul_f64(share.start)..self.lasts.mul_f64(share.end)
+    }
+
     /// Kills limosa alone, at a moment in each of so many parts of the save and so often about its beginning and its end.
-    pub(crate) fn survives_kills_of_limosa(&self, spread: u32, at_the_ends: u32) -> Tally {
+    pub(crate) fn survives_kills_of_limosa(&mut self, spread: u32, at_the_ends: u32) -> Tally {
         let mut tally = Tally::default();
-        for (seed, window) in self.moments(spread, at_the_ends) {
-            let saving = self.start();
-            let kill = kill9_after(saving.pid(), window, seed);
-            println!("killed after {:?} of {:?}", kill.after, self.lasts);
-            kill.wait();
-            drop(saving);
+        for (seed, share) in Self::moments(spread, at_the_ends) {
+            self.kill_within(&share, seed);
             self.settle(&mut tally);
         }
         tally
+    }
+
+    /// Kills limosa at a moment within this share of its save.
+    fn kill_within(&mut self, share: &Range<f64>, seed: u64) {
+        let saving = self.start();
+        let kill = kill9_after(saving.pid(), self.window(share), seed);
+        let after = kill.after;
+        println!("killed after {after:?} of {:?}", self.lasts);
+        kill.wait();
+        if saving.wait().status.success() {
+            self.lasts = self.lasts.min(after);
+        }
     }
 
     /// Interrupts limosa, as Ctrl-C does, so often within the time in which a migration begins and QEMU makes its channels.
@@ -104,11 +118,13 @@ impl Victim {
 
     /// Kills the guard alone: the save goes on.
     pub(crate) fn survives_the_death_of_the_guard(&self) {
-        for (seed, window) in self.moments(4, 0) {
+        for part in 0..4 {
             let saving = self.start();
             let Some(guard) = saving.guard() else { panic!("no guard: {}", saving.stderr()) };
-            // It is not our child, but limosa does not reap it before its own end.
-            kill9_after(guard, window.start / 2..window.end / 2, seed).wait();
+            // At its rate the second half of the memory is still to come. It is not our child, but limosa does not reap it before its
+            // own end.
+            self.wait_moved(part * (FILLED.end - FILLED.start) / 8);
+            kill9(guard).unwrap();
             let ended = saving.wait().success();
             assert!(ended.stderr.contains("the guard process had died"), "{}", ended.stderr);
             assert!(self.file.exists());
@@ -116,17 +132,30 @@ impl Victim {
         }
     }
 
+    /// Waits until the save that runs has moved so many bytes. What QEMU says of an earlier one does not count.
+    #[track_caller]
+    fn wait_moved(&self, bytes: u64) {
+        wait_for("memory to move", || {
+            let info = self.vm.execute("query-migrate", json!({})).unwrap();
+            (info["status"] == "active" && info["ram"]["transferred"].as_u64() >= Some(bytes)).then_some(())
+        });
+    }
+
     /// Kills both: the next person to come is told, and `limosa resume` puts all right.
-    pub(crate) fn is_repaired_when_both_die(&self) -> Tally {
+    pub(crate) fn is_repaired_when_both_die(&mut self) -> Tally {
         let mut tally = Tally::default();
         let mut left_over = 0;
-        for (seed, window) in self.moments(8, 4) {
+        for (seed, share) in Self::moments(8, 4) {
+            let window = self.window(&share);
+            let begun = Instant::now();
             let saving = self.start();
             let Some(guard) = saving.guard() else { panic!("no guard: {}", saving.stderr()) };
             std::thread::sleep(window.start + (window.end - window.start) * u32::try_from(seed % 5).unwrap() / 5);
-            // limosa reaps its guard when it ends by itself: then there is nothing to kill.
-            if saving.is_running() && limosa_testkit::is_alive(guard) {
-                kill9(guard).unwrap();
+            if saving.is_running() {
+                // limosa reaps its guard when it ends by itself, at any moment: then there is nothing to kill.
+                let _ = kill9(guard);
+            } else {
+                self.lasts = self.lasts.min(begun.elapsed());
             }
             drop(saving);
             wait_gone(guard);
@@ -149,10 +178,8 @@ impl Victim {
     pub(crate) fn survives_kills_with_stop(mut self) -> Tally {
         self.more.push("--stop");
         let mut tally = Tally::default();
-        for (seed, window) in self.moments(8, 8) {
-            let saving = self.start();
-            kill9_after(saving.pid(), window, seed).wait();
-            drop(saving);
+        for (seed, share) in Self::moments(8, 8) {
+            self.kill_within(&share, seed);
             self.settle(&mut tally);
         }
         tally

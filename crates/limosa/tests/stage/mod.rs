@@ -263,10 +263,18 @@ fn assert_no_descriptor(vm: &Vm) {
 /// Waits until a migration out of this VM moves memory.
 #[track_caller]
 pub(crate) fn wait_moving(vm: &Vm) {
-    wait_for("memory to move", || {
-        let info = vm.execute("query-migrate", json!({})).unwrap();
-        info["ram"]["transferred"].as_u64().filter(|bytes| *bytes > 100_000).map(drop)
-    });
+    wait_for("memory to move", || moves(vm).then_some(()));
+}
+
+fn moves(vm: &Vm) -> bool {
+    let info = vm.execute("query-migrate", json!({})).unwrap();
+    info["ram"]["transferred"].as_u64() > Some(100_000)
+}
+
+/// As [`wait_moving`], for a save that may be over before that is seen.
+#[track_caller]
+pub(crate) fn wait_moving_or_end(vm: &Vm, saving: &Limosa) {
+    wait_for("memory to move", || (moves(vm) || !saving.is_running()).then_some(()));
 }
 
 /// Expects that the guest beats on and that its memory is of one instant.
