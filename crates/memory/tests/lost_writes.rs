@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
+use std::time::{Duration, Instant};
 
 use limosa_memory::dirty::{DirtyLog, DirtyPages, ExplicitLog, VhostLog, WriteFaultLog, WriteProtectLog, Writers};
 use limosa_memory::{BlockOptions, GuestMemory, MemoryBlock};
@@ -15,6 +16,8 @@ use limosa_testkit::HugePages;
 const LENGTH: u64 = 48 << 12;
 const WRITERS: u64 = 3;
 const FETCHES: u64 = 3000;
+/// For writers that never get to write.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Writes these bytes at an offset, and does what else the log wants of a writer.
 type Write = Box<dyn Fn(u64, &[u8]) + Send + Sync>;
@@ -65,7 +68,10 @@ fn no_write_is_lost_in(fetches: u64, memory: &GuestMemory, log: &mut dyn DirtyLo
         let mut shadow = vec![0; usize::try_from(block.len()).unwrap()];
         block.read(0, &mut shadow).unwrap();
         let mut now = shadow.clone();
-        for round in 0..fetches {
+        let begun = Instant::now();
+        // On a busy machine the fetches may be through before the writers have had a turn.
+        let enough = |round| round >= fetches && writes.load(Ordering::Relaxed) > fetches;
+        for round in (0..).take_while(|round| !enough(*round) && begun.elapsed() < PATIENCE) {
             if round % 3 != 2 {
                 fetch(log, block, memory, &mut shadow);
                 continue;
