@@ -135,7 +135,10 @@ fn a_guest_that_dies_with_its_process_ends_the_demonstration_in_one_line() {
     let children = format!("/proc/{0}/task/{0}/children", running.pid());
     let children = std::fs::read_to_string(children).unwrap();
     let first = children.split_whitespace().next().expect("the source is started first");
-    kill9(first.parse().unwrap()).unwrap();
+    let first = first.parse().unwrap();
+    kill9(first).unwrap();
+    // Until then one of its threads may still answer.
+    wait_gone(first);
     assert!(source.execute("query-status", json!({})).is_err());
     let ended = running.wait();
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
