@@ -15,11 +15,7 @@ use limosa_page::PAGE_LEN;
 
 /// True if the user asked for these tests to be skipped; else the tests fail where KVM does not work.
 fn skipped() -> bool {
-    let skipped = std::env::var_os("LIMOSA_SKIP_KVM").is_some_and(|value| value == "1");
-    if skipped {
-        limosa_testkit::note_skip("LIMOSA_SKIP_KVM=1");
-    }
-    skipped
+    limosa_testkit::skipped("LIMOSA_SKIP_KVM")
 }
 
 fn memory() -> Arc<GuestMemory> {

@@ -6,7 +6,7 @@ mod stage;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use limosa_testkit::{Disk, DiskFormat, HugePages, LinuxGuest, Machine, MemoryBackend, Vm, note_skip};
+use limosa_testkit::{Disk, DiskFormat, HugePages, LinuxGuest, Machine, MemoryBackend, Vm, skipped};
 use serde_json::{Value, json};
 use stage::*;
 use tempfile::TempDir;
@@ -208,8 +208,7 @@ fn a_section_of_a_newer_version_than_the_program_reads_is_refused_by_both() {
 #[test]
 fn pages_of_another_size_are_told_and_harmless() {
     needs_qemu!();
-    if std::env::var_os("LIMOSA_SKIP_HUGETLB").is_some_and(|value| value == "1") {
-        note_skip("LIMOSA_SKIP_HUGETLB=1");
+    if skipped("LIMOSA_SKIP_HUGETLB") {
         return;
     }
     let (_folder, file, stream) = saved_with_stream(&rich());

@@ -57,8 +57,7 @@ fn a_guest_runs_ahead_of_its_pages_and_gets_them_all() {
 
 #[test]
 fn a_guest_under_kvm_moves_with_either_of_its_logs() {
-    if std::env::var_os("LIMOSA_SKIP_KVM").is_some_and(|value| value == "1") {
-        limosa_testkit::note_skip("LIMOSA_SKIP_KVM=1");
+    if limosa_testkit::skipped("LIMOSA_SKIP_KVM") {
         return;
     }
     for log in ["kvm-log", "kvm-ring"] {

@@ -157,8 +157,7 @@ fn a_precopy_on_several_channels_is_hit_anywhere() {
 
 #[test]
 fn a_guest_under_kvm_is_hit_anywhere() {
-    if std::env::var_os("LIMOSA_SKIP_KVM").is_some_and(|value| value == "1") {
-        limosa_testkit::note_skip("LIMOSA_SKIP_KVM=1");
+    if limosa_testkit::skipped("LIMOSA_SKIP_KVM") {
         return;
     }
     let kvm = Settings { guest: GuestKind::Kvm, log: LogKind::KvmLog, ..small() };

@@ -4,7 +4,7 @@ mod stage;
 
 use std::process::Command;
 
-use limosa_testkit::{HugePages, LinuxGuest, Machine, MemoryBackend, Prefill, note_skip};
+use limosa_testkit::{HugePages, LinuxGuest, Machine, MemoryBackend, Prefill, skipped};
 use serde_json::json;
 use stage::*;
 
@@ -60,8 +60,8 @@ fn a_guest_in_a_file_in_memory_is_saved() {
 #[test]
 fn a_guest_on_huge_pages_is_saved() {
     needs_qemu!();
-    if std::env::var_os("LIMOSA_SKIP_HUGETLB").is_some_and(|value| value == "1") {
-        return note_skip("LIMOSA_SKIP_HUGETLB=1");
+    if skipped("LIMOSA_SKIP_HUGETLB") {
+        return;
     }
     let machine = small().backend(MemoryBackend::HugeMemfd);
     // For the guest that is saved and the one that is loaded.

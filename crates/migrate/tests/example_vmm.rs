@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use limosa_testkit::note_skip;
+use limosa_testkit::skipped;
 
 #[test]
 fn the_example_moves_its_guest_and_finds_its_memory_whole() {
-    if std::env::var_os("LIMOSA_SKIP_KVM").is_some_and(|value| value == "1") {
-        return note_skip("LIMOSA_SKIP_KVM=1");
+    if skipped("LIMOSA_SKIP_KVM") {
+        return;
     }
     let own = std::env::current_exe().unwrap();
     let example: PathBuf = own.ancestors().nth(2).unwrap().join("examples/vmm");

@@ -65,7 +65,7 @@ pub use process::{Process, is_alive};
 pub use proxy::{Direction, Proxy};
 pub use qmp::{Qmp, QmpFailure};
 pub use reflink::{ReflinkFolder, on_reflinks};
-pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu};
+pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu, skipped};
 pub use scratch::scratch;
 pub use serial::{Line, Serial};
 pub use vm::Vm;

@@ -15,18 +15,14 @@ use tempfile::TempDir;
 
 use crate::beat::BeatGuest;
 use crate::machine::write_boot_disk;
-use crate::requirement::note_skip;
+use crate::requirement::skipped;
 
 /// The account of QEMU processes that libvirt is built with on Debian and Ubuntu.
 const ACCOUNT: &str = "libvirt-qemu";
 
 /// Whether `LIMOSA_SKIP_LIBVIRT=1` is set: then a test that needs libvirt returns at once, and is counted as skipped.
 pub fn libvirt_skipped() -> bool {
-    let skipped = std::env::var_os("LIMOSA_SKIP_LIBVIRT").is_some_and(|value| value == "1");
-    if skipped {
-        note_skip("LIMOSA_SKIP_LIBVIRT=1");
-    }
-    skipped
+    skipped("LIMOSA_SKIP_LIBVIRT")
 }
 
 /// A private libvirt; its domains end with it.

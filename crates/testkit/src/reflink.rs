@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-use crate::{note_skip, scratch};
+use crate::{scratch, skipped};
 
 /// XFS is not made smaller than 300 MB (mkfs.xfs); what nobody writes takes no memory.
 const BYTES: u64 = 512 << 20;
@@ -93,8 +93,7 @@ fn is_shared(line: &str) -> bool {
 /// # Panics
 /// As the test does.
 pub fn on_reflinks<T: Send>(test: impl FnOnce(&ReflinkFolder) -> T + Send) -> Result<Option<T>> {
-    if std::env::var_os("LIMOSA_SKIP_REFLINK").is_some_and(|value| value == "1") {
-        note_skip("LIMOSA_SKIP_REFLINK=1");
+    if skipped("LIMOSA_SKIP_REFLINK") {
         return Ok(None);
     }
     if let Some(folder) = std::env::var_os("LIMOSA_REFLINK_DIR") {
@@ -174,6 +173,7 @@ mod tests {
     use std::io::Write as _;
 
     use super::*;
+    use crate::note_skip;
 
     #[test]
     fn a_filesystem_of_ones_own_shares_space_and_nobody_else_sees_it() {

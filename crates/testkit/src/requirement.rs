@@ -8,13 +8,19 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 
-/// Whether `LIMOSA_SKIP_QEMU=1` is set: then a test that needs QEMU returns at once, and is counted as skipped.
-pub fn qemu_skipped() -> bool {
-    let skipped = std::env::var_os("LIMOSA_SKIP_QEMU").is_some_and(|value| value == "1");
+/// Whether the user has this variable (`LIMOSA_SKIP_...`) set to 1: then a test that needs what it names returns at once, and is counted
+/// as skipped.
+pub fn skipped(variable: &str) -> bool {
+    let skipped = std::env::var_os(variable).is_some_and(|value| value == "1");
     if skipped {
-        note_skip("LIMOSA_SKIP_QEMU=1");
+        note_skip(&format!("{variable}=1"));
     }
     skipped
+}
+
+/// Whether `LIMOSA_SKIP_QEMU=1` is set: then a test that needs QEMU returns at once, and is counted as skipped.
+pub fn qemu_skipped() -> bool {
+    skipped("LIMOSA_SKIP_QEMU")
 }
 
 /// Says that the running test skips itself and why. `cargo xtask test` names a file in `LIMOSA_SKIP_LOG` and counts the

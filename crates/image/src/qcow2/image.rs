@@ -25,8 +25,9 @@
 //! a read that was under way meanwhile reads again. A failed job's cluster beside whose bytes others write counts as dropped, too.
 //!
 //! Whoever waits for a job, a slice or a flush drives it: there is no thread behind an image, and a request that is dropped or not polled
-//! stops nobody but a close, which waits for those that are polled no more until they are dropped. A job that is dropped is ended by whatever request comes next, before anything else, so that it is either over or
-//! never was. A write in place that is dropped settles by itself, and counts as using its cluster until a flush finds it over.
+//! stops nobody but a close, which waits for those that are polled no more until they are dropped. A job that is dropped is ended by
+//! whatever request comes next, before anything else, so that it is either over or never was. A write in place that is dropped settles
+//! by itself, and counts as using its cluster until a flush finds it over.
 //!
 //! # What is not written over
 //!

@@ -13,11 +13,7 @@ static COUNT: AtomicU32 = AtomicU32::new(0);
 
 /// Whether `LIMOSA_SKIP_NETNS=1` is set: for machines on which a test may not make network namespaces.
 pub(crate) fn skipped() -> bool {
-    let skipped = std::env::var_os("LIMOSA_SKIP_NETNS").is_some_and(|value| value == "1");
-    if skipped {
-        limosa_testkit::note_skip("LIMOSA_SKIP_NETNS=1");
-    }
-    skipped
+    limosa_testkit::skipped("LIMOSA_SKIP_NETNS")
 }
 
 fn ip(arguments: &[&str]) -> Result<(), String> {

@@ -1,6 +1,6 @@
 //! A guest that is mostly zero goes into less memory than it has: what is zero takes none, whichever way it comes back.
 
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, MemoryGroup, PAGE, Vm, note_skip};
+use limosa_testkit::{BeatGuest, Machine, MemoryBackend, MemoryGroup, PAGE, Vm, skipped};
 
 use crate::needs_qemu;
 use crate::scene::{Scene, text};
@@ -62,8 +62,8 @@ fn restored(scene: &Scene, snapshot: &std::path::Path, machine: &Machine, how: &
 #[test]
 fn a_guest_that_is_mostly_zero_fits_into_a_twelfth_of_its_memory() {
     needs_qemu!();
-    if std::env::var_os("LIMOSA_SKIP_CGROUP").is_some_and(|value| value == "1") {
-        return note_skip("LIMOSA_SKIP_CGROUP=1");
+    if skipped("LIMOSA_SKIP_CGROUP") {
+        return;
     }
     let scene = Scene::new();
     let (full, contents) = saved(&scene, CONTENTS);

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use limosa_testkit::{Beat, BeatGuest, HugePages, Machine, MemoryBackend, PAGE, Qmp, Vm, note_skip, scratch};
+use limosa_testkit::{Beat, BeatGuest, HugePages, Machine, MemoryBackend, PAGE, Qmp, Vm, scratch, skipped};
 use rustix::process::Signal;
 use serde_json::json;
 use tempfile::TempDir;
@@ -123,8 +123,7 @@ pub(crate) fn beat() -> Machine {
 
 /// This machine in huge pages, of which there are enough for `vms` at a time; `None` if the user does without.
 pub(crate) fn in_huge_pages(machine: Machine, vms: u64) -> Option<(Machine, HugePages)> {
-    if std::env::var_os("LIMOSA_SKIP_HUGETLB").is_some_and(|value| value == "1") {
-        note_skip("LIMOSA_SKIP_HUGETLB=1");
+    if skipped("LIMOSA_SKIP_HUGETLB") {
         return None;
     }
     let pages = HugePages::reserve(vms * machine.memory_bytes())

@@ -295,8 +295,8 @@ mod tests {
 
     #[test]
     fn pages_lost_while_a_vcpu_empties_the_rings_fail_every_fetch_until_the_log_starts_anew() {
-        if std::env::var_os("LIMOSA_SKIP_KVM").is_some_and(|value| value == "1") {
-            return limosa_testkit::note_skip("LIMOSA_SKIP_KVM=1");
+        if limosa_testkit::skipped("LIMOSA_SKIP_KVM") {
+            return;
         }
         let vm = Arc::new(Kvm::new().expect("without /dev/kvm, set LIMOSA_SKIP_KVM=1").create_vm().unwrap());
         let memory = BlockOptions::memfd("pc.ram", 4096 * PAGE_SIZE).map().unwrap();
