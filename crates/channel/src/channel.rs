@@ -24,6 +24,7 @@ use crate::passed::PASSED_MAX;
 use crate::rate::RateLimit;
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
+use crate::zero_copy::{Lender, Refusal, ZeroCopy};
 
 type Result<T> = std::result::Result<T, ChannelError>;
 
@@ -60,6 +61,7 @@ struct Shared {
     get_rate: RateLimit,
     get: Lane,
     put: Lane,
+    lender: Lender,
 }
 
 impl Channel {
@@ -144,7 +146,14 @@ impl Channel {
         options: &Options,
     ) -> Result<Self> {
         let (wake_get, wake_put) = wakes.unzip();
+        let lender = Lender::new(options.zero_copy, &transport).map_err(|refusal| match refusal {
+            Refusal::Unsupported(why) => {
+                ChannelError::Unsupported { operation: Operation::Configure, peer: Arc::clone(&peer), why }
+            }
+            Refusal::Failed(source) => ChannelError::setup(Operation::Configure, Arc::clone(&peer), source),
+        })?;
         let shared = Shared {
+            lender,
             peer,
             rate: options.rate.clone().unwrap_or_default(),
             get_rate: options.get_rate.clone().unwrap_or_default(),
@@ -343,6 +352,28 @@ impl Channel {
     fn put_all(&self, mut gather: Cursor<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
         let put = self.shared.put.put(&self.transport, &self.shared.rate, &mut gather, descriptors);
         put.map_err(|stop| self.explain(Operation::Put, stop))
+    }
+
+    pub(crate) fn put_lent(&self, cursors: [&mut Cursor<'_, Out>; 3], reused: bool) -> Result<()> {
+        let put = self.shared.lender.put(&self.shared.put, &self.transport, &self.shared.rate, cursors, reused);
+        put.map_err(|stop| self.explain(Operation::Put, stop))
+    }
+
+    pub(crate) fn flush_lent(&self) -> Result<()> {
+        let flushed = self.shared.lender.flush(&self.shared.put, &self.transport);
+        flushed.map_err(|stop| self.explain(Operation::Put, stop))
+    }
+
+    /// Nothing that was lent is read any more when this returns.
+    pub(crate) fn end_lending(&self) {
+        if self.shared.lender.has_lent() && self.flush_lent().is_err() {
+            self.shared.lender.abort(&self.transport);
+        }
+    }
+
+    /// How pages that are lent leave now: [`Off`](ZeroCopy::Off) where they are copied, never [`Auto`](ZeroCopy::Auto).
+    pub fn zero_copy(&self) -> ZeroCopy {
+        self.shared.lender.method()
     }
 
     fn get_all(&self, mut scatter: Cursor<'_, In>) -> Result<()> {

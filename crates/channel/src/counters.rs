@@ -29,6 +29,16 @@ pub struct Counters {
     pub waited_ns: u64,
     /// Time held back by the rate limit.
     pub throttled_ns: u64,
+    /// Bytes of memory that were spliced: referenced, not copied.
+    pub spliced: u64,
+    /// Calls that lent memory by `MSG_ZEROCOPY`.
+    pub lent: u64,
+    /// Of these, calls that the kernel has finished.
+    pub lent_completed: u64,
+    /// Of these, calls whose memory the kernel has copied after all.
+    pub lent_copied: u64,
+    /// Calls that lent nothing because the kernel had no room to remember another loan (`ENOBUFS`).
+    pub starved: u64,
 }
 
 /// One direction's counters. 128 bytes: processors fetch cache lines in pairs.
@@ -42,6 +52,11 @@ pub(crate) struct Side {
     waits: AtomicU64,
     waited_ns: AtomicU64,
     throttled_ns: AtomicU64,
+    spliced: AtomicU64,
+    lent: AtomicU64,
+    completed: AtomicU64,
+    copied: AtomicU64,
+    starved: AtomicU64,
 }
 
 impl Side {
@@ -72,6 +87,27 @@ impl Side {
         }
     }
 
+    /// Memory that was referenced, not copied.
+    pub(crate) fn spliced(&self, bytes: usize) {
+        self.spliced.fetch_add(bytes as u64, Relaxed);
+    }
+
+    /// A call has lent memory.
+    pub(crate) fn lent(&self) {
+        self.lent.fetch_add(1, Relaxed);
+    }
+
+    /// The kernel has finished calls that had lent memory, and copied that of some of them.
+    pub(crate) fn completed(&self, calls: u64, copied: u64) {
+        self.completed.fetch_add(calls, Relaxed);
+        self.copied.fetch_add(copied, Relaxed);
+    }
+
+    /// There was no room to remember another loan.
+    pub(crate) fn starved(&self) {
+        self.starved.fetch_add(1, Relaxed);
+    }
+
     /// Bytes moved so far: the offset that errors name.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
@@ -96,6 +132,11 @@ impl Counters {
             waits: both(|side| &side.waits),
             waited_ns: both(|side| &side.waited_ns),
             throttled_ns: both(|side| &side.throttled_ns),
+            spliced: out.spliced.load(Relaxed),
+            lent: out.lent.load(Relaxed),
+            lent_completed: out.completed.load(Relaxed),
+            lent_copied: out.copied.load(Relaxed),
+            starved: out.starved.load(Relaxed),
         }
     }
 }
@@ -113,6 +154,11 @@ impl std::iter::Sum for Counters {
             waits: sum.waits.wrapping_add(one.waits),
             waited_ns: sum.waited_ns.wrapping_add(one.waited_ns),
             throttled_ns: sum.throttled_ns.wrapping_add(one.throttled_ns),
+            spliced: sum.spliced.wrapping_add(one.spliced),
+            lent: sum.lent.wrapping_add(one.lent),
+            lent_completed: sum.lent_completed.wrapping_add(one.lent_completed),
+            lent_copied: sum.lent_copied.wrapping_add(one.lent_copied),
+            starved: sum.starved.wrapping_add(one.starved),
         })
     }
 }

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use crate::counters::Side;
 use crate::rate::RateLimit;
 use crate::transport::Transport;
-use crate::vector::{BYTES_MAX, Cursor, In, Out};
+use crate::vector::{BYTES_MAX, Batch, Cursor, In, Out};
 
 /// Why a transfer stopped, before it is known to whom and where.
 #[derive(Debug)]
@@ -66,18 +66,19 @@ impl Lane {
         Ok(())
     }
 
-    fn is_shut(&self) -> bool {
+    pub(crate) fn is_shut(&self) -> bool {
         self.shut.load(Ordering::Acquire)
     }
 
-    fn quiet(&self) -> Quiet {
+    /// A clock for a transfer that begins.
+    pub(crate) fn quiet(&self) -> Quiet {
         let nanoseconds = self.timeout.load(Ordering::Relaxed);
         let limit = (nanoseconds != 0).then(|| Duration::from_nanos(nanoseconds));
         Quiet { limit, since: limit.map(|_| Instant::now()) }
     }
 
     /// Waits until `rate` lets `owed` bytes out, and returns them.
-    fn pay(&self, rate: &RateLimit, owed: usize, quiet: &mut Quiet) -> Result<usize> {
+    pub(crate) fn pay(&self, rate: &RateLimit, owed: usize, quiet: &mut Quiet) -> Result<usize> {
         if owed != 0 {
             let waited = rate.take_unless(owed as u64, &self.shut).ok_or(Stop::ShutDown)?;
             if !waited.is_zero() {
@@ -97,16 +98,30 @@ impl Lane {
         gather: &mut Cursor<'_, Out>,
         mut descriptors: &[BorrowedFd<'_>],
     ) -> Result<()> {
+        self.put_by(transport, rate, gather, |batch| match descriptors {
+            [] => transport.put(batch),
+            _ => {
+                let moved = transport.put_with(batch, descriptors)?;
+                descriptors = &[];
+                Ok(moved)
+            }
+        })
+    }
+
+    /// As [`put`](Self::put), each batch by `call`, which says how much of it has moved.
+    pub(crate) fn put_by(
+        &self,
+        transport: &Transport,
+        rate: &RateLimit,
+        gather: &mut Cursor<'_, Out>,
+        mut call: impl FnMut(&Batch<'_, Out>) -> io::Result<usize>,
+    ) -> Result<()> {
         let mut quiet = self.quiet();
         let mut paid = 0;
         while let Some(batch) = gather.batch(rate.chunk()) {
             // After a partial transfer, what did not go out is paid for already.
             paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
-            let moved = self.attempt(transport, &mut quiet, batch.bytes(), || match descriptors {
-                [] => transport.put(&batch),
-                _ => transport.put_with(&batch, descriptors),
-            })?;
-            descriptors = &[];
+            let moved = self.attempt(transport, &mut quiet, batch.bytes(), || call(&batch))?;
             if moved == 0 {
                 return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
             }
@@ -198,12 +213,12 @@ impl Lane {
     }
 
     /// Calls until bytes move, the data ends, or there is a reason to stop.
-    fn attempt(
+    pub(crate) fn attempt(
         &self,
         transport: &Transport,
         quiet: &mut Quiet,
         offered: usize,
-        call: impl Fn() -> io::Result<usize>,
+        mut call: impl FnMut() -> io::Result<usize>,
     ) -> Result<usize> {
         loop {
             if self.wake.is_some() && self.is_shut() {
@@ -254,18 +269,18 @@ impl Lane {
 }
 
 /// How long nothing has moved; reads the clock only if there is a time-out.
-struct Quiet {
+pub(crate) struct Quiet {
     limit: Option<Duration>,
     since: Option<Instant>,
 }
 
 impl Quiet {
-    fn progress(&mut self) {
+    pub(crate) fn progress(&mut self) {
         self.since = self.limit.map(|_| Instant::now());
     }
 
     /// The rest of the limit (`None`: no limit), or `Stop::TimedOut`.
-    fn remaining(&self) -> Result<Option<Duration>> {
+    pub(crate) fn remaining(&self) -> Result<Option<Duration>> {
         let (Some(limit), Some(since)) = (self.limit, self.since) else { return Ok(None) };
         match limit.checked_sub(since.elapsed()) {
             Some(rest) if !rest.is_zero() => Ok(Some(rest)),

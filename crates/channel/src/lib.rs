@@ -47,6 +47,7 @@ mod rate;
 mod transport;
 mod uri;
 mod vector;
+pub mod zero_copy;
 
 pub use channel::{Channel, How};
 pub use counters::Counters;
@@ -57,3 +58,4 @@ pub use listener::Listener;
 pub use options::Options;
 pub use rate::RateLimit;
 pub use uri::{Uri, UriError};
+pub use zero_copy::{Lending, ZeroCopy};

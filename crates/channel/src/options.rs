@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use crate::rate::RateLimit;
+use crate::zero_copy::ZeroCopy;
 
-/// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit.
+/// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// How long to try to connect, over all addresses of a host. Looking up the name is not bounded by it.
@@ -21,4 +22,7 @@ pub struct Options {
     pub rate: Option<RateLimit>,
     /// The limit that gets share, which the peer feels as a slow reader; by default there is none.
     pub get_rate: Option<RateLimit>,
+    /// How memory that is [lent](crate::Channel::lend) leaves; by default it is copied. A method that is named and cannot be
+    /// had is refused when the channel is made.
+    pub zero_copy: ZeroCopy,
 }

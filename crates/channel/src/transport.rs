@@ -1,7 +1,6 @@
 //! One system call each: how bytes enter and leave a descriptor.
 //!
-//! This enum is the place where other ways of moving bytes join. Zero-copy sends become a variant whose `put` passes
-//! `MSG_ZEROCOPY` and whose owner reaps completions; TLS in the kernel is a `Socket` that was set up differently; TLS in
+//! This enum is the place where other ways of moving bytes join. TLS in the kernel is a `Socket` that was set up differently; TLS in
 //! user space is a variant that encrypts a batch into records. Nothing above this module sees which one it is.
 #![allow(unsafe_code, reason = "the calls take lists of raw memory, because guest memory is never a slice")]
 
@@ -68,6 +67,31 @@ impl Transport {
                 answer(unsafe { libc::writev(fd.as_raw_fd(), list, count) })
             }
         }
+    }
+
+    /// As [`put`](Self::put), into a socket, and says that more follows at once.
+    pub(crate) fn put_more(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+        self.send(batch, libc::MSG_MORE)
+    }
+
+    /// As [`put`](Self::put), into a TCP socket that [allows it](Self::allow_lending), without the bytes being copied: they are to
+    /// stay as they are until the socket's error queue says that they were sent.
+    pub(crate) fn put_lent(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+        self.send(batch, libc::MSG_ZEROCOPY)
+    }
+
+    fn send(&self, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize> {
+        let Self::Socket(fd, _) = self else { return Err(io::ErrorKind::Unsupported.into()) };
+        send(fd, batch, flags)
+    }
+
+    /// Has the socket take what is lent (`SO_ZEROCOPY`, socket(7)).
+    pub(crate) fn allow_lending(&self) -> io::Result<()> {
+        let (on, fd) = (1_i32, self.output().as_raw_fd());
+        let length = libc::socklen_t::try_from(size_of_val(&on)).unwrap_or(0);
+        // SAFETY: the option's value lives through the call and is as long as is said.
+        let set = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, (&raw const on).cast(), length) };
+        if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     /// Writes some of the batch, descriptors with its first byte; returns how many bytes.

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::thread;
 
-use limosa_channel::{Channel, Options};
+use limosa_channel::{Channel, Options, ZeroCopy};
 use proptest::prelude::*;
 
 const TINY: Options = Options {
@@ -16,6 +16,7 @@ const TINY: Options = Options {
     receive_buffer: Some(1),
     rate: None,
     get_rate: None,
+    zero_copy: ZeroCopy::Off,
 };
 
 fn tiny_pair() -> (Channel, Channel) {

@@ -1,0 +1,160 @@
+//! Which sends the kernel is done with.
+//!
+//! The kernel counts the calls with `MSG_ZEROCOPY` that moved something, from 0, in 32 bits that wrap, and tells of them in
+//! ranges, both ends included, in whatever order it is done with them (kernel docs: `networking/msg_zerocopy`, "Notification
+//! parsing"). No system call here.
+
+use std::collections::BTreeMap;
+
+/// Completions after which it is known whether a path copies.
+const VERDICT: u64 = 16;
+
+/// A range of calls that the kernel is done with, as it tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Completion {
+    /// The first call's number.
+    pub(crate) first: u32,
+    /// The last call's number.
+    pub(crate) last: u32,
+    /// The kernel has copied after all.
+    pub(crate) copied: bool,
+}
+
+/// The calls that were made, and those of them that are done.
+#[derive(Debug, Default)]
+pub(crate) struct Completions {
+    /// Calls that were made.
+    sent: u64,
+    /// All calls before this one are done.
+    done: u64,
+    /// Ranges behind it that are done: first and one behind the last.
+    ahead: BTreeMap<u64, u64>,
+    /// Calls that are done, and those of them whose contents were copied.
+    completed: u64,
+    copied: u64,
+}
+
+/// The kernel told of a call that it was not lent anything by, or told of one twice.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Unexpected;
+
+impl Completions {
+    /// A call has moved something.
+    pub(crate) fn sent(&mut self) {
+        self.sent += 1;
+    }
+
+    /// Calls that are not done.
+    pub(crate) fn outstanding(&self) -> u64 {
+        self.sent - self.completed
+    }
+
+    /// Takes what the kernel tells.
+    pub(crate) fn take(&mut self, told: Completion) -> Result<(), Unexpected> {
+        // Fewer than 2^31 calls can be under way: each of them holds memory of the kernel.
+        let distance = told.first.wrapping_sub(low(self.done));
+        let first = self.done + u64::from(distance);
+        let end = first + u64::from(told.last.wrapping_sub(told.first)) + 1;
+        let before = self.ahead.range(..end).next_back();
+        if end > self.sent || before.is_some_and(|(_, before)| *before > first) {
+            return Err(Unexpected);
+        }
+        self.completed += end - first;
+        if told.copied {
+            self.copied += end - first;
+        }
+        self.ahead.insert(first, end);
+        while let Some(range) = self.ahead.first_entry().filter(|range| *range.key() == self.done) {
+            self.done = range.remove();
+        }
+        Ok(())
+    }
+
+    /// Whether enough is done to say that this path copies everything.
+    pub(crate) fn only_copies(&self) -> bool {
+        self.completed >= VERDICT && self.copied == self.completed
+    }
+
+    /// Calls that are done, and how many of them were copied.
+    pub(crate) fn totals(&self) -> (u64, u64) {
+        (self.completed, self.copied)
+    }
+}
+
+/// The low 32 bits: all that the kernel keeps.
+fn low(number: u64) -> u32 {
+    u32::try_from(number & u64::from(u32::MAX)).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn after(begun: u64, calls: u64) -> Completions {
+        Completions { sent: begun + calls, done: begun, completed: begun, ..Completions::default() }
+    }
+
+    fn range(begun: u64, first: u64, end: u64, copied: bool) -> Completion {
+        Completion { first: low(begun + first), last: low(begun + end - 1), copied }
+    }
+
+    proptest! {
+        #[test]
+        fn ranges_in_any_order_are_done_when_all_have_come(
+            lengths in prop::collection::vec((1..40_u64, any::<bool>()), 1..40),
+            order in any::<u64>(),
+            // Also where the kernel's counter wraps.
+            begun in prop_oneof![Just(0_u64), Just(u64::from(u32::MAX) - 20), 0..1_u64 << 40],
+        ) {
+            let mut ranges = Vec::new();
+            let mut at = 0;
+            for (length, copied) in &lengths {
+                ranges.push(range(begun, at, at + length, *copied));
+                at += length;
+            }
+            let mut completions = after(begun, at);
+            let copied: u64 = lengths.iter().filter(|(_, copied)| *copied).map(|(length, _)| length).sum();
+            let mut seed = order;
+            while !ranges.is_empty() {
+                prop_assert!(completions.outstanding() > 0);
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let next = ranges.swap_remove(usize::try_from(seed >> 33).unwrap() % ranges.len());
+                prop_assert_eq!(completions.take(next), Ok(()));
+                // Nothing is done twice.
+                prop_assert_eq!(completions.take(next), Err(Unexpected));
+            }
+            prop_assert_eq!((completions.outstanding(), completions.done), (0, begun + at));
+            prop_assert_eq!(completions.totals(), (begun + at, copied));
+            prop_assert!(completions.ahead.is_empty());
+        }
+
+        #[test]
+        fn whatever_is_told_only_what_was_sent_is_taken(
+            sent in 0..200_u64,
+            told in prop::collection::vec((any::<u32>(), any::<u32>()), 0..20),
+            near in prop::collection::vec((0..300_u32, 0..50_u32), 0..60),
+        ) {
+            let mut completions = after(0, sent);
+            let near = near.into_iter().map(|(first, length)| (first, first + length));
+            for (first, last) in told.into_iter().chain(near) {
+                let before = completions.completed;
+                let taken = completions.take(Completion { first, last, copied: false });
+                prop_assert!(taken.is_ok() || completions.completed == before);
+                prop_assert!(completions.completed <= sent && completions.done <= completions.completed);
+            }
+        }
+    }
+
+    #[test]
+    fn a_path_is_known_to_copy_when_sixteen_calls_were_copied_and_none_was_not() {
+        let mut completions = after(0, 100);
+        completions.take(range(0, 0, 15, true)).unwrap();
+        assert!(!completions.only_copies());
+        completions.take(range(0, 15, 16, true)).unwrap();
+        assert!(completions.only_copies());
+        completions.take(range(0, 16, 17, false)).unwrap();
+        assert!(!completions.only_copies());
+    }
+}

@@ -1,0 +1,94 @@
+//! A socket's error queue, where the kernel tells which sends it is done with.
+#![allow(unsafe_code, reason = "ancillary data is laid out by macros over raw memory")]
+
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt;
+
+use super::completions::Completion;
+
+/// `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED` (include/uapi/linux/errqueue.h).
+const ORIGIN_ZEROCOPY: u8 = 5;
+const CODE_COPIED: u8 = 1;
+
+/// What a lender needs of a socket beside sending: tests have one that invents completions.
+pub(super) trait ErrorQueue {
+    /// The next completion that is there, without waiting.
+    fn next(&self) -> io::Result<Option<Completion>>;
+
+    /// Waits until there may be one, at most so long. An error is the end of the connection.
+    fn wait(&self, time: Duration) -> io::Result<()>;
+}
+
+/// That of a socket.
+pub(super) struct SocketQueue<'s>(pub(super) BorrowedFd<'s>);
+
+impl ErrorQueue for SocketQueue<'_> {
+    fn next(&self) -> io::Result<Option<Completion>> {
+        loop {
+            match receive(self.0) {
+                Ok(Some(completion)) => return Ok(Some(completion)),
+                // Something else was there, such as a message about the route.
+                Ok(None) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn wait(&self, time: Duration) -> io::Result<()> {
+        // Nothing is asked for: that there are errors is always told.
+        let mut polled = [PollFd::from_borrowed_fd(self.0, PollFlags::empty())];
+        let time = Timespec::try_from(time).ok();
+        match poll(&mut polled, time.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        if polled.iter().any(|polled| polled.revents().contains(PollFlags::HUP)) {
+            // Who reads may have been told the reason already.
+            sockopt::socket_error(self.0)??;
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        Ok(())
+    }
+}
+
+/// Takes one message off the queue; `None` if it is no completion.
+fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Completion>> {
+    // A header, the error and an address of either family take less. Words, because headers have to be aligned.
+    let mut control = [0_u64; 16];
+    // SAFETY: all zero is the header of an empty message; its fields differ between C libraries, hence no literal.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&control) as _;
+    // SAFETY: the message and its room for ancillary data live through the call.
+    let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT) };
+    if got < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the macros walk what the kernel has laid out, as long as `msg_controllen` says.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while !header.is_null() {
+            let kind = ((*header).cmsg_level, (*header).cmsg_type);
+            let told = matches!(kind, (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR));
+            let length = ((*header).cmsg_len as usize).saturating_sub(libc::CMSG_LEN(0) as usize);
+            if told && length >= size_of::<libc::sock_extended_err>() {
+                let error: libc::sock_extended_err = ptr::read_unaligned(libc::CMSG_DATA(header).cast());
+                if error.ee_origin == ORIGIN_ZEROCOPY && error.ee_errno == 0 {
+                    let copied = error.ee_code & CODE_COPIED != 0;
+                    return Ok(Some(Completion { first: error.ee_info, last: error.ee_data, copied }));
+                }
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+    }
+    Ok(None)
+}

@@ -1,0 +1,465 @@
+//! What a channel does with memory that is lent to it.
+//!
+//! The law of this module: a put under any method has the same outcome as a plain one, errors, time-outs, rate limit and
+//! shutdown included. If the kernel has no room to remember another loan (`ENOBUFS`: `RLIMIT_MEMLOCK`, `net.core.optmem_max`), it is
+//! asked for what it has finished, then offered less at a time, and in the end, with nothing of this channel under way that
+//! could make room, the bytes are copied: slower, and right.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrAny, connect_unspec, getpeername, getsockname, sockopt};
+
+use super::completions::{Completions, Unexpected};
+use super::error_queue::{ErrorQueue, SocketQueue};
+use super::pipe::Pipe;
+use super::{ZeroCopy, memlock};
+use crate::lane::{Lane, Stop};
+use crate::rate::RateLimit;
+use crate::transport::Transport;
+use crate::vector::{Batch, Cursor, Out};
+
+/// Calls under way after which the kernel is asked which of them it has finished.
+const REAP: u64 = 32;
+
+/// The longest single wait for a completion: whether the channel was shut down meanwhile is looked at in between.
+const SLICE: Duration = Duration::from_millis(100);
+
+/// The least that is offered at a time before bytes are copied instead.
+const LEAST: usize = 4096;
+
+/// Why a channel does not get the method that was named.
+#[derive(Debug)]
+pub(crate) enum Refusal {
+    /// It cannot have it.
+    Unsupported(&'static str),
+    /// The kernel's answer, or a limit.
+    Failed(io::Error),
+}
+
+/// The way in which a channel sends what is lent, and the loans under way.
+#[derive(Debug)]
+pub(crate) struct Lender {
+    /// A channel that copies takes another way.
+    auto: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    way: Way,
+    completions: Completions,
+}
+
+#[derive(Debug)]
+enum Way {
+    Copy,
+    Msg,
+    Splice(Pipe),
+}
+
+impl Lender {
+    /// What `setting` comes to on this transport.
+    pub(crate) fn new(setting: ZeroCopy, transport: &Transport) -> Result<Self, Refusal> {
+        let way = match setting {
+            ZeroCopy::Off => Way::Copy,
+            ZeroCopy::Msg => lend_by_message(transport)?,
+            ZeroCopy::Splice => {
+                socket(transport)?;
+                Way::Splice(Pipe::new().map_err(Refusal::Failed)?)
+            }
+            ZeroCopy::Auto => match socket(transport) {
+                Err(_) => Way::Copy,
+                Ok(fd) if is_local(fd) => Pipe::new().map_or(Way::Copy, Way::Splice),
+                Ok(_) => lend_by_message(transport).unwrap_or(Way::Copy),
+            },
+        };
+        let state = State { way, completions: Completions::default() };
+        Ok(Self { auto: setting == ZeroCopy::Auto, state: Mutex::new(state) })
+    }
+
+    /// What it does with pages now: never [`ZeroCopy::Auto`].
+    pub(crate) fn method(&self) -> ZeroCopy {
+        match self.lock().way {
+            Way::Copy => ZeroCopy::Off,
+            Way::Msg => ZeroCopy::Msg,
+            Way::Splice(_) => ZeroCopy::Splice,
+        }
+    }
+
+    /// Whether anything that was lent is not back.
+    pub(crate) fn has_lent(&self) -> bool {
+        self.lock().completions.outstanding() != 0
+    }
+
+    /// Puts bytes that are copied, and behind them what is lent. `reused` memory has to be back after a flush, so that it is
+    /// not spliced.
+    pub(crate) fn put(
+        &self,
+        lane: &Lane,
+        transport: &Transport,
+        rate: &RateLimit,
+        [copied, lent, all]: [&mut Cursor<'_, Out>; 3],
+        reused: bool,
+    ) -> Result<(), Stop> {
+        let mut state = self.lock();
+        let State { way, completions } = &mut *state;
+        // A header that says that more follows is held back until it does.
+        let nothing_lent = lent.left() == 0;
+        match way {
+            Way::Msg if !nothing_lent => {
+                lane.put_by(transport, rate, copied, |batch| transport.put_more(batch))?;
+                let queue = SocketQueue(transport.output());
+                let send = |batch: &Batch<'_, Out>, lent| match lent {
+                    true => transport.put_lent(batch),
+                    false => transport.put(batch),
+                };
+                let put = lend_all(completions, lane, transport, rate, lent, &queue, send);
+                self.look_for_copies(&mut state);
+                put
+            }
+            Way::Splice(pipe) if !nothing_lent && !reused => {
+                lane.put_by(transport, rate, copied, |batch| transport.put_more(batch))?;
+                let spliced = splice_all(pipe, lane, transport, rate, lent);
+                if spliced.is_err() {
+                    // What is left in the pipe must not go out in front of anything.
+                    *way = Way::Copy;
+                }
+                spliced
+            }
+            _ => lane.put(transport, rate, all, &[]),
+        }
+    }
+
+    /// Waits until everything that was lent is back.
+    pub(crate) fn flush(&self, lane: &Lane, transport: &Transport) -> Result<(), Stop> {
+        let mut state = self.lock();
+        let flushed = take_back(&mut state.completions, lane, &SocketQueue(transport.output()));
+        self.look_for_copies(&mut state);
+        flushed
+    }
+
+    /// Ends the connection at once, so that nothing that was lent is read any more.
+    pub(crate) fn abort(&self, transport: &Transport) {
+        // What was queued is thrown away, which a shutdown or a close would still send (tcp(7), connect(2) on AF_UNSPEC). If
+        // the kernel refuses, the connection has ended already.
+        let _ = connect_unspec(transport.output());
+    }
+
+    fn look_for_copies(&self, state: &mut State) {
+        if self.auto && matches!(state.way, Way::Msg) && state.completions.only_copies() {
+            state.way = Pipe::new().map_or(Way::Copy, Way::Splice);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it is held.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The socket of a transport that is one.
+fn socket(transport: &Transport) -> Result<BorrowedFd<'_>, Refusal> {
+    match transport {
+        Transport::Socket(..) => Ok(transport.output()),
+        Transport::Pipe(_) | Transport::Pair { .. } => {
+            Err(Refusal::Unsupported("zero-copy needs a socket of its own: tcp, or unix for splice"))
+        }
+    }
+}
+
+fn lend_by_message(transport: &Transport) -> Result<Way, Refusal> {
+    let fd = socket(transport)?;
+    let family = sockopt::socket_domain(fd).map_err(|errno| Refusal::Failed(errno.into()))?;
+    if !matches!(family, AddressFamily::INET | AddressFamily::INET6) {
+        return Err(Refusal::Unsupported("MSG_ZEROCOPY is for TCP; on a unix socket splice saves the copy"));
+    }
+    memlock::allowed().map_err(|limit| {
+        let least = memlock::LEAST;
+        let why = format!(
+            "RLIMIT_MEMLOCK is {limit} bytes, and MSG_ZEROCOPY pins at least {least} on a channel: raise it (ulimit -l, \
+             LimitMEMLOCK=) or grant CAP_IPC_LOCK"
+        );
+        Refusal::Failed(io::Error::new(io::ErrorKind::PermissionDenied, why))
+    })?;
+    transport.allow_lending().map_err(Refusal::Failed)?;
+    Ok(Way::Msg)
+}
+
+/// Whether the peer is known to be on this machine.
+fn is_local(fd: BorrowedFd<'_>) -> bool {
+    let inet =
+        |address: SocketAddrAny| std::net::SocketAddr::try_from(address).ok().map(|inet| inet.ip().to_canonical());
+    match sockopt::socket_domain(fd) {
+        Ok(AddressFamily::UNIX) => true,
+        Ok(AddressFamily::INET | AddressFamily::INET6) => {
+            let peer = getpeername(fd).ok().flatten().and_then(inet);
+            let own = getsockname(fd).ok().and_then(inet);
+            peer.is_some_and(|peer| peer.is_loopback() || Some(peer) == own)
+        }
+        _ => false,
+    }
+}
+
+/// Moves all of `lent` through the pipe.
+fn splice_all(
+    pipe: &Pipe,
+    lane: &Lane,
+    transport: &Transport,
+    rate: &RateLimit,
+    lent: &mut Cursor<'_, Out>,
+) -> Result<(), Stop> {
+    let mut quiet = lane.quiet();
+    let mut paid = 0;
+    let mut left = lent.left();
+    while let Some(batch) = lent.batch(rate.chunk().min(pipe.size())) {
+        paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
+        lane.side.called();
+        let filled = pipe.fill(&batch).map_err(Stop::Failed)?;
+        left = left.saturating_sub(filled as u64);
+        let mut inside = filled;
+        while inside != 0 {
+            let drain = || pipe.drain(transport.output(), inside, left != 0);
+            let moved = lane.attempt(transport, &mut quiet, inside, drain)?;
+            if moved == 0 {
+                return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
+            }
+            inside = inside.saturating_sub(moved);
+        }
+        lane.side.spliced(filled);
+        paid = paid.saturating_sub(filled);
+        lent.advance(filled);
+    }
+    Ok(())
+}
+
+/// Lends all of `lent`; `send` sends a batch, lent or copied.
+fn lend_all(
+    completions: &mut Completions,
+    lane: &Lane,
+    transport: &Transport,
+    rate: &RateLimit,
+    lent: &mut Cursor<'_, Out>,
+    queue: &impl ErrorQueue,
+    send: impl Fn(&Batch<'_, Out>, bool) -> io::Result<usize>,
+) -> Result<(), Stop> {
+    let mut quiet = lane.quiet();
+    let mut paid = 0;
+    let (mut most, mut lends) = (usize::MAX, true);
+    while let Some(batch) = lent.batch(rate.chunk().min(most)) {
+        paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
+        let offered = batch.bytes();
+        match lane.attempt(transport, &mut quiet, offered, || send(&batch, lends)) {
+            Ok(0) => return Err(Stop::Failed(io::ErrorKind::WriteZero.into())),
+            Ok(moved) => {
+                if lends {
+                    completions.sent();
+                    lane.side.lent();
+                }
+                paid = paid.saturating_sub(moved);
+                lent.advance(moved);
+                (most, lends) = (most.saturating_mul(2), true);
+                if completions.outstanding() >= REAP {
+                    reap(completions, lane, queue)?;
+                }
+            }
+            Err(Stop::Failed(error)) if lends && Errno::from_io_error(&error) == Some(Errno::NOBUFS) => {
+                lane.side.starved();
+                if reap(completions, lane, queue)? == 0 && completions.outstanding() != 0 {
+                    let rest = quiet.remaining()?.unwrap_or(SLICE).min(SLICE);
+                    queue.wait(rest).map_err(Stop::Failed)?;
+                    // What it has finished takes room until it was told.
+                    reap(completions, lane, queue)?;
+                } else if completions.outstanding() == 0 {
+                    // Others have what there is: the less is wanted, the sooner there is room.
+                    (most, lends) = ((offered / 2).max(LEAST), offered > LEAST);
+                }
+            }
+            Err(stop) => return Err(stop),
+        }
+    }
+    Ok(())
+}
+
+/// Takes the completions that are there: of how many calls.
+fn reap(completions: &mut Completions, lane: &Lane, queue: &impl ErrorQueue) -> Result<u64, Stop> {
+    let before = completions.totals();
+    while let Some(completion) = queue.next().map_err(Stop::Failed)? {
+        completions.take(completion).map_err(|Unexpected| {
+            let why = format!("the kernel says that it has finished sends that were not made: {completion:?}");
+            Stop::Failed(io::Error::new(io::ErrorKind::InvalidData, why))
+        })?;
+    }
+    let after = completions.totals();
+    lane.side.completed(after.0 - before.0, after.1 - before.1);
+    Ok(after.0 - before.0)
+}
+
+/// Waits for all of them.
+fn take_back(completions: &mut Completions, lane: &Lane, queue: &impl ErrorQueue) -> Result<(), Stop> {
+    let mut quiet = lane.quiet();
+    while completions.outstanding() != 0 {
+        if reap(completions, lane, queue)? != 0 {
+            quiet.progress();
+            continue;
+        }
+        if lane.is_shut() {
+            return Err(Stop::ShutDown);
+        }
+        let rest = quiet.remaining()?.unwrap_or(SLICE).min(SLICE);
+        let waited = queue.wait(rest);
+        if let Err(error) = waited
+            && reap(completions, lane, queue)? == 0
+        {
+            return Err(if lane.is_shut() { Stop::ShutDown } else { Stop::Failed(error) });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::collections::VecDeque;
+    use std::io::IoSlice;
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+    use rustix::event::PollFlags;
+
+    use super::*;
+    use crate::zero_copy::completions::Completion;
+
+    /// A kernel that takes what it is lent, up to a number of calls and bytes at a time, and gives it back in an order of its own.
+    struct Kernel {
+        /// Calls that it remembers at most, and bytes of each.
+        room: usize,
+        most: usize,
+        got: RefCell<Vec<u8>>,
+        calls: Cell<u32>,
+        under_way: RefCell<Vec<Completion>>,
+        told: RefCell<VecDeque<Completion>>,
+        seed: Cell<u64>,
+        waits: Cell<u32>,
+    }
+
+    impl Kernel {
+        fn new(room: usize, most: usize, seed: u64) -> Self {
+            Self {
+                room,
+                most,
+                got: RefCell::default(),
+                calls: Cell::default(),
+                under_way: RefCell::default(),
+                told: RefCell::default(),
+                seed: Cell::new(seed),
+                waits: Cell::default(),
+            }
+        }
+
+        fn any(&self, below: usize) -> usize {
+            self.seed
+                .set(self.seed.get().wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407));
+            usize::try_from(self.seed.get() >> 33).unwrap() % below.max(1)
+        }
+
+        #[allow(unsafe_code, reason = "what a kernel reads")]
+        fn send(&self, batch: &Batch<'_, Out>, lent: bool) -> io::Result<usize> {
+            if lent && (self.under_way.borrow().len() >= self.room || batch.bytes() > self.most) {
+                return Err(Errno::NOBUFS.into());
+            }
+            let moved = 1 + self.any(batch.bytes());
+            let mut left = moved;
+            for entry in batch.entries() {
+                let now = left.min(entry.iov_len);
+                // SAFETY: the batch's entries are valid for reads.
+                let bytes = unsafe { std::slice::from_raw_parts(entry.iov_base.cast::<u8>(), now) };
+                self.got.borrow_mut().extend_from_slice(bytes);
+                left -= now;
+            }
+            if lent {
+                let number = self.calls.get();
+                self.calls.set(number + 1);
+                self.under_way.borrow_mut().push(Completion { first: number, last: number, copied: self.any(2) == 0 });
+            }
+            Ok(moved)
+        }
+    }
+
+    impl ErrorQueue for Kernel {
+        fn next(&self) -> io::Result<Option<Completion>> {
+            Ok(self.told.borrow_mut().pop_front())
+        }
+
+        /// Gives some of it back, the latest first as likely as not.
+        fn wait(&self, _time: Duration) -> io::Result<()> {
+            self.waits.set(self.waits.get() + 1);
+            let mut under_way = self.under_way.borrow_mut();
+            for _ in 0..1 + self.any(4) {
+                if !under_way.is_empty() {
+                    let index = self.any(under_way.len());
+                    self.told.borrow_mut().push_back(under_way.swap_remove(index));
+                }
+            }
+            Ok(())
+        }
+    }
+
+    fn lend(kernel: &Kernel, data: &[u8], lengths: &[usize]) -> (Completions, crate::Counters) {
+        let transport = Transport::Socket(UnixStream::pair().unwrap().0.into(), Arc::default());
+        let lane = Lane::new(PollFlags::OUT, None);
+        let mut rest = data;
+        let mut list: Vec<_> = lengths.iter().map_while(|&n| rest.split_off(..n)).map(IoSlice::new).collect();
+        list.push(IoSlice::new(rest));
+        let mut completions = Completions::default();
+        let mut cursor = Cursor::gather(&list);
+        let (rate, send) = (RateLimit::default(), |batch: &Batch<'_, Out>, lent| kernel.send(batch, lent));
+        lend_all(&mut completions, &lane, &transport, &rate, &mut cursor, kernel, send).unwrap();
+        take_back(&mut completions, &lane, kernel).unwrap();
+        (completions, crate::Counters::of(&lane.side, &lane.side))
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_room_the_kernel_has_all_of_it_leaves_once_and_all_loans_come_back(
+            data in prop::collection::vec(any::<u8>(), 1..60_000),
+            lengths in prop::collection::vec(0..9000_usize, 0..20),
+            room in prop_oneof![Just(0_usize), Just(1), 2..40_usize, Just(usize::MAX)],
+            most in prop_oneof![Just(0_usize), 1..9000_usize, Just(usize::MAX)],
+            seed in any::<u64>(),
+        ) {
+            let kernel = Kernel::new(room, most, seed);
+            let (completions, counters) = lend(&kernel, &data, &lengths);
+            prop_assert!(*kernel.got.borrow() == data, "the bytes differ");
+            prop_assert_eq!(completions.outstanding(), 0);
+            prop_assert!(kernel.under_way.borrow().is_empty() && kernel.told.borrow().is_empty());
+            prop_assert_eq!((counters.lent, counters.lent_completed), (u64::from(kernel.calls.get()), counters.lent));
+            if room == 0 || most == 0 {
+                prop_assert!(counters.lent == 0 && counters.starved > 0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_kernel_without_room_is_waited_for_as_long_as_it_has_loans_to_give_back() {
+        let kernel = Kernel::new(1, usize::MAX, 7);
+        let (_, counters) = lend(&kernel, &[1; 50_000], &[100; 300]);
+        // Every call but the first found the room taken by the one before.
+        assert_eq!(counters.starved, counters.lent - 1);
+        assert!(u64::from(kernel.waits.get()) >= counters.starved);
+    }
+
+    #[test]
+    fn a_kernel_that_gives_back_what_it_was_not_lent_is_not_believed() {
+        let kernel = Kernel::new(9, usize::MAX, 7);
+        kernel.told.borrow_mut().push_back(Completion { first: 5, last: 5, copied: false });
+        let (lane, mut completions) = (Lane::new(PollFlags::OUT, None), Completions::default());
+        completions.sent();
+        let stop = take_back(&mut completions, &lane, &kernel).unwrap_err();
+        assert!(matches!(stop, Stop::Failed(error) if error.kind() == io::ErrorKind::InvalidData));
+    }
+}

@@ -1,0 +1,40 @@
+//! Whether this process may pin what `MSG_ZEROCOPY` lends.
+//!
+//! The kernel counts pinned pages against `RLIMIT_MEMLOCK`, for all processes of a user together, unless the process has
+//! `CAP_IPC_LOCK` (net/core/skbuff.c, `mm_account_pinned_pages`). A limit that is found too small later is answered by
+//! sending less at a time, so what is asked for here is only what makes that sensible.
+
+use rustix::process::{Resource, getrlimit};
+use rustix::thread::{CapabilitySet, capabilities};
+
+/// Bytes that a channel has to be able to pin: two packets of 128 pages, and the kernel's two pages more for each.
+pub(super) const LEAST: u64 = 2 * (128 + 2) * 4096;
+
+/// Whether [`LEAST`] may be pinned; if not, the limit in bytes.
+pub(super) fn allowed() -> Result<(), u64> {
+    enough(getrlimit(Resource::Memlock).current, is_privileged())
+}
+
+fn is_privileged() -> bool {
+    capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK))
+}
+
+fn enough(limit: Option<u64>, privileged: bool) -> Result<(), u64> {
+    match limit {
+        Some(limit) if !privileged && limit < LEAST => Err(limit),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_below_two_packets_is_too_small_unless_one_may_lock_memory() {
+        assert_eq!(enough(Some(65_536), false), Err(65_536));
+        assert_eq!(enough(Some(LEAST), false), Ok(()));
+        assert_eq!(enough(None, false), Ok(()));
+        assert_eq!(enough(Some(0), true), Ok(()));
+    }
+}

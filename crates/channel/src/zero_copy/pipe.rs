@@ -1,0 +1,54 @@
+//! The pipe between memory and a socket: pages go in by reference, and out into the socket's buffer.
+#![allow(unsafe_code, reason = "names memory to the kernel")]
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_getpipe_size, fcntl_setpipe_size, pipe_with, splice};
+
+use crate::vector::{Batch, Out};
+
+/// Bytes of it to ask for: as many pages as an unprivileged process gets (`fs.pipe-max-size`), two packets.
+const WANTED: usize = 1 << 20;
+
+/// An empty pipe whose both ends are here.
+///
+/// Invariant: between two puts it is empty. One that failed half-way leaves it filled, and the channel broken.
+#[derive(Debug)]
+pub(super) struct Pipe {
+    out: OwnedFd,
+    into: OwnedFd,
+    size: usize,
+}
+
+impl Pipe {
+    pub(super) fn new() -> io::Result<Self> {
+        let (out, into) = pipe_with(PipeFlags::CLOEXEC)?;
+        // Refused above the limits of the system or of the user: it stays smaller, and works.
+        let _granted = fcntl_setpipe_size(&into, WANTED);
+        let size = fcntl_getpipe_size(&into)?;
+        Ok(Self { out, into, size })
+    }
+
+    /// Bytes of aligned pages that it takes.
+    pub(super) fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Takes memory in, as much as there is room for: how many bytes. It is referenced, not copied: what comes out is what it
+    /// holds then.
+    pub(super) fn fill(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+        // Without room this would wait for a reader, which is this very thread.
+        let flags = SpliceFlags::NONBLOCK.bits();
+        // SAFETY: the batch's entries are valid for reads; nobody is promised that they do not change.
+        let filled =
+            unsafe { libc::vmsplice(self.into.as_raw_fd(), batch.entries().as_ptr(), batch.entries().len(), flags) };
+        usize::try_from(filled).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Moves at most `length` bytes on into the socket: how many. `more` says that others follow at once.
+    pub(super) fn drain(&self, socket: BorrowedFd<'_>, length: usize, more: bool) -> io::Result<usize> {
+        let flags = if more { SpliceFlags::MOVE | SpliceFlags::MORE } else { SpliceFlags::MOVE };
+        Ok(splice(&self.out, None, socket, None, length, flags)?)
+    }
+}

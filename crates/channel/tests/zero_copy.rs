@@ -1,0 +1,398 @@
+//! Memory that is lent arrives as it was put, under every method, and is nobody else's before it is back.
+//!
+//! Freed memory is poisoned in this binary: a buffer that is reused while the kernel still reads it shows in what arrives.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io::IoSlice;
+use std::net::{TcpListener, TcpStream};
+use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, ChannelError, How, Options, RateLimit, ZeroCopy};
+use proptest::prelude::*;
+
+/// What freed memory is filled with.
+const POISON: u8 = 0xdb;
+
+struct Poisoning;
+
+// SAFETY: the system's allocator, with memory written that is about to be freed.
+#[allow(unsafe_code, reason = "an allocator is unsafe to write")]
+unsafe impl GlobalAlloc for Poisoning {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: the caller gives back memory of this layout, and nobody else uses it any more.
+        unsafe {
+            start.write_bytes(POISON, layout.size());
+            System.dealloc(start, layout);
+        }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Poisoning = Poisoning;
+
+#[derive(Clone, Copy, Debug)]
+enum Transport {
+    Tcp,
+    Tcp6,
+    Unix,
+}
+
+const TRANSPORTS: [Transport; 3] = [Transport::Tcp, Transport::Tcp6, Transport::Unix];
+
+/// Two connected sockets.
+fn ends(transport: Transport) -> (OwnedFd, OwnedFd) {
+    let tcp = |address: &str| {
+        let listener = TcpListener::bind(address).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (near.into(), listener.accept().unwrap().0.into())
+    };
+    match transport {
+        Transport::Tcp => tcp("127.0.0.1:0"),
+        Transport::Tcp6 => tcp("[::1]:0"),
+        Transport::Unix => {
+            let (near, far) = UnixStream::pair().unwrap();
+            (near.into(), far.into())
+        }
+    }
+}
+
+fn connected(transport: Transport, options: &Options) -> Result<(Channel, Channel), ChannelError> {
+    let (near, far) = ends(transport);
+    Ok((Channel::from_fd_with(near, options)?, Channel::from_fd(far)?))
+}
+
+/// One whose buffers are small, so that what is put has to wait.
+fn narrow(zero_copy: ZeroCopy) -> (Channel, Channel) {
+    let (near, far) = ends(Transport::Tcp);
+    let wide = Options { zero_copy, send_buffer: Some(4 << 20), ..Options::default() };
+    let slow = Options { receive_buffer: Some(64 << 10), ..Options::default() };
+    (Channel::from_fd_with(near, &wide).unwrap(), Channel::from_fd_with(far, &slow).unwrap())
+}
+
+fn methods(transport: Transport) -> &'static [ZeroCopy] {
+    match transport {
+        Transport::Tcp | Transport::Tcp6 => &ZeroCopy::ALL,
+        Transport::Unix => &[ZeroCopy::Off, ZeroCopy::Auto, ZeroCopy::Splice],
+    }
+}
+
+fn pattern(length: usize) -> Vec<u8> {
+    // Never what freed memory is filled with.
+    (0..length).map(|i| i.wrapping_mul(0x9e37_79b9).to_le_bytes()[2] & 0x7f).collect()
+}
+
+fn slices<'a>(data: &'a [u8], lengths: &[usize]) -> Vec<IoSlice<'a>> {
+    let mut rest = data;
+    lengths.iter().map(|&n| IoSlice::new(rest.split_off(..n).unwrap())).collect()
+}
+
+/// As guest memory is put: the first `copied` entries are own bytes.
+#[allow(unsafe_code, reason = "what guest memory is put by")]
+fn put_pages(channel: &Channel, list: &[IoSlice<'_>], copied: usize) -> Result<(), ChannelError> {
+    let list: Vec<libc::iovec> = list
+        .iter()
+        .map(|slice| libc::iovec { iov_base: slice.as_ptr().cast_mut().cast(), iov_len: slice.len() })
+        .collect();
+    let mut lending = channel.lend();
+    // SAFETY: the slices are borrowed for longer than the call.
+    unsafe { lending.put_pages(&list, copied) }?;
+    lending.finish()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn lists_of_any_shape_arrive_the_same_under_every_method_and_over_every_transport(
+        lengths in prop_oneof![
+            6 => prop::collection::vec(prop_oneof![Just(0_usize), 1..9_usize, 100..5000_usize, Just(40_000_usize)], 0..60),
+            1 => prop::collection::vec(0..40_usize, 1000..2500),
+            2 => prop::collection::vec(Just(4096_usize), 100..600),
+        ],
+        copied in 0..5_usize,
+        begin in 0..9_usize,
+        limit in prop_oneof![Just(None), Just(NonZeroU64::new(200 << 20))],
+    ) {
+        let total = begin + lengths.iter().sum::<usize>();
+        let data = pattern(total);
+        let list = slices(&data[begin..], &lengths);
+        for transport in TRANSPORTS {
+            for &zero_copy in methods(transport) {
+                let rate = Some(RateLimit::new(limit));
+                let options = Options { zero_copy, rate, ..Options::default() };
+                let (writer, reader) = connected(transport, &options).unwrap();
+                let mut received = vec![0; 2 * (total - begin)];
+                thread::scope(|scope| {
+                    scope.spawn(|| {
+                        put_pages(&writer, &list, copied).unwrap();
+                        let (head, lent) = list.split_at(copied.min(list.len()));
+                        let head: Vec<u8> = head.iter().flat_map(|slice| slice.to_vec()).collect();
+                        let mut lending = writer.lend();
+                        lending.put(&head, lent).unwrap();
+                        lending.finish().unwrap();
+                    });
+                    reader.get(&mut received).unwrap();
+                });
+                let expected = [&data[begin..], &data[begin..]].concat();
+                prop_assert!(received == expected, "{zero_copy} over {transport:?}: the bytes differ");
+                let counters = writer.counters();
+                prop_assert_eq!(counters.bytes_out, expected.len() as u64);
+                prop_assert_eq!(counters.lent, counters.lent_completed);
+                let pages: u64 = lengths.iter().skip(copied).map(|length| *length as u64).sum();
+                let spliced = writer.zero_copy() == ZeroCopy::Splice;
+                prop_assert_eq!(counters.spliced, if spliced { pages } else { 0 });
+                prop_assert_eq!(counters.lent != 0, zero_copy == ZeroCopy::Msg && pages != 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_header_without_pages_does_not_wait_for_what_follows() {
+    for transport in TRANSPORTS {
+        for &zero_copy in methods(transport) {
+            let (writer, reader) = connected(transport, &Options { zero_copy, ..Options::default() }).unwrap();
+            // What is held back leaves after 200 ms.
+            let mut fastest = Duration::MAX;
+            for _ in 0..5 {
+                let begun = Instant::now();
+                put_pages(&writer, &[IoSlice::new(b"zero pages"), IoSlice::new(b"")], 1).unwrap();
+                reader.get(&mut [0; 10]).unwrap();
+                fastest = fastest.min(begun.elapsed());
+            }
+            assert!(fastest < Duration::from_millis(150), "{zero_copy} over {transport:?}: {fastest:?}");
+        }
+    }
+}
+
+#[test]
+fn what_a_channel_does_with_pages_is_what_was_named_or_what_is_best_there() {
+    for (transport, setting, method) in [
+        (Transport::Tcp, ZeroCopy::Off, ZeroCopy::Off),
+        (Transport::Tcp, ZeroCopy::Msg, ZeroCopy::Msg),
+        (Transport::Tcp, ZeroCopy::Splice, ZeroCopy::Splice),
+        // The peer is on this machine.
+        (Transport::Tcp, ZeroCopy::Auto, ZeroCopy::Splice),
+        (Transport::Tcp6, ZeroCopy::Auto, ZeroCopy::Splice),
+        (Transport::Unix, ZeroCopy::Auto, ZeroCopy::Splice),
+    ] {
+        let (writer, _reader) = connected(transport, &Options { zero_copy: setting, ..Options::default() }).unwrap();
+        assert_eq!(writer.zero_copy(), method, "{setting} over {transport:?}");
+        assert_eq!(writer.try_clone().unwrap().zero_copy(), method);
+    }
+}
+
+#[test]
+fn a_method_that_a_transport_has_not_is_refused_before_a_byte_has_moved() {
+    let named = |zero_copy| Options { zero_copy, ..Options::default() };
+    let error = connected(Transport::Unix, &named(ZeroCopy::Msg)).unwrap_err();
+    assert!(error.to_string().ends_with("MSG_ZEROCOPY is for TCP; on a unix socket splice saves the copy"), "{error}");
+    for zero_copy in [ZeroCopy::Msg, ZeroCopy::Splice] {
+        let (_reader, writer) = std::io::pipe().unwrap();
+        let error = Channel::from_fd_with(writer.into(), &named(zero_copy)).unwrap_err();
+        assert!(error.to_string().contains("zero-copy needs a socket of its own"), "{error}");
+    }
+    let (_reader, writer) = std::io::pipe().unwrap();
+    let writer = Channel::from_fd_with(writer.into(), &named(ZeroCopy::Auto)).unwrap();
+    assert_eq!(writer.zero_copy(), ZeroCopy::Off);
+}
+
+#[test]
+fn no_buffer_is_reused_while_it_is_lent() {
+    let (writer, reader) = narrow(ZeroCopy::Msg);
+    let (length, count) = (96 * 1024, 40);
+    let mut received = vec![0; length * count];
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..count {
+                let buffer = pattern(length);
+                let mut lending = writer.lend();
+                lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+                lending.finish().unwrap();
+                // It is freed here, and poisoned.
+                drop(buffer);
+            }
+        });
+        for part in received.chunks_mut(16 * 1024) {
+            reader.get(part).unwrap();
+        }
+    });
+    assert!(received == pattern(length).repeat(count), "poison, or something else, has arrived");
+}
+
+#[test]
+fn a_buffer_that_is_freed_while_it_is_lent_shows() {
+    // The counterpart of the test above: it would notice.
+    let (writer, reader) = narrow(ZeroCopy::Msg);
+    let length = 1 << 20;
+    let buffer = pattern(length);
+    let mut lending = writer.lend();
+    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+    // Leaked, which is the only way to end the loan without waiting.
+    std::mem::forget(lending);
+    drop(buffer);
+    let mut received = vec![0; length];
+    reader.get(&mut received).unwrap();
+    assert!(received.contains(&POISON), "the kernel has copied what was lent when it was put");
+}
+
+#[test]
+fn loans_that_do_not_come_back_are_waited_for_as_long_as_the_time_out_says() {
+    let (writer, _reader) = narrow(ZeroCopy::Msg);
+    writer.set_timeouts(None, Some(Duration::from_millis(80))).unwrap();
+    let buffer = pattern(1 << 20);
+    let mut lending = writer.lend();
+    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+    let error = lending.flush().unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+}
+
+#[test]
+fn a_shutdown_wakes_who_waits_for_loans() {
+    for how in [How::Write, How::Both] {
+        let (writer, _reader) = narrow(ZeroCopy::Msg);
+        let buffer = pattern(1 << 20);
+        thread::scope(|scope| {
+            let flushed = scope.spawn(|| {
+                let mut lending = writer.lend();
+                let put = lending.put(b"", &[IoSlice::new(&buffer)]);
+                put.and_then(|()| lending.flush())
+            });
+            thread::sleep(Duration::from_millis(30));
+            writer.shutdown(how).unwrap();
+            let error = flushed.join().unwrap().unwrap_err();
+            assert!(error.is_shut_down(), "{how:?}: {error}");
+        });
+    }
+}
+
+#[test]
+fn a_peer_that_is_gone_ends_the_wait_for_loans() {
+    let (writer, reader) = narrow(ZeroCopy::Msg);
+    let buffer = pattern(1 << 20);
+    let mut lending = writer.lend();
+    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+    // With bytes unread, which resets the connection.
+    drop(reader);
+    // What was queued is thrown away and comes back, or the wait says what happened.
+    if let Err(error) = lending.flush() {
+        assert!(error.is_closed(), "{error:?}");
+    }
+    let error = loop {
+        if let Err(error) = lending.put(b"", &[IoSlice::new(&buffer)]).and_then(|()| lending.flush()) {
+            break error;
+        }
+    };
+    assert!(error.is_closed(), "{error:?}");
+}
+
+#[test]
+fn a_peer_that_has_closed_its_half_still_gets_what_is_lent() {
+    for &zero_copy in &ZeroCopy::ALL {
+        let (writer, reader) = connected(Transport::Tcp, &Options { zero_copy, ..Options::default() }).unwrap();
+        reader.shutdown(How::Write).unwrap();
+        let data = pattern(300_000);
+        let mut received = vec![0; data.len()];
+        thread::scope(|scope| {
+            scope.spawn(|| put_pages(&writer, &[IoSlice::new(&data)], 0).unwrap());
+            reader.get(&mut received).unwrap();
+        });
+        assert!(received == data);
+    }
+}
+
+#[test]
+fn a_loan_that_is_dropped_unfinished_cuts_the_connection_and_nothing_of_it_leaves_any_more() {
+    let (writer, reader) = narrow(ZeroCopy::Msg);
+    writer.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
+    let length = 1 << 20;
+    let buffer = pattern(length);
+    let mut lending = writer.lend();
+    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+    drop(lending);
+    drop(buffer);
+    let mut received = vec![0; length];
+    let mut got = 0;
+    let error = loop {
+        match reader.get_some(&mut received[got..]) {
+            Ok(0) => break None,
+            Ok(more) => got += more,
+            Err(error) => break Some(error),
+        }
+    };
+    assert!(got < length, "all of it has come");
+    assert!(error.is_none_or(|error| error.is_closed()));
+    assert!(received[..got] == pattern(length)[..got], "poison has arrived");
+}
+
+/// What runs in a process of its own, because a limit of the process is changed.
+mod alone {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+
+    use super::*;
+
+    /// This thread may pin so many bytes.
+    fn limited(bytes: u64) {
+        let mut sets = capabilities(None).unwrap();
+        sets.effective.remove(CapabilitySet::IPC_LOCK);
+        set_capabilities(None, sets).unwrap();
+        let maximum = getrlimit(Resource::Memlock).maximum;
+        setrlimit(Resource::Memlock, Rlimit { current: Some(bytes), maximum }).unwrap();
+    }
+
+    #[test]
+    #[ignore = "changes limits of its process: run by the test below"]
+    fn with_little_memory_to_lock() {
+        let named = |zero_copy| Options { zero_copy, ..Options::default() };
+        limited(64 << 10);
+        let error = connected(Transport::Tcp, &named(ZeroCopy::Msg)).unwrap_err().to_string();
+        assert!(error.contains("RLIMIT_MEMLOCK is 65536 bytes, and MSG_ZEROCOPY pins at least 1064960"), "{error}");
+        assert!(error.contains("ulimit -l"), "{error}");
+        connected(Transport::Tcp, &named(ZeroCopy::Splice)).unwrap();
+
+        // It was enough when the channel was made, and is not when it sends.
+        limited(8 << 20);
+        for (bytes, copies) in [(256 << 10, false), (0, true)] {
+            let (writer, reader) = connected(Transport::Tcp, &named(ZeroCopy::Msg)).unwrap();
+            limited(bytes);
+            let data = pattern(3 << 20);
+            let mut received = vec![0; data.len()];
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    limited(bytes);
+                    put_pages(&writer, &[IoSlice::new(b"header"), IoSlice::new(&data)], 1).unwrap();
+                });
+                let mut header = [0; 6];
+                reader.get(&mut header).unwrap();
+                reader.get(&mut received).unwrap();
+                assert_eq!(&header, b"header");
+            });
+            assert!(received == data, "the bytes differ");
+            let counters = writer.counters();
+            assert!(counters.starved > 0, "{counters:?}");
+            assert_eq!((counters.lent == 0, counters.lent), (copies, counters.lent_completed), "{counters:?}");
+            limited(8 << 20);
+        }
+    }
+}
+
+#[test]
+fn too_little_memory_to_lock_is_refused_at_the_start_and_only_slower_later() {
+    let me = std::env::current_exe().unwrap();
+    let output = std::process::Command::new(me)
+        .args(["--ignored", "--exact", "alone::with_little_memory_to_lock", "--nocapture"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
+}
