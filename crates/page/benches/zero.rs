@@ -6,8 +6,10 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use limosa_page::PAGE_LEN;
+use limosa_page::guest::GuestPages;
+use limosa_page::scan::Scan;
 use limosa_page::zero::{Method, is_zero_with};
-use limosa_page::{PAGE_LEN, PageNumber, scan};
 
 /// A page aligned as a guest's pages are.
 #[repr(align(4096))]
@@ -33,19 +35,31 @@ fn one_page(criterion: &mut Criterion) {
 
 fn memory(criterion: &mut Criterion) {
     const PAGES: usize = 65536;
-    for (content, byte) in [("zero", 0), ("content", 1)] {
+    // Mixed: half of the pages, at random, which no processor foresees.
+    for (content, rarely) in [("zero", None), ("mixed", Some(2)), ("content", Some(1))] {
         // Memory that was never written is one page of zeros of the kernel's, and would be read from the cache.
         let mut memory = vec![[1; PAGE_LEN]; PAGES];
-        memory.as_flattened_mut().fill(byte);
-        let bytes = memory.as_flattened();
+        memory.as_flattened_mut().fill(0);
+        let mut random = 0x2545_f491_4f6c_dd1d_u64;
+        for page in &mut memory {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            if rarely.is_some_and(|rarely| (random >> 32).is_multiple_of(rarely)) {
+                page.fill(1);
+            }
+        }
+        let pages = GuestPages::from(memory.as_flattened());
         let mut group = criterion.benchmark_group(format!("256 MiB/{content}"));
         group.throughput(Throughput::Elements(65536)).sample_size(20);
         for method in Method::available() {
             group.bench_function(method.name(), |bencher| {
                 bencher.iter(|| memory.iter().filter(|page| is_zero_with(method, *page)).count());
             });
+            group.bench_function(format!("{method}, in runs"), |bencher| {
+                bencher.iter(|| Scan::new(pages, pages.pages(), method).count());
+            });
         }
-        group.bench_function("scan", |bencher| bencher.iter(|| scan::scan(bytes, PageNumber(0)).count()));
         group.finish();
     }
 }

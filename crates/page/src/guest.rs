@@ -96,6 +96,24 @@ impl<'a> GuestPages<'a> {
         // SAFETY: `locate` names only bytes of the memory that `new` was promised to be readable for 'a.
         Some(unsafe { kernel::is_zero(method, start, len) })
     }
+
+    /// Which of the first pages of `pages` are zero, found out by `method`: a bit each, set where it is, and how many pages
+    /// were looked at. At most 64, and none only if none of `pages` is among [`GuestPages::pages`] at its beginning.
+    #[inline]
+    pub(crate) fn zero_pages(&self, method: Method, pages: PageRange) -> (u64, u32) {
+        let Some((start, len)) = self.locate(pages.start) else { return (0, 0) };
+        if len < PAGE_LEN {
+            // SAFETY: `locate` names only bytes of the memory that `new` was promised to be readable for 'a.
+            return (u64::from(unsafe { kernel::is_zero(method, start, len) }), 1);
+        }
+        let behind = self.start.addr() + self.len;
+        let whole = (behind - start.addr()) / PAGE_LEN;
+        let wanted = usize::try_from(pages.len()).unwrap_or(usize::MAX).min(whole);
+        let count = wanted.min(kernel::PAGES_A_CALL);
+        // SAFETY: so many whole pages lie between `start` and the end of the memory, which is readable for 'a.
+        let zero = unsafe { kernel::zero_pages(method, start, count, wanted - count) };
+        (zero, u32::try_from(count).unwrap_or(0))
+    }
 }
 
 /// Memory that nobody writes, numbered from page 0.

@@ -8,7 +8,7 @@ use std::io;
 use std::iter::FusedIterator;
 
 use crate::guest::GuestPages;
-use crate::zero::Method;
+use crate::zero::{Method, kernel};
 use crate::{PageNumber, PageRange};
 
 /// What a page contains.
@@ -38,15 +38,39 @@ pub fn scan(bytes: &[u8], first: PageNumber) -> Scan<'_> {
     Scan::new(pages, pages.pages(), Method::best())
 }
 
-/// The runs of zero and non-zero pages of guest memory: an iterator that reads on until the kind changes, so that a
-/// long range is better asked for in [`PageRange::chunks`].
+/// The runs of zero and non-zero pages of guest memory: an iterator that reads on until the kind changes, and up to 64 pages
+/// further, so that a long range is better asked for in [`PageRange::chunks`].
 #[derive(Clone, Debug)]
 pub struct Scan<'a> {
     memory: GuestPages<'a>,
     method: Method,
     rest: PageRange,
-    /// The kind of the first page of `rest`, if it was looked at already, as the end of the run before it.
-    ahead: Option<PageKind>,
+    /// What is known of the first pages of `rest`.
+    seen: Seen,
+}
+
+/// Pages that were looked at and not reported yet.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    /// A bit each, set where it is zero, the first in the lowest one.
+    zero: u64,
+    count: u32,
+}
+
+impl Seen {
+    /// The kind of the first page, and how many pages from there on are of it; none if there is no page.
+    fn first(self) -> Option<(PageKind, u32)> {
+        let (kind, same) = match self.zero & 1 {
+            0 => (PageKind::Data, self.zero.trailing_zeros()),
+            _ => (PageKind::Zero, self.zero.trailing_ones()),
+        };
+        (self.count > 0).then(|| (kind, same.min(self.count)))
+    }
+
+    fn skip(&mut self, count: u32) {
+        self.zero = self.zero.checked_shr(count).unwrap_or(0);
+        self.count -= count;
+    }
 }
 
 impl<'a> Scan<'a> {
@@ -54,12 +78,7 @@ impl<'a> Scan<'a> {
     /// populated. See [`ScanData`] for memory with holes.
     #[must_use]
     pub fn new(memory: GuestPages<'a>, range: PageRange, method: Method) -> Self {
-        Self { memory, method, rest: range.intersect(memory.pages()), ahead: None }
-    }
-
-    fn look(&self, page: PageNumber) -> Option<PageKind> {
-        let zero = self.memory.page_is_zero(self.method, page)?;
-        Some(if zero { PageKind::Zero } else { PageKind::Data })
+        Self { memory, method, rest: range.intersect(memory.pages()), seen: Seen::default() }
     }
 }
 
@@ -67,32 +86,64 @@ impl Iterator for Scan<'_> {
     type Item = Run;
 
     fn next(&mut self) -> Option<Run> {
-        if self.rest.is_empty() {
-            return None;
-        }
         let start = self.rest.start;
-        let kind = match self.ahead.take() {
-            Some(kind) => kind,
-            None => self.look(start)?,
-        };
-        let mut end = start;
-        loop {
-            end = end.saturating_add(1);
-            if end >= self.rest.end {
-                break;
+        let mut run: Option<Run> = None;
+        while !self.rest.is_empty() {
+            if self.seen.count == 0 {
+                let (zero, count) = self.memory.zero_pages(self.method, self.rest);
+                self.seen = Seen { zero, count };
             }
-            let next = self.look(end)?;
-            if next != kind {
-                self.ahead = Some(next);
+            let Some((kind, same)) = self.seen.first().filter(|(kind, _)| run.is_none_or(|run| run.kind == *kind))
+            else {
                 break;
-            }
+            };
+            self.seen.skip(same);
+            self.rest.start = self.rest.start.saturating_add(same.into());
+            run = Some(Run { pages: PageRange::new(start, self.rest.start), kind });
         }
-        self.rest.start = end;
-        Some(Run { pages: PageRange::new(start, end), kind })
+        run
     }
 }
 
 impl FusedIterator for Scan<'_> {}
+
+/// The runs of zero and non-zero pages of ranges, one range after the other; each run lies in one of them. Made for ranges
+/// that are short, such as those of a dirty log: the beginning of those to come is fetched while one is looked at.
+#[derive(Clone, Debug)]
+pub struct ScanRanges<'a, 'r> {
+    memory: GuestPages<'a>,
+    method: Method,
+    ranges: &'r [PageRange],
+    inside: Option<Scan<'a>>,
+}
+
+impl<'a, 'r> ScanRanges<'a, 'r> {
+    /// Scans the pages of `ranges`, as far as `memory` has them, by `method`. Reads every page, as [`Scan`] does.
+    #[must_use]
+    pub fn new(memory: GuestPages<'a>, ranges: &'r [PageRange], method: Method) -> Self {
+        Self { memory, method, ranges, inside: None }
+    }
+}
+
+impl Iterator for ScanRanges<'_, '_> {
+    type Item = Run;
+
+    fn next(&mut self) -> Option<Run> {
+        loop {
+            if let Some(run) = self.inside.as_mut().and_then(Iterator::next) {
+                return Some(run);
+            }
+            let (range, rest) = self.ranges.split_first()?;
+            if let Some((page, _)) = rest.get(kernel::AHEAD - 1).and_then(|range| self.memory.locate(range.start)) {
+                kernel::fetch(page);
+            }
+            self.ranges = rest;
+            self.inside = Some(Scan::new(self.memory, *range, self.method));
+        }
+    }
+}
+
+impl FusedIterator for ScanRanges<'_, '_> {}
 
 /// The runs of guest memory of which it is known what was ever populated: reads only pages that `data` names, all others
 /// are [`PageKind::Hole`].

@@ -5,9 +5,11 @@
 //! with content nearly always differ from zero in one of them. What is left is a page of zeros, and that is read once
 //! at the speed of the cache.
 //!
-//! The methods are the 16 bytes at a time that every x86-64 can do, the 32 bytes of AVX2 where the processor has it, and
-//! a portable twin. [`is_zero`] takes the fastest there is; [`is_zero_with`] takes the one named, so that tests and
-//! benchmarks can compare them.
+//! The methods are the 16 bytes at a time that every x86-64 can do, the 32 of AVX2 and the 64 of AVX-512 where the processor
+//! has them, the 16 of NEON, a portable loop, and a [plain](Method::Plain) one that the others are measured against. [`is_zero`]
+//! takes the fastest there is; [`is_zero_with`] takes the one named, so that tests and benchmarks can compare them.
+//!
+//! Many pages are better asked about at once: see [`scan`](crate::scan).
 
 use std::fmt;
 use std::str::FromStr;
@@ -21,19 +23,26 @@ pub use crate::guest::is_zero_at;
 /// How memory is compared with zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {
+    /// Vectors of 16 bytes (words of 8 where there are none), a branch behind each, and nothing looked at beforehand: on every
+    /// processor. What the others are measured against.
+    Plain,
     /// Words of 8 bytes: on every processor.
     Portable,
+    /// Vectors of 16 bytes: on every 64-bit Arm.
+    Neon,
     /// Vectors of 16 bytes: on every x86-64.
     Sse2,
     /// Vectors of 32 bytes: on x86-64 since about 2013, found out at run time.
     Avx2,
+    /// Vectors of 64 bytes: on some x86-64 since about 2017, found out at run time.
+    Avx512,
 }
 
 impl Method {
-    /// All methods, the fastest last.
-    pub const ALL: [Self; 3] = [Self::Portable, Self::Sse2, Self::Avx2];
+    /// All methods, the faster ones last.
+    pub const ALL: [Self; 6] = [Self::Plain, Self::Portable, Self::Neon, Self::Sse2, Self::Avx2, Self::Avx512];
 
-    /// The methods that this processor has, the fastest last. [`Method::Portable`] is always among them.
+    /// The methods that this processor has, the faster ones last. [`Method::Portable`] is always among them.
     pub fn available() -> impl DoubleEndedIterator<Item = Self> + Clone {
         Self::ALL.into_iter().filter(|method| method.is_available())
     }
@@ -43,24 +52,40 @@ impl Method {
     #[inline]
     pub fn is_available(self) -> bool {
         match self {
-            Self::Portable => true,
+            Self::Plain | Self::Portable => true,
             #[cfg(target_arch = "x86_64")]
             Self::Sse2 => std::arch::is_x86_feature_detected!("sse2"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => std::arch::is_x86_feature_detected!("avx2"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => std::arch::is_x86_feature_detected!("avx512f"),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Sse2 | Self::Avx2 => false,
+            Self::Sse2 | Self::Avx2 | Self::Avx512 => false,
+            #[cfg(not(target_arch = "aarch64"))]
+            Self::Neon => false,
         }
     }
 
     /// The fastest method that this processor has.
+    ///
+    /// Of AVX-512 and AVX2 that is AVX-512 where it was measured to be: on processors that have its second set of byte
+    /// instructions (VBMI2: Intel's since Ice Lake, AMD's since Zen 4). Those before them lower their clock for vectors of 64
+    /// bytes, for everything that runs beside it.
     #[must_use]
     #[inline]
     pub fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("avx512vbmi2") && Self::Avx512.is_available() {
+            return Self::Avx512;
+        }
         if Self::Avx2.is_available() {
             Self::Avx2
         } else if Self::Sse2.is_available() {
             Self::Sse2
+        } else if Self::Neon.is_available() {
+            Self::Neon
         } else {
             Self::Portable
         }
@@ -70,10 +95,20 @@ impl Method {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Plain => "plain",
             Self::Portable => "portable",
+            Self::Neon => "neon",
             Self::Sse2 => "sse2",
             Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
         }
+    }
+}
+
+/// [`Method::best`].
+impl Default for Method {
+    fn default() -> Self {
+        Self::best()
     }
 }
 
@@ -85,7 +120,7 @@ impl fmt::Display for Method {
 
 /// A name that no method has.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("zero detection {name:?}: expected portable, sse2 or avx2")]
+#[error("zero detection {name:?}: expected plain, portable, neon, sse2, avx2 or avx512")]
 pub struct UnknownMethod {
     /// The name.
     pub name: String,

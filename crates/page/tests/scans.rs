@@ -3,7 +3,7 @@
 use std::io;
 
 use limosa_page::guest::GuestPages;
-use limosa_page::scan::{self, PageKind, Run, Scan, ScanData};
+use limosa_page::scan::{self, PageKind, Run, Scan, ScanData, ScanRanges};
 use limosa_page::zero::Method;
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
 use proptest::collection::vec;
@@ -59,6 +59,52 @@ proptest! {
         for method in Method::ALL {
             let runs: Vec<_> = Scan::new(pages, range, method).collect();
             prop_assert_eq!(spell_out(&runs), expected.clone());
+        }
+    }
+
+    /// Longer than what is looked at in one call, and at any address: guest memory is aligned, other memory need not be.
+    #[test]
+    fn runs_say_of_every_page_what_a_look_at_it_alone_says(
+        pages in vec((prop_oneof![Just(None), (0..PAGE_LEN).prop_map(Some)], 1usize..90), 0..6),
+        skip in 0usize..100,
+        cut in 0usize..PAGE_LEN,
+    ) {
+        let mut memory = vec![0xff; skip];
+        for (place, times) in pages {
+            for _ in 0..times {
+                let start = memory.len();
+                memory.resize(start + PAGE_LEN, 0);
+                if let Some(place) = place {
+                    memory[start + place] = 0x80;
+                }
+            }
+        }
+        memory.truncate(memory.len().saturating_sub(cut).max(skip));
+        let pages = GuestPages::from(&memory[skip..]);
+        for method in Method::ALL {
+            let alone: Vec<_> = pages.pages().iter()
+                .map(|page| (page.0, match pages.page_is_zero(method, page) {
+                    Some(true) => PageKind::Zero,
+                    _ => PageKind::Data,
+                }))
+                .collect();
+            prop_assert_eq!(&alone, &(0..).zip(kinds(&memory[skip..])).collect::<Vec<_>>(), "{}", method);
+            let runs: Vec<_> = Scan::new(pages, pages.pages(), method).collect();
+            prop_assert_eq!(spell_out(&runs), alone, "{}", method);
+        }
+    }
+
+    #[test]
+    fn a_scan_of_ranges_is_their_scans_one_after_the_other(
+        memory in memory(),
+        first in 0u64..8,
+        ranges in vec((0u64..40, 0u64..12), 0..12),
+    ) {
+        let pages = GuestPages::from(&memory[..]).numbered_from(PageNumber(first));
+        let ranges: Vec<_> = ranges.into_iter().map(|(start, len)| PageRange::starting_at(PageNumber(start), len)).collect();
+        for method in Method::ALL {
+            let expected: Vec<_> = ranges.iter().flat_map(|range| Scan::new(pages, *range, method)).collect();
+            prop_assert_eq!(ScanRanges::new(pages, &ranges, method).collect::<Vec<_>>(), expected);
         }
     }
 

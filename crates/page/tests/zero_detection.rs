@@ -15,6 +15,9 @@ fn methods() -> Vec<Method> {
     if cfg!(target_arch = "x86_64") {
         assert!(methods.contains(&Method::Sse2), "every x86-64 has SSE2");
     }
+    if cfg!(target_arch = "aarch64") {
+        assert!(methods.contains(&Method::Neon), "every 64-bit Arm on Linux has NEON");
+    }
     methods
 }
 
@@ -105,12 +108,18 @@ fn a_method_is_known_by_its_name_and_by_no_other() {
     }
     let error = "AVX512".parse::<Method>().unwrap_err();
     assert_eq!(error, UnknownMethod { name: "AVX512".to_owned() });
-    assert_eq!(error.to_string(), "zero detection \"AVX512\": expected portable, sse2 or avx2");
+    assert_eq!(error.to_string(), "zero detection \"AVX512\": expected plain, portable, neon, sse2, avx2 or avx512");
 }
 
 #[test]
-fn the_best_method_is_the_last_of_those_available() {
-    assert_eq!(Some(Method::best()), Method::available().next_back());
+fn the_best_method_is_the_last_of_those_available_but_for_wide_vectors_that_cost_clock() {
+    #[cfg(target_arch = "x86_64")]
+    let wide = std::arch::is_x86_feature_detected!("avx512vbmi2");
+    #[cfg(not(target_arch = "x86_64"))]
+    let wide = false;
+    let last = Method::available().rfind(|method| wide || *method != Method::Avx512);
+    assert_eq!(Some(Method::best()), last);
+    assert_eq!(Method::default(), Method::best());
 }
 
 proptest! {

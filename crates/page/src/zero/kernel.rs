@@ -3,12 +3,33 @@
 //! Law: memory is read through raw pointers, with volatile reads of integers and vectors only. Somebody else may be
 //! writing it: no reference to it is ever made, the compiler can assume nothing between two reads, and whatever bits a
 //! read gives are a valid value. Each read stays inside the memory that the caller named.
+//!
+//! There is one loop, over whatever a [`Vector`] is; each method is that loop, compiled for the instructions that its vectors
+//! need. [`Method::Plain`] is the same with one vector between two branches.
 #![allow(unsafe_code, reason = "reads memory that a guest may be writing, and uses vector instructions")]
 
-use super::Method;
+mod vector;
 
-/// Bytes in the words that the portable loop reads and that everything else is aligned to first.
+use self::vector::Vector;
+use super::Method;
+use crate::PAGE_LEN;
+
+/// Bytes in the words that everything else is aligned to first.
 const WORD: usize = size_of::<u64>();
+
+/// Vectors read between two branches.
+const STEP: usize = 8;
+
+/// Pages that [`zero_pages`] looks at in one call at most: the bits of its answer.
+pub(crate) const PAGES_A_CALL: usize = 64;
+
+/// How many pages ahead memory is fetched. Measured: where half of the pages are zero, at random, and none is in cache, a page
+/// takes 19% less time with it; with 2 pages 14%, with 8 17%, with 16 10%.
+pub(crate) const AHEAD: usize = 4;
+
+/// Ahead is fetched as long as one of so many pages, a bit each, was not zero. Where all are zero the processor fetches
+/// ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 10%.
+const LATELY: u64 = 0xff;
 
 /// Whether the `len` bytes at `start` are zero. `method` falls back to [`Method::Portable`] if it is not available.
 ///
@@ -23,30 +44,148 @@ pub(crate) unsafe fn is_zero(method: Method, start: *const u8, len: usize) -> bo
     let tail = (len - head) % WORD;
     // SAFETY: head <= len.
     let body = unsafe { start.add(head) }.cast::<u64>();
-
-    // One after the other, not all three: where the first word decides, the cache lines of the others stay untouched.
-    if words > 0 {
-        for probe in [0, words / 2, words - 1] {
-            // SAFETY: `body` is aligned to a word if there is a word at all, and the probe is one of the `words` words.
-            if unsafe { body.add(probe).read_volatile() } != 0 {
-                return false;
-            }
-        }
+    // SAFETY: `body` is aligned if there is a word at all, and has `words` words, all among the caller's.
+    if method != Method::Plain && unsafe { differs_at_once(body, words) } {
+        return false;
     }
-    // SAFETY: the bytes before and after the words are inside the caller's memory; `body` is aligned and has `words`
-    // words; a vector method is called only if the processor has it.
+    // SAFETY: the bytes before and after the words are inside the caller's memory; the words are as above.
     unsafe {
         bytes_are_zero(start, head)
             && bytes_are_zero(body.add(words).cast(), tail)
-            && match method {
-                #[cfg(target_arch = "x86_64")]
-                Method::Avx2 if method.is_available() => x86::avx2(body, words),
-                #[cfg(target_arch = "x86_64")]
-                Method::Sse2 if method.is_available() => x86::sse2(body, words),
-                _ => words_are_zero(body, words),
-            }
+            && words_are_zero_with(method, body, words)
     }
 }
+
+/// Which of `count` pages at `start` are zero: a bit each, set where it is, the first in the lowest one. `beyond` more pages
+/// will be asked for after them; `method` as in [`is_zero`].
+///
+/// # Safety
+///
+/// As for [`is_zero`], for the `count` pages, which are at most [`PAGES_A_CALL`]. Those beyond need not be readable.
+#[inline]
+pub(crate) unsafe fn zero_pages(method: Method, start: *const u8, count: usize, beyond: usize) -> u64 {
+    debug_assert!(count <= PAGES_A_CALL, "{count} pages at once");
+    if method == Method::Plain || !start.addr().is_multiple_of(WORD) {
+        let mut zero = 0;
+        for page in 0..count {
+            // SAFETY: one of the caller's pages.
+            zero |= u64::from(unsafe { is_zero(method, start.add(page * PAGE_LEN), PAGE_LEN) }) << page;
+        }
+        return zero;
+    }
+    // SAFETY: `start` is aligned to a word, and the rest is the caller's promise; the processor has what the method needs.
+    unsafe {
+        match method {
+            #[cfg(target_arch = "x86_64")]
+            Method::Avx512 if method.is_available() => avx512::zero_pages(start, count, beyond),
+            #[cfg(target_arch = "x86_64")]
+            Method::Avx2 if method.is_available() => avx2::zero_pages(start, count, beyond),
+            #[cfg(target_arch = "x86_64")]
+            Method::Sse2 if method.is_available() => sse2::zero_pages(start, count, beyond),
+            #[cfg(target_arch = "aarch64")]
+            Method::Neon if method.is_available() => neon::zero_pages(start, count, beyond),
+            _ => find_zero_pages::<u64>(start, count, beyond),
+        }
+    }
+}
+
+/// Asks for the beginning of a page, so that it is there when it is looked at. Reads nothing: `page` may be anywhere.
+#[inline]
+pub(crate) fn fetch(page: *const u8) {
+    vector::prefetch(page);
+}
+
+/// Whether some memory is seen not to be zero by one of its first, middle and last words.
+///
+/// One after the other, not all three: where the first word decides, the cache lines of the others stay untouched.
+///
+/// # Safety
+///
+/// `start` is aligned to 8 bytes and `count` words are readable there.
+#[inline(always)]
+unsafe fn differs_at_once(start: *const u64, count: usize) -> bool {
+    if count == 0 {
+        return false;
+    }
+    for probe in [0, count / 2, count - 1] {
+        // SAFETY: one of the `count` words.
+        if unsafe { start.add(probe).read_volatile() } != 0 {
+            return true;
+        }
+    }
+    false
+}
+
+/// # Safety
+///
+/// As for [`words_are_zero`], without its last condition.
+#[inline]
+unsafe fn words_are_zero_with(method: Method, start: *const u64, count: usize) -> bool {
+    // SAFETY: the caller's promise; the processor has what the method needs.
+    unsafe {
+        match method {
+            #[cfg(target_arch = "x86_64")]
+            Method::Avx512 if method.is_available() => avx512::words_are_zero(start, count),
+            #[cfg(target_arch = "x86_64")]
+            Method::Avx2 if method.is_available() => avx2::words_are_zero(start, count),
+            #[cfg(target_arch = "x86_64")]
+            Method::Sse2 if method.is_available() => sse2::words_are_zero(start, count),
+            #[cfg(target_arch = "x86_64")]
+            Method::Plain if Method::Sse2.is_available() => plain(start, count),
+            #[cfg(target_arch = "aarch64")]
+            Method::Neon if method.is_available() => neon::words_are_zero(start, count),
+            Method::Plain => words_are_zero::<u64, 1>(start, count),
+            _ => words_are_zero::<u64, STEP>(start, count),
+        }
+    }
+}
+
+/// Vectors of 16 bytes, one after the other.
+///
+/// # Safety
+///
+/// As for [`words_are_zero`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "sse2")]
+unsafe fn plain(start: *const u64, count: usize) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { words_are_zero::<std::arch::x86_64::__m128i, 1>(start, count) }
+}
+
+/// The loops for vectors that need certain instructions. A function compiled for them is called from one that is not, so what
+/// is generic over vectors is inlined here and nowhere else.
+macro_rules! compiled_for {
+    ($name:ident, $feature:literal, $vector:ty) => {
+        mod $name {
+            /// # Safety
+            ///
+            /// As for [`super::words_are_zero`].
+            #[target_feature(enable = $feature)]
+            pub(super) unsafe fn words_are_zero(start: *const u64, count: usize) -> bool {
+                // SAFETY: the caller's promise.
+                unsafe { super::words_are_zero::<$vector, { super::STEP }>(start, count) }
+            }
+
+            /// # Safety
+            ///
+            /// As for [`super::find_zero_pages`].
+            #[target_feature(enable = $feature)]
+            pub(super) unsafe fn zero_pages(start: *const u8, count: usize, beyond: usize) -> u64 {
+                // SAFETY: the caller's promise.
+                unsafe { super::find_zero_pages::<$vector>(start, count, beyond) }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+compiled_for!(sse2, "sse2", std::arch::x86_64::__m128i);
+#[cfg(target_arch = "x86_64")]
+compiled_for!(avx2, "avx2", std::arch::x86_64::__m256i);
+#[cfg(target_arch = "x86_64")]
+compiled_for!(avx512, "avx512f", std::arch::x86_64::__m512i);
+#[cfg(target_arch = "aarch64")]
+compiled_for!(neon, "neon", std::arch::aarch64::uint64x2_t);
 
 /// # Safety
 ///
@@ -57,112 +196,83 @@ unsafe fn bytes_are_zero(start: *const u8, len: usize) -> bool {
     (0..len).all(|index| unsafe { start.add(index).read_volatile() } == 0)
 }
 
-/// The portable loop, eight words between two branches.
+/// The loop: `STEP` vectors between two branches, and words up to the first aligned vector and behind the last one.
 ///
 /// # Safety
 ///
-/// `start` is aligned to 8 bytes and `count` words are readable there.
-unsafe fn words_are_zero(start: *const u64, count: usize) -> bool {
-    const STEP: usize = 8;
+/// `start` is aligned to 8 bytes, `count` words are readable there, and the processor has the vectors.
+#[inline(always)]
+unsafe fn words_are_zero<V: Vector, const STEP: usize>(start: *const u64, count: usize) -> bool {
+    let head = (start.addr().wrapping_neg() % size_of::<V>() / WORD).min(count);
+    let words_a_vector = size_of::<V>() / WORD;
+    let (vectors, tail) = ((count - head) / words_a_vector, (count - head) % words_a_vector);
+    // SAFETY: head <= count.
+    let body = unsafe { start.add(head) }.cast::<V>();
+    // SAFETY: head words lie before the vectors, tail words behind them, all among the caller's.
+    if unsafe { !single_words_are_zero(start, head) || !single_words_are_zero(body.add(vectors).cast(), tail) } {
+        return false;
+    }
+    // Loops and no closures: those would not be compiled for the vectors' instructions.
     let mut at = 0;
-    while at + STEP <= count {
-        let mut bits = 0;
-        for index in at..at + STEP {
-            // SAFETY: index < at + STEP <= count.
-            bits |= unsafe { start.add(index).read_volatile() };
+    while at + STEP <= vectors {
+        // SAFETY: at < vectors, and `body` is aligned to a vector if there is one.
+        let mut bits = unsafe { body.add(at).read_volatile() };
+        for index in at + 1..at + STEP {
+            // SAFETY: index < at + STEP <= vectors, and the processor has the vectors.
+            bits = unsafe { bits.or(body.add(index).read_volatile()) };
         }
-        if bits != 0 {
+        // SAFETY: the processor has the vectors.
+        if unsafe { !bits.is_zero() } {
             return false;
         }
         at += STEP;
     }
-    // SAFETY: index < count.
-    (at..count).all(|index| unsafe { start.add(index).read_volatile() } == 0)
+    while at < vectors {
+        // SAFETY: at < vectors, and the processor has the vectors.
+        if unsafe { !body.add(at).read_volatile().is_zero() } {
+            return false;
+        }
+        at += 1;
+    }
+    true
 }
 
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::x86_64::{
-        __m128i, __m256i, _mm_cmpeq_epi8, _mm_movemask_epi8, _mm_or_si128, _mm_setzero_si128, _mm256_or_si256,
-        _mm256_setzero_si256, _mm256_testz_si256,
-    };
-
-    use super::{WORD, words_are_zero};
-
-    /// Vectors read between two branches.
-    const STEP: usize = 8;
-
-    /// # Safety
-    ///
-    /// `start` is aligned to 8 bytes, `count` words are readable there, and the processor has SSE2.
-    #[target_feature(enable = "sse2")]
-    pub(super) unsafe fn sse2(start: *const u64, count: usize) -> bool {
-        let zero = |vector: __m128i| _mm_movemask_epi8(_mm_cmpeq_epi8(vector, _mm_setzero_si128())) == 0xffff;
-        let (head, vectors, tail) = split(start, count, size_of::<__m128i>());
-        // SAFETY: head words lie before the vectors, tail words behind them, all among the caller's.
-        let body = unsafe { start.add(head) }.cast::<__m128i>();
-        // SAFETY: as above.
-        if unsafe { !words_are_zero(start, head) || !words_are_zero(body.add(vectors).cast(), tail) } {
+/// # Safety
+///
+/// `start` is aligned to 8 bytes and `count` words are readable there.
+#[inline(always)]
+unsafe fn single_words_are_zero(start: *const u64, count: usize) -> bool {
+    for index in 0..count {
+        // SAFETY: index < count.
+        if unsafe { start.add(index).read_volatile() } != 0 {
             return false;
         }
-        let mut at = 0;
-        while at + STEP <= vectors {
-            let mut bits = _mm_setzero_si128();
-            for index in at..at + STEP {
-                // SAFETY: index < vectors, and `split` has aligned `body`.
-                bits = _mm_or_si128(bits, unsafe { body.add(index).read_volatile() });
-            }
-            if !zero(bits) {
-                return false;
-            }
-            at += STEP;
-        }
-        let mut bits = _mm_setzero_si128();
-        for index in at..vectors {
-            // SAFETY: index < vectors, and `split` has aligned `body`.
-            bits = _mm_or_si128(bits, unsafe { body.add(index).read_volatile() });
-        }
-        zero(bits)
     }
+    true
+}
 
-    /// # Safety
-    ///
-    /// `start` is aligned to 8 bytes, `count` words are readable there, and the processor has AVX2.
-    #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn avx2(start: *const u64, count: usize) -> bool {
-        let zero = |vector: __m256i| _mm256_testz_si256(vector, vector) == 1;
-        let (head, vectors, tail) = split(start, count, size_of::<__m256i>());
-        // SAFETY: head words lie before the vectors, tail words behind them, all among the caller's.
-        let body = unsafe { start.add(head) }.cast::<__m256i>();
-        // SAFETY: as above.
-        if unsafe { !words_are_zero(start, head) || !words_are_zero(body.add(vectors).cast(), tail) } {
-            return false;
+/// [`zero_pages`] with vectors.
+///
+/// # Safety
+///
+/// `start` is aligned to 8 bytes, `count` pages are readable there, at most [`PAGES_A_CALL`], and the processor has the
+/// vectors.
+#[inline(always)]
+unsafe fn find_zero_pages<V: Vector>(start: *const u8, count: usize, beyond: usize) -> u64 {
+    const WORDS: usize = PAGE_LEN / WORD;
+    let mut zero = 0;
+    // As if the page before had contents: what comes first is the least likely to be fetched by itself.
+    let mut contents = 1;
+    for page in 0..count {
+        if contents & LATELY != 0 && page + AHEAD < count + beyond {
+            fetch(start.wrapping_add((page + AHEAD) * PAGE_LEN));
         }
-        let mut at = 0;
-        while at + STEP <= vectors {
-            let mut bits = _mm256_setzero_si256();
-            for index in at..at + STEP {
-                // SAFETY: index < vectors, and `split` has aligned `body`.
-                bits = _mm256_or_si256(bits, unsafe { body.add(index).read_volatile() });
-            }
-            if !zero(bits) {
-                return false;
-            }
-            at += STEP;
-        }
-        let mut bits = _mm256_setzero_si256();
-        for index in at..vectors {
-            // SAFETY: index < vectors, and `split` has aligned `body`.
-            bits = _mm256_or_si256(bits, unsafe { body.add(index).read_volatile() });
-        }
-        zero(bits)
+        // SAFETY: page < count.
+        let words = unsafe { start.add(page * PAGE_LEN) }.cast::<u64>();
+        // SAFETY: the words of a page, which is aligned as `start` is; the processor has the vectors.
+        let is_zero = unsafe { !differs_at_once(words, WORDS) && words_are_zero::<V, STEP>(words, WORDS) };
+        zero |= u64::from(is_zero) << page;
+        contents = contents << 1 | u64::from(!is_zero);
     }
-
-    /// Splits `count` words at the aligned `start` into words up to the first aligned vector of `size` bytes, vectors,
-    /// and words that are left.
-    fn split(start: *const u64, count: usize, size: usize) -> (usize, usize, usize) {
-        let head = (start.addr().wrapping_neg() % size / WORD).min(count);
-        let words_per_vector = size / WORD;
-        (head, (count - head) / words_per_vector, (count - head) % words_per_vector)
-    }
+    zero
 }
