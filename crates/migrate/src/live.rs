@@ -14,6 +14,7 @@ use std::time::Duration;
 use limosa_memory::GuestMemory;
 use limosa_memory::dirty::Writers;
 use limosa_memory::share::PassedBlock;
+use limosa_page::zero::Method;
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 
@@ -159,6 +160,8 @@ pub struct MigrationParams {
     pub throttle_trigger_threshold: u8,
     /// When pages are looked at.
     pub zero_check: ZeroCheck,
+    /// How they are looked at: the fastest way that the processor has, if twins are not to be compared.
+    pub zero_method: Method,
     /// How long it may take until the switchover; `None`: as long as it takes.
     pub timeout: Option<Duration>,
     /// Rounds that may follow each other without the rest getting smaller; `None`: any number.
@@ -183,6 +186,7 @@ impl Default for MigrationParams {
             max_cpu_throttle: 99,
             throttle_trigger_threshold: 50,
             zero_check: ZeroCheck::Always,
+            zero_method: Method::best(),
             timeout: None,
             stalled_rounds: None,
             give_up: GiveUp::Cancel,

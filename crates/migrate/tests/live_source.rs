@@ -13,6 +13,7 @@ use limosa_memory::dirty::{DirtyLogs, LogError, Writers};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, RoundKind, RoundReport};
 use limosa_migrate::live::{GiveUp, MigrationParams, ZeroCheck};
 use limosa_migrate::{Control, MigrateError, Progress, Stop};
+use limosa_page::zero::Method;
 use model::live::{Arrived, At, Destination, Does, TestVm};
 use model::pair;
 
@@ -174,6 +175,19 @@ fn pages_are_looked_at_when_it_was_said() {
         let (outcome, arrived) = attempt.run(&vm);
         obeys_the_law(&vm, &outcome, &arrived);
         assert_eq!((arrived.normal, arrived.zero), (normal, 16 - normal), "{zero_check:?}: holes are zero in any case");
+    }
+}
+
+#[test]
+fn whatever_pages_are_looked_at_with_the_same_ones_are_zero() {
+    for zero_method in Method::ALL {
+        let vm = TestVm::new(&[300]);
+        vm.fill(0, |page| page % 3 == 0);
+        vm.memory.block(0).unwrap().fill_zero(0, 100 * 4096).unwrap();
+        let attempt = Attempt { params: MigrationParams { zero_method, ..params() }, ..Attempt::default() };
+        let (outcome, arrived) = attempt.run(&vm);
+        obeys_the_law(&vm, &outcome, &arrived);
+        assert_eq!((arrived.normal, arrived.zero), (66, 234), "{zero_method}");
     }
 }
 

@@ -18,6 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, How};
+use limosa_page::zero::Method;
 use limosa_page::{PageBitmap, PageRange};
 use limosa_stream::configuration::MultifdRules;
 use limosa_stream::multifd::Compression;
@@ -116,6 +117,8 @@ struct State {
 pub(crate) struct Task {
     /// What becomes of zero pages, by block.
     pub(crate) zeros: Vec<Zeros>,
+    /// How guest memory is looked at.
+    pub(crate) method: Method,
     /// SYNC packets that each channel owes behind its last page: the join points of the main channel from there to the next
     /// round.
     pub(crate) syncs: usize,
@@ -188,7 +191,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             let zeros = if self.options.detect_zero { Zeros::Told } else { Zeros::Unknown };
             // With the old rule PART and END have one each, else there is the one in END.
             let syncs = if self.rules.sync_at_every_section { 2 } else { 1 };
-            let task = Task { zeros: vec![zeros; blocks.len()], syncs, limited: true };
+            let task = Task { zeros: vec![zeros; blocks.len()], method: Method::best(), syncs, limited: true };
             let mut records = RecordWriter::new(self.main, blocks)?;
             let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
             self.send_round(stored, task, &mut records, told, None)

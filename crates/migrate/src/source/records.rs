@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError};
 use limosa_memory::MemoryBlock;
+use limosa_page::scan::{PageKind, Run, ScanRanges};
 use limosa_page::zero::Method;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::ram::{RamBlock, RecordEncoder, RecordKind};
@@ -29,6 +30,8 @@ pub(crate) struct RecordWriter<'a> {
     /// As `records`, with the page of each, where pages come out of guest memory.
     placed: Vec<(usize, RecordKind, PageNumber)>,
     gather: Gather<'static>,
+    /// How guest memory is looked at.
+    method: Method,
     busy: Duration,
 }
 
@@ -41,6 +44,32 @@ pub(crate) enum Zeros {
     LeftOut,
     /// They are not looked for, and sent as they are.
     Unknown,
+}
+
+impl Zeros {
+    /// Runs of pages of guest memory, cut into runs of one kind each by looking at them; what is not looked at passes for
+    /// pages with contents.
+    ///
+    /// # Errors
+    /// The block has no such pages.
+    pub(crate) fn find<'r>(
+        self,
+        memory: &'r MemoryBlock,
+        runs: &'r [PageRange],
+        method: Method,
+    ) -> Result<impl Iterator<Item = Run> + 'r, MigrateError> {
+        if let Some(run) = runs.iter().find(|run| run.end > memory.pages().end) {
+            return Err(no_such_pages(memory, *run));
+        }
+        let (looked_at, unseen) = if self == Self::Unknown { (&[][..], runs) } else { (runs, &[][..]) };
+        let unseen = unseen.iter().map(|pages| Run { pages: *pages, kind: PageKind::Data });
+        Ok(ScanRanges::new(memory.look(), looked_at, method).chain(unseen))
+    }
+}
+
+/// What a source fails with that is asked for pages which its block does not have.
+pub(crate) fn no_such_pages(memory: &MemoryBlock, run: PageRange) -> MigrateError {
+    MigrateError::Source(format!("RAM block {} has no {run}", memory.name()).into())
 }
 
 /// What was sent of some pages.
@@ -73,8 +102,14 @@ impl<'a> RecordWriter<'a> {
             records: Vec::new(),
             placed: Vec::new(),
             gather: Gather::default(),
+            method: Method::best(),
             busy: Duration::ZERO,
         })
+    }
+
+    /// Looks at guest memory by this method.
+    pub(crate) fn looking_by(self, method: Method) -> Self {
+        Self { method, ..self }
     }
 
     /// Sends a run of pages of one block, `contents` being theirs; those that are not `stored`, which are not looked at, or
@@ -116,42 +151,47 @@ impl<'a> RecordWriter<'a> {
     }
 
     /// Sends runs of pages out of guest memory, from where they live. Pages may be written meanwhile: whoever lets that
-    /// happen sends them again. `left_out` is called for each page that is left out.
+    /// happen sends them again. `left_out` is called for each run of pages that is left out.
     pub(crate) fn send_memory(
         &mut self,
         block: usize,
         memory: &MemoryBlock,
         runs: &[PageRange],
         zeros: Zeros,
-        mut left_out: impl FnMut(PageNumber),
+        mut left_out: impl FnMut(PageRange),
     ) -> Result<Sent, MigrateError> {
         self.headers.clear();
         self.placed.clear();
-        let (look, method) = (memory.look(), Method::best());
         let mut sent = Sent::default();
-        for page in runs.iter().flat_map(PageRange::iter) {
-            let kind = if zeros != Zeros::Unknown && look.page_is_zero(method, page) == Some(true) {
-                if zeros == Zeros::LeftOut {
-                    sent.left_out += 1;
-                    left_out(page);
+        for Run { pages, kind } in zeros.find(memory, runs, self.method)? {
+            let kind = match kind {
+                PageKind::Data => {
+                    sent.normal += pages.len();
+                    RecordKind::Page
+                }
+                _ if zeros == Zeros::LeftOut => {
+                    sent.left_out += pages.len();
+                    left_out(pages);
                     continue;
                 }
-                sent.zero += 1;
-                RecordKind::Zero
-            } else {
-                sent.normal += 1;
-                RecordKind::Page
+                _ => {
+                    sent.zero += pages.len();
+                    RecordKind::Zero
+                }
             };
-            self.encoder.append(kind, block, page.offset(), &mut self.headers)?;
-            self.placed.push((self.headers.len(), kind, page));
+            for page in pages.iter() {
+                self.encoder.append(kind, block, page.offset(), &mut self.headers)?;
+                self.placed.push((self.headers.len(), kind, page));
+            }
         }
         let mut gather = std::mem::take(&mut self.gather).emptied();
         let mut begin = 0;
         for &(end, kind, page) in &self.placed {
             if kind == RecordKind::Page {
                 gather.bytes(self.headers.get(begin..end).unwrap_or_default());
-                if !gather.pages(memory, PageRange::starting_at(page, 1)) {
-                    return Err(MigrateError::Source(format!("RAM block {} has no page {page}", memory.name()).into()));
+                let page = PageRange::starting_at(page, 1);
+                if !gather.pages(memory, page) {
+                    return Err(no_such_pages(memory, page));
                 }
                 begin = end;
             }

@@ -13,6 +13,7 @@ use libc::iovec;
 use limosa_memory::faults::{FaultHandler, FaultMode};
 use limosa_memory::populate::{Headroom, Populator};
 use limosa_memory::{GuestMemory, MemoryBlock};
+use limosa_page::scan::{PageKind, Scan};
 use limosa_page::zero::Method;
 use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_stream::command::PageSizes;
@@ -238,7 +239,6 @@ impl Block<'_> {
 
     /// Makes pages zero that may not be: long runs by giving them back, short ones by writing where that is needed.
     fn make_zero(&self, pages: PageRange) -> Result<(), PageError> {
-        let (look, method) = (self.memory.look(), Method::best());
         let mut from = pages.start;
         while let Some(start) = self.written.next_set_in(PageRange::new(from, pages.end)) {
             let behind = pages.split_at(start).1.iter().find(|page| !self.written.get(*page));
@@ -246,8 +246,10 @@ impl Block<'_> {
             if run.len() >= GIVEN_BACK {
                 self.memory.discard(run)?;
             } else {
-                for page in run.iter().filter(|page| look.page_is_zero(method, *page) == Some(false)) {
-                    self.memory.fill_zero(page.offset(), PAGE_SIZE)?;
+                for found in Scan::new(self.memory.look(), run, Method::best()).filter(|run| run.kind == PageKind::Data)
+                {
+                    let bytes = found.pages.bytes();
+                    self.memory.fill_zero(bytes.start, bytes.end - bytes.start)?;
                 }
             }
             self.written.clear_range(run);

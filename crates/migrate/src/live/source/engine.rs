@@ -139,7 +139,8 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.standing.start_logs()?;
         self.progress.enter(Phase::Active);
         let mut convergence = Convergence::new(self.params);
-        let mut records = RecordWriter::new(self.channel, &self.source.start().blocks)?;
+        let records = RecordWriter::new(self.channel, &self.source.start().blocks)?;
+        let mut records = records.looking_by(self.params.zero_method);
         match self.rounds(&mut convergence, &mut records)? {
             End::Stop(rest) => {
                 self.switch_over(rest, &mut convergence, &mut records)?;
@@ -390,9 +391,9 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
             if let Some(track) = track {
                 track.sent(block, &runs);
             }
-            let sent = records.send_memory(block, memory, &runs, zeros, |page| {
+            let sent = records.send_memory(block, memory, &runs, zeros, |run| {
                 if let Some(track) = track {
-                    track.left_out(block, PageRange::starting_at(page, 1));
+                    track.left_out(block, run);
                 }
             })?;
             self.progress.moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
@@ -413,7 +414,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let last = round.kind == RoundKind::Last;
         let zeros = (0..round.pages.len()).map(|block| self.zeros(block, round.kind)).collect();
         // One for the section that the round is.
-        let task = Task { zeros, syncs: 1, limited: !last };
+        let task = Task { zeros, method: self.params.zero_method, syncs: 1, limited: !last };
         let timeout = self.params.timeout.filter(|_| !last);
         let deadline = timeout.and_then(|timeout| self.begun.checked_add(timeout));
         let holes = &round.holes;

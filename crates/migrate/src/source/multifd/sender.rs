@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError};
 use limosa_memory::MemoryBlock;
-use limosa_page::zero::Method;
+use limosa_page::scan::{PageKind, Run};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 
@@ -21,7 +21,7 @@ use super::{Multifd, Task};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 use crate::source::gather::Gather;
-use crate::source::records::{Sent, Zeros};
+use crate::source::records::{Sent, Zeros, no_such_pages};
 use crate::source::windows::WINDOW_PAGES;
 
 /// Runs shorter than this, in pages, are read even where they could go out in place: a call for each costs more than
@@ -131,28 +131,25 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             self.send_open()?;
             self.open = Some(block);
         }
-        let (look, method) = (memory.look(), Method::best());
         let zeros = self.task.zeros.get(block).copied().unwrap_or(Zeros::Told);
         let in_packet = self.shared.tells_in_packet(block);
         let mut left_zero: Vec<PageRange> = Vec::new();
         let mut left_out = 0;
-        for page in runs.iter().flat_map(PageRange::iter) {
-            if zeros == Zeros::Unknown || look.page_is_zero(method, page) != Some(true) {
-                self.normal.push(page.offset());
-            } else if zeros == Zeros::LeftOut {
-                left_out += 1;
-                continue;
-            } else if in_packet {
-                self.zero.push(page.offset());
-            } else {
-                match left_zero.last_mut().filter(|run| run.end == page) {
-                    Some(run) => run.end = page.saturating_add(1),
-                    None => left_zero.push(PageRange::starting_at(page, 1)),
-                }
+        for Run { pages, kind } in zeros.find(memory, runs, self.task.method)? {
+            if kind != PageKind::Data && zeros == Zeros::LeftOut {
+                left_out += pages.len();
                 continue;
             }
-            if self.normal.len() + self.zero.len() == PACKET_PAGES {
-                self.send_gathered(block, memory)?;
+            if kind != PageKind::Data && !in_packet {
+                left_zero.push(pages);
+                continue;
+            }
+            for page in pages.iter() {
+                let list = if kind == PageKind::Data { &mut self.normal } else { &mut self.zero };
+                list.push(page.offset());
+                if self.normal.len() + self.zero.len() == PACKET_PAGES {
+                    self.send_gathered(block, memory)?;
+                }
             }
         }
         self.shared.leave_zero(block, &left_zero);
@@ -180,7 +177,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 run.end = run.end.saturating_add(1);
             }
             if !gather.pages(memory, run) {
-                return Err(MigrateError::Source(format!("RAM block {} has no {run}", memory.name()).into()));
+                return Err(no_such_pages(memory, run));
             }
         }
         let began = Instant::now();
