@@ -118,7 +118,7 @@ impl Lane {
     ) -> Result<()> {
         let mut quiet = self.quiet();
         let mut paid = 0;
-        while let Some(batch) = gather.batch(rate.chunk()) {
+        while let Some(batch) = gather.batch(rate.batch()) {
             // After a partial transfer, what did not go out is paid for already.
             paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
             let moved = self.attempt(transport, &mut quiet, batch.bytes(), || call(&batch))?;

@@ -31,27 +31,51 @@ fn a_blocked_taker_wakes_when_the_rate_is_raised() {
 
 #[test]
 fn puts_never_run_ahead_of_the_limit() {
-    const RATE: u64 = 4 << 20;
+    const RATE: u64 = 32 << 20;
     let (near, far) = UnixStream::pair().unwrap();
     let options = Options { rate: Some(RateLimit::new(rate(RATE))), ..Options::default() };
     let channel = Channel::from_fd_with(near.into(), &options).unwrap();
     let page = [1; 4096];
     let began = Instant::now();
     let drain = thread::spawn(move || std::io::copy(&mut far.take(u64::MAX), &mut std::io::sink()).unwrap());
-    // One slice far above a call's share, and a list.
-    channel.put(&vec![2; 1 << 20]).unwrap();
-    channel.put_vector(&vec![IoSlice::new(&page); 256]).unwrap();
+    // One slice far above a call's share, and a list of several batches.
+    channel.put(&vec![2; 8 << 20]).unwrap();
+    channel.put_vector(&vec![IoSlice::new(&page); 2048]).unwrap();
     let elapsed = began.elapsed().as_nanos();
-    // The last call's share (a twentieth of a second's worth) is paid for only by the next one, and idle time may have
-    // earned a tenth. A slow machine only takes longer, so there is no upper bound here.
+    // The last call's share (a batch of pages at this rate) is paid for only by the next one, and idle time may have
+    // earned a tenth of a second's worth. A slow machine only takes longer, so there is no upper bound here.
     let sent = u128::from(channel.counters().bytes_out);
-    assert_eq!(sent, 2 << 20);
-    let allowed = u128::from(RATE) * elapsed / 1_000_000_000 + u128::from(RATE / 20 + RATE / 10);
+    assert_eq!(sent, 16 << 20);
+    let allowed = u128::from(RATE) * elapsed / 1_000_000_000 + u128::from((512 * (4096 + 128)) + RATE / 10);
     assert!(sent <= allowed, "{sent} bytes in {elapsed} ns, at most {allowed} allowed");
     assert!(channel.counters().throttled_ns > 0);
-    assert!(channel.counters().calls_out >= 10, "in small portions");
+    assert!(channel.counters().calls_out >= 8, "in portions");
     drop(channel);
-    assert_eq!(drain.join().unwrap(), 2 << 20);
+    assert_eq!(drain.join().unwrap(), 16 << 20);
+}
+
+#[test]
+fn a_limit_breaks_no_batch() {
+    // Pages with their headers: as many entries as one call takes.
+    let (header, page) = ([3; 9], [4; 4096]);
+    let batch: Vec<_> = (0..512).flat_map(|_| [IoSlice::new(&header), IoSlice::new(&page)]).collect();
+    for limit in [None, rate(30 << 20), rate(125_000_000)] {
+        let (near, far) = UnixStream::pair().unwrap();
+        let options = Options { rate: Some(RateLimit::new(limit)), ..Options::default() };
+        let channel = Channel::from_fd_with(near.into(), &options).unwrap();
+        let drain = thread::spawn(move || std::io::copy(&mut far.take(u64::MAX), &mut std::io::sink()).unwrap());
+        let began = Instant::now();
+        for _ in 0..3 {
+            channel.put_vector(&batch).unwrap();
+        }
+        let elapsed = began.elapsed().as_nanos();
+        assert_eq!(channel.counters().calls_out, 3, "{limit:?}");
+        // What the first two owe was waited for, but for a tenth of a second's worth.
+        let owed = limit.map_or(0, |limit| 2 * 512 * 4105 * 1_000_000_000 / u128::from(limit.get()));
+        assert!(elapsed + 100_000_000 >= owed, "{limit:?}: {elapsed} ns for {owed}");
+        drop(channel);
+        assert_eq!(drain.join().unwrap(), 3 * 512 * 4105);
+    }
 }
 
 #[test]
@@ -60,7 +84,7 @@ fn a_put_under_way_speeds_up_when_the_limit_is_lifted() {
     let mut far = UnixStream::from(far);
     channel.rate().set(rate(1));
     let limit = channel.rate();
-    let put = thread::spawn(move || channel.put(&vec![3; 1 << 20]));
+    let put = thread::spawn(move || channel.put(&vec![3; 8 << 20]));
     let mut first = [0; 4096];
     far.read_exact(&mut first).unwrap();
     assert!(!put.is_finished());
@@ -68,7 +92,7 @@ fn a_put_under_way_speeds_up_when_the_limit_is_lifted() {
     let mut rest = Vec::new();
     far.read_to_end(&mut rest).unwrap();
     put.join().unwrap().unwrap();
-    assert_eq!(first.len() + rest.len(), 1 << 20);
+    assert_eq!(first.len() + rest.len(), 8 << 20);
 }
 
 #[test]
