@@ -125,6 +125,17 @@ pub enum ZeroCheck {
     Off,
 }
 
+/// How records of pages get from guest memory into the main channel. The bytes are the same; channels beside it always
+/// gather.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Put {
+    /// From where they live: one call sends hundreds of pages, each behind its header.
+    #[default]
+    Gathered,
+    /// Copied into a buffer of 16 KiB, which is written whenever it is full: the plain twin, to compare with.
+    Copied,
+}
+
 /// What becomes of a migration that does not converge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum GiveUp {
@@ -162,6 +173,8 @@ pub struct MigrationParams {
     pub zero_check: ZeroCheck,
     /// How they are looked at: the fastest way that the processor has, if twins are not to be compared.
     pub zero_method: Method,
+    /// How page records are written until the switchover, and in the pause.
+    pub put: Put,
     /// How long it may take until the switchover; `None`: as long as it takes.
     pub timeout: Option<Duration>,
     /// Rounds that may follow each other without the rest getting smaller; `None`: any number.
@@ -187,6 +200,7 @@ impl Default for MigrationParams {
             throttle_trigger_threshold: 50,
             zero_check: ZeroCheck::Always,
             zero_method: Method::best(),
+            put: Put::Gathered,
             timeout: None,
             stalled_rounds: None,
             give_up: GiveUp::Cancel,

@@ -1,5 +1,6 @@
 //! The source role: pages from a [`PageSource`](crate::PageSource) to a destination.
 
+mod copied;
 mod gather;
 pub(crate) mod host_pages;
 pub(crate) mod inbox;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use limosa_memory::BlockOptions;
 use limosa_memory::BlockRole;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, RoundKind};
-use limosa_migrate::live::{MigrationParams, ZeroCheck};
+use limosa_migrate::live::{MigrationParams, Put, ZeroCheck};
 use limosa_migrate::{
     ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions, Progress,
 };
@@ -32,6 +32,8 @@ struct Case {
     pages: [u64; 2],
     /// It goes on in postcopy after so many rounds, or at once.
     postcopy: Option<Option<u32>>,
+    put: Put,
+    packet_pages: usize,
     /// It gets so many bytes a second and so long, and then stops with what is left.
     hurried: Option<(NonZeroU64, Duration)>,
 }
@@ -59,6 +61,8 @@ impl Case {
             private: next(2) == 0,
             machine: machines[usize::try_from(next(4)).unwrap()],
             pages: [1 + next(1200), 1 + next(300)],
+            put: [Put::Gathered, Put::Copied][usize::try_from(next(2)).unwrap()],
+            packet_pages: [1, 3, 64, 128][usize::try_from(next(4)).unwrap()],
             postcopy: None,
             hurried: None,
         }
@@ -89,6 +93,7 @@ impl Case {
         let (control, progress) = (Control::new(), Progress::new());
         let params = MigrationParams {
             zero_check: self.zero_check,
+            put: self.put,
             // In postcopy never reached: what is restless has always written something.
             downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(200) },
             stalled_rounds: Some(6),
@@ -98,7 +103,8 @@ impl Case {
             timeout: self.hurried.map(|(_, time)| time),
             ..MigrationParams::default()
         };
-        let options = MultifdSourceOptions { compression: self.compression, ..MultifdSourceOptions::default() };
+        let (compression, packet_pages) = (self.compression, self.packet_pages);
+        let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
         let (outcome, arrival) = thread::scope(|scope| {
             let receiving = scope.spawn(|| {
                 for channel in &far_beside {

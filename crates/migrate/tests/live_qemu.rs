@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Options, Uri};
 use limosa_memory::BlockOptions;
-use limosa_migrate::live::MigrationParams;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, RoundReport};
+use limosa_migrate::live::{MigrationParams, Put};
 use limosa_migrate::source::postcopy::OpenPreempt;
 use limosa_migrate::{Control, MigrateError, MultifdSourceOptions, Phase, Progress, Stop};
 use limosa_stream::multifd::Compression;
@@ -29,6 +29,8 @@ const SOON: Duration = Duration::from_secs(120);
 struct How {
     channels: u8,
     compression: Compression,
+    packet_pages: usize,
+    put: Put,
     fresh: bool,
     /// In postcopy: at once, or after so many rounds.
     postcopy: Option<Option<u32>>,
@@ -37,8 +39,16 @@ struct How {
     cut: bool,
 }
 
-const PRECOPY: How =
-    How { channels: 0, compression: Compression::None, fresh: true, postcopy: None, preempt: false, cut: false };
+const PRECOPY: How = How {
+    channels: 0,
+    compression: Compression::None,
+    packet_pages: 128,
+    put: Put::Gathered,
+    fresh: true,
+    postcopy: None,
+    preempt: false,
+    cut: false,
+};
 
 fn connect(uri: &Uri) -> Channel {
     Channel::connect(uri, &Options::default()).unwrap()
@@ -83,7 +93,8 @@ fn migrate(how: How) -> Option<LiveStats> {
     source.0.fill(0, |page| page % 7 < 3);
     let (logs, marker) = source.0.restless_logs(2);
     let (control, progress) = (Control::new(), Progress::new());
-    let mut params = MigrationParams { downtime_limit: Duration::from_millis(30), ..MigrationParams::default() };
+    let downtime_limit = Duration::from_millis(30);
+    let mut params = MigrationParams { downtime_limit, put: how.put, ..MigrationParams::default() };
     if how.postcopy.is_some() {
         // Never reached: what is restless has always written something.
         params.downtime_limit = Duration::ZERO;
@@ -107,7 +118,8 @@ fn migrate(how: How) -> Option<LiveStats> {
         }
         source.0.write_on(scope, marker.clone(), 3, Duration::from_micros(40));
         source.0.write_on(scope, marker, 5 << 40, Duration::from_micros(90));
-        let options = MultifdSourceOptions { compression: how.compression, ..MultifdSourceOptions::default() };
+        let How { compression, packet_pages, .. } = how;
+        let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
         let mut role = LiveSource::new(&source, logs, main, &control, &progress, params)
             .fresh(how.fresh)
             .with_channels(beside, options)
@@ -170,6 +182,22 @@ fn a_vm_arrives_over_two_channels_beside_the_main_one() {
         let Some(stats) = migrate(How { channels: 2, compression, fresh, ..PRECOPY }) else { return };
         assert_eq!(stats.channels.len(), 2);
         assert!(stats.channels.iter().all(|channel| channel.bytes_out > 0));
+    }
+}
+
+#[test]
+fn a_vm_arrives_in_packets_of_fewer_pages_and_by_the_plain_twin() {
+    for (channels, packet_pages, put) in [(1, 1, Put::Gathered), (2, 64, Put::Gathered), (0, 128, Put::Copied)] {
+        let Some(stats) = migrate(How { channels, packet_pages, put, ..PRECOPY }) else { return };
+        let contents = stats.sum(|round| round.normal);
+        match channels {
+            // A buffer of 16 KiB has no room for four pages with their headers.
+            0 => assert!(stats.main.calls_out >= contents / 4, "{stats:?}"),
+            _ => {
+                let calls: u64 = stats.channels.iter().map(|channel| channel.calls_out).sum();
+                assert!(calls >= contents / packet_pages as u64, "{calls} calls for {contents} pages");
+            }
+        }
     }
 }
 

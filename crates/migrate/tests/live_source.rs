@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use limosa_memory::dirty::{DirtyLogs, LogError, Writers};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, RoundKind, RoundReport};
-use limosa_migrate::live::{GiveUp, MigrationParams, ZeroCheck};
+use limosa_migrate::live::{GiveUp, LiveVm as _, MigrationParams, Put, ZeroCheck};
 use limosa_migrate::{Control, MigrateError, Progress, Stop};
 use limosa_page::zero::Method;
 use model::live::{Arrived, At, Destination, Does, TestVm};
@@ -134,6 +134,25 @@ fn zero_pages_are_left_out_only_of_fresh_ram_and_only_in_the_first_round() {
         assert_eq!((bulk.zero, bulk.left_out), if fresh { (8, 54) } else { (62, 0) });
         arrived.memory.clear();
     }
+}
+
+#[test]
+fn memory_goes_out_in_whole_batches_with_and_without_a_limit() {
+    let vm = TestVm::new(&[2048]);
+    vm.fill(0, |_| true);
+    let calls = |put, max_bandwidth| {
+        let attempt = Attempt { params: MigrationParams { put, max_bandwidth, ..params() }, ..Attempt::default() };
+        let (outcome, arrived) = attempt.run(&vm);
+        obeys_the_law(&vm, &outcome, &arrived);
+        let LiveOutcome::Completed(stats) = outcome else { panic!("{outcome:?}") };
+        vm.resume().unwrap();
+        stats.main.calls_out
+    };
+    // 512 pages a batch: one call, or 129 buffers of 16 KiB.
+    let free = calls(Put::Gathered, None);
+    assert_eq!(calls(Put::Gathered, NonZeroU64::new(40 << 20)), free);
+    assert_eq!(calls(Put::Copied, None) - free, 4 * 128);
+    assert_eq!(calls(Put::Copied, NonZeroU64::new(40 << 20)) - free, 4 * 128);
 }
 
 #[test]

@@ -141,13 +141,13 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// is said by [`MigrationParams::zero_check`], whatever the options say.
     ///
     /// # Errors
-    /// More than 16 channels, or one whose time-out cannot be set.
+    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set.
     pub fn with_channels(
         mut self,
         channels: Vec<Channel>,
         options: MultifdSourceOptions,
     ) -> Result<Self, MigrateError> {
-        self.beside = multifd::beside(channels, self.params.patience)?;
+        self.beside = multifd::beside(channels, &options, self.params.patience)?;
         self.multifd = options;
         Ok(self)
     }

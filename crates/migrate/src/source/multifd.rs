@@ -21,7 +21,7 @@ use limosa_channel::{Channel, How};
 use limosa_page::zero::Method;
 use limosa_page::{PageBitmap, PageRange};
 use limosa_stream::configuration::MultifdRules;
-use limosa_stream::multifd::Compression;
+use limosa_stream::multifd::{Compression, PACKET_PAGES};
 
 use super::records::{RecordWriter, Sent, Zeros};
 use super::windows::Windows;
@@ -37,10 +37,18 @@ pub const CHANNELS_MAX: usize = 16;
 /// The channels beside the main one, ready to be sent on: a destination may take nothing for `patience`.
 ///
 /// # Errors
-/// More than [`CHANNELS_MAX`], or one whose time-out cannot be set.
-pub(crate) fn beside(channels: Vec<Channel>, patience: Duration) -> Result<Vec<Arc<Channel>>, MigrateError> {
+/// More than [`CHANNELS_MAX`], packets of no page or of more than QEMU takes, or a channel whose time-out cannot be set.
+pub(crate) fn beside(
+    channels: Vec<Channel>,
+    options: &MultifdSourceOptions,
+    patience: Duration,
+) -> Result<Vec<Arc<Channel>>, MigrateError> {
     if channels.len() > CHANNELS_MAX {
         return Err(MigrateError::Protocol(format!("{} channels, of at most {CHANNELS_MAX}", channels.len())));
+    }
+    if !(1..=PACKET_PAGES).contains(&options.packet_pages) {
+        let why = format!("packets of {} pages, of 1 to {PACKET_PAGES}", options.packet_pages);
+        return Err(MigrateError::Protocol(why));
     }
     for channel in &channels {
         channel.set_timeouts(None, Some(patience))?;
@@ -58,6 +66,8 @@ pub struct MultifdSourceOptions {
     /// The destination VM's UUID, which each channel states and the destination compares. `None`: the one that the stream's
     /// configuration has, or zeros.
     pub uuid: Option<[u8; 16]>,
+    /// Pages of a packet, 1 to 128: QEMU takes no more behind one header, which has places for 128 however many there are.
+    pub packet_pages: usize,
     /// Whether to look if stored pages are zero. Then every page is read and looked at; otherwise stored pages of a source
     /// that knows their [place](PageSource::place) are passed on without that.
     pub detect_zero: bool,
@@ -65,7 +75,7 @@ pub struct MultifdSourceOptions {
 
 impl Default for MultifdSourceOptions {
     fn default() -> Self {
-        Self { compression: Compression::None, level: 1, uuid: None, detect_zero: true }
+        Self { compression: Compression::None, level: 1, uuid: None, packet_pages: PACKET_PAGES, detect_zero: true }
     }
 }
 

@@ -1,4 +1,5 @@
-//! Page records of one channel: headers gathered with the pages they announce, in one vectored call.
+//! Page records of one channel: headers gathered with the pages they announce, in one vectored call, or by its [plain
+//! twin](super::copied).
 //!
 //! A channel has a *current block*; a record that stays in it carries no name. Each channel has its own, so each sending
 //! thread has its own [`RecordWriter`].
@@ -13,8 +14,10 @@ use limosa_page::zero::Method;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::ram::{RamBlock, RecordEncoder, RecordKind};
 
+use super::copied::StreamBuffer;
 use super::gather::Gather;
 use crate::error::MigrateError;
+use crate::live::Put;
 
 /// Zero records that go out in one call at most: 9 bytes each, so a few tens of KiB.
 const ZEROS_A_CALL: usize = 4096;
@@ -32,6 +35,8 @@ pub(crate) struct RecordWriter<'a> {
     gather: Gather<'static>,
     /// How guest memory is looked at.
     method: Method,
+    /// For [`Put::Copied`].
+    buffer: Option<StreamBuffer>,
     busy: Duration,
 }
 
@@ -103,6 +108,7 @@ impl<'a> RecordWriter<'a> {
             placed: Vec::new(),
             gather: Gather::default(),
             method: Method::best(),
+            buffer: None,
             busy: Duration::ZERO,
         })
     }
@@ -110,6 +116,15 @@ impl<'a> RecordWriter<'a> {
     /// Looks at guest memory by this method.
     pub(crate) fn looking_by(self, method: Method) -> Self {
         Self { method, ..self }
+    }
+
+    /// Has pages of guest memory go out that way; gathered, if nothing is said.
+    pub(crate) fn with_put(mut self, put: Put) -> Self {
+        self.buffer = match put {
+            Put::Gathered => None,
+            Put::Copied => Some(StreamBuffer::new()),
+        };
+        self
     }
 
     /// Sends a run of pages of one block, `contents` being theirs; those that are not `stored`, which are not looked at, or
@@ -184,25 +199,42 @@ impl<'a> RecordWriter<'a> {
                 self.placed.push((self.headers.len(), kind, page));
             }
         }
+        let mut buffer = self.buffer.take();
+        let put = match &mut buffer {
+            None => self.put_gathered(memory),
+            Some(buffer) => self.put_copied(buffer, memory),
+        };
+        self.buffer = buffer;
+        put.map(|()| sent)
+    }
+
+    /// What was placed, from where it lives: one call.
+    fn put_gathered(&mut self, memory: &MemoryBlock) -> Result<(), MigrateError> {
         let mut gather = std::mem::take(&mut self.gather).emptied();
-        let mut begin = 0;
-        for &(end, kind, page) in &self.placed {
-            if kind == RecordKind::Page {
-                gather.bytes(self.headers.get(begin..end).unwrap_or_default());
-                let page = PageRange::starting_at(page, 1);
-                if !gather.pages(memory, page) {
-                    return Err(no_such_pages(memory, page));
-                }
-                begin = end;
-            }
-        }
-        gather.bytes(self.headers.get(begin..).unwrap_or_default());
+        let last = announce(&self.headers, &self.placed, |headers, page| {
+            gather.bytes(headers);
+            let page = PageRange::starting_at(page, 1);
+            if gather.pages(memory, page) { Ok(()) } else { Err(no_such_pages(memory, page)) }
+        })?;
+        gather.bytes(last);
         let began = Instant::now();
         let put = gather.put(self.channel);
         self.busy += began.elapsed();
         self.gather = gather.emptied();
-        put?;
-        Ok(sent)
+        Ok(put?)
+    }
+
+    /// The same bytes by way of a buffer, which is empty again when this returns: others use the channel, too.
+    fn put_copied(&mut self, buffer: &mut StreamBuffer, memory: &MemoryBlock) -> Result<(), MigrateError> {
+        let began = Instant::now();
+        let last = announce(&self.headers, &self.placed, |headers, page| {
+            buffer.bytes(self.channel, headers)?;
+            buffer.page(self.channel, memory, page)
+        })?;
+        buffer.bytes(self.channel, last)?;
+        buffer.flush(self.channel)?;
+        self.busy += began.elapsed();
+        Ok(())
     }
 
     /// Time in calls of the channel since it was asked for last.
@@ -231,5 +263,115 @@ impl<'a> RecordWriter<'a> {
             }
         }
         Ok(self.put_headers()?)
+    }
+}
+
+/// Tells `with`, in order, of each page with contents among what was placed, and of the headers since the one before it;
+/// returns the headers behind the last one.
+fn announce<'h>(
+    headers: &'h [u8],
+    placed: &[(usize, RecordKind, PageNumber)],
+    mut with: impl FnMut(&'h [u8], PageNumber) -> Result<(), MigrateError>,
+) -> Result<&'h [u8], MigrateError> {
+    let mut begin = 0;
+    for &(end, kind, page) in placed {
+        if kind == RecordKind::Page {
+            with(headers.get(begin..end).unwrap_or_default(), page)?;
+            begin = end;
+        }
+    }
+    Ok(headers.get(begin..).unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Read;
+    use std::os::fd::{AsFd as _, OwnedFd};
+    use std::thread;
+
+    use limosa_channel::{Counters, Listener, Options};
+    use limosa_memory::BlockOptions;
+
+    use super::super::copied::BUFFER_LEN;
+    use super::*;
+
+    /// An end to write to, and what the other end reads.
+    type Ends = (Channel, Box<dyn Read + Send>);
+
+    fn unix() -> Ends {
+        let (near, far) = Channel::pair().unwrap();
+        (near, Box::new(File::from(far)))
+    }
+
+    fn pipe() -> Ends {
+        let (far, near) = std::io::pipe().unwrap();
+        (Channel::from_fd(OwnedFd::from(near)).unwrap(), Box::new(far))
+    }
+
+    fn tcp() -> Ends {
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &Options::default()).unwrap();
+        let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
+        let far = listener.accept(None).unwrap();
+        (near, Box::new(File::from(far.as_fd().try_clone_to_owned().unwrap())))
+    }
+
+    /// A block of which the pages that `filled` says have contents.
+    fn block(pages: u64, filled: impl Fn(u64) -> bool) -> MemoryBlock {
+        let block = BlockOptions::anonymous("ram", pages * 4096).map().unwrap();
+        for page in (0..pages).filter(|page| filled(*page)) {
+            let word = (page + 1).to_le_bytes().repeat(PAGE_LEN / 8);
+            block.write(page * 4096, &word).unwrap();
+        }
+        block
+    }
+
+    /// Sends the runs as they are, one call of the writer each; what came out, and how.
+    fn sent((near, mut far): Ends, put: Put, memory: &MemoryBlock, runs: &[Vec<PageRange>]) -> (Vec<u8>, Counters) {
+        let received = thread::spawn(move || {
+            let mut bytes = Vec::new();
+            far.read_to_end(&mut bytes).map(|_| bytes).unwrap()
+        });
+        let blocks = [RamBlock::new("ram", memory.len())];
+        let mut writer = RecordWriter::new(&near, &blocks).unwrap().with_put(put);
+        for runs in runs {
+            writer.send_memory(0, memory, runs, Zeros::Told, |_| {}).unwrap();
+        }
+        assert!(writer.take_busy() > Duration::ZERO);
+        let counters = near.counters();
+        drop(near);
+        (received.join().unwrap(), counters)
+    }
+
+    #[test]
+    fn both_ways_write_the_same_bytes_over_every_transport() {
+        let run = |start: u64, count| PageRange::starting_at(PageNumber(start), count);
+        let runs = [vec![run(0, 512)], vec![run(512, 3), run(600, 1), run(700, 200)], vec![run(900, 1)], Vec::new()];
+        let contents: [fn(u64) -> bool; 4] = [|_| true, |_| false, |page| page % 2 == 1, |page| page % 97 < 90];
+        for filled in contents {
+            let memory = block(901, filled);
+            for ends in [unix, tcp, pipe] {
+                let (gathered, _) = sent(ends(), Put::Gathered, &memory, &runs);
+                let (copied, _) = sent(ends(), Put::Copied, &memory, &runs);
+                assert!(gathered == copied && !gathered.is_empty());
+                let pages: usize =
+                    runs.iter().flatten().flat_map(PageRange::iter).filter(|page| filled(page.0)).count();
+                assert!(gathered.len() >= pages * PAGE_LEN + 717 * 8, "{pages} pages, {} bytes", gathered.len());
+            }
+        }
+    }
+
+    #[test]
+    fn a_batch_is_one_call_and_its_twin_one_for_each_buffer() {
+        let memory = block(1024, |_| true);
+        let runs = [0, 512].map(|start| vec![PageRange::starting_at(PageNumber(start), 512)]);
+        for ends in [unix, tcp] {
+            let (bytes, gathered) = sent(ends(), Put::Gathered, &memory, &runs);
+            let (_, copied) = sent(ends(), Put::Copied, &memory, &runs);
+            assert_eq!(gathered.calls_out, 2);
+            // What a batch leaves in the buffer goes out with it.
+            let buffers = (bytes.len() / 2).div_ceil(BUFFER_LEN) * 2;
+            assert_eq!((copied.calls_out, buffers), (buffers as u64, 258));
+        }
     }
 }

@@ -56,28 +56,30 @@ impl Windows {
         }
     }
 
-    /// As [`claim`](Self::claim), and the windows behind it in the same block as long as they are fewer than `at_least` pages
-    /// together: for memory of which little is to be sent.
-    pub(crate) fn claim_more(&self, runs: &mut Vec<PageRange>, at_least: u64) -> Option<usize> {
-        let block = self.claim(runs)?;
-        let mut found: u64 = runs.iter().map(PageRange::len).sum();
-        while found < at_least {
-            let mut state = self.lock();
-            let Some(first) =
-                state.pages.get(block).filter(|_| state.block == block).and_then(|pages| pages.next_set(state.page))
-            else {
-                break;
-            };
-            let end = PageNumber((first.0 / WINDOW_PAGES).saturating_add(1).saturating_mul(WINDOW_PAGES));
-            state.page = end;
-            let pages = Arc::clone(&state.pages);
-            drop(state);
-            for run in pages.get(block)?.runs_in(PageRange::new(first, end)) {
-                found += run.len();
-                runs.push(run);
+    /// The next pages of one block, `most` at most, as `runs`, and their block: for a single sender, which needs no windows.
+    /// `None` when all were handed out.
+    pub(crate) fn claim_pages(&self, runs: &mut Vec<PageRange>, most: u64) -> Option<usize> {
+        runs.clear();
+        let mut state = self.lock();
+        let pages = Arc::clone(&state.pages);
+        loop {
+            let (block, from) = (state.block, state.page);
+            let bitmap = pages.get(block)?;
+            let mut room = most;
+            for run in bitmap.runs_in(PageRange::new(from, PageNumber(bitmap.len()))) {
+                let (now, _) = run.split_at(run.start.saturating_add(room));
+                runs.push(now);
+                state.page = now.end;
+                room -= now.len();
+                if room == 0 {
+                    break;
+                }
             }
+            if !runs.is_empty() {
+                return Some(block);
+            }
+            (state.block, state.page) = (block + 1, PageNumber(0));
         }
-        Some(block)
     }
 
     /// Stops handing out: what was not handed out, one bitmap a block.
@@ -142,30 +144,39 @@ mod tests {
     }
 
     #[test]
-    fn windows_with_little_in_them_are_handed_out_together() {
-        let windows = Windows::new(vec![bitmap(100_000, |page| page % 100 == 0), bitmap(300, |_| true)]);
-        let (mut runs, mut claims, mut pages) = (Vec::new(), Vec::new(), 0);
-        while let Some(block) = windows.claim_more(&mut runs, 256) {
-            claims.push((block, runs.len()));
-            pages += runs.iter().map(PageRange::len).sum::<u64>();
+    fn a_single_sender_gets_as_many_pages_at_a_time_as_it_takes_wherever_they_lie() {
+        let all = vec![bitmap(0, |_| true), bitmap(100_000, |page| page % 100 == 0), bitmap(1300, |page| page != 700)];
+        let windows = Windows::new(all.clone());
+        let (mut runs, mut claims) = (Vec::new(), Vec::new());
+        let mut found: Vec<_> = all.iter().map(|bitmap| PageBitmap::new(bitmap.len())).collect();
+        while let Some(block) = windows.claim_pages(&mut runs, 512) {
+            claims.push((block, runs.iter().map(PageRange::len).sum::<u64>()));
+            for page in runs.iter().flat_map(PageRange::iter) {
+                assert!(!found[block].set(page), "page {page} of block {block} twice");
+            }
         }
-        assert_eq!(pages, 1300);
-        assert_eq!(claims.iter().filter(|(block, _)| *block == 0).count(), 4, "{claims:?}");
-        assert_eq!(claims[4..], [(1, 1), (1, 1)]);
+        assert_eq!(claims, [(1, 512), (1, 488), (2, 512), (2, 512), (2, 275)]);
+        assert!(found == all);
     }
 
     #[test]
     fn what_was_handed_out_and_what_is_left_are_together_all_of_it() {
-        for claims in [0, 1, 5, 39, 40, 41, 42, 100] {
+        for (claims, most) in
+            [0, 1, 5, 39, 40, 41, 42, 100].into_iter().flat_map(|claims| [(claims, None), (claims, Some(300))])
+        {
             let windows = Windows::new(blocks());
             let mut found: Vec<_> = blocks().iter().map(|bitmap| PageBitmap::new(bitmap.len())).collect();
             let mut runs = Vec::new();
+            let claim = |runs: &mut _| match most {
+                None => windows.claim(runs),
+                Some(most) => windows.claim_pages(runs, most),
+            };
             for _ in 0..claims {
-                let Some(block) = windows.claim(&mut runs) else { break };
+                let Some(block) = claim(&mut runs) else { break };
                 runs.iter().for_each(|run| found[block].set_range(*run));
             }
             let rest = windows.take_rest();
-            assert_eq!(windows.claim(&mut runs), None);
+            assert_eq!(claim(&mut runs), None);
             for (block, (found, rest)) in found.iter_mut().zip(&rest).enumerate() {
                 assert!(rest.runs().all(|run| found.count_in(run) == 0), "block {block} after {claims}");
                 found.union_with(rest);

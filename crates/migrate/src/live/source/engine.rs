@@ -31,9 +31,9 @@ use crate::source::windows::Windows;
 /// Zero pages that are told between two looks at whether that is still wanted.
 const HOLES_A_CHECK: u64 = 1 << 16;
 
-/// Pages that go out in one call, if there are so many: with their headers about as many entries as the kernel takes at a
-/// time, 1024.
-const PAGES_A_CALL: u64 = 256;
+/// Pages that go out in one call, if there are so many: each with its header, as many entries as the kernel takes at a time,
+/// 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
+const PAGES_A_CALL: u64 = 512;
 
 /// The longest sleep for a limited rate: what else ends a round is looked at in between.
 const RATE_TICK: Duration = Duration::from_millis(20);
@@ -140,7 +140,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.progress.enter(Phase::Active);
         let mut convergence = Convergence::new(self.params);
         let records = RecordWriter::new(self.channel, &self.source.start().blocks)?;
-        let mut records = records.looking_by(self.params.zero_method);
+        let mut records = records.looking_by(self.params.zero_method).with_put(self.params.put);
         match self.rounds(&mut convergence, &mut records)? {
             End::Stop(rest) => {
                 self.switch_over(rest, &mut convergence, &mut records)?;
@@ -382,7 +382,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                 waited += began.elapsed();
                 continue;
             }
-            let Some(block) = windows.claim_more(&mut runs, PAGES_A_CALL) else { break };
+            let Some(block) = windows.claim_pages(&mut runs, PAGES_A_CALL) else { break };
             if !last {
                 self.control.rate().spend(runs.iter().map(PageRange::len).sum::<u64>().saturating_mul(PAGE_SIZE));
             }

@@ -147,7 +147,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             for page in pages.iter() {
                 let list = if kind == PageKind::Data { &mut self.normal } else { &mut self.zero };
                 list.push(page.offset());
-                if self.normal.len() + self.zero.len() == PACKET_PAGES {
+                if self.normal.len() + self.zero.len() == self.shared.options.packet_pages {
                     self.send_gathered(block, memory)?;
                 }
             }
@@ -195,7 +195,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     fn send_in_place(&mut self, block: usize, runs: &[PageRange]) -> Result<(), MigrateError> {
         self.make_room();
         let mut packet = Vec::new();
-        let mut room = PACKET_PAGES as u64;
+        let most = self.shared.options.packet_pages as u64;
+        let mut room = most;
         for run in runs {
             let mut rest = *run;
             while !rest.is_empty() {
@@ -206,7 +207,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 if room == 0 {
                     self.send_packet_in_place(block, &packet)?;
                     packet.clear();
-                    room = PACKET_PAGES as u64;
+                    room = most;
                 }
             }
         }
@@ -263,7 +264,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let pages: Vec<PageNumber> = runs.iter().flat_map(PageRange::iter).collect();
         let buffer = std::mem::take(&mut self.buffer);
         let contents = buffer.get(..filled).unwrap_or_default();
-        for (pages, contents) in pages.chunks(PACKET_PAGES).zip(contents.chunks(PACKET_PAGES * PAGE_LEN)) {
+        let most = self.shared.options.packet_pages;
+        for (pages, contents) in pages.chunks(most).zip(contents.chunks(most * PAGE_LEN)) {
             self.send_packet(block, pages, contents)?;
         }
         self.buffer = buffer;
