@@ -18,6 +18,7 @@
 //! # anyhow::Ok(())
 //! ```
 
+mod caches;
 mod content;
 mod cow;
 pub mod frame;
@@ -26,6 +27,7 @@ mod landing;
 mod limosa;
 pub mod machine;
 pub mod measure;
+mod namespaces;
 mod process;
 mod qmp;
 mod raw;

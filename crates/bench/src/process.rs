@@ -7,8 +7,16 @@ use std::os::fd::BorrowedFd;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 
 use anyhow::{Context, Result};
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::raw;
+
+/// The first core that this process may run on.
+pub(crate) fn first_core() -> Result<usize> {
+    let cores = sched_getaffinity(None).context("sched_getaffinity")?;
+    (0..CpuSet::MAX_CPU).find(|core| cores.is_set(*core)).context("a process without a core")
+}
 
 /// A child process, killed and waited for when dropped.
 #[derive(Debug)]
@@ -27,6 +35,17 @@ impl Process {
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Has it, and the threads that it starts from now on, run on one core, or wherever this process may.
+    pub(crate) fn pin(&self, core: Option<usize>) -> Result<()> {
+        let mut cores = sched_getaffinity(None).context("sched_getaffinity")?;
+        if let Some(core) = core {
+            cores = CpuSet::new();
+            cores.set(core);
+        }
+        let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw);
+        sched_setaffinity(pid, &cores).context("sched_setaffinity")
     }
 
     /// The pipes to its standard input and from its standard output, if it has such; once.

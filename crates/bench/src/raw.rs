@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::ptr::NonNull;
@@ -21,6 +21,8 @@ pub(crate) struct Mapping {
 
 // SAFETY: the mapping is owned by this value alone; access follows the borrow of the value.
 unsafe impl Send for Mapping {}
+// SAFETY: through a shared borrow it is only read.
+unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Private memory with huge pages where the kernel has them.
@@ -127,6 +129,28 @@ pub(crate) fn bind_child(command: &mut Command, hand: Option<BorrowedFd<'_>>) {
     // SAFETY: between fork and exec only async-signal-safe calls are allowed: these are plain system calls, and nothing is
     // allocated, also not for the errors.
     unsafe { command.pre_exec(prepare) };
+}
+
+/// Has the child of `command` live in the network namespace behind a descriptor.
+pub(crate) fn enter_network(command: &mut Command, namespace: OwnedFd) {
+    let enter = move || {
+        // SAFETY: setns(2) takes numbers; the child has one thread, whose namespace this changes.
+        if unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    };
+    // SAFETY: as in `bind_child`.
+    unsafe { command.pre_exec(enter) };
+}
+
+/// Moves the calling thread, and it alone, into a new network namespace.
+pub(crate) fn leave_network() -> io::Result<()> {
+    // SAFETY: unshare(2) takes a number; a network namespace is nothing that other code of this thread relies on in memory.
+    if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 /// CPU time, user and system, of all children that have ended and been waited for.

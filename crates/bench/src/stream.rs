@@ -7,9 +7,15 @@
 //! the source has been told so.
 
 mod ends;
+mod headers;
 mod log;
+mod neighbour;
+mod plain;
 mod qemu;
+mod records;
 mod sparse;
+mod stage;
+mod vectors;
 
 use std::cell::RefCell;
 
@@ -17,7 +23,7 @@ use anyhow::{Result, ensure};
 
 pub use ends::serve as serve_end;
 
-use self::ends::Source;
+use self::ends::{Source, Way};
 use crate::Options;
 use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, Series, interleave};
@@ -68,9 +74,29 @@ fn case(memory: u64, transport: Transport) -> String {
     format!("{} over {}", words(memory), transport.name())
 }
 
-fn variant(limosa: bool, channels: u8) -> String {
-    let who = if limosa { "limosa" } else { "QEMU" };
-    if channels == 1 { format!("{who}, 1 channel") } else { format!("{who}, {channels} channels") }
+/// Who sends and receives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pair {
+    Limosa,
+    Qemu,
+    /// Nobody: write and read calls.
+    Plain,
+}
+
+impl Pair {
+    fn variant(self, channels: u8) -> String {
+        let who = match self {
+            Self::Limosa => "limosa",
+            Self::Qemu => "QEMU",
+            Self::Plain => return format!("write and read, {channels} connections"),
+        };
+        if channels == 1 { format!("{who}, 1 channel") } else { format!("{who}, {channels} channels") }
+    }
+
+    /// Whether it takes part with so many channels.
+    fn has(self, channels: u8) -> bool {
+        self != Self::Plain || usize::from(channels) == plain::CONNECTIONS
+    }
 }
 
 /// Runs the bench.
@@ -80,8 +106,10 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let qemu = options.against_qemu.then(|| machine.qemu.clone()).flatten();
     let full = full_rounds(options, memory, qemu.is_some())?;
     let sparse = sparse::rounds(options, memory)?;
+    let vectors = vectors::Vectors::new(options);
+    let records = vectors.rounds(options)?;
     let log = log::rounds(options)?;
-    let all: Vec<Series> = full.into_iter().chain(sparse).chain(log).collect();
+    let all: Vec<Series> = full.into_iter().chain(sparse).chain(records).chain(log).collect();
     ensure!(!all.is_empty(), "no contestant has {:?} in its name", options.only);
     let why = match (options.against_qemu, &qemu) {
         (false, _) => "QEMU was not asked for (--against qemu)",
@@ -91,6 +119,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("stream", machine, options.rounds, &all);
     judge(&mut report, &all, memory, why);
     sparse::judge(&mut report, &all, memory);
+    vectors.judge(&mut report, &all);
     log::judge(&mut report, &all);
     Ok(report)
 }
@@ -100,9 +129,10 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Se
     let mut cells = Vec::new();
     for transport in Transport::ALL {
         for channels in CHANNELS {
-            for limosa in [true, false] {
-                if (limosa || with_qemu) && options.wants(&case(memory, transport), &variant(limosa, channels)) {
-                    cells.push((transport, channels, limosa));
+            for pair in [Pair::Limosa, Pair::Plain, Pair::Qemu].into_iter().filter(|pair| pair.has(channels)) {
+                let takes_part = pair != Pair::Qemu || with_qemu;
+                if takes_part && options.wants(&case(memory, transport), &pair.variant(channels)) {
+                    cells.push((transport, channels, pair));
                 }
             }
         }
@@ -112,20 +142,23 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Se
     }
     options.tell("filling the memory that is sent");
     let content = random_memory(memory)?;
-    let limosa = cells.iter().any(|(_, _, limosa)| *limosa);
-    let limosa = limosa.then(|| Source::start(options, &content, memory)).transpose()?.map(RefCell::new);
-    let qemu = cells.iter().any(|(_, _, limosa)| !limosa);
-    let qemu = qemu.then(|| Vm::start(&options.qemu, memory, Ram::Shared(&content), Role::Source));
+    let any = |wanted| cells.iter().any(|(_, _, pair)| *pair == wanted);
+    let limosa = any(Pair::Limosa).then(|| Source::start(options, &content, memory, None));
+    let limosa = limosa.transpose()?.map(RefCell::new);
+    let plain = any(Pair::Plain).then(|| Source::start_plain(options, &content, memory));
+    let plain = plain.transpose()?.map(RefCell::new);
+    let qemu = any(Pair::Qemu).then(|| Vm::start(&options.qemu, memory, Ram::Shared(&content), Role::Source));
     let qemu = qemu.transpose()?.map(RefCell::new);
     let frame = Frame { touch: options.touch.unwrap_or(memory) };
     let mut contestants = Vec::new();
-    for (transport, channels, by_limosa) in cells {
-        let (case, variant) = (case(memory, transport), variant(by_limosa, channels));
-        let run: crate::frame::Run<'_> = match (by_limosa, &limosa, &qemu) {
-            (true, Some(source), _) => {
-                Box::new(move |_| source.borrow_mut().send(options, transport, channels, &frame))
+    for (transport, channels, pair) in cells {
+        let (case, variant) = (case(memory, transport), pair.variant(channels));
+        let source = if pair == Pair::Plain { &plain } else { &limosa };
+        let run: crate::frame::Run<'_> = match (pair, source, &qemu) {
+            (Pair::Limosa | Pair::Plain, Some(source), _) => {
+                Box::new(move |_| source.borrow_mut().send(options, transport, Way::beside(channels), || frame.touch()))
             }
-            (false, _, Some(source)) => {
+            (Pair::Qemu, _, Some(source)) => {
                 Box::new(move |_| qemu::run(options, memory, source, transport, channels, &frame))
             }
             _ => continue,
@@ -139,8 +172,8 @@ fn judge(report: &mut Report, all: &[Series], memory: u64, why: &str) {
     for transport in Transport::ALL {
         let case = case(memory, transport);
         for channels in CHANNELS {
-            let [limosa, qemu] = [true, false].map(|limosa| variant(limosa, channels));
-            for (figure, most) in [("wall", Some(0.9)), ("cpu", Some(0.8)), (SENDER, None), (RECEIVER, None)] {
+            let [limosa, qemu] = [Pair::Limosa, Pair::Qemu].map(|pair| pair.variant(channels));
+            for (figure, most) in [("wall", Some(0.8)), ("cpu", Some(0.7)), (SENDER, None), (RECEIVER, None)] {
                 let found = ratio(all, &case, &limosa, &qemu, figure);
                 if let Some(most) = most.filter(|_| transport == Transport::Tcp && channels == 2) {
                     let name = format!("{case}: {figure} of {limosa} / {qemu}");
@@ -148,6 +181,16 @@ fn judge(report: &mut Report, all: &[Series], memory: u64, why: &str) {
                     report.targets.push(Target::new(name, Bound::AtMost(most), got, why));
                 }
                 report.ratios.extend(found);
+            }
+            if Pair::Plain.has(channels) {
+                let plain = Pair::Plain.variant(channels);
+                // How fast limosa is for how fast they are: the times the other way round.
+                let found = ratio(all, &case, &plain, &limosa, "wall");
+                let got = found.as_ref().map(|ratio| ratio.median);
+                let name = format!("{case}: speed of {limosa} / {plain}");
+                report.targets.push(Target::new(name, Bound::AtLeast(0.9), got, NOT_RUN));
+                report.ratios.extend(found);
+                report.ratios.extend(ratio(all, &case, &limosa, &plain, "cpu"));
             }
         }
     }

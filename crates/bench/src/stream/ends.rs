@@ -5,30 +5,35 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri};
 use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, VmError};
+use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, Put, VmError};
 use limosa_migrate::{
     ArrivalOutcome, Control, Gathering, GatheringOptions, LiveDestination, LiveDestinationOptions, MultifdOptions,
     MultifdSourceOptions, Progress,
 };
+use limosa_page::PAGE_SIZE;
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 use serde::{Deserialize, Serialize};
 
-use super::{PER_PAGE, RECEIVER, SENDER, Transport};
+use super::{PER_PAGE, RECEIVER, SENDER, Transport, neighbour, plain};
 use crate::Options;
-use crate::frame::Frame;
 use crate::measure::{Measured, Stopwatch, millis, own_cpu, process_cpu};
+use crate::namespaces::{Cable, End};
 use crate::process::Process;
+use crate::raw::Mapping;
 use crate::scratch::Scratch;
 
 /// What the only block is called.
@@ -41,29 +46,53 @@ const LIMIT: Duration = Duration::from_secs(120);
 #[derive(Debug, Serialize, Deserialize)]
 enum Setup {
     /// Map so many bytes of the file behind this descriptor, and send them wherever the lines that follow say.
-    Source { file: String, memory: u64 },
+    Source { file: String, memory: u64, plain: bool },
     /// Receive so many bytes, once.
-    Destination { memory: u64, uri: String, channels: u8 },
+    Destination { memory: u64, uri: String, channels: u8, plain: bool },
+    /// Live in the cache of a core from one line to the next.
+    Neighbour,
 }
 
 /// A line that tells a source where to.
 #[derive(Debug, Serialize, Deserialize)]
 struct Send {
     uri: String,
-    channels: u8,
+    way: Way,
+}
+
+/// How memory is sent. By default as records on the main channel, gathered and without a limit.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub(super) struct Way {
+    /// Channels beside the main one.
+    pub(super) channels: u8,
+    /// Pages of a packet there; `None`: as many as it takes.
+    pub(super) packet_pages: Option<usize>,
+    /// Whether records are copied into a buffer, and not gathered.
+    pub(super) copied: bool,
+    /// Bytes a second.
+    pub(super) max_bandwidth: Option<NonZeroU64>,
+}
+
+impl Way {
+    /// In packets on so many channels beside the main one.
+    pub(super) fn beside(channels: u8) -> Self {
+        Self { channels, ..Self::default() }
+    }
 }
 
 /// What a process answers.
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
-    /// The source has its memory.
+    /// The source, or the neighbour, has its memory.
     Ready,
     /// The destination can be reached there.
     Listening(String),
     /// The destination has all, and its VM runs. Nanoseconds of its CPU since it listened.
     Running { cpu: u64 },
     /// The source has been told so. Nanoseconds of its CPU since it was told to send.
-    Sent { pages: u64, calls: u64, bytes: u64, cpu: u64 },
+    Sent { pages: u64, zeros: u64, calls: u64, bytes: u64, cpu: u64 },
+    /// How far the neighbour has come, and nanoseconds of its CPU.
+    Chased { steps: u64, cpu: u64 },
 }
 
 /// A child process that is spoken to.
@@ -75,9 +104,12 @@ struct Child {
 }
 
 impl Child {
-    fn start(options: &Options, setup: &Setup, file: Option<&File>) -> Result<Self> {
+    fn start(options: &Options, setup: &Setup, file: Option<&File>, at: Option<(&Cable, End)>) -> Result<Self> {
         let mut command = Command::new(options.limosa.as_deref().unwrap_or(Path::new("/proc/self/exe")));
         command.args(["bench", super::END]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        if let Some((cable, end)) = at {
+            cable.plug(end, &mut command)?;
+        }
         let mut process = Process::start(command, file.map(AsFd::as_fd))?;
         let (to, from) = process.pipes().context("the pipes of a child")?;
         let mut child = Self { process, to, from: BufReader::new(from) };
@@ -101,42 +133,67 @@ impl Child {
 
 /// The sending process.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct Source<'c> {
     child: Child,
     memory: u64,
+    /// The network that it and whoever receives from it are in, if it is not the machine's own.
+    cable: Option<&'c Cable>,
+    /// Whether both are [no more than calls](plain).
+    plain: bool,
 }
 
-impl Source {
-    /// A process that maps the first `memory` bytes of `content`.
-    pub(super) fn start(options: &Options, content: &File, memory: u64) -> Result<Self> {
-        let file = format!("/proc/self/fd/{}", content.as_fd().as_raw_fd());
-        let mut child = Child::start(options, &Setup::Source { file, memory }, Some(content))?;
-        let Answer::Ready = child.answer()? else { bail!("the source is not ready") };
-        Ok(Self { child, memory })
+impl<'c> Source<'c> {
+    /// A process that maps the first `memory` bytes of `content`, at the near end of `cable` if there is one.
+    pub(super) fn start(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
+        Self::start_as(options, content, memory, cable, false)
     }
 
-    /// Sends it once, to a fresh process.
+    /// The same without limosa: its way is plain write calls.
+    pub(super) fn start_plain(options: &Options, content: &File, memory: u64) -> Result<Self> {
+        Self::start_as(options, content, memory, None, true)
+    }
+
+    fn start_as(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>, plain: bool) -> Result<Self> {
+        let file = format!("/proc/self/fd/{}", content.as_fd().as_raw_fd());
+        let at = cable.map(|cable| (cable, End::Near));
+        let mut child = Child::start(options, &Setup::Source { file, memory, plain }, Some(content), at)?;
+        let Answer::Ready = child.answer()? else { bail!("the source is not ready") };
+        Ok(Self { child, memory, cable, plain })
+    }
+
+    /// Has it run on one core, or on all.
+    pub(super) fn pin(&self, core: Option<usize>) -> Result<()> {
+        self.child.process.pin(core)
+    }
+
+    /// Sends it once, to a fresh process. `ready` is called right before the clock starts.
     pub(super) fn send(
         &mut self,
         options: &Options,
         transport: Transport,
-        channels: u8,
-        frame: &Frame,
+        way: Way,
+        ready: impl FnOnce() -> Result<()>,
     ) -> Result<Measured> {
         let folder = Scratch::new_in(&std::env::temp_dir())?;
-        let uri = match transport {
-            Transport::Tcp => "tcp:127.0.0.1:0".to_owned(),
-            Transport::Unix => format!("unix:{}", folder.path().join("incoming").display()),
+        let uri = match (transport, self.cable) {
+            (Transport::Tcp, None) => "tcp:127.0.0.1:0".to_owned(),
+            (Transport::Tcp, Some(_)) => format!("tcp:{}:0", End::Far.address()),
+            (Transport::Unix, _) => format!("unix:{}", folder.path().join("incoming").display()),
         };
-        let mut destination = Child::start(options, &Setup::Destination { memory: self.memory, uri, channels }, None)?;
+        let (memory, plain, channels) = (self.memory, self.plain, way.channels);
+        let setup = Setup::Destination { memory, uri, channels, plain };
+        let at = self.cable.map(|cable| (cable, End::Far));
+        let mut destination = Child::start(options, &setup, None, at)?;
         let Answer::Listening(uri) = destination.answer()? else { bail!("the destination does not listen") };
-        frame.touch()?;
+        ready()?;
         let (sender, receiver) = (self.child.process.pid(), destination.process.pid());
         let all = Stopwatch::start(&[sender, receiver])?;
         let before = [process_cpu(sender)?, process_cpu(receiver)?];
         let begun = Instant::now();
-        self.child.tell(&Send { uri, channels })?;
-        let Answer::Sent { pages, calls, bytes, cpu } = self.child.answer()? else { bail!("the source has not sent") };
+        self.child.tell(&Send { uri, way })?;
+        let Answer::Sent { pages, zeros, calls, bytes, cpu } = self.child.answer()? else {
+            bail!("the source has not sent")
+        };
         let Answer::Running { cpu: received } = destination.answer()? else { bail!("the destination does not run") };
         let wall = begun.elapsed();
         let after = [process_cpu(sender)?, process_cpu(receiver)?];
@@ -146,12 +203,41 @@ impl Source {
             .with(RECEIVER, millis(after[1].saturating_sub(before[1])))
             .with(PER_PAGE, (cpu + received) / pages.max(1))
             .with("pages", pages)
+            .with("zero_pages", zeros)
             .with("writes", calls)
             .with("bytes", bytes))
     }
 }
 
-/// What the hidden command does: one of the two processes.
+/// A process that only uses its core's cache.
+#[derive(Debug)]
+pub(super) struct Neighbour {
+    child: Child,
+}
+
+impl Neighbour {
+    /// Starts it on a core, where it stays.
+    pub(super) fn start(options: &Options, core: usize) -> Result<Self> {
+        let mut child = Child::start(options, &Setup::Neighbour, None, None)?;
+        let Answer::Ready = child.answer()? else { bail!("the neighbour is not ready") };
+        child.process.pin(Some(core))?;
+        Ok(Self { child })
+    }
+
+    /// Has it begin.
+    pub(super) fn begin(&mut self) -> Result<()> {
+        self.child.tell(&"begin")
+    }
+
+    /// Has it stop: how far it has come, and its CPU time.
+    pub(super) fn end(&mut self) -> Result<(u64, Duration)> {
+        self.child.tell(&"end")?;
+        let Answer::Chased { steps, cpu } = self.child.answer()? else { bail!("the neighbour has not run") };
+        Ok((steps, Duration::from_nanos(cpu)))
+    }
+}
+
+/// What the hidden command does: one of the processes.
 ///
 /// # Errors
 /// Whatever fails; the bench is told by the end of its output.
@@ -160,22 +246,73 @@ pub fn serve() -> Result<()> {
     let mut next = || lines.next().transpose().context("standard input");
     let setup = next()?.context("no setup on standard input: this command is a part of limosa bench stream")?;
     match serde_json::from_str(&setup).context("the setup on standard input")? {
-        Setup::Source { file, memory } => {
-            let file = File::options().read(true).write(true).open(&file).with_context(|| file.clone())?;
-            let vm = Still::new(BlockOptions::file(RAM, memory, file.into(), 0))?;
+        Setup::Source { file, memory, plain: true } => {
+            let memory = plain::mapped(&open(&file)?, memory)?;
+            send_over_and_over(next, |to| send_plainly(&memory, to))
+        }
+        Setup::Source { file, memory, plain: false } => {
+            let vm = Still::new(BlockOptions::file(RAM, memory, open(&file)?.into(), 0))?;
+            send_over_and_over(next, |to| vm.send(to))
+        }
+        // What it has stays until it has been measured.
+        Setup::Destination { memory, uri, plain: true, .. } => {
+            let _memory = receive_plainly(&uri.parse()?, memory)?;
+            next().map(drop)
+        }
+        Setup::Destination { memory, uri, channels, plain: false } => {
+            let vm = Still::new(BlockOptions::anonymous(RAM, memory))?;
+            vm.receive(&uri.parse()?, channels)?;
+            next().map(drop)
+        }
+        Setup::Neighbour => {
+            let chain = neighbour::chain()?;
             say(&Answer::Ready)?;
-            while let Some(line) = next()? {
-                vm.send(&serde_json::from_str(&line).context("a line on standard input")?)?;
+            while next()?.is_some() {
+                let over = AtomicBool::new(false);
+                let chased = thread::scope(|scope| {
+                    let chasing = scope.spawn(|| neighbour::chase(&chain, &over));
+                    let ended = next();
+                    over.store(true, Ordering::Relaxed);
+                    chasing.join().map(|chased| ended.map(|_| chased))
+                });
+                let (steps, cpu) = chased.map_err(|_| anyhow!("the neighbour panicked"))??;
+                say(&Answer::Chased { steps, cpu: nanoseconds(cpu) })?;
             }
             Ok(())
         }
-        Setup::Destination { memory, uri, channels } => {
-            let vm = Still::new(BlockOptions::anonymous(RAM, memory))?;
-            vm.receive(&uri.parse()?, channels)?;
-            // What it has stays until it has been measured.
-            next().map(drop)
-        }
     }
+}
+
+fn open(file: &str) -> Result<File> {
+    File::options().read(true).write(true).open(file).with_context(|| file.to_owned())
+}
+
+fn send_over_and_over(
+    mut next: impl FnMut() -> Result<Option<String>>,
+    send: impl Fn(&Send) -> Result<()>,
+) -> Result<()> {
+    say(&Answer::Ready)?;
+    while let Some(line) = next()? {
+        send(&serde_json::from_str(&line).context("a line on standard input")?)?;
+    }
+    Ok(())
+}
+
+fn send_plainly(memory: &Mapping, to: &Send) -> Result<()> {
+    let before = own_cpu();
+    let calls = plain::send(memory, &plain::connect(&to.uri.parse()?)?)?;
+    let bytes = memory.bytes().len() as u64;
+    let cpu = nanoseconds(own_cpu().saturating_sub(before));
+    say(&Answer::Sent { pages: bytes / PAGE_SIZE, zeros: 0, calls, bytes, cpu })
+}
+
+fn receive_plainly(uri: &Uri, memory: u64) -> Result<Mapping> {
+    let listener = Listener::bind(uri, &ChannelOptions::default())?;
+    say(&Answer::Listening(listener.local_uri().to_string()))?;
+    let before = own_cpu();
+    let memory = plain::receive(&listener, memory)?;
+    say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) })?;
+    Ok(memory)
 }
 
 fn nanoseconds(time: Duration) -> u64 {
@@ -204,15 +341,21 @@ impl Still {
         let uri: Uri = to.uri.parse()?;
         let connect = || Channel::connect(&uri, &ChannelOptions::default());
         let logs = DirtyLogs::new(Writers::NONE, Vec::new())?;
-        let source = LiveSource::new(self, logs, connect()?, &control, &progress, MigrationParams::default());
-        let channels = (0..to.channels).map(|_| connect()).collect::<Result<Vec<_>, _>>()?;
-        let source = source.fresh(true).with_channels(channels, MultifdSourceOptions::default())?;
+        let Way { channels, packet_pages, copied, max_bandwidth } = to.way;
+        let put = if copied { Put::Copied } else { Put::Gathered };
+        let params = MigrationParams { put, max_bandwidth, ..MigrationParams::default() };
+        let source = LiveSource::new(self, logs, connect()?, &control, &progress, params);
+        let channels = (0..channels).map(|_| connect()).collect::<Result<Vec<_>, _>>()?;
+        let multifd = MultifdSourceOptions::default();
+        let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
+        let source = source.fresh(true).with_channels(channels, multifd)?;
         match source.run() {
             LiveOutcome::Completed(stats) => {
                 let all: Counters = stats.channels.iter().copied().chain([stats.main]).sum();
                 let pages = stats.sum(|round| round.normal);
+                let zeros = stats.sum(|round| round.zero + round.left_out);
                 let cpu = nanoseconds(own_cpu().saturating_sub(before));
-                say(&Answer::Sent { pages, calls: all.calls_out, bytes: all.bytes_out, cpu })
+                say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu })
             }
             other => bail!("{other:?}"),
         }

@@ -1,0 +1,98 @@
+//! The cells about vectors, and the memory that each group of them sends.
+
+use std::cell::RefCell;
+use std::fs::File;
+
+use anyhow::{Context, Result};
+use limosa_page::PAGE_LEN;
+
+use super::ends::Neighbour;
+use super::records::{self, Cell, Contents};
+use super::stage::Stage;
+use super::{headers, neighbour, words};
+use crate::Options;
+use crate::content::random_memory;
+use crate::frame::{Frame, Series, interleave};
+use crate::namespaces::Cable;
+use crate::process::first_core;
+use crate::raw::Mapping;
+use crate::report::Report;
+
+/// The published size of the guest, and one that no cache holds.
+const SIZES: [u64; 2] = [512 << 20, 4 << 30];
+
+/// The cells, and what lies between the ends of some of them.
+pub(super) struct Vectors {
+    /// Cells with the same memory and contents, each group interleaved by itself: nobody has room for all memory at once.
+    groups: Vec<(u64, Contents, Vec<Cell>)>,
+    /// Or why there is none.
+    cable: Result<Cable, String>,
+}
+
+impl Vectors {
+    /// Lays the cable, where that can be done. With `--size` there is that size alone.
+    pub(super) fn new(options: &Options) -> Self {
+        let [published, large] = SIZES;
+        let mut sizes = vec![(options.size.unwrap_or(published), Contents::Full, false)];
+        sizes.push((options.size.unwrap_or(published), Contents::Half, false));
+        if options.size.is_none() {
+            sizes.push((large, Contents::Full, true));
+        }
+        let group = |(memory, contents, large): (u64, _, _)| {
+            let memory = memory.next_multiple_of(2 << 20);
+            (memory, contents, Cell::of(memory, contents, large))
+        };
+        let cable = Cable::lay().map_err(|error| format!("no network namespaces: {error:#}"));
+        Self { groups: sizes.into_iter().map(group).collect(), cable }
+    }
+
+    /// Runs those that are wanted.
+    pub(super) fn rounds(&self, options: &Options) -> Result<Vec<Series>> {
+        let mut all = Vec::new();
+        for (number, (memory, contents, cells)) in self.groups.iter().enumerate() {
+            let (first, memory) = (number == 0, *memory);
+            let chased = first && neighbour::wanted(options, memory);
+            let by_header = first && headers::wanted(options, memory);
+            if !chased && !by_header && cells.iter().all(|cell| cell.wanted(options).next().is_none()) {
+                continue;
+            }
+            options.tell(&format!("filling {}", words(memory)));
+            let content = content(memory, *contents)?;
+            let stage = Stage::new(options, &content, memory, self.cable.as_ref().ok())?;
+            let beside = chased.then(|| Neighbour::start(options, first_core()?)).transpose()?.map(RefCell::new);
+            let mut contestants = records::contestants(options, &stage, cells);
+            if by_header {
+                contestants.extend(headers::contestants(options, &stage, memory));
+            }
+            if let Some(beside) = &beside {
+                contestants.extend(neighbour::contestants(options, &stage, beside, memory));
+            }
+            all.extend(interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| {
+                options.tell(line);
+            })?);
+        }
+        Ok(all)
+    }
+
+    pub(super) fn judge(&self, report: &mut Report, all: &[Series]) {
+        let no_cable = self.cable.as_ref().err().map(String::as_str);
+        for (number, (memory, _, cells)) in self.groups.iter().enumerate() {
+            records::judge(report, all, cells, no_cable);
+            if number == 0 {
+                records::judge_fastest(report, all, cells);
+                headers::compare(report, all, *memory);
+                neighbour::compare(report, all, *memory);
+            }
+        }
+    }
+}
+
+fn content(memory: u64, contents: Contents) -> Result<File> {
+    let file = random_memory(memory)?;
+    if contents == Contents::Half {
+        let len = usize::try_from(memory).context("--size")?;
+        let mut mapping = Mapping::of_file(&file, len).with_context(|| format!("mapping {memory} bytes"))?;
+        mapping.bytes_mut().chunks_mut(PAGE_LEN).step_by(2).for_each(|page| page.fill(0));
+    }
+    Ok(file)
+}
