@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 mod demo;
 mod fuzz;
+mod plot;
 mod program;
 mod setup;
 mod shell;
@@ -21,6 +22,7 @@ usage: cargo xtask COMMAND
                      needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm, LIMOSA_SKIP_REFLINK=1 what mounts XFS
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
   bench NAME ...     release build, then `limosa bench NAME ...`
+  bench --plot       pictures of the records (docs/benchmarks/*.json), beside them
   fuzz [--seconds N] [TARGET...]
                      every fuzz target, or those named, N seconds each (60)
   tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer";
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         ("setup", []) => setup::run().map(|()| println!("setup: everything is here")),
         ("test", []) => test::run(),
         ("demo", []) => demo::run(),
+        ("bench", [plot]) if plot == "--plot" => plot::run(),
         ("bench", names) => program::bench(names),
         ("fuzz", rest) => fuzz::run(rest),
         ("tsan", rest) => tsan::run(rest),
