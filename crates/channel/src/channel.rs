@@ -366,9 +366,13 @@ impl Channel {
 
     /// Nothing that was lent is read any more when this returns.
     pub(crate) fn end_lending(&self) {
-        if self.shared.lender.has_lent() && self.flush_lent().is_err() {
-            self.shared.lender.abort(&self.transport);
+        if self.flush_lent().is_err() {
+            self.abort_lent();
         }
+    }
+
+    pub(crate) fn abort_lent(&self) {
+        self.shared.lender.abort(&self.transport);
     }
 
     /// How pages that are lent leave now: [`Off`](ZeroCopy::Off) where they are copied, never [`Auto`](ZeroCopy::Auto).

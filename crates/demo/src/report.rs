@@ -49,6 +49,12 @@ pub struct Calls {
     pub bytes_out: u64,
     /// Bytes received.
     pub bytes_in: u64,
+    /// Bytes that were spliced: not copied on the way out.
+    pub spliced: u64,
+    /// Calls that lent their pages to the kernel.
+    pub lent: u64,
+    /// Of these, calls whose pages the kernel has copied after all.
+    pub lent_copied: u64,
 }
 
 impl Calls {
@@ -58,6 +64,9 @@ impl Calls {
         self.calls_in += counters.calls_in;
         self.bytes_out += counters.bytes_out;
         self.bytes_in += counters.bytes_in;
+        self.spliced += counters.spliced;
+        self.lent += counters.lent;
+        self.lent_copied += counters.lent_copied;
     }
 }
 

@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use crate::guest::{GuestKind, LogChoice};
+use limosa_channel::ZeroCopy;
 use limosa_migrate::live::{GiveUp, MigrationParams, SharedMemory, ZeroCheck};
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
@@ -80,6 +81,20 @@ pub enum Packing {
     Zstd,
 }
 
+/// How pages leave on channels beside the main one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ZeroCopyKind {
+    /// They are copied.
+    Off,
+    /// As it is best there.
+    Auto,
+    /// Lent to the kernel by `MSG_ZEROCOPY`.
+    Msg,
+    /// Spliced.
+    Splice,
+}
+
 /// All of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
@@ -97,6 +112,8 @@ pub struct Settings {
     pub channels: u8,
     /// How pages are packed on them.
     pub compression: Packing,
+    /// How they leave there.
+    pub zero_copy: ZeroCopyKind,
     /// When the guest runs ahead of its pages.
     pub postcopy: Postcopy,
     /// Requested pages have a channel of their own.
@@ -129,6 +146,7 @@ impl Default for Settings {
             transport: Transport::Tcp,
             channels: 0,
             compression: Packing::None,
+            zero_copy: ZeroCopyKind::Auto,
             postcopy: Postcopy::Off,
             preempt: false,
             same_host: false,
@@ -163,12 +181,34 @@ impl Settings {
             Some("--preempt is for --postcopy")
         } else if self.channels > 0 && self.postcopy != Postcopy::Off {
             Some("--channels is for precopy: in postcopy all but requested pages go on one channel")
+        } else if self.demands_zero_copy() && self.channels == 0 {
+            Some(
+                "--zero-copy msg and splice are for --channels: on the main channel pages stand between headers, and are copied",
+            )
+        } else if self.demands_zero_copy() && self.compression != Packing::None {
+            Some("--zero-copy msg and splice send pages as they are, and --compression makes others of them")
+        } else if self.zero_copy == ZeroCopyKind::Msg && self.transport == Transport::Unix {
+            Some("--zero-copy msg is for --transport tcp; through a unix socket splice saves the copy")
         } else if self.same_host && (self.postcopy != Postcopy::Off || self.channels > 0) {
             Some("--same-host moves no page: neither --postcopy nor --channels has anything to do")
         } else if self.same_host && self.transport == Transport::Tcp {
             Some("--same-host passes descriptors, which only --transport unix carries")
         } else {
             None
+        }
+    }
+
+    fn demands_zero_copy(&self) -> bool {
+        matches!(self.zero_copy, ZeroCopyKind::Msg | ZeroCopyKind::Splice)
+    }
+
+    /// How pages leave, as channels have it.
+    pub fn zero_copy(&self) -> ZeroCopy {
+        match self.zero_copy {
+            ZeroCopyKind::Off => ZeroCopy::Off,
+            ZeroCopyKind::Auto => ZeroCopy::Auto,
+            ZeroCopyKind::Msg => ZeroCopy::Msg,
+            ZeroCopyKind::Splice => ZeroCopy::Splice,
         }
     }
 
@@ -240,6 +280,9 @@ mod tests {
             Settings { preempt: true, ..usual() },
             Settings { channels: 2, postcopy: Postcopy::AtOnce, ..usual() },
             Settings { same_host: true, ..usual() },
+            Settings { zero_copy: ZeroCopyKind::Splice, ..usual() },
+            Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, compression: Packing::Zstd, ..usual() },
+            Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, transport: Transport::Unix, ..usual() },
         ] {
             assert!(wrong.contradiction().is_some(), "{wrong:?}");
         }

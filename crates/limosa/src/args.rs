@@ -24,7 +24,7 @@ use std::ffi::OsString;
 use clap::{Parser, Subcommand};
 
 pub(crate) use bench::BenchArgs;
-pub(crate) use channels::{ChannelArgs, CompressionArg};
+pub(crate) use channels::{ChannelArgs, CompressionArg, FileZeroCopyArg, ZeroCopyArg};
 pub(crate) use demo::{DecideArgs, DemoArgs, DemoCommand, DemoLiveArgs, RecoverArgs};
 pub(crate) use endpoint::EndpointArgs;
 pub(crate) use img::{ImgArgs, ImgCommand};

@@ -118,6 +118,7 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
             count,
             compression: args.channels.compression.into(),
             detect_zero: args.zero_page_detection == ZeroPageDetectionArg::Multifd,
+            zero_copy: args.zero_copy.into(),
         }),
         preempt: args.preempt == PreemptArg::On,
         run: match (args.run, args.paused) {

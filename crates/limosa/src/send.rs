@@ -78,6 +78,15 @@ fn send(args: &SendArgs, snapshot: &Snapshot, surroundings: &Surroundings) -> an
         send_buffer: Some(SEND_BUFFER),
         ..Options::default()
     };
+    let multifd = MultifdSourceOptions {
+        compression: args.channels.compression.into(),
+        uuid: snapshot.manifest().and_then(|manifest| manifest.vm_uuid).map(|uuid| uuid.into_bytes()),
+        detect_zero: false,
+        zero_copy: args.zero_copy.into(),
+        ..MultifdSourceOptions::default()
+    };
+    // What several channels are made to can answer, if it is asked.
+    multifd.check_zero_copy(snapshot, !args.endpoint.one_way)?;
     let Wire { channel, pages, end } = Wire::to(&args.uri, &options, args.channels.channels.unwrap_or(0))?;
     let answers = end.answers() && !args.endpoint.one_way;
     let guest_runs = AtomicBool::new(false);
@@ -92,12 +101,6 @@ fn send(args: &SendArgs, snapshot: &Snapshot, surroundings: &Surroundings) -> an
             greeting: Some(limit.unwrap_or(REACH_WITHIN)),
             patience: limit.unwrap_or(PATIENCE),
             ..PrecopyOptions::default()
-        };
-        let multifd = MultifdSourceOptions {
-            compression: args.channels.compression.into(),
-            uuid: snapshot.manifest().and_then(|manifest| manifest.vm_uuid).map(|uuid| uuid.into_bytes()),
-            detect_zero: false,
-            ..MultifdSourceOptions::default()
         };
         let source = PrecopySource::new(snapshot, channel, &surroundings.control, &surroundings.progress, options)
             .with_channels(pages, multifd);

@@ -42,6 +42,23 @@ fn a_guest_moves_while_it_runs_over_tcp_and_unix_sockets_with_either_log() {
 }
 
 #[test]
+fn pages_leave_in_the_way_that_is_named_and_the_guest_is_whole() {
+    for (way, transport, figure) in [
+        ("off", "tcp", None),
+        ("auto", "unix", Some("spliced")),
+        ("splice", "tcp", Some("spliced")),
+        ("msg", "tcp", Some("lent")),
+    ] {
+        let (report, ended) = live(&["--zero-copy", way, "--transport", transport, "--channels", "2"]);
+        assert_moved(&report, true);
+        for name in ["spliced", "lent"] {
+            let counted = report["source"]["channels"][name].as_u64().unwrap();
+            assert_eq!(counted != 0, figure == Some(name), "{way} over {transport}: {}", ended.stderr);
+        }
+    }
+}
+
+#[test]
 fn a_guest_runs_ahead_of_its_pages_and_gets_them_all() {
     for more in [
         &["--postcopy", "at-once"][..],
@@ -146,7 +163,15 @@ fn a_guest_that_dies_with_its_process_ends_the_demonstration_in_one_line() {
 
 #[test]
 fn what_does_not_go_together_is_bad_usage() {
-    for wrong in [&["--log", "kvm-ring"][..], &["--memory", "5000"], &["--preempt"], &["--same-host"]] {
+    for wrong in [
+        &["--log", "kvm-ring"][..],
+        &["--memory", "5000"],
+        &["--preempt"],
+        &["--same-host"],
+        &["--zero-copy", "splice"],
+        &["--zero-copy", "msg", "--channels", "2", "--compression", "zlib"],
+        &["--zero-copy", "msg", "--channels", "2", "--transport", "unix"],
+    ] {
         let ended = limosa([&["demo", "live"][..], wrong].concat());
         assert_eq!(ended.status.code(), Some(2), "{wrong:?}: {ended:?}");
     }

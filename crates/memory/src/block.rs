@@ -9,6 +9,7 @@ use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, fstat, fstatfs, ftruncate, memfd_create};
 
 use crate::error::MemoryError;
+use crate::loan::Loans;
 use crate::mapping::Mapping;
 
 /// `HUGETLBFS_MAGIC`
@@ -141,7 +142,8 @@ impl BlockOptions {
         }
         let from = file.as_ref().map(|(file, offset)| (file.as_fd(), *offset));
         let mapping = Mapping::new(from, mapped, shared, huge_page).map_err(|e| kernel("mmap", e))?;
-        Ok(MemoryBlock { name, role, mapping, file, page_size, shared, region_address })
+        let loans = Loans::default();
+        Ok(MemoryBlock { name, role, mapping, file, page_size, shared, region_address, loans })
     }
 }
 
@@ -165,6 +167,7 @@ pub struct MemoryBlock {
     page_size: u64,
     shared: bool,
     region_address: u64,
+    loans: Loans,
 }
 
 impl MemoryBlock {
@@ -177,7 +180,8 @@ impl MemoryBlock {
         page_size: u64,
         shared: bool,
     ) -> Self {
-        Self { name, role: BlockRole::Ram, mapping, file, page_size, shared, region_address: 0 }
+        let (role, region_address, loans) = (BlockRole::Ram, 0, Loans::default());
+        Self { name, role, mapping, file, page_size, shared, region_address, loans }
     }
 
     /// QEMU's idstr of it, e.g. `pc.ram`.
@@ -223,6 +227,11 @@ impl MemoryBlock {
     /// The file behind it, and where in the file it begins.
     pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
+    }
+
+    /// What of it the kernel has been lent.
+    pub(crate) fn loans(&self) -> &Loans {
+        &self.loans
     }
 
     /// The address of its first byte in this process, for the kernel and for KVM. It is valid as long as the block is.

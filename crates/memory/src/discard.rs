@@ -35,7 +35,8 @@ pub struct Discarded {
 impl MemoryBlock {
     /// Makes pages read as zero and gives their memory back, with one call for the whole run. Nobody must be writing them.
     ///
-    /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it.
+    /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it. If pages
+    /// of the block are [lent](MemoryBlock::lend), it waits until they are back.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], and nothing is changed; [`MemoryError::Kernel`].
@@ -49,6 +50,7 @@ impl MemoryBlock {
         if pages.end > self.pages().end {
             return Err(outside());
         }
+        let _taken_back = self.loans().take_back();
         let mut done = Discarded::default();
         let whole = self.whole_host_pages(pages);
         if !whole.is_empty() {

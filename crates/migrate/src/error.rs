@@ -52,6 +52,10 @@ pub enum MigrateError {
     #[error("cannot start the thread of a channel: {0}")]
     Thread(#[source] io::Error),
 
+    /// Pages cannot leave in the way that was named.
+    #[error("zero-copy cannot be had: {0}")]
+    ZeroCopy(&'static str),
+
     /// What connected is not the channels that the migration should have.
     #[error("the channels of the migration do not come together: {0}")]
     Channels(String),

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
+use limosa_channel::ZeroCopy;
 use limosa_memory::BlockOptions;
 use limosa_memory::BlockRole;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, RoundKind};
@@ -16,8 +17,8 @@ use limosa_migrate::{
 };
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket};
 use model::live::{TestVm, random};
-use model::pair;
 use model::vm::Vm;
+use model::{lending_pair, pair};
 
 /// One migration, of which everything follows from a seed.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ struct Case {
     channels: usize,
     fresh: bool,
     zero_check: ZeroCheck,
+    /// How pages leave on the channels beside the main one, and whether that is over TCP.
+    zero_copy: (ZeroCopy, bool),
     compression: Compression,
     private: bool,
     machine: &'static str,
@@ -51,6 +54,12 @@ impl Case {
             channels: usize::try_from(next(5)).unwrap(),
             fresh: next(2) == 0,
             zero_check: [ZeroCheck::Always, ZeroCheck::Bulk, ZeroCheck::Off][usize::try_from(next(3)).unwrap()],
+            zero_copy: [
+                (ZeroCopy::Off, false),
+                (ZeroCopy::Auto, next(2) == 0),
+                (ZeroCopy::Msg, true),
+                (ZeroCopy::Splice, next(2) == 0),
+            ][usize::try_from(next(4)).unwrap()],
             compression: [
                 Compression::None,
                 Compression::None,
@@ -89,7 +98,8 @@ impl Case {
         }
         let (logs, marker) = source.restless_logs(self.postcopy.is_some().into());
         let (near, far) = pair();
-        let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..self.channels).map(|_| pair()).unzip();
+        let (near_beside, far_beside): (Vec<_>, Vec<_>) =
+            (0..self.channels).map(|_| lending_pair(self.zero_copy.0, self.zero_copy.1)).unzip();
         let (control, progress) = (Control::new(), Progress::new());
         let params = MigrationParams {
             zero_check: self.zero_check,
@@ -156,6 +166,16 @@ impl Case {
             let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
             assert_eq!(differs, None, "page of block {block}, {self:?}\n{stats:#?}");
         }
+        let lent = stats.channels.iter().map(|counters| counters.lent).sum::<u64>() != 0;
+        let spliced = stats.channels.iter().map(|counters| counters.spliced).sum::<u64>() != 0;
+        let as_they_are = self.channels != 0 && self.compression == Compression::None;
+        let [by_message, by_splice] = match self.zero_copy.0 {
+            ZeroCopy::Off => [false, false],
+            ZeroCopy::Msg => [as_they_are, false],
+            ZeroCopy::Auto | ZeroCopy::Splice => [false, as_they_are],
+        };
+        let any = stats.sum(|round| round.normal) != 0;
+        assert_eq!((lent, spliced), (by_message && any, by_splice && any), "{self:?}");
         assert_eq!(stats.postcopy.is_some(), self.postcopy.is_some(), "{self:?}");
         if self.postcopy.is_none() {
             assert_eq!(arrived.received.normal_pages, stats.sum(|round| round.normal), "{self:?}");

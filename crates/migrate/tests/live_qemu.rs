@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Options, Uri};
+use limosa_channel::{Channel, Options, Uri, ZeroCopy};
 use limosa_memory::BlockOptions;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, RoundReport};
 use limosa_migrate::live::{MigrationParams, Put};
@@ -103,7 +103,8 @@ fn migrate(how: How) -> Option<LiveStats> {
         params.max_postcopy_bandwidth = NonZeroU64::new(4 << 20);
     }
     let main = connect(&uri);
-    let beside = (0..how.channels).map(|_| connect(&uri)).collect();
+    let lending = Options { zero_copy: ZeroCopy::Auto, ..Options::default() };
+    let beside = (0..how.channels).map(|_| Channel::connect(&uri, &lending).unwrap()).collect();
     let outcome = thread::scope(|scope| {
         if how.cut {
             scope.spawn(|| {

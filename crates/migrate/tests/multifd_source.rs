@@ -10,7 +10,7 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::Channel;
+use limosa_channel::{Channel, ZeroCopy};
 use limosa_migrate::{
     Control, MigrateError, MultifdSourceOptions, PageError, PageSource, Phase, PrecopyOptions, PrecopySource,
     PrecopyStats, Progress, Stop, StreamStart,
@@ -408,6 +408,36 @@ fn contents_are_read_where_they_must_be_looked_at_or_nobody_confirms_their_recei
         sent.unwrap();
         assert_eq!(filed.reads.load(Ordering::Relaxed), 1000);
     }
+}
+
+#[test]
+fn a_way_out_of_the_file_that_is_named_is_taken_or_refused_before_anything_is_sent() {
+    let memory = memory("pc-q35-10.0", &[1000], |_, _| true);
+    let named = |zero_copy, mut way: Way| {
+        way.multifd.zero_copy = zero_copy;
+        way
+    };
+    for (zero_copy, read) in [(ZeroCopy::Off, 1000), (ZeroCopy::Auto, 0), (ZeroCopy::Splice, 0)] {
+        let filed = Filed::new(&memory);
+        let (sent, outcome) = named(zero_copy, in_place()).send(&memory, &filed, &Control::new(), &Progress::new());
+        sent.unwrap();
+        assert_eq!((outcome.wrong, filed.reads.load(Ordering::Relaxed)), (Vec::new(), read), "{zero_copy}");
+    }
+    let filed = Filed::new(&memory);
+    let refused =
+        |way: &Way, source: &dyn PageSource| way.multifd.check_zero_copy(source, way.return_path).unwrap_err();
+    for (way, why) in [
+        (named(ZeroCopy::Splice, Way::new(2)), "looked at"),
+        (named(ZeroCopy::Splice, in_place().compression(Compression::Zlib)), "compressed"),
+        (named(ZeroCopy::Splice, Way { return_path: false, ..in_place() }), "nobody answers"),
+        (named(ZeroCopy::Msg, in_place()), "in a file"),
+    ] {
+        let error = refused(&way, &filed).to_string();
+        assert!(error.starts_with("zero-copy cannot be had: ") && error.contains(why), "{error}");
+    }
+    // This memory has no place in a file.
+    let error = refused(&named(ZeroCopy::Splice, in_place()), &memory).to_string();
+    assert!(error.contains("checksums"), "{error}");
 }
 
 #[test]

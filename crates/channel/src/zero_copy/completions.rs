@@ -70,6 +70,12 @@ impl Completions {
         Ok(())
     }
 
+    /// Nothing more is waited for: the connection is gone.
+    pub(crate) fn forget(&mut self) {
+        (self.done, self.completed) = (self.sent, self.sent);
+        self.ahead.clear();
+    }
+
     /// Whether enough is done to say that this path copies everything.
     pub(crate) fn only_copies(&self) -> bool {
         self.completed >= VERDICT && self.copied == self.completed

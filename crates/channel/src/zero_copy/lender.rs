@@ -90,11 +90,6 @@ impl Lender {
         }
     }
 
-    /// Whether anything that was lent is not back.
-    pub(crate) fn has_lent(&self) -> bool {
-        self.lock().completions.outstanding() != 0
-    }
-
     /// Puts bytes that are copied, and behind them what is lent. `reused` memory has to be back after a flush, so that it is
     /// not spliced.
     pub(crate) fn put(
@@ -142,11 +137,15 @@ impl Lender {
         flushed
     }
 
-    /// Ends the connection at once, so that nothing that was lent is read any more.
+    /// If anything that was lent is not back, ends the connection at once, so that nothing of it is read any more.
     pub(crate) fn abort(&self, transport: &Transport) {
-        // What was queued is thrown away, which a shutdown or a close would still send (tcp(7), connect(2) on AF_UNSPEC). If
-        // the kernel refuses, the connection has ended already.
-        let _ = connect_unspec(transport.output());
+        let mut state = self.lock();
+        if state.completions.outstanding() != 0 {
+            // What was queued is thrown away, which a shutdown or a close would still send (tcp(7), connect(2) on AF_UNSPEC).
+            // If the kernel refuses, the connection has ended already.
+            let _ = connect_unspec(transport.output());
+            state.completions.forget();
+        }
     }
 
     fn look_for_copies(&self, state: &mut State) {

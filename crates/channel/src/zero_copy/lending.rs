@@ -83,6 +83,12 @@ impl<'m> Lending<'_, 'm> {
         self.channel.flush_lent()
     }
 
+    /// Gives up: if anything that was lent is not back, cuts the connection at once, so that the kernel reads nothing of it any
+    /// more.
+    pub fn abort(&mut self) {
+        self.channel.abort_lent();
+    }
+
     /// [Flushes](Self::flush), and gives the memory back.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use limosa_channel::{Channel, ChannelError, Options, Uri};
+use limosa_channel::{Channel, ChannelError, Options, Uri, ZeroCopy};
 use limosa_migrate::live::source::{
     self as live, LiveOutcome, LiveSource, LiveStats, Recoverable, RoundKind, RoundReport, Undecided,
 };
@@ -108,7 +108,7 @@ impl End {
     /// Goes on with a postcopy over another connection. Whether this end goes on.
     fn go_on(&self, before: &Migration, broken: Box<Recoverable<'_, Vm>>, uri: &Uri) -> bool {
         let again = self.begin_again(before);
-        match connect(uri) {
+        match connect(uri, ZeroCopy::Off) {
             Ok(channel) => {
                 let preempt = self.settings.preempt.then(|| preempt_to(uri));
                 let outcome = broken.recover(channel, preempt, &again.control, &again.progress);
@@ -122,8 +122,9 @@ impl End {
     fn prepare<'a>(&'a self, uri: &Uri, migration: &'a Migration) -> Result<LiveSource<'a, 'a, Vm>, String> {
         let logs = self.vm.logs().map_err(|error| error.to_string())?;
         // The main one first: who has no other means to tell them apart goes by their order.
-        let main = connect(uri).map_err(|error| error.to_string())?;
-        let beside = (0..self.settings.channels).map(|_| connect(uri)).collect::<Result<Vec<_>, _>>();
+        let main = connect(uri, ZeroCopy::Off).map_err(|error| error.to_string())?;
+        let zero_copy = self.settings.zero_copy();
+        let beside = (0..self.settings.channels).map(|_| connect(uri, zero_copy)).collect::<Result<Vec<_>, _>>();
         let beside = beside.map_err(|error| error.to_string())?;
         let multifd = MultifdSourceOptions { compression: self.settings.packing(), ..MultifdSourceOptions::default() };
         let (control, progress) = (&migration.control, &migration.progress);
@@ -185,14 +186,14 @@ fn tell_round(desk: &Desk, round: &RoundReport, switch: Option<(u32, &Control)>,
     }
 }
 
-fn connect(uri: &Uri) -> Result<Channel, ChannelError> {
-    Channel::connect(uri, &Options { connect_timeout: Some(REACH), ..Options::default() })
+fn connect(uri: &Uri, zero_copy: ZeroCopy) -> Result<Channel, ChannelError> {
+    Channel::connect(uri, &Options { connect_timeout: Some(REACH), zero_copy, ..Options::default() })
 }
 
 /// The channel of requested pages, once the destination waits for it.
 fn preempt_to(uri: &Uri) -> OpenPreempt<'static> {
     let uri = uri.clone();
-    Box::new(move || connect(&uri))
+    Box::new(move || connect(&uri, ZeroCopy::Off))
 }
 
 fn round(round: &RoundReport) -> Round {

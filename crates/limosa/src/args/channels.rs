@@ -1,6 +1,7 @@
 //! The arguments of what moves pages on several channels.
 
 use clap::{Args, ValueEnum};
+use limosa_channel::ZeroCopy;
 use limosa_stream::multifd::Compression;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -19,6 +20,40 @@ impl From<CompressionArg> for Compression {
             CompressionArg::None => Self::None,
             CompressionArg::Zlib => Self::Zlib,
             CompressionArg::Zstd => Self::Zstd,
+        }
+    }
+}
+
+/// How contents leave on channels beside the main one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ZeroCopyArg {
+    /// Copied into the kernel, like everything else
+    Off,
+    /// As it is best there
+    Auto,
+    /// Lent to the kernel by `MSG_ZEROCOPY`, over TCP
+    Msg,
+    /// By reference, over TCP and unix sockets
+    Splice,
+}
+
+/// How pages of a file leave on channels beside the main one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FileZeroCopyArg {
+    /// Read and copied
+    Off,
+    /// Spliced where that can be, else read
+    Auto,
+    /// Out of the file by reference, short runs of pages excepted, or not at all
+    Splice,
+}
+
+impl From<FileZeroCopyArg> for ZeroCopy {
+    fn from(zero_copy: FileZeroCopyArg) -> Self {
+        match zero_copy {
+            FileZeroCopyArg::Off => Self::Off,
+            FileZeroCopyArg::Auto => Self::Auto,
+            FileZeroCopyArg::Splice => Self::Splice,
         }
     }
 }

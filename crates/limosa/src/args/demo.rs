@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_demo::guest::GuestKind;
-use limosa_demo::settings::{LogKind, Packing, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind};
+use limosa_demo::settings::{LogKind, Packing, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind, ZeroCopyKind};
 
-use super::CompressionArg;
 use super::values::{parse_rate, parse_size, parse_time};
+use super::{CompressionArg, ZeroCopyArg};
 
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
@@ -125,6 +125,11 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_enum, default_value_t = CompressionArg::None, requires = "channels")]
     pub(crate) compression: CompressionArg,
 
+    /// How pages leave on these channels: copied, lent to the kernel (msg: `MSG_ZEROCOPY`), or spliced. auto splices, as both ends
+    /// are on one machine
+    #[arg(long, value_enum, value_name = "METHOD", default_value_t = ZeroCopyArg::Auto)]
+    pub(crate) zero_copy: ZeroCopyArg,
+
     /// When the guest runs ahead of its pages: off, at-once, or after-rounds=N
     #[arg(long, value_name = "WHEN", default_value = "off", value_parser = parse_postcopy)]
     pub(crate) postcopy: Postcopy,
@@ -224,6 +229,12 @@ impl DemoLiveArgs {
                 CompressionArg::None => Packing::None,
                 CompressionArg::Zlib => Packing::Zlib,
                 CompressionArg::Zstd => Packing::Zstd,
+            },
+            zero_copy: match self.zero_copy {
+                ZeroCopyArg::Off => ZeroCopyKind::Off,
+                ZeroCopyArg::Auto => ZeroCopyKind::Auto,
+                ZeroCopyArg::Msg => ZeroCopyKind::Msg,
+                ZeroCopyArg::Splice => ZeroCopyKind::Splice,
             },
             postcopy: self.postcopy,
             preempt: self.preempt,

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
+use super::{ChannelArgs, DisksArg, FileZeroCopyArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ModeArg {
@@ -55,6 +55,10 @@ pub(crate) struct HowArgs {
     /// Whether limosa looks if stored pages are zero, before it sends them on the channels
     #[arg(long, value_enum, default_value_t = ZeroPageDetectionArg::None, requires = "channels")]
     pub(crate) zero_page_detection: ZeroPageDetectionArg,
+
+    /// How pages leave the file on these channels
+    #[arg(long, value_enum, value_name = "METHOD", default_value_t = FileZeroCopyArg::Auto, requires = "channels")]
+    pub(crate) zero_copy: FileZeroCopyArg,
 
     /// Answer requested pages on a channel of their own (QEMU's postcopy-preempt): sooner, but a limosa that is killed in
     /// the very last moment can then leave the VM without an end of its restore

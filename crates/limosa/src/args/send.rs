@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
 use super::values::parse_size;
-use super::{ChannelArgs, EndpointArgs, PreemptArg};
+use super::{ChannelArgs, EndpointArgs, FileZeroCopyArg, PreemptArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SendModeArg {
@@ -56,6 +56,10 @@ pub(crate) struct SendArgs {
 
     #[command(flatten)]
     pub(crate) channels: ChannelArgs,
+
+    /// How pages leave the file on these channels
+    #[arg(long, value_enum, value_name = "METHOD", default_value_t = FileZeroCopyArg::Auto, requires = "channels")]
+    pub(crate) zero_copy: FileZeroCopyArg,
 }
 
 impl SendArgs {

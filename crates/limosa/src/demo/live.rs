@@ -94,6 +94,16 @@ fn tell(report: &LiveReport) {
         words::count(source.channels.calls_out),
         words::count(report.destination.channels.calls_in),
     );
+    if source.channels.spliced > 0 {
+        say!("  {} of it were spliced: not copied on the way out", words::bytes(source.channels.spliced));
+    }
+    if source.channels.lent > 0 {
+        say!(
+            "  {} of the calls lent their pages to the kernel, which copied those of {} after all",
+            words::count(source.channels.lent),
+            words::count(source.channels.lent_copied)
+        );
+    }
     say!(
         "  CPU, guest included: {} at the source, {} at the destination",
         time(source.cpu_ms),

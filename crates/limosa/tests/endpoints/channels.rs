@@ -31,9 +31,11 @@ fn a_stored_vm_migrates_to_qemu_on_several_channels() {
         for (uri, channels, compression, one_way) in
             [(free_port(), 2, "none", false), (unix.clone(), 4, "zstd", false), (unix.clone(), 2, "none", true)]
         {
+            let zero_copy = if compression == "none" && !one_way { "splice" } else { "off" };
             let vm = destination(&machine, &uri, channels, compression);
             let count = channels.to_string();
             let mut more = vec!["--json", "--channels", &count, "--compression", compression];
+            more.extend(["--zero-copy", zero_copy]);
             if one_way {
                 more.push("--one-way");
             }
@@ -65,6 +67,19 @@ fn a_snapshot_travels_from_limosa_to_limosa_on_several_channels() {
         load_in_stock_qemu(&beat(), &copy, 0);
     }
     scene.assert_tidy();
+}
+
+#[test]
+fn a_way_out_of_the_file_that_cannot_be_had_is_refused_before_anybody_is_connected_to() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    for more in [&["--compression", "zstd"][..], &["--one-way"]] {
+        // Nobody listens there, which would be said otherwise.
+        let words = [&["--timeout", "3s", "--channels", "2", "--zero-copy", "splice"], more].concat();
+        let ended = start_send(&scene, &saved.snapshot, &free_port(), &words).wait();
+        assert_failed(&ended, &["zero-copy cannot be had: ", "read"]);
+    }
 }
 
 #[test]

@@ -17,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, How, ZeroCopy};
 use limosa_page::zero::Method;
 use limosa_page::{PageBitmap, PageRange};
 use limosa_stream::configuration::MultifdRules;
@@ -71,11 +71,52 @@ pub struct MultifdSourceOptions {
     /// Whether to look if stored pages are zero. Then every page is read and looked at; otherwise stored pages of a source
     /// that knows their [place](PageSource::place) are passed on without that.
     pub detect_zero: bool,
+    /// How stored pages leave that need not be looked at: spliced out of their file (sendfile) where that can be, by default;
+    /// read and copied ([`ZeroCopy::Off`]); or spliced or not at all ([`ZeroCopy::Splice`]). Guest memory leaves as its channels
+    /// [say](limosa_channel::Options::zero_copy).
+    pub zero_copy: ZeroCopy,
 }
 
 impl Default for MultifdSourceOptions {
     fn default() -> Self {
-        Self { compression: Compression::None, level: 1, uuid: None, packet_pages: PACKET_PAGES, detect_zero: true }
+        let (compression, zero_copy) = (Compression::None, ZeroCopy::Auto);
+        Self { compression, level: 1, uuid: None, packet_pages: PACKET_PAGES, detect_zero: true, zero_copy }
+    }
+}
+
+impl MultifdSourceOptions {
+    /// Why stored pages have to be read.
+    fn why_read<S: PageSource + ?Sized>(&self, source: &S, return_path: bool) -> Option<&'static str> {
+        let stored =
+            (0..source.start().blocks.len()).find_map(|block| Some((block, source.stored(block).runs().next()?)));
+        if !return_path {
+            Some("nobody answers that all has come while the file was as it is, so pages are read")
+        } else if self.detect_zero {
+            Some("pages are looked at if they are zero, so they are read")
+        } else if self.compression != Compression::None {
+            Some("pages are compressed, so they are read")
+        } else if stored.is_some_and(|(block, run)| source.place(block, run.start).is_none()) {
+            Some("the snapshot's checksums are verified, so its pages are read")
+        } else {
+            None
+        }
+    }
+
+    /// Refuses a way of sending stored pages that was named and cannot be had: for who wants to know before anybody is
+    /// connected to. `return_path`: whether the destination answers.
+    ///
+    /// # Errors
+    /// [`MigrateError::ZeroCopy`].
+    pub fn check_zero_copy<S: PageSource + ?Sized>(&self, source: &S, return_path: bool) -> Result<(), MigrateError> {
+        match self.zero_copy {
+            ZeroCopy::Off | ZeroCopy::Auto => Ok(()),
+            ZeroCopy::Splice => {
+                self.why_read(source, return_path).map_or(Ok(()), |why| Err(MigrateError::ZeroCopy(why)))
+            }
+            ZeroCopy::Msg => {
+                Err(MigrateError::ZeroCopy("MSG_ZEROCOPY lends memory, and the pages are in a file: splice"))
+            }
+        }
     }
 }
 
@@ -170,7 +211,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             main,
             channels,
             fresh,
-            in_place: return_path && !options.detect_zero && options.compression == Compression::None,
+            in_place: options.zero_copy != ZeroCopy::Off && options.why_read(source, return_path).is_none(),
             rules: source.start().configuration.multifd_rules(),
             windows: Windows::default(),
             packets: AtomicU64::new(0),

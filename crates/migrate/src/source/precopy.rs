@@ -89,12 +89,14 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     /// so many. They were connected after the main one; their order is that of their numbers.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set.
+    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; a way of sending
+    /// that is named and cannot be had.
     pub fn with_channels(
         mut self,
         channels: Vec<Channel>,
         options: MultifdSourceOptions,
     ) -> Result<Self, MigrateError> {
+        options.check_zero_copy(self.source, self.options.return_path)?;
         self.beside = multifd::beside(channels, &options, self.options.patience)?;
         self.multifd = options;
         Ok(self)

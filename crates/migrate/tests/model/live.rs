@@ -88,7 +88,20 @@ impl TestVm {
         true
     }
 
-    /// Writes random pages, a fifth of them with zeros, until the VM is over, with `pause` between two.
+    /// Gives a page back as a balloon does, if the VM runs.
+    pub fn discard(&self, marker: &Marker, block: usize, page: u64) -> bool {
+        let stopped = self.stopped.read().unwrap();
+        if *stopped {
+            return false;
+        }
+        let page = PageRange::starting_at(PageNumber(page), 1);
+        self.memory.block(block).unwrap().discard(page).unwrap();
+        marker.mark(block, page);
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    /// Writes random pages, a fifth of them with zeros, and gives some back, until the VM is over, with `pause` between two.
     pub fn write_on<'s>(&'s self, scope: &'s Scope<'s, '_>, marker: Marker, mut seed: u64, pause: Duration) {
         scope.spawn(move || {
             while !self.over.load(Ordering::Relaxed) {
@@ -96,7 +109,11 @@ impl TestVm {
                 let block = usize::try_from(seed >> 60).unwrap() % self.memory.blocks().len();
                 let page = (seed >> 20) % self.memory.block(block).unwrap().pages().len();
                 let fill = if seed.is_multiple_of(5) { 0 } else { u8::try_from(seed >> 8 & 0xff).unwrap() };
-                if !self.write(&marker, block, page, fill) || !pause.is_zero() {
+                let done = match seed.is_multiple_of(7) {
+                    true => self.discard(&marker, block, page),
+                    false => self.write(&marker, block, page, fill),
+                };
+                if !done || !pause.is_zero() {
                     thread::sleep(pause.max(Duration::from_micros(20)));
                 }
             }

@@ -9,10 +9,11 @@ pub mod relay;
 pub mod vm;
 
 use std::io::IoSlice;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use limosa_channel::Channel;
+use limosa_channel::{Channel, Options, ZeroCopy};
 use limosa_migrate::{PageError, PageSink, PageSource, StreamStart};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::Configuration;
@@ -314,7 +315,24 @@ pub fn ask_host_page(channel: &Channel, memory: &Memory, block: usize, host_page
 /// Two connected channels with a time-out, so that a test that hangs fails.
 pub fn pair() -> (Channel, Channel) {
     let (near, far) = Channel::pair().unwrap();
-    let far = Channel::from_fd(far).unwrap();
+    with_patience(near, Channel::from_fd(far).unwrap())
+}
+
+/// Two ends of which the near one lends pages in this way, over TCP or a unix socket.
+pub fn lending_pair(zero_copy: ZeroCopy, tcp: bool) -> (Channel, Channel) {
+    let (near, far): (OwnedFd, OwnedFd) = if tcp {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (near.into(), listener.accept().unwrap().0.into())
+    } else {
+        let (near, far) = std::os::unix::net::UnixStream::pair().unwrap();
+        (near.into(), far.into())
+    };
+    let options = Options { zero_copy, ..Options::default() };
+    with_patience(Channel::from_fd_with(near, &options).unwrap(), Channel::from_fd(far).unwrap())
+}
+
+fn with_patience(near: Channel, far: Channel) -> (Channel, Channel) {
     for channel in [&near, &far] {
         channel.set_timeouts(Some(Duration::from_secs(20)), Some(Duration::from_secs(20))).unwrap();
     }

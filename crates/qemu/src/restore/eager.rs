@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
+use limosa_channel::ZeroCopy;
 use limosa_migrate::{
     MigrateError, MultifdSourceOptions, PageSource, Phase, PrecopyOptions, PrecopySource, PrecopyStats,
 };
@@ -102,6 +103,7 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     let limited = job.watch.control.max_bandwidth().is_some();
     let compressed = job.options.channels.is_some_and(|channels| channels.compression != Compression::None);
     let looks = job.options.channels.is_some_and(|channels| channels.detect_zero);
+    let named = job.options.channels.is_some_and(|channels| channels.zero_copy != ZeroCopy::Auto);
     // QEMU takes the pages that a file does not store for zero as they are, and never clears them.
     let stale = file_backends(job)?.into_iter().next();
     match (job.options.route, unable) {
@@ -117,6 +119,9 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
             "QEMU takes the pages of a file as they are",
             "leave --zero-page-detection out, or use --via socket",
         )),
+        (Route::File, _) if named => {
+            Err(JobError::refused("QEMU reads a file in its own way", "leave --zero-copy out, or use --via socket"))
+        }
         (Route::File, _) if let Some(id) = &stale => Err(JobError::refused(
             format!("memory backend {id} maps a file, whose old contents QEMU would leave in place of zero pages"),
             "use --via socket",
@@ -132,6 +137,7 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
             && !limited
             && !compressed
             && !looks
+            && !named
             && stale.is_none()
             && !job.snapshot.has_checksums()
             && job.options.listen.is_none()),
@@ -229,16 +235,23 @@ fn send(job: &RestoreJob<'_>) -> Result<PrecopyStats, JobError> {
     let fresh = fresh_blocks(job)?;
     let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);
     let channels = job.options.channels;
+    let multifd = channels.map(|RestoreChannels { compression, detect_zero, zero_copy, .. }| MultifdSourceOptions {
+        compression,
+        uuid,
+        detect_zero,
+        zero_copy,
+        ..MultifdSourceOptions::default()
+    });
+    let options = PrecopyOptions { fresh, ..PrecopyOptions::default() };
+    multifd.iter().try_for_each(|multifd| multifd.check_zero_copy(job.snapshot, options.return_path))?;
     let wanted = if channels.is_some() { Channels::Several } else { Channels::One };
     let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref(), wanted)?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     let channel = rendezvous.connect()?;
     let beside = rendezvous.connect_beside(channels.map_or(0, |channels| channels.count))?;
     drop(rendezvous);
-    let options = PrecopyOptions { fresh, ..PrecopyOptions::default() };
     let mut source = PrecopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress, options);
-    if let Some(RestoreChannels { compression, detect_zero, .. }) = channels {
-        let multifd = MultifdSourceOptions { compression, uuid, detect_zero, ..MultifdSourceOptions::default() };
+    if let Some(multifd) = multifd {
         source = source.with_channels(beside, multifd)?;
     }
     let stats = source.run()?;

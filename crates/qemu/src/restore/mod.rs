@@ -21,7 +21,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use limosa_channel::{Counters, Uri};
+use limosa_channel::{Counters, Uri, ZeroCopy};
 use limosa_migrate::{Phase, PostcopyOptions};
 use limosa_snapshot::Snapshot;
 use limosa_stream::multifd::Compression;
@@ -90,6 +90,8 @@ pub struct RestoreChannels {
     pub compression: Compression,
     /// Whether limosa looks if stored pages are zero.
     pub detect_zero: bool,
+    /// How stored pages leave the file, where limosa sends them.
+    pub zero_copy: ZeroCopy,
 }
 
 /// What is told while a restore runs.

@@ -2,7 +2,7 @@
 //!
 //! Contents go out in one of three ways. *In place*, the kernel is told where they lie in their file and nothing is read.
 //! *Out of guest memory*, they are looked at where they lie and gathered from there, packets full from one window to the
-//! next. *Read*, they come into the thread's buffer, one read a run, are looked at and compressed if that is wished, and go
+//! next; lent to the kernel, if that is how the channel was made, and back before the round's SYNC packet is sent. *Read*, they come into the thread's buffer, one read a run, are looked at and compressed if that is wished, and go
 //! out with their header in one vectored call.
 
 use std::io::{ErrorKind, IoSlice};
@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError};
-use limosa_memory::MemoryBlock;
+use limosa_channel::{Channel, ChannelError, Lending, ZeroCopy};
+use limosa_memory::{Loan, MemoryBlock};
 use limosa_page::scan::{PageKind, Run};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
@@ -49,6 +49,9 @@ pub(super) struct ChannelSender<'a, S: PageSource + ?Sized> {
     /// The block whose pages `normal` and `zero` are, while a packet out of guest memory is being filled.
     open: Option<usize>,
     gather: Gather<'static>,
+    lending: Lending<'a, 'a>,
+    /// While the kernel has been lent pages that it is to give back.
+    loan: Option<Loan<'a>>,
     task: Arc<Task>,
     /// Time in calls of the channel, and held back by the limit, in this round.
     busy: Duration,
@@ -70,6 +73,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             zero: Vec::with_capacity(PACKET_PAGES),
             open: None,
             gather: Gather::default(),
+            lending: channel.lend(),
+            loan: None,
             task: Arc::default(),
             busy: Duration::ZERO,
         })
@@ -77,6 +82,15 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
 
     /// Sends from the first packet to the last.
     pub(super) fn run(mut self) -> Result<(), MigrateError> {
+        let sent = self.send_rounds();
+        if sent.is_err() {
+            // What was lent need not be waited for.
+            self.lending.abort();
+        }
+        sent
+    }
+
+    fn send_rounds(&mut self) -> Result<(), MigrateError> {
         let configured = self.shared.source.start().configuration.uuid;
         let uuid = self.shared.options.uuid.or(configured).unwrap_or_default();
         self.put(&[IoSlice::new(&InitialPacket { uuid, id: self.id }.encode())])?;
@@ -98,6 +112,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 }
             }
             self.send_open()?;
+            self.take_back()?;
             for _ in 0..self.task.syncs {
                 self.send_sync()?;
             }
@@ -115,6 +130,9 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 if pause.is_zero() || self.shared.is_hurried() {
                     break;
                 }
+                if self.loan.as_ref().is_some_and(Loan::is_wanted) {
+                    self.take_back()?;
+                }
                 thread::sleep(pause.min(RATE_TICK));
                 self.shared.check()?;
             }
@@ -126,7 +144,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     }
 
     /// Adds runs of pages of guest memory to the packet that is being filled, and sends it whenever it is full.
-    fn send_memory(&mut self, block: usize, memory: &MemoryBlock, runs: &[PageRange]) -> Result<(), MigrateError> {
+    fn send_memory(&mut self, block: usize, memory: &'a MemoryBlock, runs: &[PageRange]) -> Result<(), MigrateError> {
         if self.open != Some(block) {
             self.send_open()?;
             self.open = Some(block);
@@ -166,7 +184,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         }
     }
 
-    fn send_gathered(&mut self, block: usize, memory: &MemoryBlock) -> Result<(), MigrateError> {
+    fn send_gathered(&mut self, block: usize, memory: &'a MemoryBlock) -> Result<(), MigrateError> {
+        self.borrow(memory)?;
         self.begin_packet(block, self.normal.len() * PAGE_LEN)?;
         let mut gather = std::mem::take(&mut self.gather).emptied();
         gather.bytes(&*self.header);
@@ -181,13 +200,37 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             }
         }
         let began = Instant::now();
-        let put = gather.put(self.channel);
+        // The header is used anew for the next packet.
+        let put = gather.lend(&mut self.lending, 1);
         self.busy += began.elapsed();
         self.gather = gather.emptied();
         put.map_err(|error| self.failed(error))?;
         self.shared.count(Sent { normal: self.normal.len() as u64, zero: self.zero.len() as u64, left_out: 0 });
         self.normal.clear();
         self.zero.clear();
+        Ok(())
+    }
+
+    /// Holds a loan of the block while the kernel has pages of it that it gives back.
+    fn borrow(&mut self, memory: &'a MemoryBlock) -> Result<(), MigrateError> {
+        if self.loan.as_ref().is_some_and(|loan| loan.is_wanted() || !std::ptr::eq(loan.block(), memory)) {
+            self.take_back()?;
+        }
+        if self.loan.is_none() && self.channel.zero_copy() == ZeroCopy::Msg {
+            self.loan = Some(memory.lend());
+        }
+        Ok(())
+    }
+
+    /// Waits until the kernel has given back what it was lent.
+    fn take_back(&mut self) -> Result<(), MigrateError> {
+        if self.loan.is_some() {
+            let began = Instant::now();
+            let flushed = self.lending.flush();
+            self.busy += began.elapsed();
+            flushed.map_err(|error| self.failed(error))?;
+            self.loan = None;
+        }
         Ok(())
     }
 
@@ -231,6 +274,10 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 self.flush(&mut header, &mut filled)?;
                 match self.channel.put_file(file, offset, run.len().saturating_mul(PAGE_SIZE)) {
                     Ok(()) => continue,
+                    Err(ChannelError::Unsupported { .. }) if self.shared.options.zero_copy == ZeroCopy::Splice => {
+                        let why = "the kernel cannot send this file over this channel without its being read";
+                        return Err(MigrateError::ZeroCopy(why));
+                    }
                     Err(ChannelError::Unsupported { .. }) => self.in_place = false,
                     Err(error) => {
                         // A file that has become shorter is the cause, whatever it led to.
