@@ -1,9 +1,9 @@
 //! Whether memory is all zero.
 //!
 //! Law: every method gives the same answer for the same bytes, whatever their alignment and number. A page that is not
-//! zero costs next to nothing: before any loop runs, the first, the middle and the last word are looked at, and pages
-//! with content nearly always differ from zero in one of them. What is left is a page of zeros, and that is read once
-//! at the speed of the cache.
+//! zero costs next to nothing: before any loop runs, its first cache line is looked at, and the words in its middle and at its
+//! end; pages with content nearly always differ from zero in the first word. What is left is a page of zeros, and that is read
+//! once at the speed of the cache or of memory.
 //!
 //! The methods are the 16 bytes at a time that every x86-64 can do, the 32 of AVX2 and the 64 of AVX-512 where the processor
 //! has them, the 16 of NEON, a portable loop, and a [plain](Method::Plain) one that the others are measured against. [`is_zero`]

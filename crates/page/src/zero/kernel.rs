@@ -20,6 +20,9 @@ const WORD: usize = size_of::<u64>();
 /// Vectors read between two branches.
 const STEP: usize = 8;
 
+/// Bytes that are fetched together.
+const CACHE_LINE: usize = 64;
+
 /// Pages that [`zero_pages`] looks at in one call at most: the bits of its answer.
 pub(crate) const PAGES_A_CALL: usize = 64;
 
@@ -44,8 +47,8 @@ pub(crate) unsafe fn is_zero(method: Method, start: *const u8, len: usize) -> bo
     let tail = (len - head) % WORD;
     // SAFETY: head <= len.
     let body = unsafe { start.add(head) }.cast::<u64>();
-    // SAFETY: `body` is aligned if there is a word at all, and has `words` words, all among the caller's.
-    if method != Method::Plain && unsafe { differs_at_once(body, words) } {
+    // SAFETY: `body` is aligned if there is a word at all, and the first of `words` words.
+    if method != Method::Plain && words > 0 && unsafe { body.read_volatile() } != 0 {
         return false;
     }
     // SAFETY: the bytes before and after the words are inside the caller's memory; the words are as above.
@@ -93,27 +96,6 @@ pub(crate) unsafe fn zero_pages(method: Method, start: *const u8, count: usize, 
 #[inline]
 pub(crate) fn fetch(page: *const u8) {
     vector::prefetch(page);
-}
-
-/// Whether some memory is seen not to be zero by one of its first, middle and last words.
-///
-/// One after the other, not all three: where the first word decides, the cache lines of the others stay untouched.
-///
-/// # Safety
-///
-/// `start` is aligned to 8 bytes and `count` words are readable there.
-#[inline(always)]
-unsafe fn differs_at_once(start: *const u64, count: usize) -> bool {
-    if count == 0 {
-        return false;
-    }
-    for probe in [0, count / 2, count - 1] {
-        // SAFETY: one of the `count` words.
-        if unsafe { start.add(probe).read_volatile() } != 0 {
-            return true;
-        }
-    }
-    false
 }
 
 /// # Safety
@@ -198,6 +180,9 @@ unsafe fn bytes_are_zero(start: *const u8, len: usize) -> bool {
 
 /// The loop: `STEP` vectors between two branches, and words up to the first aligned vector and behind the last one.
 ///
+/// With more than one vector a step, memory with contents is told from zeros as early as can be: by its first cache line, then by
+/// the words in the middle and at the end. One after the other, so that where the first line decides no other one is fetched.
+///
 /// # Safety
 ///
 /// `start` is aligned to 8 bytes, `count` words are readable there, and the processor has the vectors.
@@ -208,21 +193,32 @@ unsafe fn words_are_zero<V: Vector, const STEP: usize>(start: *const u64, count:
     let (vectors, tail) = ((count - head) / words_a_vector, (count - head) % words_a_vector);
     // SAFETY: head <= count.
     let body = unsafe { start.add(head) }.cast::<V>();
-    // SAFETY: head words lie before the vectors, tail words behind them, all among the caller's.
-    if unsafe { !single_words_are_zero(start, head) || !single_words_are_zero(body.add(vectors).cast(), tail) } {
+    // SAFETY: head words lie before the vectors, all among the caller's.
+    if unsafe { !single_words_are_zero(start, head) } {
+        return false;
+    }
+    let line = CACHE_LINE / size_of::<V>();
+    if STEP > 1 && vectors >= line {
+        // SAFETY: `body` is aligned to a vector, there are as many, and the processor has them.
+        if unsafe { !joined(body, line).is_zero() } {
+            return false;
+        }
+        for word in [count / 2, count - 1] {
+            // SAFETY: one of the `count` words, of which there is one, as there is a vector.
+            if unsafe { start.add(word).read_volatile() } != 0 {
+                return false;
+            }
+        }
+    }
+    // SAFETY: tail words lie behind the vectors, all among the caller's.
+    if unsafe { !single_words_are_zero(body.add(vectors).cast(), tail) } {
         return false;
     }
     // Loops and no closures: those would not be compiled for the vectors' instructions.
     let mut at = 0;
     while at + STEP <= vectors {
-        // SAFETY: at < vectors, and `body` is aligned to a vector if there is one.
-        let mut bits = unsafe { body.add(at).read_volatile() };
-        for index in at + 1..at + STEP {
-            // SAFETY: index < at + STEP <= vectors, and the processor has the vectors.
-            bits = unsafe { bits.or(body.add(index).read_volatile()) };
-        }
-        // SAFETY: the processor has the vectors.
-        if unsafe { !bits.is_zero() } {
+        // SAFETY: at + STEP <= vectors, `body` is aligned to a vector, and the processor has them.
+        if unsafe { !joined(body.add(at), STEP).is_zero() } {
             return false;
         }
         at += STEP;
@@ -235,6 +231,22 @@ unsafe fn words_are_zero<V: Vector, const STEP: usize>(start: *const u64, count:
         at += 1;
     }
     true
+}
+
+/// The bits that are set in any of `count` vectors.
+///
+/// # Safety
+///
+/// `start` is aligned to a vector, `count` of them are readable there and at least one, and the processor has them.
+#[inline(always)]
+unsafe fn joined<V: Vector>(start: *const V, count: usize) -> V {
+    // SAFETY: the first one.
+    let mut bits = unsafe { start.read_volatile() };
+    for index in 1..count {
+        // SAFETY: index < count, and the processor has the vectors.
+        bits = unsafe { bits.or(start.add(index).read_volatile()) };
+    }
+    bits
 }
 
 /// # Safety
@@ -270,7 +282,7 @@ unsafe fn find_zero_pages<V: Vector>(start: *const u8, count: usize, beyond: usi
         // SAFETY: page < count.
         let words = unsafe { start.add(page * PAGE_LEN) }.cast::<u64>();
         // SAFETY: the words of a page, which is aligned as `start` is; the processor has the vectors.
-        let is_zero = unsafe { !differs_at_once(words, WORDS) && words_are_zero::<V, STEP>(words, WORDS) };
+        let is_zero = unsafe { words.read_volatile() == 0 && words_are_zero::<V, STEP>(words, WORDS) };
         zero |= u64::from(is_zero) << page;
         contents = contents << 1 | u64::from(!is_zero);
     }
