@@ -41,7 +41,12 @@ impl Caches {
 
 /// Bytes of the largest cache.
 pub(crate) fn last_level() -> u64 {
-    sizes().into_iter().map(|(_, bytes)| bytes).max().unwrap_or(UNKNOWN)
+    known_last_level().unwrap_or(UNKNOWN)
+}
+
+/// Bytes of the largest cache, if the kernel tells. A virtual machine's may be one that others use, too.
+pub(crate) fn known_last_level() -> Option<u64> {
+    sizes().into_iter().map(|(_, bytes)| bytes).max()
 }
 
 /// Bytes of a core's own cache of the second level.

@@ -38,6 +38,7 @@ pub mod scratch;
 mod socket_pair;
 pub mod stream;
 mod vm;
+mod zero_page;
 
 use std::path::PathBuf;
 
@@ -50,7 +51,7 @@ pub use report::Report;
 const PLAIN: &str = "linear 1M";
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["cow", "landing", "restore", "save", "stream"];
+pub const NAMES: &[&str] = &["cow", "landing", "restore", "save", "stream", "zero-page"];
 
 /// How a bench is to be run.
 #[derive(Debug, Clone)]
@@ -123,6 +124,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "restore" => restore::run(options),
         "save" => save::run(options),
         "stream" => stream::run(options),
+        "zero-page" => zero_page::run(options),
         _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
     }
 }

@@ -78,6 +78,11 @@ pub(crate) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// Whole nanoseconds, saturating.
+pub(crate) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// CPU time of the calling thread since it began.
 pub(crate) fn thread_cpu() -> Duration {
     cpu_clock(ClockId::ThreadCPUTime)

@@ -22,8 +22,8 @@ use std::cell::RefCell;
 use anyhow::{Result, ensure};
 
 pub use ends::serve as serve_end;
+pub(crate) use ends::{Source, Way, ZeroPages};
 
-use self::ends::{Source, Way};
 use crate::Options;
 use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, Series, interleave};
@@ -48,7 +48,7 @@ const CHANNELS: [u8; 3] = [1, 2, 4];
 
 /// How the two processes are connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Transport {
+pub(crate) enum Transport {
     /// Over the loopback interface.
     Tcp,
     Unix,

@@ -96,3 +96,43 @@ fn limosa_streams_by_itself_where_there_is_no_qemu() {
         assert_eq!(apart, 6, "needs root and iproute2, or skip with LIMOSA_SKIP_NETNS=1: {report}");
     }
 }
+
+#[test]
+fn pages_in_memory_and_in_cache_are_looked_at_in_every_way() {
+    for place in ["cold", "hot"] {
+        let report = limosa(["bench", "zero-page", "--size", "4M", "--only", place, "--rounds", "1", "--json"]).json();
+        let cases = report["cases"].as_array().unwrap();
+        for contents in ["zero", "random bytes", "differs early", "differs in the middle", "differs late", "mixed"] {
+            for variant in
+                ["the compiler's loop", "16 bytes at a time", "is_zero", "portable, page by page", "portable, in runs"]
+            {
+                let case = format!("{place}, {contents}");
+                let found = cases.iter().find(|found| found["case"] == *case && found["variant"] == variant);
+                assert!(found.unwrap()["counters"]["ps_per_page"].as_u64().unwrap() > 0, "{case}, {variant}: {report}");
+            }
+        }
+        let shown = report["targets"].as_array().unwrap().iter().filter(|target| target["met"].is_boolean()).count();
+        // Memory that fits into a cache shows nothing of memory that does not.
+        assert_eq!(shown, if place == "hot" { 2 } else { 0 }, "{report}");
+    }
+}
+
+#[test]
+fn guests_with_zero_pages_move_in_every_way_and_only_pages_that_are_looked_at_are_found_zero() {
+    let report = runs(&["zero-page", "--size", "8M", "--only", "zero-heavy guest"], 8, 2);
+    let zeros = |case: &Value| case["counters"]["zero_pages"].as_u64().unwrap();
+    for case in report["cases"].as_array().unwrap() {
+        assert_eq!(zeros(case), if case["variant"] == "off" { 0 } else { 4096 / 32 * 31 }, "{case}");
+    }
+    let report = runs(&["zero-page", "--size", "8M", "--only", "guest that"], 16, 0);
+    for case in report["cases"].as_array().unwrap() {
+        let looked = case["variant"].as_str().unwrap().starts_with("always");
+        let zeroes = case["case"].as_str().unwrap().starts_with("guest that zeroes");
+        assert_eq!(zeros(case), if looked && zeroes { 3 * 1024 / 4 } else { 0 }, "{case}");
+    }
+    let report = runs(&["zero-page", "--size", "8M", "--only", "holes"], 6, 0);
+    for case in report["cases"].as_array().unwrap() {
+        let allocates = case["variant"] == "every page read" && case["case"] != "holes, none";
+        assert_eq!(case["counters"]["mib_allocated"].as_u64().unwrap() > 0, allocates, "{case}");
+    }
+}

@@ -40,7 +40,7 @@ impl Figure {
     }
 }
 
-const CHARTS: [Chart; 3] = [
+const CHARTS: [Chart; 7] = [
     Chart {
         bench: "stream",
         name: "vectors",
@@ -67,7 +67,38 @@ const CHARTS: [Chart; 3] = [
             per_unit: 1000.0,
         },
     },
+    Chart {
+        bench: "zero-page",
+        name: "zero-cold",
+        title: "Zero pages that are in no cache: nanoseconds for a page",
+        cases: "cold, zero",
+        figure: PER_PAGE,
+    },
+    Chart {
+        bench: "zero-page",
+        name: "zero-early",
+        title: "Pages in cache whose first line is not zero: nanoseconds for a page",
+        cases: "hot, differs early",
+        figure: PER_PAGE,
+    },
+    Chart {
+        bench: "zero-page",
+        name: "zero-guests",
+        title: "A guest of which 31 pages of 32 are zero, migrated as a whole",
+        cases: "zero-heavy guest",
+        figure: Figure::Wall,
+    },
+    Chart {
+        bench: "zero-page",
+        name: "zero-freed",
+        title: "Guests that zero what they free, or write contents, migrated as a whole",
+        cases: "guest that",
+        figure: Figure::Wall,
+    },
 ];
+
+const PER_PAGE: Figure =
+    Figure::Counter { name: "ps_per_page", words: "CPU time for a page, less is better", unit: "ns", per_unit: 1000.0 };
 
 /// Those of a bench.
 pub(super) fn of(bench: &str) -> Vec<&'static Chart> {

@@ -9,6 +9,7 @@ use std::num::NonZeroU64;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,23 +19,25 @@ use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri
 use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, Put, VmError};
+use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, Put, VmError, ZeroCheck};
 use limosa_migrate::{
     ArrivalOutcome, Control, Gathering, GatheringOptions, LiveDestination, LiveDestinationOptions, MultifdOptions,
     MultifdSourceOptions, Progress,
 };
 use limosa_page::PAGE_SIZE;
+use limosa_page::zero::Method;
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 use serde::{Deserialize, Serialize};
 
 use super::{PER_PAGE, RECEIVER, SENDER, Transport, neighbour, plain};
 use crate::Options;
-use crate::measure::{Measured, Stopwatch, millis, own_cpu, process_cpu};
+use crate::measure::{Measured, Stopwatch, millis, nanoseconds, own_cpu, process_cpu};
 use crate::namespaces::{Cable, End};
 use crate::process::Process;
 use crate::raw::Mapping;
 use crate::scratch::Scratch;
+use crate::zero_page::{Guest, Spent};
 
 /// What the only block is called.
 const RAM: &str = "pc.ram";
@@ -49,6 +52,8 @@ enum Setup {
     Source { file: String, memory: u64, plain: bool },
     /// Receive so many bytes, once.
     Destination { memory: u64, uri: String, channels: u8, plain: bool },
+    /// Be a guest with so much memory, and send it wherever the line that follows says.
+    Guest { guest: Guest, memory: u64 },
     /// Live in the cache of a core from one line to the next.
     Neighbour,
 }
@@ -62,7 +67,7 @@ struct Send {
 
 /// How memory is sent. By default as records on the main channel, gathered and without a limit.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
-pub(super) struct Way {
+pub(crate) struct Way {
     /// Channels beside the main one.
     pub(super) channels: u8,
     /// Pages of a packet there; `None`: as many as it takes.
@@ -71,12 +76,46 @@ pub(super) struct Way {
     pub(super) copied: bool,
     /// Bytes a second.
     pub(super) max_bandwidth: Option<NonZeroU64>,
+    /// When and how pages are looked at.
+    pub(super) zeros: ZeroPages,
 }
 
 impl Way {
     /// In packets on so many channels beside the main one.
-    pub(super) fn beside(channels: u8) -> Self {
+    pub(crate) fn beside(channels: u8) -> Self {
         Self { channels, ..Self::default() }
+    }
+
+    /// The same, with pages looked at as is said here.
+    pub(crate) fn with_zeros(self, zeros: ZeroPages) -> Self {
+        Self { zeros, ..self }
+    }
+}
+
+/// When pages are looked at, and how.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum ZeroPages {
+    /// In every round.
+    #[default]
+    Always,
+    /// In every round, by the plain loop.
+    Plainly,
+    /// In the first round.
+    Bulk,
+    /// Never.
+    Off,
+}
+
+impl ZeroPages {
+    pub(crate) const ALL: [Self; 4] = [Self::Always, Self::Plainly, Self::Bulk, Self::Off];
+
+    fn params(self) -> (ZeroCheck, Method) {
+        match self {
+            Self::Always => (ZeroCheck::Always, Method::best()),
+            Self::Plainly => (ZeroCheck::Always, Method::Plain),
+            Self::Bulk => (ZeroCheck::Bulk, Method::best()),
+            Self::Off => (ZeroCheck::Off, Method::best()),
+        }
     }
 }
 
@@ -89,8 +128,9 @@ enum Answer {
     Listening(String),
     /// The destination has all, and its VM runs. Nanoseconds of its CPU since it listened.
     Running { cpu: u64 },
-    /// The source has been told so. Nanoseconds of its CPU since it was told to send.
-    Sent { pages: u64, zeros: u64, calls: u64, bytes: u64, cpu: u64 },
+    /// The source has been told so. Nanoseconds of its CPU since it was told to send; `guest`: of the clock and of its CPU that
+    /// its guest has spent, which are among them.
+    Sent { pages: u64, zeros: u64, calls: u64, bytes: u64, cpu: u64, guest: (u64, u64) },
     /// How far the neighbour has come, and nanoseconds of its CPU.
     Chased { steps: u64, cpu: u64 },
 }
@@ -133,7 +173,7 @@ impl Child {
 
 /// The sending process.
 #[derive(Debug)]
-pub(super) struct Source<'c> {
+pub(crate) struct Source<'c> {
     child: Child,
     memory: u64,
     /// The network that it and whoever receives from it are in, if it is not the machine's own.
@@ -161,13 +201,21 @@ impl<'c> Source<'c> {
         Ok(Self { child, memory, cable, plain })
     }
 
+    /// A process that is a guest.
+    pub(crate) fn start_guest(options: &Options, guest: Guest, memory: u64) -> Result<Self> {
+        let mut child = Child::start(options, &Setup::Guest { guest, memory }, None, None)?;
+        let Answer::Ready = child.answer()? else { bail!("the guest is not ready") };
+        Ok(Self { child, memory, cable: None, plain: false })
+    }
+
     /// Has it run on one core, or on all.
     pub(super) fn pin(&self, core: Option<usize>) -> Result<()> {
         self.child.process.pin(core)
     }
 
-    /// Sends it once, to a fresh process. `ready` is called right before the clock starts.
-    pub(super) fn send(
+    /// Sends it once, to a fresh process. `ready` is called right before the clock starts. What a guest takes to write between
+    /// rounds is taken out of all figures.
+    pub(crate) fn send(
         &mut self,
         options: &Options,
         transport: Transport,
@@ -191,17 +239,19 @@ impl<'c> Source<'c> {
         let before = [process_cpu(sender)?, process_cpu(receiver)?];
         let begun = Instant::now();
         self.child.tell(&Send { uri, way })?;
-        let Answer::Sent { pages, zeros, calls, bytes, cpu } = self.child.answer()? else {
+        let Answer::Sent { pages, zeros, calls, bytes, cpu, guest } = self.child.answer()? else {
             bail!("the source has not sent")
         };
         let Answer::Running { cpu: received } = destination.answer()? else { bail!("the destination does not run") };
         let wall = begun.elapsed();
         let after = [process_cpu(sender)?, process_cpu(receiver)?];
         let measured = all.stop()?;
-        Ok(Measured { wall, ..measured }
-            .with(SENDER, millis(after[0].saturating_sub(before[0])))
+        let (guest_wall, guest_cpu) = (Duration::from_nanos(guest.0), Duration::from_nanos(guest.1));
+        let (wall, all_cpu) = (wall.saturating_sub(guest_wall), measured.cpu.saturating_sub(guest_cpu));
+        Ok(Measured { wall, cpu: all_cpu, ..measured }
+            .with(SENDER, millis(after[0].saturating_sub(before[0]).saturating_sub(guest_cpu)))
             .with(RECEIVER, millis(after[1].saturating_sub(before[1])))
-            .with(PER_PAGE, (cpu + received) / pages.max(1))
+            .with(PER_PAGE, (cpu.saturating_sub(guest.1) + received) / pages.max(1))
             .with("pages", pages)
             .with("zero_pages", zeros)
             .with("writes", calls)
@@ -252,7 +302,7 @@ pub fn serve() -> Result<()> {
         }
         Setup::Source { file, memory, plain: false } => {
             let vm = Still::new(BlockOptions::file(RAM, memory, open(&file)?.into(), 0))?;
-            send_over_and_over(next, |to| vm.send(to))
+            send_over_and_over(next, |to| vm.send(DirtyLogs::new(Writers::NONE, Vec::new())?, to, &Spent::default()))
         }
         // What it has stays until it has been measured.
         Setup::Destination { memory, uri, plain: true, .. } => {
@@ -262,6 +312,14 @@ pub fn serve() -> Result<()> {
         Setup::Destination { memory, uri, channels, plain: false } => {
             let vm = Still::new(BlockOptions::anonymous(RAM, memory))?;
             vm.receive(&uri.parse()?, channels)?;
+            next().map(drop)
+        }
+        Setup::Guest { guest, memory } => {
+            let (memory, logs, spent) = guest.start(RAM, memory)?;
+            let vm = Still { memory, writers: Writers::VCPUS };
+            say(&Answer::Ready)?;
+            let to = next()?.context("nobody said where to")?;
+            vm.send(logs, &serde_json::from_str(&to).context("a line on standard input")?, &spent)?;
             next().map(drop)
         }
         Setup::Neighbour => {
@@ -303,7 +361,7 @@ fn send_plainly(memory: &Mapping, to: &Send) -> Result<()> {
     let calls = plain::send(memory, &plain::connect(&to.uri.parse()?)?)?;
     let bytes = memory.bytes().len() as u64;
     let cpu = nanoseconds(own_cpu().saturating_sub(before));
-    say(&Answer::Sent { pages: bytes / PAGE_SIZE, zeros: 0, calls, bytes, cpu })
+    say(&Answer::Sent { pages: bytes / PAGE_SIZE, zeros: 0, calls, bytes, cpu, guest: (0, 0) })
 }
 
 fn receive_plainly(uri: &Uri, memory: u64) -> Result<Mapping> {
@@ -315,35 +373,35 @@ fn receive_plainly(uri: &Uri, memory: u64) -> Result<Mapping> {
     Ok(memory)
 }
 
-fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
 fn say(answer: &Answer) -> Result<()> {
     let mut out = io::stdout().lock();
     writeln!(out, "{}", serde_json::to_string(answer)?).and_then(|()| out.flush()).context("standard output")
 }
 
-/// A VM that stands still: all of it is memory.
+/// A VM of which all is memory. It stands still, but for what its dirty log writes.
 #[derive(Debug)]
 struct Still {
-    memory: GuestMemory,
+    memory: Arc<GuestMemory>,
+    writers: Writers,
 }
 
 impl Still {
     fn new(block: BlockOptions) -> Result<Self> {
-        Ok(Self { memory: GuestMemory::new(vec![block.map()?])? })
+        Ok(Self { memory: Arc::new(GuestMemory::new(vec![block.map()?])?), writers: Writers::NONE })
     }
 
-    fn send(&self, to: &Send) -> Result<()> {
+    fn send(&self, logs: DirtyLogs, to: &Send, spent: &Spent) -> Result<()> {
         let before = own_cpu();
         let (control, progress) = (Control::new(), Progress::new());
         let uri: Uri = to.uri.parse()?;
         let connect = || Channel::connect(&uri, &ChannelOptions::default());
-        let logs = DirtyLogs::new(Writers::NONE, Vec::new())?;
-        let Way { channels, packet_pages, copied, max_bandwidth } = to.way;
+        let Way { channels, packet_pages, copied, max_bandwidth, zeros } = to.way;
         let put = if copied { Put::Copied } else { Put::Gathered };
-        let params = MigrationParams { put, max_bandwidth, ..MigrationParams::default() };
+        let (zero_check, zero_method) = zeros.params();
+        // A guest that writes does so in all of its rounds.
+        let downtime_limit = Duration::ZERO;
+        let params =
+            MigrationParams { put, max_bandwidth, zero_check, zero_method, downtime_limit, ..Default::default() };
         let source = LiveSource::new(self, logs, connect()?, &control, &progress, params);
         let channels = (0..channels).map(|_| connect()).collect::<Result<Vec<_>, _>>()?;
         let multifd = MultifdSourceOptions::default();
@@ -355,7 +413,8 @@ impl Still {
                 let pages = stats.sum(|round| round.normal);
                 let zeros = stats.sum(|round| round.zero + round.left_out);
                 let cpu = nanoseconds(own_cpu().saturating_sub(before));
-                say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu })
+                let guest = spent.so_far();
+                say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu, guest })
             }
             other => bail!("{other:?}"),
         }
@@ -387,7 +446,7 @@ impl LiveVm for Still {
     }
 
     fn writers(&self) -> Writers {
-        Writers::NONE
+        self.writers
     }
 
     fn pause(&self) -> Result<(), VmError> {

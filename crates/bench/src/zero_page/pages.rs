@@ -1,0 +1,274 @@
+//! Pages in memory and in cache, looked at in every way there is.
+//!
+//! Law: the ways of one case look at the same pages, equally often, and each says how many are zero, which is checked.
+//! *Cold* is memory of more than four times the last-level cache, gone through once from front to back, so that of what is read
+//! nothing is left from the time before. *Hot* is half of a core's second-level cache, over and over.
+//!
+//! A way is one thread that never waits, so what it takes is its CPU time: on a machine that others use, its wall time is partly
+//! theirs. All figures are of CPU time.
+
+use std::hint::black_box;
+
+use anyhow::{Context, Result, ensure};
+use limosa_page::guest::GuestPages;
+use limosa_page::scan::{PageKind, Scan};
+use limosa_page::zero::{Method, is_zero};
+use limosa_page::{PAGE_LEN, PAGE_SIZE};
+
+use super::contents::Contents;
+use super::loops;
+use crate::Options;
+use crate::caches;
+use crate::frame::{Contestant, Frame, Series, interleave};
+use crate::measure::{Measured, Stopwatch, nanoseconds};
+use crate::raw::Mapping;
+use crate::report::{Bound, Report, Target, figure, ratio};
+
+/// Nanoseconds for a page, rounded up to whole ones.
+const PER_PAGE: &str = "ns_per_page";
+/// Picoseconds: of a page in cache a nanosecond says too little.
+const PER_PAGE_PS: &str = "ps_per_page";
+const SPEED: &str = "mib_per_s";
+
+/// How often the hot pages are gone through where most of each is read, and where a page is done with at its beginning.
+const OFTEN: u64 = 2000;
+const VERY_OFTEN: u64 = 20_000;
+
+/// Nanoseconds that a hot page with contents may take.
+const EARLY_LIMIT: f64 = 10.0;
+/// Of the speed at which memory is read, what zero pages that are cold have to be looked at with.
+const OF_BANDWIDTH: f64 = 0.9;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Cold,
+    Hot,
+}
+
+impl Place {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Cold => "cold",
+            Self::Hot => "hot",
+        }
+    }
+
+    /// How often its pages are gone through.
+    fn times(self, contents: Contents) -> u64 {
+        match (self, contents) {
+            (Self::Cold, _) => 1,
+            (Self::Hot, Contents::Random | Contents::Early) => VERY_OFTEN,
+            (Self::Hot, _) => OFTEN,
+        }
+    }
+}
+
+/// A way of looking at pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// All of the memory is read and nothing is said of it.
+    Read(Method),
+    /// What the compiler makes of an iterator over bytes.
+    Iterator,
+    /// [`is_zero`], as a user of the crate calls it: the method is chosen for each page.
+    IsZero,
+    /// One page after the other.
+    Pages(Method),
+    /// Many pages in one call.
+    Runs(Method),
+}
+
+impl Way {
+    /// Those of a case, the plain ones first.
+    fn all(contents: Contents) -> impl Iterator<Item = Self> {
+        let reads = Method::ALL.into_iter().filter(|method| loops::read(*method, &[])).map(Self::Read);
+        let methods = || Method::available().filter(|method| *method != Method::Plain);
+        reads
+            // What is read does not change how fast it is read.
+            .filter(move |_| contents == Contents::Zero)
+            .chain([Self::Iterator, Self::Pages(Method::Plain), Self::IsZero])
+            .chain(methods().map(Self::Pages))
+            .chain(methods().map(Self::Runs))
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::Read(method) => format!("read, {method}"),
+            Self::Iterator => "the compiler's loop".into(),
+            Self::IsZero => "is_zero".into(),
+            Self::Pages(Method::Plain) => "16 bytes at a time".into(),
+            Self::Pages(method) => format!("{method}, page by page"),
+            Self::Runs(method) => format!("{method}, in runs"),
+        }
+    }
+
+    /// Looks at all pages once; how many are zero, which a read does not know.
+    fn look(self, memory: &[u8]) -> Option<u64> {
+        let pages = GuestPages::from(memory);
+        let slices = memory.as_chunks::<PAGE_LEN>().0;
+        Some(match self {
+            Self::Read(method) => {
+                loops::read(method, memory);
+                return None;
+            }
+            Self::Iterator => count(slices.iter().map(|page| loops::by_iterator(page))),
+            Self::IsZero => count(slices.iter().map(|page| is_zero(page))),
+            Self::Pages(method) => {
+                count(pages.pages().iter().map(|page| pages.page_is_zero(method, page) == Some(true)))
+            }
+            Self::Runs(method) => {
+                let zeros = Scan::new(pages, pages.pages(), method).filter(|run| run.kind == PageKind::Zero);
+                zeros.map(|run| run.pages.len()).sum()
+            }
+        })
+    }
+}
+
+fn count(zero: impl Iterator<Item = bool>) -> u64 {
+    zero.map(u64::from).sum()
+}
+
+fn case(place: Place, contents: Contents) -> String {
+    format!("{}, {}", place.name(), contents.name())
+}
+
+/// What was measured, and of how much.
+pub(super) struct Measurements {
+    pub(super) all: Vec<Series>,
+    cold: u64,
+    hot: u64,
+}
+
+/// Runs the cases, contents by contents: the memory is filled once for each.
+pub(super) fn rounds(options: &Options) -> Result<Measurements> {
+    let more_than_four_times = (4 * caches::last_level() + 1).next_multiple_of(256 << 20);
+    let cold = options.size.unwrap_or(more_than_four_times).next_multiple_of(2 << 20);
+    let hot = (caches::second_level() / 2).next_multiple_of(PAGE_SIZE).min(cold);
+    let mut measurements = Measurements { all: Vec::new(), cold, hot };
+    let mut memory: Option<Mapping> = None;
+    for contents in Contents::ALL {
+        let wanted: Vec<(Place, Way)> = [Place::Cold, Place::Hot]
+            .into_iter()
+            .flat_map(|place| Way::all(contents).map(move |way| (place, way)))
+            .filter(|(place, way)| options.wants(&case(*place, contents), &way.name()))
+            .collect();
+        if wanted.is_empty() {
+            continue;
+        }
+        options.tell(&format!("filling memory: {}", contents.name()));
+        let memory = match &mut memory {
+            Some(memory) => memory,
+            none => {
+                let len = usize::try_from(cold).context("--size")?;
+                none.insert(Mapping::anonymous(len).with_context(|| format!("mapping {cold} bytes"))?)
+            }
+        };
+        memory.populate().with_context(|| format!("not enough memory for {cold} bytes"))?;
+        contents.fill(memory.bytes_mut());
+        let memory: &[u8] = memory.bytes();
+        let mut contestants = Vec::new();
+        for (place, way) in wanted {
+            let len = usize::try_from(if place == Place::Cold { cold } else { hot })?;
+            let memory = memory.get(..len).context("hot memory beyond the cold")?;
+            let zeros = Way::Pages(Method::Portable).look(memory).unwrap_or(0);
+            contestants.push(Contestant {
+                case: case(place, contents),
+                variant: way.name(),
+                run: Box::new(move |_: &Frame| run(way, memory, place.times(contents), zeros)),
+            });
+        }
+        let done = interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))?;
+        measurements.all.extend(done);
+    }
+    Ok(measurements)
+}
+
+fn run(way: Way, memory: &[u8], times: u64, zeros: u64) -> Result<Measured> {
+    // Once beforehand, so that what is hot is hot.
+    if times > 1 {
+        way.look(memory);
+    }
+    let mut found = None;
+    let watch = Stopwatch::start(&[])?;
+    for _ in 0..times {
+        found = way.look(black_box(memory));
+    }
+    let measured = watch.stop()?;
+    if let Some(found) = found {
+        ensure!(found == zeros, "{found} pages are zero, and not {zeros}");
+    }
+    let pages = times * (memory.len() as u64 / PAGE_SIZE);
+    let nanos = nanoseconds(measured.cpu).max(1);
+    let mib_by_billion = u128::from((pages * PAGE_SIZE) >> 20) * 1_000_000_000;
+    let speed = u64::try_from(mib_by_billion / u128::from(nanos)).unwrap_or(u64::MAX);
+    let ps = nanos.saturating_mul(1000) / pages.max(1);
+    Ok(measured.with("pages", pages).with(PER_PAGE, ps.div_ceil(1000)).with(PER_PAGE_PS, ps).with(SPEED, speed))
+}
+
+/// Ratios and targets.
+pub(super) fn judge(report: &mut Report, measured: &Measurements) {
+    let Measurements { all, cold, hot } = measured;
+    let best = Method::best();
+    let zero = case(Place::Cold, Contents::Zero);
+    let cache = caches::known_last_level();
+    let why = match cache {
+        None => "the size of the last-level cache is not known".to_owned(),
+        Some(cache) if *cold <= 4 * cache => {
+            format!("{} MiB are not more than four times the last-level cache of {} MiB", cold >> 20, cache >> 20)
+        }
+        Some(_) => super::NOT_RUN.to_owned(),
+    };
+    let is_cold = cache.is_some_and(|cache| *cold > 4 * cache);
+    for method in Method::available().filter(|method| loops::read(*method, &[])) {
+        let (read, runs) = (Way::Read(method).name(), Way::Runs(method).name());
+        let found = ratio(all, &zero, &read, &runs, "cpu");
+        if method == best {
+            let got = found.as_ref().map(|ratio| ratio.median).filter(|_| is_cold);
+            let name = format!("{zero}: speed of {runs} / {read}");
+            report.targets.push(Target::new(name, Bound::AtLeast(OF_BANDWIDTH), got, &why));
+        }
+        report.ratios.extend(found);
+    }
+    let early = case(Place::Hot, Contents::Early);
+    let pages = hot / PAGE_SIZE * Place::Hot.times(Contents::Early);
+    for way in [Way::IsZero, Way::Runs(best)] {
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+        let got = figure(all, &early, &way.name(), "cpu").map(|cpu| cpu.median * 1e9 / pages as f64);
+        let name = format!("{early}: nanoseconds for a page, {}", way.name());
+        report.targets.push(Target::new(name, Bound::AtMost(EARLY_LIMIT), got, super::NOT_RUN));
+    }
+    for contents in Contents::ALL {
+        for place in [Place::Cold, Place::Hot] {
+            let case = case(place, contents);
+            let runs = Way::Runs(best).name();
+            for other in [Way::Iterator, Way::Pages(Method::Plain), Way::Pages(best), Way::Runs(Method::Avx2)] {
+                report.ratios.extend(ratio(all, &case, &runs, &other.name(), "cpu").filter(|_| runs != other.name()));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_finds_the_same_pages_zero() {
+        for contents in Contents::ALL {
+            let mut memory = vec![0xff; 100 * PAGE_LEN];
+            let zeros = contents.fill(&mut memory);
+            for way in Way::all(contents) {
+                match way {
+                    Way::Read(_) => assert_eq!(way.look(&memory), None),
+                    _ => assert_eq!(way.look(&memory), Some(zeros), "{contents:?}: {}", way.name()),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_two_ways_have_the_same_name() {
+        let names: std::collections::BTreeSet<_> = Way::all(Contents::Zero).map(Way::name).collect();
+        assert_eq!(names.len(), Way::all(Contents::Zero).count());
+    }
+}
