@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::guest::{GuestKind, LogChoice};
 use limosa_channel::ZeroCopy;
-use limosa_migrate::live::{GiveUp, MigrationParams, SharedMemory, ZeroCheck};
+use limosa_migrate::live::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
 
@@ -126,6 +126,8 @@ pub struct Settings {
     pub max_bandwidth: Option<NonZeroU64>,
     /// When pages are looked at.
     pub zero_check: ZeroCheckKind,
+    /// Page records on the main channel are gathered, and not copied into a buffer.
+    pub vectors: bool,
     /// The destination's memory is populated ahead of arriving pages.
     pub populate: bool,
     /// How long it may take until the switchover, in milliseconds.
@@ -153,6 +155,7 @@ impl Default for Settings {
             downtime_limit_ms: 300,
             max_bandwidth: None,
             zero_check: ZeroCheckKind::Always,
+            vectors: true,
             populate: true,
             timeout_ms: None,
             give_up: WhenStuck::Cancel,
@@ -222,6 +225,7 @@ impl Settings {
                 ZeroCheckKind::Bulk => ZeroCheck::Bulk,
                 ZeroCheckKind::Off => ZeroCheck::Off,
             },
+            put: if self.vectors { Put::Gathered } else { Put::Copied },
             timeout: self.timeout_ms.map(Duration::from_millis),
             give_up: match self.give_up {
                 WhenStuck::Cancel => GiveUp::Cancel,

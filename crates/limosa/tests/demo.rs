@@ -59,6 +59,16 @@ fn pages_leave_in_the_way_that_is_named_and_the_guest_is_whole() {
 }
 
 #[test]
+fn pages_gathered_and_copied_are_the_same_guest_for_fewer_calls() {
+    let [gathered, copied] = ["on", "off"].map(|vectors| {
+        let (report, _) = live(&["--vectors", vectors, "--dirty-rate", "0"]);
+        assert_moved(&report, false);
+        report["source"]["channels"]["calls_out"].as_u64().unwrap()
+    });
+    assert!(copied > 10 * gathered, "{copied} calls, {gathered} gathered");
+}
+
+#[test]
 fn a_guest_runs_ahead_of_its_pages_and_gets_them_all() {
     for more in [
         &["--postcopy", "at-once"][..],

@@ -154,6 +154,10 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_enum, default_value_t = ZeroCheckArg::Always)]
     pub(crate) zero_check: ZeroCheckArg,
 
+    /// Send hundreds of pages of the main channel by one call, from where they are; off copies them into a buffer of 16 KiB
+    #[arg(long, value_enum, default_value_t = OnOffArg::On)]
+    pub(crate) vectors: OnOffArg,
+
     /// Make room at the destination ahead of arriving pages
     #[arg(long, value_enum, default_value_t = OnOffArg::On)]
     pub(crate) populate: OnOffArg,
@@ -246,6 +250,7 @@ impl DemoLiveArgs {
                 ZeroCheckArg::Bulk => ZeroCheckKind::Bulk,
                 ZeroCheckArg::Off => ZeroCheckKind::Off,
             },
+            vectors: self.vectors == OnOffArg::On,
             populate: self.populate == OnOffArg::On,
             timeout_ms: self.timeout.map(millis),
             give_up: match self.give_up {
