@@ -1,8 +1,8 @@
 //! A neighbour that lives in a core's cache: how much slower its memory gets when memory is sent on the same core.
 //!
 //! Law: the neighbour's own CPU time is the clock, so what it waits for the core does not count, and what it misses in the cache
-//! does. It follows a chain through as much memory as the core's second-level cache holds, each line of it once a turn, in
-//! no order that a prefetcher would guess. The sender is limited to 1 Gbit/s, and so both are there all the time.
+//! does. It follows a chain through half as much memory as the core's second-level cache holds, each line of it once a turn,
+//! in no order that a prefetcher would guess: alone it finds all of it there. The sender is limited to 1 Gbit/s, and so both are there all the time.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -116,9 +116,9 @@ fn next(line: &[u8; LINE]) -> usize {
     line.first_chunk().map_or(0, |bytes| usize::from_le_bytes(*bytes))
 }
 
-/// A chain through as many lines as the second-level cache has: one round trip visits each once.
+/// A chain through half as many lines as the second-level cache has: one round trip visits each once.
 pub(super) fn chain() -> Result<Mapping> {
-    let len = usize::try_from(caches::second_level()).map_err(|_| anyhow!("a cache larger than memory"))?;
+    let len = usize::try_from(caches::second_level() / 2).map_err(|_| anyhow!("a cache larger than memory"))?;
     let mut memory = Mapping::anonymous(len).context("memory for a neighbour")?;
     link(memory.bytes_mut());
     Ok(memory)
