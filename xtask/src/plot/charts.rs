@@ -31,6 +31,14 @@ impl Figure {
         }
     }
 
+    /// What of so many rounds is shown.
+    pub(super) fn of_rounds(self, rounds: u32) -> String {
+        match self {
+            Self::Wall => format!("median of {rounds} rounds, line from the shortest to the longest"),
+            Self::Counter { .. } => format!("median of {rounds} rounds"),
+        }
+    }
+
     /// The unit; `s` is scaled to what is readable.
     pub(super) fn unit(self) -> &'static str {
         match self {

@@ -123,7 +123,7 @@ fn draw(chart: &Chart, report: &Report, date: &str) -> Option<String> {
     }
     let Machine { cpu, cores, memory_gib, kernel } = &report.machine;
     let notes = [
-        format!("{}; median of {} rounds, line from the smallest to the largest", chart.figure.words(), report.rounds),
+        format!("{}; {}", chart.figure.words(), chart.figure.of_rounds(report.rounds)),
         format!("{date}, {cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}"),
     ];
     Some(svg::Picture { title: chart.title, notes: &notes, unit: chart.figure.unit(), rows: &rows }.svg())

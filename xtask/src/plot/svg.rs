@@ -87,17 +87,18 @@ impl Picture<'_> {
     fn panel(&self, out: &mut String, rows: &[Row], mut y: f64) -> f64 {
         let largest = rows.iter().map(Row::largest).fold(0.0, f64::max);
         let scale = if largest > 0.0 { (RIGHT - LEFT) / largest } else { 0.0 };
-        let begin = y;
         for row in rows {
             text(out, "name", (24.0, y + 12.0), "start", &row.label);
             y += NAME;
+            let begin = y;
             for (way, bar) in row.bars.iter().enumerate() {
                 self.bar(out, way, bar, scale, y);
                 y += STEP;
             }
+            let _ =
+                writeln!(out, "<path class=\"base\" d=\"M{LEFT} {:.1}V{:.1}\"/>", begin - 3.0, y - STEP + BAR + 3.0);
             y += GAP;
         }
-        let _ = writeln!(out, "<path class=\"base\" d=\"M{LEFT} {:.1}V{:.1}\"/>", begin + NAME - 3.0, y - GAP - 1.0);
         y - GAP
     }
 
@@ -160,7 +161,7 @@ const STYLE: &str = "<style>\n\
     .name { font-size: 13px; font-weight: 600; fill: #5b6673; }\n\
     .value { font-variant-numeric: tabular-nums; }\n\
     .base { stroke: #8a94a0; stroke-opacity: .7; fill: none; }\n\
-    .range { stroke: #3b4552; stroke-width: 1.3; fill: none; }\n\
+    .range { stroke: #56616e; stroke-width: 1.3; fill: none; }\n\
     .way0 { fill: #9aa5b1; }\n\
     .way1 { fill: #2f83c5; }\n\
     .way2 { fill: #e08a1e; }\n\
