@@ -38,6 +38,7 @@ pub mod scratch;
 mod socket_pair;
 pub mod stream;
 mod vm;
+mod zero_copy;
 mod zero_page;
 
 use std::path::PathBuf;
@@ -51,7 +52,7 @@ pub use report::Report;
 const PLAIN: &str = "linear 1M";
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["cow", "landing", "restore", "save", "stream", "zero-page"];
+pub const NAMES: &[&str] = &["cow", "landing", "restore", "save", "stream", "zero-copy", "zero-page"];
 
 /// How a bench is to be run.
 #[derive(Debug, Clone)]
@@ -124,6 +125,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "restore" => restore::run(options),
         "save" => save::run(options),
         "stream" => stream::run(options),
+        "zero-copy" => zero_copy::run(options),
         "zero-page" => zero_page::run(options),
         _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
     }

@@ -22,7 +22,8 @@ use std::cell::RefCell;
 use anyhow::{Result, ensure};
 
 pub use ends::serve as serve_end;
-pub(crate) use ends::{Source, Way, ZeroPages};
+pub(crate) use ends::{Source, Stress, Way, ZeroPages};
+pub(crate) use stage::{Link, Stage};
 
 use crate::Options;
 use crate::content::random_memory;
@@ -34,6 +35,9 @@ use crate::vm::{Ram, Role, Vm};
 /// Milliseconds of CPU of the sending and of the receiving process.
 const SENDER: &str = "sender_cpu_ms";
 const RECEIVER: &str = "receiver_cpu_ms";
+
+/// Microseconds of CPU of the sending process for each GiB of memory.
+pub(crate) const SENDER_PER_GIB: &str = "sender_cpu_us_per_gib";
 
 /// Nanoseconds of CPU of both processes for each page that has contents.
 const PER_PAGE: &str = "cpu_ns_per_page";
@@ -66,7 +70,7 @@ impl Transport {
 }
 
 /// Bytes of memory for people.
-fn words(bytes: u64) -> String {
+pub(crate) fn words(bytes: u64) -> String {
     if bytes.is_multiple_of(1 << 30) { format!("{} GiB", bytes >> 30) } else { format!("{} MiB", bytes >> 20) }
 }
 

@@ -47,7 +47,8 @@ pub enum ZeroCopy {
     Auto,
     /// By `MSG_ZEROCOPY`, over TCP.
     Msg,
-    /// By `vmsplice` and `splice`, over TCP and unix sockets.
+    /// By `vmsplice` and `splice`, over TCP and unix sockets. A peer that is gone is an error only where SIGPIPE is ignored, as in
+    /// every Rust program.
     Splice,
 }
 

@@ -53,6 +53,20 @@ fn a_save_is_measured_on_several_channels() {
 }
 
 #[test]
+fn every_way_of_sending_pages_is_measured_idle_and_under_stress() {
+    // tcp has three of them, a unix socket two; over 1, 2, 4 and 8 channels.
+    let report = runs(&["zero-copy", "--size", "16M"], 2 * (3 + 2) * 4, 2);
+    for case in report["cases"].as_array().unwrap() {
+        let (variant, counters) = (case["variant"].as_str().unwrap(), &case["counters"]);
+        let count = |name: &str| counters[name].as_u64().unwrap();
+        assert_eq!(count("pages"), 4096, "{case}");
+        assert_eq!(count("spliced"), if variant.starts_with("splice") { 16 << 20 } else { 0 }, "{case}");
+        assert_eq!(count("lent") != 0, variant.starts_with("msg"), "{case}");
+        assert_eq!(count("lent"), count("lent_completed"), "{case}");
+    }
+}
+
+#[test]
 fn both_pairs_are_measured_on_every_number_of_channels_and_transport() {
     needs_qemu!();
     let report = runs(&["stream", "--size", "64M", "--against", "qemu", "--only", "64 MiB over"], 14, 3);

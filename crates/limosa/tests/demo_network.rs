@@ -3,16 +3,21 @@
 
 mod chaos;
 
+use std::fs::File;
+use std::io::IoSlice;
 use std::num::NonZeroU64;
+use std::os::fd::AsFd;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use chaos::dice::Dice;
 use chaos::network::{Cable, skipped};
 use chaos::*;
-use limosa_channel::Uri;
+use limosa_channel::{Channel, Listener, Options, Uri, ZeroCopy};
 use limosa_demo::Settings;
 use limosa_demo::settings::Transport;
 use limosa_demo::state::{Role, State};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// A migration of 16 MiB that takes a quarter of a second, whose ends wait for each other for two thirds of one.
 fn settings() -> Settings {
@@ -44,10 +49,10 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
         let destination = place.start(Role::Destination, &settings, Some(cable.namespace(1)));
         let (mut source, mut destination) = (place.meet(source), place.meet(destination));
         set_off(&cable, &source, &destination, true);
-        std::thread::sleep(moment);
+        thread::sleep(moment);
         cable.pull();
         if let Some(pause) = pause {
-            std::thread::sleep(Duration::from_millis(pause));
+            thread::sleep(Duration::from_millis(pause));
             cable.put_back();
         }
         settle(&mut source, &mut destination);
@@ -76,4 +81,46 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
         assert_lawful(&place, by_hand);
     }
     println!("{outcomes:?}");
+}
+
+#[test]
+fn a_channel_whose_kernel_copies_what_it_is_lent_goes_on_by_splice() {
+    if skipped() {
+        return;
+    }
+    let cable = Cable::new();
+    // A socket stays in the network that its thread was in.
+    let enter = |end: usize| {
+        let namespace = File::open(format!("/run/netns/{}", cable.namespace(end))).unwrap();
+        move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network)).unwrap();
+    };
+    let page = vec![7; 4096];
+    thread::scope(|scope| {
+        let listening = scope.spawn(|| {
+            enter(1);
+            Listener::bind(&Uri::Tcp { host: cable.address(2), port: 0 }, &Options::default()).unwrap()
+        });
+        let listener = listening.join().unwrap();
+        let (uri, enter, page) = (listener.local_uri().clone(), &enter, &page);
+        let sending = scope.spawn(move || {
+            enter(0);
+            let channel = Channel::connect(&uri, &Options { zero_copy: ZeroCopy::Auto, ..Options::default() }).unwrap();
+            // The peer could be anywhere.
+            assert_eq!(channel.zero_copy(), ZeroCopy::Msg);
+            for _ in 0..40 {
+                let mut lending = channel.lend();
+                lending.put(b"header", &[IoSlice::new(page)]).unwrap();
+                lending.finish().unwrap();
+            }
+            assert_eq!(channel.zero_copy(), ZeroCopy::Splice);
+            let counters = channel.counters();
+            assert_eq!((counters.lent_completed, counters.lent_copied), (counters.lent, counters.lent));
+            assert!((16..40).contains(&counters.lent), "{counters:?}");
+        });
+        let channel = listener.accept(Some(Duration::from_secs(30))).unwrap();
+        let mut got = vec![0; 40 * (6 + 4096)];
+        channel.get(&mut got).unwrap();
+        assert!(got.chunks(6 + 4096).all(|packet| packet == [&b"header"[..], page].concat()));
+        sending.join().unwrap();
+    });
 }

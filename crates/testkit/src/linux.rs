@@ -1,8 +1,10 @@
 //! The Linux guest: the distribution's kernel with a busybox whose init counts and takes commands.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
 use crate::initrd::Initrd;
 use crate::requirement::guest_folder;
@@ -29,11 +31,13 @@ pub struct LinuxGuest {
     pub modules: bool,
     /// More words for the kernel's command line.
     pub kernel_words: String,
+    /// Programs of the host that it has too, by their names, in `/host`; run there by `host NAME ...` with the host's libraries.
+    pub programs: Vec<PathBuf>,
 }
 
 impl Default for LinuxGuest {
     fn default() -> Self {
-        Self { modules: true, kernel_words: String::new() }
+        Self { modules: true, kernel_words: String::new(), programs: Vec::new() }
     }
 }
 
@@ -45,6 +49,7 @@ const INIT: &str = "\
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev 2>/dev/null
+host() { program=$1; shift; /host/ld.so --library-path /host \"/host/$program\" \"$@\"; }
 exec 0</dev/ttyS0 1>/dev/ttyS0 2>&1
 stty -echo
 for module in MODULES; do
@@ -80,6 +85,7 @@ impl LinuxGuest {
                 }
             }
         }
+        add_programs(&mut initrd, &self.programs, folder)?;
         initrd.file("init", 0o755, INIT.replace("MODULES", &MODULES.join(" ")).as_bytes())?;
         let path = folder.join("initrd");
         std::fs::write(&path, initrd.finish()).with_context(|| path.display().to_string())?;
@@ -91,4 +97,39 @@ impl LinuxGuest {
             ("-cpu", "max".to_owned()),
         ])
     }
+}
+
+/// Puts programs into the initrd without what only a debugger needs, and the libraries that they are run with.
+fn add_programs(initrd: &mut Initrd, programs: &[PathBuf], folder: &Path) -> Result<()> {
+    if programs.is_empty() {
+        return Ok(());
+    }
+    initrd.folder("host");
+    let mut libraries = BTreeSet::new();
+    for program in programs {
+        let name = program.file_name().context("a program has a name")?.to_string_lossy();
+        let stripped = folder.join(&*name);
+        said(Command::new("strip").arg("-o").args([&stripped, program]))?;
+        let content = std::fs::read(&stripped).with_context(|| stripped.display().to_string())?;
+        initrd.file(&format!("host/{name}"), 0o755, &content)?;
+        // Lines of `name => path (address)`, and the loader's `path (address)`.
+        let listed = said(Command::new("ldd").arg(program))?;
+        let paths = listed.split_ascii_whitespace().filter(|word| word.starts_with('/'));
+        libraries.extend(paths.map(PathBuf::from));
+    }
+    for library in libraries {
+        let name = library.file_name().context("a library has a name")?.to_string_lossy().into_owned();
+        let name = if name.starts_with("ld-linux") { "ld.so".to_owned() } else { name };
+        let content = std::fs::read(&library).with_context(|| library.display().to_string())?;
+        initrd.file(&format!("host/{name}"), 0o755, &content)?;
+    }
+    Ok(())
+}
+
+/// What a program says that has to succeed.
+fn said(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {}", error.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

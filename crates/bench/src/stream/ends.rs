@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri};
+use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
 use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource};
@@ -30,7 +30,7 @@ use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 use serde::{Deserialize, Serialize};
 
-use super::{PER_PAGE, RECEIVER, SENDER, Transport, neighbour, plain};
+use super::{PER_PAGE, RECEIVER, SENDER, SENDER_PER_GIB, Transport, neighbour, plain};
 use crate::Options;
 use crate::measure::{Measured, Stopwatch, millis, nanoseconds, own_cpu, process_cpu};
 use crate::namespaces::{Cable, End};
@@ -56,6 +56,8 @@ enum Setup {
     Guest { guest: Guest, memory: u64 },
     /// Live in the cache of a core from one line to the next.
     Neighbour,
+    /// Keep every core busy from one line to the next.
+    Stress,
 }
 
 /// A line that tells a source where to.
@@ -78,12 +80,34 @@ pub(crate) struct Way {
     pub(super) max_bandwidth: Option<NonZeroU64>,
     /// When and how pages are looked at.
     pub(super) zeros: ZeroPages,
+    /// How pages leave on the channels beside the main one.
+    #[serde(with = "zero_copy")]
+    pub(super) zero_copy: ZeroCopy,
+}
+
+/// A way of leaving, by its name.
+mod zero_copy {
+    use limosa_channel::ZeroCopy;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(zero_copy: &ZeroCopy, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(zero_copy.name())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ZeroCopy, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
 }
 
 impl Way {
-    /// In packets on so many channels beside the main one.
+    /// In packets on so many channels beside the main one, as it is best there.
     pub(crate) fn beside(channels: u8) -> Self {
-        Self { channels, ..Self::default() }
+        Self { channels, zero_copy: ZeroCopy::Auto, ..Self::default() }
+    }
+
+    /// The same, the pages leaving in this way.
+    pub(crate) fn leaving(self, zero_copy: ZeroCopy) -> Self {
+        Self { zero_copy, ..self }
     }
 
     /// The same, with pages looked at as is said here.
@@ -130,9 +154,20 @@ enum Answer {
     Running { cpu: u64 },
     /// The source has been told so. Nanoseconds of its CPU since it was told to send; `guest`: of the clock and of its CPU that
     /// its guest has spent, which are among them.
-    Sent { pages: u64, zeros: u64, calls: u64, bytes: u64, cpu: u64, guest: (u64, u64) },
+    Sent { pages: u64, zeros: u64, calls: u64, bytes: u64, cpu: u64, guest: (u64, u64), lent: Lent },
     /// How far the neighbour has come, and nanoseconds of its CPU.
     Chased { steps: u64, cpu: u64 },
+}
+
+/// What a source's channels did not copy themselves.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+struct Lent {
+    /// Bytes that were spliced.
+    spliced: u64,
+    /// Calls that lent pages, those of them that the kernel has finished, and those whose pages it copied.
+    calls: u64,
+    completed: u64,
+    copied: u64,
 }
 
 /// A child process that is spoken to.
@@ -239,7 +274,7 @@ impl<'c> Source<'c> {
         let before = [process_cpu(sender)?, process_cpu(receiver)?];
         let begun = Instant::now();
         self.child.tell(&Send { uri, way })?;
-        let Answer::Sent { pages, zeros, calls, bytes, cpu, guest } = self.child.answer()? else {
+        let Answer::Sent { pages, zeros, calls, bytes, cpu, guest, lent } = self.child.answer()? else {
             bail!("the source has not sent")
         };
         let Answer::Running { cpu: received } = destination.answer()? else { bail!("the destination does not run") };
@@ -251,11 +286,45 @@ impl<'c> Source<'c> {
         Ok(Measured { wall, cpu: all_cpu, ..measured }
             .with(SENDER, millis(after[0].saturating_sub(before[0]).saturating_sub(guest_cpu)))
             .with(RECEIVER, millis(after[1].saturating_sub(before[1])))
+            .with(SENDER_PER_GIB, cpu.saturating_sub(guest.1).saturating_mul(1 << 20) / memory.max(1))
             .with(PER_PAGE, (cpu.saturating_sub(guest.1) + received) / pages.max(1))
             .with("pages", pages)
             .with("zero_pages", zeros)
             .with("writes", calls)
-            .with("bytes", bytes))
+            .with("bytes", bytes)
+            .with("spliced", lent.spliced)
+            .with("lent", lent.calls)
+            .with("lent_completed", lent.completed)
+            .with("lent_copied", lent.copied))
+    }
+}
+
+/// A process that leaves no core idle.
+#[derive(Debug)]
+pub(crate) struct Stress {
+    child: Child,
+}
+
+impl Stress {
+    /// Starts it; it does nothing yet.
+    pub(crate) fn start(options: &Options) -> Result<Self> {
+        let mut child = Child::start(options, &Setup::Stress, None, None)?;
+        let Answer::Ready = child.answer()? else { bail!("the stress is not ready") };
+        Ok(Self { child })
+    }
+
+    /// Has it begin.
+    pub(crate) fn begin(&mut self) -> Result<()> {
+        self.child.tell(&"begin")?;
+        let Answer::Ready = self.child.answer()? else { bail!("the stress has not begun") };
+        Ok(())
+    }
+
+    /// Has it stop.
+    pub(crate) fn end(&mut self) -> Result<()> {
+        self.child.tell(&"end")?;
+        let Answer::Ready = self.child.answer()? else { bail!("the stress has not ended") };
+        Ok(())
     }
 }
 
@@ -322,6 +391,26 @@ pub fn serve() -> Result<()> {
             vm.send(logs, &serde_json::from_str(&to).context("a line on standard input")?, &spent)?;
             next().map(drop)
         }
+        Setup::Stress => {
+            say(&Answer::Ready)?;
+            while next()?.is_some() {
+                let over = AtomicBool::new(false);
+                thread::scope(|scope| {
+                    for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+                        scope.spawn(|| {
+                            while !over.load(Ordering::Relaxed) {
+                                std::hint::spin_loop();
+                            }
+                        });
+                    }
+                    let ended = say(&Answer::Ready).and_then(|()| next());
+                    over.store(true, Ordering::Relaxed);
+                    ended
+                })?;
+                say(&Answer::Ready)?;
+            }
+            Ok(())
+        }
         Setup::Neighbour => {
             let chain = neighbour::chain()?;
             say(&Answer::Ready)?;
@@ -361,7 +450,7 @@ fn send_plainly(memory: &Mapping, to: &Send) -> Result<()> {
     let calls = plain::send(memory, &plain::connect(&to.uri.parse()?)?)?;
     let bytes = memory.bytes().len() as u64;
     let cpu = nanoseconds(own_cpu().saturating_sub(before));
-    say(&Answer::Sent { pages: bytes / PAGE_SIZE, zeros: 0, calls, bytes, cpu, guest: (0, 0) })
+    say(&Answer::Sent { pages: bytes / PAGE_SIZE, zeros: 0, calls, bytes, cpu, guest: (0, 0), lent: Lent::default() })
 }
 
 fn receive_plainly(uri: &Uri, memory: u64) -> Result<Mapping> {
@@ -394,16 +483,16 @@ impl Still {
         let before = own_cpu();
         let (control, progress) = (Control::new(), Progress::new());
         let uri: Uri = to.uri.parse()?;
-        let connect = || Channel::connect(&uri, &ChannelOptions::default());
-        let Way { channels, packet_pages, copied, max_bandwidth, zeros } = to.way;
+        let connect = |zero_copy| Channel::connect(&uri, &ChannelOptions { zero_copy, ..ChannelOptions::default() });
+        let Way { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy } = to.way;
         let put = if copied { Put::Copied } else { Put::Gathered };
         let (zero_check, zero_method) = zeros.params();
         // A guest that writes does so in all of its rounds.
         let downtime_limit = Duration::ZERO;
         let params =
             MigrationParams { put, max_bandwidth, zero_check, zero_method, downtime_limit, ..Default::default() };
-        let source = LiveSource::new(self, logs, connect()?, &control, &progress, params);
-        let channels = (0..channels).map(|_| connect()).collect::<Result<Vec<_>, _>>()?;
+        let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &control, &progress, params);
+        let channels = (0..channels).map(|_| connect(zero_copy)).collect::<Result<Vec<_>, _>>()?;
         let multifd = MultifdSourceOptions::default();
         let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
         let source = source.fresh(true).with_channels(channels, multifd)?;
@@ -414,7 +503,13 @@ impl Still {
                 let zeros = stats.sum(|round| round.zero + round.left_out);
                 let cpu = nanoseconds(own_cpu().saturating_sub(before));
                 let guest = spent.so_far();
-                say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu, guest })
+                let lent = Lent {
+                    spliced: all.spliced,
+                    calls: all.lent,
+                    completed: all.lent_completed,
+                    copied: all.lent_copied,
+                };
+                say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu, guest, lent })
             }
             other => bail!("{other:?}"),
         }

@@ -1,6 +1,8 @@
 //! How many pages go behind one header: each behind its own, as records on the main channel; or up to 128 in a packet on a channel
 //! beside it.
 
+use limosa_channel::ZeroCopy;
+
 use super::ends::Way;
 use super::stage::{Link, Stage};
 use super::words;
@@ -20,7 +22,8 @@ fn case(memory: u64) -> String {
 
 /// Those that are wanted.
 pub(super) fn contestants<'s>(options: &'s Options, stage: &'s Stage<'_>, memory: u64) -> Vec<Contestant<'s>> {
-    let packet = |(variant, pages)| (variant, Way { packet_pages: Some(pages), ..Way::beside(1) });
+    let packet =
+        |(variant, pages)| (variant, Way { packet_pages: Some(pages), ..Way::beside(1).leaving(ZeroCopy::Off) });
     let all = [(RECORDS, Way::default())].into_iter().chain(PACKETS.map(packet));
     all.filter(|(variant, _)| options.wants(&case(memory), variant))
         .map(|(variant, way)| Contestant {

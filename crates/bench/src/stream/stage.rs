@@ -17,7 +17,7 @@ use crate::raw::Mapping;
 
 /// What lies between the two processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Link {
+pub(crate) enum Link {
     /// tcp over the loopback interface.
     Tcp,
     Unix,
@@ -26,9 +26,9 @@ pub(super) enum Link {
 }
 
 impl Link {
-    pub(super) const ALL: [Self; 3] = [Self::Tcp, Self::Unix, Self::Veth];
+    pub(crate) const ALL: [Self; 3] = [Self::Tcp, Self::Unix, Self::Veth];
 
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
             Self::Unix => "unix",
@@ -39,7 +39,7 @@ impl Link {
 
 /// The memory and its senders.
 #[derive(Debug)]
-pub(super) struct Stage<'c> {
+pub(crate) struct Stage<'c> {
     mapping: Mapping,
     here: RefCell<Source<'static>>,
     apart: Option<RefCell<Source<'c>>>,
@@ -48,7 +48,7 @@ pub(super) struct Stage<'c> {
 
 impl<'c> Stage<'c> {
     /// Of the first `memory` bytes of `content`; nothing is sent over veth without a cable.
-    pub(super) fn new(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
+    pub(crate) fn new(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
         let len = usize::try_from(memory).context("--size")?;
         let mapping = Mapping::of_file(content, len).with_context(|| format!("mapping {memory} bytes"))?;
         let here = Source::start(options, content, memory, None)?;
@@ -59,12 +59,12 @@ impl<'c> Stage<'c> {
     }
 
     /// Whether anything can be sent over the link.
-    pub(super) fn has(&self, link: Link) -> bool {
+    pub(crate) fn has(&self, link: Link) -> bool {
         link != Link::Veth || self.apart.is_some()
     }
 
     /// Sends the memory once, the caches being as said when the clock starts; `ready` is called before.
-    pub(super) fn send(
+    pub(crate) fn send(
         &self,
         options: &Options,
         link: Link,
@@ -85,7 +85,7 @@ impl<'c> Stage<'c> {
     }
 
     /// Has the process on this machine's own network run on one core, or on all.
-    pub(super) fn pin(&self, core: Option<usize>) -> Result<()> {
+    pub(crate) fn pin(&self, core: Option<usize>) -> Result<()> {
         self.here.borrow().pin(core)
     }
 }

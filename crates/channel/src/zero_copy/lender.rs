@@ -7,6 +7,7 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -45,6 +46,8 @@ pub(crate) enum Refusal {
 pub(crate) struct Lender {
     /// A channel that copies takes another way.
     auto: bool,
+    /// The name of the way, for who does not want to wait until a put is through.
+    method: AtomicU8,
     state: Mutex<State>,
 }
 
@@ -59,6 +62,21 @@ enum Way {
     Copy,
     Msg,
     Splice(Pipe),
+}
+
+/// The ways by numbers.
+const COPY: u8 = 0;
+const MSG: u8 = 1;
+const SPLICE: u8 = 2;
+
+impl Way {
+    fn number(&self) -> u8 {
+        match self {
+            Self::Copy => COPY,
+            Self::Msg => MSG,
+            Self::Splice(_) => SPLICE,
+        }
+    }
 }
 
 impl Lender {
@@ -77,16 +95,17 @@ impl Lender {
                 Ok(_) => lend_by_message(transport).unwrap_or(Way::Copy),
             },
         };
+        let method = AtomicU8::new(way.number());
         let state = State { way, completions: Completions::default() };
-        Ok(Self { auto: setting == ZeroCopy::Auto, state: Mutex::new(state) })
+        Ok(Self { auto: setting == ZeroCopy::Auto, method, state: Mutex::new(state) })
     }
 
     /// What it does with pages now: never [`ZeroCopy::Auto`].
     pub(crate) fn method(&self) -> ZeroCopy {
-        match self.lock().way {
-            Way::Copy => ZeroCopy::Off,
-            Way::Msg => ZeroCopy::Msg,
-            Way::Splice(_) => ZeroCopy::Splice,
+        match self.method.load(Ordering::Relaxed) {
+            MSG => ZeroCopy::Msg,
+            SPLICE => ZeroCopy::Splice,
+            _ => ZeroCopy::Off,
         }
     }
 
@@ -121,7 +140,7 @@ impl Lender {
                 let spliced = splice_all(pipe, lane, transport, rate, lent);
                 if spliced.is_err() {
                     // What is left in the pipe must not go out in front of anything.
-                    *way = Way::Copy;
+                    self.turn(way, Way::Copy);
                 }
                 spliced
             }
@@ -150,8 +169,13 @@ impl Lender {
 
     fn look_for_copies(&self, state: &mut State) {
         if self.auto && matches!(state.way, Way::Msg) && state.completions.only_copies() {
-            state.way = Pipe::new().map_or(Way::Copy, Way::Splice);
+            self.turn(&mut state.way, Pipe::new().map_or(Way::Copy, Way::Splice));
         }
+    }
+
+    fn turn(&self, way: &mut Way, to: Way) {
+        self.method.store(to.number(), Ordering::Relaxed);
+        *way = to;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -214,10 +238,13 @@ fn splice_all(
     let mut quiet = lane.quiet();
     let mut paid = 0;
     let mut left = lent.left();
-    while let Some(batch) = lent.batch(rate.chunk().min(pipe.size())) {
+    while let Some(batch) = lent.batch(rate.batch().min(pipe.size())) {
         paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
         lane.side.called();
         let filled = pipe.fill(&batch).map_err(Stop::Failed)?;
+        if filled == 0 {
+            return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
+        }
         left = left.saturating_sub(filled as u64);
         let mut inside = filled;
         while inside != 0 {
@@ -248,7 +275,7 @@ fn lend_all(
     let mut quiet = lane.quiet();
     let mut paid = 0;
     let (mut most, mut lends) = (usize::MAX, true);
-    while let Some(batch) = lent.batch(rate.chunk().min(most)) {
+    while let Some(batch) = lent.batch(rate.batch().min(most)) {
         paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
         let offered = batch.bytes();
         match lane.attempt(transport, &mut quiet, offered, || send(&batch, lends)) {

@@ -19,7 +19,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "WHOM", value_parser = ["qemu"])]
     pub(crate) against: Option<String>,
 
-    /// Memory of the VMs; 2G for save, 4G for restore, 1G for landing and stream by default; for zero-page the pages that are cold, more than four times the last-level cache; for cow the disk, 2G
+    /// Memory of the VMs; 2G for save, 4G for restore, 1G for landing, stream and zero-copy by default; for zero-page the pages that are cold, more than four times the last-level cache; for cow the disk, 2G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) size: Option<u64>,
 
@@ -57,16 +57,20 @@ pub(crate) struct BenchArgs {
 }
 
 /// The benches, and what one of them starts as its own child.
-fn names() -> [PossibleValue; 7] {
+fn names() -> [PossibleValue; 8] {
     let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
-    let [save, restore, landing, stream, zero_page, cow] = [
+    let [save, restore, landing, stream, zero_page, zero_copy, cow] = [
         ("save", "A VM into a file: limosa, and QEMU itself"),
         ("restore", "A VM out of a file: lazily and eagerly, and QEMU itself"),
         ("landing", "How received pages get from a socket into a file"),
         ("stream", "Memory of a live migration between two processes"),
         ("zero-page", "Which pages are zero: what it costs to find out, and what it saves"),
+        (
+            "zero-copy",
+            "Pages of a live migration copied, lent by MSG_ZEROCOPY, and spliced; idle and with every core busy",
+        ),
         ("cow", "Writes into qcow2 images, most of them to new clusters"),
     ]
     .map(|(name, what)| PossibleValue::new(name).help(what));
-    [save, restore, landing, stream, zero_page, cow, hidden]
+    [save, restore, landing, stream, zero_page, zero_copy, cow, hidden]
 }

@@ -1,0 +1,152 @@
+//! Guest memory that leaves on channels beside the main one: copied, lent to the kernel, and spliced.
+//!
+//! Law: all three send the same packets of the same memory, from one process to another on this machine; what differs is who
+//! copies the pages, and how often. A copy is made by the sender's call. `MSG_ZEROCOPY` lends them, and the kernel copies them
+//! itself where the receiver is on the same machine: over loopback and veth it can be no faster here, and what it saves on a
+//! network card shows only there. Splice leaves the receiver's copy as the only one.
+//!
+//! Stressed, every core has another process that does nothing but run.
+
+use std::cell::RefCell;
+
+use anyhow::Result;
+use limosa_channel::ZeroCopy;
+
+use crate::Options;
+use crate::caches::Caches;
+use crate::content::random_memory;
+use crate::frame::{Contestant, Frame, Series, interleave};
+use crate::machine::Machine;
+use crate::namespaces::Cable;
+use crate::report::{Bound, Report, Target, figure, ratio};
+use crate::stream::{Link, SENDER_PER_GIB, Stage, Stress, Way, words};
+
+/// Channels beside the main one.
+const CHANNELS: [u8; 4] = [1, 2, 4, 8];
+
+/// The channels of the cells that are asked something.
+const ASKED: u8 = 2;
+
+/// CPU of the sender, spliced for copied, over loopback.
+const SPLICED: f64 = 0.6;
+/// Wall time under stress of the best way for that of copying.
+const STRESSED: f64 = 0.87;
+
+const NOT_RUN: &str = "it was not run";
+
+/// The ways of sending, the plain one first.
+const METHODS: [ZeroCopy; 3] = [ZeroCopy::Off, ZeroCopy::Msg, ZeroCopy::Splice];
+
+/// What two ways and numbers of channels are compared in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cell {
+    memory: u64,
+    link: Link,
+    stressed: bool,
+}
+
+impl Cell {
+    fn case(&self) -> String {
+        let stressed = if self.stressed { ", every core busy" } else { "" };
+        format!("{} over {}{stressed}", words(self.memory), self.link.name())
+    }
+
+    fn methods(&self) -> impl Iterator<Item = ZeroCopy> {
+        // A unix socket has no MSG_ZEROCOPY.
+        let unix = self.link == Link::Unix;
+        METHODS.into_iter().filter(move |method| !(unix && *method == ZeroCopy::Msg))
+    }
+}
+
+fn variant(method: ZeroCopy, channels: u8) -> String {
+    let method = if method == ZeroCopy::Off { "copy" } else { method.name() };
+    if channels == 1 { format!("{method}, 1 channel") } else { format!("{method}, {channels} channels") }
+}
+
+/// Runs the bench.
+pub(crate) fn run(options: &Options) -> Result<Report> {
+    let machine = Machine::this(&options.qemu);
+    let memory = options.size.unwrap_or(1 << 30).next_multiple_of(2 << 20);
+    let cable = Cable::lay().map_err(|error| format!("no network namespaces: {error:#}"));
+    let cells: Vec<Cell> =
+        [false, true].into_iter().flat_map(|stressed| Link::ALL.map(|link| Cell { memory, link, stressed })).collect();
+    options.tell(&format!("filling {}", words(memory)));
+    let content = random_memory(memory)?;
+    let stage = Stage::new(options, &content, memory, cable.as_ref().ok())?;
+    let stress = RefCell::new(Stress::start(options)?);
+    let mut contestants = Vec::new();
+    for cell in cells.iter().filter(|cell| stage.has(cell.link)) {
+        for channels in CHANNELS {
+            for method in cell.methods().filter(|method| options.wants(&cell.case(), &variant(*method, channels))) {
+                contestants.push(contestant(options, &stage, &stress, *cell, method, channels));
+            }
+        }
+    }
+    anyhow::ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
+    let all = interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))?;
+    drop(contestants);
+    let mut report = Report::new("zero-copy", machine, options.rounds, &all);
+    compare(&mut report, &all, &cells);
+    judge(&mut report, &all, memory);
+    Ok(report)
+}
+
+fn contestant<'s>(
+    options: &'s Options,
+    stage: &'s Stage<'_>,
+    stress: &'s RefCell<Stress>,
+    cell: Cell,
+    method: ZeroCopy,
+    channels: u8,
+) -> Contestant<'s> {
+    let way = Way::beside(channels).leaving(method);
+    let run = move |_: &Frame| {
+        let begin = || if cell.stressed { stress.borrow_mut().begin() } else { Ok(()) };
+        let measured = stage.send(options, cell.link, way, Caches::Cold, begin);
+        if cell.stressed {
+            stress.borrow_mut().end()?;
+        }
+        measured
+    };
+    Contestant { case: cell.case(), variant: variant(method, channels), run: Box::new(run) }
+}
+
+/// Both ways that save a copy, beside the copy.
+fn compare(report: &mut Report, all: &[Series], cells: &[Cell]) {
+    for cell in cells {
+        for channels in CHANNELS {
+            let copied = variant(ZeroCopy::Off, channels);
+            for method in cell.methods().skip(1) {
+                for figure in ["wall", "cpu", SENDER_PER_GIB] {
+                    let (case, method) = (cell.case(), variant(method, channels));
+                    report.ratios.extend(ratio(all, &case, &method, &copied, figure));
+                }
+            }
+        }
+    }
+}
+
+fn judge(report: &mut Report, all: &[Series], memory: u64) {
+    let loopback = Cell { memory, link: Link::Tcp, stressed: false };
+    let stressed = Cell { stressed: true, ..loopback };
+    let against_copy = |cell: &Cell, method, figure| {
+        let (method, copied) = (variant(method, ASKED), variant(ZeroCopy::Off, ASKED));
+        ratio(all, &cell.case(), &method, &copied, figure).map(|ratio| ratio.median)
+    };
+    let name = format!("{}: sender's CPU, splice / copy, {ASKED} channels", loopback.case());
+    let got = against_copy(&loopback, ZeroCopy::Splice, SENDER_PER_GIB);
+    report.targets.push(Target::new(name, Bound::AtMost(SPLICED), got, NOT_RUN));
+
+    let walls = [ZeroCopy::Msg, ZeroCopy::Splice].map(|method| against_copy(&stressed, method, "wall"));
+    let best = walls.into_iter().flatten().min_by(f64::total_cmp);
+    let name = format!("{}: time, the better of msg and splice / copy, {ASKED} channels", stressed.case());
+    report.targets.push(Target::new(name, Bound::AtMost(STRESSED), best, NOT_RUN));
+
+    // Of the calls that lent pages, those whose pages the kernel did not copy.
+    let count = |name| figure(all, &loopback.case(), &variant(ZeroCopy::Msg, ASKED), name).map(|figure| figure.median);
+    let (lent, copied) = (count("lent_completed").unwrap_or(0.0), count("lent_copied").unwrap_or(0.0));
+    let kept = (lent > 0.0).then(|| 1.0 - copied / lent).filter(|kept| *kept > 0.0);
+    let why =
+        "the receiver is on this machine, where the kernel copies what MSG_ZEROCOPY lends before it hands it over";
+    report.targets.push(Target::new("msg: part of the sends that nobody copied", Bound::AtLeast(1.0), kept, why));
+}
