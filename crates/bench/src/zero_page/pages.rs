@@ -241,7 +241,7 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
         for place in [Place::Cold, Place::Hot] {
             let case = case(place, contents);
             let runs = Way::Runs(best).name();
-            for other in [Way::Iterator, Way::Pages(Method::Plain), Way::Pages(best), Way::Runs(Method::Avx2)] {
+            for other in [Way::Iterator, Way::Pages(Method::Plain), Way::Pages(best), Way::Runs(Method::Avx512)] {
                 report.ratios.extend(ratio(all, &case, &runs, &other.name(), "cpu").filter(|_| runs != other.name()));
             }
         }

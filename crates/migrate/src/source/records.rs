@@ -296,6 +296,18 @@ mod tests {
     use super::super::copied::BUFFER_LEN;
     use super::*;
 
+    #[test]
+    fn pages_that_a_block_does_not_have_are_refused_whether_they_are_looked_at_or_not() {
+        let memory = BlockOptions::anonymous("ram", 4 * PAGE_LEN as u64).map().unwrap();
+        let there = [PageRange::first(2), PageRange::starting_at(PageNumber(2), 2)];
+        let beyond = [PageRange::first(2), PageRange::starting_at(PageNumber(3), 2)];
+        for zeros in [Zeros::Told, Zeros::LeftOut, Zeros::Unknown] {
+            let found: u64 = zeros.find(&memory, &there, Method::best()).unwrap().map(|run| run.pages.len()).sum();
+            assert_eq!(found, 4);
+            assert!(zeros.find(&memory, &beyond, Method::best()).is_err());
+        }
+    }
+
     /// An end to write to, and what the other end reads.
     type Ends = (Channel, Box<dyn Read + Send>);
 
