@@ -2,9 +2,11 @@
 
 mod stage;
 
+use std::process::Command;
+
 use limosa_testkit::skipped;
 use serde_json::Value;
-use stage::limosa;
+use stage::{Limosa, limosa};
 
 /// Whether this is measured between network namespaces, which not every machine lets one make.
 fn over_veth(case: &Value) -> bool {
@@ -148,5 +150,26 @@ fn guests_with_zero_pages_move_in_every_way_and_only_pages_that_are_looked_at_ar
     for case in report["cases"].as_array().unwrap() {
         let allocates = case["variant"] == "every page read" && case["case"] != "holes, none";
         assert_eq!(case["counters"]["mib_allocated"].as_u64().unwrap() > 0, allocates, "{case}");
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_without_network_namespaces_is_no_error_and_says_why() {
+    let mut command = Command::new("setpriv");
+    command.arg("--no-new-privs");
+    if rustix::process::geteuid().is_root() {
+        // Nobody else could make them anyway.
+        command.args(["--bounding-set", "-sys_admin"]);
+    }
+    command.arg(env!("CARGO_BIN_EXE_limosa"));
+    command.args(["bench", "stream", "--size", "32M", "--rounds", "1", "--json"]);
+    command.args(["--only", "records, 32 MiB, cold, over veth"]);
+    let report = Limosa::start_command(command).wait().json();
+    assert_eq!(report["cases"].as_array().unwrap().len(), 0, "{report}");
+    let targets = report["targets"].as_array().unwrap().iter();
+    let over_veth: Vec<_> = targets.filter(|target| target["name"].as_str().unwrap().contains("over veth")).collect();
+    assert!(over_veth.len() >= 6, "{report}");
+    for target in over_veth {
+        assert!(target["met"].is_null() && target["why"].as_str().unwrap().contains("unshare"), "{target}");
     }
 }

@@ -21,10 +21,29 @@ use crate::report::Report;
 /// The published size of the guest, and one that no cache holds.
 const SIZES: [u64; 2] = [512 << 20, 4 << 30];
 
+/// Cells that send the same memory.
+struct Group {
+    memory: u64,
+    contents: Contents,
+    cells: Vec<Cell>,
+}
+
+impl Group {
+    fn new(memory: u64, contents: Contents, large: bool) -> Self {
+        let memory = memory.next_multiple_of(2 << 20);
+        Self { memory, contents, cells: Cell::of(memory, contents, large) }
+    }
+
+    fn has_wanted(&self, options: &Options) -> bool {
+        self.cells.iter().any(|cell| cell.wanted(options).next().is_some())
+    }
+}
+
 /// The cells, and what lies between the ends of some of them.
 pub(super) struct Vectors {
-    /// Cells with the same memory and contents, each group interleaved by itself: nobody has room for all memory at once.
-    groups: Vec<(u64, Contents, Vec<Cell>)>,
+    /// Each interleaved by itself, since nobody has room for all memory at once. The first one's is that of headers and the
+    /// neighbour, too.
+    groups: Vec<Group>,
     /// Or why there is none.
     cable: Result<Cable, String>,
 }
@@ -33,56 +52,56 @@ impl Vectors {
     /// Lays the cable, where that can be done. With `--size` there is that size alone.
     pub(super) fn new(options: &Options) -> Self {
         let [published, large] = SIZES;
-        let mut sizes = vec![(options.size.unwrap_or(published), Contents::Full, false)];
-        sizes.push((options.size.unwrap_or(published), Contents::Half, false));
+        let size = options.size.unwrap_or(published);
+        let mut groups = vec![Group::new(size, Contents::Full, false), Group::new(size, Contents::Half, false)];
         if options.size.is_none() {
-            sizes.push((large, Contents::Full, true));
+            groups.push(Group::new(large, Contents::Full, true));
         }
-        let group = |(memory, contents, large): (u64, _, _)| {
-            let memory = memory.next_multiple_of(2 << 20);
-            (memory, contents, Cell::of(memory, contents, large))
-        };
-        let cable = Cable::lay().map_err(|error| format!("no network namespaces: {error:#}"));
-        Self { groups: sizes.into_iter().map(group).collect(), cable }
+        let why = |error| format!("no network namespaces, which take root or `unshare -r`: {error:#}");
+        Self { groups, cable: Cable::lay().map_err(why) }
+    }
+
+    /// Whether records are wanted, over whatever link.
+    pub(super) fn has_wanted(&self, options: &Options) -> bool {
+        self.groups.iter().any(|group| group.has_wanted(options))
     }
 
     /// Runs those that are wanted.
     pub(super) fn rounds(&self, options: &Options) -> Result<Vec<Series>> {
         let mut all = Vec::new();
-        for (number, (memory, contents, cells)) in self.groups.iter().enumerate() {
-            let (first, memory) = (number == 0, *memory);
+        for (number, group) in self.groups.iter().enumerate() {
+            let (first, memory) = (number == 0, group.memory);
             let chased = first && neighbour::wanted(options, memory);
             let by_header = first && headers::wanted(options, memory);
-            if !chased && !by_header && cells.iter().all(|cell| cell.wanted(options).next().is_none()) {
+            if !chased && !by_header && !group.has_wanted(options) {
                 continue;
             }
             options.tell(&format!("filling {}", words(memory)));
-            let content = content(memory, *contents)?;
+            let content = content(memory, group.contents)?;
             let stage = Stage::new(options, &content, memory, self.cable.as_ref().ok())?;
             let beside = chased.then(|| Neighbour::start(options, first_core()?)).transpose()?.map(RefCell::new);
-            let mut contestants = records::contestants(options, &stage, cells);
+            let mut contestants = records::contestants(options, &stage, &group.cells);
             if by_header {
                 contestants.extend(headers::contestants(options, &stage, memory));
             }
             if let Some(beside) = &beside {
                 contestants.extend(neighbour::contestants(options, &stage, beside, memory));
             }
-            all.extend(interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| {
-                options.tell(line);
-            })?);
+            let mut tell = |line: &str| options.tell(line);
+            all.extend(interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut tell)?);
         }
         Ok(all)
     }
 
     pub(super) fn judge(&self, report: &mut Report, all: &[Series]) {
         let no_cable = self.cable.as_ref().err().map(String::as_str);
-        for (number, (memory, _, cells)) in self.groups.iter().enumerate() {
+        for Group { cells, .. } in &self.groups {
             records::judge(report, all, cells, no_cable);
-            if number == 0 {
-                records::judge_fastest(report, all, cells);
-                headers::compare(report, all, *memory);
-                neighbour::compare(report, all, *memory);
-            }
+        }
+        if let Some(Group { memory, cells, .. }) = self.groups.first() {
+            records::judge_fastest(report, all, cells);
+            headers::compare(report, all, *memory);
+            neighbour::compare(report, all, *memory);
         }
     }
 }
