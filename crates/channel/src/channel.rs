@@ -22,6 +22,7 @@ use crate::lane::{Lane, Stop};
 use crate::options::Options;
 use crate::passed::PASSED_MAX;
 use crate::rate::RateLimit;
+use crate::tls::{Session, TlsFailure};
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
 use crate::zero_copy::{Lender, Refusal, ZeroCopy};
@@ -99,13 +100,29 @@ impl Channel {
         let peer = peer.into();
         let failed = |source: io::Error| ChannelError::setup(Operation::Configure, peer.clone(), source);
         let unsupported = |why| ChannelError::Unsupported { operation: Operation::Configure, peer: peer.clone(), why };
+        if let Some(why) = options.contradiction() {
+            return Err(unsupported(why));
+        }
         let (transport, wakes) = match descriptor::kind(&fd).map_err(failed)? {
             Kind::Stream(family) => {
                 if matches!(family, AddressFamily::INET | AddressFamily::INET6) {
                     sockopt::set_tcp_nodelay(&fd, true).map_err(|e| failed(e.into()))?;
                 }
-                (Transport::Socket(fd, Arc::default()), None)
+                let transport = match &options.tls {
+                    None => Transport::Socket(fd, Arc::default()),
+                    Some(tls) if !tls.knows_its_peer() => {
+                        return Err(unsupported(
+                            "TLS checks whom it reaches, and nobody said who that is (tls-hostname)",
+                        ));
+                    }
+                    Some(tls) => Transport::Tls(Arc::new(
+                        Session::over(fd, tls, options.connect_timeout)
+                            .map_err(|error| of_tls(Operation::Connect, &peer, None, error))?,
+                    )),
+                };
+                (transport, None)
             }
+            Kind::Ordered if options.tls.is_some() => return Err(unsupported("TLS needs a stream socket")),
             Kind::Ordered => {
                 unblock(&fd).map_err(|e| failed(e.into()))?;
                 (Transport::Pipe(fd), Some(wakes().map_err(|e| failed(e.into()))?))
@@ -124,6 +141,10 @@ impl Channel {
         options: &Options,
     ) -> Result<Self> {
         let peer = peer.into();
+        if options.tls.is_some() {
+            let why = "TLS needs one socket for both directions";
+            return Err(ChannelError::Unsupported { operation: Operation::Configure, peer, why });
+        }
         let halves = || -> std::result::Result<_, Errno> {
             let half = |fd: OwnedFd| -> std::result::Result<Half, Errno> {
                 if FileType::from_raw_mode(fs::fstat(&fd)?.st_mode) == FileType::Socket {
@@ -228,7 +249,26 @@ impl Channel {
         self.put_all(Cursor::gather(&[IoSlice::new(bytes)]), descriptors)
     }
 
-    /// Whether descriptors can be passed through it: whether it is a unix socket.
+    /// Shakes hands, if that is yet to be done, so that what is wrong with the peer shows now and not when the channel is used.
+    /// Waits for as long as a handshake may take. There is nothing to do for a channel that is not encrypted.
+    ///
+    /// # Errors
+    /// [`ChannelError::Tls`]; [`ChannelError::ShutDown`] after a [`shutdown`](Self::shutdown).
+    pub fn establish(&self) -> Result<()> {
+        let Transport::Tls(session) = &self.transport else { return Ok(()) };
+        session.establish().map_err(|error| {
+            let stop = if self.shared.get.is_shut() { Stop::ShutDown } else { Stop::Failed(error) };
+            self.explain(Operation::Get, stop)
+        })
+    }
+
+    /// Whether what is put and got is encrypted (TLS): then nothing goes out from where it lies, neither a file
+    /// ([`put_file`](Self::put_file)) nor memory (zero-copy), and no descriptors can be passed.
+    pub fn is_encrypted(&self) -> bool {
+        matches!(self.transport, Transport::Tls(_))
+    }
+
+    /// Whether descriptors can be passed through it: whether it is a unix socket, not encrypted.
     pub fn passes_descriptors(&self) -> bool {
         match &self.transport {
             Transport::Socket(socket, _) => {
@@ -330,11 +370,16 @@ impl Channel {
     }
 
     /// Copies the first bytes that have arrived, without taking them and without waiting: how many, 0 at the end of the
-    /// data, `None` if nothing has come yet. Not counted.
+    /// data, `None` if nothing has come yet. Not counted. An encrypted channel that was accepted shakes hands meanwhile; an end
+    /// that its peer did not announce is told apart by a get only.
     ///
     /// # Errors
-    /// [`ChannelError::Unsupported`] for anything but a socket; [`ChannelError::Broken`] if the peer is gone.
+    /// [`ChannelError::Unsupported`] for anything but a socket; [`ChannelError::Broken`] if the peer is gone;
+    /// [`ChannelError::Tls`].
     pub fn peek(&self, bytes: &mut [u8]) -> Result<Option<usize>> {
+        if let Transport::Tls(session) = &self.transport {
+            return session.peek(bytes).map_err(|error| self.explain(Operation::Get, Stop::Failed(error)));
+        }
         let Transport::Socket(socket, _) = &self.transport else {
             let why = "what is no socket cannot be looked into before it is read";
             return Err(ChannelError::Unsupported { operation: Operation::Get, peer: self.shared.peer.clone(), why });
@@ -402,7 +447,12 @@ impl Channel {
                 self.shared.put.shut()?;
                 self.shared.rate.wake();
             }
-            if let Transport::Socket(socket, _) = &self.transport {
+            if let Transport::Tls(session) = &self.transport
+                && write
+            {
+                session.close(!read);
+            }
+            if let Some(socket) = self.transport.socket() {
                 match net::shutdown(
                     socket,
                     match how {
@@ -431,7 +481,7 @@ impl Channel {
         {
             // Zero would mean for ever to the kernel.
             let time = time.map(|time| time.max(Duration::from_millis(1)));
-            if let Transport::Socket(socket, _) = &self.transport {
+            if let Some(socket) = self.transport.socket() {
                 sockopt::set_socket_timeout(socket, id, time)
                     .map_err(|e| self.failed(Operation::Configure, e.into()))?;
             }
@@ -446,11 +496,11 @@ impl Channel {
     /// # Errors
     /// If the kernel refuses altogether.
     pub fn set_buffers(&self, send: Option<usize>, receive: Option<usize>) -> Result<()> {
-        match &self.transport {
-            Transport::Socket(socket, _) => {
+        match self.transport.socket() {
+            Some(socket) => {
                 grow_buffers(socket, send, receive).map_err(|e| self.failed(Operation::Configure, e.into()))
             }
-            Transport::Pipe(_) | Transport::Pair { .. } => {
+            None => {
                 if let Some(size) = send.max(receive) {
                     // Above the limit (EPERM), too small for what is in it (EBUSY), or no pipe at all (EBADF): it stays
                     // as it is, and works.
@@ -466,7 +516,7 @@ impl Channel {
     pub fn carries(&self, how: How) -> bool {
         let opened = |fd: BorrowedFd<'_>| fcntl_getfl(fd).map_or(OFlags::empty(), |flags| flags & OFlags::RWMODE);
         let (get, put) = match &self.transport {
-            Transport::Socket(..) => (true, true),
+            Transport::Socket(..) | Transport::Tls(_) => (true, true),
             Transport::Pipe(_) | Transport::Pair { .. } => {
                 (opened(self.transport.input()) != OFlags::WRONLY, opened(self.transport.output()) != OFlags::RDONLY)
             }
@@ -504,6 +554,9 @@ impl Channel {
             Stop::ShutDown => ChannelError::ShutDown { operation, peer, offset },
             Stop::Ended { got, wanted } => ChannelError::Closed { operation, peer, offset, got, wanted },
             Stop::Failed(source) => match source.kind() {
+                _ if source.get_ref().is_some_and(|error| error.is::<TlsFailure>()) => {
+                    of_tls(operation, &peer, Some(offset), source)
+                }
                 io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted => {
                     ChannelError::Broken { operation, peer, offset, source }
                 }
@@ -517,10 +570,21 @@ impl Channel {
     }
 }
 
-/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who reads or writes it goes around the counters.
+/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who reads or writes it goes around the counters,
+/// and the encryption; and bytes that came with others may have been read already from an encrypted channel that is not ready.
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.transport.input()
+    }
+}
+
+/// What TLS failed with, or the kernel under it.
+fn of_tls(operation: Operation, peer: &Arc<str>, offset: Option<u64>, error: io::Error) -> ChannelError {
+    match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
+        Some(failure) => {
+            ChannelError::Tls { operation, peer: Arc::clone(peer), offset, failure: Box::new(failure.clone()) }
+        }
+        None => ChannelError::setup(operation, Arc::clone(peer), error),
     }
 }
 

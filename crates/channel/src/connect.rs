@@ -25,12 +25,19 @@ impl Channel {
     ///
     /// `fd:N` takes possession of number N: it must be open, inherited by this process, and not taken before.
     ///
+    /// With [`Options::tls`] of a client both ends have shaken hands when this returns, unless that is
+    /// [deferred](crate::Tls::deferred): stock QEMU takes the first channel to come through for the main one.
+    ///
     /// # Errors
     /// [`ChannelError::Refused`] if nobody listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,
     /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)), for `exec:` (start it
-    /// as an [`Exec`](crate::Exec)), and for `-` if standard input and output do not carry a direction each.
+    /// as an [`Exec`](crate::Exec)), and for `-` if standard input and output do not carry a direction each;
+    /// [`ChannelError::Tls`] if the peer is not who it should be.
     pub fn connect(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let peer: Arc<str> = uri.to_string().into();
+        if let Some(why) = options.contradiction() {
+            return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
+        }
         let timeout = options.connect_timeout.map(|time| time.max(Duration::from_millis(1)));
         let connected = match uri {
             Uri::Tcp { host, port } => tcp(host, *port, timeout),
@@ -46,6 +53,10 @@ impl Channel {
                 return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
             }
         };
+        let mut options = options.clone();
+        if let (Some(tls), Uri::Tcp { host, .. }) = (&mut options.tls, uri) {
+            *tls = tls.to_host(host);
+        }
         let fd = connected.map_err(|source| match (source.kind(), timeout) {
             (io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock, Some(after)) => {
                 ChannelError::TimedOut { operation: OPERATION, peer: peer.clone(), offset: None, after }
@@ -55,7 +66,7 @@ impl Channel {
             }
             _ => ChannelError::setup(OPERATION, peer.clone(), source),
         })?;
-        Self::over(fd, peer, options)
+        Self::over(fd, peer, &options)
     }
 
     /// Standard input and output: what a program has that is run by another, here or behind ssh.

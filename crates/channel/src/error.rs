@@ -3,12 +3,14 @@
 
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::tls::TlsFailure;
 use crate::uri::UriError;
 
 /// What was being done. Its `Display` is the beginning of a sentence that the peer's name completes.
@@ -141,6 +143,26 @@ pub enum ChannelError {
         /// What is wrong with it, and what would do.
         why: &'static str,
     },
+    /// The two ends have no secret, or lost it.
+    #[error("{operation} {peer}{}: TLS: {failure}", at(*offset))]
+    Tls {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// Bytes moved before, if the channel was up.
+        offset: Option<u64>,
+        /// Why.
+        failure: Box<TlsFailure>,
+    },
+    /// This end's certificates or keys for TLS are of no use.
+    #[error("{}: {why}", path.display())]
+    Credentials {
+        /// The file, or the folder.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
     /// Any other answer of the kernel.
     #[error("{operation} {peer}{}: {source}", at(*offset))]
     Io {
@@ -172,7 +194,22 @@ impl ChannelError {
 
     /// The other end is gone, in an orderly way or not.
     pub fn is_closed(&self) -> bool {
-        matches!(self, Self::Closed { .. } | Self::Broken { .. })
+        match self {
+            Self::Closed { .. } | Self::Broken { .. } => true,
+            Self::Tls { failure, .. } => matches!(**failure, TlsFailure::Ended | TlsFailure::Truncated { .. }),
+            _ => false,
+        }
+    }
+
+    /// The connection has ended, and an encrypted peer had not said that this was the end: it may have been cut. Who knows by
+    /// other means that all has come may take it for the end; stock QEMU ends its main channel so.
+    pub fn is_cut(&self) -> bool {
+        matches!(self, Self::Tls { failure, .. } if matches!(**failure, TlsFailure::Truncated { .. }))
+    }
+
+    /// What went wrong with TLS, if that is it.
+    pub fn tls_failure(&self) -> Option<&TlsFailure> {
+        if let Self::Tls { failure, .. } = self { Some(failure) } else { None }
     }
 
     /// This side asked for the end.

@@ -121,12 +121,21 @@ impl Lane {
         while let Some(batch) = gather.batch(rate.batch()) {
             // After a partial transfer, what did not go out is paid for already.
             paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
+            self.drain(transport, &mut quiet)?;
             let moved = self.attempt(transport, &mut quiet, batch.bytes(), || call(&batch))?;
             if moved == 0 {
                 return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
             }
             paid = paid.saturating_sub(moved);
             gather.advance(moved);
+        }
+        self.drain(transport, &mut quiet)
+    }
+
+    /// Writes what the transport has taken and holds back.
+    fn drain(&self, transport: &Transport, quiet: &mut Quiet) -> Result<()> {
+        while transport.holds_back() {
+            self.attempt(transport, quiet, 0, || transport.flush())?;
         }
         Ok(())
     }

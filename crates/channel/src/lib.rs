@@ -2,7 +2,7 @@
 //!
 //! A [`Channel`] is a connected byte stream (socket or pipe), a [`FileChannel`] a file with offsets; a [`Listener`] waits
 //! for peers, an [`Exec`] is a command at the other end, a [`Uri`] says where. Transfers are blocking and complete: a gather list of hundreds of pages is one
-//! call here, and as few system calls as the kernel allows. Nothing is copied on the way.
+//! call here, and as few system calls as the kernel allows. Nothing is copied on the way, unless it is encrypted ([`Tls`]).
 //!
 //! ```
 //! use std::io::IoSlice;
@@ -44,6 +44,7 @@ mod listener;
 mod options;
 mod passed;
 mod rate;
+mod tls;
 mod transport;
 mod uri;
 mod vector;
@@ -57,5 +58,6 @@ pub use file::{Access, FileChannel};
 pub use listener::Listener;
 pub use options::Options;
 pub use rate::RateLimit;
+pub use tls::{Tls, TlsFailure};
 pub use uri::{Uri, UriError};
 pub use zero_copy::{Lending, ZeroCopy};

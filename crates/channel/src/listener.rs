@@ -57,6 +57,9 @@ impl Listener {
         let name: Arc<str> = uri.to_string().into();
         let failed = |source: io::Error| ChannelError::setup(operation, name.clone(), source);
         let unsupported = |why| ChannelError::Unsupported { operation, peer: name.clone(), why };
+        if let Some(why) = options.contradiction() {
+            return Err(unsupported(why));
+        }
         let mut local = uri.clone();
         let source = match uri {
             Uri::Tcp { host, port } => {
@@ -95,6 +98,9 @@ impl Listener {
     }
 
     /// Waits for the next peer, for ever or for so long.
+    ///
+    /// With [`Options::tls`] nobody has shaken hands yet: that is done when the channel is used, or, without waiting for the
+    /// peer, when it is [looked at](Channel::peek). It may take 30 s from now.
     ///
     /// # Errors
     /// [`ChannelError::TimedOut`] if nobody comes.

@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use crate::rate::RateLimit;
+use crate::tls::Tls;
 use crate::zero_copy::ZeroCopy;
 
-/// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy.
+/// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy, no encryption.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// How long to try to connect, over all addresses of a host. Looking up the name is not bounded by it.
+    /// How long to try to connect, over all addresses of a host. Looking up the name is not bounded by it. A TLS handshake
+    /// gets as long again, 30 s if nothing is said.
     pub connect_timeout: Option<Duration>,
     /// How long a get may last without a byte moving.
     pub read_timeout: Option<Duration>,
@@ -25,4 +27,18 @@ pub struct Options {
     /// How memory that is [lent](crate::Channel::lend) leaves; by default it is copied. A method that is named and cannot be
     /// had is refused when the channel is made.
     pub zero_copy: ZeroCopy,
+    /// Encrypts what is put and got; only stream sockets can be.
+    pub tls: Option<Tls>,
+}
+
+/// Why zero-copy cannot be had with TLS.
+pub(crate) const COPIED_BY_TLS: &str =
+    "what is encrypted does not leave from where it lies: zero-copy and TLS exclude each other";
+
+impl Options {
+    /// What does not go together: told before anybody is reached.
+    pub(crate) fn contradiction(&self) -> Option<&'static str> {
+        let named = matches!(self.zero_copy, ZeroCopy::Msg | ZeroCopy::Splice);
+        (named && self.tls.is_some()).then_some(COPIED_BY_TLS)
+    }
 }

@@ -1,7 +1,7 @@
 //! One system call each: how bytes enter and leave a descriptor.
 //!
 //! This enum is the place where other ways of moving bytes join. TLS in the kernel is a `Socket` that was set up differently; TLS in
-//! user space is a variant that encrypts a batch into records. Nothing above this module sees which one it is.
+//! user space is a variant that seals a batch into records. Nothing above this module sees which one it is.
 #![allow(unsafe_code, reason = "the calls take lists of raw memory, because guest memory is never a slice")]
 
 use std::io;
@@ -10,8 +10,10 @@ use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use libc::{c_int, iovec};
+use rustix::io::Errno;
 
 use crate::passed::{self, Passed};
+use crate::tls::Session;
 use crate::vector::{Batch, In, Out};
 
 /// A connected descriptor, by the calls it takes.
@@ -19,6 +21,8 @@ use crate::vector::{Batch, In, Out};
 pub(crate) enum Transport {
     /// A stream socket, in blocking mode unless its giver chose otherwise, and the descriptors that came through it.
     Socket(OwnedFd, Arc<Passed>),
+    /// A stream socket whose bytes are encrypted.
+    Tls(Arc<Session>),
     /// A pipe or whatever else is read and written in order; in non-blocking mode.
     Pipe(OwnedFd),
     /// Two descriptors, one for each direction.
@@ -60,6 +64,7 @@ impl Transport {
     pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         match self {
             Self::Socket(fd, _) => send(fd, batch, 0),
+            Self::Tls(session) => session.put(batch),
             Self::Pair { output: Half::Socket(fd), .. } => send(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { output: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
@@ -94,6 +99,19 @@ impl Transport {
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
+    /// Whether it has taken bytes that it has not written yet.
+    pub(crate) fn holds_back(&self) -> bool {
+        matches!(self, Self::Tls(session) if session.holds_back())
+    }
+
+    /// Writes some of the bytes that it holds back.
+    pub(crate) fn flush(&self) -> io::Result<usize> {
+        if let Self::Tls(session) = self {
+            session.flush()?;
+        }
+        Ok(0)
+    }
+
     /// Writes some of the batch, descriptors with its first byte; returns how many bytes.
     pub(crate) fn put_with(&self, batch: &Batch<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> io::Result<usize> {
         let Self::Socket(fd, _) = self else { return Err(io::ErrorKind::Unsupported.into()) };
@@ -103,6 +121,10 @@ impl Transport {
 
     /// Writes some bytes of a file, at most `length`, straight from the page cache; returns how many, 0 at its end.
     pub(crate) fn put_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: usize) -> io::Result<usize> {
+        if let Self::Tls(_) = self {
+            // What the kernel sends by itself is not encrypted.
+            return Err(Errno::OPNOTSUPP.into());
+        }
         Ok(rustix::fs::sendfile(self.output(), file, Some(&mut offset), length)?)
     }
 
@@ -115,6 +137,7 @@ impl Transport {
                 unsafe { passed.receive(fd.as_raw_fd(), batch.entries(), flags) }
             }
             Self::Socket(fd, _) => receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
+            Self::Tls(session) => session.get(batch),
             Self::Pair { input: Half::Socket(fd), .. } => receive(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
@@ -124,19 +147,30 @@ impl Transport {
         }
     }
 
-    /// A second descriptor for the same end.
+    /// A second handle for the same end, with a descriptor of its own unless it is encrypted.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Socket(fd, passed) => Self::Socket(fd.try_clone()?, Arc::clone(passed)),
+            Self::Tls(session) => Self::Tls(Arc::clone(session)),
             Self::Pipe(fd) => Self::Pipe(fd.try_clone()?),
             Self::Pair { input, output } => Self::Pair { input: input.try_clone()?, output: output.try_clone()? },
         })
+    }
+
+    /// The socket, if it is a single one.
+    pub(crate) fn socket(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Socket(fd, _) => Some(fd.as_fd()),
+            Self::Tls(session) => Some(session.socket()),
+            Self::Pipe(_) | Self::Pair { .. } => None,
+        }
     }
 
     /// What gets read from.
     pub(crate) fn input(&self) -> BorrowedFd<'_> {
         match self {
             Self::Socket(fd, _) | Self::Pipe(fd) => fd.as_fd(),
+            Self::Tls(session) => session.socket(),
             Self::Pair { input, .. } => input.fd().as_fd(),
         }
     }
@@ -145,6 +179,7 @@ impl Transport {
     pub(crate) fn output(&self) -> BorrowedFd<'_> {
         match self {
             Self::Socket(fd, _) | Self::Pipe(fd) => fd.as_fd(),
+            Self::Tls(session) => session.socket(),
             Self::Pair { output, .. } => output.fd().as_fd(),
         }
     }

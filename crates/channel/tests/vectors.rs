@@ -9,6 +9,7 @@ use limosa_channel::{Channel, Options, ZeroCopy};
 use proptest::prelude::*;
 
 const TINY: Options = Options {
+    tls: None,
     connect_timeout: None,
     read_timeout: None,
     write_timeout: None,

@@ -7,6 +7,7 @@
 //! - [`LinuxGuest`] is the distribution's kernel with busybox that counts on its serial port and takes commands there.
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
+//! - [`Authority`] issues certificates, good ones and bad ones, for TLS.
 //! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
@@ -34,6 +35,7 @@
 
 mod backend;
 mod beat;
+mod certificates;
 mod cgroup;
 mod disk_tools;
 mod fault;
@@ -54,6 +56,7 @@ mod vm;
 
 pub use backend::{HugePages, MemoryBackend};
 pub use beat::{Beat, BeatError, BeatGuest, check_beat};
+pub use certificates::{Authority, TlsEnd, Validity};
 pub use cgroup::MemoryGroup;
 pub use disk_tools::{qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};

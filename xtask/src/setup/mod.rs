@@ -92,6 +92,10 @@ fn missing_packages() -> Vec<&'static str> {
     if !["OVMF_CODE_4M.fd", "OVMF_CODE.fd"].iter().any(|name| Path::new("/usr/share/OVMF").join(name).exists()) {
         missing.push("ovmf");
     }
+    // Another implementation of TLS than limosa's and QEMU's.
+    if shell::find_program("openssl").is_none() {
+        missing.push("openssl");
+    }
     for (program, package) in PACKERS {
         if shell::find_program(program).is_none() {
             missing.push(package);

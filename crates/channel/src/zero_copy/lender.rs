@@ -19,6 +19,7 @@ use super::error_queue::{ErrorQueue, SocketQueue};
 use super::pipe::Pipe;
 use super::{ZeroCopy, memlock};
 use crate::lane::{Lane, Stop};
+use crate::options;
 use crate::rate::RateLimit;
 use crate::transport::Transport;
 use crate::vector::{Batch, Cursor, Out};
@@ -188,6 +189,7 @@ impl Lender {
 fn socket(transport: &Transport) -> Result<BorrowedFd<'_>, Refusal> {
     match transport {
         Transport::Socket(..) => Ok(transport.output()),
+        Transport::Tls(_) => Err(Refusal::Unsupported(options::COPIED_BY_TLS)),
         Transport::Pipe(_) | Transport::Pair { .. } => {
             Err(Refusal::Unsupported("zero-copy needs a socket of its own: tcp, or unix for splice"))
         }

@@ -1,0 +1,266 @@
+//! Certificates and keys from a folder, with the file names of QEMU's `tls-creds-x509` (QEMU docs: system/tls).
+//!
+//! | file | client | server |
+//! |---|---|---|
+//! | `ca-cert.pem` | the authorities of servers | the authorities of clients; not needed if those are not verified |
+//! | `ca-crl.pem` | optional: what they have revoked | likewise |
+//! | `client-cert.pem`, `client-key.pem` | optional: who this end is | |
+//! | `server-cert.pem`, `server-key.pem` | | who this end is |
+//!
+//! The law: what is wrong with this end's own files is told when they are read, before anybody is reached.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::client::verify_server_cert_signed_by_trust_anchor;
+use rustls::client::{Resumption, WebPkiServerVerifier};
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
+use rustls::version::TLS13;
+use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
+
+use super::failure::TlsFailure;
+use crate::error::ChannelError;
+
+type Result<T> = std::result::Result<T, ChannelError>;
+
+const AUTHORITIES: &str = "ca-cert.pem";
+const REVOKED: &str = "ca-crl.pem";
+
+/// Longest file that is read: some hundred certificates.
+const FILE_MAX: u64 = 4 << 20;
+
+/// What a channel needs to be encrypted: who this end is, and whom it trusts. Cheap to clone.
+#[derive(Clone)]
+pub struct Tls {
+    pub(super) side: Side,
+    /// The file with the authorities, for messages.
+    pub(super) authorities: Arc<str>,
+}
+
+#[derive(Clone)]
+pub(super) enum Side {
+    Client { config: Arc<ClientConfig>, name: Option<ServerName<'static>>, deferred: bool },
+    Server(Arc<ServerConfig>),
+}
+
+impl Tls {
+    /// The end that connects: QEMU's `endpoint=client`. `hostname` is whom the server's certificate has to name, by
+    /// default the host that is connected to.
+    ///
+    /// # Errors
+    /// [`ChannelError::Credentials`] if a file is missing, cannot be read, or is of no use; `client-cert.pem` and
+    /// `client-key.pem` may be missing together.
+    pub fn client(folder: impl AsRef<Path>, hostname: Option<&str>) -> Result<Self> {
+        let folder = Folder(folder.as_ref());
+        let name = hostname.map(|name| server_name(name).ok_or_else(|| folder.wrong("", not_a_name(name))));
+        let authorities = folder.authorities()?;
+        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(&authorities), provider())
+            .with_crls(folder.revoked()?)
+            // As GnuTLS: what no list speaks of is not revoked.
+            .allow_unknown_revocation_status()
+            .enforce_revocation_expiration()
+            .build()
+            .map_err(|error| folder.wrong(REVOKED, error))?;
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|error| folder.wrong("", error))?
+            .with_webpki_verifier(verifier);
+        let mut config = match folder.own("client")? {
+            None => builder.with_no_client_auth(),
+            Some((chain, key)) => {
+                folder.check_own("client-cert.pem", &chain, |own, above, now| {
+                    let verifier = WebPkiClientVerifier::builder_with_provider(authorities, provider()).build();
+                    let verifier = verifier.map_err(|error| Error::General(error.to_string()))?;
+                    verifier.verify_client_cert(own, above, now).map(drop)
+                })?;
+                let built = builder.with_client_auth_cert(chain, key);
+                built.map_err(|error| folder.wrong("client-key.pem", error))?
+            }
+        };
+        config.resumption = Resumption::disabled();
+        config.enable_secret_extraction = true;
+        let side = Side::Client { config: Arc::new(config), name: name.transpose()?, deferred: false };
+        Ok(Self { side, authorities: folder.file(AUTHORITIES).to_string_lossy().into() })
+    }
+
+    /// The end that is connected to: QEMU's `endpoint=server`. With `verify_peer`, QEMU's default, a client has to show a
+    /// certificate.
+    ///
+    /// # Errors
+    /// As for [`client`](Self::client); `server-cert.pem` and `server-key.pem` have to be there.
+    pub fn server(folder: impl AsRef<Path>, verify_peer: bool) -> Result<Self> {
+        let folder = Folder(folder.as_ref());
+        let builder = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|error| folder.wrong("", error))?;
+        let (builder, authorities) = if verify_peer {
+            let authorities = folder.authorities()?;
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&authorities), provider())
+                .with_crls(folder.revoked()?)
+                .allow_unknown_revocation_status()
+                .enforce_revocation_expiration()
+                .build()
+                .map_err(|error| folder.wrong(REVOKED, error))?;
+            (builder.with_client_cert_verifier(verifier), Some(authorities))
+        } else {
+            (builder.with_no_client_auth(), None)
+        };
+        let own = folder.own("server")?;
+        let (chain, key) =
+            own.ok_or_else(|| folder.wrong("server-cert.pem", "a server needs it, and there is none"))?;
+        if let Some(authorities) = &authorities {
+            folder.check_own("server-cert.pem", &chain, |own, above, now| {
+                let (own, algorithms) =
+                    (ParsedCertificate::try_from(own)?, provider().signature_verification_algorithms);
+                verify_server_cert_signed_by_trust_anchor(&own, authorities, above, now, algorithms.all)
+            })?;
+        }
+        let built = builder.with_single_cert(chain, key);
+        let mut config = built.map_err(|error| folder.wrong("server-key.pem", error))?;
+        // Nobody comes back to a channel of a migration.
+        config.send_tls13_tickets = 0;
+        config.enable_secret_extraction = true;
+        let side = Side::Server(Arc::new(config));
+        Ok(Self { side, authorities: folder.file(AUTHORITIES).to_string_lossy().into() })
+    }
+
+    /// The same, for a client that only begins to shake hands when it connects, and goes on when its channel is used or
+    /// [established](crate::Channel::establish): for a peer that waits for something else of this end's first. Stock QEMU waits
+    /// for what each channel beside the main one has to say before it looks at the next.
+    #[must_use]
+    pub fn deferred(mut self) -> Self {
+        if let Side::Client { deferred, .. } = &mut self.side {
+            *deferred = true;
+        }
+        self
+    }
+
+    /// The same, for a client that is to reach this host, unless it was said whom to expect.
+    pub(crate) fn to_host(&self, host: &str) -> Self {
+        let mut this = self.clone();
+        if let Side::Client { name, .. } = &mut this.side
+            && name.is_none()
+        {
+            *name = server_name(host);
+        }
+        this
+    }
+
+    /// Whether this end begins: a server waits until it is spoken to.
+    pub(super) fn is_client(&self) -> bool {
+        matches!(self.side, Side::Client { .. })
+    }
+
+    /// Whether both ends are to know each other before the channel is there.
+    pub(super) fn is_eager(&self) -> bool {
+        matches!(self.side, Side::Client { deferred: false, .. })
+    }
+
+    /// Whether it is known whom to expect, where that has to be.
+    pub(crate) fn knows_its_peer(&self) -> bool {
+        !matches!(self.side, Side::Client { name: None, .. })
+    }
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = if self.is_client() { "client" } else { "server" };
+        f.debug_struct("Tls").field("endpoint", &side).field("authorities", &self.authorities).finish_non_exhaustive()
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(ring::default_provider())
+}
+
+fn server_name(host: &str) -> Option<ServerName<'static>> {
+    ServerName::try_from(host.to_owned()).ok()
+}
+
+fn not_a_name(name: &str) -> String {
+    format!("{name:?} is neither a host's name nor an address (tls-hostname)")
+}
+
+/// Where the files are.
+#[derive(Clone, Copy)]
+struct Folder<'a>(&'a Path);
+
+impl Folder<'_> {
+    fn file(self, name: &str) -> PathBuf {
+        if name.is_empty() { self.0.to_owned() } else { self.0.join(name) }
+    }
+
+    fn wrong(self, name: &str, why: impl fmt::Display) -> ChannelError {
+        ChannelError::Credentials { path: self.file(name), why: why.to_string() }
+    }
+
+    /// A file's contents, or nothing if there is none.
+    fn read(self, name: &str) -> Result<Option<Vec<u8>>> {
+        let read = || -> io::Result<Vec<u8>> {
+            use std::io::Read as _;
+            let mut bytes = Vec::new();
+            std::fs::File::open(self.file(name))?.take(FILE_MAX + 1).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        match read() {
+            Ok(bytes) if bytes.len() as u64 > FILE_MAX => Err(self.wrong(name, "it is too long to be certificates")),
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(self.wrong(name, error)),
+        }
+    }
+
+    /// All objects of a kind in a file that may be missing.
+    fn objects<T: PemObject>(self, name: &str) -> Result<Option<Vec<T>>> {
+        let Some(bytes) = self.read(name)? else { return Ok(None) };
+        let objects: std::result::Result<Vec<T>, pem::Error> = T::pem_slice_iter(&bytes).collect();
+        let objects = objects.map_err(|error| self.wrong(name, format!("it is damaged: {error}")))?;
+        Ok(Some(objects).filter(|objects| !objects.is_empty()))
+    }
+
+    fn authorities(self) -> Result<Arc<RootCertStore>> {
+        let found: Option<Vec<CertificateDer<'static>>> = self.objects(AUTHORITIES)?;
+        let found = found.ok_or_else(|| self.wrong(AUTHORITIES, "a certificate of an authority is needed here"))?;
+        let mut store = RootCertStore::empty();
+        for certificate in found {
+            store.add(certificate).map_err(|error| self.wrong(AUTHORITIES, error))?;
+        }
+        Ok(Arc::new(store))
+    }
+
+    fn revoked(self) -> Result<Vec<CertificateRevocationListDer<'static>>> {
+        Ok(self.objects(REVOKED)?.unwrap_or_default())
+    }
+
+    /// Who this end is: a chain and its key, or neither.
+    fn own(self, side: &str) -> Result<Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>> {
+        let (certificate, key) = (format!("{side}-cert.pem"), format!("{side}-key.pem"));
+        let chain = self.objects(&certificate)?;
+        let keys: Option<Vec<PrivateKeyDer<'static>>> = self.objects(&key)?;
+        match (chain, keys.and_then(|keys| keys.into_iter().next())) {
+            (Some(chain), Some(key)) => Ok(Some((chain, key))),
+            (None, None) => Ok(None),
+            (None, _) => Err(self.wrong(&certificate, format!("no certificate is here, and {key} is its key"))),
+            (_, None) => Err(self.wrong(&key, "the certificate's key is needed here, not encrypted")),
+        }
+    }
+
+    /// Makes sure that a peer that trusts the same authorities can accept this end's certificate.
+    fn check_own(
+        self,
+        name: &str,
+        chain: &[CertificateDer<'_>],
+        verify: impl FnOnce(&CertificateDer<'_>, &[CertificateDer<'_>], UnixTime) -> std::result::Result<(), Error>,
+    ) -> Result<()> {
+        let (own, above) = chain.split_first().ok_or_else(|| self.wrong(name, "no certificate is here"))?;
+        verify(own, above, UnixTime::now()).map_err(|error| {
+            let failure = TlsFailure::of(error, &self.file(AUTHORITIES).to_string_lossy().into());
+            self.wrong(name, format!("a peer would say: {failure}"))
+        })
+    }
+}

@@ -1,0 +1,430 @@
+//! Records of an established session: bytes sealed into them, and records opened (RFC 8446, section 5).
+//!
+//! The laws: each record has its number, and no number is used twice with one key; new keys are taken before the cipher's
+//! limit is reached; what a peer can send without bytes for us is bounded.
+
+use std::ops::Range;
+
+use rustls::crypto::cipher::{
+    AeadKey, InboundOpaqueMessage, Iv, MessageDecrypter, MessageEncrypter, OutboundChunks, OutboundPlainMessage,
+};
+use rustls::{
+    AlertDescription, ConnectionTrafficSecrets, ContentType, Error, HandshakeType, ProtocolVersion,
+    SupportedCipherSuite, Tls13CipherSuite,
+};
+
+use super::failure::TlsFailure;
+
+type Result<T> = std::result::Result<T, TlsFailure>;
+
+/// Type, version and length of a record.
+pub(super) const HEADER: usize = 5;
+/// Most bytes that one record carries.
+pub(super) const PAYLOAD_MAX: usize = 1 << 14;
+/// Most bytes behind a record's header.
+pub(super) const BODY_MAX: usize = PAYLOAD_MAX + 256;
+/// Records without bytes for us that may come one after the other: tickets, new keys, empty ones.
+const IDLE_MAX: u32 = 64;
+/// The body of a request for new keys, which only tells that the other direction has some.
+const UPDATE: [u8; 5] = [0x18, 0, 0, 1, 0];
+
+/// Where both directions get new keys from.
+pub(super) trait NewKeys {
+    /// The next secrets for what is sent.
+    fn next_sending(&mut self) -> Result<ConnectionTrafficSecrets>;
+    /// The next secrets for what is received.
+    fn next_receiving(&mut self) -> Result<ConnectionTrafficSecrets>;
+}
+
+/// The cipher that both ends have agreed on, if it is one of TLS 1.3, as all are that were offered.
+pub(super) fn cipher(suite: SupportedCipherSuite) -> Result<&'static Tls13CipherSuite> {
+    suite.tls13().ok_or_else(|| TlsFailure::Protocol("the session is older than TLS 1.3".into()))
+}
+
+fn parts(secrets: ConnectionTrafficSecrets) -> Result<(AeadKey, Iv)> {
+    match secrets {
+        ConnectionTrafficSecrets::Aes128Gcm { key, iv }
+        | ConnectionTrafficSecrets::Aes256Gcm { key, iv }
+        | ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => Ok((key, iv)),
+        _ => Err(TlsFailure::Protocol("a cipher of an unknown kind".into())),
+    }
+}
+
+/// One direction's place in its row of records.
+struct Numbers {
+    next: u64,
+}
+
+impl Numbers {
+    fn take(&mut self) -> Result<u64> {
+        let number = self.next;
+        self.next = number.checked_add(1).ok_or_else(|| TlsFailure::Protocol("no record number is left".into()))?;
+        Ok(number)
+    }
+}
+
+/// Seals bytes into records.
+pub(super) struct Sealer {
+    cipher: &'static Tls13CipherSuite,
+    with: Box<dyn MessageEncrypter>,
+    numbers: Numbers,
+    /// Records that may be sealed with one key.
+    limit: u64,
+}
+
+impl Sealer {
+    pub(super) fn new(
+        cipher: &'static Tls13CipherSuite,
+        (first, secrets): (u64, ConnectionTrafficSecrets),
+    ) -> Result<Self> {
+        let (key, iv) = parts(secrets)?;
+        let with = cipher.aead_alg.encrypter(key, iv);
+        // The last one is for the word that new keys follow.
+        let limit = cipher.common.confidentiality_limit.saturating_sub(1).max(1);
+        Ok(Self { cipher, with, numbers: Numbers { next: first }, limit })
+    }
+
+    /// Whether this key has sealed as much as it may.
+    pub(super) fn is_used_up(&self) -> bool {
+        self.numbers.next >= self.limit
+    }
+
+    /// A record of at most [`PAYLOAD_MAX`] bytes.
+    pub(super) fn seal(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
+        self.record(ContentType::ApplicationData, bytes)
+    }
+
+    /// The word that this was all.
+    pub(super) fn close(&mut self) -> Result<Vec<u8>> {
+        const WARNING: u8 = 1;
+        self.record(ContentType::Alert, &[WARNING, AlertDescription::CloseNotify.into()])
+    }
+
+    /// The word that what follows is sealed with the next key, which is taken.
+    pub(super) fn renew(&mut self, keys: &mut dyn NewKeys) -> Result<Vec<u8>> {
+        let word = self.record(ContentType::Handshake, &UPDATE)?;
+        let (key, iv) = parts(keys.next_sending()?)?;
+        self.with = self.cipher.aead_alg.encrypter(key, iv);
+        self.numbers.next = 0;
+        Ok(word)
+    }
+
+    fn record(&mut self, typ: ContentType, bytes: &[u8]) -> Result<Vec<u8>> {
+        let payload = OutboundChunks::Single(bytes);
+        let message = OutboundPlainMessage { typ, version: ProtocolVersion::TLSv1_3, payload };
+        let sealed = self.with.encrypt(message, self.numbers.take()?);
+        Ok(sealed.map_err(|error| TlsFailure::Protocol(error.to_string()))?.encode())
+    }
+}
+
+/// What a record was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Opened {
+    /// Bytes for us: so many, at the beginning of its body.
+    Bytes(usize),
+    /// Nothing for us. The peer may want to see this end's key renewed.
+    Word { renew: bool },
+    /// The peer's word that nothing more comes.
+    Close,
+}
+
+/// Opens records.
+pub(super) struct Opener {
+    cipher: &'static Tls13CipherSuite,
+    with: Box<dyn MessageDecrypter>,
+    numbers: Numbers,
+    messages: Messages,
+    idle: u32,
+}
+
+impl Opener {
+    pub(super) fn new(
+        cipher: &'static Tls13CipherSuite,
+        (first, secrets): (u64, ConnectionTrafficSecrets),
+    ) -> Result<Self> {
+        let (key, iv) = parts(secrets)?;
+        let with = cipher.aead_alg.decrypter(key, iv);
+        Ok(Self { cipher, with, numbers: Numbers { next: first }, messages: Messages::default(), idle: 0 })
+    }
+
+    /// Opens the record with this body where it lies.
+    pub(super) fn open(&mut self, body: &mut [u8], keys: &mut dyn NewKeys) -> Result<Opened> {
+        let message = InboundOpaqueMessage::new(ContentType::ApplicationData, ProtocolVersion::TLSv1_2, body);
+        let opened = self.with.decrypt(message, self.numbers.take()?).map_err(|error| match error {
+            Error::DecryptError => TlsFailure::BadRecord,
+            error => TlsFailure::Protocol(error.to_string()),
+        })?;
+        let (typ, payload) = (opened.typ, opened.payload);
+        if self.messages.is_amid() && typ != ContentType::Handshake {
+            return Err(TlsFailure::Protocol("a record amid a handshake message".into()));
+        }
+        if typ == ContentType::ApplicationData && !payload.is_empty() {
+            self.idle = 0;
+            return Ok(Opened::Bytes(payload.len()));
+        }
+        self.idle += 1;
+        if self.idle > IDLE_MAX {
+            return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} records with nothing in them")));
+        }
+        match typ {
+            ContentType::ApplicationData => Ok(Opened::Word { renew: false }),
+            ContentType::Alert => alert(payload),
+            ContentType::Handshake => match self.messages.take(payload)? {
+                Told::Nothing => Ok(Opened::Word { renew: false }),
+                Told::NewKey { answer } => {
+                    let (key, iv) = parts(keys.next_receiving()?)?;
+                    self.with = self.cipher.aead_alg.decrypter(key, iv);
+                    self.numbers.next = 0;
+                    Ok(Opened::Word { renew: answer })
+                }
+            },
+            typ => Err(TlsFailure::Protocol(format!("a record of type {}", u8::from(typ)))),
+        }
+    }
+}
+
+fn alert(payload: &[u8]) -> Result<Opened> {
+    let [_level, description] = payload else {
+        return Err(TlsFailure::Protocol(format!("an alert of {} bytes", payload.len())));
+    };
+    match AlertDescription::from(*description) {
+        AlertDescription::CloseNotify => Ok(Opened::Close),
+        // The only other one that does not end a session (RFC 8446, section 6.1).
+        AlertDescription::UserCanceled => Ok(Opened::Word { renew: false }),
+        description => Err(TlsFailure::of_alert(description)),
+    }
+}
+
+/// What handshake messages behind the handshake had to say.
+#[derive(Debug, PartialEq, Eq)]
+enum Told {
+    Nothing,
+    /// What follows is sealed with the next key; perhaps the same is wanted of this end.
+    NewKey {
+        answer: bool,
+    },
+}
+
+/// Reads the handshake messages of an established session, which may begin and end anywhere in records. None is kept:
+/// tickets are skipped.
+#[derive(Debug, Default)]
+struct Messages {
+    /// Type and length of the one that has begun.
+    head: [u8; 4],
+    known: usize,
+    /// Bytes of its body to come.
+    left: usize,
+}
+
+impl Messages {
+    /// Whether a message has begun and not ended.
+    fn is_amid(&self) -> bool {
+        self.known != 0
+    }
+
+    fn take(&mut self, mut bytes: &[u8]) -> Result<Told> {
+        while let Some((&first, rest)) = bytes.split_first() {
+            if let Some(place) = self.head.get_mut(self.known) {
+                *place = first;
+                self.known += 1;
+                bytes = rest;
+                if self.known < self.head.len() {
+                    continue;
+                }
+                let [typ, a, b, c] = self.head;
+                self.left = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
+                match HandshakeType::from(typ) {
+                    HandshakeType::NewSessionTicket => {}
+                    HandshakeType::KeyUpdate if self.left == 1 => {}
+                    _ => {
+                        let what = format!("a handshake message of type {typ} and {} bytes", self.left);
+                        return Err(TlsFailure::Protocol(what));
+                    }
+                }
+            } else if HandshakeType::from(self.head[0]) == HandshakeType::KeyUpdate {
+                // What follows it is sealed with another key (RFC 8446, section 5.1).
+                if first > 1 || !rest.is_empty() {
+                    return Err(TlsFailure::Protocol("an update of keys that is none".into()));
+                }
+                (self.known, self.left) = (0, 0);
+                return Ok(Told::NewKey { answer: first == 1 });
+            } else {
+                let skipped = self.left.min(bytes.len());
+                self.left -= skipped;
+                bytes = bytes.get(skipped..).unwrap_or_default();
+            }
+            if self.known == self.head.len() && self.left == 0 {
+                self.known = 0;
+            }
+        }
+        Ok(Told::Nothing)
+    }
+}
+
+/// Where the body of the record at the beginning of `bytes` lies, if all of it is there.
+pub(super) fn body(bytes: &[u8]) -> Result<Option<Range<usize>>> {
+    let Some(&[typ, _, _, high, low]) = bytes.first_chunk::<HEADER>() else { return Ok(None) };
+    let length = usize::from(u16::from_be_bytes([high, low]));
+    if ContentType::from(typ) != ContentType::ApplicationData || length > BODY_MAX {
+        return Err(TlsFailure::Protocol(format!("a record of type {typ} and {length} bytes")));
+    }
+    let whole = HEADER..HEADER + length;
+    Ok((bytes.len() >= whole.end).then_some(whole))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rustls::crypto::ring::cipher_suite::{TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
+
+    use super::*;
+
+    /// Keys that count.
+    #[derive(Default)]
+    struct Counting {
+        sending: u8,
+        receiving: u8,
+    }
+
+    fn secrets(number: u8) -> ConnectionTrafficSecrets {
+        ConnectionTrafficSecrets::Chacha20Poly1305 { key: [number; 32].into(), iv: [number; 12].into() }
+    }
+
+    impl NewKeys for Counting {
+        fn next_sending(&mut self) -> Result<ConnectionTrafficSecrets> {
+            self.sending += 1;
+            Ok(secrets(self.sending))
+        }
+
+        fn next_receiving(&mut self) -> Result<ConnectionTrafficSecrets> {
+            self.receiving += 1;
+            Ok(secrets(self.receiving))
+        }
+    }
+
+    fn ends() -> (Sealer, Opener) {
+        let cipher = cipher(TLS13_CHACHA20_POLY1305_SHA256).unwrap();
+        (Sealer::new(cipher, (0, secrets(0))).unwrap(), Opener::new(cipher, (0, secrets(0))).unwrap())
+    }
+
+    fn open(opener: &mut Opener, keys: &mut Counting, mut record: Vec<u8>) -> Result<(Opened, Vec<u8>)> {
+        let range = body(&record)?.unwrap();
+        assert_eq!(range.end, record.len());
+        let opened = opener.open(&mut record[range], keys)?;
+        let length = if let Opened::Bytes(length) = opened { length } else { 0 };
+        Ok((opened, record[HEADER..HEADER + length].to_vec()))
+    }
+
+    #[test]
+    fn a_key_is_renewed_before_its_limit_and_both_ends_go_on() {
+        let ((mut sealer, mut opener), mut here, mut there) = (ends(), Counting::default(), Counting::default());
+        sealer.limit = 3;
+        for number in 0..20_u8 {
+            if sealer.is_used_up() {
+                let word = sealer.renew(&mut here).unwrap();
+                assert_eq!(open(&mut opener, &mut there, word).unwrap().0, Opened::Word { renew: false });
+            }
+            let record = sealer.seal(&[number; 100]).unwrap();
+            assert_eq!(open(&mut opener, &mut there, record).unwrap(), (Opened::Bytes(100), vec![number; 100]));
+        }
+        assert_eq!((here.sending, there.receiving), (6, 6));
+        let close = sealer.close().unwrap();
+        assert_eq!(open(&mut opener, &mut there, close).unwrap().0, Opened::Close);
+    }
+
+    #[test]
+    fn the_ciphers_own_limit_is_kept() {
+        let aes = cipher(TLS13_AES_256_GCM_SHA384).unwrap();
+        let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [7; 32].into(), iv: [7; 12].into() };
+        let mut sealer = Sealer::new(aes, ((1 << 24) - 2, secrets)).unwrap();
+        assert!(!sealer.is_used_up());
+        sealer.seal(b"the last but one").unwrap();
+        assert!(sealer.is_used_up());
+    }
+
+    #[test]
+    fn a_record_that_was_changed_left_out_or_sent_twice_does_not_open() {
+        let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
+        let (mut first, second) = (sealer.seal(b"first").unwrap(), sealer.seal(b"second").unwrap());
+        assert_eq!(open(&mut opener, &mut keys, first.clone()).unwrap().1, b"first");
+        assert_eq!(open(&mut opener, &mut keys, first.clone()).unwrap_err(), TlsFailure::BadRecord);
+        let (mut sealer, mut opener) = ends();
+        sealer.seal(b"left out").unwrap();
+        assert_eq!(open(&mut opener, &mut keys, sealer.seal(b"next").unwrap()).unwrap_err(), TlsFailure::BadRecord);
+        let (_, mut opener) = ends();
+        first[HEADER] ^= 1;
+        assert_eq!(open(&mut opener, &mut keys, first).unwrap_err(), TlsFailure::BadRecord);
+        drop(second);
+    }
+
+    #[test]
+    fn a_peer_that_sends_nothing_for_ever_is_told_off() {
+        let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
+        for _ in 0..IDLE_MAX {
+            let empty = sealer.seal(&[]).unwrap();
+            assert_eq!(open(&mut opener, &mut keys, empty).unwrap().0, Opened::Word { renew: false });
+        }
+        let empty = sealer.seal(&[]).unwrap();
+        assert!(matches!(open(&mut opener, &mut keys, empty), Err(TlsFailure::Protocol(_))));
+    }
+
+    #[test]
+    fn alerts_but_two_end_the_session() {
+        let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
+        for (alert, opened) in [
+            (&[1, 90][..], Ok(Opened::Word { renew: false })),
+            (&[2, 48], Err("it has refused: this end's certificate is of no authority that it trusts")),
+            (&[2], Err("an alert of 1 bytes")),
+            (&[1, 0], Ok(Opened::Close)),
+        ] {
+            let record = sealer.record(ContentType::Alert, alert).unwrap();
+            let found = open(&mut opener, &mut keys, record).map(|(opened, _)| opened);
+            assert_eq!(found.map_err(|error| error.to_string()), opened.map_err(str::to_owned));
+        }
+    }
+
+    #[test]
+    fn a_header_that_no_peer_would_send_is_refused_before_its_body_is_waited_for() {
+        assert_eq!(body(&[23, 3, 3, 0]), Ok(None));
+        assert_eq!(body(&[23, 3, 3, 0, 2, 7]), Ok(None));
+        assert_eq!(body(&[23, 3, 3, 0, 1, 7, 8]), Ok(Some(5..6)));
+        assert!(body(&[23, 3, 3, 0x41, 1]).is_err());
+        assert!(body(b"QEVM\0").is_err() && body(&[22, 3, 3, 0, 1]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn messages_are_told_apart_wherever_records_cut_them(
+            tickets in prop::collection::vec(0..300_usize, 0..5),
+            answer in any::<bool>(),
+            cuts in prop::collection::vec(1..40_usize, 1..10),
+        ) {
+            let mut bytes = Vec::new();
+            for length in tickets {
+                bytes.extend([4, 0]);
+                bytes.extend(u16::try_from(length).unwrap().to_be_bytes());
+                bytes.extend(vec![0x18; length]);
+            }
+            bytes.extend([0x18, 0, 0, 1, u8::from(answer)]);
+            let (mut messages, mut told, mut rest) = (Messages::default(), Told::Nothing, bytes.as_slice());
+            for round in 0.. {
+                if rest.is_empty() {
+                    break;
+                }
+                prop_assert_eq!(&told, &Told::Nothing);
+                let cut = cuts[round % cuts.len()].min(rest.len());
+                told = messages.take(&rest[..cut]).unwrap();
+                rest = &rest[cut..];
+            }
+            prop_assert_eq!(told, Told::NewKey { answer });
+            prop_assert!(!messages.is_amid());
+        }
+
+        #[test]
+        fn no_bytes_of_messages_are_too_strange(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let mut messages = Messages::default();
+            let _ = messages.take(&bytes);
+            let _ = body(&bytes);
+        }
+    }
+}

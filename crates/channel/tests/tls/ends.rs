@@ -1,0 +1,143 @@
+//! How encrypted channels end: with the word that it is the end, without it, by this side's will.
+
+use std::os::fd::AsFd as _;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, How, Listener, Options, TlsFailure};
+
+use crate::bed::{Bed, SOON, look, plain};
+
+/// Waits until a call on the channel has begun.
+fn begun(calls: impl Fn() -> u64) {
+    while calls() == 0 {
+        thread::yield_now();
+    }
+    // It may still be on its way into the kernel; either way it has to wake.
+    thread::sleep(Duration::from_millis(20));
+}
+
+#[test]
+fn an_end_that_was_announced_is_an_end() {
+    let bed = Bed::new();
+    let (client, server) = bed.pair();
+    client.put(b"last").unwrap();
+    drop(client);
+    let mut got = [0; 10];
+    assert_eq!(server.get_some(&mut got).unwrap(), 4);
+    assert_eq!(server.get_some(&mut got).unwrap(), 0);
+    assert_eq!(server.peek(&mut got).unwrap(), Some(0));
+    let error = server.get(&mut got).unwrap_err();
+    assert!(error.is_closed() && !error.is_cut(), "{error}");
+
+    // One direction at a time.
+    let (client, server) = bed.pair();
+    client.shutdown(How::Write).unwrap();
+    assert_eq!(server.get_some(&mut got).unwrap(), 0);
+    server.put(b"still").unwrap();
+    client.get(&mut got[..5]).unwrap();
+    assert!(client.put(b"no").is_err());
+}
+
+#[test]
+fn an_end_that_was_not_announced_is_none() {
+    let bed = Bed::new();
+    let (client, server) = bed.pair();
+    client.put(b"last").unwrap();
+    rustix::net::shutdown(client.as_fd(), rustix::net::Shutdown::Write).unwrap();
+    let mut got = [0; 10];
+    assert_eq!(server.get_some(&mut got).unwrap(), 4);
+    for _ in 0..2 {
+        let error = server.get_some(&mut got).unwrap_err();
+        assert!(error.is_cut() && error.is_closed(), "{error}");
+        assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }));
+        assert!(error.to_string().contains("at byte 5: TLS: the connection has ended without TLS's word"), "{error}");
+    }
+    assert_eq!(server.peek(&mut got).unwrap(), Some(0));
+}
+
+#[test]
+fn a_shutdown_wakes_who_gets_and_who_puts() {
+    let bed = Bed::new();
+    let (client, _server) = bed.pair();
+    thread::scope(|scope| {
+        let gets = scope.spawn(|| client.get(&mut [0]));
+        let puts = scope.spawn(|| client.put(&vec![0; 64 << 20]));
+        begun(|| client.counters().calls_in);
+        begun(|| client.counters().calls_out.saturating_sub(1));
+        client.shutdown(How::Both).unwrap();
+        for ended in [gets.join().unwrap(), puts.join().unwrap()] {
+            assert!(ended.unwrap_err().is_shut_down());
+        }
+    });
+}
+
+#[test]
+fn a_shutdown_wakes_who_waits_for_a_handshake() {
+    let bed = Bed::new();
+    let (_near, far) = plain();
+    let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
+    thread::scope(|scope| {
+        let gets = scope.spawn(|| server.get(&mut [0]));
+        let puts = scope.spawn(|| server.put(b"?"));
+        begun(|| server.counters().calls_in.min(server.counters().calls_out));
+        server.shutdown(How::Both).unwrap();
+        for ended in [gets.join().unwrap(), puts.join().unwrap()] {
+            assert!(ended.unwrap_err().is_shut_down());
+        }
+    });
+}
+
+#[test]
+fn who_drops_a_channel_waits_for_room_to_say_so_but_not_for_long() {
+    let bed = Bed::new();
+    let (client, server) = bed.pair();
+    // Fills what is between the ends, to the last byte.
+    client.set_timeouts(None, Some(Duration::from_millis(20))).unwrap();
+    while client.put(&[0; 16 << 10]).is_ok() {}
+    let begun = Instant::now();
+    drop(client);
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    // A put was broken off, so this is no end.
+    let mut got = vec![0; 1 << 20];
+    let error = loop {
+        match server.get_some(&mut got) {
+            Ok(0) => panic!("taken for an end"),
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert!(error.is_cut(), "{error}");
+}
+
+#[test]
+fn a_handshake_that_takes_too_long_is_given_up_by_both_ends() {
+    let bed = Bed::new();
+    let short = Some(Duration::from_millis(100));
+    // A server that says nothing.
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &Options::default()).unwrap();
+    let error =
+        Channel::connect(listener.local_uri(), &Options { connect_timeout: short, ..bed.client() }).unwrap_err();
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::Late(Duration::from_millis(100))), "{error}");
+    // A client that says nothing.
+    let (_near, far) = plain();
+    let server = Channel::from_fd_with(far.into(), &Options { connect_timeout: short, ..bed.server() }).unwrap();
+    let begun = Instant::now();
+    let error = look(&server).unwrap_err();
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::Late(Duration::from_millis(100))), "{error}");
+    assert!(begun.elapsed() < SOON);
+}
+
+#[test]
+fn a_peer_that_resets_the_connection_has_cut_it() {
+    let bed = Bed::new();
+    let (client, server) = bed.pair();
+    client.put(b"never read").unwrap();
+    look(&server).unwrap();
+    rustix::net::sockopt::set_socket_linger(server.as_fd(), Some(Duration::ZERO)).unwrap();
+    // Not by dropping the channel, which would say that this is the end.
+    let (socket, _kept) = (server.as_fd().try_clone_to_owned().unwrap(), server);
+    rustix::net::connect_unspec(socket).unwrap();
+    let error = client.get(&mut [0]).unwrap_err();
+    assert!(error.is_cut(), "{error}");
+}

@@ -1,0 +1,11 @@
+//! Encrypted channels from outside: what they carry, whom they refuse, how they end.
+//!
+//! One module for each feature.
+
+mod bed;
+
+mod ends;
+mod hostile;
+mod openssl;
+mod refusals;
+mod transfers;
