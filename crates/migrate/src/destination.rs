@@ -542,10 +542,14 @@ impl<'a> Receiver<'a> {
         Ok(self.role.channel.set_timeouts(self.role.options.patience, self.role.options.patience)?)
     }
 
-    /// Reads what comes next, over what has been looked at.
+    /// Reads what comes next, over what has been looked at. Nothing, if the connection has ended: stock QEMU does not
+    /// announce the end of its main channel over TLS, and here it is the description that proves that all has come.
     fn more(&mut self) -> Result<usize, MigrateError> {
         (self.buffer.start, self.buffer.end) = (0, 0);
-        self.buffer.fill(&self.role.channel)
+        match self.buffer.fill(&self.role.channel) {
+            Err(MigrateError::Channel(error)) if error.is_cut() => Ok(0),
+            read => read,
+        }
     }
 
     /// Collects the device sections up to the end that their own description proves.

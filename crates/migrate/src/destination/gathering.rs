@@ -6,9 +6,11 @@
 //!
 //! The law: **nobody who connects holds up anybody else**, however many they are and whatever they send or do not send.
 //! Connections that have not yet said who they are wait in a short row; when it is full, the one that has waited longest
-//! is closed. What names itself wrongly ends the gathering with an error that says what to set.
+//! is closed. What names itself wrongly ends the gathering with an error that says what to set. Over TLS the bytes are those
+//! inside, so channels are told apart as without it; who does not come through the handshake is a stranger, and told of.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,8 @@ use crate::error::MigrateError;
 const ROW: usize = 64;
 /// Connections that are accepted before those that wait are looked at again.
 const AT_ONCE: usize = 256;
+/// How a TLS connection begins: a handshake record of version 3, whatever is in it (RFC 8446, section 5.1).
+const TLS_HELLO: [u8; 2] = [22, 3];
 /// How soon a connection is looked at again that has said a part of who it is.
 const AGAIN_AFTER: Duration = Duration::from_millis(5);
 
@@ -47,8 +51,10 @@ pub struct ChannelSet {
     pub pages: Vec<Channel>,
 }
 
+/// Hears in a line why a connection was turned away.
+type Tell<'a> = Box<dyn FnMut(&str) + 'a>;
+
 /// Accepts connections until all channels are there.
-#[derive(Debug)]
 pub struct Gathering<'a> {
     listener: &'a Listener,
     options: GatheringOptions,
@@ -58,6 +64,16 @@ pub struct Gathering<'a> {
     uuid: Option<[u8; 16]>,
     row: VecDeque<Waiting>,
     turned_away: u64,
+    /// Why, the last time that there was more to say than that it was a stranger.
+    why: Option<String>,
+    tell: Option<Tell<'a>>,
+}
+
+impl fmt::Debug for Gathering<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let fields = (&self.options, &self.main, &self.pages, &self.row, self.turned_away, &self.why);
+        f.debug_tuple("Gathering").field(&fields).finish()
+    }
 }
 
 #[derive(Debug)]
@@ -69,10 +85,14 @@ struct Waiting {
 
 /// What a connection turned out to be.
 enum Found {
-    Unknown { began: bool },
+    Unknown {
+        began: bool,
+    },
     Main,
     Pages(InitialPacket),
     Stranger,
+    /// One that may have meant to be a channel.
+    Refused(String),
 }
 
 impl<'a> Gathering<'a> {
@@ -80,7 +100,16 @@ impl<'a> Gathering<'a> {
     pub fn new(listener: &'a Listener, options: GatheringOptions) -> Self {
         let pages = (0..options.channels).map(|_| None).collect();
         let (main, uuid, row) = (None, None, VecDeque::with_capacity(ROW));
-        Self { listener, options, begun: Instant::now(), main, pages, uuid, row, turned_away: 0 }
+        let (begun, turned_away, why, tell) = (Instant::now(), 0, None, None);
+        Self { listener, options, begun, main, pages, uuid, row, turned_away, why, tell }
+    }
+
+    /// Has `tell` hear why a connection was turned away that may have meant to be a channel: one that does not come through
+    /// the TLS handshake, or that speaks TLS to an end that does not. What it heard last it does not hear again.
+    #[must_use]
+    pub fn on_refusal(mut self, tell: impl FnMut(&str) + 'a) -> Self {
+        self.tell = Some(Box::new(tell));
+        self
     }
 
     /// Waits for so long at most; the channels once they are all there. What else has connected is closed then.
@@ -154,9 +183,20 @@ impl<'a> Gathering<'a> {
                 Found::Main if self.main.is_none() => self.main = Some(waiting.channel),
                 Found::Pages(packet) => self.place(packet, waiting.channel)?,
                 Found::Main | Found::Stranger => self.turned_away += 1,
+                Found::Refused(why) => self.refuse(why),
             }
         }
         Ok(())
+    }
+
+    fn refuse(&mut self, why: String) {
+        self.turned_away += 1;
+        if self.why.as_ref() != Some(&why) {
+            if let Some(tell) = &mut self.tell {
+                tell(&why);
+            }
+            self.why = Some(why);
+        }
     }
 
     fn identify(&self, channel: &Channel) -> Result<Found, MigrateError> {
@@ -167,6 +207,7 @@ impl<'a> Gathering<'a> {
             // It has gone again.
             Ok(Some(_)) => return Ok(Found::Stranger),
             Err(error) if error.is_closed() => return Ok(Found::Stranger),
+            Err(error) if error.tls_failure().is_some() => return Ok(Found::Refused(error.to_string())),
             Err(error) => return Err(error.into()),
         };
         let magic = bytes.get(..got.min(4)).unwrap_or_default();
@@ -177,6 +218,13 @@ impl<'a> Gathering<'a> {
             // It is all there: this waits for nothing.
             channel.get(&mut bytes)?;
             return Ok(Found::Pages(InitialPacket::decode(&bytes)?));
+        }
+        if got >= TLS_HELLO.len() && bytes.starts_with(&TLS_HELLO) {
+            let why = format!(
+                "{}: it speaks TLS, and this end does not: both have to be told to use it (tls-creds)",
+                channel.peer()
+            );
+            return Ok(Found::Refused(why));
         }
         let known = [configuration::MAGIC, multifd::MAGIC].iter().any(|known| known.starts_with(magic));
         Ok(if known { Found::Unknown { began: true } } else { Found::Stranger })
@@ -238,7 +286,8 @@ impl<'a> Gathering<'a> {
         what.push_str(&ids.join(", "));
         what.push_str(&format!(" came to {}", self.listener.local_uri()));
         if self.turned_away > 0 {
-            what.push_str(&format!(" ({} other connections were turned away)", self.turned_away));
+            let why = self.why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+            what.push_str(&format!(" ({} other connections were turned away{why})", self.turned_away));
         }
         if !self.row.is_empty() {
             what.push_str(&format!(" ({} connections say nothing)", self.row.len()));

@@ -156,6 +156,8 @@ impl<'a> PageChannel<'a> {
                 // Between packets a channel may be silent for as long as the main channel does not wait for it.
                 Err(error) if error.is_timeout() && got == 0 && !self.is_overdue() => continue,
                 Err(error) if error.is_shut_down() && got == 0 => return Ok(false),
+                // QEMU before 10.0 does not announce the end over TLS. Whether it was one the join points tell.
+                Err(error) if error.is_cut() && got == 0 => return Ok(false),
                 Err(error) => return Err(error.into()),
             };
             if more == 0 {

@@ -176,7 +176,9 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
-    /// In postcopy, answers requests on a channel of their own, which `open` connects. The destination has to expect it.
+    /// In postcopy, answers requests on a channel of their own, which `open` connects. The destination has to expect it. Over
+    /// TLS a destination of this crate's, which takes it when the package has come, wants it
+    /// [deferred](limosa_channel::Tls::deferred); stock QEMU takes it at once.
     #[must_use]
     pub fn with_preempt(mut self, open: OpenPreempt<'o>) -> Self {
         self.open_preempt = Some(open);

@@ -38,6 +38,8 @@ pub(crate) fn answer_requests<S: PageSource + ?Sized>(
     shared: &Shared<'_, S>,
     channel: &Channel,
 ) -> Result<Histogram<u64>, MigrateError> {
+    // Over TLS the destination may have waited for the package before it looked at this channel.
+    channel.establish()?;
     let mut sender = Sender::new(shared, channel)?;
     loop {
         match shared.inbox.next_request(Duration::from_secs(1), &shared.unanswered) {
