@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
+use limosa_channel::Tls;
 use limosa_migrate::control_socket::Job;
 use limosa_migrate::{Control, ControlSocket, Progress};
 
@@ -33,6 +34,8 @@ const REACH: Duration = Duration::from_secs(30);
 /// An end.
 struct End {
     settings: Settings,
+    /// What its connections are encrypted with, if they are.
+    tls: Option<Tls>,
     desk: Arc<Desk>,
     socket: ControlSocket,
     orders: Receiver<Order>,
@@ -63,6 +66,11 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     };
     let settings: Settings =
         serde_json::from_str(settings).map_err(|error| DemoError::Settings(format!("settings: {error}")))?;
+    let tls = match role {
+        Role::Source => settings.client_tls(),
+        Role::Destination => settings.server_tls(),
+    };
+    let tls = tls.map_err(|error| DemoError::Settings(error.to_string()))?;
     end_with_input()?;
     let witness = Witness::open(Path::new(witness), role.name()).map_err(DemoError::system("the witness"))?;
     let (desk, orders) = Desk::new(role, control.clone());
@@ -73,7 +81,7 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     if role == Role::Source {
         vm.run().map_err(|error| DemoError::Guest(error.to_string()))?;
     }
-    let end = End { settings, desk, socket, orders, vm };
+    let end = End { settings, tls, desk, socket, orders, vm };
     end.serve()
 }
 

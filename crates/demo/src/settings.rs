@@ -1,10 +1,11 @@
 //! What a demonstration is to be: one value that both ends get.
 
 use std::num::NonZeroU64;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::guest::{GuestKind, LogChoice};
-use limosa_channel::ZeroCopy;
+use limosa_channel::{ChannelError, Tls, ZeroCopy};
 use limosa_migrate::live::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
@@ -136,6 +137,10 @@ pub struct Settings {
     pub give_up: WhenStuck,
     /// How long an end waits for an answer that the other owes, in milliseconds.
     pub patience_ms: u64,
+    /// The folder with both ends' certificates and keys, if the connections are encrypted.
+    pub tls_creds: Option<PathBuf>,
+    /// Whom the destination's certificate names.
+    pub tls_hostname: Option<String>,
 }
 
 impl Default for Settings {
@@ -160,6 +165,8 @@ impl Default for Settings {
             timeout_ms: None,
             give_up: WhenStuck::Cancel,
             patience_ms: 10_000,
+            tls_creds: None,
+            tls_hostname: None,
         }
     }
 }
@@ -196,6 +203,14 @@ impl Settings {
             Some("--same-host moves no page: neither --postcopy nor --channels has anything to do")
         } else if self.same_host && self.transport == Transport::Tcp {
             Some("--same-host passes descriptors, which only --transport unix carries")
+        } else if self.tls_creds.is_some() && self.demands_zero_copy() {
+            Some("--zero-copy msg and splice send pages from where they lie, and --tls-creds makes others of them")
+        } else if self.tls_creds.is_some() && self.same_host {
+            Some("--same-host passes descriptors, which an encrypted connection does not carry: leave --tls-creds out")
+        } else if self.tls_creds.is_some() && self.transport == Transport::Unix && self.tls_hostname.is_none() {
+            Some("--tls-creds over a unix socket needs --tls-hostname: the path does not say whom to expect")
+        } else if self.tls_hostname.is_some() && self.tls_creds.is_none() {
+            Some("--tls-hostname is for --tls-creds")
         } else {
             None
         }
@@ -213,6 +228,22 @@ impl Settings {
             ZeroCopyKind::Msg => ZeroCopy::Msg,
             ZeroCopyKind::Splice => ZeroCopy::Splice,
         }
+    }
+
+    /// The credentials of the end that connects.
+    ///
+    /// # Errors
+    /// They are missing, or of no use.
+    pub fn client_tls(&self) -> Result<Option<Tls>, ChannelError> {
+        self.tls_creds.as_ref().map(|folder| Tls::client(folder, self.tls_hostname.as_deref())).transpose()
+    }
+
+    /// The credentials of the end that listens.
+    ///
+    /// # Errors
+    /// As [`client_tls`](Self::client_tls).
+    pub fn server_tls(&self) -> Result<Option<Tls>, ChannelError> {
+        self.tls_creds.as_ref().map(|folder| Tls::server(folder, true)).transpose()
     }
 
     /// What the engine is told.
@@ -287,6 +318,10 @@ mod tests {
             Settings { zero_copy: ZeroCopyKind::Splice, ..usual() },
             Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, compression: Packing::Zstd, ..usual() },
             Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, transport: Transport::Unix, ..usual() },
+            Settings { same_host: true, transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
+            Settings { transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
+            Settings { tls_hostname: Some("x".into()), ..usual() },
+            Settings { zero_copy: ZeroCopyKind::Splice, channels: 1, tls_creds: Some("x".into()), ..usual() },
         ] {
             assert!(wrong.contradiction().is_some(), "{wrong:?}");
         }

@@ -17,6 +17,7 @@ mod run;
 mod save;
 mod send;
 mod snapshot;
+mod tls;
 mod values;
 
 use std::ffi::OsString;
@@ -38,6 +39,7 @@ pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendModeArg};
 pub(crate) use snapshot::NewSnapshotArgs;
+pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
 
 /// Save a running QEMU VM and bring it back in milliseconds.
 #[derive(Debug, Parser)]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::CommandFactory as _;
-use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Uri};
+use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Tls, Uri};
 use limosa_migrate::MigrateError;
 use limosa_migrate::destination::{ChannelSet, Gathering, GatheringOptions};
 
@@ -66,7 +66,10 @@ impl Wire {
             ),
             _ => {
                 // The main one first: who has no other means to tell them apart goes by their order.
+                // Over TLS it has shaken hands then. The others do so on their own threads, because QEMU waits for what each
+                // has to say before it looks at the next.
                 let main = Channel::connect(uri, options)?;
+                let options = &Options { tls: options.tls.clone().map(Tls::deferred), ..options.clone() };
                 let beside = |number| {
                     let connected = Channel::connect(uri, options);
                     connected.map_err(|error| {
@@ -112,7 +115,8 @@ impl Wire {
                 say!("limosa: listening on {}", listener.local_uri());
                 // Strangers that connect are turned away meanwhile.
                 let options = GatheringOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
-                let mut gathering = Gathering::new(&listener, options);
+                let mut gathering = Gathering::new(&listener, options)
+                    .on_refusal(|why| say!("limosa: a connection was turned away: {why}"));
                 loop {
                     surroundings.control.check()?;
                     if let Some(ChannelSet { main, pages }) = gathering.step(TICK)? {

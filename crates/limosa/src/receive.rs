@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
-use limosa_channel::Options;
+use limosa_channel::{Options, Tls};
 use limosa_migrate::control_socket::Job;
 use limosa_migrate::destination::MultifdOptions;
 use limosa_migrate::{Destination, DestinationOptions, DestinationStats, Incoming, MigrateError, Phase};
@@ -28,12 +28,16 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const AFTER_THE_END: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
+    if let Some(why) = args.tls.contradiction(&args.uri) {
+        endpoint::misused(why);
+    }
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
+    let tls = args.tls.read()?;
     // Refused before anybody is waited for.
     let pending = PendingFile::create(&args.snapshot, args.new.force)?;
     let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
     surroundings.control.set_max_bandwidth(args.endpoint.max_bandwidth);
-    let received = receive(args, pending, &surroundings);
+    let received = receive(args, tls, pending, &surroundings);
     drop(surroundings);
     let received = received?;
     tell(args, &received);
@@ -53,13 +57,18 @@ struct Received {
     elapsed: Duration,
 }
 
-fn receive(args: &ReceiveArgs, pending: PendingFile, surroundings: &Surroundings) -> anyhow::Result<Received> {
+fn receive(
+    args: &ReceiveArgs,
+    tls: Option<Tls>,
+    pending: PendingFile,
+    surroundings: &Surroundings,
+) -> anyhow::Result<Received> {
     let control = &surroundings.control;
     let mut writer = SnapshotWriter::new(
         pending,
         WriteOptions { durability: args.new.durability(), checksum: args.new.checksum, write_behind: true },
     )?;
-    let options = Options { get_rate: Some(control.rate().clone()), ..Options::default() };
+    let options = Options { get_rate: Some(control.rate().clone()), tls, ..Options::default() };
     let count = args.channels.channels.unwrap_or(0);
     let Wire { channel, pages, end } = Wire::from(&args.uri, &options, (count, args.endpoint.timeout), surroundings)?;
     let begun = Instant::now();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, bail};
-use limosa_channel::{Channel, Options};
+use limosa_channel::{Channel, Options, Tls};
 use limosa_migrate::control_socket::Job;
 use limosa_migrate::{
     MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
@@ -47,6 +47,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
         endpoint::misused(why);
     }
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
+    let tls = args.tls.read()?;
     let stored = Stored::open(&args.snapshot)?;
     if stored.is_foreign() && args.mode == SendModeArg::Postcopy {
         bail!(
@@ -59,7 +60,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     snapshot.lock_serving()?;
     let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
     surroundings.control.set_max_bandwidth(args.endpoint.max_bandwidth);
-    let sent = send(args, &snapshot, &surroundings);
+    let sent = send(args, tls, &snapshot, &surroundings);
     drop(surroundings);
     let sent = sent?;
     tell(args, &sent);
@@ -69,13 +70,14 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn send(args: &SendArgs, snapshot: &Snapshot, surroundings: &Surroundings) -> anyhow::Result<Sent> {
+fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &Surroundings) -> anyhow::Result<Sent> {
     let begun = Instant::now();
     let limit = args.endpoint.timeout;
     let options = Options {
         connect_timeout: Some(limit.unwrap_or(REACH_WITHIN)),
         write_timeout: Some(limit.unwrap_or(PATIENCE)),
         send_buffer: Some(SEND_BUFFER),
+        tls,
         ..Options::default()
     };
     let multifd = MultifdSourceOptions {

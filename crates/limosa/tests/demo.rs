@@ -2,7 +2,7 @@
 
 mod stage;
 
-use limosa_testkit::{Qmp, kill9, scratch};
+use limosa_testkit::{Authority, Qmp, kill9, scratch};
 use serde_json::{Value, json};
 use stage::*;
 
@@ -80,6 +80,42 @@ fn a_guest_runs_ahead_of_its_pages_and_gets_them_all() {
         assert!(report["source"]["postcopy"]["pages"].as_u64().is_some_and(|pages| pages > 0), "{report}");
         assert!(ended.stderr.contains("pages followed while it ran there"), "{}", ended.stderr);
     }
+}
+
+#[test]
+fn a_guest_moves_over_tls_on_every_kind_of_channel() {
+    let folder = scratch().unwrap();
+    Authority::new().unwrap().equip(folder.path()).unwrap();
+    let creds = ["--tls-creds", folder.path().to_str().unwrap()];
+    for more in [
+        &[][..],
+        &["--channels", "3", "--compression", "zstd"],
+        &["--transport", "unix", "--tls-hostname", "localhost", "--channels", "2"],
+        &["--postcopy", "at-once"],
+        &["--postcopy", "after-rounds=1", "--preempt"],
+    ] {
+        let (report, _) = live(&[&creds, more].concat());
+        assert_moved(&report, true);
+    }
+    for (wrong, said) in [
+        (&["--transport", "unix", "--same-host"][..], "--same-host passes descriptors"),
+        (&["--transport", "unix"], "--tls-hostname"),
+    ] {
+        let ended = limosa([&["demo", "live"][..], &creds, wrong].concat());
+        assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
+        assert!(ended.stderr.contains(said), "{}", ended.stderr);
+    }
+    // The guest stays where it is, and it is said why.
+    let ended = limosa([&["demo", "live", "--memory", "16M", "--tls-hostname", "other.example"][..], &creds].concat());
+    assert!(!ended.status.success());
+    let said = "its certificate is for localhost, 127.0.0.1, 0::1, not for other.example";
+    assert!(
+        ended.stderr.contains("the guest goes on at the source") && ended.stderr.contains(said),
+        "{}",
+        ended.stderr
+    );
+    std::fs::remove_file(folder.path().join("server-key.pem")).unwrap();
+    limosa([&["demo", "live"][..], &creds].concat()).one_line(&["server-key.pem"]);
 }
 
 #[test]

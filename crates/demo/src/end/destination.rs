@@ -112,7 +112,8 @@ impl End {
 
     fn listen(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, ChannelSet), String> {
         let words = |error: &dyn std::error::Error| error.to_string();
-        let listener = Listener::bind(uri, &Options::default()).map_err(|error| words(&error))?;
+        let listener = Listener::bind(uri, &Options { tls: self.tls.clone(), ..Options::default() })
+            .map_err(|error| words(&error))?;
         self.socket.waits_at(listener.local_uri());
         if channels == 0 {
             let main = wait(&listener, control)?;
@@ -125,6 +126,7 @@ impl End {
                 break set;
             }
         };
+        drop(gathering);
         Ok((listener, set))
     }
 

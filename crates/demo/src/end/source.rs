@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use limosa_channel::{Channel, ChannelError, Options, Uri, ZeroCopy};
+use limosa_channel::{Channel, ChannelError, Options, Tls, Uri, ZeroCopy};
 use limosa_migrate::live::source::{
     self as live, LiveOutcome, LiveSource, LiveStats, Recoverable, RoundKind, RoundReport, Undecided,
 };
@@ -108,9 +108,9 @@ impl End {
     /// Goes on with a postcopy over another connection. Whether this end goes on.
     fn go_on(&self, before: &Migration, broken: Box<Recoverable<'_, Vm>>, uri: &Uri) -> bool {
         let again = self.begin_again(before);
-        match connect(uri, ZeroCopy::Off) {
+        match self.connect(uri) {
             Ok(channel) => {
-                let preempt = self.settings.preempt.then(|| preempt_to(uri));
+                let preempt = self.settings.preempt.then(|| self.preempt_to(uri));
                 let outcome = broken.recover(channel, preempt, &again.control, &again.progress);
                 self.left(&again, outcome)
             }
@@ -122,9 +122,12 @@ impl End {
     fn prepare<'a>(&'a self, uri: &Uri, migration: &'a Migration) -> Result<LiveSource<'a, 'a, Vm>, String> {
         let logs = self.vm.logs().map_err(|error| error.to_string())?;
         // The main one first: who has no other means to tell them apart goes by their order.
-        let main = connect(uri, ZeroCopy::Off).map_err(|error| error.to_string())?;
+        let main = self.connect(uri).map_err(|error| error.to_string())?;
         let zero_copy = self.settings.zero_copy();
-        let beside = (0..self.settings.channels).map(|_| connect(uri, zero_copy)).collect::<Result<Vec<_>, _>>();
+        // Over TLS it has shaken hands then; the others do so on their own threads.
+        let tls = self.tls.clone().map(Tls::deferred);
+        let beside = (0..self.settings.channels).map(|_| connect(uri, zero_copy, tls.clone()));
+        let beside = beside.collect::<Result<Vec<_>, _>>();
         let beside = beside.map_err(|error| error.to_string())?;
         let multifd = MultifdSourceOptions { compression: self.settings.packing(), ..MultifdSourceOptions::default() };
         let (control, progress) = (&migration.control, &migration.progress);
@@ -136,7 +139,18 @@ impl End {
             Postcopy::AfterRounds(_) => live::Postcopy::Allowed,
             Postcopy::AtOnce => live::Postcopy::AtOnce,
         });
-        Ok(if self.settings.preempt { source.with_preempt(preempt_to(uri)) } else { source })
+        Ok(if self.settings.preempt { source.with_preempt(self.preempt_to(uri)) } else { source })
+    }
+
+    /// The main channel.
+    fn connect(&self, uri: &Uri) -> Result<Channel, ChannelError> {
+        connect(uri, ZeroCopy::Off, self.tls.clone())
+    }
+
+    /// The channel of requested pages: the destination takes it when it has the package, which comes behind this.
+    fn preempt_to(&self, uri: &Uri) -> OpenPreempt<'static> {
+        let (uri, tls) = (uri.clone(), self.tls.clone().map(Tls::deferred));
+        Box::new(move || connect(&uri, ZeroCopy::Off, tls))
     }
 
     /// The guest never left.
@@ -186,14 +200,8 @@ fn tell_round(desk: &Desk, round: &RoundReport, switch: Option<(u32, &Control)>,
     }
 }
 
-fn connect(uri: &Uri, zero_copy: ZeroCopy) -> Result<Channel, ChannelError> {
-    Channel::connect(uri, &Options { connect_timeout: Some(REACH), zero_copy, ..Options::default() })
-}
-
-/// The channel of requested pages, once the destination waits for it.
-fn preempt_to(uri: &Uri) -> OpenPreempt<'static> {
-    let uri = uri.clone();
-    Box::new(move || connect(&uri, ZeroCopy::Off))
+fn connect(uri: &Uri, zero_copy: ZeroCopy, tls: Option<Tls>) -> Result<Channel, ChannelError> {
+    Channel::connect(uri, &Options { connect_timeout: Some(REACH), zero_copy, tls, ..Options::default() })
 }
 
 fn round(round: &RoundReport) -> Round {

@@ -170,6 +170,15 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_enum, default_value_t = GiveUpArg::Cancel, requires = "timeout")]
     pub(crate) give_up: GiveUpArg,
 
+    /// Encrypt the connections: a folder with ca-cert.pem and both ends' certificates and keys, server-cert.pem,
+    /// server-key.pem, client-cert.pem, client-key.pem (the dir of QEMU's tls-creds-x509); the server's names 127.0.0.1
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_creds: Option<PathBuf>,
+
+    /// Whom the server's certificate names, if not 127.0.0.1 (QEMU's tls-hostname)
+    #[arg(long, value_name = "NAME", requires = "tls_creds")]
+    pub(crate) tls_hostname: Option<String>,
+
     /// Draw the rounds over time: memory that is left, rates, the pause
     #[arg(long, value_name = "F.svg")]
     pub(crate) write_trace: Option<PathBuf>,
@@ -258,6 +267,8 @@ impl DemoLiveArgs {
                 GiveUpArg::Pause => WhenStuck::Pause,
                 GiveUpArg::Postcopy => WhenStuck::Postcopy,
             },
+            tls_creds: self.tls_creds.clone(),
+            tls_hostname: self.tls_hostname.clone(),
             ..Settings::default()
         }
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use limosa_channel::Uri;
 
-use super::{ChannelArgs, EndpointArgs, NewSnapshotArgs};
+use super::{ChannelArgs, EndpointArgs, NewSnapshotArgs, TlsServerArgs};
 
 #[derive(Debug, Args)]
 #[command(
@@ -15,6 +15,7 @@ whatever happens here.\n\n\
 limosa says on stderr where it listens; with --control, query-migrate tells it as socket-address.\n\n  \
   limosa receive tcp:0.0.0.0:4444 vm.limosa\n  \
   limosa receive unix:/run/in.sock vm.limosa\n  \
+  limosa receive tcp:0.0.0.0:4444 vm.limosa --tls-creds /etc/pki/qemu\n  \
   limosa receive \"exec:ssh host limosa send vm.limosa -\" vm.limosa\n  \
   zstd -dc stream.zst | limosa receive --one-way fd:0 vm.limosa"
 )]
@@ -33,6 +34,9 @@ pub(crate) struct ReceiveArgs {
 
     #[command(flatten)]
     pub(crate) channels: ChannelArgs,
+
+    #[command(flatten)]
+    pub(crate) tls: TlsServerArgs,
 
     #[command(flatten)]
     pub(crate) new: NewSnapshotArgs,

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
 use super::values::parse_size;
-use super::{ChannelArgs, EndpointArgs, FileZeroCopyArg, PreemptArg};
+use super::{ChannelArgs, EndpointArgs, FileZeroCopyArg, PreemptArg, TlsClientArgs};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SendModeArg {
@@ -23,6 +23,7 @@ postcopy and for --channels with -incoming defer, so that its capability postcop
 migrate-incoming.\n\n  \
   limosa send vm.limosa tcp:host:4444\n  \
   limosa send vm.limosa tcp:host:4444 --channels 4 --compression zstd\n  \
+  limosa send vm.limosa tcp:host:4444 --tls-creds /etc/pki/qemu\n  \
   limosa send vm.limosa \"exec:ssh host limosa receive - vm.limosa\"\n  \
   limosa send vm.limosa --one-way \"exec:zstd > vm.stream.zst\""
 )]
@@ -60,6 +61,9 @@ pub(crate) struct SendArgs {
     /// How pages leave the file on these channels
     #[arg(long, value_enum, value_name = "METHOD", default_value_t = FileZeroCopyArg::Auto, requires = "channels")]
     pub(crate) zero_copy: FileZeroCopyArg,
+
+    #[command(flatten)]
+    pub(crate) tls: TlsClientArgs,
 }
 
 impl SendArgs {
@@ -75,8 +79,10 @@ impl SendArgs {
             Some("--channels is for --mode precopy: in postcopy all but requested pages go on one channel")
         } else if two && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_)) {
             Some("--preempt on needs a second connection: tcp:HOST:PORT or unix:PATH")
+        } else if self.tls.tls_creds.is_some() && self.zero_copy == FileZeroCopyArg::Splice {
+            Some("--zero-copy splice sends pages as they are in the file, and --tls-creds makes others of them")
         } else {
-            None
+            self.tls.contradiction(&self.uri)
         }
     }
 }

@@ -26,6 +26,9 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
     if let Some(why) = settings.contradiction() {
         endpoint::misused(why);
     }
+    // Each end reads its own; what is wrong with them is told once, and before anything runs.
+    settings.client_tls()?;
+    settings.server_tls()?;
     let options = LiveOptions {
         limosa: &|| Command::new(THIS_PROGRAM),
         settings: &settings,

@@ -19,3 +19,4 @@ mod channels;
 mod deltas;
 mod receive;
 mod send;
+mod tls;
