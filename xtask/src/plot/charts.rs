@@ -48,7 +48,7 @@ impl Figure {
     }
 }
 
-const CHARTS: [Chart; 7] = [
+const CHARTS: [Chart; 8] = [
     Chart {
         bench: "stream",
         name: "vectors",
@@ -102,6 +102,18 @@ const CHARTS: [Chart; 7] = [
         title: "Guests that zero what they free, or write contents, migrated as a whole",
         cases: "guest that",
         figure: Figure::Wall,
+    },
+    Chart {
+        bench: "zero-copy",
+        name: "zero-copy",
+        title: "Sending a GiB: what it costs the sender",
+        cases: "",
+        figure: Figure::Counter {
+            name: "sender_cpu_us_per_gib",
+            words: "the sender's CPU time, less is better",
+            unit: "ms",
+            per_unit: 1000.0,
+        },
     },
 ];
 

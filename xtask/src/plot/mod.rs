@@ -109,10 +109,17 @@ fn pictures(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
 /// One picture; none of a record of other cases.
 fn draw(chart: &Chart, report: &Report, date: &str) -> Option<String> {
     let mut rows: Vec<svg::Row> = Vec::new();
+    // What a variant is called up to its first comma has a colour, in the order of appearance.
+    let mut kinds: Vec<&str> = Vec::new();
     for case in report.cases.iter().filter(|case| case.case.starts_with(chart.cases)) {
         let Some(spread) = case.figure(chart.figure) else { continue };
         let label = case.case.strip_prefix(chart.cases).unwrap_or(&case.case).trim_start_matches([',', ' ']);
-        let bar = svg::Bar { label: case.variant.clone(), spread };
+        let kind = case.variant.split(',').next().unwrap_or_default();
+        let colour = kinds.iter().position(|known| *known == kind).unwrap_or_else(|| {
+            kinds.push(kind);
+            kinds.len() - 1
+        });
+        let bar = svg::Bar { label: case.variant.clone(), colour, spread };
         match rows.iter_mut().find(|row| row.label == label) {
             Some(row) => row.bars.push(bar),
             None => rows.push(svg::Row { label: label.to_owned(), bars: vec![bar] }),

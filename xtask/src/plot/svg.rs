@@ -32,6 +32,8 @@ const FAR: f64 = 3.0;
 #[derive(Debug)]
 pub(super) struct Bar {
     pub(super) label: String,
+    /// Which of the colours, the plain way's first; what is beyond the last has that one.
+    pub(super) colour: usize,
     pub(super) spread: Spread,
 }
 
@@ -91,8 +93,8 @@ impl Picture<'_> {
             text(out, "name", (24.0, y + 12.0), "start", &row.label);
             y += NAME;
             let begin = y;
-            for (way, bar) in row.bars.iter().enumerate() {
-                self.bar(out, way, bar, scale, y);
+            for bar in &row.bars {
+                self.bar(out, bar, scale, y);
                 y += STEP;
             }
             let _ =
@@ -102,14 +104,14 @@ impl Picture<'_> {
         y - GAP
     }
 
-    fn bar(&self, out: &mut String, way: usize, bar: &Bar, scale: f64, y: f64) {
+    fn bar(&self, out: &mut String, bar: &Bar, scale: f64, y: f64) {
         let Spread { min, median, max } = bar.spread;
         let middle = y + BAR / 2.0;
         text(out, "soft", (LEFT - 8.0, middle + 4.0), "end", &bar.label);
         let _ = writeln!(
             out,
             "<rect class=\"way{}\" x=\"{LEFT}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{BAR}\" rx=\"1.5\"/>",
-            way.min(3),
+            bar.colour.min(3),
             median * scale
         );
         let (low, high) = (LEFT + min * scale, LEFT + max * scale);
@@ -178,7 +180,7 @@ mod tests {
 
     fn row(label: &str, medians: &[f64]) -> Row {
         let spread = |median: f64| Spread { min: median * 0.9, median, max: median * 1.1 };
-        let bars = medians.iter().map(|median| Bar { label: "a".into(), spread: spread(*median) }).collect();
+        let bars = medians.iter().map(|median| Bar { label: "a".into(), colour: 0, spread: spread(*median) }).collect();
         Row { label: label.into(), bars }
     }
 
