@@ -317,6 +317,25 @@ fn a_receiver_turns_away_whom_it_does_not_trust_says_why_and_goes_on_waiting() {
 }
 
 #[test]
+fn a_receiver_that_verifies_nobody_takes_who_has_no_certificate() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let trust = Trust::new(&scene);
+    let bare = scene.path("bare");
+    std::fs::create_dir(&bare).unwrap();
+    trust.authority.trusted_in(&bare).unwrap();
+    let snapshot = scene.path("snapshot");
+    let more = ["--tls-creds", trust.folder(), "--tls-verify-peer", "off", "--json", "--no-sync"];
+    let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &more);
+    let vm = source(&with_credentials(beat(), &bare, "client", ""));
+    encrypts(&vm, "");
+    migrate(&vm, &at, true);
+    vm.wait_migrated().unwrap();
+    assert_eq!(limosa.wait().json()["answered"], true);
+    assert_is_the_instant_of(&scene, &snapshot, &vm);
+}
+
+#[test]
 fn a_receiver_that_does_not_encrypt_says_that_somebody_would() {
     needs_qemu!();
     let scene = Scene::new();
