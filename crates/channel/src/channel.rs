@@ -405,7 +405,8 @@ impl Channel {
     }
 
     pub(crate) fn flush_lent(&self) -> Result<()> {
-        let flushed = self.shared.lender.flush(&self.shared.put, &self.transport);
+        let given_up = || self.shared.put.is_shut() && self.shared.get.is_shut();
+        let flushed = self.shared.lender.flush(&self.shared.put, &self.transport, given_up);
         flushed.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
@@ -418,6 +419,11 @@ impl Channel {
 
     pub(crate) fn abort_lent(&self) {
         self.shared.lender.abort(&self.transport);
+    }
+
+    /// How pages were wanted to leave when the channel was made ([`Options::zero_copy`]).
+    pub fn zero_copy_wanted(&self) -> ZeroCopy {
+        self.shared.lender.setting()
     }
 
     /// How pages that are lent leave now: [`Off`](ZeroCopy::Off) where they are copied, never [`Auto`](ZeroCopy::Auto).

@@ -14,8 +14,8 @@ const SECOND: u128 = 1_000_000_000;
 /// The bytes of one call under a limit: a twentieth of a second's worth between these bounds.
 const CHUNK: (u64, u64) = (4096, 4 << 20);
 
-/// The lower bound for a list: no less than as many pages as the kernel takes with a header each, 512. A list that is a batch goes
-/// out in one call, and what it owes is paid before the next one.
+/// The lower bound for a list: as many pages as the kernel takes with a header each, 512, as long as that is no more than a second's
+/// worth. A list that is a batch goes out in one call, and what it owes is paid before the next one.
 const BATCH_LEAST: u64 = 512 * (4096 + 128);
 
 /// The longest single wait; a longer one is waited for in pieces.
@@ -135,7 +135,8 @@ impl RateLimit {
 
     /// As [`chunk`](Self::chunk), for a list that is put.
     pub(crate) fn batch(&self) -> usize {
-        let least = self.get().map_or(usize::MAX, |_| usize::try_from(BATCH_LEAST).unwrap_or(usize::MAX));
+        let least = self.get().map_or(u64::MAX, |rate| rate.get().min(BATCH_LEAST));
+        let least = usize::try_from(least).unwrap_or(usize::MAX);
         self.chunk().max(least)
     }
 
@@ -256,7 +257,8 @@ mod tests {
         assert_eq!([chunk(1), chunk(20 << 20), chunk(u64::MAX)], [CHUNK.0, 1 << 20, CHUNK.1]);
         assert_eq!(RateLimit::default().chunk(), usize::MAX);
         let batch = |rate| RateLimit::new(NonZeroU64::new(rate)).batch() as u64;
-        assert_eq!([batch(1), batch(60 << 20), batch(u64::MAX)], [BATCH_LEAST, 3 << 20, CHUNK.1]);
+        assert_eq!([batch(1), batch(1 << 20), batch(3 << 20)], [CHUNK.0, 1 << 20, BATCH_LEAST]);
+        assert_eq!([batch(60 << 20), batch(u64::MAX)], [3 << 20, CHUNK.1]);
         assert_eq!(RateLimit::default().batch(), usize::MAX);
     }
 }

@@ -6,13 +6,14 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::IoSlice;
 use std::net::{TcpListener, TcpStream};
 use std::num::NonZeroU64;
-use std::os::fd::OwnedFd;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError, How, Options, RateLimit, ZeroCopy};
 use proptest::prelude::*;
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 /// What freed memory is filled with.
 const POISON: u8 = 0xdb;
@@ -207,6 +208,24 @@ fn a_method_that_a_transport_has_not_is_refused_before_a_byte_has_moved() {
 }
 
 #[test]
+fn a_flush_of_nothing_takes_nothing_off_the_socket() {
+    for transport in TRANSPORTS {
+        for &zero_copy in methods(transport) {
+            let (writer, reader) = connected(transport, &Options { zero_copy, ..Options::default() }).unwrap();
+            reader.put(b"an answer").unwrap();
+            reader.shutdown(How::Write).unwrap();
+            let mut lending = writer.lend();
+            lending.flush().unwrap();
+            lending.finish().unwrap();
+            let mut answer = [0; 9];
+            writer.get(&mut answer).unwrap();
+            assert_eq!(&answer, b"an answer");
+            writer.lend().finish().unwrap();
+        }
+    }
+}
+
+#[test]
 fn no_buffer_is_reused_while_it_is_lent() {
     let (writer, reader) = narrow(ZeroCopy::Msg);
     let (length, count) = (96 * 1024, 40);
@@ -258,20 +277,73 @@ fn loans_that_do_not_come_back_are_waited_for_as_long_as_the_time_out_says() {
 
 #[test]
 fn a_shutdown_wakes_who_waits_for_loans() {
-    for how in [How::Write, How::Both] {
-        let (writer, _reader) = narrow(ZeroCopy::Msg);
-        let buffer = pattern(1 << 20);
-        thread::scope(|scope| {
-            let flushed = scope.spawn(|| {
-                let mut lending = writer.lend();
-                let put = lending.put(b"", &[IoSlice::new(&buffer)]);
-                put.and_then(|()| lending.flush())
-            });
-            thread::sleep(Duration::from_millis(30));
-            writer.shutdown(how).unwrap();
-            let error = flushed.join().unwrap().unwrap_err();
-            assert!(error.is_shut_down(), "{how:?}: {error}");
+    let (writer, _reader) = narrow(ZeroCopy::Msg);
+    let buffer = pattern(1 << 20);
+    thread::scope(|scope| {
+        let flushed = scope.spawn(|| {
+            let mut lending = writer.lend();
+            let put = lending.put(b"", &[IoSlice::new(&buffer)]);
+            put.and_then(|()| lending.flush())
         });
+        thread::sleep(Duration::from_millis(30));
+        writer.shutdown(How::Both).unwrap();
+        let error = flushed.join().unwrap().unwrap_err();
+        assert!(error.is_shut_down(), "{error}");
+    });
+}
+
+#[test]
+fn what_was_lent_before_the_end_of_the_data_leaves_like_what_was_copied() {
+    for &zero_copy in &ZeroCopy::ALL {
+        let (writer, reader) = narrow(zero_copy);
+        let data = pattern(1 << 20);
+        let mut received = vec![0; data.len()];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut lending = writer.lend();
+                lending.put(b"", &[IoSlice::new(&data)]).unwrap();
+                writer.shutdown(How::Write).unwrap();
+                lending.finish().unwrap();
+            });
+            for part in received.chunks_mut(64 << 10) {
+                reader.get(part).unwrap();
+            }
+        });
+        assert!(received == data, "{zero_copy}");
+        assert_eq!(reader.get_some(&mut [0]).unwrap(), 0, "{zero_copy}");
+    }
+}
+
+#[test]
+#[allow(unsafe_code, reason = "maps memory that cannot be lent")]
+fn memory_that_can_be_copied_but_not_lent_is_copied() {
+    // SAFETY: makes a descriptor.
+    let secret = unsafe { libc::syscall(libc::SYS_memfd_secret, 0) };
+    assert!(secret >= 0, "memfd_secret (Linux 5.14): {}", std::io::Error::last_os_error());
+    // SAFETY: a new descriptor, which is nobody else's.
+    let secret = unsafe { OwnedFd::from_raw_fd(i32::try_from(secret).unwrap()) };
+    let data = pattern(300_000);
+    rustix::fs::ftruncate(&secret, data.len() as u64).unwrap();
+    let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+    // SAFETY: a new mapping of as many bytes as are written, at an address that the kernel chooses; it stays.
+    let mapped = unsafe {
+        let start = mmap(std::ptr::null_mut(), data.len(), protection, flags, &secret, 0).unwrap().cast::<u8>();
+        start.copy_from_nonoverlapping(data.as_ptr(), data.len());
+        std::slice::from_raw_parts(start, data.len())
+    };
+    for transport in TRANSPORTS {
+        for &zero_copy in methods(transport) {
+            let (writer, reader) = connected(transport, &Options { zero_copy, ..Options::default() }).unwrap();
+            let mut received = vec![0; 2 * data.len()];
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    put_pages(&writer, &[IoSlice::new(mapped)], 0).unwrap();
+                    put_pages(&writer, &[IoSlice::new(&data)], 0).unwrap();
+                });
+                reader.get(&mut received).unwrap();
+            });
+            assert!(received == [&data[..], &data].concat(), "{zero_copy} over {transport:?}: the bytes differ");
+        }
     }
 }
 
@@ -379,8 +451,10 @@ mod alone {
             });
             assert!(received == data, "the bytes differ");
             let counters = writer.counters();
-            assert!(counters.starved > 0, "{counters:?}");
-            assert_eq!((counters.lent == 0, counters.lent), (copies, counters.lent_completed), "{counters:?}");
+            // It is not tried over and over.
+            assert!((1..100).contains(&counters.starved), "{counters:?}");
+            assert_eq!(counters.lent, counters.lent_completed, "{counters:?}");
+            assert!(!copies || counters.lent == 0, "{counters:?}");
             limited(8 << 20);
         }
     }

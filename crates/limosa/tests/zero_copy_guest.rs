@@ -110,7 +110,7 @@ fn from_a_guest() {
         println!("{zero_copy}: {sent}");
         let lent = |name: &str| sent["lent"][name].as_u64().unwrap();
         assert_eq!(sent["pages"], pages);
-        // The kernel's own word, for every call.
+        // The kernel's own word, in each of its notifications.
         assert_eq!((lent("copied"), lent("spliced")), (0, 0));
         assert_eq!(lent("completed"), lent("calls"));
         assert_eq!(lent("calls") >= pages / 128, lends);

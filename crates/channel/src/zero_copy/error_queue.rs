@@ -73,6 +73,10 @@ fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Completion>> {
     if got < 0 {
         return Err(io::Error::last_os_error());
     }
+    if message.msg_flags & libc::MSG_ERRQUEUE == 0 {
+        // A socket without such a queue has given something else, or nothing.
+        return Err(io::ErrorKind::WouldBlock.into());
+    }
     // SAFETY: the macros walk what the kernel has laid out, as long as `msg_controllen` says.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);

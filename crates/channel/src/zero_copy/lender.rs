@@ -3,22 +3,26 @@
 //! The law of this module: a put under any method has the same outcome as a plain one, errors, time-outs, rate limit and
 //! shutdown included. If the kernel has no room to remember another loan (`ENOBUFS`: `RLIMIT_MEMLOCK`, `net.core.optmem_max`), it is
 //! asked for what it has finished, then offered less at a time, and in the end, with nothing of this channel under way that
-//! could make room, the bytes are copied: slower, and right.
+//! could make room, the rest is copied, and so is more and more of what follows before it is tried again. Memory that the kernel can
+//! copy but not lend (`EFAULT`: secret memory, devices') is copied too. That is slower, and right.
 
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrAny, connect_unspec, getpeername, getsockname, sockopt};
+use rustix::net::{
+    AddressFamily, Shutdown, SocketAddrAny, connect_unspec, getpeername, getsockname, shutdown, sockopt,
+};
 
 use super::completions::{Completions, Unexpected};
 use super::error_queue::{ErrorQueue, SocketQueue};
 use super::pipe::Pipe;
 use super::{ZeroCopy, memlock};
-use crate::lane::{Lane, Stop};
+use crate::lane::{Lane, Quiet, Stop};
 use crate::options;
 use crate::rate::RateLimit;
 use crate::transport::Transport;
@@ -33,6 +37,12 @@ const SLICE: Duration = Duration::from_millis(100);
 /// The least that is offered at a time before bytes are copied instead.
 const LEAST: usize = 4096;
 
+/// How often a connection is told to end.
+const ABORTS: u32 = 100;
+
+/// Most puts that are copied before lending is tried again.
+const SKIPPED_MAX: u32 = 256;
+
 /// Why a channel does not get the method that was named.
 #[derive(Debug)]
 pub(crate) enum Refusal {
@@ -45,8 +55,8 @@ pub(crate) enum Refusal {
 /// The way in which a channel sends what is lent, and the loans under way.
 #[derive(Debug)]
 pub(crate) struct Lender {
-    /// A channel that copies takes another way.
-    auto: bool,
+    /// What was wanted. Where that is [`ZeroCopy::Auto`] a way that turns out to copy gives way to another.
+    setting: ZeroCopy,
     /// The name of the way, for who does not want to wait until a put is through.
     method: AtomicU8,
     state: Mutex<State>,
@@ -56,6 +66,38 @@ pub(crate) struct Lender {
 struct State {
     way: Way,
     completions: Completions,
+    pace: Pace,
+}
+
+/// How much is lent, by what the kernel had room for.
+#[derive(Debug)]
+struct Pace {
+    /// Bytes that are offered at a time, at most.
+    most: usize,
+    /// Puts that are to be copied before lending is tried again, and how many that were last time.
+    skip: u32,
+    skipped: u32,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self { most: usize::MAX, skip: 0, skipped: 0 }
+    }
+}
+
+impl Pace {
+    /// Nothing could be lent.
+    fn give_up(&mut self) {
+        self.skipped = self.skipped.saturating_mul(2).clamp(1, SKIPPED_MAX);
+        self.skip = self.skipped;
+    }
+
+    /// Whether this put is to be copied.
+    fn skips(&mut self) -> bool {
+        let skips = self.skip > 0;
+        self.skip = self.skip.saturating_sub(1);
+        skips
+    }
 }
 
 #[derive(Debug)]
@@ -97,8 +139,13 @@ impl Lender {
             },
         };
         let method = AtomicU8::new(way.number());
-        let state = State { way, completions: Completions::default() };
-        Ok(Self { auto: setting == ZeroCopy::Auto, method, state: Mutex::new(state) })
+        let state = State { way, completions: Completions::default(), pace: Pace::default() };
+        Ok(Self { setting, method, state: Mutex::new(state) })
+    }
+
+    /// What was wanted of it.
+    pub(crate) fn setting(&self) -> ZeroCopy {
+        self.setting
     }
 
     /// What it does with pages now: never [`ZeroCopy::Auto`].
@@ -121,19 +168,20 @@ impl Lender {
         reused: bool,
     ) -> Result<(), Stop> {
         let mut state = self.lock();
-        let State { way, completions } = &mut *state;
+        let State { way, completions, pace } = &mut *state;
         // A header that says that more follows is held back until it does.
         let nothing_lent = lent.left() == 0;
         match way {
-            Way::Msg if !nothing_lent => {
+            Way::Msg if !nothing_lent && !pace.skips() => {
                 lane.put_by(transport, rate, copied, |batch| transport.put_more(batch))?;
                 let queue = SocketQueue(transport.output());
                 let send = |batch: &Batch<'_, Out>, lent| match lent {
                     true => transport.put_lent(batch),
                     false => transport.put(batch),
                 };
-                let put = lend_all(completions, lane, transport, rate, lent, &queue, send);
-                self.look_for_copies(&mut state);
+                let put = lend_all((completions, pace), lane, transport, rate, lent, &queue, send);
+                let hopeless = pace.skip > 0;
+                self.look_for_copies(&mut state, hopeless);
                 put
             }
             Way::Splice(pipe) if !nothing_lent && !reused => {
@@ -149,27 +197,38 @@ impl Lender {
         }
     }
 
-    /// Waits until everything that was lent is back.
-    pub(crate) fn flush(&self, lane: &Lane, transport: &Transport) -> Result<(), Stop> {
+    /// Waits until everything that was lent is back, unless the channel is `given_up`. What was put before this side ended its
+    /// direction alone still leaves, and is waited for.
+    pub(crate) fn flush(&self, lane: &Lane, transport: &Transport, given_up: impl Fn() -> bool) -> Result<(), Stop> {
         let mut state = self.lock();
-        let flushed = take_back(&mut state.completions, lane, &SocketQueue(transport.output()));
-        self.look_for_copies(&mut state);
+        let flushed = take_back(&mut state.completions, lane, &SocketQueue(transport.output()), given_up);
+        self.look_for_copies(&mut state, false);
         flushed
     }
 
-    /// If anything that was lent is not back, ends the connection at once, so that nothing of it is read any more.
+    /// If anything that was lent is not back, ends the connection at once and throws away what is queued.
     pub(crate) fn abort(&self, transport: &Transport) {
         let mut state = self.lock();
-        if state.completions.outstanding() != 0 {
-            // What was queued is thrown away, which a shutdown or a close would still send (tcp(7), connect(2) on AF_UNSPEC).
-            // If the kernel refuses, the connection has ended already.
-            let _ = connect_unspec(transport.output());
-            state.completions.forget();
+        if state.completions.outstanding() == 0 {
+            return;
         }
+        // A shutdown or a close would still send it (tcp(7), connect(2) on AF_UNSPEC). Some kernels refuse while another thread
+        // waits in the socket, which a shutdown wakes.
+        for _ in 0..ABORTS {
+            match connect_unspec(transport.output()) {
+                Ok(()) | Err(Errno::NOTCONN) => break,
+                Err(_) => {
+                    let _ = shutdown(transport.output(), Shutdown::Both);
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+        }
+        state.completions.forget();
     }
 
-    fn look_for_copies(&self, state: &mut State) {
-        if self.auto && matches!(state.way, Way::Msg) && state.completions.only_copies() {
+    fn look_for_copies(&self, state: &mut State, hopeless: bool) {
+        let copies = hopeless || state.completions.only_copies();
+        if self.setting == ZeroCopy::Auto && matches!(state.way, Way::Msg) && copies {
             self.turn(&mut state.way, Pipe::new().map_or(Way::Copy, Way::Splice));
         }
     }
@@ -243,7 +302,13 @@ fn splice_all(
     while let Some(batch) = lent.batch(rate.batch().min(pipe.size())) {
         paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
         lane.side.called();
-        let filled = pipe.fill(&batch).map_err(Stop::Failed)?;
+        let filled = match pipe.fill(&batch) {
+            // The pipe is empty, so nothing stands before what follows.
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::FAULT) => {
+                return lane.put_by(transport, rate, lent, |batch| transport.put(batch));
+            }
+            filled => filled.map_err(Stop::Failed)?,
+        };
         if filled == 0 {
             return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
         }
@@ -266,7 +331,7 @@ fn splice_all(
 
 /// Lends all of `lent`; `send` sends a batch, lent or copied.
 fn lend_all(
-    completions: &mut Completions,
+    (completions, pace): (&mut Completions, &mut Pace),
     lane: &Lane,
     transport: &Transport,
     rate: &RateLimit,
@@ -276,34 +341,36 @@ fn lend_all(
 ) -> Result<(), Stop> {
     let mut quiet = lane.quiet();
     let mut paid = 0;
-    let (mut most, mut lends) = (usize::MAX, true);
-    while let Some(batch) = lent.batch(rate.batch().min(most)) {
+    while let Some(batch) = lent.batch(rate.batch().min(pace.most)) {
         paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
         let offered = batch.bytes();
-        match lane.attempt(transport, &mut quiet, offered, || send(&batch, lends)) {
+        match lane.attempt(transport, &mut quiet, offered, || send(&batch, true)) {
             Ok(0) => return Err(Stop::Failed(io::ErrorKind::WriteZero.into())),
             Ok(moved) => {
-                if lends {
-                    completions.sent();
-                    lane.side.lent();
-                }
+                completions.sent();
+                lane.side.lent();
                 paid = paid.saturating_sub(moved);
                 lent.advance(moved);
-                (most, lends) = (most.saturating_mul(2), true);
+                (pace.most, pace.skipped) = (pace.most.saturating_mul(2), 0);
                 if completions.outstanding() >= REAP {
                     reap(completions, lane, queue)?;
                 }
             }
-            Err(Stop::Failed(error)) if lends && Errno::from_io_error(&error) == Some(Errno::NOBUFS) => {
+            Err(Stop::Failed(error))
+                if let Some(why @ (Errno::NOBUFS | Errno::FAULT)) = Errno::from_io_error(&error) =>
+            {
                 lane.side.starved();
-                if reap(completions, lane, queue)? == 0 && completions.outstanding() != 0 {
-                    let rest = quiet.remaining()?.unwrap_or(SLICE).min(SLICE);
-                    queue.wait(rest).map_err(Stop::Failed)?;
-                    // What it has finished takes room until it was told.
-                    reap(completions, lane, queue)?;
-                } else if completions.outstanding() == 0 {
+                // What it has finished takes room until it was told.
+                if why == Errno::NOBUFS && (reap(completions, lane, queue)? != 0 || completions.outstanding() != 0) {
+                    if completions.outstanding() != 0 {
+                        wait(completions, lane, queue, &quiet, || lane.is_shut())?;
+                    }
+                } else if why == Errno::NOBUFS && offered > LEAST {
                     // Others have what there is: the less is wanted, the sooner there is room.
-                    (most, lends) = ((offered / 2).max(LEAST), offered > LEAST);
+                    pace.most = (offered / 2).max(LEAST);
+                } else {
+                    pace.give_up();
+                    return lane.put_by(transport, rate, lent, |batch| send(batch, false));
                 }
             }
             Err(stop) => return Err(stop),
@@ -327,25 +394,45 @@ fn reap(completions: &mut Completions, lane: &Lane, queue: &impl ErrorQueue) -> 
 }
 
 /// Waits for all of them.
-fn take_back(completions: &mut Completions, lane: &Lane, queue: &impl ErrorQueue) -> Result<(), Stop> {
+fn take_back(
+    completions: &mut Completions,
+    lane: &Lane,
+    queue: &impl ErrorQueue,
+    given_up: impl Fn() -> bool,
+) -> Result<(), Stop> {
     let mut quiet = lane.quiet();
+    // Only a socket that was lent something has a queue for it.
+    if completions.outstanding() != 0 {
+        reap(completions, lane, queue)?;
+    }
     while completions.outstanding() != 0 {
-        if reap(completions, lane, queue)? != 0 {
+        if wait(completions, lane, queue, &quiet, &given_up)? {
             quiet.progress();
-            continue;
-        }
-        if lane.is_shut() {
-            return Err(Stop::ShutDown);
-        }
-        let rest = quiet.remaining()?.unwrap_or(SLICE).min(SLICE);
-        let waited = queue.wait(rest);
-        if let Err(error) = waited
-            && reap(completions, lane, queue)? == 0
-        {
-            return Err(if lane.is_shut() { Stop::ShutDown } else { Stop::Failed(error) });
         }
     }
     Ok(())
+}
+
+/// Waits for a while; whether any has come.
+fn wait(
+    completions: &mut Completions,
+    lane: &Lane,
+    queue: &impl ErrorQueue,
+    quiet: &Quiet,
+    given_up: impl Fn() -> bool,
+) -> Result<bool, Stop> {
+    if given_up() {
+        return Err(Stop::ShutDown);
+    }
+    let rest = quiet.remaining()?.unwrap_or(SLICE).min(SLICE);
+    let waited = queue.wait(rest);
+    // An end of the connection does not take away what it has told before.
+    let any = reap(completions, lane, queue)? != 0;
+    match waited {
+        Err(_) if !any && given_up() => Err(Stop::ShutDown),
+        Err(error) if !any => Err(Stop::Failed(error)),
+        _ => Ok(any),
+    }
 }
 
 #[cfg(test)]
@@ -446,8 +533,9 @@ mod tests {
         let mut completions = Completions::default();
         let mut cursor = Cursor::gather(&list);
         let (rate, send) = (RateLimit::default(), |batch: &Batch<'_, Out>, lent| kernel.send(batch, lent));
-        lend_all(&mut completions, &lane, &transport, &rate, &mut cursor, kernel, send).unwrap();
-        take_back(&mut completions, &lane, kernel).unwrap();
+        let mut pace = Pace::default();
+        lend_all((&mut completions, &mut pace), &lane, &transport, &rate, &mut cursor, kernel, send).unwrap();
+        take_back(&mut completions, &lane, kernel, || false).unwrap();
         (completions, crate::Counters::of(&lane.side, &lane.side))
     }
 
@@ -467,7 +555,8 @@ mod tests {
             prop_assert!(kernel.under_way.borrow().is_empty() && kernel.told.borrow().is_empty());
             prop_assert_eq!((counters.lent, counters.lent_completed), (u64::from(kernel.calls.get()), counters.lent));
             if room == 0 || most == 0 {
-                prop_assert!(counters.lent == 0 && counters.starved > 0);
+                // Halved until it is a page, and then no more.
+                prop_assert!(counters.lent == 0 && (1..=8).contains(&counters.starved), "{:?}", counters);
             }
         }
     }
@@ -487,7 +576,7 @@ mod tests {
         kernel.told.borrow_mut().push_back(Completion { first: 5, last: 5, copied: false });
         let (lane, mut completions) = (Lane::new(PollFlags::OUT, None), Completions::default());
         completions.sent();
-        let stop = take_back(&mut completions, &lane, &kernel).unwrap_err();
+        let stop = take_back(&mut completions, &lane, &kernel, || false).unwrap_err();
         assert!(matches!(stop, Stop::Failed(error) if error.kind() == io::ErrorKind::InvalidData));
     }
 }

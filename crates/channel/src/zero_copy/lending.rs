@@ -14,8 +14,8 @@ use crate::vector::Cursor;
 ///
 /// It borrows what is lent for `'m`, so that it cannot be changed or freed before: [`Channel::lend`] begins, [`flush`](Self::flush)
 /// waits and goes on, [`finish`](Self::finish) waits and ends. One that is dropped waits too; if the wait fails, the connection
-/// is cut at once, so that the kernel reads nothing of it any more. (One that is leaked promises nothing: the kernel keeps the
-/// pages, and the peer may get whatever is in them then.)
+/// is cut at once, and what is queued is thrown away. (One that is leaked promises nothing: the kernel keeps the
+/// pages, and the peer may get whatever is in them then.) One at a time: they share what was lent.
 ///
 /// On a channel that does not lend it is the same as putting.
 ///
@@ -75,7 +75,7 @@ impl<'m> Lending<'_, 'm> {
     }
 
     /// Waits until the kernel has sent everything that was lent: as long as it takes, or until nothing was sent for the length
-    /// of the write time-out. Spliced pages are not waited for.
+    /// of the write time-out, or both directions were shut down on this side. Spliced pages are not waited for.
     ///
     /// # Errors
     /// As [`Channel::put_vector`]: what was lent may not have been sent.
@@ -83,8 +83,7 @@ impl<'m> Lending<'_, 'm> {
         self.channel.flush_lent()
     }
 
-    /// Gives up: if anything that was lent is not back, cuts the connection at once, so that the kernel reads nothing of it any
-    /// more.
+    /// Gives up: if anything that was lent is not back, cuts the connection at once and throws away what is queued.
     pub fn abort(&mut self) {
         self.channel.abort_lent();
     }

@@ -54,10 +54,11 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Instant;
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, How, ZeroCopy};
 use limosa_memory::BlockRole;
 use limosa_memory::dirty::DirtyLogs;
 use limosa_page::PAGE_SIZE;
+use limosa_stream::multifd::Compression;
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::vm;
 
@@ -141,12 +142,17 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// is said by [`MigrationParams::zero_check`], whatever the options say.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set.
+    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; pages that are to be
+    /// compressed, on channels that were made to [send them as they are](limosa_channel::Options::zero_copy).
     pub fn with_channels(
         mut self,
         channels: Vec<Channel>,
         options: MultifdSourceOptions,
     ) -> Result<Self, MigrateError> {
+        let as_they_are = |channel: &Channel| matches!(channel.zero_copy_wanted(), ZeroCopy::Msg | ZeroCopy::Splice);
+        if options.compression != Compression::None && channels.iter().any(as_they_are) {
+            return Err(MigrateError::ZeroCopy("pages are compressed, so they are made anew"));
+        }
         self.beside = multifd::beside(channels, &options, self.params.patience)?;
         self.multifd = options;
         Ok(self)

@@ -99,6 +99,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         while let Some(task) = self.shared.next_task(&mut rounds) {
             self.task = task;
             while let Some(block) = self.shared.windows.claim(&mut runs) {
+                self.give_back_if_wanted()?;
                 self.wait_for_rate(&runs)?;
                 match self.shared.source.memory(block).filter(|_| self.compressor.is_none()) {
                     Some(memory) => self.send_memory(block, memory, &runs)?,
@@ -130,9 +131,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 if pause.is_zero() || self.shared.is_hurried() {
                     break;
                 }
-                if self.loan.as_ref().is_some_and(Loan::is_wanted) {
-                    self.take_back()?;
-                }
+                self.give_back_if_wanted()?;
                 thread::sleep(pause.min(RATE_TICK));
                 self.shared.check()?;
             }
@@ -185,7 +184,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     }
 
     fn send_gathered(&mut self, block: usize, memory: &'a MemoryBlock) -> Result<(), MigrateError> {
-        self.borrow(memory)?;
+        let lends = self.borrow(memory)?;
         self.begin_packet(block, self.normal.len() * PAGE_LEN)?;
         let mut gather = std::mem::take(&mut self.gather).emptied();
         gather.bytes(&*self.header);
@@ -200,8 +199,11 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             }
         }
         let began = Instant::now();
-        // The header is used anew for the next packet.
-        let put = gather.lend(&mut self.lending, 1);
+        let put = match lends {
+            // The header is used anew for the next packet.
+            true => gather.lend(&mut self.lending, 1),
+            false => gather.put(self.channel),
+        };
         self.busy += began.elapsed();
         self.gather = gather.emptied();
         put.map_err(|error| self.failed(error))?;
@@ -211,15 +213,28 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         Ok(())
     }
 
-    /// Holds a loan of the block while the kernel has pages of it that it gives back.
-    fn borrow(&mut self, memory: &'a MemoryBlock) -> Result<(), MigrateError> {
-        if self.loan.as_ref().is_some_and(|loan| loan.is_wanted() || !std::ptr::eq(loan.block(), memory)) {
+    /// Whether pages of the block may be lent now. Holds a loan of it while the kernel has pages that it gives back.
+    fn borrow(&mut self, memory: &'a MemoryBlock) -> Result<bool, MigrateError> {
+        if self.loan.as_ref().is_some_and(|loan| !std::ptr::eq(loan.block(), memory)) {
             self.take_back()?;
         }
-        if self.loan.is_none() && self.channel.zero_copy() == ZeroCopy::Msg {
-            self.loan = Some(memory.lend());
-        }
-        Ok(())
+        self.give_back_if_wanted()?;
+        Ok(match self.channel.zero_copy() {
+            ZeroCopy::Msg => {
+                if self.loan.is_none() {
+                    self.loan = memory.lend();
+                }
+                self.loan.is_some()
+            }
+            // What is spliced is not known to be back. A page that a balloon gives back meanwhile stays with the kernel that much
+            // longer, which nobody notices but who has a pool of huge pages, and takes the next one from it.
+            _ => memory.page_size() == PAGE_SIZE,
+        })
+    }
+
+    /// Ends a loan that somebody waits for.
+    fn give_back_if_wanted(&mut self) -> Result<(), MigrateError> {
+        if self.loan.as_ref().is_some_and(Loan::is_wanted) { self.take_back() } else { Ok(()) }
     }
 
     /// Waits until the kernel has given back what it was lent.
