@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::guest::{GuestKind, LogChoice};
 use limosa_channel::{ChannelError, Tls, ZeroCopy};
 use limosa_migrate::live::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
+use limosa_page::zero::Method;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
 
@@ -127,6 +128,8 @@ pub struct Settings {
     pub max_bandwidth: Option<NonZeroU64>,
     /// When pages are looked at.
     pub zero_check: ZeroCheckKind,
+    /// How they are looked at, by [`Method`]'s names; the best that there is if nothing is said.
+    pub zero_method: Option<String>,
     /// Page records on the main channel are gathered, and not copied into a buffer.
     pub vectors: bool,
     /// The destination's memory is populated ahead of arriving pages.
@@ -160,6 +163,7 @@ impl Default for Settings {
             downtime_limit_ms: 300,
             max_bandwidth: None,
             zero_check: ZeroCheckKind::Always,
+            zero_method: None,
             vectors: true,
             populate: true,
             timeout_ms: None,
@@ -199,6 +203,8 @@ impl Settings {
             Some("--zero-copy msg and splice send pages as they are, and --compression makes others of them")
         } else if self.zero_copy == ZeroCopyKind::Msg && self.transport == Transport::Unix {
             Some("--zero-copy msg is for --transport tcp; through a unix socket splice saves the copy")
+        } else if self.zero_method.is_some() && self.zero_method().is_none() {
+            Some("this processor has no such --zero-method")
         } else if self.same_host && (self.postcopy != Postcopy::Off || self.channels > 0) {
             Some("--same-host moves no page: neither --postcopy nor --channels has anything to do")
         } else if self.same_host && self.transport == Transport::Tcp {
@@ -214,6 +220,12 @@ impl Settings {
         } else {
             None
         }
+    }
+
+    /// How pages are looked at, if that was said and this processor can.
+    fn zero_method(&self) -> Option<Method> {
+        let named: Option<Method> = self.zero_method.as_ref().and_then(|name| name.parse().ok());
+        named.filter(|method| method.is_available())
     }
 
     fn demands_zero_copy(&self) -> bool {
@@ -256,6 +268,7 @@ impl Settings {
                 ZeroCheckKind::Bulk => ZeroCheck::Bulk,
                 ZeroCheckKind::Off => ZeroCheck::Off,
             },
+            zero_method: self.zero_method().unwrap_or_else(Method::best),
             put: if self.vectors { Put::Gathered } else { Put::Copied },
             timeout: self.timeout_ms.map(Duration::from_millis),
             give_up: match self.give_up {
@@ -316,6 +329,7 @@ mod tests {
             Settings { channels: 2, postcopy: Postcopy::AtOnce, ..usual() },
             Settings { same_host: true, ..usual() },
             Settings { zero_copy: ZeroCopyKind::Splice, ..usual() },
+            Settings { zero_method: Some("sse3".into()), ..usual() },
             Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, compression: Packing::Zstd, ..usual() },
             Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, transport: Transport::Unix, ..usual() },
             Settings { same_host: true, transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },

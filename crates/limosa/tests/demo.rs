@@ -32,7 +32,7 @@ fn a_guest_moves_while_it_runs_over_tcp_and_unix_sockets_with_either_log() {
         &[][..],
         &["--transport", "unix", "--channels", "2"],
         &["--channels", "3", "--compression", "zstd", "--log", "wp-thread"],
-        &["--dirty-rate", "0"],
+        &["--dirty-rate", "0", "--zero-method", "plain"],
         &["--transport", "unix", "--same-host", "--populate", "off"],
     ] {
         let (report, ended) = live(more);
@@ -215,6 +215,7 @@ fn what_does_not_go_together_is_bad_usage() {
         &["--preempt"],
         &["--same-host"],
         &["--zero-copy", "splice"],
+        &["--zero-method", "sse3"],
         &["--zero-copy", "msg", "--channels", "2", "--compression", "zlib"],
         &["--zero-copy", "msg", "--channels", "2", "--transport", "unix"],
     ] {

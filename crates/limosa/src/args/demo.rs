@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_demo::guest::GuestKind;
 use limosa_demo::settings::{LogKind, Packing, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind, ZeroCopyKind};
+use limosa_page::zero::Method;
 
 use super::values::{parse_rate, parse_size, parse_time};
 use super::{CompressionArg, ZeroCopyArg};
@@ -158,6 +159,11 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_enum, default_value_t = OnOffArg::On)]
     pub(crate) vectors: OnOffArg,
 
+    /// By which instructions they are looked at: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon; the best there are
+    /// by default
+    #[arg(long, value_name = "METHOD")]
+    pub(crate) zero_method: Option<Method>,
+
     /// Make room at the destination ahead of arriving pages
     #[arg(long, value_enum, default_value_t = OnOffArg::On)]
     pub(crate) populate: OnOffArg,
@@ -260,6 +266,7 @@ impl DemoLiveArgs {
                 ZeroCheckArg::Off => ZeroCheckKind::Off,
             },
             vectors: self.vectors == OnOffArg::On,
+            zero_method: self.zero_method.map(|method| method.name().to_owned()),
             populate: self.populate == OnOffArg::On,
             timeout_ms: self.timeout.map(millis),
             give_up: match self.give_up {
