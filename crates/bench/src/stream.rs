@@ -4,7 +4,8 @@
 //! destination's is private anonymous memory of a fresh process. Multifd with the same number of channels over the same
 //! transport, nothing compressed or limited, pages looked at for zeros as QEMU does by default; the guest stands still, so
 //! that all is sent once. The clock begins with the first command to either side and ends when the destination has all and
-//! the source has been told so.
+//! the source has been told so. limosa sends as it does between two processes of one machine if nothing is said, which is by
+//! splice; beside it, it copies, as QEMU does.
 
 mod ends;
 mod headers;
@@ -20,6 +21,7 @@ mod vectors;
 use std::cell::RefCell;
 
 use anyhow::{Result, ensure};
+use limosa_channel::ZeroCopy;
 
 pub use ends::serve as serve_end;
 pub(crate) use ends::{Source, Stress, Way, ZeroPages};
@@ -82,6 +84,8 @@ fn case(memory: u64, transport: Transport) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pair {
     Limosa,
+    /// limosa, its pages copied.
+    Copying,
     Qemu,
     /// Nobody: write and read calls.
     Plain,
@@ -91,6 +95,7 @@ impl Pair {
     fn variant(self, channels: u8) -> String {
         let who = match self {
             Self::Limosa => "limosa",
+            Self::Copying => "limosa, copying",
             Self::Qemu => "QEMU",
             Self::Plain => return format!("write and read, {channels} connections"),
         };
@@ -99,7 +104,7 @@ impl Pair {
 
     /// Whether it takes part with so many channels.
     fn has(self, channels: u8) -> bool {
-        self != Self::Plain || usize::from(channels) == plain::CONNECTIONS
+        !matches!(self, Self::Plain | Self::Copying) || usize::from(channels) == plain::CONNECTIONS
     }
 }
 
@@ -134,7 +139,9 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Se
     let mut cells = Vec::new();
     for transport in Transport::ALL {
         for channels in CHANNELS {
-            for pair in [Pair::Limosa, Pair::Plain, Pair::Qemu].into_iter().filter(|pair| pair.has(channels)) {
+            for pair in
+                [Pair::Limosa, Pair::Copying, Pair::Plain, Pair::Qemu].into_iter().filter(|pair| pair.has(channels))
+            {
                 let takes_part = pair != Pair::Qemu || with_qemu;
                 if takes_part && options.wants(&case(memory, transport), &pair.variant(channels)) {
                     cells.push((transport, channels, pair));
@@ -148,7 +155,7 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Se
     options.tell("filling the memory that is sent");
     let content = random_memory(memory)?;
     let any = |wanted| cells.iter().any(|(_, _, pair)| *pair == wanted);
-    let limosa = any(Pair::Limosa).then(|| Source::start(options, &content, memory, None));
+    let limosa = (any(Pair::Limosa) || any(Pair::Copying)).then(|| Source::start(options, &content, memory, None));
     let limosa = limosa.transpose()?.map(RefCell::new);
     let plain = any(Pair::Plain).then(|| Source::start_plain(options, &content, memory));
     let plain = plain.transpose()?.map(RefCell::new);
@@ -159,9 +166,11 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Se
     for (transport, channels, pair) in cells {
         let (case, variant) = (case(memory, transport), pair.variant(channels));
         let source = if pair == Pair::Plain { &plain } else { &limosa };
+        let usual = Way::beside(channels);
+        let way = if pair == Pair::Copying { usual.leaving(ZeroCopy::Off) } else { usual };
         let run: crate::frame::Run<'_> = match (pair, source, &qemu) {
-            (Pair::Limosa | Pair::Plain, Some(source), _) => {
-                Box::new(move |_| source.borrow_mut().send(options, transport, Way::beside(channels), || frame.touch()))
+            (Pair::Limosa | Pair::Copying | Pair::Plain, Some(source), _) => {
+                Box::new(move |_| source.borrow_mut().send(options, transport, way, || frame.touch()))
             }
             (Pair::Qemu, _, Some(source)) => {
                 Box::new(move |_| qemu::run(options, memory, source, transport, channels, &frame))
@@ -186,6 +195,12 @@ fn judge(report: &mut Report, all: &[Series], memory: u64, why: &str) {
                     report.targets.push(Target::new(name, Bound::AtMost(most), got, why));
                 }
                 report.ratios.extend(found);
+            }
+            if Pair::Copying.has(channels) {
+                let copying = Pair::Copying.variant(channels);
+                for figure in ["wall", "cpu", SENDER, RECEIVER] {
+                    report.ratios.extend(ratio(all, &case, &copying, &qemu, figure));
+                }
             }
             if Pair::Plain.has(channels) {
                 let plain = Pair::Plain.variant(channels);

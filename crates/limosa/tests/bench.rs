@@ -71,7 +71,7 @@ fn every_way_of_sending_pages_is_measured_idle_and_under_stress() {
 #[test]
 fn both_pairs_are_measured_on_every_number_of_channels_and_transport() {
     needs_qemu!();
-    let report = runs(&["stream", "--size", "64M", "--against", "qemu", "--only", "64 MiB over"], 14, 3);
+    let report = runs(&["stream", "--size", "64M", "--against", "qemu", "--only", "64 MiB over"], 16, 3);
     for case in report["cases"].as_array().unwrap() {
         let pages = case["counters"]["pages"].as_u64().unwrap();
         // QEMU's VM has firmware besides.
@@ -81,7 +81,7 @@ fn both_pairs_are_measured_on_every_number_of_channels_and_transport() {
 
 #[test]
 fn limosa_streams_by_itself_where_there_is_no_qemu() {
-    let report = runs(&["stream", "--size", "32M"], 34, 24);
+    let report = runs(&["stream", "--size", "32M"], 36, 24);
     let cases = report["cases"].as_array().unwrap();
     let counter = |case: &str, variant: &str, name: &str| {
         let found = cases.iter().find(|found| found["case"] == case && found["variant"] == variant);

@@ -71,7 +71,7 @@ impl Method {
     /// The method that finds zero pages fastest where they are: in memory that is in no cache.
     ///
     /// That is AVX2 also where there is AVX-512: measured with huge pages, a page takes 226 ns by the one and 274 ns by the other,
-    /// as processors fetch ahead better for narrower reads. AVX-512 is faster for what is in cache (24 ns, and 30), of which a guest has
+    /// as processors fetch ahead better for narrower reads. AVX-512 is faster for what is in cache (28 ns, and 34), of which a guest has
     /// little, and lowers the clock of some processors for all that runs beside it.
     #[must_use]
     #[inline]

@@ -48,7 +48,7 @@ impl Figure {
     }
 }
 
-const CHARTS: [Chart; 8] = [
+const CHARTS: [Chart; 9] = [
     Chart {
         bench: "stream",
         name: "vectors",
@@ -106,14 +106,21 @@ const CHARTS: [Chart; 8] = [
     Chart {
         bench: "zero-copy",
         name: "zero-copy",
-        title: "Sending a GiB: what it costs the sender",
-        cases: "",
+        title: "Sending a GiB over tcp: what it costs the sender",
+        cases: "1 GiB over tcp",
         figure: Figure::Counter {
             name: "sender_cpu_us_per_gib",
             words: "the sender's CPU time, less is better",
             unit: "ms",
             per_unit: 1000.0,
         },
+    },
+    Chart {
+        bench: "zero-copy",
+        name: "zero-copy-busy",
+        title: "Sending a GiB while every core is busy with something else",
+        cases: "1 GiB over tcp, every core busy",
+        figure: Figure::Wall,
     },
 ];
 
