@@ -39,6 +39,10 @@ impl Channel {
             return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
         }
         let timeout = options.connect_timeout.map(|time| time.max(Duration::from_millis(1)));
+        if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(|tls| !tls.is_client()) {
+            let why = "who connects needs TLS credentials of a client, which say whom to expect";
+            return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
+        }
         let connected = match uri {
             Uri::Tcp { host, port } => tcp(host, *port, timeout),
             Uri::Unix(path) => unix(path, timeout),

@@ -20,6 +20,7 @@ use crate::connect::unpaced;
 use crate::descriptor::{self, Kind};
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
+use crate::tls::Tls;
 use crate::uri::Uri;
 
 /// Connections that may wait for `accept`: those of a migration of many channels come at once.
@@ -59,6 +60,9 @@ impl Listener {
         let unsupported = |why| ChannelError::Unsupported { operation, peer: name.clone(), why };
         if let Some(why) = options.contradiction() {
             return Err(unsupported(why));
+        }
+        if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(Tls::is_client) {
+            return Err(unsupported("who listens needs TLS credentials of a server"));
         }
         let mut local = uri.clone();
         let source = match uri {

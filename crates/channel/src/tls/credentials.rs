@@ -152,7 +152,7 @@ impl Tls {
     }
 
     /// Whether this end begins: a server waits until it is spoken to.
-    pub(super) fn is_client(&self) -> bool {
+    pub(crate) fn is_client(&self) -> bool {
         matches!(self.side, Side::Client { .. })
     }
 
@@ -233,8 +233,18 @@ impl Folder<'_> {
         Ok(Arc::new(store))
     }
 
+    /// What was taken back. A list that is there and cannot be read as one must not let those in whom it was to keep out.
     fn revoked(self) -> Result<Vec<CertificateRevocationListDer<'static>>> {
-        Ok(self.objects(REVOKED)?.unwrap_or_default())
+        if let Some(lists) = self.objects(REVOKED)? {
+            return Ok(lists);
+        }
+        match self.file(REVOKED).symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(self.wrong(REVOKED, error)),
+            Ok(_) => {
+                Err(self.wrong(REVOKED, "no list of revoked certificates (PEM) is in it; remove it if there is none"))
+            }
+        }
     }
 
     /// Who this end is: a chain and its key, or neither.

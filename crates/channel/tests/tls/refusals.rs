@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::path::Path;
 use std::thread;
 
-use limosa_channel::{Channel, ChannelError, Options, Tls, TlsFailure};
+use limosa_channel::{Channel, ChannelError, Listener, Options, Tls, TlsFailure};
 use limosa_testkit::{Authority, TlsEnd, Validity};
 
 use crate::bed::{Bed, SOON, connected, listen, look, plain, with};
@@ -189,16 +189,32 @@ fn credentials_that_are_missing_or_damaged_are_named_by_their_file() {
         ("ca-cert.pem", "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n", "ca-cert.pem: it is damaged"),
         ("ca-cert.pem", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "ca-cert.pem: "),
         ("ca-crl.pem", "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n", "ca-crl.pem: "),
+        ("ca-crl.pem", "", "ca-crl.pem: no list of revoked certificates"),
+        ("ca-crl.pem", "\u{30}\u{2}not PEM", "ca-crl.pem: no list of revoked certificates"),
+        ("ca-crl.pem", "-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "ca-crl.pem: no list"),
     ] {
         let bed = Bed::new();
         std::fs::write(bed.folder().join(file), damage).unwrap();
         let line = said(Tls::client(bed.folder(), None));
         assert!(line.contains(wanted) && !line.contains('\n'), "{file}: {line}");
     }
+    let bed_with_nowhere = Bed::new();
+    std::os::unix::fs::symlink("nowhere", bed_with_nowhere.folder().join("ca-crl.pem")).unwrap();
+    assert!(said(Tls::server(bed_with_nowhere.folder(), true)).contains("ca-crl.pem: no list"));
     // Another one's key.
     let other = Bed::new();
     std::fs::copy(other.folder().join("server-key.pem"), bed.folder().join("server-key.pem")).unwrap();
     assert!(said(Tls::server(bed.folder(), true)).contains("server-key.pem: "));
+}
+
+#[test]
+fn credentials_of_the_other_end_are_refused_before_anybody_is_reached() {
+    let bed = Bed::new();
+    // Nobody listens there, which would be said otherwise.
+    let error = Channel::connect(&"tcp:127.0.0.1:1".parse().unwrap(), &bed.server()).unwrap_err();
+    assert!(error.to_string().contains("who connects needs TLS credentials of a client"), "{error}");
+    let error = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &bed.client()).unwrap_err();
+    assert!(error.to_string().contains("who listens needs TLS credentials of a server"), "{error}");
 }
 
 #[test]
