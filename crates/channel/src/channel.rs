@@ -410,7 +410,7 @@ impl Channel {
         flushed.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
-    /// Nothing that was lent is read any more when this returns.
+    /// Waits until what was lent is back; where that fails the connection is cut and what is queued thrown away.
     pub(crate) fn end_lending(&self) {
         if self.flush_lent().is_err() {
             self.abort_lent();
@@ -576,8 +576,8 @@ impl Channel {
     }
 }
 
-/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who reads or writes it goes around the counters,
-/// and the encryption; and bytes that came with others may have been read already from an encrypted channel that is not ready.
+/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who reads or
+/// writes it goes around the counters and the encryption; and bytes that came with others may have been read already from an encrypted channel that is not ready.
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.transport.input()

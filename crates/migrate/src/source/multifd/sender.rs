@@ -2,8 +2,9 @@
 //!
 //! Contents go out in one of three ways. *In place*, the kernel is told where they lie in their file and nothing is read.
 //! *Out of guest memory*, they are looked at where they lie and gathered from there, packets full from one window to the
-//! next; lent to the kernel, if that is how the channel was made, and back before the round's SYNC packet is sent. *Read*, they come into the thread's buffer, one read a run, are looked at and compressed if that is wished, and go
-//! out with their header in one vectored call.
+//! next; lent to the kernel, if that is how the channel was made, and back before the round's SYNC packet is sent. *Read*, they
+//! come into the thread's buffer, one read a run, are looked at and compressed if that is wished, and go out with their header
+//! in one vectored call.
 
 use std::io::{ErrorKind, IoSlice};
 use std::sync::Arc;
