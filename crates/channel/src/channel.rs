@@ -47,7 +47,8 @@ pub enum How {
 /// A connected socket or pipe.
 ///
 /// Every method takes `&self`. Dropping the channel closes its descriptor; the peer sees the end once every
-/// [`try_clone`](Self::try_clone) is dropped too.
+/// [`try_clone`](Self::try_clone) is dropped too. An encrypted channel's peer is told then that this is the end, unless a put
+/// or a get has failed.
 #[derive(Debug)]
 pub struct Channel {
     transport: Transport,
@@ -257,9 +258,23 @@ impl Channel {
     pub fn establish(&self) -> Result<()> {
         let Transport::Tls(session) = &self.transport else { return Ok(()) };
         session.establish().map_err(|error| {
-            let stop = if self.shared.get.is_shut() { Stop::ShutDown } else { Stop::Failed(error) };
+            let stop = if self.is_shut() { Stop::ShutDown } else { Stop::Failed(error) };
             self.explain(Operation::Get, stop)
         })
+    }
+
+    /// Goes on shaking hands as far as that can be done without waiting for the peer: whether both ends know each other. A
+    /// channel that is not encrypted has nothing to wait for.
+    ///
+    /// # Errors
+    /// As [`establish`](Self::establish).
+    pub fn try_establish(&self) -> Result<bool> {
+        let Transport::Tls(session) = &self.transport else { return Ok(true) };
+        match session.try_establish() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(self.explain(Operation::Get, Stop::Failed(error))),
+            Ok(()) => Ok(true),
+        }
     }
 
     /// Whether what is put and got is encrypted (TLS): then nothing goes out from where it lies, neither a file
@@ -438,7 +453,8 @@ impl Channel {
 
     /// Ends one or both directions and wakes whoever waits in them, also in the rate limit; they get
     /// [`ChannelError::ShutDown`]. What came before a read shutdown of a socket can still be read. A pipe's peer sees
-    /// the end only when the channel is dropped.
+    /// the end only when the channel is dropped. An encrypted channel's peer is told that this is the end by
+    /// [`How::Write`] alone: to it [`How::Both`] is a connection that was cut.
     ///
     /// # Errors
     /// If the kernel refuses; that the peer is gone already is no error.
@@ -453,10 +469,12 @@ impl Channel {
                 self.shared.put.shut()?;
                 self.shared.rate.wake();
             }
-            if let Transport::Tls(session) = &self.transport
-                && write
-            {
-                session.close(!read);
+            if let Transport::Tls(session) = &self.transport {
+                match how {
+                    How::Read => session.listen_no_more(),
+                    How::Write => session.close(),
+                    How::Both => session.give_up(),
+                }
             }
             if let Some(socket) = self.transport.socket() {
                 match net::shutdown(
@@ -559,6 +577,10 @@ impl Channel {
             Stop::TimedOut(after) => ChannelError::TimedOut { operation, peer, offset: Some(offset), after },
             Stop::ShutDown => ChannelError::ShutDown { operation, peer, offset },
             Stop::Ended { got, wanted } => ChannelError::Closed { operation, peer, offset, got, wanted },
+            // A handshake needs both directions.
+            Stop::Failed(source) if self.is_shut() && is_ended(&source) => {
+                ChannelError::ShutDown { operation, peer, offset }
+            }
             Stop::Failed(source) => match source.kind() {
                 _ if source.get_ref().is_some_and(|error| error.is::<TlsFailure>()) => {
                     of_tls(operation, &peer, Some(offset), source)
@@ -569,6 +591,11 @@ impl Channel {
                 _ => ChannelError::Io { operation, peer, offset: Some(offset), source },
             },
         }
+    }
+
+    /// Whether a direction was shut down on this side.
+    fn is_shut(&self) -> bool {
+        self.shared.get.is_shut() || self.shared.put.is_shut()
     }
 
     fn failed(&self, operation: Operation, source: io::Error) -> ChannelError {
@@ -592,6 +619,11 @@ fn of_tls(operation: Operation, peer: &Arc<str>, offset: Option<u64>, error: io:
         }
         None => ChannelError::setup(operation, Arc::clone(peer), error),
     }
+}
+
+/// Whether a handshake has found the connection ended.
+fn is_ended(error: &io::Error) -> bool {
+    error.get_ref().and_then(|error| error.downcast_ref()) == Some(&TlsFailure::Ended)
 }
 
 /// Whether this is the kernel's word that sendfile has no way from this file to this descriptor (sendfile(2)).

@@ -196,13 +196,16 @@ impl ChannelError {
     pub fn is_closed(&self) -> bool {
         match self {
             Self::Closed { .. } | Self::Broken { .. } => true,
-            Self::Tls { failure, .. } => matches!(**failure, TlsFailure::Ended | TlsFailure::Truncated { .. }),
+            Self::Tls { failure, .. } => {
+                matches!(**failure, TlsFailure::Ended | TlsFailure::Truncated { .. } | TlsFailure::Reset { .. })
+            }
             _ => false,
         }
     }
 
     /// The connection has ended, and an encrypted peer had not said that this was the end: it may have been cut. Who knows by
-    /// other means that all has come may take it for the end; stock QEMU ends its main channel so.
+    /// other means that all has come may take it for the end; stock QEMU ends its main channel so. A connection that was reset
+    /// is none of these.
     pub fn is_cut(&self) -> bool {
         matches!(self, Self::Tls { failure, .. } if matches!(**failure, TlsFailure::Truncated { .. }))
     }

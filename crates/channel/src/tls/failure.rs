@@ -72,6 +72,13 @@ pub enum TlsFailure {
         /// Not a byte had come: many a server refuses a client's certificate so.
         first: bool,
     },
+    /// The connection was reset. That is no end that anybody has meant: a peer that goes with bytes unread does so, and whoever
+    /// stands between the two ends can.
+    #[error("the connection was reset without TLS's word that this is the end{}", early(*first))]
+    Reset {
+        /// As for [`Truncated`](Self::Truncated).
+        first: bool,
+    },
     /// A record that the peer cannot have sent so.
     #[error("a record does not open: it was changed on its way")]
     BadRecord,
@@ -144,7 +151,7 @@ impl TlsFailure {
 impl From<TlsFailure> for io::Error {
     fn from(failure: TlsFailure) -> Self {
         let kind = match failure {
-            TlsFailure::Truncated { .. } | TlsFailure::Ended => io::ErrorKind::UnexpectedEof,
+            TlsFailure::Truncated { .. } | TlsFailure::Reset { .. } | TlsFailure::Ended => io::ErrorKind::UnexpectedEof,
             _ => io::ErrorKind::InvalidData,
         };
         Self::new(kind, failure)
@@ -191,6 +198,7 @@ mod tests {
             TlsFailure::WrongName { expected: "b".into(), presented: vec![] },
             TlsFailure::Ended,
             TlsFailure::Truncated { first: true },
+            TlsFailure::Reset { first: false },
             TlsFailure::of_alert(AlertDescription::CertificateRequired),
         ];
         for failure in some {

@@ -1,6 +1,6 @@
 //! From a connected socket to keys.
 //!
-//! The laws: it takes a bounded time, from its beginning on, and a bounded buffer; it never waits unless it is told to; and
+//! The laws: it takes a bounded time and a bounded buffer; it never waits unless it is told to; and
 //! no byte behind the handshake goes through it: rustls is shown one record at a time, so that what follows the last one
 //! stays where it is.
 
@@ -82,7 +82,9 @@ impl NewKeys for Keys {
 pub(super) struct Handshake {
     connection: Option<Connection>,
     authorities: Arc<str>,
-    begun: Instant,
+    /// Whoever comes has so long from then on. Whom this end has gone to it may know well, and have more to do than to wait
+    /// for: there the time runs from when that is done.
+    begun: Option<Instant>,
     within: Duration,
     incoming: Vec<u8>,
     /// How much of it rustls has been shown: whole records.
@@ -100,7 +102,7 @@ enum Next {
 }
 
 impl Handshake {
-    /// A handshake that may take so long from now on.
+    /// A handshake that may take so long: a server's from now on, a client's from when it is waited for.
     ///
     /// # Errors
     /// It is not known whom to expect.
@@ -120,7 +122,7 @@ impl Handshake {
         Ok(Self {
             connection: Some(connection),
             authorities,
-            begun: Instant::now(),
+            begun: matches!(tls.side, Side::Server(_)).then(Instant::now),
             within: within.unwrap_or(WITHIN),
             incoming: Vec::new(),
             shown: 0,
@@ -135,7 +137,15 @@ impl Handshake {
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if it was not to wait; a [`TlsFailure`] otherwise, or what the kernel says.
     pub(super) fn go_on(&mut self, socket: BorrowedFd<'_>, wait: Wait) -> io::Result<Agreed> {
+        if wait == Wait::Yes {
+            self.begun.get_or_insert_with(Instant::now);
+        }
         loop {
+            // In every turn: a peer that always has another byte to say gets no more time than one that is silent.
+            let rest = self.within.saturating_sub(self.begun.map_or(Duration::ZERO, |begun| begun.elapsed()));
+            if rest.is_zero() {
+                return Err(TlsFailure::Late(self.within).into());
+            }
             if let Err(failure) = self.understand() {
                 self.tell_why();
                 // The peer may be gone, or not listen.
@@ -151,10 +161,6 @@ impl Handshake {
             } else {
                 PollFlags::IN
             };
-            let rest = self.within.saturating_sub(self.begun.elapsed());
-            if rest.is_zero() {
-                return Err(TlsFailure::Late(self.within).into());
-            }
             if wait == Wait::No {
                 return Err(io::ErrorKind::WouldBlock.into());
             }

@@ -2,7 +2,8 @@
 //!
 //! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; nobody needs both. The
 //! secret that new keys come from is held for a computation only. What was sealed goes out, in order, before anything else
-//! is: a put that fails leaves the rest of its records to the next one, because the peer counts them.
+//! is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The word that this was
+//! all is for who has said all: whoever gives up, or failed, leaves the peer a connection that was cut.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -16,12 +17,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustls::ConnectionTrafficSecrets;
 
 use super::credentials::Tls;
 use super::failure::TlsFailure;
 use super::handshake::{Agreed, Handshake, Keys, Wait};
 use super::plaintext::Walk;
-use super::record::{self, BODY_MAX, HEADER, Opened, Opener, PAYLOAD_MAX, Sealer};
+use super::record::{self, BODY_MAX, HEADER, NewKeys, Opened, Opener, PAYLOAD_MAX, Sealer};
 use crate::vector::{Batch, In, Out};
 
 /// Records that one put seals before it sends them: 256 KiB.
@@ -40,6 +42,10 @@ pub(crate) struct Session {
     outcome: OnceLock<Result<Both, TlsFailure>>,
     /// The direction was ended on this side.
     shut: AtomicBool,
+    /// Nobody here wants to get any more: that none can is no failure.
+    deaf: AtomicBool,
+    /// A put or a get has failed: this end has not said all that it had to say, or does not know what was said to it.
+    failed: AtomicBool,
 }
 
 /// The directions.
@@ -81,6 +87,19 @@ enum End {
     Failed(TlsFailure),
 }
 
+/// Held while new keys are computed, and not while records are opened: the other direction may need some meanwhile.
+struct Locked<'a>(&'a Mutex<Keys>);
+
+impl NewKeys for Locked<'_> {
+    fn next_sending(&mut self) -> Result<ConnectionTrafficSecrets, TlsFailure> {
+        lock(self.0).next_sending()
+    }
+
+    fn next_receiving(&mut self) -> Result<ConnectionTrafficSecrets, TlsFailure> {
+        lock(self.0).next_receiving()
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -102,7 +121,8 @@ impl Session {
     /// A [`TlsFailure`], or what the kernel says.
     pub(crate) fn over(socket: OwnedFd, tls: &Tls, within: Option<Duration>) -> io::Result<Self> {
         let handshake = Mutex::new(Some(Box::new(Handshake::new(tls, within)?)));
-        let this = Self { socket, handshake, outcome: OnceLock::new(), shut: AtomicBool::new(false) };
+        let off = AtomicBool::default;
+        let this = Self { socket, handshake, outcome: OnceLock::new(), shut: off(), deaf: off(), failed: off() };
         if tls.is_client() {
             match this.up(if tls.is_eager() { Wait::Yes } else { Wait::No }) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -147,6 +167,14 @@ impl Session {
         self.up(Wait::Yes).map(|_| ())
     }
 
+    /// As [`establish`](Self::establish), without waiting.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::WouldBlock`] if the peer has more to say first.
+    pub(crate) fn try_establish(&self) -> io::Result<()> {
+        self.up(Wait::No).map(|_| ())
+    }
+
     /// The socket, for what has nothing to do with its bytes.
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
@@ -155,6 +183,10 @@ impl Session {
     /// Seals some of the batch and begins to send it; returns how many bytes. The rest of the records may have to be
     /// [flushed](Self::flush).
     pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+        self.noting(self.put_some(batch))
+    }
+
+    fn put_some(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         let both = self.up(Wait::Yes)?;
         let mut sending = lock(&both.sending);
         if sending.closed {
@@ -178,7 +210,16 @@ impl Session {
     pub(crate) fn flush(&self) -> io::Result<()> {
         let both = self.up(Wait::Yes)?;
         let sent = lock(&both.sending).send(&self.socket, SendFlags::empty());
-        sent.map_err(|errno| self.why(both, errno))
+        self.noting(sent.map_err(|errno| self.why(both, errno)))
+    }
+
+    /// Remembers that a call has failed, unless it may go on.
+    fn noting<T>(&self, called: io::Result<T>) -> io::Result<T> {
+        called.inspect_err(|error| {
+            if !matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) {
+                self.failed.store(true, Ordering::Relaxed);
+            }
+        })
     }
 
     /// What the peer has said before it went says more than that it is gone.
@@ -201,6 +242,11 @@ impl Session {
 
     /// Reads some of the batch; returns how many bytes, 0 at an end that the peer has announced.
     pub(crate) fn get(&self, batch: &Batch<'_, In>) -> io::Result<usize> {
+        let got = self.get_some(batch);
+        if self.deaf.load(Ordering::Relaxed) { got } else { self.noting(got) }
+    }
+
+    fn get_some(&self, batch: &Batch<'_, In>) -> io::Result<usize> {
         let both = self.up(Wait::Yes)?;
         let mut receiving = lock(&both.receiving);
         let mut places = Walk::over(batch);
@@ -257,9 +303,24 @@ impl Session {
         }
     }
 
-    /// Tells the peer that nothing more comes, unless somebody is putting: then it is not true. `wait` is for who ends in
-    /// an orderly way, and has time for the peer to make room.
-    pub(crate) fn close(&self, wait: bool) {
+    /// Nothing more is got.
+    pub(crate) fn listen_no_more(&self) {
+        self.deaf.store(true, Ordering::Relaxed);
+    }
+
+    /// Nothing more is put, and the peer is not told that this was all.
+    pub(crate) fn give_up(&self) {
+        self.shut.store(true, Ordering::Relaxed);
+        if let Some(Ok(both)) = self.outcome.get()
+            && let Ok(mut sending) = try_lock(&both.sending)
+        {
+            sending.closed = true;
+        }
+    }
+
+    /// Tells the peer that nothing more comes, unless somebody is putting: then it is not true. Waits for room, but not for
+    /// long.
+    pub(crate) fn close(&self) {
         self.shut.store(true, Ordering::Relaxed);
         let Some(Ok(both)) = self.outcome.get() else { return };
         let Ok(mut sending) = try_lock(&both.sending) else { return };
@@ -273,7 +334,7 @@ impl Session {
         while !sending.sealed.is_empty() {
             match sending.send(&self.socket, SendFlags::DONTWAIT) {
                 Ok(()) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if wait => {
+                Err(Errno::AGAIN) => {
                     let rest = end.saturating_duration_since(Instant::now());
                     let (rest, mut polled) =
                         (Timespec::try_from(rest).ok(), [PollFd::new(&self.socket, PollFlags::OUT)]);
@@ -290,11 +351,12 @@ impl Session {
     }
 }
 
-/// Who drops a channel has put all that there was to put.
+/// Who drops a channel has put all that there was to put, unless something has failed.
 impl Drop for Session {
     fn drop(&mut self) {
-        if !self.shut.load(Ordering::Relaxed) {
-            self.close(true);
+        let over = self.shut.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed);
+        if !over && !std::thread::panicking() {
+            self.close();
         }
     }
 }
@@ -336,7 +398,7 @@ impl Both {
         let mut moved = 0;
         for _ in 0..SEALED_MAX {
             if self.renew.swap(false, Ordering::AcqRel) || sending.sealer.is_used_up() {
-                let word = sending.sealer.renew(&mut *lock(&self.keys))?;
+                let word = sending.sealer.renew(&mut Locked(&self.keys))?;
                 sending.sealed.push_back(word);
             }
             let length = from.gather(&mut sending.plain);
@@ -367,7 +429,8 @@ impl Both {
     fn open_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
         let sealed = receiving.buffer.get_mut(receiving.sealed.clone()).unwrap_or_default();
         let Some(body) = record::body(sealed)? else { return Ok(false) };
-        let opened = receiving.opener.open(sealed.get_mut(body.clone()).unwrap_or_default(), &mut *lock(&self.keys))?;
+        let opened =
+            receiving.opener.open(sealed.get_mut(body.clone()).unwrap_or_default(), &mut Locked(&self.keys))?;
         let start = receiving.sealed.start + body.start;
         receiving.sealed.start += body.end;
         match opened {
@@ -439,17 +502,19 @@ impl Receiving {
         if room.is_empty() {
             return Ok(false);
         }
-        let got = match recv(socket, room, flags) {
-            Ok((got, _)) => got,
-            // A peer that goes without a word, and with bytes of ours that it has not read.
-            Err(Errno::CONNRESET) => 0,
+        let first = !self.begun;
+        let gone = match recv(socket, room, flags) {
+            Ok((0, _)) => TlsFailure::Truncated { first },
+            Ok((got, _)) => {
+                self.sealed.end += got;
+                return Ok(true);
+            }
+            // A peer that goes with bytes of ours that it has not read; or somebody between the two.
+            Err(Errno::CONNRESET) => TlsFailure::Reset { first },
             Err(errno) => return Err(errno.into()),
         };
-        self.sealed.end += got;
-        if got == 0 {
-            self.end = Some(End::Failed(TlsFailure::Truncated { first: !self.begun }));
-        }
-        Ok(got != 0)
+        self.end = Some(End::Failed(gone));
+        Ok(false)
     }
 
     /// Moves what is left to the front of the buffer: less than a record, and what was looked at and not taken.

@@ -4,9 +4,9 @@ use std::os::fd::AsFd as _;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, How, Listener, Options, TlsFailure};
+use limosa_channel::{Channel, How, Listener, Options, Tls, TlsFailure};
 
-use crate::bed::{Bed, SOON, look, plain};
+use crate::bed::{Bed, SOON, listen, look, plain, with};
 
 /// Waits until a call on the channel has begun.
 fn begun(calls: impl Fn() -> u64) {
@@ -57,6 +57,52 @@ fn an_end_that_was_not_announced_is_none() {
 }
 
 #[test]
+fn who_gives_up_or_has_failed_does_not_say_that_this_was_all() {
+    let bed = Bed::new();
+    let cut = |server: &Channel| {
+        let error = loop {
+            match server.get_some(&mut [0; 100]) {
+                Ok(0) => panic!("taken for an end"),
+                Ok(_) => {}
+                Err(error) => break error,
+            }
+        };
+        assert!(error.is_closed() && error.tls_failure().is_some(), "{error}");
+    };
+    // It is shut down in both directions, and dropped.
+    let (client, server) = bed.pair();
+    client.put(b"a part").unwrap();
+    client.shutdown(How::Both).unwrap();
+    drop(client);
+    cut(&server);
+    // What it has got makes no sense.
+    let (client, server) = bed.pair();
+    client.put(b"a part").unwrap();
+    rustix::io::write(server.as_fd(), b"no record").unwrap();
+    assert!(client.get(&mut [0]).is_err());
+    drop(client);
+    cut(&server);
+    // Its thread panics.
+    let (client, server) = bed.pair();
+    let panics = thread::spawn(move || {
+        client.put(b"a part").unwrap();
+        std::panic::resume_unwind(Box::new(client.peer().to_owned()));
+    });
+    assert!(panics.join().is_err());
+    cut(&server);
+    // That nothing has come for a while is no failure, and neither is that this end does not listen any more.
+    let (client, server) = bed.pair();
+    client.set_timeouts(Some(Duration::from_millis(1)), None).unwrap();
+    assert!(client.get(&mut [0]).unwrap_err().is_timeout());
+    client.shutdown(How::Read).unwrap();
+    assert!(client.get(&mut [0]).unwrap_err().is_shut_down());
+    client.put(b"all").unwrap();
+    drop(client);
+    server.get(&mut [0; 3]).unwrap();
+    assert_eq!(server.get_some(&mut [0]).unwrap(), 0);
+}
+
+#[test]
 fn a_shutdown_wakes_who_gets_and_who_puts() {
     let bed = Bed::new();
     let (client, _server) = bed.pair();
@@ -85,6 +131,16 @@ fn a_shutdown_wakes_who_waits_for_a_handshake() {
         for ended in [gets.join().unwrap(), puts.join().unwrap()] {
             assert!(ended.unwrap_err().is_shut_down());
         }
+    });
+    // One direction is enough: there is no handshake without it.
+    let (_near, far) = plain();
+    let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
+    thread::scope(|scope| {
+        let puts = scope.spawn(|| server.put(b"?"));
+        begun(|| server.counters().calls_out);
+        server.shutdown(How::Read).unwrap();
+        let error = puts.join().unwrap().unwrap_err();
+        assert!(error.is_shut_down(), "{error}");
     });
 }
 
@@ -129,7 +185,32 @@ fn a_handshake_that_takes_too_long_is_given_up_by_both_ends() {
 }
 
 #[test]
-fn a_peer_that_resets_the_connection_has_cut_it() {
+fn the_time_for_a_handshake_runs_from_when_it_is_waited_for_and_for_who_was_accepted_from_then() {
+    let bed = Bed::new();
+    let short = Duration::from_secs(1);
+    let deferred =
+        Options { connect_timeout: Some(short), ..with(Tls::client(bed.folder(), None).unwrap().deferred()) };
+    let listener = listen(&bed.server());
+    let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
+    // It has something else to do first.
+    thread::sleep(short + short / 5);
+    thread::scope(|scope| {
+        let put = scope.spawn(|| client.put(b"!"));
+        listener.accept(Some(SOON)).unwrap().get(&mut [0]).unwrap();
+        put.join().unwrap().unwrap();
+    });
+    // Who has come too late for an end that was looked at too late is not answered.
+    let listener = listen(&Options { connect_timeout: Some(short), ..bed.server() });
+    let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
+    let server = listener.accept(Some(SOON)).unwrap();
+    thread::sleep(short + short / 5);
+    let error = look(&server).unwrap_err();
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::Late(short)), "{error}");
+    assert_eq!(rustix::io::ioctl_fionread(&client).unwrap(), 0);
+}
+
+#[test]
+fn a_peer_that_resets_the_connection_has_not_ended_it() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
     client.put(b"never read").unwrap();
@@ -139,5 +220,6 @@ fn a_peer_that_resets_the_connection_has_cut_it() {
     let (socket, _kept) = (server.as_fd().try_clone_to_owned().unwrap(), server);
     rustix::net::connect_unspec(socket).unwrap();
     let error = client.get(&mut [0]).unwrap_err();
-    assert!(error.is_cut(), "{error}");
+    assert!(error.is_closed() && !error.is_cut(), "{error}");
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { first: true }), "{error}");
 }
