@@ -3,6 +3,8 @@
 mod model;
 
 use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::os::fd::AsFd as _;
 use std::thread;
 use std::time::Duration;
 
@@ -19,6 +21,7 @@ use limosa_stream::configuration::Configuration;
 use limosa_stream::ram::{RecordEncoder, RecordKind};
 use limosa_stream::{Command, DeviceSections, RamBlock, ram, section, vm};
 use limosa_testkit::HugePages;
+use model::encrypted::Meeting;
 use model::relay::Relay;
 use model::vm::Vm;
 use model::{Memory, pair};
@@ -137,6 +140,62 @@ fn requested_pages_come_on_a_channel_of_their_own() {
     });
     assert!(stats.postcopy.unwrap().requests > 0);
     assert_all(&vm, &source);
+}
+
+#[test]
+fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_when_it_is_recovered() {
+    let source = &source(3000);
+    let vm = &destination(3000);
+    let meeting = &Meeting::new();
+    let mut paused = None;
+    let stats = thread::scope(|scope| {
+        for seed in 1..3 {
+            scope.spawn(move || guest(vm, source, seed, 400));
+        }
+        for cut in [true, false] {
+            let (near, far) = meeting.pair();
+            let wire = far.as_fd().try_clone_to_owned().unwrap();
+            // Both are there before the channel for requests is.
+            let (_silent, mut noisy) = (meeting.stranger(), meeting.stranger());
+            noisy.write_all(&[22, 3, 1, 0, 200, 1, 0, 0]).unwrap();
+            let recovering = paused.is_some();
+            let outcome = thread::scope(|inner| {
+                let sending = inner.spawn(move || {
+                    let (control, progress) = (Control::new(), Progress::new());
+                    control.set_max_bandwidth(std::num::NonZeroU64::new(4 << 20));
+                    let role = PostcopySource::new(source, near, &control, &progress);
+                    let role = role.with_preempt(Box::new(|| meeting.connect()));
+                    if recovering { role.recover() } else { role.start() }
+                });
+                if cut {
+                    inner.spawn(move || {
+                        if vm.runs() {
+                            thread::sleep(Duration::from_millis(200));
+                            rustix::net::shutdown(wire, rustix::net::Shutdown::Both).unwrap();
+                        }
+                    });
+                }
+                let open = Box::new(|| meeting.accept());
+                let outcome = match paused.take() {
+                    None => LiveDestination::new(vm, far, leaked(), leaked(), options()).with_preempt(open).run(),
+                    Some(paused) => limosa_migrate::PausedArrival::recover(paused, far, Some(open)),
+                };
+                assert_eq!(sending.join().unwrap().is_err(), cut);
+                outcome
+            });
+            match outcome {
+                ArrivalOutcome::Paused(broken) if cut => paused = Some(broken),
+                outcome => {
+                    vm.give_up();
+                    return finished(outcome);
+                }
+            }
+        }
+        unreachable!()
+    });
+    let postcopy = stats.postcopy.unwrap();
+    assert!(postcopy.requests > 0 && postcopy.recoveries == 1);
+    assert_all(vm, source);
 }
 
 #[test]

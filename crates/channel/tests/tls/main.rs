@@ -7,5 +7,6 @@ mod bed;
 mod ends;
 mod hostile;
 mod openssl;
+mod reception;
 mod refusals;
 mod transfers;

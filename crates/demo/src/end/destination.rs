@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use limosa_channel::{Channel, Listener, Options, Uri};
+use limosa_channel::{Channel, ChannelError, Listener, Options, Reception, Uri};
 use limosa_migrate::live::destination::{
     ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival, PostcopyArrivalStats,
 };
@@ -42,7 +42,7 @@ impl End {
         let mut destination =
             LiveDestination::new(&self.vm, set.main, control, progress, options).with_channels(set.pages, multifd);
         if self.settings.preempt {
-            destination = destination.with_preempt(Box::new(|| listener.accept(Some(REACH))));
+            destination = destination.with_preempt(Box::new(|| preempt(&listener)));
         }
         self.came_to(&migration, destination.run())
     }
@@ -93,7 +93,7 @@ impl End {
             match self.accept(&uri, 0, &again.control) {
                 Ok((listener, set)) => {
                     let preempt = self.settings.preempt;
-                    let open = move || listener.accept(Some(REACH));
+                    let open = move || self::preempt(&listener);
                     let open = preempt.then(|| Box::new(open) as Box<_>);
                     return self.came_to(&again, paused.with_control(&again.control).recover(set.main, open));
                 }
@@ -119,7 +119,8 @@ impl End {
             let main = wait(&listener, control)?;
             return Ok((listener, ChannelSet { main, pages: Vec::new() }));
         }
-        let mut gathering = Gathering::new(&listener, GatheringOptions { channels, within: REACH, main_first: false });
+        let options = GatheringOptions { channels, within: REACH, main_first: false };
+        let mut gathering = Gathering::new(&listener, options).on_refusal(turned_away);
         let set = loop {
             control.check().map_err(|error| words(&error))?;
             if let Some(set) = gathering.step(TICK).map_err(|error| words(&error))? {
@@ -172,15 +173,24 @@ impl End {
     }
 }
 
+/// Waits for the main channel. Over TLS who does not come through the handshake is not taken for it.
 fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
+    let mut reception = Reception::new(listener).on_refusal(turned_away);
     loop {
         control.check().map_err(|error| error.to_string())?;
-        match listener.accept(Some(TICK)) {
-            Ok(channel) => return Ok(channel),
-            Err(error) if error.is_timeout() => {}
-            Err(error) => return Err(error.to_string()),
+        if let Some(channel) = reception.step(TICK).map_err(|error| error.to_string())? {
+            return Ok(channel);
         }
     }
+}
+
+/// Waits for the channel of requested pages, likewise: it says nothing until a page is asked for.
+fn preempt(listener: &Listener) -> Result<Channel, ChannelError> {
+    Reception::new(listener).on_refusal(turned_away).within(REACH)
+}
+
+fn turned_away(why: &str) {
+    tell(&format!("destination: a connection was turned away: {why}"));
 }
 
 fn latency(stats: &PostcopyArrivalStats) -> FaultLatency {

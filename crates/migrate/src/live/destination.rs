@@ -143,6 +143,10 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
 
     /// With a second channel for requested pages in postcopy (QEMU's `postcopy-preempt`): `open` waits for the source's next
     /// connection. Called when the package of the VM's devices has come, and only then.
+    ///
+    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `open` should take nobody who has
+    /// not come through the handshake ([`Reception`](limosa_channel::Reception)): a stranger in its place ends the
+    /// connection, and the VM waits for its pages until it is recovered.
     #[must_use]
     pub fn with_preempt(mut self, open: OpenPreempt<'a>) -> Self {
         self.open_preempt = Some(open);

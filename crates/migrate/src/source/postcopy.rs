@@ -289,7 +289,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         };
         let answering = preempt.clone().map(|channel| {
             scope.spawn(move || {
-                let answered = answer_requests(shared, &channel);
+                // Its peer may wait for that before it takes it.
+                let known = channel.establish().map_err(MigrateError::from);
+                let answered = known.and_then(|()| answer_requests(shared, &channel));
                 if answered.is_err() {
                     // The destination pauses, and the main sender finds its channel closed instead of waiting for SHUT.
                     let _ = self.channel.shutdown(limosa_channel::How::Both);
@@ -436,6 +438,10 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let mut bytes = Vec::new();
         Command::PostcopyResume.encode(&mut bytes)?;
         self.channel.put(&bytes)?;
+        if let Some(preempt) = &preempt {
+            // The destination may take nobody whom it does not know, and answers when it has the channel.
+            preempt.establish()?;
+        }
         shared.inbox.wait_resume_ack(self.options.patience)?;
         self.progress.enter(Phase::PostcopyActive);
         (self.observer)(Milestone::DevicesLoaded);

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
+pub mod encrypted;
 pub mod live;
 pub mod live_postcopy;
 pub mod multifd;

@@ -1,0 +1,185 @@
+//! Who connects, and is let in.
+//!
+//! A channel of a migration that says nothing at first, as the one for requested pages in postcopy, cannot be told apart by
+//! its bytes. Over TLS it can: who comes through the handshake is trusted, and who does not is a stranger.
+//!
+//! The law: **nobody who connects holds up anybody else.** Those who have not shaken hands yet wait in a row; when it is full,
+//! the one that has waited longest is closed. Without TLS there is nothing to be told by, and who comes first is taken.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::channel::Channel;
+use crate::error::{ChannelError, Operation};
+use crate::listener::Listener;
+use crate::tls::TlsFailure;
+
+/// Connections that may wait until they have shaken hands.
+const ROW: usize = 64;
+/// Connections that are accepted before it is looked whether the time is over.
+const AT_ONCE: usize = 256;
+/// Reasons that are told.
+const REASONS: usize = 16;
+
+/// Lines that are told once each, and a few of them only: whoever connects again and again, and is refused for one reason or for
+/// many, does not fill a log.
+#[derive(Debug, Default)]
+pub struct Reasons(Vec<String>);
+
+impl Reasons {
+    /// Whether this one is to be told.
+    pub fn is_new(&mut self, line: &str) -> bool {
+        let new = self.0.len() < REASONS && self.0.iter().all(|told| told != line);
+        if new {
+            self.0.push(line.to_owned());
+        }
+        new
+    }
+}
+
+/// Hears in a line why a connection was turned away.
+type Tell<'a> = Box<dyn FnMut(&str) + 'a>;
+
+/// Waits on a listener for a peer that is trusted.
+pub struct Reception<'a> {
+    listener: &'a Listener,
+    row: VecDeque<Channel>,
+    reasons: Reasons,
+    tell: Option<Tell<'a>>,
+}
+
+impl fmt::Debug for Reception<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reception").field("listener", &self.listener).field("row", &self.row).finish_non_exhaustive()
+    }
+}
+
+impl<'a> Reception<'a> {
+    /// One that has met nobody yet.
+    pub fn new(listener: &'a Listener) -> Self {
+        Self { listener, row: VecDeque::new(), reasons: Reasons::default(), tell: None }
+    }
+
+    /// Has `tell` hear why a connection was turned away that did not come through the TLS handshake. It hears the same once.
+    #[must_use]
+    pub fn on_refusal(mut self, tell: impl FnMut(&str) + 'a) -> Self {
+        self.tell = Some(Box::new(tell));
+        self
+    }
+
+    /// Waits for so long at most; the channel, once somebody has come through the handshake, or, without TLS, has connected.
+    /// Whoever is in the row stays there until the next call.
+    ///
+    /// # Errors
+    /// As [`Listener::accept`], but for its time-out; what is wrong with a stranger is none.
+    pub fn step(&mut self, wait: Duration) -> Result<Option<Channel>, ChannelError> {
+        let begun = Instant::now();
+        loop {
+            if let Some(channel) = self.accept()? {
+                return Ok(Some(channel));
+            }
+            if let Some(channel) = self.look() {
+                return Ok(Some(channel));
+            }
+            let rest = wait.saturating_sub(begun.elapsed());
+            if rest.is_zero() {
+                return Ok(None);
+            }
+            self.wait(rest)?;
+        }
+    }
+
+    /// As [`step`](Self::step), for who has nothing else to do meanwhile.
+    ///
+    /// # Errors
+    /// As `step`; [`ChannelError::TimedOut`] if nobody comes through in time.
+    pub fn within(mut self, after: Duration) -> Result<Channel, ChannelError> {
+        let peer = Arc::from(self.listener.local_uri().to_string());
+        let timed_out = ChannelError::TimedOut { operation: Operation::Accept, peer, offset: None, after };
+        self.step(after)?.ok_or(timed_out)
+    }
+
+    /// Takes new connections into the row; one that needs no handshake comes out of it at once.
+    fn accept(&mut self) -> Result<Option<Channel>, ChannelError> {
+        if self.listener.socket().is_none() {
+            // It is connected already, to whom it was given for.
+            return self.listener.accept(None).map(Some);
+        }
+        for _ in 0..AT_ONCE {
+            let channel = match self.listener.accept(Some(Duration::ZERO)) {
+                Err(error) if error.is_timeout() => break,
+                accepted => accepted?,
+            };
+            if !channel.is_encrypted() {
+                return Ok(Some(channel));
+            }
+            if self.row.len() >= ROW {
+                // It may have come through since it was last looked at.
+                if let Some(channel) = self.look() {
+                    return Ok(Some(channel));
+                }
+                if self.row.len() >= ROW {
+                    self.row.pop_front();
+                }
+            }
+            self.row.push_back(channel);
+        }
+        Ok(None)
+    }
+
+    /// Looks at those in the row: one that has come through.
+    fn look(&mut self) -> Option<Channel> {
+        for _ in 0..self.row.len() {
+            let channel = self.row.pop_front()?;
+            match is_in(&channel) {
+                Ok(true) => return Some(channel),
+                Ok(false) => self.row.push_back(channel),
+                Err(error) => self.refuse(&error),
+            }
+        }
+        None
+    }
+
+    fn refuse(&mut self, error: &ChannelError) {
+        // Who goes without a word in the handshake has not meant anything.
+        if error.tls_failure().is_none_or(|failure| *failure == TlsFailure::Ended) {
+            return;
+        }
+        let why = error.to_string();
+        if let Some(tell) = self.tell.as_mut().filter(|_| self.reasons.is_new(&why)) {
+            tell(&why);
+        }
+    }
+
+    /// Waits until somebody connects, or one of the row says something.
+    fn wait(&self, rest: Duration) -> Result<(), ChannelError> {
+        let fds = self.listener.socket().into_iter().chain(self.row.iter().map(Channel::as_fd));
+        let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        match poll(&mut polled, Timespec::try_from(rest).ok().as_ref()) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => {
+                let (operation, peer) = (Operation::Accept, self.listener.local_uri().to_string());
+                Err(ChannelError::setup(operation, peer, io::Error::from(errno)))
+            }
+        }
+    }
+}
+
+/// Whether it has come through the handshake, and is still there: a peer that does not trust this end may go without a word
+/// behind it, as stock QEMU does.
+fn is_in(channel: &Channel) -> Result<bool, ChannelError> {
+    if !channel.try_establish()? {
+        return Ok(false);
+    }
+    if channel.peek(&mut [0])? == Some(0) {
+        channel.get(&mut [0])?;
+    }
+    Ok(true)
+}

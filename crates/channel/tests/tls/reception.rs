@@ -1,0 +1,96 @@
+//! Who is taken for a peer where nothing is said at first.
+
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, Options, Reasons, Reception, Tls, Uri};
+
+use crate::bed::{Bed, SOON, listen, with};
+
+#[test]
+fn strangers_are_not_taken_for_who_says_nothing_and_hold_nobody_up() {
+    let bed = Bed::new();
+    let listener = listen(&bed.server());
+    let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
+    // More than are kept, silent ones and noisy ones, and one without a certificate.
+    let mut strangers: Vec<_> = (0..100).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    for (number, stranger) in strangers.iter_mut().enumerate() {
+        let noise = [&b""[..], b"GET / HTTP/1.1\r\n\r\n", &[22, 3, 1, 0, 200, 1, 0, 0]][number % 3];
+        stranger.write_all(noise).unwrap();
+    }
+    let bare = with(Tls::client(bed.another("bare"), None).unwrap());
+    thread::scope(|scope| {
+        let uri = listener.local_uri();
+        let refused = scope.spawn(|| Channel::connect(uri, &bare).and_then(|channel| channel.get(&mut [0])));
+        let right = scope.spawn(|| {
+            assert!(refused.join().unwrap().is_err());
+            Channel::connect(uri, &bed.client()).unwrap()
+        });
+        let mut told = Vec::new();
+        let mut reception = Reception::new(&listener).on_refusal(|why| told.push(why.to_owned()));
+        let end = Instant::now() + SOON;
+        let far = loop {
+            assert!(Instant::now() < end);
+            if let Some(channel) = reception.step(Duration::from_millis(10)).unwrap() {
+                break channel;
+            }
+        };
+        drop(reception);
+        let near = right.join().unwrap();
+        near.put(b"me").unwrap();
+        let mut got = [0; 2];
+        far.get(&mut got).unwrap();
+        assert_eq!(&got, b"me");
+        // Each reason once.
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told.iter().any(|why| why.contains("it has shown no certificate")), "{told:?}");
+        assert!(told.iter().any(|why| why.contains("what it says is no TLS")), "{told:?}");
+    });
+}
+
+#[test]
+fn nobody_who_is_trusted_comes_in_time() {
+    let bed = Bed::new();
+    let listener = listen(&bed.server());
+    let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
+    let _silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let error = Reception::new(&listener).within(Duration::from_millis(50)).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+}
+
+#[test]
+fn who_goes_behind_the_handshake_is_not_taken() {
+    let bed = Bed::new();
+    let listener = listen(&bed.server());
+    let deferred = with(Tls::client(bed.folder(), None).unwrap().deferred());
+    let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
+    let mut told = Vec::new();
+    let mut reception = Reception::new(&listener).on_refusal(|why| told.push(why.to_owned()));
+    // It is answered, and has the last word.
+    while rustix::io::ioctl_fionread(&client).unwrap() == 0 {
+        assert!(reception.step(Duration::from_millis(1)).unwrap().is_none());
+    }
+    client.establish().unwrap();
+    rustix::net::shutdown(&client, rustix::net::Shutdown::Both).unwrap();
+    assert!(reception.step(Duration::from_millis(50)).unwrap().is_none());
+    drop(reception);
+    assert!(told.len() == 1 && told[0].contains("it may not trust this end's certificate"), "{told:?}");
+}
+
+#[test]
+fn without_tls_the_first_to_come_is_taken() {
+    let listener = listen(&Options::default());
+    let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
+    let far = Reception::new(&listener).within(SOON).unwrap();
+    near.put(b"!").unwrap();
+    far.get(&mut [0]).unwrap();
+}
+
+#[test]
+fn reasons_are_told_once_and_not_without_end() {
+    let mut reasons = Reasons::default();
+    let told = (0..1000).filter(|number| reasons.is_new(&format!("reason {}", number % 100))).count();
+    assert!((2..100).contains(&told), "{told}");
+}
