@@ -542,12 +542,15 @@ impl<'a> Receiver<'a> {
         Ok(self.role.channel.set_timeouts(self.role.options.patience, self.role.options.patience)?)
     }
 
-    /// Reads what comes next, over what has been looked at. Nothing, if the connection has ended: stock QEMU does not
-    /// announce the end of its main channel over TLS, and here it is the description that proves that all has come.
+    /// Reads what comes next, over what has been looked at. Nothing, if the connection has ended.
+    ///
+    /// Over TLS stock QEMU does not announce the end of its main channel, and where it has no return path its description
+    /// alone proves that all has come. With one it waits for an answer, and does not go before: a connection that ends then
+    /// was cut, perhaps by somebody who knows that the guest has put what looks like an end just there.
     fn more(&mut self) -> Result<usize, MigrateError> {
         (self.buffer.start, self.buffer.end) = (0, 0);
         match self.buffer.fill(&self.role.channel) {
-            Err(MigrateError::Channel(error)) if error.is_cut() => Ok(0),
+            Err(MigrateError::Channel(error)) if error.is_cut() && !self.return_path => Ok(0),
             read => read,
         }
     }

@@ -3,6 +3,7 @@
 mod model;
 
 use std::num::NonZeroU64;
+use std::os::fd::AsFd as _;
 use std::thread;
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use limosa_migrate::{
 };
 use limosa_stream::ram::{self, RecordEncoder, RecordKind};
 use limosa_stream::{Command, section};
+use model::encrypted::Meeting;
 use model::{Kept, Memory, device_tail, pair};
 use proptest::prelude::*;
 
@@ -221,6 +223,38 @@ fn a_source_over_tcp_that_waits_for_room_hears_at_once_that_nobody_reads_on() {
         let error = sending.join().unwrap().unwrap_err();
         assert!(error.is_closed(), "{error}");
     });
+}
+
+#[test]
+fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_nobody_waits_for_an_answer() {
+    let memory = Memory::new(&[4], |_, _| true);
+    let meeting = Meeting::new();
+    let cut = |channel: &Channel| rustix::net::shutdown(channel, rustix::net::Shutdown::Write).unwrap();
+    let reset = |channel: &Channel| {
+        rustix::net::sockopt::set_socket_linger(channel, Some(Duration::ZERO)).unwrap();
+        rustix::net::connect_unspec(channel.as_fd().try_clone_to_owned().unwrap()).unwrap();
+    };
+    let announce = |channel: &Channel| channel.shutdown(How::Write).unwrap();
+    type End<'a> = &'a dyn Fn(&Channel);
+    let ends: [(&str, bool, End<'_>, bool); 5] = [
+        ("announced, and nobody waits", false, &announce, true),
+        // As stock QEMU does.
+        ("cut, and nobody waits", false, &cut, true),
+        ("reset, and nobody waits", false, &reset, false),
+        ("announced, and somebody waits", true, &announce, true),
+        ("cut, and somebody waits", true, &cut, false),
+    ];
+    for (what, return_path, end, whole) in ends {
+        let (near, far) = meeting.pair();
+        near.put(&stream(&memory, &[(0, true)], return_path)).unwrap();
+        end(&near);
+        // All of it has come.
+        let received = receive(far, &mut Kept::default());
+        assert_eq!(received.is_ok(), whole, "{what}: {received:?}");
+        if let Err(error) = received {
+            assert!(error.to_string().contains("without TLS's word"), "{what}: {error}");
+        }
+    }
 }
 
 /// What a destination says to a stream that begins with these commands.
