@@ -2,6 +2,7 @@
 
 mod model;
 
+use std::io::Write as _;
 use std::thread;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use limosa_stream::configuration::Configuration;
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
 use limosa_stream::ram::{FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE, RecordEncoder, RecordKind};
 use limosa_stream::{ram, section, xbzrle};
+use model::encrypted::Meeting;
 use model::{Kept, Memory, device_tail, pair};
 
 /// What a channel beside the main one sends, in order.
@@ -407,6 +409,66 @@ fn thousands_of_strangers_hold_up_nobody() {
         assert_eq!(set.pages.len(), 4);
         drop(flood.join().unwrap());
     });
+}
+
+#[test]
+fn who_has_said_who_it_is_is_not_closed_because_others_came_behind_it() {
+    let (_folder, listener) = listener();
+    let _right = connect(&listener, b"QEVM");
+    // With them the row is full before anybody was looked at.
+    let _strangers: Vec<_> = (0..64).map(|_| connect(&listener, b"")).collect();
+    gather(gathering(&listener, 0, 20_000)).unwrap();
+}
+
+#[test]
+fn who_has_shaken_hands_stays_while_strangers_come_and_go() {
+    let meeting = Meeting::new();
+    let mut gathering = gathering(&meeting.listener, 0, 30_000);
+    thread::scope(|scope| {
+        let connects = scope.spawn(|| {
+            let right = meeting.connect().unwrap();
+            right.establish().unwrap();
+            right
+        });
+        while !connects.is_finished() {
+            assert!(gathering.step(Duration::from_millis(5)).unwrap().is_none());
+        }
+        let right = connects.join().unwrap();
+        let mut strangers = Vec::new();
+        for number in 0..150 {
+            strangers.push(meeting.stranger());
+            if number % 20 == 0 {
+                assert!(gathering.step(Duration::ZERO).unwrap().is_none());
+            }
+        }
+        right.put(b"QEVM").unwrap();
+        gather(gathering).unwrap();
+    });
+}
+
+#[test]
+fn reasons_are_told_once_each_and_so_is_a_peer_that_goes_because_it_does_not_trust_this_end() {
+    let meeting = Meeting::new();
+    let mut told = Vec::new();
+    let mut gathering = gathering(&meeting.listener, 0, 30_000).on_refusal(|why| told.push(why.to_owned()));
+    for number in 0..6 {
+        if number % 2 == 0 {
+            meeting.stranger().write_all(b"QEVM, and no TLS").unwrap();
+        } else {
+            // As stock QEMU, which looks at a certificate behind the handshake.
+            let client = meeting.connect().unwrap();
+            while rustix::io::ioctl_fionread(&client).unwrap() == 0 {
+                assert!(gathering.step(Duration::from_millis(1)).unwrap().is_none());
+            }
+            client.establish().unwrap();
+            rustix::net::shutdown(&client, rustix::net::Shutdown::Both).unwrap();
+        }
+        assert!(gathering.step(Duration::from_millis(50)).unwrap().is_none());
+    }
+    drop(gathering);
+    assert_eq!(told.len(), 2, "{told:?}");
+    assert!(told[0].contains("what it says is no TLS"), "{told:?}");
+    assert!(told[1].contains("it may not trust this end's certificate"), "{told:?}");
 }
 
 #[test]

@@ -5,16 +5,17 @@
 //! they cannot be looked at, the main channel is the first to connect.
 //!
 //! The law: **nobody who connects holds up anybody else**, however many they are and whatever they send or do not send.
-//! Connections that have not yet said who they are wait in a short row; when it is full, the one that has waited longest
-//! is closed. What names itself wrongly ends the gathering with an error that says what to set. Over TLS the bytes are those
-//! inside, so channels are told apart as without it; who does not come through the handshake is a stranger, and told of.
+//! Connections that have not yet said who they are wait in a short row; when it is full, and nobody in it has said so since,
+//! the one that has waited longest is closed, over TLS of those who have not shaken hands. What names itself wrongly ends the
+//! gathering with an error that says what to set. Over TLS the bytes are those inside, so channels are told apart as without
+//! it; who does not come through the handshake is a stranger, and told of.
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Listener};
+use limosa_channel::{Channel, Listener, Reasons};
 use limosa_stream::configuration;
 use limosa_stream::multifd::{self, INITIAL_LEN, InitialPacket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -66,6 +67,7 @@ pub struct Gathering<'a> {
     turned_away: u64,
     /// Why, the last time that there was more to say than that it was a stranger.
     why: Option<String>,
+    reasons: Reasons,
     tell: Option<Tell<'a>>,
 }
 
@@ -101,11 +103,12 @@ impl<'a> Gathering<'a> {
         let pages = (0..options.channels).map(|_| None).collect();
         let (main, uuid, row) = (None, None, VecDeque::with_capacity(ROW));
         let (begun, turned_away, why, tell) = (Instant::now(), 0, None, None);
-        Self { listener, options, begun, main, pages, uuid, row, turned_away, why, tell }
+        let reasons = Reasons::default();
+        Self { listener, options, begun, main, pages, uuid, row, turned_away, why, reasons, tell }
     }
 
     /// Has `tell` hear why a connection was turned away that may have meant to be a channel: one that does not come through
-    /// the TLS handshake, or that speaks TLS to an end that does not. What it heard last it does not hear again.
+    /// the TLS handshake, or that speaks TLS to an end that does not. It hears the same once, and a few reasons only.
     #[must_use]
     pub fn on_refusal(mut self, tell: impl FnMut(&str) + 'a) -> Self {
         self.tell = Some(Box::new(tell));
@@ -163,12 +166,25 @@ impl<'a> Gathering<'a> {
                 continue;
             }
             if self.row.len() >= ROW {
-                self.turned_away += 1;
-                self.row.pop_front();
+                self.look()?;
+                self.make_room();
             }
             self.row.push_back(Waiting { channel, began: false });
         }
         Ok(())
+    }
+
+    /// Closes one of the row, if it is full.
+    fn make_room(&mut self) {
+        if self.row.len() < ROW {
+            return;
+        }
+        let is_strange = |waiting: &Waiting| !matches!(waiting.channel.try_establish(), Ok(true));
+        let strange: Vec<_> =
+            (0..).zip(&self.row).filter(|(_, waiting)| is_strange(waiting)).map(|(at, _)| at).collect();
+        // Where everybody may shake hands, those who have and say nothing are no better than others.
+        let place = strange.first().filter(|_| strange.len() >= ROW / 2).copied().unwrap_or(0);
+        self.turned_away += u64::from(self.row.remove(place).is_some());
     }
 
     /// Looks at those in the row.
@@ -191,12 +207,10 @@ impl<'a> Gathering<'a> {
 
     fn refuse(&mut self, why: String) {
         self.turned_away += 1;
-        if self.why.as_ref() != Some(&why) {
-            if let Some(tell) = &mut self.tell {
-                tell(&why);
-            }
-            self.why = Some(why);
+        if let Some(tell) = self.tell.as_mut().filter(|_| self.reasons.is_new(&why)) {
+            tell(&why);
         }
+        self.why = Some(why);
     }
 
     fn identify(&self, channel: &Channel) -> Result<Found, MigrateError> {
@@ -204,8 +218,12 @@ impl<'a> Gathering<'a> {
         let got = match channel.peek(&mut bytes) {
             Ok(None) => return Ok(Found::Unknown { began: false }),
             Ok(Some(got)) if got > 0 => got,
-            // It has gone again.
-            Ok(Some(_)) => return Ok(Found::Stranger),
+            // It has gone again. Who has shaken hands before may not trust this end, and not say so: stock QEMU goes so.
+            Ok(Some(_)) => {
+                let gone = channel.get(&mut bytes).err();
+                let why = gone.filter(|gone| gone.tls_failure().is_some()).map(|gone| Found::Refused(gone.to_string()));
+                return Ok(why.unwrap_or(Found::Stranger));
+            }
             Err(error) if error.is_closed() => return Ok(Found::Stranger),
             Err(error) if error.tls_failure().is_some() => return Ok(Found::Refused(error.to_string())),
             Err(error) => return Err(error.into()),
