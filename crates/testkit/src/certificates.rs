@@ -37,6 +37,16 @@ pub enum Validity {
     Later,
 }
 
+impl Validity {
+    fn years(self) -> (i32, i32) {
+        match self {
+            Self::Now => (2000, 2095),
+            Self::Over => (2000, 2001),
+            Self::Later => (2090, 2095),
+        }
+    }
+}
+
 /// An authority that issues certificates.
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
@@ -49,12 +59,20 @@ impl Authority {
     /// # Errors
     /// No key can be made.
     pub fn new() -> Result<Self> {
+        Self::named("limosa's tests", Validity::Now)
+    }
+
+    /// One of another name, or whose own certificate is not valid now.
+    ///
+    /// # Errors
+    /// No key can be made.
+    pub fn named(name: &str, validity: Validity) -> Result<Self> {
         let mut params = CertificateParams::new([])?;
-        params.distinguished_name.push(DnType::CommonName, "limosa's tests");
+        params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        params.not_before = date_time_ymd(2000, 1, 1);
-        params.not_after = date_time_ymd(2095, 1, 1);
+        let (from, to) = validity.years();
+        (params.not_before, params.not_after) = (date_time_ymd(from, 1, 1), date_time_ymd(to, 1, 1));
         let key = KeyPair::generate()?;
         let pem = params.self_signed(&key)?.pem();
         Ok(Self { issuer: Issuer::new(params, key), pem })
@@ -82,11 +100,7 @@ impl Authority {
             TlsEnd::Server => ExtendedKeyUsagePurpose::ServerAuth,
         }];
         params.use_authority_key_identifier_extension = true;
-        let (from, to) = match validity {
-            Validity::Now => (2000, 2095),
-            Validity::Over => (2000, 2001),
-            Validity::Later => (2090, 2095),
-        };
+        let (from, to) = validity.years();
         (params.not_before, params.not_after) = (date_time_ymd(from, 1, 1), date_time_ymd(to, 1, 1));
         let key = KeyPair::generate()?;
         let certificate = params.signed_by(&key, &self.issuer)?;

@@ -7,12 +7,14 @@
 //! | `client-cert.pem`, `client-key.pem` | optional: who this end is | |
 //! | `server-cert.pem`, `server-key.pem` | | who this end is |
 //!
-//! The law: what is wrong with this end's own files is told when they are read, before anybody is reached.
+//! The law: what is wrong with this end's own files is told when they are read, before anybody is reached. A file that would
+//! keep out nobody, or let in nobody, is wrong.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::client::{Resumption, WebPkiServerVerifier};
@@ -22,6 +24,8 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::version::TLS13;
 use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
+use webpki::{BorrowedCertRevocationList, CertRevocationList, EndEntityCert, KeyUsage, anchor_from_trusted_cert};
+use zeroize::Zeroizing;
 
 use super::failure::TlsFailure;
 use crate::error::ChannelError;
@@ -60,7 +64,7 @@ impl Tls {
         let name = hostname.map(|name| server_name(name).ok_or_else(|| folder.wrong("", not_a_name(name))));
         let authorities = folder.authorities()?;
         let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(&authorities), provider())
-            .with_crls(folder.revoked()?)
+            .with_crls(folder.revoked(&authorities, "client-cert.pem")?)
             // As GnuTLS: what no list speaks of is not revoked.
             .allow_unknown_revocation_status()
             .enforce_revocation_expiration()
@@ -101,7 +105,7 @@ impl Tls {
         let (builder, authorities) = if verify_peer {
             let authorities = folder.authorities()?;
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&authorities), provider())
-                .with_crls(folder.revoked()?)
+                .with_crls(folder.revoked(&authorities, "server-cert.pem")?)
                 .allow_unknown_revocation_status()
                 .enforce_revocation_expiration()
                 .build()
@@ -186,6 +190,32 @@ fn not_a_name(name: &str) -> String {
     format!("{name:?} is neither a host's name nor an address (tls-hostname)")
 }
 
+/// What a certificate is good for among the authorities.
+enum Standing {
+    Good,
+    Expired(TlsFailure),
+    /// It is an end's, not an authority's.
+    Subject,
+}
+
+/// Looks at a certificate as if it were an end's: its dates are looked at first, and then that it is an authority's. Of an
+/// authority as such its name and its key are all that is ever looked at.
+fn standing(certificate: &CertificateDer<'_>) -> Standing {
+    // One so old that it says nothing of the kind (version 1) is taken, or refused with what is wrong with it.
+    let Ok(as_end) = EndEntityCert::try_from(certificate) else { return Standing::Good };
+    let (now, usage) = (UnixTime::now(), KeyUsage::server_auth());
+    match as_end.verify_for_usage(&[], &[], &[], now, usage, None, None).map(|_| ()) {
+        Err(webpki::Error::CaUsedAsEndEntity) => Standing::Good,
+        Err(webpki::Error::CertExpired { time, not_after }) => Standing::Expired(TlsFailure::Expired {
+            ago: Duration::from_secs(time.as_secs().saturating_sub(not_after.as_secs())),
+        }),
+        Err(webpki::Error::CertNotValidYet { time, not_before }) => Standing::Expired(TlsFailure::NotYetValid {
+            ahead: Duration::from_secs(not_before.as_secs().saturating_sub(time.as_secs())),
+        }),
+        _ => Standing::Subject,
+    }
+}
+
 /// Where the files are.
 #[derive(Clone, Copy)]
 struct Folder<'a>(&'a Path);
@@ -199,12 +229,15 @@ impl Folder<'_> {
         ChannelError::Credentials { path: self.file(name), why: why.to_string() }
     }
 
-    /// A file's contents, or nothing if there is none.
-    fn read(self, name: &str) -> Result<Option<Vec<u8>>> {
-        let read = || -> io::Result<Vec<u8>> {
+    /// A file's contents, or nothing if there is none. They are wiped when they are dropped: one of the files has a key in it.
+    fn read(self, name: &str) -> Result<Option<Zeroizing<Vec<u8>>>> {
+        let read = || -> io::Result<Zeroizing<Vec<u8>>> {
             use std::io::Read as _;
-            let mut bytes = Vec::new();
-            std::fs::File::open(self.file(name))?.take(FILE_MAX + 1).read_to_end(&mut bytes)?;
+            let file = std::fs::File::open(self.file(name))?;
+            // With room for all of it: what grows leaves copies behind.
+            let length = file.metadata()?.len().min(FILE_MAX) + 64;
+            let mut bytes = Zeroizing::new(Vec::with_capacity(usize::try_from(length).unwrap_or(0)));
+            file.take(FILE_MAX + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
         };
         match read() {
@@ -227,15 +260,42 @@ impl Folder<'_> {
         let found: Option<Vec<CertificateDer<'static>>> = self.objects(AUTHORITIES)?;
         let found = found.ok_or_else(|| self.wrong(AUTHORITIES, "a certificate of an authority is needed here"))?;
         let mut store = RootCertStore::empty();
+        let (mut good, mut expired) = (false, None);
         for certificate in found {
+            match standing(&certificate) {
+                Standing::Good => good = true,
+                Standing::Expired(failure) => expired = Some(failure),
+                Standing::Subject => {
+                    let why = "one of its certificates is no authority's (basicConstraints=CA:TRUE); an end's own certificate \
+                               belongs elsewhere";
+                    return Err(self.wrong(AUTHORITIES, why));
+                }
+            }
             store.add(certificate).map_err(|error| self.wrong(AUTHORITIES, error))?;
         }
-        Ok(Arc::new(store))
+        match expired.filter(|_| !good) {
+            None => Ok(Arc::new(store)),
+            Some(expired) => Err(self.wrong(AUTHORITIES, format!("nobody can be trusted by it: {expired}"))),
+        }
     }
 
-    /// What was taken back. A list that is there and cannot be read as one must not let those in whom it was to keep out.
-    fn revoked(self) -> Result<Vec<CertificateRevocationListDer<'static>>> {
-        if let Some(lists) = self.objects(REVOKED)? {
+    /// What was taken back. A list that is there and cannot be read as one must not let those in whom it was to keep out; nor
+    /// must lists of others. Those of an authority between are known by this end's own chain.
+    fn revoked(self, authorities: &RootCertStore, own: &str) -> Result<Vec<CertificateRevocationListDer<'static>>> {
+        if let Some(lists) = self.objects::<CertificateRevocationListDer<'static>>(REVOKED)? {
+            let chain: Vec<CertificateDer<'static>> = self.objects(own)?.unwrap_or_default();
+            let between = chain.iter().filter_map(|above| anchor_from_trusted_cert(above).ok());
+            let known: Vec<_> = between.chain(authorities.roots.iter().cloned()).map(|anchor| anchor.subject).collect();
+            let applies = |list: &CertificateRevocationListDer<'_>| {
+                // One that is damaged is refused by who is to use it.
+                BorrowedCertRevocationList::from_der(list)
+                    .map(CertRevocationList::from)
+                    .map_or(true, |list| known.iter().any(|subject| subject.as_ref() == list.issuer()))
+            };
+            if !lists.iter().any(applies) {
+                let why = format!("it is of no authority in {AUTHORITIES}, so that nobody would be kept out by it");
+                return Err(self.wrong(REVOKED, why));
+            }
             return Ok(lists);
         }
         match self.file(REVOKED).symlink_metadata() {

@@ -208,6 +208,42 @@ fn credentials_that_are_missing_or_damaged_are_named_by_their_file() {
 }
 
 #[test]
+fn a_list_of_another_authority_is_refused_unless_one_of_its_own_is_with_it() {
+    let bed = Bed::new();
+    let list = bed.folder().join("ca-crl.pem");
+    Authority::named("another", Validity::Now).unwrap().revoke(bed.folder(), TlsEnd::Client).unwrap();
+    let foreign = std::fs::read_to_string(&list).unwrap();
+    for end in [Tls::client(bed.folder(), None), Tls::server(bed.folder(), true)] {
+        let error = end.unwrap_err().to_string();
+        assert!(error.contains("ca-crl.pem: it is of no authority in ca-cert.pem"), "{error}");
+    }
+    bed.authority.revoke(bed.folder(), TlsEnd::Client).unwrap();
+    std::fs::write(&list, foreign + &std::fs::read_to_string(&list).unwrap()).unwrap();
+    Tls::server(bed.folder(), true).unwrap();
+}
+
+#[test]
+fn authorities_that_have_all_expired_or_are_none_are_refused_before_anybody_is_reached() {
+    for (validity, said) in [(Validity::Over, "has expired (9"), (Validity::Later, "is not valid yet (in 2")] {
+        let (bed, authority) = (Bed::new(), Authority::named("limosa's tests", validity).unwrap());
+        let file = bed.folder().join("ca-cert.pem");
+        let good = std::fs::read_to_string(&file).unwrap();
+        authority.trusted_in(bed.folder()).unwrap();
+        for end in [Tls::client(bed.folder(), None), Tls::server(bed.folder(), true)] {
+            let error = end.unwrap_err().to_string();
+            assert!(error.contains("ca-cert.pem: nobody can be trusted by it: ") && error.contains(said), "{error}");
+        }
+        // An old one beside it that nobody needs.
+        std::fs::write(&file, good + &std::fs::read_to_string(&file).unwrap()).unwrap();
+        Tls::client(bed.folder(), None).unwrap();
+    }
+    let bed = Bed::new();
+    std::fs::copy(bed.folder().join("server-cert.pem"), bed.folder().join("ca-cert.pem")).unwrap();
+    let error = Tls::client(bed.folder(), None).unwrap_err().to_string();
+    assert!(error.contains("ca-cert.pem: one of its certificates is no authority's"), "{error}");
+}
+
+#[test]
 fn credentials_of_the_other_end_are_refused_before_anybody_is_reached() {
     let bed = Bed::new();
     // Nobody listens there, which would be said otherwise.
