@@ -5,11 +5,11 @@
 
 use std::fs::File;
 use std::io::Seek as _;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::CommandFactory as _;
-use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Tls, Uri};
+use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Tls, TlsFailure, Uri};
 use limosa_migrate::MigrateError;
 use limosa_migrate::destination::{ChannelSet, Gathering, GatheringOptions};
 
@@ -19,6 +19,9 @@ use crate::voice::say;
 
 /// How long a command whose stream has broken off may take to end, so that its exit status can be told.
 const EXPLAIN_WITHIN: Duration = Duration::from_secs(2);
+
+/// How long a destination that gives no answer is listened to for a refusal: it looks at a certificate as soon as it has come.
+const LISTEN_FOR: Duration = Duration::from_secs(10);
 
 /// How long nobody may come before it is looked whether the job goes on at all.
 const TICK: Duration = Duration::from_millis(20);
@@ -146,6 +149,26 @@ impl Other {
         self.command.as_mut().map_or(Ok(()), |command| command.finish(within))
     }
 
+    /// As [`finish`](Self::finish), where the destination gives no answer. Over TLS this end has shaken hands before the other
+    /// one has looked at its certificate, and all may have been put before its refusal comes: so it is listened for until
+    /// the other end has gone, for a while. Stock QEMU refuses without a word, and cannot be told from one that has all.
+    pub(crate) fn finish_unanswered(self, within: Duration) -> Result<(), ChannelError> {
+        if self.channel.is_encrypted() {
+            let _ = self.channel.shutdown(How::Write);
+            let end = Instant::now() + LISTEN_FOR.min(within);
+            let mut room = [0; 256];
+            while Instant::now() < end {
+                self.channel.set_timeouts(Some(end.saturating_duration_since(Instant::now())), None)?;
+                match self.channel.get_some(&mut room) {
+                    Ok(1..) => {}
+                    Err(error) if matches!(error.tls_failure(), Some(TlsFailure::Refused(_))) => return Err(error),
+                    Ok(0) | Err(_) => break,
+                }
+            }
+        }
+        self.finish(within)
+    }
+
     /// What the engine failed with, or what the command failed with before that.
     pub(crate) fn explain(mut self, error: MigrateError) -> anyhow::Error {
         let broken = match &error {
@@ -178,4 +201,51 @@ pub(crate) fn misused(why: &str) -> ! {
 fn is_regular_file(channel: &Channel) -> bool {
     use rustix::fs::{FileType, fstat};
     fstat(channel).is_ok_and(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile)
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_testkit::{Authority, scratch};
+
+    use super::*;
+
+    #[test]
+    fn a_destination_that_refuses_a_certificate_is_heard_although_all_was_put_before() {
+        let (folder, bare) = (scratch().unwrap(), scratch().unwrap());
+        let authority = Authority::new().unwrap();
+        authority.equip(folder.path()).unwrap();
+        authority.trusted_in(bare.path()).unwrap();
+        let with = |tls: Tls| Options { tls: Some(tls), ..Options::default() };
+        for certificate in [false, true] {
+            let server = with(Tls::server(folder.path(), true).unwrap());
+            let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &server).unwrap();
+            let client = if certificate { folder.path() } else { bare.path() };
+            let client = with(Tls::client(client, None).unwrap());
+            let (all, put_all) = std::sync::mpsc::channel();
+            let finished = std::thread::scope(|scope| {
+                let uri = listener.local_uri();
+                let sends = scope.spawn(move || {
+                    let wire = Wire::to(uri, &client, 0).unwrap();
+                    wire.channel.put(b"all").unwrap();
+                    drop(wire.channel);
+                    all.send(()).unwrap();
+                    wire.end.finish_unanswered(Duration::from_secs(60))
+                });
+                let server = listener.accept(None).unwrap();
+                // A client has shaken hands when it has said its last word; a server answers before it looks at that.
+                while put_all.try_recv().is_err() {
+                    let _ = server.try_establish();
+                }
+                while let Ok(1..) = server.get_some(&mut [0; 100]) {}
+                drop(server);
+                sends.join().unwrap()
+            });
+            match finished {
+                Ok(()) => assert!(certificate),
+                Err(error) => {
+                    assert!(!certificate && error.to_string().contains("this end has none"), "{error}");
+                }
+            }
+        }
+    }
 }

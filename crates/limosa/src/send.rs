@@ -118,7 +118,8 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
     };
     match sent {
         Ok(mut sent) => {
-            let finished = end.finish(limit.unwrap_or(PATIENCE));
+            let patience = limit.unwrap_or(PATIENCE);
+            let finished = if sent.answered { end.finish(patience) } else { end.finish_unanswered(patience) };
             match finished {
                 Err(error) if sent.answered => {
                     return Err(anyhow!(
