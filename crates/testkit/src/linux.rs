@@ -23,12 +23,31 @@ const MODULES: [&str; 10] = [
     "virtio_net",
 ];
 
+/// The kernel's TLS and the ciphers of TLS 1.3, likewise.
+const TLS_MODULES: [&str; 13] = [
+    "crypto_null",
+    "gf128mul",
+    "ghash-generic",
+    "ctr",
+    "aes_generic",
+    "gcm",
+    "libchacha",
+    "chacha_generic",
+    "chacha",
+    "libpoly1305",
+    "poly1305_generic",
+    "chacha20poly1305",
+    "tls",
+];
+
 /// Linux with busybox. On its serial port it prints `count N` about ten times a second, and runs each line it gets there
 /// as a shell line, whose output is followed by `done STATUS`. [`crate::Vm::shell`] and [`crate::Vm::wait_counts`] use that.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinuxGuest {
     /// Whether virtio devices get their drivers.
     pub modules: bool,
+    /// Whether the kernel gets TLS, if its module was unpacked.
+    pub tls: bool,
     /// More words for the kernel's command line.
     pub kernel_words: String,
     /// Programs of the host that it has too, by their names, in `/host`; run there by `host NAME ...` with the host's libraries.
@@ -37,7 +56,7 @@ pub struct LinuxGuest {
 
 impl Default for LinuxGuest {
     fn default() -> Self {
-        Self { modules: true, kernel_words: String::new(), programs: Vec::new() }
+        Self { modules: true, tls: false, kernel_words: String::new(), programs: Vec::new() }
     }
 }
 
@@ -76,9 +95,12 @@ impl LinuxGuest {
         initrd.character_device("dev/console", 5, 1);
         let busybox = std::fs::read(parts.join("busybox")).context("the guest's busybox")?;
         initrd.file("bin/busybox", 0o755, &busybox)?;
-        if self.modules {
+        let virtio: &[&str] = if self.modules { &MODULES } else { &[] };
+        let tls: &[&str] = if self.tls { &TLS_MODULES } else { &[] };
+        let modules = [virtio, tls].concat();
+        if !modules.is_empty() {
             initrd.folder("modules");
-            for name in MODULES {
+            for name in &modules {
                 let file = format!("modules/{name}.ko");
                 if let Ok(module) = std::fs::read(parts.join(&file)) {
                     initrd.file(&file, 0o644, &module)?;
@@ -86,7 +108,7 @@ impl LinuxGuest {
             }
         }
         add_programs(&mut initrd, &self.programs, folder)?;
-        initrd.file("init", 0o755, INIT.replace("MODULES", &MODULES.join(" ")).as_bytes())?;
+        initrd.file("init", 0o755, INIT.replace("MODULES", &modules.join(" ")).as_bytes())?;
         let path = folder.join("initrd");
         std::fs::write(&path, initrd.finish()).with_context(|| path.display().to_string())?;
         let words = format!("console=ttyS0 quiet panic=-1 init_on_alloc=0 {}", self.kernel_words);

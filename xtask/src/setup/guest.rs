@@ -1,7 +1,8 @@
-//! The Linux guest's parts: the distribution's cloud kernel, the virtio modules it does not have built in, and a static
+//! The Linux guest's parts: the distribution's cloud kernel, the virtio and TLS modules it does not have built in, and a static
 //! busybox, unpacked (never installed) into a cache folder.
 //!
-//! Law: the folder is complete or it is not there: it is filled under another name and renamed.
+//! Law: the folder is complete or it is not there: it is filled under another name and renamed. It says which modules were
+//! looked for, so that one of an older list is made anew; a kernel may have some of them built in.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use super::plan::Machine;
 use crate::shell;
 
 /// The modules a guest may load, by file name without the extension.
-const MODULES: [&str; 10] = [
+const MODULES: [&str; 23] = [
     "virtio",
     "virtio_ring",
     "virtio_pci_legacy_dev",
@@ -24,7 +25,23 @@ const MODULES: [&str; 10] = [
     "failover",
     "net_failover",
     "virtio_net",
+    "tls",
+    "crypto_null",
+    "gf128mul",
+    "ghash-generic",
+    "ctr",
+    "aes_generic",
+    "gcm",
+    "libchacha",
+    "chacha_generic",
+    "chacha",
+    "libpoly1305",
+    "poly1305_generic",
+    "chacha20poly1305",
 ];
+
+/// The file that lists them.
+const CONTENTS: &str = "contents";
 
 /// Where limosa-testkit looks for `vmlinuz`, `busybox` and `modules/NAME.ko`.
 pub(crate) fn folder() -> PathBuf {
@@ -33,7 +50,10 @@ pub(crate) fn folder() -> PathBuf {
 
 /// Whether all is there.
 pub(crate) fn is_complete() -> bool {
-    folder().join("vmlinuz").is_file() && folder().join("busybox").is_file()
+    let contents = std::fs::read_to_string(folder().join(CONTENTS));
+    folder().join("vmlinuz").is_file()
+        && folder().join("busybox").is_file()
+        && contents.is_ok_and(|contents| contents == MODULES.join("\n"))
 }
 
 /// The package that depends on the smallest kernel of the distribution.
@@ -138,7 +158,8 @@ fn fill(machine: &Machine, work: &Path) -> Result<()> {
             other => bail!("{}: a module in an unknown form ({other})", file.display()),
         }
     }
-    Ok(())
+    let contents = guest.join(CONTENTS);
+    std::fs::write(&contents, MODULES.join("\n")).with_context(|| format!("writing {}", contents.display()))
 }
 
 fn unpack(program: &str, from: &Path, to: &Path) -> Result<()> {
