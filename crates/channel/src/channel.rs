@@ -22,7 +22,7 @@ use crate::lane::{Lane, Stop};
 use crate::options::Options;
 use crate::passed::PASSED_MAX;
 use crate::rate::RateLimit;
-use crate::tls::{Session, TlsFailure};
+use crate::tls::{ByKernel, Session, TlsFailure};
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
 use crate::zero_copy::{Lender, Refusal, ZeroCopy};
@@ -281,6 +281,18 @@ impl Channel {
     /// ([`put_file`](Self::put_file)) nor memory (zero-copy), and no descriptors can be passed.
     pub fn is_encrypted(&self) -> bool {
         matches!(self.transport, Transport::Tls(_))
+    }
+
+    /// Whether the kernel seals what is put ([`How::Write`]), opens what is got ([`How::Read`]), or both ([`crate::KernelTls`]). Only
+    /// known once both ends have shaken hands; where bytes came with the end of that, it opens what comes behind them.
+    pub fn is_sealed_by_kernel(&self, how: How) -> bool {
+        let Transport::Tls(session) = &self.transport else { return false };
+        let (seals, opens) = session.by_kernel().map_or((false, false), ByKernel::directions);
+        match how {
+            How::Read => opens,
+            How::Write => seals,
+            How::Both => seals && opens,
+        }
     }
 
     /// Whether descriptors can be passed through it: whether it is a unix socket, not encrypted.
@@ -561,7 +573,13 @@ impl Channel {
 
     /// What this channel and its clones did so far.
     pub fn counters(&self) -> Counters {
-        Counters::of(&self.shared.put.side, &self.shared.get.side)
+        let mut counters = Counters::of(&self.shared.put.side, &self.shared.get.side);
+        if let Transport::Tls(session) = &self.transport
+            && let Some(by_kernel) = session.by_kernel()
+        {
+            (counters.sealed_by_kernel, counters.opened_by_kernel) = by_kernel.bytes();
+        }
+        counters
     }
 
     /// The other end, for messages.

@@ -41,6 +41,10 @@ pub struct Counters {
     /// Calls that lent nothing, because the kernel had no room to remember another loan (`ENOBUFS`) or cannot lend such memory
     /// (`EFAULT`).
     pub starved: u64,
+    /// Bytes put that the kernel has sealed ([`crate::KernelTls`]).
+    pub sealed_by_kernel: u64,
+    /// Bytes that the kernel has opened.
+    pub opened_by_kernel: u64,
 }
 
 /// One direction's counters. 128 bytes: processors fetch cache lines in pairs.
@@ -139,6 +143,9 @@ impl Counters {
             lent_completed: out.completed.load(Relaxed),
             lent_copied: out.copied.load(Relaxed),
             starved: out.starved.load(Relaxed),
+            // Told by whoever knows.
+            sealed_by_kernel: 0,
+            opened_by_kernel: 0,
         }
     }
 }
@@ -161,6 +168,8 @@ impl std::iter::Sum for Counters {
             lent_completed: sum.lent_completed.wrapping_add(one.lent_completed),
             lent_copied: sum.lent_copied.wrapping_add(one.lent_copied),
             starved: sum.starved.wrapping_add(one.starved),
+            sealed_by_kernel: sum.sealed_by_kernel.wrapping_add(one.sealed_by_kernel),
+            opened_by_kernel: sum.opened_by_kernel.wrapping_add(one.opened_by_kernel),
         })
     }
 }

@@ -60,6 +60,6 @@ pub use listener::Listener;
 pub use options::Options;
 pub use rate::RateLimit;
 pub use reception::{Reasons, Reception};
-pub use tls::{Tls, TlsFailure};
+pub use tls::{KernelTls, Tls, TlsFailure, UnknownKernelTls};
 pub use uri::{Uri, UriError};
 pub use zero_copy::{Lending, ZeroCopy};

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::rate::RateLimit;
-use crate::tls::Tls;
+use crate::tls::{self, Tls};
 use crate::zero_copy::ZeroCopy;
 
 /// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy, no encryption.
@@ -38,7 +38,10 @@ pub(crate) const COPIED_BY_TLS: &str =
 impl Options {
     /// What does not go together: told before anybody is reached.
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
-        let named = matches!(self.zero_copy, ZeroCopy::Msg | ZeroCopy::Splice);
-        (named && self.tls.is_some()).then_some(COPIED_BY_TLS)
+        let tls = self.tls.as_ref()?;
+        if matches!(self.zero_copy, ZeroCopy::Msg | ZeroCopy::Splice) {
+            return Some(COPIED_BY_TLS);
+        }
+        tls.misses_the_kernels().then_some(tls::NO_KERNEL_TLS)
     }
 }

@@ -14,16 +14,20 @@
 //! | `handshake` | from a connected socket to keys |
 //! | `record` | bytes sealed into records, and records opened |
 //! | `session` | both directions of one connection |
+//! | `kernel` | directions whose keys the kernel has |
 //! | `plaintext` | between records and memory that is no slice |
 //! | `failure` | what went wrong, in words that say what to do |
 
 mod credentials;
 mod failure;
 mod handshake;
+mod kernel;
 mod plaintext;
 mod record;
 mod session;
 
 pub use credentials::Tls;
 pub use failure::TlsFailure;
+pub(crate) use kernel::{ByKernel, NONE as NO_KERNEL_TLS};
+pub use kernel::{KernelTls, UnknownKernelTls};
 pub(crate) use session::Session;

@@ -1,7 +1,7 @@
 //! One system call each: how bytes enter and leave a descriptor.
 //!
-//! This enum is the place where other ways of moving bytes join. TLS in the kernel is a `Socket` that was set up differently; TLS in
-//! user space is a variant that seals a batch into records. Nothing above this module sees which one it is.
+//! This enum is the place where other ways of moving bytes join. TLS is a variant that seals a batch into records, or has the
+//! kernel do so. Nothing above this module sees which one it is.
 #![allow(unsafe_code, reason = "the calls take lists of raw memory, because guest memory is never a slice")]
 
 use std::io;
@@ -137,7 +137,7 @@ impl Transport {
                 unsafe { passed.receive(fd.as_raw_fd(), batch.entries(), flags) }
             }
             Self::Socket(fd, _) => receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
-            Self::Tls(session) => session.get(batch),
+            Self::Tls(session) => session.get(batch, whole),
             Self::Pair { input: Half::Socket(fd), .. } => receive(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
@@ -185,7 +185,8 @@ impl Transport {
     }
 }
 
-fn send(fd: &OwnedFd, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize> {
+/// As sendmsg(2) into a socket.
+pub(crate) fn send(fd: &OwnedFd, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize> {
     let flags = flags | libc::MSG_NOSIGNAL;
     if let [entry] = batch.entries() {
         // Measured to be a tenth cheaper than a message of one entry, for small ones.
@@ -197,7 +198,8 @@ fn send(fd: &OwnedFd, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize>
     answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })
 }
 
-fn receive(fd: &OwnedFd, batch: &Batch<'_, In>, flags: c_int) -> io::Result<usize> {
+/// As recvmsg(2) from a socket.
+pub(crate) fn receive(fd: &OwnedFd, batch: &Batch<'_, In>, flags: c_int) -> io::Result<usize> {
     if let [entry] = batch.entries() {
         // SAFETY: the batch's entry is valid for writes.
         return answer(unsafe { libc::recv(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });

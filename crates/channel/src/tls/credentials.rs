@@ -28,6 +28,7 @@ use webpki::{BorrowedCertRevocationList, CertRevocationList, EndEntityCert, KeyU
 use zeroize::Zeroizing;
 
 use super::failure::TlsFailure;
+use super::kernel::KernelTls;
 use crate::error::ChannelError;
 
 type Result<T> = std::result::Result<T, ChannelError>;
@@ -44,6 +45,9 @@ pub struct Tls {
     pub(super) side: Side,
     /// The file with the authorities, for messages.
     pub(super) authorities: Arc<str>,
+    pub(super) kernel: KernelTls,
+    /// Records that one key may seal, at most.
+    pub(super) renewed_after: u64,
 }
 
 #[derive(Clone)]
@@ -89,7 +93,7 @@ impl Tls {
         config.resumption = Resumption::disabled();
         config.enable_secret_extraction = true;
         let side = Side::Client { config: Arc::new(config), name: name.transpose()?, deferred: false };
-        Ok(Self { side, authorities: folder.file(AUTHORITIES).to_string_lossy().into() })
+        Ok(Self::of(side, folder))
     }
 
     /// The end that is connected to: QEMU's `endpoint=server`. With `verify_peer`, QEMU's default, a client has to show a
@@ -129,8 +133,24 @@ impl Tls {
         // Nobody comes back to a channel of a migration.
         config.send_tls13_tickets = 0;
         config.enable_secret_extraction = true;
-        let side = Side::Server(Arc::new(config));
-        Ok(Self { side, authorities: folder.file(AUTHORITIES).to_string_lossy().into() })
+        Ok(Self::of(Side::Server(Arc::new(config)), folder))
+    }
+
+    fn of(side: Side, folder: Folder<'_>) -> Self {
+        let authorities = folder.file(AUTHORITIES).to_string_lossy().into();
+        Self { side, authorities, kernel: KernelTls::default(), renewed_after: u64::MAX }
+    }
+
+    /// The same, with records sealed and opened [by the kernel](KernelTls) or not.
+    #[must_use]
+    pub fn kernel(self, kernel: KernelTls) -> Self {
+        Self { kernel, ..self }
+    }
+
+    /// The same, with keys that are renewed after so many records of up to 16 KiB, if that is earlier than their cipher needs it.
+    #[must_use]
+    pub fn renewed_after(self, records: u64) -> Self {
+        Self { renewed_after: records, ..self }
     }
 
     /// The same, for a client that only begins to shake hands when it connects, and goes on when its channel is used or
@@ -165,6 +185,11 @@ impl Tls {
         matches!(self.side, Side::Client { deferred: false, .. })
     }
 
+    /// Whether the kernel is wanted that has no TLS.
+    pub(crate) fn misses_the_kernels(&self) -> bool {
+        self.kernel == KernelTls::On && super::kernel::is_missing()
+    }
+
     /// Whether it is known whom to expect, where that has to be.
     pub(crate) fn knows_its_peer(&self) -> bool {
         !matches!(self.side, Side::Client { name: None, .. })
@@ -174,7 +199,11 @@ impl Tls {
 impl fmt::Debug for Tls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let side = if self.is_client() { "client" } else { "server" };
-        f.debug_struct("Tls").field("endpoint", &side).field("authorities", &self.authorities).finish_non_exhaustive()
+        f.debug_struct("Tls")
+            .field("endpoint", &side)
+            .field("authorities", &self.authorities)
+            .field("kernel", &self.kernel)
+            .finish_non_exhaustive()
     }
 }
 

@@ -82,6 +82,9 @@ pub enum TlsFailure {
     /// A record that the peer cannot have sent so.
     #[error("a record does not open: it was changed on its way")]
     BadRecord,
+    /// The kernel was to seal and open records, and cannot.
+    #[error("in the kernel: {0}")]
+    Kernel(String),
     /// The two ends have nothing in common, or one breaks TLS's rules.
     #[error("{0}")]
     Protocol(String),

@@ -20,6 +20,7 @@ use rustls::{ConnectionTrafficSecrets, Error, ExtractedSecrets};
 
 use super::credentials::{Side, Tls};
 use super::failure::TlsFailure;
+use super::kernel::Key;
 use super::record::{self, BODY_MAX, HEADER, NewKeys, Opener, Sealer};
 
 /// How long a peer may take, if nothing else was said: as long as a busy machine needs, and not as long as a stranger likes.
@@ -45,6 +46,8 @@ pub(super) struct Agreed {
     pub(super) sealer: Sealer,
     pub(super) opener: Opener,
     pub(super) keys: Keys,
+    /// The keys for sending and receiving, as the kernel takes them, if it is to have them.
+    pub(super) for_kernel: Option<(Key, Key)>,
     /// What the peer has sent behind it.
     pub(super) rest: Vec<u8>,
 }
@@ -92,6 +95,10 @@ pub(super) struct Handshake {
     outgoing: Vec<u8>,
     sent: usize,
     done: bool,
+    /// Whether the kernel is to have the keys.
+    for_kernel: bool,
+    /// Records that one key may seal, at most.
+    renewed_after: u64,
 }
 
 /// What rustls wants next.
@@ -106,7 +113,7 @@ impl Handshake {
     ///
     /// # Errors
     /// It is not known whom to expect.
-    pub(super) fn new(tls: &Tls, within: Option<Duration>) -> Result<Self, TlsFailure> {
+    pub(super) fn new(tls: &Tls, within: Option<Duration>, for_kernel: bool) -> Result<Self, TlsFailure> {
         let authorities = Arc::clone(&tls.authorities);
         let wrong = |error: Error| TlsFailure::of(error, &authorities);
         let connection = match &tls.side {
@@ -129,6 +136,8 @@ impl Handshake {
             outgoing: Vec::new(),
             sent: 0,
             done: false,
+            for_kernel,
+            renewed_after: tls.renewed_after,
         })
     }
 
@@ -290,7 +299,10 @@ impl Handshake {
         let ExtractedSecrets { tx, rx } = secrets;
         let cipher = record::cipher(suite)?;
         let rest = self.incoming.split_off(self.shown);
-        Ok(Agreed { sealer: Sealer::new(cipher, tx)?, opener: Opener::new(cipher, rx)?, keys, rest })
+        let key = |(number, secrets): &(u64, ConnectionTrafficSecrets)| Key::new(secrets, *number);
+        let for_kernel = if self.for_kernel { key(&tx).zip(key(&rx)) } else { None };
+        let sealer = Sealer::new(cipher, tx)?.renewed_after(self.renewed_after);
+        Ok(Agreed { sealer, opener: Opener::new(cipher, rx)?, keys, for_kernel, rest })
     }
 }
 

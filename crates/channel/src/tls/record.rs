@@ -25,8 +25,10 @@ pub(super) const PAYLOAD_MAX: usize = 1 << 14;
 pub(super) const BODY_MAX: usize = PAYLOAD_MAX + 256;
 /// Records without bytes for us that may come one after the other: tickets, new keys, empty ones.
 const IDLE_MAX: u32 = 64;
-/// The body of a request for new keys, which only tells that the other direction has some.
-const UPDATE: [u8; 5] = [0x18, 0, 0, 1, 0];
+/// The word that new keys follow, without a request for the other direction's.
+pub(super) const UPDATE: [u8; 5] = [0x18, 0, 0, 1, 0];
+/// The word that this was all: a warning, `close_notify`.
+pub(super) const CLOSE: [u8; 2] = [1, 0];
 
 /// Where both directions get new keys from.
 pub(super) trait NewKeys {
@@ -39,6 +41,11 @@ pub(super) trait NewKeys {
 /// The cipher that both ends have agreed on, if it is one of TLS 1.3, as all are that were offered.
 pub(super) fn cipher(suite: SupportedCipherSuite) -> Result<&'static Tls13CipherSuite> {
     suite.tls13().ok_or_else(|| TlsFailure::Protocol("the session is older than TLS 1.3".into()))
+}
+
+/// How many records one key seals before the word that new ones follow, which is the last.
+fn limit(cipher: &Tls13CipherSuite, records: u64) -> u64 {
+    cipher.common.confidentiality_limit.min(records).saturating_sub(1).max(1)
 }
 
 fn parts(secrets: ConnectionTrafficSecrets) -> Result<(AeadKey, Iv)> {
@@ -79,9 +86,17 @@ impl Sealer {
     ) -> Result<Self> {
         let (key, iv) = parts(secrets)?;
         let with = cipher.aead_alg.encrypter(key, iv);
-        // The last one is for the word that new keys follow.
-        let limit = cipher.common.confidentiality_limit.saturating_sub(1).max(1);
-        Ok(Self { cipher, with, numbers: Numbers { next: first }, limit })
+        Ok(Self { cipher, with, numbers: Numbers { next: first }, limit: limit(cipher, u64::MAX) })
+    }
+
+    /// The same, with a key that is renewed after so many records at the latest.
+    pub(super) fn renewed_after(self, records: u64) -> Self {
+        Self { limit: limit(self.cipher, records), ..self }
+    }
+
+    /// Records that may be sealed with one key, besides the word that new ones follow.
+    pub(super) fn limit(&self) -> u64 {
+        self.limit
     }
 
     /// Whether this key has sealed as much as it may.
@@ -96,8 +111,7 @@ impl Sealer {
 
     /// The word that this was all.
     pub(super) fn close(&mut self) -> Result<Vec<u8>> {
-        const WARNING: u8 = 1;
-        self.record(ContentType::Alert, &[WARNING, AlertDescription::CloseNotify.into()])
+        self.record(ContentType::Alert, &CLOSE)
     }
 
     /// The word that what follows is sealed with the next key, which is taken.
@@ -128,13 +142,70 @@ pub(super) enum Opened {
     Close,
 }
 
+/// What a record says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Said {
+    /// All of it is bytes for us.
+    Bytes,
+    /// Nothing for us.
+    Nothing,
+    /// What follows is sealed with the next key; perhaps the same is wanted of this end.
+    NewKey { answer: bool },
+    /// The peer's word that nothing more comes.
+    Close,
+}
+
+/// Reads records that were opened.
+#[derive(Debug, Default)]
+pub(super) struct Reader {
+    messages: Messages,
+    idle: u32,
+}
+
+impl Reader {
+    /// What a record of this type says.
+    pub(super) fn take(&mut self, typ: ContentType, payload: &[u8]) -> Result<Said> {
+        if self.is_amid() && typ != ContentType::Handshake {
+            return Err(TlsFailure::Protocol("a record amid a handshake message".into()));
+        }
+        if typ == ContentType::ApplicationData && !payload.is_empty() {
+            self.heard();
+            return Ok(Said::Bytes);
+        }
+        self.idle += 1;
+        if self.idle > IDLE_MAX {
+            return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} records with nothing in them")));
+        }
+        match typ {
+            ContentType::ApplicationData => Ok(Said::Nothing),
+            ContentType::Alert => alert(payload),
+            ContentType::Handshake => Ok(match self.messages.take(payload)? {
+                Told::Nothing => Said::Nothing,
+                Told::NewKey { answer } => Said::NewKey { answer },
+            }),
+            typ => Err(TlsFailure::Protocol(format!("a record of type {}", u8::from(typ)))),
+        }
+    }
+
+    /// Bytes for us have come, outside of a handshake message.
+    pub(super) fn heard(&mut self) {
+        self.idle = 0;
+    }
+
+    /// Whether a handshake message has begun and not ended.
+    pub(super) fn is_amid(&self) -> bool {
+        self.messages.is_amid()
+    }
+}
+
 /// Opens records.
 pub(super) struct Opener {
     cipher: &'static Tls13CipherSuite,
     with: Box<dyn MessageDecrypter>,
     numbers: Numbers,
-    messages: Messages,
-    idle: u32,
+    reader: Reader,
+    /// Whether the peer has renewed its key.
+    renewed: bool,
 }
 
 impl Opener {
@@ -144,7 +215,7 @@ impl Opener {
     ) -> Result<Self> {
         let (key, iv) = parts(secrets)?;
         let with = cipher.aead_alg.decrypter(key, iv);
-        Ok(Self { cipher, with, numbers: Numbers { next: first }, messages: Messages::default(), idle: 0 })
+        Ok(Self { cipher, with, numbers: Numbers { next: first }, reader: Reader::default(), renewed: false })
     }
 
     /// Opens the record with this body where it lies.
@@ -154,43 +225,39 @@ impl Opener {
             Error::DecryptError => TlsFailure::BadRecord,
             error => TlsFailure::Protocol(error.to_string()),
         })?;
-        let (typ, payload) = (opened.typ, opened.payload);
-        if self.messages.is_amid() && typ != ContentType::Handshake {
-            return Err(TlsFailure::Protocol("a record amid a handshake message".into()));
-        }
-        if typ == ContentType::ApplicationData && !payload.is_empty() {
-            self.idle = 0;
-            return Ok(Opened::Bytes(payload.len()));
-        }
-        self.idle += 1;
-        if self.idle > IDLE_MAX {
-            return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} records with nothing in them")));
-        }
-        match typ {
-            ContentType::ApplicationData => Ok(Opened::Word { renew: false }),
-            ContentType::Alert => alert(payload),
-            ContentType::Handshake => match self.messages.take(payload)? {
-                Told::Nothing => Ok(Opened::Word { renew: false }),
-                Told::NewKey { answer } => {
-                    let (key, iv) = parts(keys.next_receiving()?)?;
-                    self.with = self.cipher.aead_alg.decrypter(key, iv);
-                    self.numbers.next = 0;
-                    Ok(Opened::Word { renew: answer })
-                }
-            },
-            typ => Err(TlsFailure::Protocol(format!("a record of type {}", u8::from(typ)))),
-        }
+        Ok(match self.reader.take(opened.typ, opened.payload)? {
+            Said::Bytes => Opened::Bytes(opened.payload.len()),
+            Said::Nothing => Opened::Word { renew: false },
+            Said::Close => Opened::Close,
+            Said::NewKey { answer } => {
+                let (key, iv) = parts(keys.next_receiving()?)?;
+                self.with = self.cipher.aead_alg.decrypter(key, iv);
+                self.numbers.next = 0;
+                self.renewed = true;
+                Opened::Word { renew: answer }
+            }
+        })
+    }
+
+    /// The number of the next record, as long as it is one of the first key's.
+    pub(super) fn next_of_first_key(&self) -> Option<u64> {
+        (!self.renewed).then_some(self.numbers.next)
+    }
+
+    /// What the records before have left half said.
+    pub(super) fn reader_mut(&mut self) -> &mut Reader {
+        &mut self.reader
     }
 }
 
-fn alert(payload: &[u8]) -> Result<Opened> {
+fn alert(payload: &[u8]) -> Result<Said> {
     let [_level, description] = payload else {
         return Err(TlsFailure::Protocol(format!("an alert of {} bytes", payload.len())));
     };
     match AlertDescription::from(*description) {
-        AlertDescription::CloseNotify => Ok(Opened::Close),
+        AlertDescription::CloseNotify => Ok(Said::Close),
         // The only other one that does not end a session (RFC 8446, section 6.1).
-        AlertDescription::UserCanceled => Ok(Opened::Word { renew: false }),
+        AlertDescription::UserCanceled => Ok(Said::Nothing),
         description => Err(TlsFailure::of_alert(description)),
     }
 }
@@ -270,6 +337,12 @@ pub(super) fn body(bytes: &[u8]) -> Result<Option<Range<usize>>> {
     }
     let whole = HEADER..HEADER + length;
     Ok((bytes.len() >= whole.end).then_some(whole))
+}
+
+/// How many bytes of the record at the beginning of `bytes` have yet to come; of its header, as long as that is not there.
+pub(super) fn missing(bytes: &[u8]) -> usize {
+    let Some(&[_, _, _, high, low]) = bytes.first_chunk::<HEADER>() else { return HEADER - bytes.len() };
+    (HEADER + usize::from(u16::from_be_bytes([high, low]))).saturating_sub(bytes.len())
 }
 
 #[cfg(test)]
@@ -390,6 +463,24 @@ mod tests {
         assert_eq!(body(&[23, 3, 3, 0, 1, 7, 8]), Ok(Some(5..6)));
         assert!(body(&[23, 3, 3, 0x41, 1]).is_err());
         assert!(body(b"QEVM\0").is_err() && body(&[22, 3, 3, 0, 1]).is_err());
+    }
+
+    #[test]
+    fn what_is_missing_of_a_record_ends_where_the_next_one_begins() {
+        let record = [23, 3, 3, 0, 2, 7, 8, 23, 3];
+        for (have, missing_yet) in [(0, 5), (3, 2), (5, 2), (6, 1), (7, 0)] {
+            assert_eq!(missing(&record[..have]), missing_yet);
+        }
+    }
+
+    #[test]
+    fn a_key_may_be_renewed_earlier_than_its_cipher_needs_but_not_later() {
+        let aes = cipher(TLS13_AES_256_GCM_SHA384).unwrap();
+        let sealer = |records| {
+            let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [7; 32].into(), iv: [7; 12].into() };
+            Sealer::new(aes, (0, secrets)).unwrap().renewed_after(records)
+        };
+        assert_eq!([0, 1, 100, u64::MAX].map(|records| sealer(records).limit()), [1, 1, 99, (1 << 24) - 1]);
     }
 
     proptest! {

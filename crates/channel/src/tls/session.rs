@@ -3,7 +3,8 @@
 //! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; nobody needs both. The
 //! secret that new keys come from is held for a computation only. What was sealed goes out, in order, before anything else
 //! is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The word that this was
-//! all is for who has said all: whoever gives up, or failed, leaves the peer a connection that was cut.
+//! all is for who has said all: whoever gives up, or failed, leaves the peer a connection that was cut. Each direction is this
+//! process's or the [kernel](super::kernel)'s.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -22,6 +23,7 @@ use rustls::ConnectionTrafficSecrets;
 use super::credentials::Tls;
 use super::failure::TlsFailure;
 use super::handshake::{Agreed, Handshake, Keys, Wait};
+use super::kernel::{ByKernel, Heard, Input, Kernel, Key, Output};
 use super::plaintext::Walk;
 use super::record::{self, BODY_MAX, HEADER, NewKeys, Opened, Opener, PAYLOAD_MAX, Sealer};
 use crate::vector::{Batch, In, Out};
@@ -36,6 +38,8 @@ const CLOSE_WITHIN: Duration = Duration::from_secs(2);
 /// An encrypted connection, or one that is to become it.
 pub(crate) struct Session {
     socket: OwnedFd,
+    /// Set if the kernel is to have the keys.
+    kernel: Option<Kernel>,
     /// None once it is over.
     handshake: Mutex<Option<Box<Handshake>>>,
     /// How that ended.
@@ -55,10 +59,23 @@ struct Both {
     keys: Mutex<Keys>,
     /// The peer wants what this end sends under a new key.
     renew: AtomicBool,
+    by_kernel: ByKernel,
+}
+
+/// Who seals.
+enum Seals {
+    Here(Sealer),
+    Kernel(Output),
+}
+
+/// Who opens.
+enum Opens {
+    Here(Opener),
+    Kernel(Input),
 }
 
 struct Sending {
-    sealer: Sealer,
+    seals: Seals,
     /// Records to go out, the first from `at` on.
     sealed: VecDeque<Vec<u8>>,
     at: usize,
@@ -68,7 +85,9 @@ struct Sending {
 }
 
 struct Receiving {
-    opener: Opener,
+    opens: Opens,
+    /// The first key, for the kernel, once everything that was read is opened.
+    awaited: Option<(Kernel, Key)>,
     buffer: Vec<u8>,
     /// Bytes that nobody has got yet.
     plain: Range<usize>,
@@ -120,9 +139,11 @@ impl Session {
     /// # Errors
     /// A [`TlsFailure`], or what the kernel says.
     pub(crate) fn over(socket: OwnedFd, tls: &Tls, within: Option<Duration>) -> io::Result<Self> {
-        let handshake = Mutex::new(Some(Box::new(Handshake::new(tls, within)?)));
+        let kernel = Kernel::prepare(socket.as_fd(), tls.kernel)?;
+        let handshake = Mutex::new(Some(Box::new(Handshake::new(tls, within, kernel.is_some())?)));
         let off = AtomicBool::default;
-        let this = Self { socket, handshake, outcome: OnceLock::new(), shut: off(), deaf: off(), failed: off() };
+        let this =
+            Self { socket, kernel, handshake, outcome: OnceLock::new(), shut: off(), deaf: off(), failed: off() };
         if tls.is_client() {
             match this.up(if tls.is_eager() { Wait::Yes } else { Wait::No }) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -143,7 +164,7 @@ impl Session {
             // Somebody else may have done it meanwhile.
             if let Some(under_way) = handshake.as_mut() {
                 let outcome = match under_way.go_on(self.socket.as_fd(), wait) {
-                    Ok(agreed) => Ok(Both::from(agreed)),
+                    Ok(agreed) => Both::over(&self.socket, agreed, self.kernel),
                     Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
                         Some(failure) => Err(failure.clone()),
                         None => return Err(error),
@@ -192,6 +213,15 @@ impl Session {
         if sending.closed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
+        if let Seals::Kernel(output) = &mut sending.seals {
+            let put = output.put(&self.socket, batch, &both.renew, &mut Locked(&both.keys));
+            let moved = put.map_err(|error| match Errno::from_io_error(&error) {
+                Some(errno) => self.why(both, errno),
+                None => error,
+            })?;
+            both.by_kernel.sealed(moved);
+            return Ok(moved);
+        }
         let moved = both.seal(&mut sending, batch)?;
         match sending.send(&self.socket, SendFlags::empty()) {
             Ok(()) => Ok(moved),
@@ -228,8 +258,8 @@ impl Session {
             && let Ok(mut receiving) = try_lock(&both.receiving)
         {
             while receiving.plain.is_empty() && receiving.end.is_none() {
-                if !both.open(&mut receiving) && !receiving.read(&self.socket, RecvFlags::DONTWAIT).is_ok_and(|got| got)
-                {
+                let read = |receiving: &mut _| both.read(receiving, &self.socket, RecvFlags::DONTWAIT);
+                if !both.open(&mut receiving) && !read(&mut receiving).is_ok_and(|got| got) {
                     break;
                 }
             }
@@ -241,12 +271,13 @@ impl Session {
     }
 
     /// Reads some of the batch; returns how many bytes, 0 at an end that the peer has announced.
-    pub(crate) fn get(&self, batch: &Batch<'_, In>) -> io::Result<usize> {
-        let got = self.get_some(batch);
+    /// All of it (`whole`) where the kernel opens it.
+    pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
+        let got = self.get_some(batch, whole);
         if self.deaf.load(Ordering::Relaxed) { got } else { self.noting(got) }
     }
 
-    fn get_some(&self, batch: &Batch<'_, In>) -> io::Result<usize> {
+    fn get_some(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         let both = self.up(Wait::Yes)?;
         let mut receiving = lock(&both.receiving);
         let mut places = Walk::over(batch);
@@ -265,9 +296,21 @@ impl Session {
             match &receiving.end {
                 Some(End::Closed) => return Ok(0),
                 Some(End::Failed(failure)) => return Err(failure.clone().into()),
-                None => receiving.read(&self.socket, RecvFlags::empty()).map(|_| ())?,
+                None => {
+                    if let Some(got) = both.get_by_kernel(&mut receiving, &self.socket, batch, whole)? {
+                        return Ok(got);
+                    }
+                    if receiving.end.is_none() {
+                        both.read(&mut receiving, &self.socket, RecvFlags::empty())?;
+                    }
+                }
             }
         }
+    }
+
+    /// What the kernel does, once both ends know each other.
+    pub(crate) fn by_kernel(&self) -> Option<&ByKernel> {
+        self.outcome.get()?.as_ref().ok().map(|both| &both.by_kernel)
     }
 
     /// Copies the first bytes that have come, without waiting: 0 at the end, of whatever kind, `None` if there are none yet.
@@ -285,7 +328,7 @@ impl Session {
                     break;
                 }
                 asked = true;
-                match receiving.read(&self.socket, RecvFlags::DONTWAIT) {
+                match both.read(&mut receiving, &self.socket, RecvFlags::DONTWAIT) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     read => read?,
                 };
@@ -328,7 +371,11 @@ impl Session {
         if std::mem::replace(&mut sending.closed, true) || !sending.sealed.is_empty() {
             return;
         }
-        let Ok(word) = sending.sealer.close() else { return };
+        let word = match &mut sending.seals {
+            Seals::Here(sealer) => sealer.close(),
+            Seals::Kernel(output) => return output.close(&self.socket, CLOSE_WITHIN),
+        };
+        let Ok(word) = word else { return };
         sending.sealed.push_back(word);
         let end = Instant::now() + CLOSE_WITHIN;
         while !sending.sealed.is_empty() {
@@ -375,37 +422,56 @@ impl fmt::Debug for Session {
     }
 }
 
-impl From<Agreed> for Both {
-    fn from(agreed: Agreed) -> Self {
-        let Agreed { sealer, opener, keys, rest } = agreed;
+impl Both {
+    /// Both directions of a socket, by the kernel if it is to have the keys.
+    ///
+    /// # Errors
+    /// It was demanded, and does not take them.
+    fn over(socket: &OwnedFd, agreed: Agreed, kernel: Option<Kernel>) -> Result<Self, TlsFailure> {
+        let Agreed { sealer, opener, keys, for_kernel, rest } = agreed;
+        let by_kernel = ByKernel::default();
+        let (sends, receives) = for_kernel.unzip();
+        let output = match kernel.zip(sends) {
+            Some((kernel, key)) => kernel.or_without(Output::over(socket, &key, sealer.limit()))?,
+            None => None,
+        };
+        let seals = match output {
+            Some(output) => {
+                by_kernel.seals();
+                Seals::Kernel(output)
+            }
+            None => Seals::Here(sealer),
+        };
         let plain = vec![0; PAYLOAD_MAX].into_boxed_slice();
         let sealed = 0..rest.len();
-        let sending = Sending { sealer, sealed: VecDeque::new(), at: 0, plain, closed: false };
-        let receiving = Receiving { opener, buffer: rest, plain: 0..0, sealed, begun: false, end: None };
-        Self {
+        let sending = Sending { seals, sealed: VecDeque::new(), at: 0, plain, closed: false };
+        let (opens, awaited) = (Opens::Here(opener), kernel.zip(receives));
+        let mut receiving = Receiving { opens, awaited, buffer: rest, plain: 0..0, sealed, begun: false, end: None };
+        receiving.settle(socket, &by_kernel)?;
+        Ok(Self {
             sending: Mutex::new(sending),
             receiving: Mutex::new(receiving),
             keys: Mutex::new(keys),
             renew: AtomicBool::new(false),
-        }
+            by_kernel,
+        })
     }
-}
 
-impl Both {
     /// Seals the beginning of a batch: how many bytes of it.
     fn seal(&self, sending: &mut Sending, batch: &Batch<'_, Out>) -> Result<usize, TlsFailure> {
         let mut from = Walk::over(batch);
         let mut moved = 0;
+        let Seals::Here(sealer) = &mut sending.seals else { return Ok(0) };
         for _ in 0..SEALED_MAX {
-            if self.renew.swap(false, Ordering::AcqRel) || sending.sealer.is_used_up() {
-                let word = sending.sealer.renew(&mut Locked(&self.keys))?;
+            if self.renew.swap(false, Ordering::AcqRel) || sealer.is_used_up() {
+                let word = sealer.renew(&mut Locked(&self.keys))?;
                 sending.sealed.push_back(word);
             }
             let length = from.gather(&mut sending.plain);
             if length == 0 {
                 break;
             }
-            let record = sending.sealer.seal(sending.plain.get(..length).unwrap_or_default())?;
+            let record = sealer.seal(sending.plain.get(..length).unwrap_or_default())?;
             sending.sealed.push_back(record);
             moved += length;
         }
@@ -427,12 +493,18 @@ impl Both {
     }
 
     fn open_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
+        let Opens::Here(opener) = &mut receiving.opens else { return Ok(false) };
         let sealed = receiving.buffer.get_mut(receiving.sealed.clone()).unwrap_or_default();
         let Some(body) = record::body(sealed)? else { return Ok(false) };
-        let opened =
-            receiving.opener.open(sealed.get_mut(body.clone()).unwrap_or_default(), &mut Locked(&self.keys))?;
+        let opened = opener.open(sealed.get_mut(body.clone()).unwrap_or_default(), &mut Locked(&self.keys))?;
         let start = receiving.sealed.start + body.start;
         receiving.sealed.start += body.end;
+        self.note(receiving, opened, start);
+        Ok(true)
+    }
+
+    /// Does as a record says, whose bytes are in the buffer from `start` on.
+    fn note(&self, receiving: &mut Receiving, opened: Opened, start: usize) {
         match opened {
             Opened::Bytes(length) => receiving.append(start..start + length),
             Opened::Word { renew } => {
@@ -442,7 +514,61 @@ impl Both {
             }
             Opened::Close => receiving.end = Some(End::Closed),
         }
-        Ok(true)
+    }
+
+    /// Reads more records, or a part of one. An end of the connection is noted.
+    fn read(&self, receiving: &mut Receiving, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
+        receiving.make_room();
+        let heard = match receiving.settle(socket, &self.by_kernel) {
+            Err(failure) => Err(failure.into()),
+            Ok(()) => match &mut receiving.opens {
+                Opens::Here(_) => return receiving.read(socket, flags),
+                Opens::Kernel(input) => {
+                    let room = receiving.buffer.get_mut(receiving.sealed.end..).unwrap_or_default();
+                    if room.len() < BODY_MAX {
+                        return Ok(false);
+                    }
+                    input.hear(socket, room, flags, &mut Locked(&self.keys))
+                }
+            },
+        };
+        match heard {
+            Ok(Heard::Record(opened)) => {
+                let start = receiving.sealed.end;
+                if let Opened::Bytes(length) = opened {
+                    receiving.sealed = start + length..start + length;
+                    self.by_kernel.opened(length);
+                }
+                self.note(receiving, opened, start);
+                Ok(true)
+            }
+            Ok(Heard::Ended) => receiving.gone(Ok(0)),
+            Err(error) => receiving.gone(Err(error)),
+        }
+    }
+
+    /// Has the kernel open what is next straight into some of the batch, or all of it (`whole`); `None` if that has to be [read](Self::read).
+    fn get_by_kernel(
+        &self,
+        receiving: &mut Receiving,
+        socket: &OwnedFd,
+        batch: &Batch<'_, In>,
+        whole: bool,
+    ) -> io::Result<Option<usize>> {
+        let Opens::Kernel(input) = &mut receiving.opens else { return Ok(None) };
+        match input.get(socket, batch, whole) {
+            Ok(Some(got)) => {
+                receiving.begun = true;
+                self.by_kernel.opened(got);
+                Ok(Some(got))
+            }
+            Ok(None) => Ok(None),
+            Err(error) => {
+                receiving.gone(Err(error))?;
+                // The end, which is noted.
+                Ok(None)
+            }
+        }
     }
 }
 
@@ -495,25 +621,53 @@ impl Receiving {
         }
     }
 
-    /// Reads more records, or a part of one. An end of the connection is noted.
-    fn read(&mut self, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
-        self.make_room();
-        let room = self.buffer.get_mut(self.sealed.end..).unwrap_or_default();
-        if room.is_empty() {
-            return Ok(false);
+    /// Has the kernel open what comes from now on, if it is to, and if nothing is half read.
+    fn settle(&mut self, socket: &OwnedFd, by_kernel: &ByKernel) -> Result<(), TlsFailure> {
+        if !self.sealed.is_empty() {
+            return Ok(());
         }
-        let first = !self.begun;
-        let gone = match recv(socket, room, flags) {
-            Ok((0, _)) => TlsFailure::Truncated { first },
-            Ok((got, _)) => {
-                self.sealed.end += got;
-                return Ok(true);
-            }
-            // A peer that goes with bytes of ours that it has not read; or somebody between the two.
-            Err(Errno::CONNRESET) => TlsFailure::Reset { first },
-            Err(errno) => return Err(errno.into()),
+        let (Some((kernel, key)), Opens::Here(opener)) = (self.awaited.take(), &mut self.opens) else {
+            return Ok(());
         };
-        self.end = Some(End::Failed(gone));
+        // A peer that has renewed its key already is one whose records this process goes on to open.
+        let Some(next) = opener.next_of_first_key() else { return Ok(()) };
+        if let Some(input) = kernel.or_without(Input::over(socket, &key.at(next), opener.reader_mut()))? {
+            self.opens = Opens::Kernel(input);
+            by_kernel.opens();
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
+        let missing = self.awaited.as_ref().map(|_| {
+            // No byte of the next record, which is for the kernel.
+            record::missing(self.buffer.get(self.sealed.clone()).unwrap_or_default())
+        });
+        let room = self.buffer.get_mut(self.sealed.end..).unwrap_or_default();
+        let most = missing.unwrap_or(usize::MAX).min(room.len());
+        let Some(room) = room.get_mut(..most).filter(|room| !room.is_empty()) else { return Ok(false) };
+        match recv(socket, room, flags) {
+            Ok((got, _)) if got != 0 => {
+                self.sealed.end += got;
+                Ok(true)
+            }
+            answer => self.gone(answer.map(|_| 0).map_err(io::Error::from)),
+        }
+    }
+
+    /// Notes the end of the connection, if this is one.
+    fn gone(&mut self, answer: io::Result<usize>) -> io::Result<bool> {
+        let first = !self.begun;
+        let failure = match answer {
+            Ok(_) => TlsFailure::Truncated { first },
+            Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
+                Some(failure) => failure.clone(),
+                // A peer that goes with bytes of ours that it has not read; or somebody between the two.
+                None if error.kind() == io::ErrorKind::ConnectionReset => TlsFailure::Reset { first },
+                None => return Err(error),
+            },
+        };
+        self.end = Some(End::Failed(failure));
         Ok(false)
     }
 

@@ -6,6 +6,7 @@ mod bed;
 
 mod ends;
 mod hostile;
+mod kernel;
 mod openssl;
 mod reception;
 mod refusals;

@@ -1,0 +1,651 @@
+//! Records that the kernel seals and opens.
+//!
+//! A kernel without TLS cannot show that; so the tests run where this one has it, and, all of them, in a Linux guest.
+
+use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, ChannelError, How, KernelTls, Listener, Options, Tls, TlsFailure, Uri};
+use limosa_testkit::{LinuxGuest, Machine, guest_folder, note_skip, qemu_skipped};
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection, SupportedCipherSuite};
+
+use crate::bed::{Bed, SOON, connected, listen, look, pattern, plain, with};
+use crate::hostile::{HANDSHAKE, through};
+
+/// Set where the kernel has TLS for certain.
+const HAS: &str = "LIMOSA_KERNEL_HAS_TLS";
+/// More than all buffers between the ends hold, and as little as an emulated processor likes.
+const MUCH: usize = 12 << 20;
+
+/// What somebody wants of the kernel at one end.
+fn client(bed: &Bed, kernel: KernelTls) -> Options {
+    with(Tls::client(bed.folder(), None).unwrap().kernel(kernel))
+}
+
+fn server(bed: &Bed, kernel: KernelTls) -> Options {
+    with(Tls::server(bed.folder(), true).unwrap().kernel(kernel))
+}
+
+fn pair(bed: &Bed, at_client: KernelTls, at_server: KernelTls) -> (Channel, Channel) {
+    connected(&server(bed, at_server), &client(bed, at_client)).unwrap()
+}
+
+/// Whether this kernel has TLS; says so if not.
+fn has_tls() -> bool {
+    let (near, _far) = plain();
+    match attach(&near) {
+        Ok(()) => true,
+        Err(error) => {
+            assert!(std::env::var_os(HAS).is_none(), "{error}");
+            note_skip("this kernel has no TLS");
+            false
+        }
+    }
+}
+
+/// By the system's own word, not by the channel's.
+#[allow(unsafe_code, reason = "an option that no library sets")]
+fn attach(socket: &TcpStream) -> std::io::Result<()> {
+    use std::os::fd::AsRawFd as _;
+    let name = b"tls";
+    // SAFETY: the name lives through the call, and is as long as is said.
+    let set = unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_TCP, libc::TCP_ULP, name.as_ptr().cast(), 3) };
+    if set == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+/// Whether this kernel can renew keys: from Linux 6.14 on.
+fn renews() -> bool {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next().unwrap(), numbers.next().unwrap()) >= (6, 14)
+}
+
+macro_rules! needs_kernel_tls {
+    () => {
+        if !has_tls() {
+            return;
+        }
+    };
+}
+
+/// Both directions at once; the first byte was the bed's.
+fn exchange(client: &Channel, server: &Channel, much: usize) {
+    let data = pattern(much);
+    thread::scope(|scope| {
+        for (near, far) in [(client, server), (server, client)] {
+            scope.spawn(|| data.chunks(1_000_000).for_each(|piece| near.put(piece).unwrap()));
+            scope.spawn(|| {
+                let mut got = vec![0; much];
+                far.get(&mut got).unwrap();
+                assert!(got == data);
+            });
+        }
+    });
+}
+
+#[test]
+fn one_end_or_both_in_the_kernel_carry_the_same_bytes() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let settings = [(KernelTls::On, KernelTls::On), (KernelTls::On, KernelTls::Off), (KernelTls::Off, KernelTls::On)];
+    for (at_client, at_server) in settings {
+        let (client, server) = pair(&bed, at_client, at_server);
+        exchange(&client, &server, MUCH);
+        for (channel, wanted) in [(&client, at_client), (&server, at_server)] {
+            let counters = channel.counters();
+            let by_kernel = wanted == KernelTls::On;
+            assert_eq!(channel.is_sealed_by_kernel(How::Both), by_kernel);
+            assert_eq!(counters.sealed_by_kernel, if by_kernel { counters.bytes_out } else { 0 });
+            // Bytes that came with the handshake were opened before the kernel had the key.
+            let opened = if by_kernel { counters.bytes_in - counters.opened_by_kernel } else { 1 };
+            assert!(opened <= 1, "{counters:?}");
+        }
+        drop(client);
+        assert_eq!(server.get_some(&mut [0; 10]).unwrap(), 0);
+    }
+}
+
+#[test]
+fn lists_of_many_pieces_arrive_whole() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
+    // Headers and pages, and whatever else; more of them than one record of the kernel's has room for.
+    for lengths in [&[8, 4096][..], &[1, 2, 0, 3], &[5000, 1, 16_384, 0, 40_000]] {
+        let lengths: Vec<usize> = lengths.iter().copied().cycle().take(600).collect();
+        let data = pattern(lengths.iter().sum());
+        let mut rest = data.as_slice();
+        let list: Vec<_> = lengths.iter().map(|&n| IoSlice::new(rest.split_off(..n).unwrap())).collect();
+        let mut places: Vec<Vec<u8>> = lengths.iter().rev().map(|&n| vec![0; n]).collect();
+        let mut room: Vec<_> = places.iter_mut().map(|place| IoSliceMut::new(place)).collect();
+        thread::scope(|scope| {
+            scope.spawn(|| client.put_vector(&list).unwrap());
+            server.get_vector(&mut room).unwrap();
+        });
+        assert!(places.concat() == data);
+    }
+}
+
+#[test]
+fn it_is_taken_by_itself_only_where_it_can_renew_keys() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, server) = pair(&bed, KernelTls::Auto, KernelTls::Auto);
+    exchange(&client, &server, 1 << 20);
+    for channel in [&client, &server] {
+        assert_eq!(channel.is_sealed_by_kernel(How::Both), renews());
+    }
+}
+
+#[test]
+fn a_key_is_used_no_longer_than_it_may() {
+    needs_kernel_tls!();
+    const LIMIT: u64 = 400;
+    // Less than a sixteenth, so that each is a record.
+    const PIECE: [u8; 20] = [7; 20];
+    let bed = Bed::new();
+    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).renewed_after(LIMIT);
+    let (client, server) = connected(&server(&bed, KernelTls::On), &with(tls)).unwrap();
+    let mut put = 0;
+    let error = loop {
+        match client.put(&PIECE) {
+            Ok(()) => put += 1,
+            Err(error) => break Some(error),
+        }
+        if put > 10 * LIMIT {
+            break None;
+        }
+    };
+    if renews() {
+        assert!(error.is_none(), "{error:?}");
+    } else {
+        let line = error.unwrap().to_string();
+        assert!(line.contains("its key has sealed all that it may") && !line.contains('\n'), "{line}");
+        // The bed's put is one as well; and the last ones are not begun, because each might be a record for each of its bytes.
+        assert!(put + 1 < LIMIT && put + 1 >= LIMIT - 1 - PIECE.len() as u64, "{put}");
+    }
+    // What was put has come, all of it; and it is not taken for the end.
+    let mut got = vec![0; usize::try_from(put).unwrap() * PIECE.len()];
+    server.get(&mut got).unwrap();
+    assert!(got.iter().all(|byte| *byte == 7));
+    if !renews() {
+        drop(client);
+        let error = server.get_some(&mut got).unwrap_err();
+        assert!(error.is_cut(), "{error}");
+    }
+}
+
+#[test]
+fn both_ends_renew_their_keys_while_they_put_and_get() {
+    needs_kernel_tls!();
+    if !renews() {
+        return;
+    }
+    let bed = Bed::new();
+    let with = |tls: Tls| with(tls.kernel(KernelTls::On).renewed_after(2048));
+    let (at_client, at_server) = (Tls::client(bed.folder(), None), Tls::server(bed.folder(), true));
+    let (client, server) = connected(&with(at_server.unwrap()), &with(at_client.unwrap())).unwrap();
+    exchange(&client, &server, 1 << 20);
+    drop(client);
+    assert_eq!(server.get_some(&mut [0; 10]).unwrap(), 0);
+}
+
+#[test]
+fn a_large_put_is_counted_by_what_the_kernel_says() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    // A record for each of its bytes it would not be allowed.
+    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).renewed_after(1 << 19);
+    let (client, server) = connected(&server(&bed, KernelTls::Off), &with(tls)).unwrap();
+    let data = pattern(4 << 20);
+    thread::scope(|scope| {
+        scope.spawn(|| client.put(&data).unwrap());
+        let mut got = vec![0; data.len()];
+        server.get(&mut got).unwrap();
+        assert!(got == data);
+    });
+}
+
+#[test]
+fn a_peer_that_renews_its_key_is_followed_or_refused_in_plain_words() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::Off).renewed_after(20);
+    let (client, server) = connected(&server(&bed, KernelTls::On), &with(tls)).unwrap();
+    let data = pattern(100 * 1000);
+    for piece in data.chunks(1000) {
+        client.put(piece).unwrap();
+    }
+    let mut got = vec![0; data.len()];
+    if renews() {
+        server.get(&mut got).unwrap();
+        assert!(got == data);
+        return;
+    }
+    let mut have = 0;
+    let error = loop {
+        match server.get_some(&mut got[have..]) {
+            Ok(more) => have += more,
+            Err(error) => break error,
+        }
+    };
+    // Nineteen records, one of them the bed's, and the word that the next ones are sealed otherwise.
+    assert_eq!(have, 18 * 1000, "{error}");
+    assert!(got[..have] == data[..have]);
+    let line = error.to_string();
+    assert!(line.contains("the peer goes on with a new key") && !line.contains('\n'), "{line}");
+    // And again, whoever asks.
+    assert!(server.get(&mut [0]).is_err() && server.peek(&mut [0]).unwrap() == Some(0));
+}
+
+#[test]
+fn an_end_is_told_apart_from_a_cut() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let mut got = [0; 10];
+    for (at_client, at_server) in [(KernelTls::On, KernelTls::On), (KernelTls::Off, KernelTls::On)] {
+        // Announced, in one direction.
+        let (client, server) = pair(&bed, at_client, at_server);
+        client.put(b"last").unwrap();
+        client.shutdown(How::Write).unwrap();
+        assert_eq!(server.get_some(&mut got).unwrap(), 4);
+        for _ in 0..2 {
+            assert_eq!(server.get_some(&mut got).unwrap(), 0);
+            assert_eq!(server.peek(&mut got).unwrap(), Some(0));
+        }
+        server.put(b"still").unwrap();
+        client.get(&mut got[..5]).unwrap();
+        assert!(client.put(b"no").is_err());
+        // Not announced.
+        let (client, server) = pair(&bed, at_client, at_server);
+        client.put(b"last").unwrap();
+        rustix::net::shutdown(client.as_fd(), rustix::net::Shutdown::Write).unwrap();
+        assert_eq!(server.get_some(&mut got).unwrap(), 4);
+        for _ in 0..2 {
+            let error = server.get_some(&mut got).unwrap_err();
+            assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }), "{error}");
+        }
+        assert_eq!(server.peek(&mut got).unwrap(), Some(0));
+    }
+}
+
+#[test]
+fn a_put_that_was_broken_off_is_no_end() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
+    client.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
+    let data = pattern(1 << 20);
+    let error = loop {
+        if let Err(error) = client.put(&data) {
+            break error;
+        }
+    };
+    assert!(error.is_timeout(), "{error}");
+    drop(client);
+    let (mut all, mut got) = (Vec::new(), vec![0; 1 << 20]);
+    let error = loop {
+        match server.get_some(&mut got) {
+            Ok(0) => panic!("taken for an end"),
+            Ok(more) => all.extend_from_slice(&got[..more]),
+            Err(error) => break error,
+        }
+    };
+    assert!(error.is_cut(), "{error}");
+    assert!(all.chunks(data.len()).all(|piece| data.starts_with(piece)));
+}
+
+#[test]
+fn nothing_that_was_changed_on_its_way_is_taken() {
+    needs_kernel_tls!();
+    type Change = fn(u64, &mut Vec<u8>) -> bool;
+    const AT: u64 = HANDSHAKE + 10;
+    // The type that a record has on the outside is not among them: the kernel goes by the one that is sealed.
+    let changes: [(&str, Change); 6] = [
+        ("one bit", |number, record| {
+            if number == AT {
+                record[100] ^= 4;
+            }
+            true
+        }),
+        ("left out", |number, record| {
+            if number == AT {
+                record.clear();
+            }
+            true
+        }),
+        ("twice", |number, record| {
+            if number == AT {
+                record.extend(record.clone());
+            }
+            true
+        }),
+        ("cut", |number, _| number < AT),
+        ("cut within", |number, record| {
+            if number == AT {
+                record.truncate(50);
+            }
+            number <= AT
+        }),
+        ("too long", |number, record| {
+            if number == AT {
+                record[3] = 0x7f;
+            }
+            true
+        }),
+    ];
+    let bed = Bed::new();
+    let data: Vec<u8> = (0..50_000_u32).map(|at| at.to_le_bytes()[1]).collect();
+    let (server, client) = (server(&bed, KernelTls::On), client(&bed, KernelTls::On));
+    let (got, end) = through(&server, &client, &data, |_, _| true);
+    assert!(end.is_none() && got == data, "{end:?}");
+    for (what, change) in changes {
+        let (got, error) = through(&server, &client, &data, change);
+        let error = error.unwrap_or_else(|| panic!("{what}: taken for an end"));
+        let failure = error.tls_failure().unwrap_or_else(|| panic!("{what}: {error}"));
+        match what {
+            "cut" | "cut within" => assert!(error.is_cut(), "{what}: {error}"),
+            "too long" => assert!(matches!(failure, TlsFailure::Protocol(_)), "{what}: {error}"),
+            _ => assert_eq!(failure, &TlsFailure::BadRecord, "{what}"),
+        }
+        assert!(got.len() < data.len() && data.starts_with(&got) && got.len() > 1000, "{what}: {} bytes", got.len());
+    }
+}
+
+#[test]
+fn what_is_peeked_at_is_got_all_the_same() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
+    assert_eq!(server.peek(&mut [0; 8]).unwrap(), None);
+    client.put(b"QE").unwrap();
+    client.put(b"VM and more").unwrap();
+    let mut first = [0; 4];
+    let end = Instant::now() + SOON;
+    while server.peek(&mut first).unwrap() != Some(4) {
+        assert!(Instant::now() < end);
+        thread::yield_now();
+    }
+    assert_eq!(&first, b"QEVM");
+    let mut all = [0; 13];
+    server.get(&mut all).unwrap();
+    assert_eq!(&all, b"QEVM and more");
+    assert_eq!(server.peek(&mut first).unwrap(), None);
+    drop(client);
+    look(&server).unwrap();
+    assert_eq!(server.peek(&mut first).unwrap(), Some(0));
+}
+
+#[test]
+fn a_shutdown_wakes_who_gets_and_who_puts() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, _server) = pair(&bed, KernelTls::On, KernelTls::On);
+    thread::scope(|scope| {
+        let gets = scope.spawn(|| client.get(&mut [0]));
+        let puts = scope.spawn(|| client.put(&vec![0; 64 << 20]));
+        thread::sleep(Duration::from_millis(500));
+        client.shutdown(How::Both).unwrap();
+        for ended in [gets.join().unwrap(), puts.join().unwrap()] {
+            let error = ended.unwrap_err();
+            assert!(error.is_shut_down(), "{error}");
+        }
+    });
+}
+
+#[test]
+fn who_waits_for_nothing_times_out() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
+    server.set_timeouts(Some(Duration::from_millis(50)), None).unwrap();
+    assert!(server.get(&mut [0]).unwrap_err().is_timeout());
+    client.put(b"half").unwrap();
+    assert!(server.get(&mut [0; 5]).unwrap_err().is_timeout());
+    client.put(b"more").unwrap();
+    let mut got = [0; 4];
+    server.get(&mut got).unwrap();
+    assert_eq!(&got, b"more");
+}
+
+/// A client whose every byte behind its first record is held back until it is gone, and passed on in two pieces.
+/// What the server got, and whether the kernel has opened any of it.
+fn in_two_pieces(bed: &Bed, cut: impl FnOnce(&[u8]) -> usize + Send) -> (Vec<u8>, bool) {
+    let listener = listen(&server(bed, KernelTls::On));
+    let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
+    let between = TcpListener::bind("127.0.0.1:0").unwrap();
+    let uri = format!("tcp:{}", between.local_addr().unwrap()).parse().unwrap();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut near = between.accept().unwrap().0;
+            let mut far = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            far.set_nodelay(true).unwrap();
+            let mut first = vec![0; 5];
+            near.read_exact(&mut first).unwrap();
+            let length = usize::from(u16::from_be_bytes([first[3], first[4]]));
+            first.resize(5 + length, 0);
+            near.read_exact(&mut first[5..]).unwrap();
+            far.write_all(&first).unwrap();
+            let (mut from, mut to) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+            let back = thread::spawn(move || std::io::copy(&mut from, &mut to));
+            let mut rest = Vec::new();
+            near.read_to_end(&mut rest).unwrap();
+            let at = cut(&rest);
+            far.write_all(&rest[..at]).unwrap();
+            thread::sleep(Duration::from_millis(100));
+            far.write_all(&rest[at..]).unwrap();
+            far.shutdown(std::net::Shutdown::Write).unwrap();
+            let _ = back.join();
+        });
+        scope.spawn(move || {
+            let client = Channel::connect(&uri, &client(bed, KernelTls::Off)).unwrap();
+            for piece in [b"0123456789", b"abcdefghij", b"ABCDEFGHIJ"] {
+                client.put(piece).unwrap();
+            }
+        });
+        let server = listener.accept(Some(SOON)).unwrap();
+        let (mut got, mut buffer) = (Vec::new(), [0; 64]);
+        loop {
+            match server.get_some(&mut buffer).unwrap() {
+                0 => break,
+                more => got.extend_from_slice(&buffer[..more]),
+            }
+        }
+        (got, server.counters().opened_by_kernel > 0)
+    })
+}
+
+#[test]
+fn bytes_that_come_with_the_end_of_the_handshake_are_opened_wherever_they_are_cut() {
+    needs_kernel_tls!();
+    const RECORD: usize = 5 + 10 + 1 + 16;
+    const CLOSE: usize = 5 + 2 + 1 + 16;
+    let bed = Bed::new();
+    let mut by_kernel = 0;
+    // Within the handshake, at its end, within a record's header and body, at its end, within the last word, behind it.
+    for behind in [-9, 0, 1, 5, 20, 31, 32, 33, 70, 96, 99, 120] {
+        let (got, opened) = in_two_pieces(&bed, |rest| {
+            let handshake = rest.len() - 3 * RECORD - CLOSE;
+            usize::try_from(isize::try_from(handshake).unwrap() + behind).unwrap()
+        });
+        assert_eq!(got, b"0123456789abcdefghijABCDEFGHIJ", "{behind}");
+        by_kernel += u32::from(opened);
+    }
+    // A server that is late reads both pieces with the handshake.
+    assert!(by_kernel > 0);
+}
+
+fn provider(suite: SupportedCipherSuite) -> Arc<CryptoProvider> {
+    Arc::new(CryptoProvider { cipher_suites: vec![suite], ..ring::default_provider() })
+}
+
+fn credentials(bed: &Bed, end: &str) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+    let path = |what: &str| bed.folder().join(format!("{end}-{what}.pem"));
+    let chain = CertificateDer::pem_file_iter(path("cert")).unwrap().map(Result::unwrap).collect();
+    (chain, PrivateKeyDer::from_pem_file(path("key")).unwrap())
+}
+
+#[test]
+fn another_implementation_at_the_other_end_is_understood_in_every_cipher() {
+    needs_kernel_tls!();
+    use ring::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
+    let bed = Bed::new();
+    let data = pattern(3 << 20);
+    for suite in [TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256] {
+        let versions = [&rustls::version::TLS13];
+        // It listens, sends tickets behind its handshake, and answers.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let uri = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
+        let (chain, key) = credentials(&bed, "server");
+        let config = ServerConfig::builder_with_provider(provider(suite)).with_protocol_versions(&versions).unwrap();
+        let config = config.with_no_client_auth().with_single_cert(chain, key).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut session = ServerConnection::new(Arc::new(config)).unwrap();
+                let mut socket = listener.accept().unwrap().0;
+                let mut stream = rustls::Stream::new(&mut session, &mut socket);
+                let mut got = vec![0; data.len()];
+                stream.read_exact(&mut got).unwrap();
+                assert!(got == data);
+                stream.write_all(&got).unwrap();
+                stream.conn.send_close_notify();
+                stream.flush().unwrap();
+                stream.conn.write_tls(stream.sock).ok();
+            });
+            let channel = Channel::connect(&uri, &client(&bed, KernelTls::On)).unwrap();
+            channel.put(&data).unwrap();
+            let mut got = vec![0; data.len()];
+            channel.get(&mut got).unwrap();
+            assert!(got == data && channel.is_sealed_by_kernel(How::Both), "{suite:?}");
+            assert_eq!(channel.get_some(&mut got).unwrap(), 0, "{suite:?}");
+        });
+        // It connects.
+        let listener = listen(&server(&bed, KernelTls::On));
+        let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
+        let (chain, key) = credentials(&bed, "client");
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_file(bed.folder().join("ca-cert.pem")).unwrap()).unwrap();
+        let config = ClientConfig::builder_with_provider(provider(suite)).with_protocol_versions(&versions).unwrap();
+        let config = config.with_root_certificates(roots).with_client_auth_cert(chain, key).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut session = ClientConnection::new(Arc::new(config), "localhost".try_into().unwrap()).unwrap();
+                let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
+                let mut stream = rustls::Stream::new(&mut session, &mut socket);
+                let (first, second) = data.split_at(data.len() / 2);
+                stream.write_all(first).unwrap();
+                if renews() {
+                    // And asks for the channel's.
+                    stream.conn.refresh_traffic_keys().unwrap();
+                }
+                stream.write_all(second).unwrap();
+                let mut got = vec![0; data.len()];
+                stream.read_exact(&mut got).unwrap();
+                assert!(got == data);
+                // The channel's last word.
+                assert_eq!(stream.read(&mut got).unwrap(), 0);
+            });
+            let channel = listener.accept(Some(SOON)).unwrap();
+            let mut got = vec![0; data.len()];
+            channel.get(&mut got).unwrap();
+            channel.put(&got).unwrap();
+            assert!(got == data && channel.is_sealed_by_kernel(How::Both), "{suite:?}");
+        });
+    }
+}
+
+#[test]
+fn a_socket_that_does_not_wait_is_sealed_here() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (near, far) = plain();
+    near.set_nonblocking(true).unwrap();
+    let named = |kernel| with(Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(kernel));
+    let again = near.try_clone().unwrap();
+    let error = Channel::from_fd_with(again.into(), &named(KernelTls::On)).unwrap_err().to_string();
+    assert!(error.contains("non-blocking mode"), "{error}");
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let server = Channel::from_fd_with(far.into(), &server(&bed, KernelTls::On)).unwrap();
+            let mut got = vec![0; 100_000];
+            server.get(&mut got).unwrap();
+            server.put(&got).unwrap();
+        });
+        let client = Channel::from_fd_with(near.into(), &named(KernelTls::Auto)).unwrap();
+        let data = pattern(100_000);
+        client.put(&data).unwrap();
+        let mut got = vec![0; 100_000];
+        client.get(&mut got).unwrap();
+        assert!(got == data && !client.is_sealed_by_kernel(How::Write) && !client.is_sealed_by_kernel(How::Read));
+    });
+}
+
+#[test]
+fn who_demands_what_this_kernel_does_not_have_is_told_so_before_anybody_is_reached() {
+    if has_tls() {
+        return;
+    }
+    let bed = Bed::new();
+    let refused = |refused: ChannelError| {
+        let line = refused.to_string();
+        assert!(line.contains("this kernel has no TLS") && line.contains("modprobe tls"), "{line}");
+        assert!(!line.contains('\n'), "{line}");
+    };
+    // Nobody listens there, which would be said otherwise.
+    let nobody = "tcp:127.0.0.1:1".parse().unwrap();
+    refused(Channel::connect(&nobody, &client(&bed, KernelTls::On)).unwrap_err());
+    refused(Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &server(&bed, KernelTls::On)).unwrap_err());
+    let (near, _far) = plain();
+    let named = Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(KernelTls::On);
+    refused(Channel::from_fd_with(near.into(), &with(named)).unwrap_err());
+    // Who does not demand it does without.
+    let (client, server) = pair(&bed, KernelTls::Auto, KernelTls::Auto);
+    exchange(&client, &server, 1 << 20);
+    for channel in [&client, &server] {
+        assert!(channel.is_encrypted());
+        assert!(!channel.is_sealed_by_kernel(How::Read) && !channel.is_sealed_by_kernel(How::Write));
+        assert_eq!((channel.counters().sealed_by_kernel, channel.counters().opened_by_kernel), (0, 0));
+    }
+}
+
+#[test]
+fn what_is_no_tcp_connection_is_refused_if_the_kernel_is_demanded() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (near, _far) = std::os::unix::net::UnixStream::pair().unwrap();
+    let named = Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(KernelTls::On);
+    let line = Channel::from_fd_with(near.into(), &with(named)).unwrap_err().to_string();
+    assert!(line.contains("its socket is no TCP connection") && !line.contains('\n'), "{line}");
+}
+
+/// All of the above, where the kernel has TLS for certain.
+#[test]
+fn in_a_guest_whose_kernel_has_tls() {
+    if qemu_skipped() || std::env::var_os(HAS).is_some() {
+        return;
+    }
+    let folder = guest_folder().unwrap();
+    if !folder.join("modules/tls.ko").is_file() && !folder.join("contents").is_file() {
+        return note_skip("the Linux guest was unpacked without its kernel's TLS: run `cargo xtask setup`");
+    }
+    let me = std::env::current_exe().unwrap();
+    let name = me.file_name().unwrap().to_str().unwrap().to_owned();
+    let guest = LinuxGuest { programs: vec![me], tls: true, ..LinuxGuest::default() };
+    let vm = Machine::linux(guest).memory(512 << 20).start().unwrap();
+    vm.wait_counts(1).unwrap();
+    vm.shell(&format!("ip link set lo up && export {HAS}=1 RUST_BACKTRACE=0")).unwrap();
+    // Its own status says no more than what it prints.
+    let said = vm.shell(&format!("host {name} --test-threads 1 kernel:: || true")).unwrap();
+    said.iter().for_each(|line| println!("{line}"));
+    let result = said.iter().find(|line| line.starts_with("test result: ok")).expect("all is well in the guest");
+    // None was left out.
+    let count = result.split_whitespace().filter_map(|word| word.parse::<u32>().ok()).next().unwrap();
+    assert!(count >= 19, "{result}");
+}
