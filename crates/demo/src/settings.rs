@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::guest::{GuestKind, LogChoice};
-use limosa_channel::{ChannelError, Tls, ZeroCopy};
+use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
 use limosa_migrate::live::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
 use limosa_page::zero::Method;
 use limosa_stream::multifd::Compression;
@@ -97,6 +97,18 @@ pub enum ZeroCopyKind {
     Splice,
 }
 
+/// Who seals and opens what is encrypted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum KernelTlsKind {
+    /// The ends themselves.
+    Off,
+    /// The kernel, where it can renew keys.
+    Auto,
+    /// The kernel, or not at all.
+    On,
+}
+
 /// All of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
@@ -144,6 +156,8 @@ pub struct Settings {
     pub tls_creds: Option<PathBuf>,
     /// Whom the destination's certificate names.
     pub tls_hostname: Option<String>,
+    /// Whose work that is.
+    pub tls_kernel: KernelTlsKind,
 }
 
 impl Default for Settings {
@@ -171,6 +185,7 @@ impl Default for Settings {
             patience_ms: 10_000,
             tls_creds: None,
             tls_hostname: None,
+            tls_kernel: KernelTlsKind::Auto,
         }
     }
 }
@@ -217,6 +232,8 @@ impl Settings {
             Some("--tls-creds over a unix socket needs --tls-hostname: the path does not say whom to expect")
         } else if self.tls_hostname.is_some() && self.tls_creds.is_none() {
             Some("--tls-hostname is for --tls-creds")
+        } else if self.tls_kernel == KernelTlsKind::On && self.transport == Transport::Unix {
+            Some("--tls-kernel on is for --transport tcp: the kernel encrypts nothing else")
         } else {
             None
         }
@@ -247,7 +264,8 @@ impl Settings {
     /// # Errors
     /// They are missing, or of no use.
     pub fn client_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        self.tls_creds.as_ref().map(|folder| Tls::client(folder, self.tls_hostname.as_deref())).transpose()
+        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.kernel_tls()));
+        self.tls_creds.as_ref().map(read).transpose()
     }
 
     /// The credentials of the end that listens.
@@ -255,7 +273,16 @@ impl Settings {
     /// # Errors
     /// As [`client_tls`](Self::client_tls).
     pub fn server_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        self.tls_creds.as_ref().map(|folder| Tls::server(folder, true)).transpose()
+        let read = |folder| Ok(Tls::server(folder, true)?.kernel(self.kernel_tls()));
+        self.tls_creds.as_ref().map(read).transpose()
+    }
+
+    fn kernel_tls(&self) -> KernelTls {
+        match self.tls_kernel {
+            KernelTlsKind::Off => KernelTls::Off,
+            KernelTlsKind::Auto => KernelTls::Auto,
+            KernelTlsKind::On => KernelTls::On,
+        }
     }
 
     /// What the engine is told.
@@ -335,6 +362,7 @@ mod tests {
             Settings { same_host: true, transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
             Settings { transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
             Settings { tls_hostname: Some("x".into()), ..usual() },
+            Settings { tls_kernel: KernelTlsKind::On, transport: Transport::Unix, ..usual() },
             Settings { zero_copy: ZeroCopyKind::Splice, channels: 1, tls_creds: Some("x".into()), ..usual() },
         ] {
             assert!(wrong.contradiction().is_some(), "{wrong:?}");

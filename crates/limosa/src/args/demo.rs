@@ -6,9 +6,12 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_demo::guest::GuestKind;
-use limosa_demo::settings::{LogKind, Packing, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind, ZeroCopyKind};
+use limosa_demo::settings::{
+    KernelTlsKind, LogKind, Packing, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind, ZeroCopyKind,
+};
 use limosa_page::zero::Method;
 
+use super::tls::KernelTlsArg;
 use super::values::{parse_rate, parse_size, parse_time};
 use super::{CompressionArg, ZeroCopyArg};
 
@@ -185,6 +188,10 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_name = "NAME", requires = "tls_creds")]
     pub(crate) tls_hostname: Option<String>,
 
+    /// Who seals and opens what goes over the connections
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
+    pub(crate) tls_kernel: KernelTlsArg,
+
     /// Draw the rounds over time: memory that is left, rates, the pause
     #[arg(long, value_name = "F.svg")]
     pub(crate) write_trace: Option<PathBuf>,
@@ -276,6 +283,11 @@ impl DemoLiveArgs {
             },
             tls_creds: self.tls_creds.clone(),
             tls_hostname: self.tls_hostname.clone(),
+            tls_kernel: match self.tls_kernel {
+                KernelTlsArg::Off => KernelTlsKind::Off,
+                KernelTlsArg::Auto => KernelTlsKind::Auto,
+                KernelTlsArg::On => KernelTlsKind::On,
+            },
             ..Settings::default()
         }
     }

@@ -2,14 +2,39 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
-use limosa_channel::{ChannelError, Tls, Uri};
+use clap::{Args, ValueEnum};
+use limosa_channel::{ChannelError, KernelTls, Tls, Uri};
 
 use super::demo::OnOffArg;
 
 /// Said where a connection cannot be encrypted.
 const NOT_THERE: &str =
     "--tls-creds is for tcp:HOST:PORT and unix:PATH; a command or a descriptor sees to its own secrecy";
+
+/// Said where the kernel cannot encrypt one.
+const NO_TCP: &str = "--tls-kernel on is for tcp:HOST:PORT: the kernel encrypts nothing else";
+
+/// Who seals and opens what goes over an encrypted connection.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KernelTlsArg {
+    /// Limosa
+    Off,
+    /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14), else limosa
+    #[default]
+    Auto,
+    /// The kernel, or not at all
+    On,
+}
+
+impl From<KernelTlsArg> for KernelTls {
+    fn from(kernel: KernelTlsArg) -> Self {
+        match kernel {
+            KernelTlsArg::Off => Self::Off,
+            KernelTlsArg::Auto => Self::Auto,
+            KernelTlsArg::On => Self::On,
+        }
+    }
+}
 
 /// For the end that connects.
 #[derive(Debug, Args)]
@@ -22,6 +47,10 @@ pub(crate) struct TlsClientArgs {
     /// Whom the other end's certificate has to name, if not the host of tcp:HOST:PORT (QEMU's tls-hostname)
     #[arg(long, value_name = "NAME", requires = "tls_creds")]
     pub(crate) tls_hostname: Option<String>,
+
+    /// Who seals and opens what goes over the connection
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
+    pub(crate) tls_kernel: KernelTlsArg,
 }
 
 /// For the end that listens.
@@ -35,6 +64,10 @@ pub(crate) struct TlsServerArgs {
     /// Whether who connects has to show a certificate (the verify-peer of QEMU's tls-creds-x509)
     #[arg(long, value_enum, default_value_t = OnOffArg::On, requires = "tls_creds")]
     pub(crate) tls_verify_peer: OnOffArg,
+
+    /// Who seals and opens what goes over the connection
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
+    pub(crate) tls_kernel: KernelTlsArg,
 }
 
 impl TlsClientArgs {
@@ -43,6 +76,7 @@ impl TlsClientArgs {
         match uri {
             _ if self.tls_creds.is_none() => None,
             Uri::Tcp { .. } => None,
+            Uri::Unix(_) if self.tls_kernel == KernelTlsArg::On => Some(NO_TCP),
             Uri::Unix(_) if self.tls_hostname.is_some() => None,
             Uri::Unix(_) => {
                 Some("--tls-creds over unix:PATH needs --tls-hostname: the path does not say whom to expect")
@@ -53,7 +87,8 @@ impl TlsClientArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        self.tls_creds.as_ref().map(|folder| Tls::client(folder, self.tls_hostname.as_deref())).transpose()
+        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.tls_kernel.into()));
+        self.tls_creds.as_ref().map(read).transpose()
     }
 }
 
@@ -62,6 +97,7 @@ impl TlsServerArgs {
     pub(crate) fn contradiction(&self, uri: &Uri) -> Option<&'static str> {
         match uri {
             _ if self.tls_creds.is_none() => None,
+            Uri::Unix(_) if self.tls_kernel == KernelTlsArg::On => Some(NO_TCP),
             Uri::Tcp { .. } | Uri::Unix(_) => None,
             _ => Some(NOT_THERE),
         }
@@ -69,7 +105,9 @@ impl TlsServerArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        self.tls_creds.as_ref().map(|folder| Tls::server(folder, self.tls_verify_peer == OnOffArg::On)).transpose()
+        let verify_peer = self.tls_verify_peer == OnOffArg::On;
+        let read = |folder| Ok(Tls::server(folder, verify_peer)?.kernel(self.tls_kernel.into()));
+        self.tls_creds.as_ref().map(read).transpose()
     }
 }
 
@@ -83,8 +121,10 @@ mod tests {
         let client = |tls_hostname: Option<&str>| TlsClientArgs {
             tls_creds: folder.clone(),
             tls_hostname: tls_hostname.map(str::to_owned),
+            tls_kernel: KernelTlsArg::Auto,
         };
-        let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: OnOffArg::On };
+        let tls_kernel = KernelTlsArg::Auto;
+        let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: OnOffArg::On, tls_kernel };
         for (uri, named, unnamed, listening) in [
             ("tcp:host:1", true, true, true),
             ("unix:/a", true, false, true),
@@ -96,7 +136,16 @@ mod tests {
             assert_eq!(client(Some("host")).contradiction(&uri).is_none(), named, "{uri}");
             assert_eq!(client(None).contradiction(&uri).is_none(), unnamed, "{uri}");
             assert_eq!(server.contradiction(&uri).is_none(), listening, "{uri}");
-            assert_eq!(TlsClientArgs { tls_creds: None, tls_hostname: None }.contradiction(&uri), None);
+            assert_eq!(TlsClientArgs { tls_creds: None, tls_hostname: None, tls_kernel }.contradiction(&uri), None);
+            let tcp = matches!(uri, Uri::Tcp { .. });
+            let tls_kernel = KernelTlsArg::On;
+            assert_eq!(
+                TlsClientArgs { tls_kernel, ..client(Some("host")) }.contradiction(&uri).is_none(),
+                tcp,
+                "{uri}"
+            );
+            let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: OnOffArg::On, tls_kernel };
+            assert_eq!(server.contradiction(&uri).is_none(), tcp, "{uri}");
         }
     }
 }
