@@ -6,6 +6,8 @@
 //!
 //! Where this helps and where not:
 //! - tmpfs and memfd know their pages exactly, also those in swap; disk file systems know their extents;
+//! - tmpfs goes through its pages one by one, some 60 ns each: a file there that takes as much room as it is long has no hole,
+//!   and is not asked;
 //! - hugetlbfs, and file systems that do not know their holes, call everything data: the answer is right and useless;
 //! - a private mapping (`MAP_PRIVATE`) has pages of its own that the file knows nothing about: the file's holes say
 //!   nothing about what is in memory.
@@ -15,10 +17,10 @@ use std::iter::FusedIterator;
 use std::ops::Range;
 
 use rustix::fd::BorrowedFd;
-use rustix::fs::{SeekFrom, seek};
+use rustix::fs::{SeekFrom, fstat, fstatfs, seek};
 use rustix::io::Errno;
 
-use crate::PageRange;
+use crate::{PAGE_SIZE, PageRange};
 
 /// The largest offset that a file can have.
 const MAX_OFFSET: u64 = i64::MAX as u64;
@@ -35,8 +37,26 @@ const MAX_OFFSET: u64 = i64::MAX as u64;
 /// descriptor is a socket or a pipe.
 pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRanges<'_>> {
     let mut ranges = DataRanges { fd, rest: range.start..range.end.min(MAX_OFFSET), ahead: None };
-    ranges.ahead = ranges.find()?;
+    match full_length(fd) {
+        Some(length) => {
+            let data = ranges.rest.start..ranges.rest.end.min(length);
+            (ranges.ahead, ranges.rest) = (Some(data).filter(|data| !data.is_empty()), 0..0);
+        }
+        None => ranges.ahead = ranges.find()?,
+    }
     Ok(ranges)
+}
+
+/// How long a file on tmpfs is that has no hole, by the room that it takes. What it takes behind its end (`fallocate` can do
+/// that) would hide a hole, which then passes for data.
+fn full_length(fd: BorrowedFd<'_>) -> Option<u64> {
+    /// `TMPFS_MAGIC` (`include/uapi/linux/magic.h`).
+    const TMPFS: u64 = 0x0102_1994;
+    let stat = fstat(fd).ok()?;
+    let (length, room) = (u64::try_from(stat.st_size).ok()?, u64::try_from(stat.st_blocks).ok()?.saturating_mul(512));
+    let is_full = length > 0 && room == length.next_multiple_of(PAGE_SIZE);
+    let is_tmpfs = || fstatfs(fd).is_ok_and(|system| u64::try_from(system.f_type) == Ok(TMPFS));
+    Some(length).filter(|_| is_full && is_tmpfs())
 }
 
 /// The pages of `pages` that are not holes, where page 0 is at `file_offset` of the file (as `mmap` with that offset

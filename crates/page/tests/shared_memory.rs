@@ -138,6 +138,26 @@ fn the_end_of_the_file_is_no_data_and_neither_is_what_lies_behind() {
 }
 
 #[test]
+fn a_file_without_a_hole_is_one_range_and_has_holes_again_once_one_is_punched() {
+    let file = memfd(0);
+    for page in 0..40 {
+        file.write_all_at(&[1; 4096], page * PAGE_SIZE).unwrap();
+    }
+    file.write_all_at(&[1], 40 * PAGE_SIZE).unwrap();
+    let ranges = |start, end| -> Vec<_> {
+        let ranges = data_ranges(file.as_fd(), start..end).unwrap().map(Result::unwrap);
+        ranges.map(|range| (range.start, range.end)).collect()
+    };
+    assert_eq!(ranges(0, u64::MAX), [(0, 40 * PAGE_SIZE + 1)]);
+    assert_eq!(ranges(3, 7), [(3, 7)]);
+    assert_eq!(ranges(40 * PAGE_SIZE + 1, u64::MAX), []);
+    fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 8 * PAGE_SIZE, PAGE_SIZE).unwrap();
+    assert_eq!(ranges(0, 20 * PAGE_SIZE), [(0, 8 * PAGE_SIZE), (9 * PAGE_SIZE, 20 * PAGE_SIZE)]);
+    file.write_all_at(&[0], 8 * PAGE_SIZE).unwrap();
+    assert_eq!(ranges(0, 20 * PAGE_SIZE), [(0, 20 * PAGE_SIZE)]);
+}
+
+#[test]
 fn data_taken_away_while_it_is_listed_ends_the_list_early_and_not_in_a_loop() {
     let file = memfd(100 * PAGE_SIZE);
     for page in (0..100).step_by(2) {

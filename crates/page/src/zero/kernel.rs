@@ -17,8 +17,9 @@ use crate::PAGE_LEN;
 /// Bytes in the words that everything else is aligned to first.
 const WORD: usize = size_of::<u64>();
 
-/// Vectors read between two branches.
-const STEP: usize = 8;
+/// Vectors read between two branches. Measured on an AMD EPYC (Zen 5), vectors of AVX2 that no cache holds: with 16, joined in
+/// four rows, a page takes as long as reading it; with 8 in one row a sixth longer.
+const STEP: usize = 16;
 
 /// Bytes that are fetched together.
 const CACHE_LINE: usize = 64;
@@ -30,8 +31,8 @@ pub(crate) const PAGES_A_CALL: usize = 64;
 /// takes 19% less time with it; with 2 pages 14%, with 8 17%, with 16 10%.
 pub(crate) const AHEAD: usize = 4;
 
-/// Ahead is fetched as long as one of so many pages, a bit each, was not zero. Where all are zero the processor fetches
-/// ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 10%.
+/// Ahead is fetched as long as one of so many pages, a bit each, was told by its first line. Where pages are read on from there
+/// the processor fetches ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 20%.
 const LATELY: u64 = 0xff;
 
 /// Whether the `len` bytes at `start` are zero. `method` falls back to [`Method::Portable`] if it is not available.
@@ -92,6 +93,20 @@ pub(crate) unsafe fn zero_pages(method: Method, start: *const u8, count: usize, 
     }
 }
 
+/// Whether the processor is one of AMD's.
+pub(crate) fn is_amd() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[allow(unused_unsafe, reason = "later versions of Rust know that it is safe")]
+        // SAFETY: every x86-64 has the instruction and its first leaf.
+        let leaf = unsafe { std::arch::x86_64::__cpuid(0) };
+        let words = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+        words.as_flattened() == b"AuthenticAMD"
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// Asks for the beginning of a page, so that it is there when it is looked at. Reads nothing: `page` may be anywhere.
 #[inline]
 pub(crate) fn fetch(page: *const u8) {
@@ -100,7 +115,7 @@ pub(crate) fn fetch(page: *const u8) {
 
 /// # Safety
 ///
-/// As for [`words_are_zero`], without its last condition.
+/// As for [`look`], without its last condition.
 #[inline]
 unsafe fn words_are_zero_with(method: Method, start: *const u64, count: usize) -> bool {
     // SAFETY: the caller's promise; the processor has what the method needs.
@@ -126,7 +141,7 @@ unsafe fn words_are_zero_with(method: Method, start: *const u64, count: usize) -
 ///
 /// # Safety
 ///
-/// As for [`words_are_zero`].
+/// As for [`look`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "sse2")]
 unsafe fn plain(start: *const u64, count: usize) -> bool {
@@ -141,7 +156,7 @@ macro_rules! compiled_for {
         mod $name {
             /// # Safety
             ///
-            /// As for [`super::words_are_zero`].
+            /// As for [`super::look`].
             #[target_feature(enable = $feature)]
             pub(super) unsafe fn words_are_zero(start: *const u64, count: usize) -> bool {
                 // SAFETY: the caller's promise.
@@ -178,6 +193,28 @@ unsafe fn bytes_are_zero(start: *const u8, len: usize) -> bool {
     (0..len).all(|index| unsafe { start.add(index).read_volatile() } == 0)
 }
 
+/// What a look at words has found.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Found {
+    Zero,
+    /// Contents in the first cache line.
+    Early,
+    /// Contents behind it.
+    Late,
+}
+
+/// Whether words are zero.
+///
+/// # Safety
+///
+/// As for [`look`].
+#[inline(always)]
+unsafe fn words_are_zero<V: Vector, const STEP: usize>(start: *const u64, count: usize) -> bool {
+    // SAFETY: the caller's promise.
+    let found = unsafe { look::<V, STEP, false>(start, count) };
+    matches!(found, Found::Zero)
+}
+
 /// The loop: `STEP` vectors between two branches, and words up to the first aligned vector and behind the last one.
 ///
 /// With more than one vector a step, memory with contents is told from zeros as early as can be: by its first cache line, then by
@@ -185,68 +222,91 @@ unsafe fn bytes_are_zero(start: *const u8, len: usize) -> bool {
 ///
 /// # Safety
 ///
-/// `start` is aligned to 8 bytes, `count` words are readable there, and the processor has the vectors.
+/// `start` is aligned to 8 bytes, and to a vector if `ALIGNED` says so, `count` words are readable there, and the processor has
+/// the vectors.
 #[inline(always)]
-unsafe fn words_are_zero<V: Vector, const STEP: usize>(start: *const u64, count: usize) -> bool {
-    let head = (start.addr().wrapping_neg() % size_of::<V>() / WORD).min(count);
+unsafe fn look<V: Vector, const STEP: usize, const ALIGNED: bool>(start: *const u64, count: usize) -> Found {
+    // Pages are aligned, and a loop whose length the compiler knows is a sixth faster.
+    let head = if ALIGNED { 0 } else { (start.addr().wrapping_neg() % size_of::<V>() / WORD).min(count) };
     let words_a_vector = size_of::<V>() / WORD;
     let (vectors, tail) = ((count - head) / words_a_vector, (count - head) % words_a_vector);
     // SAFETY: head <= count.
     let body = unsafe { start.add(head) }.cast::<V>();
     // SAFETY: head words lie before the vectors, all among the caller's.
     if unsafe { !single_words_are_zero(start, head) } {
-        return false;
+        return Found::Early;
     }
     let line = CACHE_LINE / size_of::<V>();
     if STEP > 1 && vectors >= line {
         // SAFETY: `body` is aligned to a vector, there are as many, and the processor has them.
         if unsafe { !joined(body, line).is_zero() } {
-            return false;
+            return Found::Early;
         }
         for word in [count / 2, count - 1] {
             // SAFETY: one of the `count` words, of which there is one, as there is a vector.
             if unsafe { start.add(word).read_volatile() } != 0 {
-                return false;
+                return Found::Late;
             }
         }
     }
     // SAFETY: tail words lie behind the vectors, all among the caller's.
     if unsafe { !single_words_are_zero(body.add(vectors).cast(), tail) } {
-        return false;
+        return Found::Late;
     }
     // Loops and no closures: those would not be compiled for the vectors' instructions.
     let mut at = 0;
     while at + STEP <= vectors {
         // SAFETY: at + STEP <= vectors, `body` is aligned to a vector, and the processor has them.
         if unsafe { !joined(body.add(at), STEP).is_zero() } {
-            return false;
+            return Found::Late;
         }
         at += STEP;
     }
     while at < vectors {
         // SAFETY: at < vectors, and the processor has the vectors.
         if unsafe { !body.add(at).read_volatile().is_zero() } {
-            return false;
+            return Found::Late;
         }
         at += 1;
     }
-    true
+    Found::Zero
 }
 
-/// The bits that are set in any of `count` vectors.
+/// The bits that are set in any of `count` vectors: of many, joined in four rows, so that none waits for the one before it.
 ///
 /// # Safety
 ///
 /// `start` is aligned to a vector, `count` of them are readable there and at least one, and the processor has them.
 #[inline(always)]
 unsafe fn joined<V: Vector>(start: *const V, count: usize) -> V {
+    const ROWS: usize = 4;
     // SAFETY: the first one.
-    let mut bits = unsafe { start.read_volatile() };
-    for index in 1..count {
-        // SAFETY: index < count, and the processor has the vectors.
-        bits = unsafe { bits.or(start.add(index).read_volatile()) };
+    let mut first = unsafe { start.read_volatile() };
+    let mut at = 1;
+    if count >= 2 * ROWS {
+        // SAFETY: there are twice as many.
+        let [mut second, mut third, mut fourth] =
+            unsafe { [start.add(1).read_volatile(), start.add(2).read_volatile(), start.add(3).read_volatile()] };
+        at = ROWS;
+        while at + ROWS <= count {
+            // SAFETY: at + ROWS <= count, and the processor has the vectors.
+            unsafe {
+                first = first.or(start.add(at).read_volatile());
+                second = second.or(start.add(at + 1).read_volatile());
+                third = third.or(start.add(at + 2).read_volatile());
+                fourth = fourth.or(start.add(at + 3).read_volatile());
+            }
+            at += ROWS;
+        }
+        // SAFETY: the processor has the vectors.
+        first = unsafe { first.or(second).or(third.or(fourth)) };
     }
-    bits
+    while at < count {
+        // SAFETY: at < count, and the processor has the vectors.
+        first = unsafe { first.or(start.add(at).read_volatile()) };
+        at += 1;
+    }
+    first
 }
 
 /// # Safety
@@ -271,20 +331,36 @@ unsafe fn single_words_are_zero(start: *const u64, count: usize) -> bool {
 /// vectors.
 #[inline(always)]
 unsafe fn find_zero_pages<V: Vector>(start: *const u8, count: usize, beyond: usize) -> u64 {
+    // SAFETY: the caller's promise, and what was asked.
+    unsafe {
+        if start.addr().is_multiple_of(size_of::<V>()) {
+            look_at_pages::<V, true>(start, count, beyond)
+        } else {
+            look_at_pages::<V, false>(start, count, beyond)
+        }
+    }
+}
+
+/// # Safety
+///
+/// As for [`find_zero_pages`]; `start` is aligned to a vector if `ALIGNED` says so.
+#[inline(always)]
+unsafe fn look_at_pages<V: Vector, const ALIGNED: bool>(start: *const u8, count: usize, beyond: usize) -> u64 {
     const WORDS: usize = PAGE_LEN / WORD;
     let mut zero = 0;
-    // As if the page before had contents: what comes first is the least likely to be fetched by itself.
-    let mut contents = 1;
+    // As if the page before had been told by its first line: what comes first is the least likely to be fetched by itself.
+    let mut early = 1;
     for page in 0..count {
-        if contents & LATELY != 0 && page + AHEAD < count + beyond {
+        if early & LATELY != 0 && page + AHEAD < count + beyond {
             fetch(start.wrapping_add((page + AHEAD) * PAGE_LEN));
         }
         // SAFETY: page < count.
         let words = unsafe { start.add(page * PAGE_LEN) }.cast::<u64>();
         // SAFETY: the words of a page, which is aligned as `start` is; the processor has the vectors.
-        let is_zero = unsafe { words.read_volatile() == 0 && words_are_zero::<V, STEP>(words, WORDS) };
-        zero |= u64::from(is_zero) << page;
-        contents = contents << 1 | u64::from(!is_zero);
+        let found =
+            unsafe { if words.read_volatile() == 0 { look::<V, STEP, ALIGNED>(words, WORDS) } else { Found::Early } };
+        zero |= u64::from(matches!(found, Found::Zero)) << page;
+        early = early << 1 | u64::from(matches!(found, Found::Early));
     }
     zero
 }
