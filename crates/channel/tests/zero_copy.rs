@@ -383,6 +383,25 @@ fn a_peer_that_has_closed_its_half_still_gets_what_is_lent() {
 }
 
 #[test]
+fn what_is_lent_still_leaves_when_both_ends_have_said_their_last_word() {
+    let (writer, reader) = narrow(ZeroCopy::Msg);
+    reader.shutdown(How::Write).unwrap();
+    let data = pattern(1 << 20);
+    let mut lending = writer.lend();
+    lending.put(b"", &[IoSlice::new(&data)]).unwrap();
+    writer.shutdown(How::Write).unwrap();
+    let mut received = vec![0; data.len()];
+    thread::scope(|scope| {
+        let finished = scope.spawn(|| lending.finish());
+        // Long enough for a wait that takes the two ends for the end of the connection.
+        thread::sleep(Duration::from_millis(50));
+        reader.get(&mut received).unwrap();
+        finished.join().unwrap().unwrap();
+    });
+    assert!(received == data);
+}
+
+#[test]
 fn a_loan_that_is_dropped_unfinished_cuts_the_connection_and_nothing_of_it_leaves_any_more() {
     let (writer, reader) = narrow(ZeroCopy::Msg);
     writer.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();

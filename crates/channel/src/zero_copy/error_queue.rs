@@ -5,6 +5,7 @@ use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr;
+use std::thread;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -16,6 +17,9 @@ use super::completions::Completion;
 /// `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED` (include/uapi/linux/errqueue.h).
 const ORIGIN_ZEROCOPY: u8 = 5;
 const CODE_COPIED: u8 = 1;
+
+/// How soon a socket is looked at again of which both ends have said their last word: that is told again and again.
+const AFTER_THE_END: Duration = Duration::from_millis(1);
 
 /// What a lender needs of a socket beside sending: tests have one that invents completions.
 pub(super) trait ErrorQueue {
@@ -46,18 +50,34 @@ impl ErrorQueue for SocketQueue<'_> {
     fn wait(&self, time: Duration) -> io::Result<()> {
         // Nothing is asked for: that there are errors is always told.
         let mut polled = [PollFd::from_borrowed_fd(self.0, PollFlags::empty())];
-        let time = Timespec::try_from(time).ok();
-        match poll(&mut polled, time.as_ref()) {
+        match poll(&mut polled, Timespec::try_from(time).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
         if polled.iter().any(|polled| polled.revents().contains(PollFlags::HUP)) {
             // Who reads may have been told the reason already.
             sockopt::socket_error(self.0)??;
-            return Err(io::ErrorKind::BrokenPipe.into());
+            if is_closed(self.0)? {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            // Both ends have said their last word, and what was put before this one's still leaves.
+            thread::sleep(time.min(AFTER_THE_END));
         }
         Ok(())
     }
+}
+
+/// Whether the connection is over, and not only both of its directions told to end.
+fn is_closed(socket: BorrowedFd<'_>) -> io::Result<bool> {
+    /// `TCP_CLOSE` (`include/net/tcp_states.h`).
+    const CLOSE: u8 = 7;
+    // The first byte of what TCP_INFO tells is the state; the kernel tells as much as there is room for.
+    let (mut state, mut length) = (0_u8, 1);
+    let place = (&raw mut state).cast();
+    // SAFETY: the state and the length live through the call, which writes no more than the length says.
+    let told =
+        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, place, &raw mut length) };
+    if told < 0 { Err(io::Error::last_os_error()) } else { Ok(state == CLOSE) }
 }
 
 /// Takes one message off the queue; `None` if it is no completion.

@@ -13,6 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, Shutdown, SocketAddrAny, connect_unspec, getpeername, getsockname, shutdown, sockopt,
@@ -39,6 +40,9 @@ const LEAST: usize = 4096;
 
 /// How often a connection is told to end.
 const ABORTS: u32 = 100;
+
+/// How long a peer may acknowledge nothing of a connection that is to end, in milliseconds.
+const UNHEARD_MS: u32 = 1000;
 
 /// Most puts that are copied before lending is tried again.
 const SKIPPED_MAX: u32 = 256;
@@ -216,14 +220,14 @@ impl Lender {
         // waits in the socket, which a shutdown wakes.
         for _ in 0..ABORTS {
             match connect_unspec(transport.output()) {
-                Ok(()) | Err(Errno::NOTCONN) => break,
+                Ok(()) | Err(Errno::NOTCONN) => return state.completions.forget(),
                 Err(_) => {
                     let _ = shutdown(transport.output(), Shutdown::Both);
                     thread::sleep(Duration::from_millis(1));
                 }
             }
         }
-        state.completions.forget();
+        end_slowly(&mut state.completions, transport);
     }
 
     fn look_for_copies(&self, state: &mut State, hopeless: bool) {
@@ -241,6 +245,25 @@ impl Lender {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while it is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Waits until the kernel has sent what it was lent, or has ended a connection of which it may not be asked to (a filter of
+/// system calls): which it does once the peer has acknowledged nothing for a while.
+fn end_slowly(completions: &mut Completions, transport: &Transport) {
+    let queue = SocketQueue(transport.output());
+    let _ = sockopt::set_tcp_user_timeout(transport.output(), UNHEARD_MS);
+    while completions.outstanding() != 0 {
+        let waited = queue.wait(SLICE);
+        while let Ok(Some(completion)) = queue.next() {
+            if completions.take(completion).is_err() {
+                return completions.forget();
+            }
+        }
+        if waited.is_err() {
+            // It is over, and what was queued with it.
+            return completions.forget();
+        }
     }
 }
 
@@ -269,6 +292,9 @@ fn lend_by_message(transport: &Transport) -> Result<Way, Refusal> {
         );
         Refusal::Failed(io::Error::new(io::ErrorKind::PermissionDenied, why))
     })?;
+    // A completion that nobody has taken is an error that poll tells of at once: who waits there for room would not wait.
+    let blocking = || fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK);
+    blocking().map_err(|errno: Errno| Refusal::Failed(errno.into()))?;
     transport.allow_lending().map_err(Refusal::Failed)?;
     Ok(Way::Msg)
 }
@@ -362,8 +388,8 @@ fn lend_all(
                 lane.side.starved();
                 // What it has finished takes room until it was told.
                 if why == Errno::NOBUFS && (reap(completions, lane, queue)? != 0 || completions.outstanding() != 0) {
-                    if completions.outstanding() != 0 {
-                        wait(completions, lane, queue, &quiet, || lane.is_shut())?;
+                    if completions.outstanding() != 0 && wait(completions, lane, queue, &quiet, || lane.is_shut())? {
+                        quiet.progress();
                     }
                 } else if why == Errno::NOBUFS && offered > LEAST {
                     // Others have what there is: the less is wanted, the sooner there is room.

@@ -3,6 +3,7 @@
 
 use std::io::IoSlice;
 use std::marker::PhantomData;
+use std::thread;
 
 use libc::iovec;
 
@@ -93,12 +94,17 @@ impl<'m> Lending<'_, 'm> {
     /// # Errors
     /// As `flush`; the connection is cut then.
     pub fn finish(mut self) -> Result<(), ChannelError> {
-        self.flush()
+        // Who has waited once need not wait again as this is dropped.
+        self.flush().inspect_err(|_| self.channel.abort_lent())
     }
 }
 
 impl Drop for Lending<'_, '_> {
     fn drop(&mut self) {
-        self.channel.end_lending();
+        if thread::panicking() {
+            self.channel.abort_lent();
+        } else {
+            self.channel.end_lending();
+        }
     }
 }
