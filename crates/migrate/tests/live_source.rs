@@ -156,6 +156,26 @@ fn memory_goes_out_in_whole_batches_with_and_without_a_limit() {
 }
 
 #[test]
+fn zero_pages_do_not_make_batches_smaller() {
+    let calls = |zero: fn(u64) -> bool| {
+        let vm = TestVm::new(&[4096, 100]);
+        for (number, block) in vm.memory.blocks().iter().enumerate() {
+            vm.fill(number, |_| true);
+            let zeros = block.pages().iter().filter(|page| zero(page.0));
+            zeros.for_each(|page| block.write(page.offset(), &[0; 4096]).unwrap());
+        }
+        let (outcome, arrived) = Attempt { params: params(), ..Attempt::default() }.run(&vm);
+        obeys_the_law(&vm, &outcome, &arrived);
+        let LiveOutcome::Completed(stats) = outcome else { panic!("{outcome:?}") };
+        stats.main.calls_out
+    };
+    // 8 batches of 512 pages, or 5 of 496, and one of the other block.
+    assert_eq!(calls(|_| false) - calls(|page| page % 2 == 1), 8 - 5);
+    // Headers alone: 4,096 of them are enough for a call.
+    assert_eq!(calls(|_| false) - calls(|_| true), 8 - 1);
+}
+
+#[test]
 fn a_page_that_becomes_zero_after_it_was_sent_is_sent_as_zero() {
     let vm = TestVm::new(&[32]);
     vm.fill(0, |_| true);

@@ -10,7 +10,8 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, ZeroCopy};
+use limosa_channel::{Channel, Options, ZeroCopy};
+use limosa_memory::{BlockOptions, MemoryBlock};
 use limosa_migrate::{
     Control, MigrateError, MultifdSourceOptions, PageError, PageSource, Phase, PrecopyOptions, PrecopySource,
     PrecopyStats, Progress, Stop, StreamStart,
@@ -243,6 +244,70 @@ impl PageSource for Shared<'_> {
     fn description(&self) -> &[u8] {
         self.0.description()
     }
+}
+
+/// Memory whose first block is mapped, so that its pages leave from where they lie; those of the others are read.
+struct Mixed<'a>(&'a Memory, MemoryBlock);
+
+impl<'a> Mixed<'a> {
+    fn new(memory: &'a Memory) -> Self {
+        let layout = &memory.start().blocks[0];
+        let block = BlockOptions::anonymous("first", layout.used_length).map().unwrap();
+        for page in memory.stored(0).runs().flat_map(|run| run.iter().collect::<Vec<_>>()) {
+            let mut contents = [0; 4096];
+            memory.read(0, PageRange::starting_at(page, 1), &mut contents).unwrap();
+            block.write(page.offset(), &contents).unwrap();
+        }
+        Self(memory, block)
+    }
+}
+
+impl PageSource for Mixed<'_> {
+    fn start(&self) -> &StreamStart {
+        self.0.start()
+    }
+    fn stored(&self, block: usize) -> &PageBitmap {
+        self.0.stored(block)
+    }
+    fn memory(&self, block: usize) -> Option<&MemoryBlock> {
+        (block == 0).then_some(&self.1)
+    }
+    fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
+        self.0.read(block, pages, into)
+    }
+    fn device_sections(&self) -> &[u8] {
+        self.0.device_sections()
+    }
+    fn description(&self) -> &[u8] {
+        self.0.description()
+    }
+}
+
+#[test]
+fn a_packet_of_mapped_memory_that_is_not_full_goes_out_before_pages_that_are_read() {
+    for machine in MACHINES {
+        let memory = memory(machine, &[1000, 1000], every_third);
+        let (sent, outcome) = Way::new(1).send(&memory, &Mixed::new(&memory), &Control::new(), &Progress::new());
+        sent.unwrap();
+        assert!(outcome.wrong.is_empty() && outcome.devices, "{outcome:?}");
+    }
+}
+
+#[test]
+fn memory_is_not_spliced_where_nobody_says_that_it_has_arrived() {
+    let memory = memory("pc-q35-10.0", &[10], every_third);
+    let mixed = Mixed::new(&memory);
+    let (control, progress) = (Control::new(), Progress::new());
+    let mut refused = Vec::new();
+    for (zero_copy, return_path) in [(ZeroCopy::Splice, false), (ZeroCopy::Auto, false), (ZeroCopy::Splice, true)] {
+        let (_far, near) = std::os::unix::net::UnixStream::pair().unwrap();
+        let beside = Channel::from_fd_with(near.into(), &Options { zero_copy, ..Options::default() }).unwrap();
+        let options = PrecopyOptions { return_path, ..PrecopyOptions::default() };
+        let role = PrecopySource::new(&mixed, pair().0, &control, &progress, options);
+        refused.extend(role.with_channels(vec![beside], MultifdSourceOptions::default()).map(drop).err());
+    }
+    assert_eq!(refused.len(), 2);
+    assert!(refused.iter().all(|error| error.to_string().contains("a destination that answers")), "{refused:?}");
 }
 
 #[test]

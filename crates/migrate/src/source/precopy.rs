@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Counters};
+use limosa_channel::{Channel, Counters, ZeroCopy};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_stream::{Command, ram, section, vm};
 
@@ -90,13 +90,23 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     ///
     /// # Errors
     /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; a way of sending
-    /// that is named and cannot be had.
+    /// that is named and cannot be had; memory that would be spliced without a return path, which alone says when it may
+    /// be used for something else.
     pub fn with_channels(
         mut self,
         channels: Vec<Channel>,
         options: MultifdSourceOptions,
     ) -> Result<Self, MigrateError> {
         options.check_zero_copy(self.source, self.options.return_path)?;
+        let splices = |channel: &Channel| !matches!(channel.zero_copy_wanted(), ZeroCopy::Off | ZeroCopy::Msg);
+        let mut blocks = 0..self.source.start().blocks.len();
+        if !self.options.return_path
+            && channels.iter().any(splices)
+            && blocks.any(|block| self.source.memory(block).is_some())
+        {
+            let why = "memory is spliced only to a destination that answers: its answer says that no page is under way any more";
+            return Err(MigrateError::ZeroCopy(why));
+        }
         self.beside = multifd::beside(channels, &options, self.options.patience)?;
         self.multifd = options;
         Ok(self)

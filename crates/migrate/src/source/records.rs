@@ -19,6 +19,14 @@ use super::gather::Gather;
 use crate::error::MigrateError;
 use crate::live::Put;
 
+/// Pages with contents that go out in one call, if there are so many: each with its header, as many entries as the kernel takes
+/// at a time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
+const PAGES_A_CALL: usize = 512;
+
+/// With room for fewer pages than this a call is full: what is looked at next, most of it perhaps zero, would be too little
+/// to be worth a look.
+const ROOM_LEAST: usize = 32;
+
 /// Zero records that go out in one call at most: 9 bytes each, so a few tens of KiB.
 const ZEROS_A_CALL: usize = 4096;
 
@@ -32,6 +40,8 @@ pub(crate) struct RecordWriter<'a> {
     records: Vec<(usize, RecordKind)>,
     /// As `records`, with the page of each, where pages come out of guest memory.
     placed: Vec<(usize, RecordKind, PageNumber)>,
+    /// Those of them with contents.
+    contents: usize,
     gather: Gather<'static>,
     /// How guest memory is looked at.
     method: Method,
@@ -106,6 +116,7 @@ impl<'a> RecordWriter<'a> {
             headers: Vec::new(),
             records: Vec::new(),
             placed: Vec::new(),
+            contents: 0,
             gather: Gather::default(),
             method: Method::best(),
             buffer: None,
@@ -138,6 +149,7 @@ impl<'a> RecordWriter<'a> {
         stored: &PageBitmap,
         contents: &[u8],
     ) -> Result<(u64, u64), MigrateError> {
+        debug_assert!(self.placed.is_empty(), "what was placed is put first");
         self.headers.clear();
         self.records.clear();
         let mut zeros = 0;
@@ -162,12 +174,32 @@ impl<'a> RecordWriter<'a> {
             slices.push(IoSlice::new(last));
         }
         self.channel.put_vector(&slices)?;
+        self.headers.clear();
         Ok((pages.len() - zeros, zeros))
     }
 
     /// Sends runs of pages out of guest memory, from where they live. Pages may be written meanwhile: whoever lets that
-    /// happen sends them again. `left_out` is called for each run of pages that is left out.
+    /// happen sends them again.
     pub(crate) fn send_memory(
+        &mut self,
+        block: usize,
+        memory: &MemoryBlock,
+        runs: &[PageRange],
+        zeros: Zeros,
+    ) -> Result<Sent, MigrateError> {
+        let sent = self.place(block, memory, runs, zeros, |_| {})?;
+        self.put_placed(memory).map(|()| sent)
+    }
+
+    /// How many pages may be placed before what is placed has to be [put](Self::put_placed); 0: now.
+    pub(crate) fn room(&self) -> usize {
+        let room = PAGES_A_CALL.saturating_sub(self.contents);
+        if room < ROOM_LEAST || self.placed.len() >= ZEROS_A_CALL { 0 } else { room }
+    }
+
+    /// Looks at runs of pages of guest memory, and writes their headers. Nothing goes out before it is [put](Self::put_placed);
+    /// until then all that is placed has to be of one block. `left_out` is called for each run of pages that is left out.
+    pub(crate) fn place(
         &mut self,
         block: usize,
         memory: &MemoryBlock,
@@ -175,8 +207,6 @@ impl<'a> RecordWriter<'a> {
         zeros: Zeros,
         mut left_out: impl FnMut(PageRange),
     ) -> Result<Sent, MigrateError> {
-        self.headers.clear();
-        self.placed.clear();
         let mut sent = Sent::default();
         for Run { pages, kind } in zeros.find(memory, runs, self.method)? {
             let kind = match kind {
@@ -199,13 +229,22 @@ impl<'a> RecordWriter<'a> {
                 self.placed.push((self.headers.len(), kind, page));
             }
         }
+        self.contents += usize::try_from(sent.normal).unwrap_or(usize::MAX);
+        Ok(sent)
+    }
+
+    /// Sends what was placed, pages of this block.
+    pub(crate) fn put_placed(&mut self, memory: &MemoryBlock) -> Result<(), MigrateError> {
         let mut buffer = self.buffer.take();
         let put = match &mut buffer {
             None => self.put_gathered(memory),
             Some(buffer) => self.put_copied(buffer, memory),
         };
         self.buffer = buffer;
-        put.map(|()| sent)
+        self.headers.clear();
+        self.placed.clear();
+        self.contents = 0;
+        put
     }
 
     /// What was placed, from where it lives: one call.
@@ -251,6 +290,7 @@ impl<'a> RecordWriter<'a> {
 
     /// Says of a run of pages of one block that they are zero.
     pub(crate) fn send_zero(&mut self, block: usize, pages: PageRange) -> Result<(), MigrateError> {
+        debug_assert!(self.placed.is_empty(), "what was placed is put first");
         let mut waiting = 0;
         self.headers.clear();
         for page in pages.iter() {
@@ -262,7 +302,9 @@ impl<'a> RecordWriter<'a> {
                 waiting = 0;
             }
         }
-        Ok(self.put_headers()?)
+        self.put_headers()?;
+        self.headers.clear();
+        Ok(())
     }
 }
 
@@ -347,7 +389,7 @@ mod tests {
         let blocks = [RamBlock::new("ram", memory.len())];
         let mut writer = RecordWriter::new(&near, &blocks).unwrap().with_put(put);
         for runs in runs {
-            writer.send_memory(0, memory, runs, Zeros::Told, |_| {}).unwrap();
+            writer.send_memory(0, memory, runs, Zeros::Told).unwrap();
         }
         assert!(writer.take_busy() > Duration::ZERO);
         let counters = near.counters();

@@ -114,7 +114,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
         let mut contents = 0;
         for piece in pages.chunks(CLAIM_PAGES) {
             if let Some(memory) = source.memory(block) {
-                let sent = self.records.send_memory(block, memory, &[piece], Zeros::Told, |_| {})?;
+                let sent = self.records.send_memory(block, memory, &[piece], Zeros::Told)?;
                 self.count(sent.normal, sent.zero);
                 contents += sent.normal;
                 continue;

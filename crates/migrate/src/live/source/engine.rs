@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
-use limosa_memory::BlockRole;
 use limosa_memory::dirty::DirtyPages;
+use limosa_memory::{BlockRole, MemoryBlock};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageRange};
 use limosa_stream::command::PageSizes;
 use limosa_stream::{Command, DeviceSections, ram, section, vm};
@@ -30,10 +30,6 @@ use crate::source::windows::Windows;
 
 /// Zero pages that are told between two looks at whether that is still wanted.
 const HOLES_A_CHECK: u64 = 1 << 16;
-
-/// Pages that go out in one call, if there are so many: each with its header, as many entries as the kernel takes at a time,
-/// 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
-const PAGES_A_CALL: u64 = 512;
 
 /// The longest sleep for a limited rate: what else ends a round is looked at in between.
 const RATE_TICK: Duration = Duration::from_millis(20);
@@ -369,11 +365,18 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let windows = Windows::new(round.pages);
         let mut runs = Vec::new();
         let mut waited = Duration::ZERO;
+        // The block of what is placed and not put.
+        let mut placed: Option<&MemoryBlock> = None;
         loop {
             self.check()?;
             if !last && let Some(why) = self.breaks_off(convergence) {
                 (result.rest, result.broken_off) = (windows.take_rest(), Some(why));
                 break;
+            }
+            if records.room() == 0
+                && let Some(memory) = placed.take()
+            {
+                records.put_placed(memory)?;
             }
             let pause = if last { Duration::ZERO } else { self.control.rate().delay() };
             if !pause.is_zero() {
@@ -382,22 +385,28 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                 waited += began.elapsed();
                 continue;
             }
-            let Some(block) = windows.claim_pages(&mut runs, PAGES_A_CALL) else { break };
+            let Some(block) = windows.claim_pages(&mut runs, records.room() as u64) else { break };
             if !last {
                 self.control.rate().spend(runs.iter().map(PageRange::len).sum::<u64>().saturating_mul(PAGE_SIZE));
             }
             let memory = self.vm.memory().block(block).map_err(|error| MigrateError::Source(error.into()))?;
+            if let Some(other) = placed.replace(memory).filter(|other| !std::ptr::eq(*other, memory)) {
+                records.put_placed(other)?;
+            }
             let (zeros, track) = (self.zeros(block, round.kind), &mut self.track);
             if let Some(track) = track {
                 track.sent(block, &runs);
             }
-            let sent = records.send_memory(block, memory, &runs, zeros, |run| {
+            let sent = records.place(block, memory, &runs, zeros, |run| {
                 if let Some(track) = track {
                     track.left_out(block, run);
                 }
             })?;
             self.progress.moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
             result.sent.add(sent);
+        }
+        if let Some(memory) = placed {
+            records.put_placed(memory)?;
         }
         result.busy = records.take_busy() + waited;
         Ok(())

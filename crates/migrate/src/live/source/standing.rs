@@ -117,7 +117,8 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
         self.paused.map_or(self.downtime, |since| since.elapsed())
     }
 
-    /// Lets the VM go on here. The stream is cut first: not a byte of it leaves afterwards.
+    /// Lets the VM go on here. The stream is cut first: nothing is put any more. What the kernel has by then may still leave, and
+    /// its pages may change on the way; nobody runs a VM of a stream that ends so.
     pub(super) fn take_back(&mut self) -> Result<(), VmError> {
         for channel in &self.channels {
             let _ = channel.shutdown(How::Both);

@@ -102,7 +102,12 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             while let Some(block) = self.shared.windows.claim(&mut runs) {
                 self.give_back_if_wanted()?;
                 self.wait_for_rate(&runs)?;
-                match self.shared.source.memory(block).filter(|_| self.compressor.is_none()) {
+                let memory = self.shared.source.memory(block).filter(|_| self.compressor.is_none());
+                if memory.is_none() {
+                    // What is read goes into packets of its own.
+                    self.send_open()?;
+                }
+                match memory {
                     Some(memory) => self.send_memory(block, memory, &runs)?,
                     None if self.in_place => self.send_in_place(block, &runs)?,
                     None => {
