@@ -85,6 +85,33 @@ impl Cable {
     }
 }
 
+/// A network namespace with nothing in it but the loopback interface.
+#[derive(Debug)]
+pub(crate) struct Loopback(OwnedFd);
+
+impl Loopback {
+    /// Makes it.
+    ///
+    /// # Errors
+    /// As [`Cable::lay`].
+    pub(crate) fn new() -> Result<Self> {
+        let loopback = Self(namespace()?);
+        let mut command = Command::new("ip");
+        loopback.plug(command.args(["link", "set", "lo", "up"]))?;
+        ensure!(command.status().context("ip (of iproute2)")?.success(), "ip link set lo up");
+        Ok(loopback)
+    }
+
+    /// Has a command run in it.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub(crate) fn plug(&self, command: &mut Command) -> Result<()> {
+        raw::enter_network(command, self.0.try_clone().context("a descriptor of a network namespace")?);
+        Ok(())
+    }
+}
+
 /// A new network namespace. A namespace belongs to a thread, so one that does nothing else makes it.
 fn namespace() -> Result<OwnedFd> {
     let make = || -> Result<OwnedFd> {

@@ -31,6 +31,7 @@ use crate::Options;
 use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
+use crate::namespaces::Loopback;
 use crate::report::{Bound, Report, Target, ratio};
 use crate::vm::{Ram, Role, Vm};
 
@@ -86,17 +87,34 @@ enum Pair {
     Limosa,
     /// limosa, its pages copied.
     Copying,
+    /// limosa, the destination's memory faulted in page by page as pages come.
+    Faulting,
     Qemu,
+    /// QEMU where Reno is preferred, as limosa's channels do between two processes of one machine.
+    QemuReno,
     /// Nobody: write and read calls.
     Plain,
 }
 
 impl Pair {
+    const ALL: [Self; 6] = [Self::Limosa, Self::Copying, Self::Faulting, Self::Plain, Self::Qemu, Self::QemuReno];
+
+    fn way(self, channels: u8) -> Way {
+        let way = Way::beside(channels);
+        match self {
+            Self::Copying => way.leaving(ZeroCopy::Off),
+            Self::Faulting => way.faulting(),
+            Self::Limosa | Self::Qemu | Self::QemuReno | Self::Plain => way,
+        }
+    }
+
     fn variant(self, channels: u8) -> String {
         let who = match self {
             Self::Limosa => "limosa",
             Self::Copying => "limosa, copying",
+            Self::Faulting => "limosa, faulting",
             Self::Qemu => "QEMU",
+            Self::QemuReno => "QEMU by Reno",
             Self::Plain => return format!("write and read, {channels} connections"),
         };
         if channels == 1 { format!("{who}, 1 channel") } else { format!("{who}, {channels} channels") }
@@ -104,7 +122,7 @@ impl Pair {
 
     /// Whether it takes part with so many channels.
     fn has(self, channels: u8) -> bool {
-        !matches!(self, Self::Plain | Self::Copying) || usize::from(channels) == plain::CONNECTIONS
+        matches!(self, Self::Limosa | Self::Qemu) || usize::from(channels) == plain::CONNECTIONS
     }
 }
 
@@ -113,7 +131,10 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let machine = Machine::this(&options.qemu);
     let memory = options.size.unwrap_or(1 << 30).next_multiple_of(2 << 20);
     let qemu = options.against_qemu.then(|| machine.qemu.clone()).flatten();
-    let full = full_rounds(options, memory, qemu.is_some())?;
+    let network = qemu.as_ref().map(|_| Loopback::new());
+    let no_network = network.as_ref().and_then(|network| network.as_ref().err()).map(|error| format!("{error:#}"));
+    let network = network.and_then(Result::ok);
+    let full = full_rounds(options, memory, qemu.is_some(), network.as_ref())?;
     let sparse = sparse::rounds(options, memory)?;
     let vectors = vectors::Vectors::new(options);
     let records = vectors.rounds(options)?;
@@ -127,7 +148,8 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         (true, Some(_)) => NOT_RUN,
     };
     let mut report = Report::new("stream", machine, options.rounds, &all);
-    judge(&mut report, &all, memory, why);
+    let why = no_network.as_deref().map_or(why.to_owned(), |error| format!("no network namespace: {error}"));
+    judge(&mut report, &all, memory, &why);
     sparse::judge(&mut report, &all, memory);
     vectors.judge(&mut report, &all);
     log::judge(&mut report, &all);
@@ -135,14 +157,16 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 }
 
 /// The cells of memory that is full.
-fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Series>> {
+fn full_rounds(options: &Options, memory: u64, with_qemu: bool, network: Option<&Loopback>) -> Result<Vec<Series>> {
     let mut cells = Vec::new();
     for transport in Transport::ALL {
         for channels in CHANNELS {
-            for pair in
-                [Pair::Limosa, Pair::Copying, Pair::Plain, Pair::Qemu].into_iter().filter(|pair| pair.has(channels))
-            {
-                let takes_part = pair != Pair::Qemu || with_qemu;
+            for pair in Pair::ALL.into_iter().filter(|pair| pair.has(channels)) {
+                let takes_part = match pair {
+                    Pair::Qemu => with_qemu,
+                    Pair::QemuReno => with_qemu && transport == Transport::Tcp && network.is_some(),
+                    _ => true,
+                };
                 if takes_part && options.wants(&case(memory, transport), &pair.variant(channels)) {
                     cells.push((transport, channels, pair));
                 }
@@ -155,25 +179,29 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool) -> Result<Vec<Se
     options.tell("filling the memory that is sent");
     let content = random_memory(memory)?;
     let any = |wanted| cells.iter().any(|(_, _, pair)| *pair == wanted);
-    let limosa = (any(Pair::Limosa) || any(Pair::Copying)).then(|| Source::start(options, &content, memory, None));
+    let limosa = [Pair::Limosa, Pair::Copying, Pair::Faulting].into_iter().any(any);
+    let limosa = limosa.then(|| Source::start(options, &content, memory, None));
     let limosa = limosa.transpose()?.map(RefCell::new);
     let plain = any(Pair::Plain).then(|| Source::start_plain(options, &content, memory));
     let plain = plain.transpose()?.map(RefCell::new);
-    let qemu = any(Pair::Qemu).then(|| Vm::start(&options.qemu, memory, Ram::Shared(&content), Role::Source));
-    let qemu = qemu.transpose()?.map(RefCell::new);
+    let qemu_in = |network| Vm::start_in(network, &options.qemu, memory, Ram::Shared(&content), Role::Source);
+    let qemu = any(Pair::Qemu).then(|| qemu_in(None)).transpose()?.map(RefCell::new);
+    let reno = any(Pair::QemuReno).then(|| qemu_in(network)).transpose()?.map(RefCell::new);
     let frame = Frame { touch: options.touch.unwrap_or(memory) };
     let mut contestants = Vec::new();
     for (transport, channels, pair) in cells {
         let (case, variant) = (case(memory, transport), pair.variant(channels));
         let source = if pair == Pair::Plain { &plain } else { &limosa };
-        let usual = Way::beside(channels);
-        let way = if pair == Pair::Copying { usual.leaving(ZeroCopy::Off) } else { usual };
-        let run: crate::frame::Run<'_> = match (pair, source, &qemu) {
-            (Pair::Limosa | Pair::Copying | Pair::Plain, Some(source), _) => {
-                Box::new(move |_| source.borrow_mut().send(options, transport, way, || frame.touch()))
+        let way = pair.way(channels);
+        let run: crate::frame::Run<'_> = match (pair, source, &qemu, &reno) {
+            (Pair::Qemu, _, Some(source), _) => {
+                Box::new(move |_| qemu::run(options, memory, (source, None), transport, channels, &frame))
             }
-            (Pair::Qemu, _, Some(source)) => {
-                Box::new(move |_| qemu::run(options, memory, source, transport, channels, &frame))
+            (Pair::QemuReno, _, _, Some(source)) => {
+                Box::new(move |_| qemu::run(options, memory, (source, network), transport, channels, &frame))
+            }
+            (_, Some(source), _, _) => {
+                Box::new(move |_| source.borrow_mut().send(options, transport, way, || frame.touch()))
             }
             _ => continue,
         };
@@ -187,19 +215,31 @@ fn judge(report: &mut Report, all: &[Series], memory: u64, why: &str) {
         let case = case(memory, transport);
         for channels in CHANNELS {
             let [limosa, qemu] = [Pair::Limosa, Pair::Qemu].map(|pair| pair.variant(channels));
-            for (figure, most) in [("wall", Some(0.8)), ("cpu", Some(0.7)), (SENDER, None), (RECEIVER, None)] {
-                let found = ratio(all, &case, &limosa, &qemu, figure);
-                if let Some(most) = most.filter(|_| transport == Transport::Tcp && channels == 2) {
-                    let name = format!("{case}: {figure} of {limosa} / {qemu}");
+            for figure in ["wall", "cpu", SENDER, RECEIVER] {
+                report.ratios.extend(ratio(all, &case, &limosa, &qemu, figure));
+            }
+            if transport == Transport::Tcp && Pair::QemuReno.has(channels) {
+                // Both by the same congestion control: the machine's own may spread what is sent over time.
+                let reno = Pair::QemuReno.variant(channels);
+                for (figure, most) in [("wall", 0.8), ("cpu", 0.7)] {
+                    let found = ratio(all, &case, &limosa, &reno, figure);
                     let got = found.as_ref().map(|ratio| ratio.median);
+                    let name = format!("{case}: {figure} of {limosa} / {reno}");
                     report.targets.push(Target::new(name, Bound::AtMost(most), got, why));
+                    report.ratios.extend(found);
+                    report.ratios.extend(ratio(all, &case, &Pair::Copying.variant(channels), &reno, figure));
                 }
-                report.ratios.extend(found);
             }
             if Pair::Copying.has(channels) {
                 let copying = Pair::Copying.variant(channels);
                 for figure in ["wall", "cpu", SENDER, RECEIVER] {
                     report.ratios.extend(ratio(all, &case, &copying, &qemu, figure));
+                }
+            }
+            if Pair::Faulting.has(channels) {
+                let faulting = Pair::Faulting.variant(channels);
+                for figure in ["wall", "cpu", RECEIVER] {
+                    report.ratios.extend(ratio(all, &case, &limosa, &faulting, figure));
                 }
             }
             if Pair::Plain.has(channels) {

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 
 use crate::guest;
+use crate::namespaces::Loopback;
 use crate::process::Process;
 use crate::qmp::{self, Qmp};
 use crate::scratch::Scratch;
@@ -48,6 +49,17 @@ pub(crate) struct Vm {
 impl Vm {
     /// Starts a QEMU and waits until its monitor answers.
     pub(crate) fn start(qemu: &str, memory: u64, ram: Ram<'_>, role: Role) -> Result<Self> {
+        Self::start_in(None, qemu, memory, ram, role)
+    }
+
+    /// The same in a network of its own.
+    pub(crate) fn start_in(
+        network: Option<&Loopback>,
+        qemu: &str,
+        memory: u64,
+        ram: Ram<'_>,
+        role: Role,
+    ) -> Result<Self> {
         // In the temporary directory whatever `--dir` says, because a socket's path is short.
         let folder = Scratch::new_in(&std::env::temp_dir())?;
         let at = |name: &str| folder.path().join(name);
@@ -74,6 +86,9 @@ impl Vm {
         let log = File::create(at("log")).context("a log for QEMU")?;
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let hand = if let Ram::Shared(file) = ram { Some(file.as_fd()) } else { None };
+        if let Some(network) = network {
+            network.plug(&mut command)?;
+        }
         let mut process = Process::start(command, hand)?;
         let qmp = Qmp::connect(&at("qmp"), &mut || match process.ended()? {
             None => Ok(()),

@@ -19,46 +19,27 @@ const BYTES: u64 = 32 << 20;
 const HOST: &str = "10.79.0.1";
 const GUEST: &str = "10.79.0.2";
 
-/// A network namespace with a tap device, removed when dropped.
-struct Network(String);
-
-fn ip(arguments: &str) {
-    let output = Command::new("ip").args(arguments.split(' ')).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "ip {arguments}: {said}: needs root, or skip with LIMOSA_SKIP_NETNS=1");
-}
-
-impl Network {
-    fn new() -> Self {
-        let name = format!("limosa-guest-{}", std::process::id());
-        ip(&format!("netns add {name}"));
-        let network = Self(name.clone());
-        ip(&format!("-n {name} tuntap add dev tap0 mode tap vnet_hdr"));
-        ip(&format!("-n {name} address add {HOST}/24 dev tap0"));
-        ip(&format!("-n {name} link set tap0 up"));
-        network
-    }
-
-    /// Runs a test of this program in it.
-    fn run(&self, test: &str) {
-        let me = std::env::current_exe().unwrap();
-        let output = Command::new("ip")
-            .args(["netns", "exec", &self.0])
-            .arg(me)
-            .args(["--ignored", "--exact", test, "--nocapture"])
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && said.contains("1 passed"), "{said}{errors}");
-        print!("{said}");
+/// Gives this process's network a tap device.
+fn lay_tap() {
+    for arguments in
+        ["tuntap add dev tap0 mode tap vnet_hdr", &format!("address add {HOST}/24 dev tap0"), "link set tap0 up"]
+    {
+        let output = Command::new("ip").args(arguments.split(' ')).output().unwrap();
+        assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
     }
 }
 
-impl Drop for Network {
-    fn drop(&mut self) {
-        let _ = Command::new("ip").args(["netns", "del", &self.0]).status();
-    }
+/// Runs a test of this program in a network of its own, which goes with it, however it ends.
+fn run_apart(test: &str) {
+    let me = std::env::current_exe().unwrap();
+    let arguments = ["--ignored", "--exact", test, "--nocapture"];
+    let output = Command::new("unshare").arg("--net").arg(me).args(arguments).output().unwrap();
+    let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success() && said.contains("1 passed"),
+        "{said}{errors}: needs root and iproute2, or skip with LIMOSA_SKIP_NETNS=1"
+    );
+    print!("{said}");
 }
 
 /// Sends the guest's memory to this machine, in this way: what the guest says that came of it.
@@ -67,8 +48,9 @@ fn send(vm: &Vm, zero_copy: &str) -> Value {
     let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
     command.args(["bench", "stream-end"]).stdin(Stdio::from(input));
     let destination = Limosa::start_with_own_input(command);
-    let setup =
-        json!({ "Destination": { "memory": BYTES, "uri": format!("tcp:{HOST}:0"), "channels": 2, "plain": false } });
+    let setup = json!({ "Destination": {
+        "memory": BYTES, "uri": format!("tcp:{HOST}:0"), "channels": 2, "plain": false, "faulting": false,
+    } });
     writeln!(to, "{setup}").unwrap();
     let listening = wait_for("the destination's address", || serde_json::from_str::<Value>(&destination.stdout()).ok());
     let source = json!({ "Source": { "file": "/memory", "memory": BYTES, "plain": false } });
@@ -91,12 +73,13 @@ fn a_guest_with_a_network_card_copies_nothing_of_what_is_lent() {
     if skipped("LIMOSA_SKIP_NETNS") {
         return;
     }
-    Network::new().run("from_a_guest");
+    run_apart("from_a_guest");
 }
 
 #[test]
 #[ignore = "needs a network of its own: run by the test above"]
 fn from_a_guest() {
+    lay_tap();
     let guest = LinuxGuest { programs: vec![env!("CARGO_BIN_EXE_limosa").into()], ..LinuxGuest::default() };
     let machine = Machine::linux(guest).memory(512 << 20);
     let card = ["-netdev", "tap,id=net0,ifname=tap0,script=no,downscript=no", "-device", "virtio-net-pci,netdev=net0"];

@@ -1,49 +1,34 @@
 //! limosa's side: a process that sends and one that receives, each this very program, told what to do on its standard input.
+//! What they do then is in [`served`].
 //!
 //! Law: the clock is the bench's own, and a process that answers has done what it says. They are processes of their own, so
 //! that what each costs can be told apart.
 
+mod served;
+
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
-use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
-use limosa_memory::dirty::{DirtyLogs, Writers};
-use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, Put, VmError, ZeroCheck};
-use limosa_migrate::{
-    ArrivalOutcome, Control, Gathering, GatheringOptions, LiveDestination, LiveDestinationOptions, MultifdOptions,
-    MultifdSourceOptions, Progress,
-};
-use limosa_page::PAGE_SIZE;
+use anyhow::{Context, Result, bail, ensure};
+use limosa_channel::ZeroCopy;
+use limosa_migrate::live::ZeroCheck;
 use limosa_page::zero::Method;
-use limosa_stream::device_sections::OpaqueSection;
-use limosa_stream::{Configuration, DeviceSections};
 use serde::{Deserialize, Serialize};
 
-use super::{PER_PAGE, RECEIVER, SENDER, SENDER_PER_GIB, Transport, neighbour, plain};
+pub use served::serve;
+
+use super::{PER_PAGE, RECEIVER, SENDER, SENDER_PER_GIB, Transport};
 use crate::Options;
-use crate::measure::{Measured, Stopwatch, millis, nanoseconds, own_cpu, process_cpu};
+use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::namespaces::{Cable, End};
 use crate::process::Process;
-use crate::raw::Mapping;
 use crate::scratch::Scratch;
-use crate::zero_page::{Guest, Spent};
-
-/// What the only block is called.
-const RAM: &str = "pc.ram";
-
-/// How long anything may take: for one that hangs, not a measure.
-const LIMIT: Duration = Duration::from_secs(120);
+use crate::zero_page::Guest;
 
 /// The first line that a process is told.
 #[derive(Debug, Serialize, Deserialize)]
@@ -51,7 +36,7 @@ enum Setup {
     /// Map so many bytes of the file behind this descriptor, and send them wherever the lines that follow say.
     Source { file: String, memory: u64, plain: bool },
     /// Receive so many bytes, once.
-    Destination { memory: u64, uri: String, channels: u8, plain: bool },
+    Destination { memory: u64, uri: String, channels: u8, plain: bool, faulting: bool },
     /// Be a guest with so much memory, and send it wherever the line that follows says.
     Guest { guest: Guest, memory: u64 },
     /// Live in the cache of a core from one line to the next.
@@ -83,6 +68,9 @@ pub(crate) struct Way {
     /// How pages leave on the channels beside the main one.
     #[serde(with = "zero_copy")]
     pub(super) zero_copy: ZeroCopy,
+    /// Whether the destination's memory is not populated ahead.
+    #[serde(skip)]
+    pub(super) faulting: bool,
 }
 
 /// A way of leaving, by its name.
@@ -108,6 +96,11 @@ impl Way {
     /// The same, the pages leaving in this way.
     pub(crate) fn leaving(self, zero_copy: ZeroCopy) -> Self {
         Self { zero_copy, ..self }
+    }
+
+    /// The same, into memory that is not populated ahead.
+    pub(super) fn faulting(self) -> Self {
+        Self { faulting: true, ..self }
     }
 
     /// The same, with pages looked at as is said here.
@@ -263,8 +256,8 @@ impl<'c> Source<'c> {
             (Transport::Tcp, Some(_)) => format!("tcp:{}:0", End::Far.address()),
             (Transport::Unix, _) => format!("unix:{}", folder.path().join("incoming").display()),
         };
-        let (memory, plain, channels) = (self.memory, self.plain, way.channels);
-        let setup = Setup::Destination { memory, uri, channels, plain };
+        let (memory, plain, Way { channels, faulting, .. }) = (self.memory, self.plain, way);
+        let setup = Setup::Destination { memory, uri, channels, plain, faulting };
         let at = self.cable.map(|cable| (cable, End::Far));
         let mut destination = Child::start(options, &setup, None, at)?;
         let Answer::Listening(uri) = destination.answer()? else { bail!("the destination does not listen") };
@@ -353,222 +346,5 @@ impl Neighbour {
         self.child.tell(&"end")?;
         let Answer::Chased { steps, cpu } = self.child.answer()? else { bail!("the neighbour has not run") };
         Ok((steps, Duration::from_nanos(cpu)))
-    }
-}
-
-/// What the hidden command does: one of the processes.
-///
-/// # Errors
-/// Whatever fails; the bench is told by the end of its output.
-pub fn serve() -> Result<()> {
-    let mut lines = io::stdin().lock().lines();
-    let mut next = || lines.next().transpose().context("standard input");
-    let setup = next()?.context("no setup on standard input: this command is a part of limosa bench stream")?;
-    match serde_json::from_str(&setup).context("the setup on standard input")? {
-        Setup::Source { file, memory, plain: true } => {
-            let memory = plain::mapped(&open(&file)?, memory)?;
-            send_over_and_over(next, |to| send_plainly(&memory, to))
-        }
-        Setup::Source { file, memory, plain: false } => {
-            let vm = Still::new(BlockOptions::file(RAM, memory, open(&file)?.into(), 0))?;
-            send_over_and_over(next, |to| vm.send(DirtyLogs::new(Writers::NONE, Vec::new())?, to, &Spent::default()))
-        }
-        // What it has stays until it has been measured.
-        Setup::Destination { memory, uri, plain: true, .. } => {
-            let _memory = receive_plainly(&uri.parse()?, memory)?;
-            next().map(drop)
-        }
-        Setup::Destination { memory, uri, channels, plain: false } => {
-            let vm = Still::new(BlockOptions::anonymous(RAM, memory))?;
-            vm.receive(&uri.parse()?, channels)?;
-            next().map(drop)
-        }
-        Setup::Guest { guest, memory } => {
-            let (memory, logs, spent) = guest.start(RAM, memory)?;
-            let vm = Still { memory, writers: Writers::VCPUS };
-            say(&Answer::Ready)?;
-            let to = next()?.context("nobody said where to")?;
-            vm.send(logs, &serde_json::from_str(&to).context("a line on standard input")?, &spent)?;
-            next().map(drop)
-        }
-        Setup::Stress => {
-            say(&Answer::Ready)?;
-            while next()?.is_some() {
-                let over = AtomicBool::new(false);
-                thread::scope(|scope| {
-                    for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
-                        scope.spawn(|| {
-                            while !over.load(Ordering::Relaxed) {
-                                std::hint::spin_loop();
-                            }
-                        });
-                    }
-                    let ended = say(&Answer::Ready).and_then(|()| next());
-                    over.store(true, Ordering::Relaxed);
-                    ended
-                })?;
-                say(&Answer::Ready)?;
-            }
-            Ok(())
-        }
-        Setup::Neighbour => {
-            let chain = neighbour::chain()?;
-            say(&Answer::Ready)?;
-            while next()?.is_some() {
-                let over = AtomicBool::new(false);
-                let chased = thread::scope(|scope| {
-                    let chasing = scope.spawn(|| neighbour::chase(&chain, &over));
-                    let ended = next();
-                    over.store(true, Ordering::Relaxed);
-                    chasing.join().map(|chased| ended.map(|_| chased))
-                });
-                let (steps, cpu) = chased.map_err(|_| anyhow!("the neighbour panicked"))??;
-                say(&Answer::Chased { steps, cpu: nanoseconds(cpu) })?;
-            }
-            Ok(())
-        }
-    }
-}
-
-fn open(file: &str) -> Result<File> {
-    File::options().read(true).write(true).open(file).with_context(|| file.to_owned())
-}
-
-fn send_over_and_over(
-    mut next: impl FnMut() -> Result<Option<String>>,
-    send: impl Fn(&Send) -> Result<()>,
-) -> Result<()> {
-    say(&Answer::Ready)?;
-    while let Some(line) = next()? {
-        send(&serde_json::from_str(&line).context("a line on standard input")?)?;
-    }
-    Ok(())
-}
-
-fn send_plainly(memory: &Mapping, to: &Send) -> Result<()> {
-    let before = own_cpu();
-    let calls = plain::send(memory, &plain::connect(&to.uri.parse()?)?)?;
-    let bytes = memory.bytes().len() as u64;
-    let cpu = nanoseconds(own_cpu().saturating_sub(before));
-    say(&Answer::Sent { pages: bytes / PAGE_SIZE, zeros: 0, calls, bytes, cpu, guest: (0, 0), lent: Lent::default() })
-}
-
-fn receive_plainly(uri: &Uri, memory: u64) -> Result<Mapping> {
-    let listener = Listener::bind(uri, &ChannelOptions::default())?;
-    say(&Answer::Listening(listener.local_uri().to_string()))?;
-    let before = own_cpu();
-    let memory = plain::receive(&listener, memory)?;
-    say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) })?;
-    Ok(memory)
-}
-
-fn say(answer: &Answer) -> Result<()> {
-    let mut out = io::stdout().lock();
-    writeln!(out, "{}", serde_json::to_string(answer)?).and_then(|()| out.flush()).context("standard output")
-}
-
-/// A VM of which all is memory. It stands still, but for what its dirty log writes.
-#[derive(Debug)]
-struct Still {
-    memory: Arc<GuestMemory>,
-    writers: Writers,
-}
-
-impl Still {
-    fn new(block: BlockOptions) -> Result<Self> {
-        Ok(Self { memory: Arc::new(GuestMemory::new(vec![block.map()?])?), writers: Writers::NONE })
-    }
-
-    fn send(&self, logs: DirtyLogs, to: &Send, spent: &Spent) -> Result<()> {
-        let before = own_cpu();
-        let (control, progress) = (Control::new(), Progress::new());
-        let uri: Uri = to.uri.parse()?;
-        let connect = |zero_copy| Channel::connect(&uri, &ChannelOptions { zero_copy, ..ChannelOptions::default() });
-        let Way { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy } = to.way;
-        let put = if copied { Put::Copied } else { Put::Gathered };
-        let (zero_check, zero_method) = zeros.params();
-        // A guest that writes does so in all of its rounds.
-        let downtime_limit = Duration::ZERO;
-        let params =
-            MigrationParams { put, max_bandwidth, zero_check, zero_method, downtime_limit, ..Default::default() };
-        let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &control, &progress, params);
-        let channels = (0..channels).map(|_| connect(zero_copy)).collect::<Result<Vec<_>, _>>()?;
-        let multifd = MultifdSourceOptions::default();
-        let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
-        let source = source.fresh(true).with_channels(channels, multifd)?;
-        match source.run() {
-            LiveOutcome::Completed(stats) => {
-                let all: Counters = stats.channels.iter().copied().chain([stats.main]).sum();
-                let pages = stats.sum(|round| round.normal);
-                let zeros = stats.sum(|round| round.zero + round.left_out);
-                let cpu = nanoseconds(own_cpu().saturating_sub(before));
-                let guest = spent.so_far();
-                let lent = Lent {
-                    spliced: all.spliced,
-                    calls: all.lent,
-                    completed: all.lent_completed,
-                    copied: all.lent_copied,
-                };
-                say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu, guest, lent })
-            }
-            other => bail!("{other:?}"),
-        }
-    }
-
-    fn receive(&self, uri: &Uri, channels: u8) -> Result<()> {
-        let (control, progress) = (Control::new(), Progress::new());
-        let listener = Listener::bind(uri, &ChannelOptions::default())?;
-        say(&Answer::Listening(listener.local_uri().to_string()))?;
-        let before = own_cpu();
-        let mut gathering = Gathering::new(&listener, GatheringOptions { channels, within: LIMIT, main_first: false });
-        let channels = gathering.step(LIMIT)?.context("the channels did not come")?;
-        let options = LiveDestinationOptions::default();
-        let destination = LiveDestination::new(self, channels.main, &control, &progress, options);
-        match destination.with_channels(channels.pages, MultifdOptions::default()).run() {
-            ArrivalOutcome::Running(_) => say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) }),
-            other => bail!("{other:?}"),
-        }
-    }
-}
-
-impl LiveVm for Still {
-    fn configuration(&self) -> Configuration {
-        Configuration::new("limosa-bench")
-    }
-
-    fn memory(&self) -> &GuestMemory {
-        &self.memory
-    }
-
-    fn writers(&self) -> Writers {
-        self.writers
-    }
-
-    fn pause(&self) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn resume(&self) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn device_sections(&self) -> Result<DeviceSections, VmError> {
-        let mut sections = DeviceSections::new();
-        sections.push("timer", 0, 1, &[0; 8])?;
-        Ok(sections)
-    }
-}
-
-impl IncomingVm for Still {
-    fn memory(&self) -> &GuestMemory {
-        &self.memory
-    }
-
-    fn load_device(&self, _section: OpaqueSection<'_>) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn start(&self) -> Result<(), VmError> {
-        Ok(())
     }
 }

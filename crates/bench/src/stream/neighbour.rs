@@ -2,7 +2,8 @@
 //!
 //! Law: the neighbour's own CPU time is the clock, so what it waits for the core does not count, and what it misses in the cache
 //! does. It follows a chain through half as much memory as the core's second-level cache holds, each line of it once a turn,
-//! in no order that a prefetcher would guess: alone it finds all of it there. The sender is limited to 1 Gbit/s, and so both are there all the time.
+//! in no order that a prefetcher would guess: alone it finds all of it there. The sender is limited to 1 Gbit/s, and so both are
+//! there all the time. Spliced pages leave on a channel beside the main one, in packets: nobody at this end copies them.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
+use limosa_channel::ZeroCopy;
 
 use super::ends::{Neighbour, Way};
 use super::records::{COPIED, GATHERED, GIGABIT};
@@ -27,6 +29,7 @@ use crate::report::{Report, ratio};
 const STEP: &str = "neighbour_ps_per_step";
 
 const ALONE: &str = "alone";
+const SPLICED: &str = "spliced";
 
 /// How long it runs alone.
 const WHILE: Duration = Duration::from_secs(1);
@@ -47,7 +50,7 @@ fn variant(way: &str) -> String {
 
 /// Whether any of them is wanted.
 pub(super) fn wanted(options: &Options, memory: u64) -> bool {
-    let beside = [COPIED, GATHERED].map(variant);
+    let beside = [COPIED, GATHERED, SPLICED].map(variant);
     beside.iter().map(String::as_str).chain([ALONE]).any(|variant| options.wants(&case(memory), variant))
 }
 
@@ -67,8 +70,8 @@ pub(super) fn contestants<'s>(
         let measured = Measured { wall: begun.elapsed(), cpu, ..Measured::default() };
         Ok(measured.with(STEP, per_step(steps, cpu)))
     };
-    let beside = move |copied| {
-        let way = Way { copied, max_bandwidth: GIGABIT, ..Way::default() };
+    let beside = move |way| {
+        let way = Way { max_bandwidth: GIGABIT, ..way };
         stage.pin(Some(first_core()?))?;
         let mut neighbour = neighbour.borrow_mut();
         let measured = stage.send(options, Link::Tcp, way, Caches::Cold, || neighbour.begin());
@@ -76,10 +79,13 @@ pub(super) fn contestants<'s>(
         let (steps, cpu) = neighbour.end()?;
         Ok(measured?.with(STEP, per_step(steps, cpu)))
     };
-    let all: [(String, crate::frame::Run<'s>); 3] = [
+    let copied = Way { copied: true, ..Way::default() };
+    let spliced = Way::beside(1).leaving(ZeroCopy::Splice);
+    let all: [(String, crate::frame::Run<'s>); 4] = [
         (ALONE.into(), Box::new(alone)),
-        (variant(COPIED), Box::new(move |_| beside(true))),
-        (variant(GATHERED), Box::new(move |_| beside(false))),
+        (variant(COPIED), Box::new(move |_| beside(copied))),
+        (variant(GATHERED), Box::new(move |_| beside(Way::default()))),
+        (variant(SPLICED), Box::new(move |_| beside(spliced))),
     ];
     let wanted = all.into_iter().filter(|(variant, _)| options.wants(&case(memory), variant));
     wanted.map(|(variant, run)| Contestant { case: case(memory), variant, run }).collect()
@@ -90,7 +96,7 @@ fn per_step(steps: u64, cpu: Duration) -> u64 {
 }
 
 pub(super) fn compare(report: &mut Report, all: &[Series], memory: u64) {
-    for (of, to) in [(COPIED, ALONE), (GATHERED, ALONE)] {
+    for (of, to) in [COPIED, GATHERED, SPLICED].map(|of| (of, ALONE)) {
         report.ratios.extend(ratio(all, &case(memory), &variant(of), to, STEP));
     }
     report.ratios.extend(ratio(all, &case(memory), &variant(GATHERED), &variant(COPIED), STEP));

@@ -1,4 +1,5 @@
-//! The other side: a VM that one stock QEMU sends to another.
+//! The other side: a VM that one stock QEMU sends to another, on the machine's own network, or in one of its own that prefers Reno,
+//! which is what limosa's channels take between two processes of one machine.
 
 use std::cell::RefCell;
 use std::net::TcpListener;
@@ -11,6 +12,7 @@ use super::Transport;
 use crate::Options;
 use crate::frame::Frame;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
+use crate::namespaces::Loopback;
 use crate::vm::{Ram, Role, Vm};
 
 /// Sends the VM of `source` once, to a fresh destination. QEMU is left at its defaults but for the bandwidth, which is not
@@ -18,12 +20,13 @@ use crate::vm::{Ram, Role, Vm};
 pub(super) fn run(
     options: &Options,
     memory: u64,
-    source: &RefCell<Vm>,
+    (source, network): (&RefCell<Vm>, Option<&Loopback>),
     transport: Transport,
     channels: u8,
     frame: &Frame,
 ) -> Result<Measured> {
-    let mut destination = Vm::start(&options.qemu, memory, Ram::Own { content: None }, Role::Destination)?;
+    let fresh = Ram::Own { content: None };
+    let mut destination = Vm::start_in(network, &options.qemu, memory, fresh, Role::Destination)?;
     let source = &mut *source.borrow_mut();
     let uri = match transport {
         Transport::Unix => format!("unix:{}", destination.at("incoming").display()),

@@ -65,7 +65,7 @@ impl Cell {
             (Contents::Full, false) => {
                 [over_all(Caches::Cold, false), over_all(Caches::Hot, false), over_all(Caches::Cold, true)].concat()
             }
-            (Contents::Half, _) => vec![cell(Link::Tcp, Caches::Cold, false)],
+            (Contents::Half, _) => over_all(Caches::Cold, false).to_vec(),
         }
     }
 
@@ -99,12 +99,9 @@ pub(super) fn judge(report: &mut Report, all: &[Series], cells: &[Cell], no_cabl
         let case = cell.case();
         for (figure, name, most) in [("wall", "time", ANY), ("writes", "calls", CALLS)] {
             let found = ratio(all, &case, GATHERED, COPIED, figure);
-            // Half of the entries of a call are zero pages, which take no place in it.
-            if figure == "wall" || cell.contents == Contents::Full {
-                let got = found.as_ref().map(|ratio| ratio.median);
-                let name = format!("{case}: {name}, {GATHERED} / {COPIED}");
-                report.targets.push(Target::new(name, Bound::AtMost(most), got, why(cell)));
-            }
+            let got = found.as_ref().map(|ratio| ratio.median);
+            let name = format!("{case}: {name}, {GATHERED} / {COPIED}");
+            report.targets.push(Target::new(name, Bound::AtMost(most), got, why(cell)));
             report.ratios.extend(found);
         }
         report.ratios.extend(ratio(all, &case, GATHERED, COPIED, "cpu"));

@@ -15,6 +15,9 @@ use crate::measure::Measured;
 use crate::namespaces::Cable;
 use crate::raw::Mapping;
 
+/// Memory that is touched before a run besides what is received, in bytes.
+const SPARE: u64 = 1 << 30;
+
 /// What lies between the two processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Link {
@@ -54,7 +57,8 @@ impl<'c> Stage<'c> {
         let here = Source::start(options, content, memory, None)?;
         let apart = cable.map(|cable| Source::start(options, content, memory, Some(cable)));
         let apart = apart.transpose()?.map(RefCell::new);
-        let frame = Frame { touch: options.touch.unwrap_or(memory) };
+        // The kernel's buffers take some besides.
+        let frame = Frame { touch: options.touch.unwrap_or(memory + SPARE) };
         Ok(Self { mapping, here: RefCell::new(here), apart, frame })
     }
 

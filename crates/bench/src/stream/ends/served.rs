@@ -1,0 +1,258 @@
+//! What the processes do that are told so by a line.
+//!
+//! Law: whoever answers has done what it says.
+
+use std::fs::File;
+use std::io::{self, BufRead, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
+use limosa_memory::dirty::{DirtyLogs, Writers};
+use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_migrate::live::source::{LiveOutcome, LiveSource};
+use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, Put, VmError};
+use limosa_migrate::{
+    ArrivalOutcome, Control, Gathering, GatheringOptions, LiveDestination, LiveDestinationOptions, MultifdOptions,
+    MultifdSourceOptions, Progress,
+};
+use limosa_page::PAGE_SIZE;
+use limosa_stream::device_sections::OpaqueSection;
+use limosa_stream::{Configuration, DeviceSections};
+
+use super::super::{neighbour, plain};
+use super::{Answer, Lent, Send as To, Setup, Way};
+use crate::measure::{nanoseconds, own_cpu};
+use crate::raw::Mapping;
+use crate::zero_page::Spent;
+
+/// What the only block is called.
+const RAM: &str = "pc.ram";
+
+/// How long anything may take: for one that hangs, not a measure.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// What the hidden command does: one of the processes.
+///
+/// # Errors
+/// Whatever fails; the bench is told by the end of its output.
+pub fn serve() -> Result<()> {
+    let mut lines = io::stdin().lock().lines();
+    let mut next = || lines.next().transpose().context("standard input");
+    let setup = next()?.context("no setup on standard input: this command is a part of limosa bench stream")?;
+    match serde_json::from_str(&setup).context("the setup on standard input")? {
+        Setup::Source { file, memory, plain: true } => {
+            let memory = plain::mapped(&open(&file)?, memory)?;
+            send_over_and_over(next, |to| send_plainly(&memory, to))
+        }
+        Setup::Source { file, memory, plain: false } => {
+            let vm = Still::new(BlockOptions::file(RAM, memory, open(&file)?.into(), 0))?;
+            send_over_and_over(next, |to| vm.send(DirtyLogs::new(Writers::NONE, Vec::new())?, to, &Spent::default()))
+        }
+        // What it has stays until it has been measured.
+        Setup::Destination { memory, uri, plain: true, .. } => {
+            let _memory = receive_plainly(&uri.parse()?, memory)?;
+            next().map(drop)
+        }
+        Setup::Destination { memory, uri, channels, plain: false, faulting } => {
+            let vm = Still::new(BlockOptions::anonymous(RAM, memory))?;
+            vm.receive(&uri.parse()?, channels, !faulting)?;
+            next().map(drop)
+        }
+        Setup::Guest { guest, memory } => {
+            let (memory, logs, spent) = guest.start(RAM, memory)?;
+            let vm = Still { memory, writers: Writers::VCPUS };
+            say(&Answer::Ready)?;
+            let to = next()?.context("nobody said where to")?;
+            vm.send(logs, &serde_json::from_str(&to).context("a line on standard input")?, &spent)?;
+            next().map(drop)
+        }
+        Setup::Stress => {
+            say(&Answer::Ready)?;
+            while next()?.is_some() {
+                let cores = thread::available_parallelism().map_or(1, usize::from);
+                let begun = || say(&Answer::Ready);
+                until_told(&mut next, cores, begun, |over| {
+                    while !over.load(Ordering::Relaxed) {
+                        std::hint::spin_loop();
+                    }
+                })?;
+                say(&Answer::Ready)?;
+            }
+            Ok(())
+        }
+        Setup::Neighbour => {
+            let chain = neighbour::chain()?;
+            say(&Answer::Ready)?;
+            while next()?.is_some() {
+                let chased = until_told(&mut next, 1, || Ok(()), |over| neighbour::chase(&chain, over))?;
+                let (steps, cpu) = chased.into_iter().next().context("the neighbour has not run")?;
+                say(&Answer::Chased { steps, cpu: nanoseconds(cpu) })?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Has so many threads work until the next line comes: what they have done.
+fn until_told<T: Send>(
+    next: &mut impl FnMut() -> Result<Option<String>>,
+    threads: usize,
+    begun: impl FnOnce() -> Result<()>,
+    work: impl Fn(&AtomicBool) -> T + Sync,
+) -> Result<Vec<T>> {
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let working: Vec<_> = (0..threads).map(|_| scope.spawn(|| work(&over))).collect();
+        let told = begun().and_then(|()| next());
+        over.store(true, Ordering::Relaxed);
+        let done: Result<Vec<T>, _> = working.into_iter().map(thread::ScopedJoinHandle::join).collect();
+        told.and_then(|_| done.map_err(|_| anyhow!("a thread panicked")))
+    })
+}
+
+fn open(file: &str) -> Result<File> {
+    File::options().read(true).write(true).open(file).with_context(|| file.to_owned())
+}
+
+fn send_over_and_over(
+    mut next: impl FnMut() -> Result<Option<String>>,
+    send: impl Fn(&To) -> Result<()>,
+) -> Result<()> {
+    say(&Answer::Ready)?;
+    while let Some(line) = next()? {
+        send(&serde_json::from_str(&line).context("a line on standard input")?)?;
+    }
+    Ok(())
+}
+
+fn send_plainly(memory: &Mapping, to: &To) -> Result<()> {
+    let before = own_cpu();
+    let calls = plain::send(memory, &plain::connect(&to.uri.parse()?)?)?;
+    let bytes = memory.bytes().len() as u64;
+    let cpu = nanoseconds(own_cpu().saturating_sub(before));
+    say(&Answer::Sent { pages: bytes / PAGE_SIZE, zeros: 0, calls, bytes, cpu, guest: (0, 0), lent: Lent::default() })
+}
+
+fn receive_plainly(uri: &Uri, memory: u64) -> Result<Mapping> {
+    let listener = Listener::bind(uri, &ChannelOptions::default())?;
+    say(&Answer::Listening(listener.local_uri().to_string()))?;
+    let before = own_cpu();
+    let memory = plain::receive(&listener, memory)?;
+    say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) })?;
+    Ok(memory)
+}
+
+fn say(answer: &Answer) -> Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{}", serde_json::to_string(answer)?).and_then(|()| out.flush()).context("standard output")
+}
+
+/// A VM of which all is memory. It stands still, but for what its dirty log writes.
+#[derive(Debug)]
+struct Still {
+    memory: Arc<GuestMemory>,
+    writers: Writers,
+}
+
+impl Still {
+    fn new(block: BlockOptions) -> Result<Self> {
+        Ok(Self { memory: Arc::new(GuestMemory::new(vec![block.map()?])?), writers: Writers::NONE })
+    }
+
+    fn send(&self, logs: DirtyLogs, to: &To, spent: &Spent) -> Result<()> {
+        let before = own_cpu();
+        let (control, progress) = (Control::new(), Progress::new());
+        let uri: Uri = to.uri.parse()?;
+        let connect = |zero_copy| Channel::connect(&uri, &ChannelOptions { zero_copy, ..ChannelOptions::default() });
+        let Way { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy, .. } = to.way;
+        let put = if copied { Put::Copied } else { Put::Gathered };
+        let (zero_check, zero_method) = zeros.params();
+        // A guest that writes does so in all of its rounds.
+        let downtime_limit = Duration::ZERO;
+        let params =
+            MigrationParams { put, max_bandwidth, zero_check, zero_method, downtime_limit, ..Default::default() };
+        let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &control, &progress, params);
+        let channels = (0..channels).map(|_| connect(zero_copy)).collect::<Result<Vec<_>, _>>()?;
+        let multifd = MultifdSourceOptions::default();
+        let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
+        let source = source.fresh(true).with_channels(channels, multifd)?;
+        match source.run() {
+            LiveOutcome::Completed(stats) => {
+                let all: Counters = stats.channels.iter().copied().chain([stats.main]).sum();
+                let pages = stats.sum(|round| round.normal);
+                let zeros = stats.sum(|round| round.zero + round.left_out);
+                let cpu = nanoseconds(own_cpu().saturating_sub(before));
+                let guest = spent.so_far();
+                let lent = Lent {
+                    spliced: all.spliced,
+                    calls: all.lent,
+                    completed: all.lent_completed,
+                    copied: all.lent_copied,
+                };
+                say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu, guest, lent })
+            }
+            other => bail!("{other:?}"),
+        }
+    }
+
+    fn receive(&self, uri: &Uri, channels: u8, populate: bool) -> Result<()> {
+        let (control, progress) = (Control::new(), Progress::new());
+        let listener = Listener::bind(uri, &ChannelOptions::default())?;
+        say(&Answer::Listening(listener.local_uri().to_string()))?;
+        let before = own_cpu();
+        let mut gathering = Gathering::new(&listener, GatheringOptions { channels, within: LIMIT, main_first: false });
+        let channels = gathering.step(LIMIT)?.context("the channels did not come")?;
+        let options = LiveDestinationOptions { populate, ..LiveDestinationOptions::default() };
+        let destination = LiveDestination::new(self, channels.main, &control, &progress, options);
+        match destination.with_channels(channels.pages, MultifdOptions::default()).run() {
+            ArrivalOutcome::Running(_) => say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) }),
+            other => bail!("{other:?}"),
+        }
+    }
+}
+
+impl LiveVm for Still {
+    fn configuration(&self) -> Configuration {
+        Configuration::new("limosa-bench")
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    fn writers(&self) -> Writers {
+        self.writers
+    }
+
+    fn pause(&self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn resume(&self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn device_sections(&self) -> Result<DeviceSections, VmError> {
+        let mut sections = DeviceSections::new();
+        sections.push("timer", 0, 1, &[0; 8])?;
+        Ok(sections)
+    }
+}
+
+impl IncomingVm for Still {
+    fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    fn load_device(&self, _section: OpaqueSection<'_>) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn start(&self) -> Result<(), VmError> {
+        Ok(())
+    }
+}
