@@ -63,9 +63,9 @@ impl Plan {
     }
 
     fn push_install(&mut self, options: &[&str], packages: &[&str]) {
-        self.push(
-            &[&["apt-get", "install", "-y", "--no-install-recommends", "--no-remove"], options, packages].concat(),
-        );
+        // A machine that has just been started is often installing its own updates.
+        let install = ["apt-get", "-o", "DPkg::Lock::Timeout=300", "install", "-y"];
+        self.push(&[&install[..], &["--no-install-recommends", "--no-remove"], options, packages].concat());
     }
 
     /// The plan as one line for a user who may use sudo.
@@ -205,7 +205,7 @@ mod tests {
     fn debian_12_takes_everything_but_qemu_from_the_release_itself() {
         let machine = machine("debian", "12", "bookworm", bookworm());
         let line = install(&machine, &["qemu-utils", "libvirt-clients", "lzop"]).unwrap().line();
-        assert!(line.contains("-t bookworm-backports qemu-utils && apt-get install"), "{line}");
+        assert!(line.contains("-t bookworm-backports qemu-utils && apt-get -o"), "{line}");
         assert!(line.contains("--no-remove libvirt-clients lzop ||"), "{line}");
         let line = install(&machine, &["lzop"]).unwrap().line();
         assert!(!line.contains("-t bookworm-backports"), "{line}");
@@ -216,7 +216,8 @@ mod tests {
         let plan = install(&machine("debian", "13", "trixie", Vec::new()), &["qemu-utils"]).unwrap();
         assert_eq!(
             plan.line(),
-            "sudo sh -c 'apt-get update && apt-get install -y --no-install-recommends --no-remove qemu-utils'"
+            "sudo sh -c 'apt-get update && apt-get -o DPkg::Lock::Timeout=300 install -y \
+             --no-install-recommends --no-remove qemu-utils'"
         );
         assert!(install(&machine("debian", "11", "bullseye", Vec::new()), &["qemu-utils"]).is_err());
         assert!(install(&machine("fedora", "41", "", Vec::new()), &["qemu-utils"]).is_err());
