@@ -147,6 +147,8 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `open` should take nobody who has
     /// not come through the handshake ([`Reception`](limosa_channel::Reception)): a stranger in its place ends the
     /// connection, and the VM waits for its pages until it is recovered.
+    /// A stock QEMU at the other end sends the package over TLS only when this channel has shaken hands, so that neither comes:
+    /// there it is to be left out at both ends.
     #[must_use]
     pub fn with_preempt(mut self, open: OpenPreempt<'a>) -> Self {
         self.open_preempt = Some(open);
