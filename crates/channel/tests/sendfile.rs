@@ -1,7 +1,8 @@
 //! Pieces of files, sent past user space.
 
 use std::fs::File;
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, IoSlice, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::thread;
@@ -17,12 +18,26 @@ fn patterned(length: usize) -> (File, Vec<u8>) {
     (file, bytes)
 }
 
-fn small_ends() -> [(Channel, Channel); 2] {
-    let options = Options { send_buffer: Some(4096), receive_buffer: Some(4096), ..Options::default() };
-    let (a, b) = UnixStream::pair().unwrap();
-    let (reader, writer) = std::io::pipe().unwrap();
+fn small(buffer: usize, near: impl Into<OwnedFd>, far: impl Into<OwnedFd>) -> (Channel, Channel) {
+    let options = Options { send_buffer: Some(buffer), receive_buffer: Some(buffer), ..Options::default() };
     let channel = |fd: OwnedFd| Channel::from_fd_with(fd, &options).unwrap();
-    [(channel(a.into()), channel(b.into())), (channel(writer.into()), channel(reader.into()))]
+    (channel(near.into()), channel(far.into()))
+}
+
+/// Over TCP and a unix socket.
+fn small_sockets() -> [(Channel, Channel); 2] {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (a, b) = UnixStream::pair().unwrap();
+    // Below a segment, which is 64 KiB here, TCP sends by its timer.
+    [small(128 << 10, near, listener.accept().unwrap().0), small(4096, a, b)]
+}
+
+/// These, and a pipe.
+fn small_ends() -> [(Channel, Channel); 3] {
+    let (reader, writer) = std::io::pipe().unwrap();
+    let [tcp, unix] = small_sockets();
+    [tcp, unix, small(4096, writer, reader)]
 }
 
 #[test]
@@ -55,7 +70,12 @@ fn a_file_that_is_too_short_or_that_the_kernel_cannot_send_is_an_error_that_says
         let error = writer.put_file(&folder, 0, 100).unwrap_err();
         assert!(matches!(error, ChannelError::Unsupported { .. }), "{error:?}");
         drop(reader);
-        let error = writer.put_file(&file, 0, 100).unwrap_err();
+        // Over TCP it is the answer to the first bytes that says so.
+        let error = loop {
+            if let Err(error) = writer.put_file(&file, 0, 100) {
+                break error;
+            }
+        };
         assert!(error.is_closed(), "{error:?}");
     }
 }
@@ -74,4 +94,36 @@ fn a_peer_that_takes_nothing_and_a_shutdown_end_the_sending_of_a_file() {
             assert!(sending.join().unwrap().unwrap_err().is_shut_down());
         });
     }
+}
+
+#[test]
+fn a_peer_that_has_closed_its_half_still_gets_a_file_and_what_is_put() {
+    let (file, bytes) = patterned(1_000_000);
+    for (writer, reader) in small_sockets() {
+        reader.shutdown(How::Write).unwrap();
+        let mut received = vec![0; 2 * bytes.len()];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                writer.put_file(&file, 0, bytes.len() as u64).unwrap();
+                writer.put_vector(&bytes.chunks(5000).map(IoSlice::new).collect::<Vec<_>>()).unwrap();
+                writer.shutdown(How::Write).unwrap();
+            });
+            reader.get(&mut received).unwrap();
+            assert_eq!(reader.get_some(&mut [0]).unwrap(), 0);
+        });
+        assert!(received == bytes.repeat(2), "the bytes differ");
+        assert_eq!(writer.get_some(&mut [0]).unwrap(), 0);
+    }
+}
+
+#[test]
+fn a_peer_that_reads_no_more_is_gone_for_a_file_and_for_what_is_put() {
+    let (file, bytes) = patterned(1_000_000);
+    let [_, (writer, reader)] = small_sockets();
+    reader.shutdown(How::Read).unwrap();
+    let errors = [
+        writer.put_file(&file, 0, bytes.len() as u64).unwrap_err(),
+        writer.put_vector(&[IoSlice::new(&bytes)]).unwrap_err(),
+    ];
+    assert!(errors.iter().all(ChannelError::is_closed), "{errors:?}");
 }

@@ -11,6 +11,7 @@
 //! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
+//! - [`Poisoning`] is an allocator that shows who reads memory that was freed.
 //!
 //! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
 //! crate of limosa is used here, so that a test checks limosa by independent means.
@@ -44,6 +45,7 @@ mod libvirt;
 mod linux;
 mod machine;
 mod plain_migration;
+mod poisoning;
 mod prefill;
 mod process;
 mod proxy;
@@ -63,6 +65,7 @@ pub use fault::{Kill, kill9, kill9_after};
 pub use libvirt::{Libvirt, libvirt_skipped};
 pub use linux::LinuxGuest;
 pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};
+pub use poisoning::Poisoning;
 pub use prefill::{PageKind, Prefill};
 pub use process::{Process, is_alive};
 pub use proxy::{Direction, Proxy};

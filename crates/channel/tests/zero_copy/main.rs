@@ -2,7 +2,9 @@
 //!
 //! Freed memory is poisoned in this binary: a buffer that is reused while the kernel still reads it shows in what arrives.
 
-use std::alloc::{GlobalAlloc, Layout, System};
+mod peers;
+mod reuse;
+
 use std::io::IoSlice;
 use std::net::{TcpListener, TcpStream};
 use std::num::NonZeroU64;
@@ -11,31 +13,10 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError, How, Options, RateLimit, ZeroCopy};
+use limosa_channel::{Channel, ChannelError, How, Lending, Options, RateLimit, ZeroCopy};
+use limosa_testkit::Poisoning;
 use proptest::prelude::*;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-
-/// What freed memory is filled with.
-const POISON: u8 = 0xdb;
-
-struct Poisoning;
-
-// SAFETY: the system's allocator, with memory written that is about to be freed.
-#[allow(unsafe_code, reason = "an allocator is unsafe to write")]
-unsafe impl GlobalAlloc for Poisoning {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        // SAFETY: the caller gives back memory of this layout, and nobody else uses it any more.
-        unsafe {
-            start.write_bytes(POISON, layout.size());
-            System.dealloc(start, layout);
-        }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Poisoning = Poisoning;
@@ -71,9 +52,9 @@ fn connected(transport: Transport, options: &Options) -> Result<(Channel, Channe
     Ok((Channel::from_fd_with(near, options)?, Channel::from_fd(far)?))
 }
 
-/// One whose buffers are small, so that what is put has to wait.
-fn narrow(zero_copy: ZeroCopy) -> (Channel, Channel) {
-    let (near, far) = ends(Transport::Tcp);
+/// Ends of which the far one holds little, so that what is put stays under way until it is read.
+fn narrow(transport: Transport, zero_copy: ZeroCopy) -> (Channel, Channel) {
+    let (near, far) = ends(transport);
     let wide = Options { zero_copy, send_buffer: Some(4 << 20), ..Options::default() };
     let slow = Options { receive_buffer: Some(64 << 10), ..Options::default() };
     (Channel::from_fd_with(near, &wide).unwrap(), Channel::from_fd_with(far, &slow).unwrap())
@@ -98,14 +79,19 @@ fn slices<'a>(data: &'a [u8], lengths: &[usize]) -> Vec<IoSlice<'a>> {
 
 /// As guest memory is put: the first `copied` entries are own bytes.
 #[allow(unsafe_code, reason = "what guest memory is put by")]
-fn put_pages(channel: &Channel, list: &[IoSlice<'_>], copied: usize) -> Result<(), ChannelError> {
+fn put_pages(lending: &mut Lending<'_, '_>, list: &[IoSlice<'_>], copied: usize) -> Result<(), ChannelError> {
     let list: Vec<libc::iovec> = list
         .iter()
         .map(|slice| libc::iovec { iov_base: slice.as_ptr().cast_mut().cast(), iov_len: slice.len() })
         .collect();
-    let mut lending = channel.lend();
     // SAFETY: the slices are borrowed for longer than the call.
-    unsafe { lending.put_pages(&list, copied) }?;
+    unsafe { lending.put_pages(&list, copied) }
+}
+
+/// The same, and a flush.
+fn send_pages(channel: &Channel, list: &[IoSlice<'_>], copied: usize) -> Result<(), ChannelError> {
+    let mut lending = channel.lend();
+    put_pages(&mut lending, list, copied)?;
     lending.finish()
 }
 
@@ -134,7 +120,7 @@ proptest! {
                 let mut received = vec![0; 2 * (total - begin)];
                 thread::scope(|scope| {
                     scope.spawn(|| {
-                        put_pages(&writer, &list, copied).unwrap();
+                        send_pages(&writer, &list, copied).unwrap();
                         let (head, lent) = list.split_at(copied.min(list.len()));
                         let head: Vec<u8> = head.iter().flat_map(|slice| slice.to_vec()).collect();
                         let mut lending = writer.lend();
@@ -166,7 +152,7 @@ fn a_header_without_pages_does_not_wait_for_what_follows() {
             let mut fastest = Duration::MAX;
             for _ in 0..5 {
                 let begun = Instant::now();
-                put_pages(&writer, &[IoSlice::new(b"zero pages"), IoSlice::new(b"")], 1).unwrap();
+                send_pages(&writer, &[IoSlice::new(b"zero pages"), IoSlice::new(b"")], 1).unwrap();
                 reader.get(&mut [0; 10]).unwrap();
                 fastest = fastest.min(begun.elapsed());
             }
@@ -226,95 +212,6 @@ fn a_flush_of_nothing_takes_nothing_off_the_socket() {
 }
 
 #[test]
-fn no_buffer_is_reused_while_it_is_lent() {
-    let (writer, reader) = narrow(ZeroCopy::Msg);
-    let (length, count) = (96 * 1024, 40);
-    let mut received = vec![0; length * count];
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            for _ in 0..count {
-                let buffer = pattern(length);
-                let mut lending = writer.lend();
-                lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
-                lending.finish().unwrap();
-                // It is freed here, and poisoned.
-                drop(buffer);
-            }
-        });
-        for part in received.chunks_mut(16 * 1024) {
-            reader.get(part).unwrap();
-        }
-    });
-    assert!(received == pattern(length).repeat(count), "poison, or something else, has arrived");
-}
-
-#[test]
-fn a_buffer_that_is_freed_while_it_is_lent_shows() {
-    // The counterpart of the test above: it would notice.
-    let (writer, reader) = narrow(ZeroCopy::Msg);
-    let length = 1 << 20;
-    let buffer = pattern(length);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
-    // Leaked, which is the only way to end the loan without waiting.
-    std::mem::forget(lending);
-    drop(buffer);
-    let mut received = vec![0; length];
-    reader.get(&mut received).unwrap();
-    assert!(received.contains(&POISON), "the kernel has copied what was lent when it was put");
-}
-
-#[test]
-fn loans_that_do_not_come_back_are_waited_for_as_long_as_the_time_out_says() {
-    let (writer, _reader) = narrow(ZeroCopy::Msg);
-    writer.set_timeouts(None, Some(Duration::from_millis(80))).unwrap();
-    let buffer = pattern(1 << 20);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
-    let error = lending.flush().unwrap_err();
-    assert!(error.is_timeout(), "{error}");
-}
-
-#[test]
-fn a_shutdown_wakes_who_waits_for_loans() {
-    let (writer, _reader) = narrow(ZeroCopy::Msg);
-    let buffer = pattern(1 << 20);
-    thread::scope(|scope| {
-        let flushed = scope.spawn(|| {
-            let mut lending = writer.lend();
-            let put = lending.put(b"", &[IoSlice::new(&buffer)]);
-            put.and_then(|()| lending.flush())
-        });
-        thread::sleep(Duration::from_millis(30));
-        writer.shutdown(How::Both).unwrap();
-        let error = flushed.join().unwrap().unwrap_err();
-        assert!(error.is_shut_down(), "{error}");
-    });
-}
-
-#[test]
-fn what_was_lent_before_the_end_of_the_data_leaves_like_what_was_copied() {
-    for &zero_copy in &ZeroCopy::ALL {
-        let (writer, reader) = narrow(zero_copy);
-        let data = pattern(1 << 20);
-        let mut received = vec![0; data.len()];
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                let mut lending = writer.lend();
-                lending.put(b"", &[IoSlice::new(&data)]).unwrap();
-                writer.shutdown(How::Write).unwrap();
-                lending.finish().unwrap();
-            });
-            for part in received.chunks_mut(64 << 10) {
-                reader.get(part).unwrap();
-            }
-        });
-        assert!(received == data, "{zero_copy}");
-        assert_eq!(reader.get_some(&mut [0]).unwrap(), 0, "{zero_copy}");
-    }
-}
-
-#[test]
 #[allow(unsafe_code, reason = "maps memory that cannot be lent")]
 fn memory_that_can_be_copied_but_not_lent_is_copied() {
     // SAFETY: makes a descriptor.
@@ -337,92 +234,14 @@ fn memory_that_can_be_copied_but_not_lent_is_copied() {
             let mut received = vec![0; 2 * data.len()];
             thread::scope(|scope| {
                 scope.spawn(|| {
-                    put_pages(&writer, &[IoSlice::new(mapped)], 0).unwrap();
-                    put_pages(&writer, &[IoSlice::new(&data)], 0).unwrap();
+                    send_pages(&writer, &[IoSlice::new(mapped)], 0).unwrap();
+                    send_pages(&writer, &[IoSlice::new(&data)], 0).unwrap();
                 });
                 reader.get(&mut received).unwrap();
             });
             assert!(received == [&data[..], &data].concat(), "{zero_copy} over {transport:?}: the bytes differ");
         }
     }
-}
-
-#[test]
-fn a_peer_that_is_gone_ends_the_wait_for_loans() {
-    let (writer, reader) = narrow(ZeroCopy::Msg);
-    let buffer = pattern(1 << 20);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
-    // With bytes unread, which resets the connection.
-    drop(reader);
-    // What was queued is thrown away and comes back, or the wait says what happened.
-    if let Err(error) = lending.flush() {
-        assert!(error.is_closed(), "{error:?}");
-    }
-    let error = loop {
-        if let Err(error) = lending.put(b"", &[IoSlice::new(&buffer)]).and_then(|()| lending.flush()) {
-            break error;
-        }
-    };
-    assert!(error.is_closed(), "{error:?}");
-}
-
-#[test]
-fn a_peer_that_has_closed_its_half_still_gets_what_is_lent() {
-    for &zero_copy in &ZeroCopy::ALL {
-        let (writer, reader) = connected(Transport::Tcp, &Options { zero_copy, ..Options::default() }).unwrap();
-        reader.shutdown(How::Write).unwrap();
-        let data = pattern(300_000);
-        let mut received = vec![0; data.len()];
-        thread::scope(|scope| {
-            scope.spawn(|| put_pages(&writer, &[IoSlice::new(&data)], 0).unwrap());
-            reader.get(&mut received).unwrap();
-        });
-        assert!(received == data);
-    }
-}
-
-#[test]
-fn what_is_lent_still_leaves_when_both_ends_have_said_their_last_word() {
-    let (writer, reader) = narrow(ZeroCopy::Msg);
-    reader.shutdown(How::Write).unwrap();
-    let data = pattern(1 << 20);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&data)]).unwrap();
-    writer.shutdown(How::Write).unwrap();
-    let mut received = vec![0; data.len()];
-    thread::scope(|scope| {
-        let finished = scope.spawn(|| lending.finish());
-        // Long enough for a wait that takes the two ends for the end of the connection.
-        thread::sleep(Duration::from_millis(50));
-        reader.get(&mut received).unwrap();
-        finished.join().unwrap().unwrap();
-    });
-    assert!(received == data);
-}
-
-#[test]
-fn a_loan_that_is_dropped_unfinished_cuts_the_connection_and_nothing_of_it_leaves_any_more() {
-    let (writer, reader) = narrow(ZeroCopy::Msg);
-    writer.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
-    let length = 1 << 20;
-    let buffer = pattern(length);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
-    drop(lending);
-    drop(buffer);
-    let mut received = vec![0; length];
-    let mut got = 0;
-    let error = loop {
-        match reader.get_some(&mut received[got..]) {
-            Ok(0) => break None,
-            Ok(more) => got += more,
-            Err(error) => break Some(error),
-        }
-    };
-    assert!(got < length, "all of it has come");
-    assert!(error.is_none_or(|error| error.is_closed()));
-    assert!(received[..got] == pattern(length)[..got], "poison has arrived");
 }
 
 /// What runs in a process of its own, because a limit of the process is changed.
@@ -461,7 +280,7 @@ mod alone {
             thread::scope(|scope| {
                 scope.spawn(|| {
                     limited(bytes);
-                    put_pages(&writer, &[IoSlice::new(b"header"), IoSlice::new(&data)], 1).unwrap();
+                    send_pages(&writer, &[IoSlice::new(b"header"), IoSlice::new(&data)], 1).unwrap();
                 });
                 let mut header = [0; 6];
                 reader.get(&mut header).unwrap();
