@@ -7,12 +7,17 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
+use limosa_channel::ZeroCopy;
 use limosa_memory::BlockOptions;
 use limosa_memory::dirty::DirtyLogs;
 use limosa_migrate::live::MigrationParams;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, Recoverable};
 use limosa_migrate::source::postcopy::OpenPreempt;
-use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, PausedArrival, Progress};
+use limosa_migrate::{
+    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions,
+    PausedArrival, Progress,
+};
+use limosa_stream::multifd::INITIAL_LEN;
 use model::live::{TestVm, random};
 use model::relay::Relay;
 use model::vm::Vm;
@@ -47,6 +52,8 @@ struct Case {
     preempt: bool,
     /// After so many rounds, or at once.
     postcopy: Option<Option<u32>>,
+    /// Pages go on two channels beside the main one, in this way.
+    beside: Option<ZeroCopy>,
 }
 
 impl Case {
@@ -97,6 +104,21 @@ impl Case {
         let coin = self.next(2) == 0;
         let (near, far, relay) = Relay::new();
         let (near_preempt, far_preempt, relay_preempt) = Relay::new();
+        // One of them is cut; the main one carries little else than pages.
+        let (limit, limits) = match (self.beside, limit) {
+            (None, _) | (_, u64::MAX) => (limit, [u64::MAX; 2]),
+            _ => match self.next(4) {
+                0 => (self.next(3000), [u64::MAX; 2]),
+                1 => (u64::MAX, [limit, u64::MAX]),
+                _ => (u64::MAX, [u64::MAX, limit / 2]),
+            },
+        };
+        let (mut beside, mut far_beside, mut relays) = (Vec::new(), Vec::new(), Vec::new());
+        for (near, far, relay) in self.beside.into_iter().flat_map(|way| [way; 2]).map(Relay::lending) {
+            beside.push(near);
+            far_beside.push(far);
+            relays.push(relay);
+        }
         let (preempt, postcopy) = (self.preempt, self.postcopy);
         let open = |channel| preempt.then(|| Box::new(move || Ok(channel)) as OpenPreempt<'static>);
         let (open_near, open_far) = (open(near_preempt), open(far_preempt));
@@ -112,6 +134,9 @@ impl Case {
                     relay.cut();
                 }
             });
+            for (relay, limit) in relays.iter().zip(limits) {
+                scope.spawn(move || relay.run(limit));
+            }
             let (whole, broken, vm) = match ends {
                 Ends::Whole(logs, vm) => (Some(logs), None, vm),
                 Ends::Broken(recoverable, paused, vm) => (None, Some((recoverable, paused)), vm),
@@ -128,7 +153,15 @@ impl Case {
                     (None, Some(open)) => {
                         LiveDestination::new(vm, far, control, progress, options).with_preempt(open).run()
                     }
-                    (None, None) => LiveDestination::new(vm, far, control, progress, options).run(),
+                    (None, None) => {
+                        for channel in &far_beside {
+                            // Who is cut before it has said who it is has no more to say.
+                            let _ = channel.get(&mut [0; INITIAL_LEN]);
+                        }
+                        LiveDestination::new(vm, far, control, progress, options)
+                            .with_channels(far_beside, MultifdOptions::default())
+                            .run()
+                    }
                 };
                 // A destination that is done for closes what it has.
                 relay_preempt.cut();
@@ -146,6 +179,8 @@ impl Case {
                     };
                     let role = LiveSource::new(source, logs, near, &control, &progress, params)
                         .fresh(true)
+                        .with_channels(beside, MultifdSourceOptions::default())
+                        .unwrap()
                         .with_postcopy(match postcopy {
                             None => Postcopy::Off,
                             Some(None) => Postcopy::AtOnce,
@@ -165,6 +200,7 @@ impl Case {
                 (None, None) => unreachable!("one or the other"),
             };
             relay.cut();
+            relays.iter().for_each(Relay::cut);
             (outcome, receiving.join().unwrap(), vm)
         });
         assert!(!(source.runs() && vm.started() > 0), "two run: {outcome:?}, {arrival:?}");
@@ -217,16 +253,30 @@ impl Case {
 fn many(seeds: std::ops::Range<u64>, preempt: bool, postcopy: impl Fn(u64) -> Option<Option<u32>>) -> Tally {
     let mut tally = Tally::default();
     for seed in seeds {
-        let number = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        Case { number, preempt, postcopy: postcopy(seed) }.run(&mut tally);
+        Case { number: number(seed), preempt, postcopy: postcopy(seed), beside: None }.run(&mut tally);
     }
     tally
+}
+
+fn number(seed: u64) -> u64 {
+    seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
 }
 
 #[test]
 fn a_precopy_that_is_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
     let tally = many(0..60, false, |_| None);
     assert!(tally.completed == 60 && tally.retried > 20, "{tally:?}");
+}
+
+#[test]
+fn a_precopy_whose_channels_lend_or_splice_pages_and_are_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
+    for (way, seeds) in [(ZeroCopy::Msg, 3000..3040), (ZeroCopy::Splice, 4000..4040)] {
+        let mut tally = Tally::default();
+        for seed in seeds {
+            Case { number: number(seed), preempt: false, postcopy: None, beside: Some(way) }.run(&mut tally);
+        }
+        assert!(tally.completed == 40 && tally.retried > 20, "{way}: {tally:?}");
+    }
 }
 
 #[test]

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, How, ZeroCopy};
 
-use super::pair;
+use super::{lending_pair, pair};
 
 /// Passes bytes on in both directions, until so many have gone from `near` to `far`; then cuts both.
 pub struct Relay {
@@ -17,7 +17,15 @@ pub struct Relay {
 impl Relay {
     /// The ends for source and destination.
     pub fn new() -> (Channel, Channel, Self) {
-        let ((source, near), (far, destination)) = (pair(), pair());
+        Self::between(pair(), pair())
+    }
+
+    /// The same, of which the source's lends pages in this way over TCP.
+    pub fn lending(zero_copy: ZeroCopy) -> (Channel, Channel, Self) {
+        Self::between(lending_pair(zero_copy, true), pair())
+    }
+
+    fn between((source, near): (Channel, Channel), (far, destination): (Channel, Channel)) -> (Channel, Channel, Self) {
         (source, destination, Self { near: Arc::new(near), far: Arc::new(far) })
     }
 
