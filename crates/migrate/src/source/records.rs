@@ -328,12 +328,13 @@ fn announce<'h>(
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::io::Read;
+    use std::io::{self, Read};
     use std::os::fd::{AsFd as _, OwnedFd};
     use std::thread;
 
-    use limosa_channel::{Counters, Listener, Options};
+    use limosa_channel::{Counters, How, Listener, Options, Tls};
     use limosa_memory::BlockOptions;
+    use limosa_testkit::{Authority, scratch};
 
     use super::super::copied::BUFFER_LEN;
     use super::*;
@@ -359,7 +360,7 @@ mod tests {
     }
 
     fn pipe() -> Ends {
-        let (far, near) = std::io::pipe().unwrap();
+        let (far, near) = io::pipe().unwrap();
         (Channel::from_fd(OwnedFd::from(near)).unwrap(), Box::new(far))
     }
 
@@ -368,6 +369,32 @@ mod tests {
         let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
         let far = listener.accept(None).unwrap();
         (near, Box::new(File::from(far.as_fd().try_clone_to_owned().unwrap())))
+    }
+
+    /// An encrypted channel as something to read from.
+    struct Decrypted(Channel);
+
+    impl Read for Decrypted {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            self.0.get_some(into).map_err(io::Error::other)
+        }
+    }
+
+    fn tls() -> Ends {
+        let folder = scratch().unwrap();
+        Authority::new().unwrap().equip(folder.path()).unwrap();
+        let with = |tls| Options { tls: Some(tls), ..Options::default() };
+        let server = with(Tls::server(folder.path(), true).unwrap());
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &server).unwrap();
+        thread::scope(|scope| {
+            let accepting = scope.spawn(|| {
+                let far = listener.accept(Some(Duration::from_secs(20))).unwrap();
+                far.establish().map(|()| far).unwrap()
+            });
+            let client = with(Tls::client(folder.path(), None).unwrap());
+            let near = Channel::connect(listener.local_uri(), &client).unwrap();
+            (near, Box::new(Decrypted(accepting.join().unwrap())) as _)
+        })
     }
 
     /// A block of which the pages that `filled` says have contents.
@@ -393,6 +420,8 @@ mod tests {
         }
         assert!(writer.take_busy() > Duration::ZERO);
         let counters = near.counters();
+        // The end of what is encrypted has to be announced.
+        near.shutdown(How::Write).unwrap();
         drop(near);
         (received.join().unwrap(), counters)
     }
@@ -404,7 +433,7 @@ mod tests {
         let contents: [fn(u64) -> bool; 4] = [|_| true, |_| false, |page| page % 2 == 1, |page| page % 97 < 90];
         for filled in contents {
             let memory = block(901, filled);
-            for ends in [unix, tcp, pipe] {
+            for ends in [unix, tcp, pipe, tls] {
                 let (gathered, _) = sent(ends(), Put::Gathered, &memory, &runs);
                 let (copied, _) = sent(ends(), Put::Copied, &memory, &runs);
                 assert!(gathered == copied && !gathered.is_empty());
