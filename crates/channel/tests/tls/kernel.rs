@@ -277,6 +277,21 @@ fn an_end_is_told_apart_from_a_cut() {
 }
 
 #[test]
+fn a_connection_that_is_reset_has_not_ended() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, server) = pair(&bed, KernelTls::Off, KernelTls::On);
+    server.put(b"never read").unwrap();
+    look(&client).unwrap();
+    rustix::net::sockopt::set_socket_linger(client.as_fd(), Some(Duration::ZERO)).unwrap();
+    // Not by dropping the channel, which would say that this is the end.
+    rustix::net::connect_unspec(client.as_fd()).unwrap();
+    let error = server.get(&mut [0]).unwrap_err();
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { first: false }), "{error}");
+    assert!(error.is_closed() && !error.is_cut(), "{error}");
+}
+
+#[test]
 fn a_put_that_was_broken_off_is_no_end() {
     needs_kernel_tls!();
     let bed = Bed::new();
@@ -653,5 +668,5 @@ fn in_a_guest_whose_kernel_has_tls() {
     let result = said.iter().find(|line| line.starts_with("test result: ok")).expect("all is well in the guest");
     // None was left out.
     let count = result.split_whitespace().filter_map(|word| word.parse::<u32>().ok()).next().unwrap();
-    assert!(count >= 19, "{result}");
+    assert!(count >= 20, "{result}");
 }
