@@ -90,16 +90,21 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
     for more in [
         &[][..],
         &["--channels", "3", "--compression", "zstd"],
-        &["--transport", "unix", "--tls-hostname", "localhost", "--channels", "2"],
+        &["--transport", "unix", "--tls-hostname", "localhost", "--channels", "2", "--zero-copy", "auto"],
         &["--postcopy", "at-once"],
         &["--postcopy", "after-rounds=1", "--preempt"],
     ] {
         let (report, _) = live(&[&creds, more].concat());
         assert_moved(&report, true);
+        // What is encrypted are other bytes, which lie elsewhere.
+        let channels = &report["source"]["channels"];
+        assert_eq!((&channels["lent"], &channels["spliced"]), (&json!(0), &json!(0)), "{channels}");
     }
     for (wrong, said) in [
         (&["--transport", "unix", "--same-host"][..], "--same-host passes descriptors"),
         (&["--transport", "unix"], "--tls-hostname"),
+        (&["--channels", "2", "--zero-copy", "msg"], "--tls-creds makes others of them"),
+        (&["--channels", "2", "--zero-copy", "splice"], "--tls-creds makes others of them"),
     ] {
         let ended = limosa([&["demo", "live"][..], &creds, wrong].concat());
         assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
