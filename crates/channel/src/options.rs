@@ -25,7 +25,7 @@ pub struct Options {
     /// The limit that gets share, which the peer feels as a slow reader; by default there is none.
     pub get_rate: Option<RateLimit>,
     /// How memory that is [lent](crate::Channel::lend) leaves; by default it is copied. A method that is named and cannot be
-    /// had is refused when the channel is made.
+    /// had is refused when the channel is made. `MSG_ZEROCOPY` puts a socket into blocking mode.
     pub zero_copy: ZeroCopy,
     /// Encrypts what is put and got; only stream sockets can be.
     pub tls: Option<Tls>,

@@ -11,7 +11,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
@@ -43,6 +43,9 @@ const ABORTS: u32 = 100;
 
 /// How long a peer may acknowledge nothing of a connection that is to end, in milliseconds.
 const UNHEARD_MS: u32 = 1000;
+
+/// How long what is queued may go on leaving on a connection that was to be cut.
+const SLOWLY: Duration = Duration::from_secs(3);
 
 /// Most puts that are copied before lending is tried again.
 const SKIPPED_MAX: u32 = 256;
@@ -227,7 +230,9 @@ impl Lender {
                 }
             }
         }
-        end_slowly(&mut state.completions, transport);
+        // The kernel ends a connection by itself of which the peer acknowledges nothing.
+        let _ = sockopt::set_tcp_user_timeout(transport.output(), UNHEARD_MS);
+        end_slowly(&mut state.completions, &SocketQueue(transport.output()), SLOWLY);
     }
 
     fn look_for_copies(&self, state: &mut State, hopeless: bool) {
@@ -248,12 +253,11 @@ impl Lender {
     }
 }
 
-/// Waits until the kernel has sent what it was lent, or has ended a connection of which it may not be asked to (a filter of
-/// system calls): which it does once the peer has acknowledged nothing for a while.
-fn end_slowly(completions: &mut Completions, transport: &Transport) {
-    let queue = SocketQueue(transport.output());
-    let _ = sockopt::set_tcp_user_timeout(transport.output(), UNHEARD_MS);
-    while completions.outstanding() != 0 {
+/// Waits until the kernel has sent what it was lent, where a connection may not be cut (a filter of system calls), for so long at
+/// most: a peer that takes it drop by drop must not hold up a guest that waits to go on.
+fn end_slowly(completions: &mut Completions, queue: &impl ErrorQueue, within: Duration) {
+    let begun = Instant::now();
+    while completions.outstanding() != 0 && begun.elapsed() < within {
         let waited = queue.wait(SLICE);
         while let Ok(Some(completion)) = queue.next() {
             if completions.take(completion).is_err() {
@@ -262,9 +266,10 @@ fn end_slowly(completions: &mut Completions, transport: &Transport) {
         }
         if waited.is_err() {
             // It is over, and what was queued with it.
-            return completions.forget();
+            break;
         }
     }
+    completions.forget();
 }
 
 /// The socket of a transport that is one.
@@ -292,10 +297,10 @@ fn lend_by_message(transport: &Transport) -> Result<Way, Refusal> {
         );
         Refusal::Failed(io::Error::new(io::ErrorKind::PermissionDenied, why))
     })?;
+    transport.allow_lending().map_err(Refusal::Failed)?;
     // A completion that nobody has taken is an error that poll tells of at once: who waits there for room would not wait.
     let blocking = || fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK);
     blocking().map_err(|errno: Errno| Refusal::Failed(errno.into()))?;
-    transport.allow_lending().map_err(Refusal::Failed)?;
     Ok(Way::Msg)
 }
 
@@ -563,6 +568,35 @@ mod tests {
         lend_all((&mut completions, &mut pace), &lane, &transport, &rate, &mut cursor, kernel, send).unwrap();
         take_back(&mut completions, &lane, kernel, || false).unwrap();
         (completions, crate::Counters::of(&lane.side, &lane.side))
+    }
+
+    /// A kernel that gives nothing back, and takes its time to say so.
+    struct Silent;
+
+    impl ErrorQueue for Silent {
+        fn next(&self) -> io::Result<Option<Completion>> {
+            Ok(None)
+        }
+
+        fn wait(&self, _time: Duration) -> io::Result<()> {
+            thread::sleep(Duration::from_millis(1));
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_connection_that_may_not_be_cut_is_waited_for_and_not_for_ever() {
+        let kernel = Kernel::new(usize::MAX, usize::MAX, 7);
+        let mut completions = Completions::default();
+        for number in 0..20 {
+            completions.sent();
+            kernel.under_way.borrow_mut().push(Completion { first: number, last: number, copied: false });
+        }
+        end_slowly(&mut completions, &kernel, Duration::from_secs(60));
+        assert_eq!((completions.outstanding(), kernel.under_way.borrow().len()), (0, 0));
+        completions.sent();
+        end_slowly(&mut completions, &Silent, Duration::from_millis(20));
+        assert_eq!(completions.outstanding(), 0);
     }
 
     proptest! {

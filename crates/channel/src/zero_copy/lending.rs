@@ -84,7 +84,8 @@ impl<'m> Lending<'_, 'm> {
         self.channel.flush_lent()
     }
 
-    /// Gives up: if anything that was lent is not back, cuts the connection at once and throws away what is queued.
+    /// Gives up: if anything that was lent is not back, cuts the connection at once and throws away what is queued. Where the
+    /// process may not cut it (connect(2) is filtered), what is queued has three seconds more.
     pub fn abort(&mut self) {
         self.channel.abort_lent();
     }
