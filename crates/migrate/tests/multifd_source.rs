@@ -246,19 +246,21 @@ impl PageSource for Shared<'_> {
     }
 }
 
+/// A block as it is mapped in memory.
+fn mapped(memory: &Memory, block: usize) -> MemoryBlock {
+    let mapping = BlockOptions::anonymous("mapped", memory.start().blocks[block].used_length).map().unwrap();
+    for page in memory.stored(block).runs().flat_map(|run| run.iter().collect::<Vec<_>>()) {
+        mapping.write(page.offset(), &memory.page(block, page.0)).unwrap();
+    }
+    mapping
+}
+
 /// Memory whose first block is mapped, so that its pages leave from where they lie; those of the others are read.
 struct Mixed<'a>(&'a Memory, MemoryBlock);
 
 impl<'a> Mixed<'a> {
     fn new(memory: &'a Memory) -> Self {
-        let layout = &memory.start().blocks[0];
-        let block = BlockOptions::anonymous("first", layout.used_length).map().unwrap();
-        for page in memory.stored(0).runs().flat_map(|run| run.iter().collect::<Vec<_>>()) {
-            let mut contents = [0; 4096];
-            memory.read(0, PageRange::starting_at(page, 1), &mut contents).unwrap();
-            block.write(page.offset(), &contents).unwrap();
-        }
-        Self(memory, block)
+        Self(memory, mapped(memory, 0))
     }
 }
 
@@ -402,6 +404,8 @@ struct Filed<'a> {
     /// Calls of `still_whole` that find everything in order.
     whole: AtomicU64,
     reads: AtomicU64,
+    /// The second block, if it is mapped as well.
+    mapped: Option<MemoryBlock>,
 }
 
 impl<'a> Filed<'a> {
@@ -412,7 +416,7 @@ impl<'a> Filed<'a> {
                 file.write_all(&memory.page(block, page)).unwrap();
             }
         }
-        Self { memory, file, whole: AtomicU64::new(u64::MAX), reads: AtomicU64::new(0) }
+        Self { memory, file, whole: AtomicU64::new(u64::MAX), reads: AtomicU64::new(0), mapped: None }
     }
 }
 
@@ -426,6 +430,9 @@ impl PageSource for Filed<'_> {
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
         self.reads.fetch_add(pages.len(), Ordering::Relaxed);
         self.memory.read(block, pages, into)
+    }
+    fn memory(&self, block: usize) -> Option<&MemoryBlock> {
+        self.mapped.as_ref().filter(|_| block == 1)
     }
     fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
         let before: u64 = self.memory.start.blocks.iter().take(block).map(|block| block.used_length).sum();
@@ -460,6 +467,18 @@ fn contents_go_out_of_their_file_unread_but_for_short_runs() {
         assert_eq!(outcome.wrong, Vec::<String>::new());
         let read = filed.reads.load(Ordering::Relaxed);
         assert!(read > 0 && read < stats.normal_pages / 2, "{read} of {stats:?}");
+    }
+}
+
+#[test]
+fn blocks_in_a_file_and_mapped_ones_go_out_in_packets_of_their_own() {
+    for machine in MACHINES {
+        let memory = memory(machine, &[1000, 1000, 100], |_, _| true);
+        let filed = Filed { mapped: Some(mapped(&memory, 1)), ..Filed::new(&memory) };
+        let way = Way { channels: 1, ..in_place() };
+        let (sent, outcome) = way.send(&memory, &filed, &Control::new(), &Progress::new());
+        assert_eq!(sent.unwrap().normal_pages, 2100);
+        assert!(outcome.wrong.is_empty() && outcome.devices, "{outcome:?}");
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters, ZeroCopy};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
+use limosa_stream::multifd::Compression;
 use limosa_stream::{Command, ram, section, vm};
 
 use super::inbox::Inbox;
@@ -98,11 +99,17 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         options: MultifdSourceOptions,
     ) -> Result<Self, MigrateError> {
         options.check_zero_copy(self.source, self.options.return_path)?;
-        let splices = |channel: &Channel| !matches!(channel.zero_copy_wanted(), ZeroCopy::Off | ZeroCopy::Msg);
-        let mut blocks = 0..self.source.start().blocks.len();
+        // One that finds its pages copied by the kernel turns to splicing.
+        let may_splice = |channel: &Channel| match channel.zero_copy() {
+            ZeroCopy::Off => false,
+            ZeroCopy::Msg => channel.zero_copy_wanted() == ZeroCopy::Auto,
+            ZeroCopy::Splice | ZeroCopy::Auto => true,
+        };
+        let is_lent = |block| self.source.memory(block).is_some_and(|memory| memory.page_size() == PAGE_SIZE);
         if !self.options.return_path
-            && channels.iter().any(splices)
-            && blocks.any(|block| self.source.memory(block).is_some())
+            && options.compression == Compression::None
+            && channels.iter().any(may_splice)
+            && (0..self.source.start().blocks.len()).any(is_lent)
         {
             let why = "memory is spliced only to a destination that answers: its answer says that no page is under way any more";
             return Err(MigrateError::ZeroCopy(why));

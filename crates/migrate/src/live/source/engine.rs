@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use limosa_channel::Channel;
 use limosa_memory::dirty::DirtyPages;
 use limosa_memory::{BlockRole, MemoryBlock};
-use limosa_page::{PAGE_SIZE, PageBitmap, PageRange};
+use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::command::PageSizes;
 use limosa_stream::{Command, DeviceSections, ram, section, vm};
 
@@ -30,6 +30,9 @@ use crate::source::windows::Windows;
 
 /// Zero pages that are told between two looks at whether that is still wanted.
 const HOLES_A_CHECK: u64 = 1 << 16;
+
+/// Bytes of a record that tells of a zero page.
+const ZERO_RECORD: u64 = 9;
 
 /// The longest sleep for a limited rate: what else ends a round is looked at in between.
 const RATE_TICK: Duration = Duration::from_millis(20);
@@ -386,9 +389,6 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                 continue;
             }
             let Some(block) = windows.claim_pages(&mut runs, records.room() as u64) else { break };
-            if !last {
-                self.control.rate().spend(runs.iter().map(PageRange::len).sum::<u64>().saturating_mul(PAGE_SIZE));
-            }
             let memory = self.vm.memory().block(block).map_err(|error| MigrateError::Source(error.into()))?;
             if let Some(other) = placed.replace(memory).filter(|other| !std::ptr::eq(*other, memory)) {
                 records.put_placed(other)?;
@@ -402,6 +402,11 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                     track.left_out(block, run);
                 }
             })?;
+            if !last {
+                // What is not sent costs nothing: or zero pages would hold up those with contents that wait for the next call.
+                let told = sent.zero.saturating_mul(ZERO_RECORD);
+                self.control.rate().spend(sent.normal.saturating_mul(PAGE_SIZE).saturating_add(told));
+            }
             self.progress.moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
             result.sent.add(sent);
         }

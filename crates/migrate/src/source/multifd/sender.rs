@@ -312,6 +312,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         }
         self.flush(&mut header, &mut filled)?;
         self.shared.count(Sent { normal: self.normal.len() as u64, ..Sent::default() });
+        // What is mapped begins a packet of its own.
+        self.normal.clear();
         Ok(())
     }
 
