@@ -6,8 +6,8 @@
 //!
 //! Where this helps and where not:
 //! - tmpfs and memfd know their pages exactly, also those in swap; disk file systems know their extents;
-//! - tmpfs goes through its pages one by one, some 60 ns each: a file there that takes as much room as it is long has no hole,
-//!   and is not asked;
+//! - tmpfs goes through its pages one by one, some 60 ns each: a file there that takes as much room as it is long is not asked,
+//!   and all of it is data (also what fallocate(2) has taken and nobody has written);
 //! - hugetlbfs, and file systems that do not know their holes, call everything data: the answer is right and useless;
 //! - a private mapping (`MAP_PRIVATE`) has pages of its own that the file knows nothing about: the file's holes say
 //!   nothing about what is in memory.
