@@ -185,7 +185,7 @@ impl Default for Settings {
             patience_ms: 10_000,
             tls_creds: None,
             tls_hostname: None,
-            tls_kernel: KernelTlsKind::Auto,
+            tls_kernel: KernelTlsKind::Off,
         }
     }
 }

@@ -1,9 +1,9 @@
 //! TLS in the kernel (kernel docs: networking/tls): who has shaken hands gives it the keys, and it seals and opens.
 //!
 //! The laws of this module. **A key is in one place**: a direction is the kernel's or this process's, and changes hands
-//! between two records. **By itself it is used only where it can renew keys** (Linux 6.14): a kernel that cannot ends a
-//! channel at its cipher's limit, and when the peer renews its own, so who wants that one has to say so. **Nothing gets to its place
-//! that was not verified**: the kernel is not asked to open records right where they are to go (`TLS_RX_EXPECT_NO_PAD`), which
+//! between two records. **It is off unless somebody says otherwise, and `auto` uses it only where it can renew keys** (Linux 6.14): a
+//! kernel that cannot ends a channel at its cipher's limit, and when the peer renews its own, so who wants that one has to say so.
+//! **Nothing gets to its place that was not verified**: the kernel is not asked to open records right where they are to go (`TLS_RX_EXPECT_NO_PAD`), which
 //! would leave there what turns out to be forged. **A word of the peer's is never read from the caller's memory**, which may be a guest's:
 //! it is left in the kernel until there is a buffer for it.
 //!
@@ -41,9 +41,9 @@ use option::Support;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KernelTls {
     /// This process.
+    #[default]
     Off,
     /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14); else this process.
-    #[default]
     Auto,
     /// The kernel; a channel for which it cannot is refused. Where it cannot renew keys the channel fails when that is due: after 16
     /// million records of AES-GCM, and when the peer does so.
@@ -199,6 +199,7 @@ mod tests {
 
     #[test]
     fn a_setting_is_read_as_it_is_written() {
+        assert_eq!(KernelTls::default(), KernelTls::Off);
         for setting in KernelTls::ALL {
             assert_eq!(setting.to_string().parse(), Ok(setting));
         }

@@ -18,9 +18,9 @@ const NO_TCP: &str = "--tls-kernel on is for tcp:HOST:PORT: the kernel encrypts 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KernelTlsArg {
     /// Limosa
+    #[default]
     Off,
     /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14), else limosa
-    #[default]
     Auto,
     /// The kernel, or not at all
     On,
