@@ -466,7 +466,7 @@ impl Channel {
     /// Ends one or both directions and wakes whoever waits in them, also in the rate limit; they get
     /// [`ChannelError::ShutDown`]. What came before a read shutdown of a socket can still be read. A pipe's peer sees
     /// the end only when the channel is dropped. An encrypted channel's peer is told that this is the end by
-    /// [`How::Write`] alone: to it [`How::Both`] is a connection that was cut.
+    /// [`How::Write`] alone, and not while somebody puts: else it is to it a connection that was cut.
     ///
     /// # Errors
     /// If the kernel refuses; that the peer is gone already is no error.
@@ -484,6 +484,8 @@ impl Channel {
             if let Transport::Tls(session) = &self.transport {
                 match how {
                     How::Read => session.listen_no_more(),
+                    // Somebody has more to say.
+                    How::Write if self.shared.put.is_amid() => session.give_up(),
                     How::Write => session.close(),
                     How::Both => session.give_up(),
                 }

@@ -7,7 +7,7 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -42,14 +42,16 @@ pub(crate) struct Lane {
     /// Nanoseconds without progress after which a transfer gives up; 0 is never.
     timeout: AtomicU64,
     shut: AtomicBool,
+    /// Puts that have begun and are not over.
+    under_way: AtomicUsize,
     /// Becomes readable at shutdown, for descriptors that the kernel cannot shut down.
     wake: Option<OwnedFd>,
 }
 
 impl Lane {
     pub(crate) fn new(readiness: PollFlags, wake: Option<OwnedFd>) -> Self {
-        let (timeout, shut) = (AtomicU64::new(0), AtomicBool::new(false));
-        Self { side: Side::default(), readiness, timeout, shut, wake }
+        let (timeout, shut, under_way) = (AtomicU64::new(0), AtomicBool::new(false), AtomicUsize::new(0));
+        Self { side: Side::default(), readiness, timeout, shut, under_way, wake }
     }
 
     pub(crate) fn set_timeout(&self, time: Option<Duration>) {
@@ -59,7 +61,7 @@ impl Lane {
 
     /// Marks the direction as shut down and wakes who waits in `poll`.
     pub(crate) fn shut(&self) -> io::Result<()> {
-        self.shut.store(true, Ordering::Release);
+        self.shut.store(true, Ordering::SeqCst);
         if let Some(wake) = &self.wake {
             rustix::io::write(wake, &1_u64.to_ne_bytes())?;
         }
@@ -67,7 +69,13 @@ impl Lane {
     }
 
     pub(crate) fn is_shut(&self) -> bool {
-        self.shut.load(Ordering::Acquire)
+        self.shut.load(Ordering::SeqCst)
+    }
+
+    /// Whether a put is under way. Who asks behind a [shutdown](Self::shut) learns of every one that will move a byte yet: one that begins later
+    /// sees the shutdown.
+    pub(crate) fn is_amid(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst) != 0
     }
 
     /// A clock for a transfer that begins.
@@ -116,9 +124,13 @@ impl Lane {
         gather: &mut Cursor<'_, Out>,
         mut call: impl FnMut(&Batch<'_, Out>) -> io::Result<usize>,
     ) -> Result<()> {
+        let _under_way = UnderWay::begin(&self.under_way);
         let mut quiet = self.quiet();
         let mut paid = 0;
         while let Some(batch) = gather.batch(rate.batch()) {
+            if self.is_shut() {
+                return Err(Stop::ShutDown);
+            }
             // After a partial transfer, what did not go out is paid for already.
             paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
             self.drain(transport, &mut quiet)?;
@@ -274,6 +286,22 @@ impl Lane {
             None => poll(&mut [own], time.as_ref())?,
         };
         Ok(())
+    }
+}
+
+/// A put, as long as it lasts.
+struct UnderWay<'a>(&'a AtomicUsize);
+
+impl<'a> UnderWay<'a> {
+    fn begin(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

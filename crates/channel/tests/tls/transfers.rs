@@ -1,11 +1,12 @@
 //! What goes in comes out, in both directions at once, whatever it is cut into.
 
 use std::io::{IoSlice, IoSliceMut};
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError, Options, RateLimit, Tls, ZeroCopy};
+use limosa_channel::{Channel, ChannelError, How, Options, RateLimit, Tls, ZeroCopy};
 use proptest::prelude::*;
 
 use crate::bed::{Bed, SOON, connected, listen, pattern, with};
@@ -134,7 +135,7 @@ fn a_rate_limit_and_time_outs_hold() {
     let bed = Bed::new();
     let rate = RateLimit::default();
     let (client, server) = connected(&bed.server(), &Options { rate: Some(rate.clone()), ..bed.client() }).unwrap();
-    rate.set(std::num::NonZeroU64::new(16 << 20));
+    rate.set(NonZeroU64::new(16 << 20));
     let begun = Instant::now();
     thread::scope(|scope| {
         scope.spawn(|| client.put(&vec![0; 8 << 20]).unwrap());
@@ -290,4 +291,36 @@ proptest! {
             assert!(got == data);
         });
     }
+}
+
+/// The client's put is held back by a rate limit, between two of its calls, when a third thread ends its direction.
+pub(crate) fn shut_down_amid_a_put(server: &Options, client: Options) {
+    let client = Options { rate: Some(RateLimit::new(NonZeroU64::new(1_000_000))), ..client };
+    let (client, server) = connected(server, &client).unwrap();
+    thread::scope(|scope| {
+        let puts = scope.spawn(|| client.put(&pattern(10_000_000)));
+        let gets = scope.spawn(|| {
+            let mut got = vec![0; 1 << 16];
+            let mut all = 0;
+            loop {
+                match server.get_some(&mut got) {
+                    Ok(0) => panic!("taken for the end after {all} bytes"),
+                    Ok(more) => all += more,
+                    Err(error) => return error,
+                }
+            }
+        });
+        thread::sleep(Duration::from_millis(500));
+        client.shutdown(How::Write).unwrap();
+        let error = puts.join().unwrap().unwrap_err();
+        assert!(error.is_shut_down(), "{error}");
+        let error = gets.join().unwrap();
+        assert!(error.is_cut(), "{error}");
+    });
+}
+
+#[test]
+fn a_shutdown_amid_a_put_does_not_announce_the_end() {
+    let bed = Bed::new();
+    shut_down_amid_a_put(&bed.server(), bed.client());
 }
