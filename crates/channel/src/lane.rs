@@ -133,7 +133,7 @@ impl Lane {
             }
             // After a partial transfer, what did not go out is paid for already.
             paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
-            self.drain(transport, &mut quiet)?;
+            self.drain(transport, &mut quiet, false)?;
             let moved = self.attempt(transport, &mut quiet, batch.bytes(), || call(&batch))?;
             if moved == 0 {
                 return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
@@ -141,12 +141,12 @@ impl Lane {
             paid = paid.saturating_sub(moved);
             gather.advance(moved);
         }
-        self.drain(transport, &mut quiet)
+        self.drain(transport, &mut quiet, true)
     }
 
-    /// Writes what the transport has taken and holds back.
-    fn drain(&self, transport: &Transport, quiet: &mut Quiet) -> Result<()> {
-        while transport.holds_back() {
+    /// Writes what the transport has taken and holds back; `all`: until nothing of it is left.
+    fn drain(&self, transport: &Transport, quiet: &mut Quiet, all: bool) -> Result<()> {
+        while transport.holds_back(all) {
             self.attempt(transport, quiet, 0, || transport.flush())?;
         }
         Ok(())

@@ -99,9 +99,9 @@ impl Transport {
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Whether it has taken bytes that it has not written yet.
-    pub(crate) fn holds_back(&self) -> bool {
-        matches!(self, Self::Tls(session) if session.holds_back())
+    /// Whether it has taken bytes that it has not written yet; `all`: also such as go out in front of others by themselves.
+    pub(crate) fn holds_back(&self, all: bool) -> bool {
+        matches!(self, Self::Tls(session) if session.holds_back(all))
     }
 
     /// Writes some of the bytes that it holds back.

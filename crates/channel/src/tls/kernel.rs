@@ -32,7 +32,7 @@ use thiserror::Error;
 
 pub(super) use input::{Heard, Input};
 pub(super) use key::Key;
-pub(super) use output::Output;
+pub(super) use output::{Output, breathe};
 
 use super::failure::TlsFailure;
 use option::Support;
@@ -90,6 +90,9 @@ impl FromStr for KernelTls {
 /// What is said of a kernel that has no TLS.
 pub(crate) const NONE: &str =
     "this kernel has no TLS, or its module is not loaded (modprobe tls); auto does without it";
+
+const CUT: &str = "the peer has cut the word that it goes on with a new key into two records, and the kernel opens no second one; \
+                   without the kernel it works";
 
 /// Whether it is known that this kernel has no TLS.
 pub(crate) fn is_missing() -> bool {
@@ -189,6 +192,8 @@ fn of_record(errno: Errno) -> Option<TlsFailure> {
         Errno::BADMSG => Some(TlsFailure::BadRecord),
         Errno::MSGSIZE => Some(TlsFailure::Protocol("a record that is too long".into())),
         Errno::INVAL => Some(TlsFailure::Protocol("a record of another version".into())),
+        // Once it has seen the beginning of the word that a new key follows, it opens nothing before it has that (Linux 6.14).
+        Errno::KEYEXPIRED => Some(TlsFailure::Kernel(CUT.into())),
         _ => None,
     }
 }
@@ -204,6 +209,15 @@ mod tests {
             assert_eq!(setting.to_string().parse(), Ok(setting));
         }
         assert!("yes".parse::<KernelTls>().unwrap_err().to_string().contains("expected off, auto or on"));
+    }
+
+    #[test]
+    fn what_the_kernel_says_of_a_record_is_one_line() {
+        for errno in [Errno::BADMSG, Errno::MSGSIZE, Errno::INVAL, Errno::KEYEXPIRED] {
+            let line = of_record(errno).unwrap().to_string();
+            assert!(!line.contains('\n') && !line.contains("  "), "{line}");
+        }
+        assert_eq!(of_record(Errno::CONNRESET), None);
     }
 
     #[test]

@@ -23,7 +23,7 @@ use rustls::ConnectionTrafficSecrets;
 use super::credentials::Tls;
 use super::failure::TlsFailure;
 use super::handshake::{Agreed, Handshake, Keys, Wait};
-use super::kernel::{ByKernel, Heard, Input, Kernel, Key, Output};
+use super::kernel::{ByKernel, Heard, Input, Kernel, Key, Output, breathe};
 use super::plaintext::Walk;
 use super::record::{self, BODY_MAX, HEADER, NewKeys, Opened, Opener, PAYLOAD_MAX, Sealer};
 use crate::vector::{Batch, In, Out};
@@ -231,15 +231,31 @@ impl Session {
         }
     }
 
-    /// Whether records wait to be sent.
-    pub(crate) fn holds_back(&self) -> bool {
-        matches!(self.outcome.get(), Some(Ok(both)) if !lock(&both.sending).sealed.is_empty())
+    /// Whether records wait to be sent; `all`: whether the kernel may have some, too, which it sends by itself.
+    pub(crate) fn holds_back(&self, all: bool) -> bool {
+        let Some(Ok(both)) = self.outcome.get() else { return false };
+        let sending = lock(&both.sending);
+        match &sending.seals {
+            Seals::Here(_) => !sending.sealed.is_empty(),
+            Seals::Kernel(output) => all && output.is_amid(),
+        }
     }
 
     /// Sends some of the records that wait.
     pub(crate) fn flush(&self) -> io::Result<()> {
         let both = self.up(Wait::Yes)?;
-        let sent = lock(&both.sending).send(&self.socket, SendFlags::empty());
+        let mut sending = lock(&both.sending);
+        let sent = match &mut sending.seals {
+            // It will not send them any more.
+            Seals::Kernel(_) if self.shut.load(Ordering::Relaxed) => Err(Errno::PIPE),
+            Seals::Kernel(output) => output.end(&self.socket),
+            Seals::Here(_) => sending.send(&self.socket, SendFlags::empty()),
+        };
+        let by_kernel = matches!(sending.seals, Seals::Kernel(_));
+        drop(sending);
+        if by_kernel && sent == Err(Errno::AGAIN) {
+            breathe();
+        }
         self.noting(sent.map_err(|errno| self.why(both, errno)))
     }
 

@@ -2,14 +2,19 @@
 //!
 //! The law: no key seals more records than it may. How many it has sealed only the kernel knows, which cuts what it is given into
 //! records as it likes; none is empty, so a call of so many bytes is taken for so many records until it is asked.
+//!
+//! And: no call waits in the kernel, which would take a signal there for the connection's failure, and a time-out for success. What does not
+//! wait is cut in the middle of a record, whose rest the kernel sends when there is room, unless the socket is closed before. Whether it has,
+//! it does not say; but TCP says how much it was given, and how much that has to be follows from the records.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt;
 use rustls::ContentType;
 
 use super::key::Key;
@@ -24,6 +29,10 @@ use crate::vector::{Batch, Out};
 const CALL_SHARE: u64 = 16;
 /// Most bytes of one call.
 const CALL_MAX: u64 = 1 << 20;
+/// Bytes of a record beside what is in it: its header, the type that is sealed, and the tag (RFC 8446, 5.2).
+const BESIDE: u64 = 5 + 1 + 16;
+/// How long the kernel is left to itself when it has room for what it holds.
+const BREATH: Duration = Duration::from_micros(50);
 
 const USED_UP: &str = "its key has sealed all that it may, and this kernel takes no second one (Linux 6.14 does); auto does \
                        without it";
@@ -38,8 +47,12 @@ pub(crate) struct Output {
     /// Records that this one may seal yet, for certain.
     room: u64,
     renews: bool,
-    /// A put was broken off: there was more to say.
+    /// A put is not over, or was broken off: there was more to say, or the kernel may hold some of it.
     amid: bool,
+    /// Bytes that TCP is to be given altogether, were it not for what is beside them in the records of this key.
+    given: u64,
+    /// The number of the first of those.
+    first: u64,
     /// The peer waits for records of a key that the kernel does not have.
     lost: bool,
 }
@@ -48,13 +61,15 @@ impl Output {
     /// Gives the kernel the key, if nothing that was sealed with it waits to be sent.
     pub(crate) fn over(socket: &OwnedFd, key: &Key, limit: u64) -> Result<Self, Errno> {
         let set = || option::set(socket.as_fd(), Direction::Sending, key);
+        let (given, _) = option::given(socket.as_fd())?;
         set()?;
         let renews = set().is_ok();
-        let room = limit.saturating_sub(key.number());
-        Ok(Self { length: key.bytes().len(), limit, room, renews, amid: false, lost: false })
+        let (first, length) = (key.number(), key.bytes().len());
+        let room = limit.saturating_sub(first);
+        Ok(Self { length, limit, room, renews, amid: false, given, first, lost: false })
     }
 
-    /// Has the kernel seal and send some of the batch; returns how many bytes. `renew` is whether the peer wants another key.
+    /// Has the kernel seal some of the batch, and begin to send it; returns how many bytes. `renew` is whether the peer wants another key.
     pub(crate) fn put(
         &mut self,
         socket: &OwnedFd,
@@ -74,15 +89,47 @@ impl Output {
             self.renew(socket, keys)?;
             renew.store(false, Ordering::Release);
         }
-        let sent = transport::send(socket, &part, 0);
+        let sent = transport::send(socket, &part, libc::MSG_DONTWAIT);
         let moved = sent.map_err(|error| match Errno::from_io_error(&error) {
             // Also what the other direction has found.
             Some(Errno::BADMSG) => of_record(Errno::BADMSG).map_or(error, io::Error::from),
             _ => error,
         })?;
         self.room = self.room.saturating_sub(moved as u64);
-        self.amid = moved < batch.bytes();
+        self.given = self.given.wrapping_add(moved as u64);
         Ok(moved)
+    }
+
+    /// Whether a put is to be [ended](Self::end).
+    pub(crate) fn is_amid(&self) -> bool {
+        self.amid
+    }
+
+    /// Ends a put, unless the kernel holds some of it, which TCP was not given yet.
+    ///
+    /// # Errors
+    /// [`Errno::AGAIN`] if it does; [`Errno::PIPE`] if nobody will ever get that.
+    pub(crate) fn end(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
+        let all = self.given.wrapping_add(self.beside(socket)?);
+        let (given, over) = option::given(socket.as_fd())?;
+        if given != all {
+            return Err(if over { Errno::PIPE } else { Errno::AGAIN });
+        }
+        self.amid = false;
+        Ok(())
+    }
+
+    /// How many bytes are beside what this key's records have in them.
+    fn beside(&self, socket: &OwnedFd) -> Result<u64, Errno> {
+        let records = option::next_number(socket.as_fd(), self.length)?.wrapping_sub(self.first);
+        Ok(records.wrapping_mul(BESIDE))
+    }
+
+    /// Sends a record that is no data.
+    fn say(&mut self, socket: &OwnedFd, typ: ContentType, word: &[u8]) -> Result<(), Errno> {
+        record_type::send(socket.as_fd(), typ, word, libc::MSG_DONTWAIT)?;
+        self.given = self.given.wrapping_add(word.len() as u64);
+        Ok(())
     }
 
     /// Goes on with the next key. The peer is told so by the last record of this one.
@@ -90,8 +137,10 @@ impl Output {
         if !self.renews || self.lost {
             return Err(TlsFailure::Kernel(USED_UP.into()).into());
         }
-        record_type::send(socket.as_fd(), ContentType::Handshake, &UPDATE, 0)?;
+        self.say(socket, ContentType::Handshake, &UPDATE)?;
         self.lost = true;
+        self.given = self.given.wrapping_add(self.beside(socket)?);
+        self.first = 0;
         let refused = |why: &dyn std::fmt::Display| TlsFailure::Kernel(format!("it does not take a new key: {why}"));
         let key = Key::new(&keys.next_sending()?, 0).ok_or_else(|| refused(&"another cipher"))?;
         option::set(socket.as_fd(), Direction::Sending, &key).map_err(|errno| refused(&errno))?;
@@ -105,10 +154,28 @@ impl Output {
         if self.amid || self.lost {
             return;
         }
-        // Nobody puts any more.
-        let bounded = sockopt::set_socket_timeout(socket, sockopt::Timeout::Send, Some(within));
-        let flags = if bounded.is_ok() { 0 } else { libc::MSG_DONTWAIT };
-        // If the peer is gone, or has no room, it will see that it was cut.
-        while record_type::send(socket.as_fd(), ContentType::Alert, &CLOSE, flags) == Err(Errno::INTR) {}
+        let end = Instant::now() + within;
+        let mut said = false;
+        loop {
+            let answer = if said { self.end(socket) } else { self.say(socket, ContentType::Alert, &CLOSE) };
+            match answer {
+                Ok(()) if said => return,
+                Ok(()) => said = true,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if Instant::now() < end => {
+                    let rest = Timespec::try_from(end.saturating_duration_since(Instant::now())).ok();
+                    // What goes wrong with it shows above.
+                    let _ = poll(&mut [PollFd::new(socket, PollFlags::OUT)], rest.as_ref());
+                    breathe();
+                }
+                // If the peer is gone, or has no room, it will see that it was cut.
+                Err(_) => return,
+            }
+        }
     }
+}
+
+/// Leaves the processor to the kernel's own thread, which is to send what is left of a record.
+pub(crate) fn breathe() {
+    thread::sleep(BREATH);
 }

@@ -1,0 +1,123 @@
+//! Puts that wait: a signal is no failure, and what was put is out.
+#![allow(unsafe_code, reason = "installs a signal handler and signals single threads")]
+
+use std::os::unix::thread::JoinHandleExt;
+use std::sync::Once;
+
+use super::*;
+
+/// Less than a record, so that each one is cut.
+const SMALL: Option<usize> = Some(4096);
+
+extern "C" fn nothing(_signal: libc::c_int) {}
+
+/// A handler that does nothing, without `SA_RESTART`: every blocking call returns EINTR.
+fn install() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: all zero is a valid action; the handler touches nothing, so it may run at any point.
+        let answer = unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as libc::sighandler_t;
+            libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut())
+        };
+        assert_eq!(answer, 0);
+    });
+}
+
+#[test]
+fn a_signal_in_a_put_that_waits_changes_nothing() {
+    needs_kernel_tls!();
+    install();
+    let bed = Bed::new();
+    for timeout in [None, Some(Duration::from_secs(30))] {
+        let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
+        client.set_timeouts(None, timeout).unwrap();
+        client.set_buffers(SMALL, None).unwrap();
+        let data = pattern(MUCH);
+        let handle = client.try_clone().unwrap();
+        let to_send = data.clone();
+        let puts = thread::spawn(move || to_send.chunks(100_000).try_for_each(|piece| handle.put(piece)));
+        let signal = || {
+            // SAFETY: the handle is not joined yet, so the thread's id is valid.
+            assert_eq!(unsafe { libc::pthread_kill(puts.as_pthread_t(), libc::SIGUSR1) }, 0);
+        };
+        // Nobody reads yet; and then somebody does, so that records are cut wherever that may be.
+        for _ in 0..50 {
+            signal();
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert!(!puts.is_finished());
+        let mut got = vec![0; data.len()];
+        for piece in got.chunks_mut(10_000) {
+            server.get(piece).unwrap();
+            if !puts.is_finished() {
+                signal();
+            }
+        }
+        puts.join().unwrap().unwrap();
+        assert!(got == data);
+        assert_eq!(client.counters().bytes_out, 1 + data.len() as u64);
+        // Calls, not a loop that asks and asks.
+        assert!(client.counters().calls_out < 10_000, "{:?}", client.counters());
+        drop(client);
+        assert_eq!(server.get_some(&mut got).unwrap(), 0);
+    }
+}
+
+#[test]
+fn what_a_put_has_returned_for_arrives_though_the_next_one_times_out() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    // Records that end here and there in the buffers.
+    for length in [20_000, 33_333, 70_001] {
+        let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
+        client.set_timeouts(None, Some(Duration::from_millis(200))).unwrap();
+        client.set_buffers(SMALL, None).unwrap();
+        let data = pattern(length);
+        let mut whole = 0;
+        let error = loop {
+            match client.put(&data) {
+                Ok(()) => whole += 1,
+                Err(error) => break error,
+            }
+        };
+        assert!(error.is_timeout(), "{error}");
+        drop(client);
+        let mut got = vec![0; length];
+        for _ in 0..whole {
+            server.get(&mut got).unwrap();
+            assert!(got == data);
+        }
+        let mut more = 0;
+        let error = loop {
+            match server.get_some(&mut got) {
+                Ok(0) => panic!("taken for an end"),
+                Ok(bytes) => more += bytes,
+                Err(error) => break error,
+            }
+        };
+        assert!(error.is_cut() && more <= length, "{error}");
+    }
+}
+
+#[test]
+fn a_channel_whose_put_has_timed_out_is_dropped_at_once() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    let (client, _server) = pair(&bed, KernelTls::On, KernelTls::On);
+    client.set_timeouts(None, Some(Duration::from_secs(5))).unwrap();
+    client.set_buffers(SMALL, None).unwrap();
+    let error = client.put(&vec![7; 64 << 20]).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    let began = Instant::now();
+    drop(client);
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_shutdown_amid_a_put_does_not_announce_the_end() {
+    needs_kernel_tls!();
+    let bed = Bed::new();
+    crate::transfers::shut_down_amid_a_put(&server(&bed, KernelTls::On), client(&bed, KernelTls::On));
+}
