@@ -109,7 +109,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     }
     let frame = Frame { touch: options.touch.unwrap_or(0) };
     let all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
-    ensure!(!all.is_empty(), "no contestant has {:?} in its name", options.only);
+    ensure!(!all.is_empty(), "{}", options.nobody());
     let why = match (options.against_qemu, stock) {
         (false, _) => "QEMU was not asked for (--against qemu)",
         (true, false) => "no QEMU was found",

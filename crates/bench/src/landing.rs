@@ -133,7 +133,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
             }
         }
     }
-    ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
+    ensure!(!contestants.is_empty(), "{}", options.nobody());
     let frame = Frame { touch: options.touch.unwrap_or(size) };
     let all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
     let mut report = Report::new("landing", Machine::this(&options.qemu), options.rounds, &all);

@@ -107,6 +107,15 @@ impl Options {
         (self.progress)(line);
     }
 
+    /// That what is to run alone is no contestant.
+    fn nobody(&self) -> String {
+        let only = self.only.as_deref().unwrap_or_default();
+        format!(
+            "no contestant's case and variant, with a blank between them, begin with {only:?}: cases are named for their --size, \
+             and what needs root is left out without it"
+        )
+    }
+
     fn wants(&self, case: &str, variant: &str) -> bool {
         self.only.as_ref().is_none_or(|only| format!("{case} {variant}").starts_with(only))
     }

@@ -155,7 +155,7 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
             run: Box::new(move |_| way.run(options, stored, source, &frame)),
         }));
     }
-    ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
+    ensure!(!contestants.is_empty(), "{}", options.nobody());
     interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
 }
 

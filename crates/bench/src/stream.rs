@@ -141,7 +141,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let log = log::rounds(options)?;
     let all: Vec<Series> = full.into_iter().chain(sparse).chain(records).chain(log).collect();
     // Without a cable even all that was asked for may be what this machine cannot show.
-    ensure!(!all.is_empty() || vectors.has_wanted(options), "no contestant has {:?} in its name", options.only);
+    ensure!(!all.is_empty() || vectors.has_wanted(options), "{}", options.nobody());
     let why = match (options.against_qemu, &qemu) {
         (false, _) => "QEMU was not asked for (--against qemu)",
         (true, None) => "no QEMU was found",

@@ -79,7 +79,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
             }
         }
     }
-    anyhow::ensure!(!contestants.is_empty(), "no contestant has {:?} in its name", options.only);
+    anyhow::ensure!(!contestants.is_empty(), "{}", options.nobody());
     let all = interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))?;
     drop(contestants);
     let mut report = Report::new("zero-copy", machine, options.rounds, &all);

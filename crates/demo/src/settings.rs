@@ -219,7 +219,7 @@ impl Settings {
         } else if self.zero_copy == ZeroCopyKind::Msg && self.transport == Transport::Unix {
             Some("--zero-copy msg is for --transport tcp; through a unix socket splice saves the copy")
         } else if self.zero_method.is_some() && self.zero_method().is_none() {
-            Some("this processor has no such --zero-method")
+            Some("this processor does not have what --zero-method names (plain and portable are everywhere)")
         } else if self.same_host && (self.postcopy != Postcopy::Off || self.channels > 0) {
             Some("--same-host moves no page: neither --postcopy nor --channels has anything to do")
         } else if self.same_host && self.transport == Transport::Tcp {

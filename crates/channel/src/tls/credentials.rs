@@ -64,7 +64,7 @@ impl Tls {
     /// [`ChannelError::Credentials`] if a file is missing, cannot be read, or is of no use; `client-cert.pem` and
     /// `client-key.pem` may be missing together.
     pub fn client(folder: impl AsRef<Path>, hostname: Option<&str>) -> Result<Self> {
-        let folder = Folder(folder.as_ref());
+        let folder = Folder::of(folder.as_ref())?;
         let name = hostname.map(|name| server_name(name).ok_or_else(|| folder.wrong("", not_a_name(name))));
         let authorities = folder.authorities()?;
         let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(&authorities), provider())
@@ -87,7 +87,7 @@ impl Tls {
                     verifier.verify_client_cert(own, above, now).map(drop)
                 })?;
                 let built = builder.with_client_auth_cert(chain, key);
-                built.map_err(|error| folder.wrong("client-key.pem", error))?
+                built.map_err(|error| folder.wrong_key("client", &error))?
             }
         };
         config.resumption = Resumption::disabled();
@@ -102,7 +102,7 @@ impl Tls {
     /// # Errors
     /// As for [`client`](Self::client); `server-cert.pem` and `server-key.pem` have to be there.
     pub fn server(folder: impl AsRef<Path>, verify_peer: bool) -> Result<Self> {
-        let folder = Folder(folder.as_ref());
+        let folder = Folder::of(folder.as_ref())?;
         let builder = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(|error| folder.wrong("", error))?;
@@ -129,7 +129,7 @@ impl Tls {
             })?;
         }
         let built = builder.with_single_cert(chain, key);
-        let mut config = built.map_err(|error| folder.wrong("server-key.pem", error))?;
+        let mut config = built.map_err(|error| folder.wrong_key("server", &error))?;
         // Nobody comes back to a channel of a migration.
         config.send_tls13_tickets = 0;
         config.enable_secret_extraction = true;
@@ -249,7 +249,21 @@ fn standing(certificate: &CertificateDer<'_>) -> Standing {
 #[derive(Clone, Copy)]
 struct Folder<'a>(&'a Path);
 
-impl Folder<'_> {
+impl<'a> Folder<'a> {
+    /// It is there.
+    fn of(path: &'a Path) -> Result<Self> {
+        let folder = Self(path);
+        if path.is_dir() { Ok(folder) } else { Err(folder.wrong("", "there is no such folder")) }
+    }
+
+    fn wrong_key(self, side: &str, error: &Error) -> ChannelError {
+        let key = format!("{side}-key.pem");
+        match error {
+            Error::InconsistentKeys(_) => self.wrong(&key, format!("it is not the key of {side}-cert.pem")),
+            error => self.wrong(&key, error),
+        }
+    }
+
     fn file(self, name: &str) -> PathBuf {
         if name.is_empty() { self.0.to_owned() } else { self.0.join(name) }
     }

@@ -290,10 +290,10 @@ fn lend_by_message(transport: &Transport) -> Result<Way, Refusal> {
         return Err(Refusal::Unsupported("MSG_ZEROCOPY is for TCP; on a unix socket splice saves the copy"));
     }
     memlock::allowed().map_err(|limit| {
-        let least = memlock::LEAST;
+        let (limit, least) = (limit >> 10, memlock::LEAST.div_ceil(1024));
         let why = format!(
-            "RLIMIT_MEMLOCK is {limit} bytes, and MSG_ZEROCOPY pins at least {least} on a channel: raise it (ulimit -l, \
-             LimitMEMLOCK=) or grant CAP_IPC_LOCK"
+            "RLIMIT_MEMLOCK is {limit} KiB, and MSG_ZEROCOPY pins at least {least} KiB on a channel: raise it (ulimit -l {least}, \
+             LimitMEMLOCK={least}K) or grant CAP_IPC_LOCK"
         );
         Refusal::Failed(io::Error::new(io::ErrorKind::PermissionDenied, why))
     })?;

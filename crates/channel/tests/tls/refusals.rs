@@ -182,6 +182,14 @@ fn credentials_that_are_missing_or_damaged_are_named_by_their_file() {
         assert!(said(end).contains("empty/ca-cert.pem: a certificate of an authority is needed"));
     }
     assert!(said(Tls::server(bed.another("bare"), true)).contains("bare/server-cert.pem: a server needs it"));
+    assert!(said(Tls::server(bed.folder().join("none"), false)).ends_with("none: there is no such folder"));
+    for side in ["client", "server"] {
+        let (bed, other) = (Bed::new(), Bed::new());
+        let key = format!("{side}-key.pem");
+        std::fs::copy(other.folder().join(&key), bed.folder().join(&key)).unwrap();
+        let end = if side == "client" { Tls::client(bed.folder(), None) } else { Tls::server(bed.folder(), true) };
+        assert!(said(end).ends_with(&format!("{key}: it is not the key of {side}-cert.pem")));
+    }
     for (file, damage, wanted) in [
         ("client-cert.pem", "", "no certificate is here"),
         ("client-key.pem", "", "the certificate's key is needed here"),

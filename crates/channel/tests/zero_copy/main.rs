@@ -266,7 +266,7 @@ mod alone {
         let named = |zero_copy| Options { zero_copy, ..Options::default() };
         limited(64 << 10);
         let error = connected(Transport::Tcp, &named(ZeroCopy::Msg)).unwrap_err().to_string();
-        assert!(error.contains("RLIMIT_MEMLOCK is 65536 bytes, and MSG_ZEROCOPY pins at least 1064960"), "{error}");
+        assert!(error.contains("RLIMIT_MEMLOCK is 64 KiB, and MSG_ZEROCOPY pins at least 1040 KiB"), "{error}");
         assert!(error.contains("ulimit -l"), "{error}");
         connected(Transport::Tcp, &named(ZeroCopy::Splice)).unwrap();
 

@@ -36,14 +36,14 @@ pub(crate) struct BenchArgs {
     pub(crate) clone: Option<CloneMode>,
 
     /// How often each contestant runs
-    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) rounds: u32,
 
     /// Where files are made; the temporary directory by default
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<PathBuf>,
 
-    /// Run only the contestants whose case and variant, as reported, begin with this
+    /// Run only the contestants whose case and variant, with one blank between them, begin with this: --only "1 GiB over tcp copy, 2"
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Option<String>,
 
