@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use limosa_channel::{Listener, Options, Uri};
+use limosa_channel::{Listener, Options, Tls, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::{IncomingVm, VmError};
 use limosa_migrate::{
@@ -13,8 +13,9 @@ use limosa_migrate::{
     LiveDestinationOptions, MultifdOptions, Progress,
 };
 use limosa_stream::device_sections::OpaqueSection;
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
+use limosa_testkit::{Authority, BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
 use serde_json::json;
+use tempfile::TempDir;
 
 const WITHIN: Duration = Duration::from_secs(120);
 
@@ -57,11 +58,34 @@ struct Meeting {
     taker: Taker,
     listener: Listener,
     uri: Uri,
+    /// Where both ends have their credentials.
+    _credentials: Option<TempDir>,
 }
 
 impl Meeting {
     fn new() -> Result<Self> {
-        let vm = Machine::beat(BeatGuest::default()).backend(MemoryBackend::File).start()?;
+        Self::encrypted(None)
+    }
+
+    /// Over TLS, with credentials of this folder.
+    fn over_tls() -> Result<Self> {
+        let folder = scratch()?;
+        Authority::new()?.equip(folder.path())?;
+        Self::encrypted(Some(folder))
+    }
+
+    fn encrypted(credentials: Option<TempDir>) -> Result<Self> {
+        let mut machine = Machine::beat(BeatGuest::default()).backend(MemoryBackend::File);
+        let mut options = Options::default();
+        if let Some(folder) = &credentials {
+            let object = format!("tls-creds-x509,id=tls0,dir={},endpoint=client", folder.path().display());
+            machine = machine.argument("-object").argument(&object);
+            options.tls = Some(Tls::server(folder.path(), true)?);
+        }
+        let vm = machine.start()?;
+        if credentials.is_some() {
+            vm.execute("migrate-set-parameters", json!({ "tls-creds": "tls0", "tls-hostname": "localhost" }))?;
+        }
         vm.wait_beats(2)?;
         let text = vm.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
         let mut blocks = Vec::new();
@@ -77,8 +101,8 @@ impl Meeting {
         let (looked, may_look) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
         let taker = Taker { memory: GuestMemory::new(blocks)?, sections, packages, started, looked, may_look };
         let uri: Uri = format!("unix:{}", vm.folder().join("meeting").display()).parse()?;
-        let listener = Listener::bind(&uri, &Options::default())?;
-        Ok(Self { vm, taker, listener, uri })
+        let listener = Listener::bind(&uri, &options)?;
+        Ok(Self { vm, taker, listener, uri, _credentials: credentials })
     }
 
     fn migrate(&self, arguments: serde_json::Value) -> Result<()> {
@@ -159,8 +183,8 @@ fn a_running_qemu_comes_over_one_channel_or_several() -> Result<()> {
     if qemu_skipped() {
         return Ok(());
     }
-    for channels in [0u8, 2, 4] {
-        let meeting = Meeting::new()?;
+    for (channels, tls) in [(0u8, false), (2, false), (4, false), (0, true), (2, true)] {
+        let meeting = if tls { Meeting::over_tls()? } else { Meeting::new()? };
         meeting.bandwidth("max-bandwidth", 0)?;
         meeting.vm.set_capabilities(&[("return-path", true), ("multifd", channels > 0)])?;
         if channels > 0 {
@@ -182,7 +206,10 @@ fn a_running_qemu_comes_over_one_channel_or_several() -> Result<()> {
 
 /// Precopy for a moment, then postcopy with a guest that looks at its memory here.
 fn postcopy(preempt: bool, cuts: u32) -> Result<()> {
-    let meeting = &Meeting::new()?;
+    postcopy_of(&Meeting::new()?, preempt, cuts)
+}
+
+fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
     meeting.vm.set_capabilities(&[("postcopy-ram", true), ("postcopy-preempt", preempt)])?;
     meeting.bandwidth("max-bandwidth", 8 << 20)?;
     // What nobody asks for does not come before the last cut.
@@ -255,7 +282,8 @@ fn a_qemu_that_switches_to_postcopy_brings_the_rest_on_demand() -> Result<()> {
         return Ok(());
     }
     postcopy(false, 0)?;
-    postcopy(true, 0)
+    postcopy(true, 0)?;
+    postcopy_of(&Meeting::over_tls()?, false, 0)
 }
 
 #[test]

@@ -4,18 +4,19 @@ mod model;
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Options, Uri, ZeroCopy};
+use limosa_channel::{Channel, Options, Tls, Uri, ZeroCopy};
 use limosa_memory::BlockOptions;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, RoundReport};
 use limosa_migrate::live::{MigrationParams, Put};
 use limosa_migrate::source::postcopy::OpenPreempt;
 use limosa_migrate::{Control, MigrateError, MultifdSourceOptions, Phase, Progress, Stop};
 use limosa_stream::multifd::{Compression, PACKET_LEN};
-use limosa_testkit::{Machine, MemoryBackend, Vm, qemu_skipped};
+use limosa_testkit::{Authority, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
 use model::live::{Bare, TestVm};
 use serde_json::json;
 
@@ -37,6 +38,7 @@ struct How {
     preempt: bool,
     /// Whether it is broken off when the VM runs there, and recovered.
     cut: bool,
+    tls: bool,
 }
 
 const PRECOPY: How = How {
@@ -48,6 +50,7 @@ const PRECOPY: How = How {
     postcopy: None,
     preempt: false,
     cut: false,
+    tls: false,
 };
 
 fn connect(uri: &Uri) -> Channel {
@@ -65,8 +68,16 @@ fn wait_status(vm: &Vm, wanted: &str) {
     panic!("the migration is never {wanted}\n{}", vm.log());
 }
 
-fn destination(how: How) -> (Vm, Uri) {
-    let vm = Machine::paused(BYTES).backend(MemoryBackend::File).start_incoming_stopped().unwrap();
+fn destination(how: How, credentials: &Path) -> (Vm, Uri) {
+    let mut machine = Machine::paused(BYTES).backend(MemoryBackend::File);
+    if how.tls {
+        let object = format!("tls-creds-x509,id=tls0,dir={},endpoint=server", credentials.display());
+        machine = machine.argument("-object").argument(&object);
+    }
+    let vm = machine.start_incoming_stopped().unwrap();
+    if how.tls {
+        vm.execute("migrate-set-parameters", json!({ "tls-creds": "tls0" })).unwrap();
+    }
     let multifd = how.channels > 0;
     let capabilities = [
         ("multifd", multifd),
@@ -88,7 +99,13 @@ fn migrate(how: How) -> Option<LiveStats> {
     if qemu_skipped() {
         return None;
     }
-    let (vm, uri) = destination(how);
+    let folder = scratch().unwrap();
+    Authority::new().unwrap().equip(folder.path()).unwrap();
+    let (vm, uri) = destination(how, folder.path());
+    let tls = how.tls.then(|| Tls::client(folder.path(), Some("localhost")).unwrap());
+    let encrypted = Options { tls: tls.clone(), ..Options::default() };
+    // QEMU shakes hands with one after the other, each when its first bytes have come.
+    let beside = Options { tls: tls.map(Tls::deferred), zero_copy: ZeroCopy::Auto, ..Options::default() };
     let source = Bare(TestVm { machine: "pc", ..TestVm::of(vec![BlockOptions::memfd("mem", BYTES)]) });
     source.0.fill(0, |page| page % 7 < 3);
     let (logs, marker) = source.0.restless_logs(2);
@@ -102,9 +119,8 @@ fn migrate(how: How) -> Option<LiveStats> {
     if how.cut {
         params.max_postcopy_bandwidth = NonZeroU64::new(4 << 20);
     }
-    let main = connect(&uri);
-    let lending = Options { zero_copy: ZeroCopy::Auto, ..Options::default() };
-    let beside = (0..how.channels).map(|_| Channel::connect(&uri, &lending).unwrap()).collect();
+    let main = Channel::connect(&uri, &encrypted).unwrap();
+    let pages = (0..how.channels).map(|_| Channel::connect(&uri, &beside).unwrap()).collect();
     let outcome = thread::scope(|scope| {
         if how.cut {
             scope.spawn(|| {
@@ -123,7 +139,7 @@ fn migrate(how: How) -> Option<LiveStats> {
         let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
         let mut role = LiveSource::new(&source, logs, main, &control, &progress, params)
             .fresh(how.fresh)
-            .with_channels(beside, options)
+            .with_channels(pages, options)
             .unwrap()
             .observe(|round: &RoundReport| {
                 if how.postcopy == Some(Some(round.number)) {
@@ -134,8 +150,8 @@ fn migrate(how: How) -> Option<LiveStats> {
             role = role.with_postcopy(if after.is_some() { Postcopy::Allowed } else { Postcopy::AtOnce });
         }
         if how.preempt {
-            let uri = uri.clone();
-            role = role.with_preempt(Box::new(move || Channel::connect(&uri, &Options::default())));
+            let (uri, beside) = (uri.clone(), beside.clone());
+            role = role.with_preempt(Box::new(move || Channel::connect(&uri, &beside)));
         }
         let outcome = role.run();
         source.0.over.store(true, Ordering::Relaxed);
@@ -183,6 +199,21 @@ fn a_vm_arrives_over_two_channels_beside_the_main_one() {
         let Some(stats) = migrate(How { channels: 2, compression, fresh, ..PRECOPY }) else { return };
         assert_eq!(stats.channels.len(), 2);
         assert!(stats.channels.iter().all(|channel| channel.bytes_out > 0));
+    }
+}
+
+#[test]
+fn a_vm_arrives_over_tls_each_channel_a_session_of_its_own() {
+    let tls = How { tls: true, ..PRECOPY };
+    for how in [
+        tls,
+        How { channels: 2, ..tls },
+        How { postcopy: Some(Some(1)), ..tls },
+        How { postcopy: Some(Some(1)), preempt: true, ..tls },
+    ] {
+        let Some(stats) = migrate(how) else { return };
+        assert_eq!(stats.channels.len(), usize::from(how.channels));
+        assert!(stats.channels.iter().all(|channel| channel.bytes_out > 0 && channel.spliced == 0));
     }
 }
 
