@@ -86,12 +86,23 @@ impl EndMonitor {
     /// # Errors
     /// The end refuses, or does not listen in time.
     pub fn listen(&self, command: &str, at: &Uri) -> Result<Uri, DemoError> {
+        let failed = |told: &Value| told.get("status").and_then(Value::as_str) == Some("failed");
+        // One that failed before says so until it begins anew.
+        let failed_before = failed(&self.execute("query-migrate", Value::Null)?);
         self.execute(command, json!({ "uri": at.to_string() }))?;
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
             let told = self.execute("query-migrate", Value::Null)?;
             if let Some(uri) = told.pointer("/socket-address/0").and_then(address) {
                 return Ok(uri);
+            }
+            if failed(&told) && !failed_before {
+                let why = told.get("error-desc").and_then(Value::as_str).unwrap_or("it does not say why").to_owned();
+                return Err(DemoError::Refused {
+                    control: self.control.display().to_string(),
+                    command: command.to_owned(),
+                    why,
+                });
             }
             if Instant::now() >= deadline {
                 return Err(DemoError::Late { what: "listen", status: told.to_string() });

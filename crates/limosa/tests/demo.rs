@@ -100,6 +100,10 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
         let channels = &report["source"]["channels"];
         assert_eq!((&channels["lent"], &channels["spliced"]), (&json!(0), &json!(0)), "{channels}");
     }
+    // What an end refuses when it is told to listen is told at once, and not that it did not listen in time.
+    let ended = limosa([&["demo", "live", "--memory", "16M"][..], &creds, &["--tls-kernel", "on"]].concat());
+    assert!(ended.status.success() || ended.stderr.contains("this kernel has no TLS"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("in time"), "{}", ended.stderr);
     for (wrong, said) in [
         (&["--transport", "unix", "--same-host"][..], "--same-host passes descriptors"),
         (&["--transport", "unix"], "--tls-hostname"),
