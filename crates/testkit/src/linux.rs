@@ -50,7 +50,8 @@ pub struct LinuxGuest {
     pub tls: bool,
     /// More words for the kernel's command line.
     pub kernel_words: String,
-    /// Programs of the host that it has too, by their names, in `/host`; run there by `host NAME ...` with the host's libraries.
+    /// Programs of the host that it has too, by their names, in `/host`; run there by `host NAME ...` with the host's libraries,
+    /// if they need any.
     pub programs: Vec<PathBuf>,
 }
 
@@ -68,7 +69,8 @@ const INIT: &str = "\
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev 2>/dev/null
-host() { program=$1; shift; /host/ld.so --library-path /host \"/host/$program\" \"$@\"; }
+host() { program=/host/$1; shift; [ ! -e /host/ld.so ] || set -- --library-path /host \"$program\" \"$@\"; \
+[ ! -e /host/ld.so ] || program=/host/ld.so; \"$program\" \"$@\"; }
 exec 0</dev/ttyS0 1>/dev/ttyS0 2>&1
 stty -echo
 for module in MODULES; do
