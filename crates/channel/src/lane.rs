@@ -42,7 +42,7 @@ pub(crate) struct Lane {
     /// Nanoseconds without progress after which a transfer gives up; 0 is never.
     timeout: AtomicU64,
     shut: AtomicBool,
-    /// Puts that have begun and are not over.
+    /// Puts that have begun and are not over, or were broken off: those never are.
     under_way: AtomicUsize,
     /// Becomes readable at shutdown, for descriptors that the kernel cannot shut down.
     wake: Option<OwnedFd>,
@@ -72,8 +72,8 @@ impl Lane {
         self.shut.load(Ordering::SeqCst)
     }
 
-    /// Whether a put is under way. Who asks behind a [shutdown](Self::shut) learns of every one that will move a byte yet: one that begins later
-    /// sees the shutdown.
+    /// Whether a put is under way, or was broken off. Who asks behind a [shutdown](Self::shut) learns of every one that will
+    /// move a byte yet, or has seen the shutdown amid its bytes: one that begins later moves none.
     pub(crate) fn is_amid(&self) -> bool {
         self.under_way.load(Ordering::SeqCst) != 0
     }
@@ -124,7 +124,19 @@ impl Lane {
         gather: &mut Cursor<'_, Out>,
         mut call: impl FnMut(&Batch<'_, Out>) -> io::Result<usize>,
     ) -> Result<()> {
-        let _under_way = UnderWay::begin(&self.under_way);
+        self.under_way.fetch_add(1, Ordering::SeqCst);
+        self.put_batches(transport, rate, gather, &mut call).inspect(|()| {
+            self.under_way.fetch_sub(1, Ordering::SeqCst);
+        })
+    }
+
+    fn put_batches(
+        &self,
+        transport: &Transport,
+        rate: &RateLimit,
+        gather: &mut Cursor<'_, Out>,
+        call: &mut dyn FnMut(&Batch<'_, Out>) -> io::Result<usize>,
+    ) -> Result<()> {
         let mut quiet = self.quiet();
         let mut paid = 0;
         while let Some(batch) = gather.batch(rate.batch()) {
@@ -286,22 +298,6 @@ impl Lane {
             None => poll(&mut [own], time.as_ref())?,
         };
         Ok(())
-    }
-}
-
-/// A put, as long as it lasts.
-struct UnderWay<'a>(&'a AtomicUsize);
-
-impl<'a> UnderWay<'a> {
-    fn begin(count: &'a AtomicUsize) -> Self {
-        count.fetch_add(1, Ordering::SeqCst);
-        Self(count)
-    }
-}
-
-impl Drop for UnderWay<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
