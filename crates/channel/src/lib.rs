@@ -45,6 +45,7 @@ mod options;
 mod passed;
 mod rate;
 mod reception;
+mod tcp_info;
 mod tls;
 mod transport;
 mod uri;

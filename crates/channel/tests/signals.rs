@@ -1,29 +1,13 @@
 //! Signals that arrive in the middle of a transfer change nothing.
-#![allow(unsafe_code, reason = "installs a signal handler and signals single threads")]
+#![allow(unsafe_code, reason = "signals single threads")]
 
 use std::os::unix::net::UnixStream;
 use std::os::unix::thread::JoinHandleExt;
-use std::sync::Once;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use limosa_channel::{Channel, Options};
-
-extern "C" fn nothing(_signal: libc::c_int) {}
-
-/// A handler that does nothing, without `SA_RESTART`: every blocking call returns EINTR.
-fn install() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // SAFETY: all zero is a valid action; the handler touches nothing, so it may run at any point.
-        let answer = unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as libc::sighandler_t;
-            libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut())
-        };
-        assert_eq!(answer, 0);
-    });
-}
+use limosa_testkit::let_usr1_interrupt;
 
 /// Signals the thread until the channel has seen `times` more interruptions.
 fn interrupt<T>(thread: &JoinHandle<T>, channel: &Channel, times: u64) {
@@ -41,7 +25,7 @@ fn pattern(length: usize) -> Vec<u8> {
 }
 
 fn survives(writer: Channel, reader: Channel) {
-    install();
+    let_usr1_interrupt();
     let data = pattern(1 << 20);
 
     // Blocked in reading: before anything came, and again in the middle.
@@ -99,7 +83,7 @@ fn a_blocked_pipe_survives_signals() {
 
 #[test]
 fn signals_do_not_put_off_a_time_out() {
-    install();
+    let_usr1_interrupt();
     let (near, _far) = Channel::pair().unwrap();
     near.set_timeouts(Some(Duration::from_millis(200)), None).unwrap();
     let handle = near.try_clone().unwrap();

@@ -12,6 +12,7 @@
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
 //! - [`Poisoning`] is an allocator that shows who reads memory that was freed.
+//! - [`let_usr1_interrupt`] has a signal do nothing but interrupt.
 //!
 //! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
 //! crate of limosa is used here, so that a test checks limosa by independent means.
@@ -54,6 +55,7 @@ mod reflink;
 mod requirement;
 mod scratch;
 mod serial;
+mod signal;
 mod vm;
 
 pub use backend::{HugePages, MemoryBackend};
@@ -74,6 +76,7 @@ pub use reflink::{ReflinkFolder, on_reflinks};
 pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu, skipped};
 pub use scratch::scratch;
 pub use serial::{Line, Serial};
+pub use signal::let_usr1_interrupt;
 pub use vm::Vm;
 
 /// Bytes of a guest page.

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt;
 
 use super::completions::Completion;
+use crate::tcp_info::TcpInfo;
 
 /// `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED` (include/uapi/linux/errqueue.h).
 const ORIGIN_ZEROCOPY: u8 = 5;
@@ -57,7 +58,7 @@ impl ErrorQueue for SocketQueue<'_> {
         if polled.iter().any(|polled| polled.revents().contains(PollFlags::HUP)) {
             // Who reads may have been told the reason already.
             sockopt::socket_error(self.0)??;
-            if is_closed(self.0)? {
+            if TcpInfo::of(self.0)?.closed {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
             // Both ends have said their last word, and what was put before this one's still leaves.
@@ -65,19 +66,6 @@ impl ErrorQueue for SocketQueue<'_> {
         }
         Ok(())
     }
-}
-
-/// Whether the connection is over, and not only both of its directions told to end.
-fn is_closed(socket: BorrowedFd<'_>) -> io::Result<bool> {
-    /// `TCP_CLOSE` (`include/net/tcp_states.h`).
-    const CLOSE: u8 = 7;
-    // The first byte of what TCP_INFO tells is the state; the kernel tells as much as there is room for.
-    let (mut state, mut length) = (0_u8, 1);
-    let place = (&raw mut state).cast();
-    // SAFETY: the state and the length live through the call, which writes no more than the length says.
-    let told =
-        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, place, &raw mut length) };
-    if told < 0 { Err(io::Error::last_os_error()) } else { Ok(state == CLOSE) }
 }
 
 /// Takes one message off the queue; `None` if it is no completion.

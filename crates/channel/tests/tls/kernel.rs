@@ -18,6 +18,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, Server
 
 use crate::bed::{Bed, SOON, connected, listen, look, pattern, plain, with};
 use crate::hostile::{HANDSHAKE, through};
+use crate::transfers::peek_and_get;
 
 /// Set where the kernel has TLS for certain.
 const HAS: &str = "LIMOSA_KERNEL_HAS_TLS";
@@ -385,23 +386,10 @@ fn what_is_peeked_at_is_got_all_the_same() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
-    assert_eq!(server.peek(&mut [0; 8]).unwrap(), None);
-    client.put(b"QE").unwrap();
-    client.put(b"VM and more").unwrap();
-    let mut first = [0; 4];
-    let end = Instant::now() + SOON;
-    while server.peek(&mut first).unwrap() != Some(4) {
-        assert!(Instant::now() < end);
-        thread::yield_now();
-    }
-    assert_eq!(&first, b"QEVM");
-    let mut all = [0; 13];
-    server.get(&mut all).unwrap();
-    assert_eq!(&all, b"QEVM and more");
-    assert_eq!(server.peek(&mut first).unwrap(), None);
+    peek_and_get(&client, &server);
     drop(client);
     look(&server).unwrap();
-    assert_eq!(server.peek(&mut first).unwrap(), Some(0));
+    assert_eq!(server.peek(&mut [0; 4]).unwrap(), Some(0));
 }
 
 #[test]

@@ -94,10 +94,8 @@ fn memory_that_is_written_meanwhile_is_put_and_got() {
     });
 }
 
-#[test]
-fn what_is_peeked_at_is_got_all_the_same() {
-    let bed = Bed::new();
-    let (client, server) = bed.pair();
+/// Looks at bytes before they are got; nothing has come yet.
+pub(crate) fn peek_and_get(client: &Channel, server: &Channel) {
     assert_eq!(server.peek(&mut [0; 8]).unwrap(), None);
     // Two records.
     client.put(b"QE").unwrap();
@@ -113,6 +111,13 @@ fn what_is_peeked_at_is_got_all_the_same() {
     server.get(&mut all).unwrap();
     assert_eq!(&all, b"QEVM and more");
     assert_eq!(server.peek(&mut first).unwrap(), None);
+}
+
+#[test]
+fn what_is_peeked_at_is_got_all_the_same() {
+    let bed = Bed::new();
+    let (client, server) = bed.pair();
+    peek_and_get(&client, &server);
 }
 
 #[test]

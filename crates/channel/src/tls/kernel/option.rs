@@ -11,14 +11,11 @@ use rustix::io::Errno;
 use rustls::ConnectionTrafficSecrets;
 
 use super::key::Key;
+use crate::tcp_info::TcpInfo;
 
 // include/uapi/linux/tls.h
 const TLS_TX: c_int = 1;
 const TLS_RX: c_int = 2;
-// include/uapi/linux/tcp.h: where struct tcp_info has tcpi_bytes_acked, in words of 8 bytes, and the value of tcpi_state, its first byte, that
-// include/net/tcp_states.h calls TCP_CLOSE.
-const BYTES_ACKED: usize = 15;
-const CLOSED: u8 = 7;
 
 /// How long a connection of this process to itself may take: a firewall may swallow it.
 const PROBED_WITHIN: Duration = Duration::from_secs(1);
@@ -99,35 +96,20 @@ pub(super) fn next_number(socket: BorrowedFd<'_>, length: usize) -> Result<u64, 
 /// How many bytes TCP was ever given to send, of which it may have sent none, and whether the connection is over. It counts from where it
 /// likes.
 pub(super) fn given(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
-    let (mut acked, _) = acknowledged(socket)?;
+    let mut acked = TcpInfo::of(socket)?.acknowledged;
     for _ in 0..TRIES {
         let mut waiting: c_int = 0;
         // SAFETY: the request (SIOCOUTQ, tcp(7)) writes one int, which lives through the call.
         if unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut waiting) } != 0 {
             return Err(last());
         }
-        let (now, over) = acknowledged(socket)?;
+        let TcpInfo { acknowledged: now, closed: over } = TcpInfo::of(socket)?;
         // Else some of them were acknowledged in between.
         if std::mem::replace(&mut acked, now) == now {
             return Ok((now.wrapping_add(u64::try_from(waiting).unwrap_or(0)), over));
         }
     }
     Err(Errno::AGAIN)
-}
-
-/// How many bytes the peer has acknowledged, and whether the connection is over.
-fn acknowledged(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
-    let mut info = [0_u64; BYTES_ACKED + 1];
-    let mut room = libc::socklen_t::try_from(size_of_val(&info)).map_err(|_| Errno::INVAL)?;
-    // SAFETY: the room lives through the call, and is as long as is said.
-    let got = unsafe {
-        libc::getsockopt(socket.as_raw_fd(), libc::SOL_TCP, libc::TCP_INFO, info.as_mut_ptr().cast(), &raw mut room)
-    };
-    if got != 0 {
-        return Err(last());
-    }
-    let [state, ..] = info[0].to_ne_bytes();
-    Ok((info[BYTES_ACKED], state == CLOSED))
 }
 
 fn name(direction: Direction) -> c_int {

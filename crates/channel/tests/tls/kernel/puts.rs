@@ -1,34 +1,19 @@
 //! Puts that wait: a signal is no failure, and what was put is out.
-#![allow(unsafe_code, reason = "installs a signal handler and signals single threads")]
+#![allow(unsafe_code, reason = "signals single threads")]
 
 use std::os::unix::thread::JoinHandleExt;
-use std::sync::Once;
+
+use limosa_testkit::let_usr1_interrupt;
 
 use super::*;
 
 /// Less than a record, so that each one is cut.
 const SMALL: Option<usize> = Some(4096);
 
-extern "C" fn nothing(_signal: libc::c_int) {}
-
-/// A handler that does nothing, without `SA_RESTART`: every blocking call returns EINTR.
-fn install() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // SAFETY: all zero is a valid action; the handler touches nothing, so it may run at any point.
-        let answer = unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as libc::sighandler_t;
-            libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut())
-        };
-        assert_eq!(answer, 0);
-    });
-}
-
 #[test]
 fn a_signal_in_a_put_that_waits_changes_nothing() {
     needs_kernel_tls!();
-    install();
+    let_usr1_interrupt();
     let bed = Bed::new();
     for timeout in [None, Some(Duration::from_secs(30))] {
         let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
