@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::error::DemoError;
-use crate::state::Status;
+use crate::state::{State, Status};
 
 /// How often an end is asked again.
 const TICK: Duration = Duration::from_millis(2);
@@ -86,9 +86,6 @@ impl EndMonitor {
     /// # Errors
     /// The end refuses, or does not listen in time.
     pub fn listen(&self, command: &str, at: &Uri) -> Result<Uri, DemoError> {
-        let failed = |told: &Value| told.get("status").and_then(Value::as_str) == Some("failed");
-        // One that failed before says so until it begins anew.
-        let failed_before = failed(&self.execute("query-migrate", Value::Null)?);
         self.execute(command, json!({ "uri": at.to_string() }))?;
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
@@ -96,12 +93,13 @@ impl EndMonitor {
             if let Some(uri) = told.pointer("/socket-address/0").and_then(address) {
                 return Ok(uri);
             }
-            if failed(&told) && !failed_before {
-                let why = told.get("error-desc").and_then(Value::as_str).unwrap_or("it does not say why").to_owned();
+            // Its state changed together with taking the order, so this is what came of this order and of none before.
+            let status = self.status()?;
+            if matches!(status.state, State::Failed | State::PostcopyPaused) {
                 return Err(DemoError::Refused {
                     control: self.control.display().to_string(),
                     command: command.to_owned(),
-                    why,
+                    why: status.why.unwrap_or_else(|| "it does not say why".into()),
                 });
             }
             if Instant::now() >= deadline {

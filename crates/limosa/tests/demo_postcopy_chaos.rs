@@ -77,6 +77,11 @@ impl Trial {
         while can_recover(&mut self.source, &mut self.destination) {
             self.recoveries += 1;
             assert!(self.recoveries < 20, "{}\n{}", words(&self.source.control), words(&self.destination.control));
+            if self.recoveries == 1 {
+                let nowhere = Uri::Unix(self.place.path("no directory/socket"));
+                let refused = self.destination.monitor.listen("migrate-recover", &nowhere).unwrap_err().to_string();
+                assert!(refused.contains("No such file"), "{refused}");
+            }
             let struck = self.recoveries < 4 && dice.coin();
             if !struck {
                 self.recover_by_hand();
