@@ -45,7 +45,7 @@ impl Reasons {
 }
 
 /// Hears in a line why a connection was turned away.
-type Tell<'a> = Box<dyn FnMut(&str) + 'a>;
+type Tell<'a> = Box<dyn FnMut(&str) + Send + 'a>;
 
 /// Waits on a listener for a peer that is trusted.
 pub struct Reception<'a> {
@@ -69,7 +69,7 @@ impl<'a> Reception<'a> {
 
     /// Has `tell` hear why a connection was turned away that did not come through the TLS handshake. It hears the same once.
     #[must_use]
-    pub fn on_refusal(mut self, tell: impl FnMut(&str) + 'a) -> Self {
+    pub fn on_refusal(mut self, tell: impl FnMut(&str) + Send + 'a) -> Self {
         self.tell = Some(Box::new(tell));
         self
     }

@@ -96,7 +96,9 @@ pub use destination::{
     MultifdOptions,
 };
 pub use error::MigrateError;
-pub use live::destination::{ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival};
+pub use live::destination::{
+    AcceptPreempt, ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival,
+};
 pub use live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, Recoverable, RoundReport, Undecided};
 pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamStart};
 pub use progress::{Phase, Progress, ProgressReading};

@@ -18,6 +18,7 @@ use limosa_migrate::{
     PausedArrival, Progress,
 };
 use limosa_stream::multifd::INITIAL_LEN;
+use model::here;
 use model::live::{TestVm, random};
 use model::relay::Relay;
 use model::vm::Vm;
@@ -120,8 +121,8 @@ impl Case {
             relays.push(relay);
         }
         let (preempt, postcopy) = (self.preempt, self.postcopy);
-        let open = |channel| preempt.then(|| Box::new(move || Ok(channel)) as OpenPreempt<'static>);
-        let (open_near, open_far) = (open(near_preempt), open(far_preempt));
+        let open_near = preempt.then(|| Box::new(move || Ok(near_preempt)) as OpenPreempt<'static>);
+        let open_far = preempt.then(|| here(far_preempt));
         let (outcome, arrival, vm) = thread::scope(|scope| {
             let (relay, relay_preempt) = (&relay, &relay_preempt);
             scope.spawn(move || {

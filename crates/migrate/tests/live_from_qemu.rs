@@ -5,11 +5,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use limosa_channel::{Listener, Options, Tls, Uri};
+use limosa_channel::{Listener, Options, Reception, Tls, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::{IncomingVm, VmError};
 use limosa_migrate::{
-    ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, LiveDestination,
+    AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, LiveDestination,
     LiveDestinationOptions, MultifdOptions, Progress,
 };
 use limosa_stream::device_sections::OpaqueSection;
@@ -218,16 +218,16 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
         meeting.taker.may_look.store(0, Ordering::SeqCst);
     }
     let (control, progress, over) = (&Control::new(), &Progress::new(), &AtomicBool::new(false));
-    let opener = || {
-        let listener = &meeting.listener;
-        Box::new(move || listener.accept(Some(WITHIN))) as limosa_migrate::source::postcopy::OpenPreempt<'_>
+    let doorkeeper = || -> AcceptPreempt<'_> {
+        let mut reception = Reception::new(&meeting.listener);
+        Box::new(move |wait| reception.step(wait))
     };
     let stats = thread::scope(|scope| -> Result<ArrivalStats> {
         scope.spawn(|| meeting.look_around(over));
         let result = (|| {
             meeting.migrate(json!({}))?;
             let role = meeting.destination(control, progress)?;
-            let role = if preempt { role.with_preempt(opener()) } else { role };
+            let role = if preempt { role.with_preempt(doorkeeper()) } else { role };
             let steering = scope.spawn(move || -> Result<()> {
                 thread::sleep(Duration::from_millis(300));
                 meeting.vm.execute("migrate-start-postcopy", json!({}))?;
@@ -244,7 +244,7 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
                 wait_paused(&meeting.vm)?;
                 meeting.migrate(json!({ "resume": true }))?;
                 let channel = meeting.listener.accept(Some(WITHIN))?;
-                let open = preempt.then(opener);
+                let open = preempt.then(doorkeeper);
                 if cut == cuts {
                     meeting.taker.may_look.store(u64::MAX, Ordering::SeqCst);
                 }
@@ -283,7 +283,8 @@ fn a_qemu_that_switches_to_postcopy_brings_the_rest_on_demand() -> Result<()> {
     }
     postcopy(false, 0)?;
     postcopy(true, 0)?;
-    postcopy_of(&Meeting::over_tls()?, false, 0)
+    postcopy_of(&Meeting::over_tls()?, false, 0)?;
+    postcopy_of(&Meeting::over_tls()?, true, 0)
 }
 
 #[test]
@@ -292,5 +293,6 @@ fn a_qemu_whose_postcopy_was_broken_off_twice_brings_the_rest_after_recovery() -
         return Ok(());
     }
     postcopy(false, 2)?;
-    postcopy(true, 2)
+    postcopy(true, 2)?;
+    postcopy_of(&Meeting::over_tls()?, true, 2)
 }

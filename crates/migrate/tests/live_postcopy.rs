@@ -24,7 +24,7 @@ use limosa_testkit::HugePages;
 use model::encrypted::Meeting;
 use model::relay::Relay;
 use model::vm::Vm;
-use model::{Memory, pair};
+use model::{Memory, here, pair};
 
 fn options() -> LiveDestinationOptions {
     LiveDestinationOptions { patience: Some(Duration::from_secs(10)), ..LiveDestinationOptions::default() }
@@ -133,7 +133,7 @@ fn requested_pages_come_on_a_channel_of_their_own() {
             scope.spawn(move || guest(vm, source, seed, 400));
         }
         let destination = LiveDestination::new(&vm, far, leaked(), leaked(), options());
-        let outcome = destination.with_preempt(Box::new(move || Ok(far_preempt))).run();
+        let outcome = destination.with_preempt(here(far_preempt)).run();
         vm.give_up();
         sending.join().unwrap().unwrap();
         finished(outcome)
@@ -175,7 +175,7 @@ fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_w
                         }
                     });
                 }
-                let open = Box::new(|| meeting.accept());
+                let open = meeting.doorkeeper();
                 let outcome = match paused.take() {
                     None => LiveDestination::new(vm, far, leaked(), leaked(), options()).with_preempt(open).run(),
                     Some(paused) => limosa_migrate::PausedArrival::recover(paused, far, Some(open)),
@@ -476,9 +476,7 @@ fn cut_at_random(seed: u64, preempt: bool) -> Option<u32> {
                     let source = if preempt { source.with_preempt(Box::new(move || Ok(near_preempt))) } else { source };
                     if recovering { source.recover() } else { source.start() }
                 });
-                let open = preempt.then(|| -> limosa_migrate::source::postcopy::OpenPreempt<'static> {
-                    Box::new(move || Ok(far_preempt))
-                });
+                let open = preempt.then(|| here(far_preempt));
                 let outcome = match paused.take() {
                     None => {
                         let role = LiveDestination::new(vm, far, leaked(), leaked(), options());

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use limosa_channel::{Channel, ChannelError, Listener, Options, Reception, Uri};
+use limosa_channel::{Channel, Listener, Options, Reception, Uri};
 use limosa_migrate::live::destination::{
-    ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival, PostcopyArrivalStats,
+    AcceptPreempt, ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival,
+    PostcopyArrivalStats,
 };
 use limosa_migrate::{ChannelSet, Control, Gathering, GatheringOptions, MultifdOptions};
 use serde_json::Value;
@@ -42,7 +43,7 @@ impl End {
         let mut destination =
             LiveDestination::new(&self.vm, set.main, control, progress, options).with_channels(set.pages, multifd);
         if self.settings.preempt {
-            destination = destination.with_preempt(Box::new(|| preempt(&listener)));
+            destination = destination.with_preempt(preempt(&listener));
         }
         self.came_to(&migration, destination.run())
     }
@@ -92,10 +93,8 @@ impl End {
             let again = self.begin_again(migration);
             match self.accept(&uri, 0, &again.control) {
                 Ok((listener, set)) => {
-                    let preempt = self.settings.preempt;
-                    let open = move || self::preempt(&listener);
-                    let open = preempt.then(|| Box::new(open) as Box<_>);
-                    return self.came_to(&again, paused.with_control(&again.control).recover(set.main, open));
+                    let accept = self.settings.preempt.then(|| preempt(&listener));
+                    return self.came_to(&again, paused.with_control(&again.control).recover(set.main, accept));
                 }
                 Err(error) => why = error,
             }
@@ -185,8 +184,9 @@ fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
 }
 
 /// Waits for the channel of requested pages, likewise: it says nothing until a page is asked for.
-fn preempt(listener: &Listener) -> Result<Channel, ChannelError> {
-    Reception::new(listener).on_refusal(turned_away).within(REACH)
+fn preempt(listener: &Listener) -> AcceptPreempt<'_> {
+    let mut reception = Reception::new(listener).on_refusal(turned_away);
+    Box::new(move |wait| reception.step(wait))
 }
 
 fn turned_away(why: &str) {

@@ -54,7 +54,7 @@ use limosa_stream::devices::TAIL_LIMIT;
 
 pub use arrival::{ArrivalOutcome, ArrivalStats, UndecidedArrival};
 pub use layout::LayoutDifference;
-pub use postcopy::{PausedArrival, PostcopyArrivalStats};
+pub use postcopy::{AcceptPreempt, PausedArrival, PostcopyArrivalStats};
 
 use super::shared::passed_blocks;
 use super::{IncomingVm, SharedMemory};
@@ -65,7 +65,7 @@ use crate::destination::{
 use crate::error::MigrateError;
 use crate::pages::StreamStart;
 use crate::progress::{Phase, Progress};
-use crate::source::postcopy::OpenPreempt;
+use postcopy::Door;
 use ram::{GuestRam, RamSink};
 
 /// How a VM is to be received.
@@ -108,7 +108,7 @@ pub struct LiveDestination<'a, V: IncomingVm + ?Sized> {
     channel: Channel,
     pages: Vec<Channel>,
     multifd: MultifdOptions,
-    open_preempt: Option<OpenPreempt<'a>>,
+    accept_preempt: Option<AcceptPreempt<'a>>,
     control: &'a Control,
     progress: &'a Progress,
     options: LiveDestinationOptions,
@@ -129,8 +129,8 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
         progress: &'a Progress,
         options: LiveDestinationOptions,
     ) -> Self {
-        let (pages, multifd, open_preempt) = (Vec::new(), MultifdOptions::default(), None);
-        Self { vm, channel, pages, multifd, open_preempt, control, progress, options }
+        let (pages, multifd, accept_preempt) = (Vec::new(), MultifdOptions::default(), None);
+        Self { vm, channel, pages, multifd, accept_preempt, control, progress, options }
     }
 
     /// With channels beside the main one, in the order of their numbers, their initial packets read: those of a
@@ -141,23 +141,30 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
         self
     }
 
-    /// With a second channel for requested pages in postcopy (QEMU's `postcopy-preempt`): `open` waits for the source's next
-    /// connection. Called when the package of the VM's devices has come, and only then.
+    /// With a second channel for requested pages in postcopy (QEMU's `postcopy-preempt`): `accept` waits for the source's next
+    /// connection, from when [`run`](Self::run) is called. It is waited for no longer when the VM has come without it.
     ///
-    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `open` should take nobody who has
-    /// not come through the handshake ([`Reception`](limosa_channel::Reception)): a stranger in its place ends the
-    /// connection, and the VM waits for its pages until it is recovered.
-    /// A stock QEMU at the other end sends the package over TLS only when this channel has shaken hands, so that neither comes:
-    /// there it is to be left out at both ends.
+    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `accept` should take nobody who has
+    /// not come through the handshake, and drive that handshake at once, because a stock QEMU goes on only behind it:
+    /// [`Reception`](limosa_channel::Reception) does both. A stranger in its place ends the connection, and the VM waits for its
+    /// pages until it is recovered.
     #[must_use]
-    pub fn with_preempt(mut self, open: OpenPreempt<'a>) -> Self {
-        self.open_preempt = Some(open);
+    pub fn with_preempt(mut self, accept: AcceptPreempt<'a>) -> Self {
+        self.accept_preempt = Some(accept);
         self
     }
 
     /// Receives the VM and runs it. In postcopy this returns when all of its memory has come.
-    pub fn run(self) -> ArrivalOutcome<'a, V> {
-        let Self { vm, channel, pages, multifd, open_preempt, control, progress, options } = self;
+    pub fn run(mut self) -> ArrivalOutcome<'a, V> {
+        let accept = self.accept_preempt.take();
+        thread::scope(|scope| match accept.map(|accept| Door::open(scope, accept)).transpose() {
+            Ok(door) => self.receive(door),
+            Err(error) => ArrivalOutcome::Failed(error),
+        })
+    }
+
+    fn receive(self, door: Option<Door>) -> ArrivalOutcome<'a, V> {
+        let Self { vm, channel, pages, multifd, accept_preempt: _, control, progress, options } = self;
         // A thread that has no processor of its own would only take time from those that read.
         let ahead = thread::available_parallelism().is_ok_and(|processors| processors.get() > pages.len() + 1);
         let ram = Arc::new(GuestRam::new(options.populate, ahead));
@@ -192,8 +199,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
                     return ArrivalOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
                 };
                 let (patience, max_device_state) = (options.patience, options.max_device_state);
-                let role =
-                    postcopy::Role { vm, ram, faults, open_preempt, control, progress, patience, max_device_state };
+                let role = postcopy::Role { vm, ram, faults, door, control, progress, patience, max_device_state };
                 postcopy::run(role, *switched)
             }
             Err(Broken { error, answered: true }) => ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error)),

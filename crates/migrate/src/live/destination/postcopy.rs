@@ -15,6 +15,7 @@
 mod package;
 mod paused;
 mod placer;
+mod preempt;
 mod records;
 mod requests;
 
@@ -31,6 +32,7 @@ use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::{Command, Decoder, Event};
 
 pub use paused::PausedArrival;
+pub use preempt::AcceptPreempt;
 
 use super::arrival::{ArrivalOutcome, ArrivalStats};
 use super::devices;
@@ -41,8 +43,8 @@ use crate::error::MigrateError;
 use crate::live::{IncomingVm, VmError};
 use crate::pages::StreamStart;
 use crate::progress::{Phase, Progress};
-use crate::source::postcopy::OpenPreempt;
 use placer::Placer;
+pub(super) use preempt::Door;
 use records::Records;
 use requests::Requests;
 
@@ -125,7 +127,8 @@ pub(super) struct Role<'a, V: IncomingVm + ?Sized> {
     pub(super) vm: &'a V,
     pub(super) ram: Arc<GuestRam<'a>>,
     pub(super) faults: FaultHandler,
-    pub(super) open_preempt: Option<OpenPreempt<'a>>,
+    /// Where the channel for requested pages comes in, if there is to be one.
+    pub(super) door: Option<Door>,
     pub(super) control: &'a Control,
     pub(super) progress: &'a Progress,
     pub(super) patience: Option<Duration>,
@@ -156,7 +159,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     role: Role<'a, V>,
     switched: Switched,
 ) -> Result<ArrivalOutcome<'a, V>, MigrateError> {
-    let Role { vm, ram, mut faults, open_preempt, control, progress, patience, max_device_state } = role;
+    let Role { vm, ram, mut faults, door, control, progress, patience, max_device_state } = role;
     let Switched { start, decoder, arrived, length, stats, channel, .. } = switched;
     if u64::from(length) > max_device_state {
         return Err(MigrateError::Protocol(format!(
@@ -166,7 +169,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let (package, rest) = take_package(&channel, arrived, length)?;
     let begun = Instant::now();
     let package = package::read(&package)?;
-    let preempt = accept(open_preempt, control)?;
+    let preempt = door.map(|door| door.take(control, patience)).transpose()?;
     if let Err(error) = ram.seal(&mut faults) {
         // Nobody will bring what is missing already, and another attempt must not wait for it.
         faults.abandon();
@@ -269,14 +272,6 @@ fn take_package(channel: &Channel, mut arrived: Vec<u8>, length: u32) -> Result<
         channel.get(arrived.get_mut(begin..).unwrap_or_default())?;
     }
     Ok((arrived, Vec::new()))
-}
-
-/// Waits for the channel of requested pages, if there is to be one.
-fn accept(open: Option<OpenPreempt<'_>>, control: &Control) -> Result<Option<Arc<Channel>>, MigrateError> {
-    let Some(open) = open else { return Ok(None) };
-    let channel = Arc::new(open()?);
-    control.watch(&channel);
-    Ok(Some(channel))
 }
 
 /// The VM's start, which happens once or never.

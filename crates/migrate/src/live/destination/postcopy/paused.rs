@@ -1,17 +1,17 @@
 //! A VM that runs here on a part of its memory, with nobody to ask for the rest.
 
 use std::sync::Arc;
+use std::thread;
 
 use limosa_channel::Channel;
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::{Command, Decoder, Event};
 
-use super::{Connection, Live, Records, accept, settle};
+use super::{AcceptPreempt, Connection, Door, Live, Records, settle};
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
 use crate::live::destination::arrival::ArrivalOutcome;
-use crate::source::postcopy::OpenPreempt;
 
 /// A VM that runs here and whose connection broke: it runs on what has come, and waits where it touches what has not.
 /// [`recover`](Self::recover) goes on; only the source has the rest.
@@ -53,14 +53,17 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
         self
     }
 
-    /// Goes on over a new connection, on which the source asks what has come. `open_preempt`: as in
+    /// Goes on over a new connection, on which the source asks what has come. `accept`: as in
     /// [`with_preempt`](crate::LiveDestination::with_preempt).
-    pub fn recover(self, channel: Channel, open_preempt: Option<OpenPreempt<'a>>) -> ArrivalOutcome<'a, V> {
+    pub fn recover(self, channel: Channel, accept: Option<AcceptPreempt<'_>>) -> ArrivalOutcome<'a, V> {
         let Self { vm, mut live, control, .. } = self;
         live.recoveries += 1;
         let channel = Arc::new(channel);
         control.watch(&channel);
-        let resumed = negotiate(&live, &channel, &control, open_preempt);
+        let resumed = thread::scope(|scope| {
+            let door = accept.map(|accept| Door::open(scope, accept)).transpose()?;
+            negotiate(&live, &channel, &control, door)
+        });
         let followed = resumed.and_then(|(records, preempt)| {
             let followed = Connection::new(&live, Arc::clone(&channel), preempt).follow(records);
             followed.and_then(|()| live.release())
@@ -79,11 +82,11 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
 }
 
 /// Tells the source what has come, and agrees to go on.
-fn negotiate<'a>(
-    live: &Live<'a>,
+fn negotiate(
+    live: &Live<'_>,
     channel: &Arc<Channel>,
     control: &Control,
-    open_preempt: Option<OpenPreempt<'a>>,
+    door: Option<Door>,
 ) -> Result<(Records, Option<Arc<Channel>>), MigrateError> {
     channel.set_timeouts(live.patience, live.patience)?;
     let decoder = Decoder::for_recovery(&live.start.blocks, live.start.section_id)?;
@@ -102,7 +105,7 @@ fn negotiate<'a>(
             }
             Event::Command(Command::Ping(token)) => say(ReturnMessage::Pong(token))?,
             Event::Command(Command::PostcopyResume) => {
-                let preempt = accept(open_preempt, control)?;
+                let preempt = door.map(|door| door.take(control, live.patience)).transpose()?;
                 live.requests.reconnect(Arc::clone(channel), &ReturnMessage::ResumeAck(1))?;
                 return Ok((records, preempt));
             }

@@ -1,0 +1,81 @@
+//! The channel of requested pages, which the source connects when it likes.
+//!
+//! The law: **who connects is seen to before he is needed.** A stock QEMU connects this channel before it sends the package
+//! of its devices, or agrees to a recovery, and over TLS says nothing on the main one until that channel has shaken hands.
+//! So it is looked for by a thread of its own, from the beginning.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::thread::{self, Scope};
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, ChannelError};
+
+use crate::control::Control;
+use crate::error::MigrateError;
+
+/// Waits so long at most for the source's next connection, and drives the handshakes of those that have come: the channel, once
+/// there is one. Called again and again, on a thread of its own, until there is one, it fails, or the VM needs none any more.
+///
+/// [`Reception::step`](limosa_channel::Reception::step) does this on a listener.
+pub type AcceptPreempt<'a> = Box<dyn FnMut(Duration) -> Result<Option<Channel>, ChannelError> + Send + 'a>;
+
+/// How long nobody may come before it is looked whether anybody is to: the thread ends by so much later.
+const TICK: Duration = Duration::from_millis(20);
+
+/// Waits for the channel, until it is dropped.
+pub(in crate::live::destination) struct Door {
+    over: Arc<AtomicBool>,
+    came: Receiver<Result<Channel, ChannelError>>,
+}
+
+impl Door {
+    /// Opens it: `accept` is asked until there is a channel.
+    pub(in crate::live::destination) fn open<'scope, 'a: 'scope>(
+        scope: &'scope Scope<'scope, '_>,
+        mut accept: AcceptPreempt<'a>,
+    ) -> Result<Self, MigrateError> {
+        let over = Arc::new(AtomicBool::new(false));
+        let (tell, came) = sync_channel(1);
+        let closed = Arc::clone(&over);
+        let keep = move || {
+            while !closed.load(Ordering::Relaxed) {
+                if let Some(came) = accept(TICK).transpose() {
+                    // Nobody is there to hear it where the door has been closed meanwhile.
+                    let _ = tell.send(came);
+                    return;
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("accept preempt".into()).spawn_scoped(scope, keep);
+        thread.map(|_| Self { over, came }).map_err(MigrateError::Thread)
+    }
+
+    /// Waits until the channel is there; not for ever, if the source has a limit.
+    pub(super) fn take(self, control: &Control, patience: Option<Duration>) -> Result<Arc<Channel>, MigrateError> {
+        let begun = Instant::now();
+        let channel = loop {
+            control.check()?;
+            match self.came.recv_timeout(TICK) {
+                Ok(came) => break Arc::new(came?),
+                Err(RecvTimeoutError::Timeout) if patience.is_none_or(|patience| begun.elapsed() < patience) => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    let why = "the source has not connected its channel for requested pages (postcopy-preempt): is it on at both ends?";
+                    return Err(MigrateError::Protocol(why.into()));
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(MigrateError::Protocol("who waits for the channel of requested pages panicked".into()));
+                }
+            }
+        };
+        control.watch(&channel);
+        Ok(channel)
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
+}
