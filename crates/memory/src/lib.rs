@@ -2,7 +2,8 @@
 //!
 //! A [`GuestMemory`] is the list of a VM's RAM blocks in stream order, named as QEMU names them; a block's index in it is
 //! its name everywhere above. Its pages are looked at through [`limosa_page::guest`], and named to the kernel as raw
-//! memory: no reference to them is ever made. What a running guest writes is told by [`dirty`] logs.
+//! memory: no reference to them is ever made. What a running guest writes is told by [`dirty`] logs, and what it has no use for
+//! by [`free`].
 //!
 //! A VMM built on rust-vmm's `vm-memory` finds its way in and out in `rust_vmm` (feature `vm-memory`).
 //!
@@ -38,6 +39,7 @@ pub mod dirty;
 mod discard;
 mod error;
 pub mod faults;
+pub mod free;
 mod loan;
 mod mapping;
 mod memory;
