@@ -1,0 +1,65 @@
+//! What a device may ask of the front end that it is attached to.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
+
+use crate::message;
+
+/// A handle to a front end, cheap to clone. None of its calls waits.
+#[derive(Clone, Debug)]
+pub struct FrontEnd {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    connected: AtomicBool,
+    /// Where requests to the front end go (`VHOST_USER_SET_BACKEND_REQ_FD`).
+    channel: Mutex<Option<OwnedFd>>,
+    /// One bit for each queue that somebody wants looked at.
+    kicked: AtomicU64,
+    wake: OwnedFd,
+}
+
+impl FrontEnd {
+    /// A handle of somebody who is connected.
+    ///
+    /// # Errors
+    /// The kernel has no eventfd for it.
+    pub fn new() -> std::io::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let shared =
+            Shared { connected: AtomicBool::new(true), channel: Mutex::new(None), kicked: AtomicU64::new(0), wake };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// Whether the connection still stands.
+    pub fn is_connected(&self) -> bool {
+        self.shared.connected.load(Ordering::SeqCst)
+    }
+
+    /// Tells the driver that the configuration has changed; the change is to be visible to
+    /// [`Device::read_config`](crate::Device::read_config) before. Says whether there was a way to tell.
+    ///
+    /// If the channel is full, nothing is added to it: the front end has then not read an older message of this kind, and what
+    /// it reads of the configuration after that message is the change too.
+    pub fn config_changed(&self) -> bool {
+        let channel = self.shared.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(socket) = channel.as_ref() else { return false };
+        let told = send(socket, &message::config_change(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        matches!(told, Ok(_) | Err(Errno::AGAIN))
+    }
+
+    /// Has the worker look at a queue, as if the driver had kicked it. A queue that there is not is ignored.
+    pub fn kick(&self, queue: usize) {
+        let Some(bit) = u32::try_from(queue).ok().and_then(|queue| 1_u64.checked_shl(queue)) else { return };
+        self.shared.kicked.fetch_or(bit, Ordering::SeqCst);
+        // An eventfd that is full wakes, too.
+        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+    }
+}

@@ -1,0 +1,527 @@
+//! Messages of the vhost-user protocol, taken apart and put together without I/O.
+//!
+//! A message is a header of 12 bytes (request, flags, length of the body; all little-endian here, native by the letter), a body,
+//! and descriptors beside it (QEMU's docs/interop/vhost-user.rst). What is said in a body is not believed here, only read.
+
+use std::fmt;
+
+/// Bytes of a header.
+pub const HEADER: usize = 12;
+
+/// Longest body that is accepted: a configuration (256 bytes and their header) and a table of eight regions both fit.
+pub const MAX_BODY: usize = 4096;
+
+/// Most descriptors that come with one message.
+pub const MAX_DESCRIPTORS: usize = 8;
+
+/// Most regions in one `SET_MEM_TABLE`.
+pub const MAX_TABLE: usize = 8;
+
+/// Longest piece of configuration that one message reads or writes, in bytes.
+pub const MAX_CONFIG: usize = 256;
+
+/// The version that every message carries in its flags.
+const VERSION: u32 = 1;
+const VERSION_MASK: u32 = 3;
+const REPLY: u32 = 1 << 2;
+const NEED_REPLY: u32 = 1 << 3;
+/// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`
+const BACKEND_CONFIG_CHANGE: u32 = 2;
+
+/// What a front end asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "they are the protocol's own names")]
+pub enum Request {
+    GetFeatures = 1,
+    SetFeatures = 2,
+    SetOwner = 3,
+    ResetOwner = 4,
+    SetMemTable = 5,
+    SetVringNum = 8,
+    SetVringAddr = 9,
+    SetVringBase = 10,
+    GetVringBase = 11,
+    SetVringKick = 12,
+    SetVringCall = 13,
+    SetVringErr = 14,
+    GetProtocolFeatures = 15,
+    SetProtocolFeatures = 16,
+    GetQueueNum = 17,
+    SetVringEnable = 18,
+    SetBackendReqFd = 21,
+    GetConfig = 24,
+    SetConfig = 25,
+    GetInflightFd = 31,
+    SetInflightFd = 32,
+    ResetDevice = 34,
+    GetMaxMemSlots = 36,
+    AddMemReg = 37,
+    RemMemReg = 38,
+}
+
+impl Request {
+    /// All that are understood.
+    pub const ALL: [Self; 25] = [
+        Self::GetFeatures,
+        Self::SetFeatures,
+        Self::SetOwner,
+        Self::ResetOwner,
+        Self::SetMemTable,
+        Self::SetVringNum,
+        Self::SetVringAddr,
+        Self::SetVringBase,
+        Self::GetVringBase,
+        Self::SetVringKick,
+        Self::SetVringCall,
+        Self::SetVringErr,
+        Self::GetProtocolFeatures,
+        Self::SetProtocolFeatures,
+        Self::GetQueueNum,
+        Self::SetVringEnable,
+        Self::SetBackendReqFd,
+        Self::GetConfig,
+        Self::SetConfig,
+        Self::GetInflightFd,
+        Self::SetInflightFd,
+        Self::ResetDevice,
+        Self::GetMaxMemSlots,
+        Self::AddMemReg,
+        Self::RemMemReg,
+    ];
+
+    /// The request of that number, if it is understood.
+    pub fn from_number(number: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|request| request.number() == number)
+    }
+
+    /// Its number on the wire.
+    pub fn number(self) -> u32 {
+        self as u32
+    }
+
+    /// Whether the protocol has an answer of its own to it, besides the one that `REPLY_ACK` adds.
+    pub fn is_answered(self) -> bool {
+        matches!(
+            self,
+            Self::GetFeatures
+                | Self::GetVringBase
+                | Self::GetProtocolFeatures
+                | Self::GetQueueNum
+                | Self::GetConfig
+                | Self::GetInflightFd
+                | Self::GetMaxMemSlots
+        )
+    }
+}
+
+impl fmt::Display for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self:?} (request {})", self.number())
+    }
+}
+
+/// Why a message cannot be understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MessageError {
+    /// A version, or flags, that a front end does not send.
+    #[error("message {request} has flags {flags:#x}: not one of version 1 from a front end")]
+    Flags {
+        /// Number of the request.
+        request: u32,
+        /// As they came.
+        flags: u32,
+    },
+    /// A body that is too long to be one.
+    #[error("message {request} has a body of {length} bytes, at most {MAX_BODY} are possible")]
+    Long {
+        /// Number of the request.
+        request: u32,
+        /// Bytes announced.
+        length: u32,
+    },
+    /// A body of the wrong length.
+    #[error("a body of {got} bytes, {wanted} are wanted")]
+    Length {
+        /// Bytes that came.
+        got: usize,
+        /// Bytes that are wanted.
+        wanted: usize,
+    },
+    /// Too many regions in a table.
+    #[error("{regions} memory regions in one table, at most {MAX_TABLE} are possible")]
+    Regions {
+        /// As many.
+        regions: u32,
+    },
+    /// A piece of configuration that is too long.
+    #[error("{size} bytes of configuration, 1 to {MAX_CONFIG} are possible")]
+    ConfigSize {
+        /// Bytes asked for.
+        size: u32,
+    },
+}
+
+/// A header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Number of the request; [`Request::from_number`] knows those that are understood.
+    pub request: u32,
+    /// Whether the front end wants to be told how it went.
+    pub needs_reply: bool,
+    /// Bytes of the body.
+    pub length: usize,
+}
+
+impl Header {
+    /// Takes a header apart.
+    ///
+    /// # Errors
+    /// Flags that a front end does not send, or a body that is too long.
+    pub fn decode(bytes: &[u8; HEADER]) -> Result<Self, MessageError> {
+        let mut fields = Fields(bytes);
+        let (request, flags, length) = (fields.u32()?, fields.u32()?, fields.u32()?);
+        if flags & VERSION_MASK != VERSION || flags & REPLY != 0 {
+            return Err(MessageError::Flags { request, flags });
+        }
+        let length = usize::try_from(length)
+            .ok()
+            .filter(|&length| length <= MAX_BODY)
+            .ok_or(MessageError::Long { request, length })?;
+        Ok(Self { request, needs_reply: flags & NEED_REPLY != 0, length })
+    }
+
+    /// Puts a header together.
+    pub fn encode(&self) -> [u8; HEADER] {
+        let flags = VERSION | if self.needs_reply { NEED_REPLY } else { 0 };
+        header(self.request, flags, self.length)
+    }
+}
+
+fn header(request: u32, flags: u32, length: usize) -> [u8; HEADER] {
+    let mut bytes = [0; HEADER];
+    let length = u32::try_from(length).unwrap_or(u32::MAX);
+    for (place, field) in bytes.chunks_exact_mut(4).zip([request, flags, length]) {
+        place.copy_from_slice(&field.to_le_bytes());
+    }
+    bytes
+}
+
+/// An answer to a request, header and body.
+pub fn reply(request: u32, body: &[u8]) -> Vec<u8> {
+    let mut bytes = header(request, VERSION | REPLY, body.len()).to_vec();
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+/// What tells the front end that the configuration has changed; it goes to the socket of `SET_BACKEND_REQ_FD`.
+pub fn config_change() -> [u8; HEADER] {
+    header(BACKEND_CONFIG_CHANGE, VERSION, 0)
+}
+
+/// Little-endian fields, one after the other.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], MessageError> {
+        let (first, rest) = self.0.split_first_chunk().ok_or(MessageError::Length { got: self.0.len(), wanted: N })?;
+        self.0 = rest;
+        Ok(*first)
+    }
+
+    fn u16(&mut self) -> Result<u16, MessageError> {
+        self.take().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, MessageError> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, MessageError> {
+        self.take().map(u64::from_le_bytes)
+    }
+}
+
+fn exactly(body: &[u8], wanted: usize) -> Result<Fields<'_>, MessageError> {
+    if body.len() == wanted { Ok(Fields(body)) } else { Err(MessageError::Length { got: body.len(), wanted }) }
+}
+
+/// A body of one number.
+///
+/// # Errors
+/// It is of another length.
+pub fn number(body: &[u8]) -> Result<u64, MessageError> {
+    exactly(body, 8)?.u64()
+}
+
+/// A ring and a value: `SET_VRING_NUM`, `SET_VRING_BASE`, `GET_VRING_BASE`, `SET_VRING_ENABLE`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VringState {
+    /// Index of the ring.
+    pub index: u32,
+    /// Its size, its base, whether it is enabled.
+    pub value: u32,
+}
+
+impl VringState {
+    /// Takes it apart.
+    ///
+    /// # Errors
+    /// A body of another length.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = exactly(body, 8)?;
+        Ok(Self { index: fields.u32()?, value: fields.u32()? })
+    }
+
+    /// Puts it together.
+    pub fn encode(&self) -> Vec<u8> {
+        [self.index.to_le_bytes(), self.value.to_le_bytes()].concat()
+    }
+}
+
+/// Where a ring is, in the front end's address space: `SET_VRING_ADDR`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VringAddress {
+    /// Index of the ring.
+    pub index: u32,
+    /// Whether writes to it are to be logged, and other flags.
+    pub flags: u32,
+    /// The descriptors.
+    pub descriptors: u64,
+    /// What the device has used.
+    pub used: u64,
+    /// What the driver made available.
+    pub available: u64,
+    /// Where writes to the ring of used buffers are logged.
+    pub log: u64,
+}
+
+impl VringAddress {
+    /// Takes it apart.
+    ///
+    /// # Errors
+    /// A body of another length.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = exactly(body, 40)?;
+        Ok(Self {
+            index: fields.u32()?,
+            flags: fields.u32()?,
+            descriptors: fields.u64()?,
+            used: fields.u64()?,
+            available: fields.u64()?,
+            log: fields.u64()?,
+        })
+    }
+}
+
+/// Which ring a descriptor is for, and whether there is one: `SET_VRING_KICK`, `SET_VRING_CALL`, `SET_VRING_ERR`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VringDescriptor {
+    /// Index of the ring.
+    pub index: u8,
+    /// No descriptor comes with the message.
+    pub none: bool,
+}
+
+impl VringDescriptor {
+    /// Takes it apart.
+    ///
+    /// # Errors
+    /// A body of another length.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let value = number(body)?;
+        let [index, ..] = value.to_le_bytes();
+        Ok(Self { index, none: value & (1 << 8) != 0 })
+    }
+}
+
+/// A region of memory as a table has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TableRegion {
+    /// Its first byte as the guest sees it.
+    pub guest_address: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Its first byte in the front end's address space.
+    pub user_address: u64,
+    /// Its first byte in the file.
+    pub file_offset: u64,
+}
+
+impl TableRegion {
+    const LENGTH: usize = 32;
+
+    fn take(fields: &mut Fields<'_>) -> Result<Self, MessageError> {
+        Ok(Self {
+            guest_address: fields.u64()?,
+            length: fields.u64()?,
+            user_address: fields.u64()?,
+            file_offset: fields.u64()?,
+        })
+    }
+
+    /// One region alone: `ADD_MEM_REG`, `REM_MEM_REG`.
+    ///
+    /// # Errors
+    /// A body of another length.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = exactly(body, 8 + Self::LENGTH)?;
+        fields.u64()?;
+        Self::take(&mut fields)
+    }
+
+    /// The regions of a whole table: `SET_MEM_TABLE`. Room that the table has for more regions than it says is passed over:
+    /// user-mode Linux sends room for two, always.
+    ///
+    /// # Errors
+    /// More than [`MAX_TABLE`] regions, or a body that has no room for them or for more than could be.
+    pub fn decode_table(body: &[u8]) -> Result<Vec<Self>, MessageError> {
+        let mut fields = Fields(body);
+        let regions = fields.u32()?;
+        fields.u32()?;
+        let count = usize::try_from(regions)
+            .ok()
+            .filter(|&count| count <= MAX_TABLE)
+            .ok_or(MessageError::Regions { regions })?;
+        if body.len() > 8 + MAX_TABLE * Self::LENGTH {
+            return Err(MessageError::Length { got: body.len(), wanted: 8 + count * Self::LENGTH });
+        }
+        (0..count).map(|_| Self::take(&mut fields)).collect()
+    }
+}
+
+/// A piece of configuration: `GET_CONFIG`, `SET_CONFIG`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConfigPiece<'a> {
+    /// Its first byte.
+    pub offset: u32,
+    /// As they came; `SET_CONFIG` says with bit 0 that a migration writes.
+    pub flags: u32,
+    /// As many bytes as are asked for, or their new contents.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> ConfigPiece<'a> {
+    /// Takes it apart.
+    ///
+    /// # Errors
+    /// No bytes, more than [`MAX_CONFIG`], or another number than it says.
+    pub fn decode(body: &'a [u8]) -> Result<Self, MessageError> {
+        let mut fields = Fields(body);
+        let (offset, size, flags) = (fields.u32()?, fields.u32()?, fields.u32()?);
+        let wanted = usize::try_from(size)
+            .ok()
+            .filter(|size| (1..=MAX_CONFIG).contains(size))
+            .ok_or(MessageError::ConfigSize { size })?;
+        if fields.0.len() != wanted {
+            return Err(MessageError::Length { got: body.len(), wanted: HEADER + wanted });
+        }
+        Ok(Self { offset, flags, bytes: fields.0 })
+    }
+
+    /// Puts it together.
+    pub fn encode(&self) -> Vec<u8> {
+        let size = u32::try_from(self.bytes.len()).unwrap_or(u32::MAX);
+        let mut body = [self.offset, size, self.flags].map(u32::to_le_bytes).concat();
+        body.extend_from_slice(self.bytes);
+        body
+    }
+}
+
+/// An inflight area: `GET_INFLIGHT_FD`, `SET_INFLIGHT_FD`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InflightArea {
+    /// Bytes of it.
+    pub length: u64,
+    /// Where it begins in its file.
+    pub offset: u64,
+    /// How many rings it has room for.
+    pub queues: u16,
+    /// How many descriptors each of them has.
+    pub queue_size: u16,
+}
+
+impl InflightArea {
+    /// Takes it apart. Front ends written in C send four more bytes, which align the next one.
+    ///
+    /// # Errors
+    /// A body of another length.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        if body.len() != 20 && body.len() != 24 {
+            return Err(MessageError::Length { got: body.len(), wanted: 20 });
+        }
+        let mut fields = Fields(body);
+        Ok(Self { length: fields.u64()?, offset: fields.u64()?, queues: fields.u16()?, queue_size: fields.u16()? })
+    }
+
+    /// Puts it together, in as many bytes as the request had.
+    pub fn encode(&self, length: usize) -> Vec<u8> {
+        let mut body = [self.length.to_le_bytes(), self.offset.to_le_bytes()].concat();
+        body.extend_from_slice(&self.queues.to_le_bytes());
+        body.extend_from_slice(&self.queue_size.to_le_bytes());
+        body.resize(length, 0);
+        body
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_config_change_is_twelve_bytes() {
+        assert_eq!(config_change(), [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn a_table_of_one_region_may_have_room_for_two() {
+        let mut body = vec![0; 72];
+        body[0] = 1;
+        body[8..16].copy_from_slice(&0x6000_0000_u64.to_le_bytes());
+        let region = TableRegion { guest_address: 0x6000_0000, length: 0, user_address: 0, file_offset: 0 };
+        assert_eq!(TableRegion::decode_table(&body), Ok(vec![region]));
+        assert_eq!(TableRegion::decode_table(&body[..40]), Ok(vec![region]));
+        assert!(TableRegion::decode_table(&body[..39]).is_err());
+        body[0] = 9;
+        assert_eq!(TableRegion::decode_table(&body), Err(MessageError::Regions { regions: 9 }));
+    }
+
+    #[test]
+    fn a_piece_of_configuration_has_as_many_bytes_as_it_says() {
+        let piece = ConfigPiece { offset: 4, flags: 1, bytes: &[1, 2, 3] };
+        let body = piece.encode();
+        assert_eq!(ConfigPiece::decode(&body), Ok(piece));
+        assert!(ConfigPiece::decode(&body[..14]).is_err());
+        assert!(ConfigPiece::decode(&[0; 12]).is_err());
+    }
+
+    #[test]
+    fn the_numbers_of_requests_are_unambiguous() {
+        for request in Request::ALL {
+            assert_eq!(Request::from_number(request.number()), Some(request));
+        }
+        assert_eq!(Request::from_number(6), None);
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_decoded_encodes_to_the_same_bytes(bytes in any::<[u8; HEADER]>(), body in prop::collection::vec(any::<u8>(), 0..300)) {
+            if let Ok(header) = Header::decode(&bytes) {
+                prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+            }
+            if let Ok(state) = VringState::decode(&body) {
+                prop_assert_eq!(state.encode(), body.clone());
+            }
+            if let Ok(piece) = ConfigPiece::decode(&body) {
+                prop_assert_eq!(piece.encode(), body.clone());
+            }
+            if let Ok(area) = InflightArea::decode(&body) {
+                prop_assert_eq!(InflightArea::decode(&area.encode(body.len())), Ok(area));
+            }
+            let regions = TableRegion::decode_table(&body).map_or(0, |regions| regions.len());
+            prop_assert!(regions <= MAX_TABLE);
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! The guest's memory, as a front end shares it.
+//!
+//! A region is a piece of a file that the front end has open. It is mapped here, writable, and kept out of core dumps. What the
+//! front end says about it is checked before: the file is one that has pages and is long enough, and no two regions overlap.
+//! Who shortens the file afterwards makes every access a signal that ends this process, as everywhere where memory is shared:
+//! the front end, that is the VMM, can do that, its guest cannot.
+#![allow(unsafe_code, reason = "advises the kernel about mappings")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use rustix::fs::{FileType, fstat};
+use rustix::mm::{Advice, madvise};
+use vm_memory::mmap::MmapRegionError;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+
+use crate::RamError;
+
+/// Granularity of the places and lengths of mappings, in bytes.
+const PAGE: u64 = 4096;
+
+/// Most regions of a table.
+pub const MAX_REGIONS: usize = 64;
+
+/// One region of guest memory.
+#[derive(Clone, Debug)]
+pub struct RamRegion {
+    /// Its first byte as the guest's physical memory has it.
+    pub guest_address: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Its first byte in the front end's own address space: rings are named by such addresses.
+    pub user_address: u64,
+    /// Its first byte in the file.
+    pub file_offset: u64,
+    file: Arc<File>,
+    mapping: Arc<MmapRegion>,
+}
+
+impl RamRegion {
+    /// Maps a region.
+    ///
+    /// # Errors
+    /// The descriptor is of no regular file (memfds are), the file is too short, something is not a number of pages or wraps
+    /// around the end of the address space, or the kernel refuses.
+    pub fn map(
+        guest_address: u64,
+        length: u64,
+        user_address: u64,
+        file: OwnedFd,
+        file_offset: u64,
+    ) -> Result<Self, RamError> {
+        let refuse = |why: &str| RamError::Region { guest_address, length, why: why.into() };
+        let kernel = |operation, source| RamError::Kernel { guest_address, length, operation, source };
+        let whole = |value: u64| value.is_multiple_of(PAGE);
+        if length == 0 || !whole(length) || !whole(guest_address) || !whole(file_offset) {
+            return Err(refuse("it is no number of whole pages"));
+        }
+        // Rings are found by user addresses, whose end is computed too.
+        if guest_address.checked_add(length).is_none() || user_address.checked_add(length).is_none() {
+            return Err(refuse("it reaches beyond the end of the address space"));
+        }
+        let end = file_offset.checked_add(length).and_then(|end| i64::try_from(end).ok());
+        let Some(end) = end else { return Err(refuse("it reaches beyond the end of any file")) };
+        let status = fstat(&file).map_err(|errno| kernel("fstat", errno.into()))?;
+        if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+            return Err(refuse("its descriptor is no file with pages"));
+        }
+        if status.st_size < end {
+            return Err(refuse(&format!("its file has {} bytes, {end} are needed", status.st_size)));
+        }
+        let size = usize::try_from(length).map_err(|_| refuse("it is larger than the address space"))?;
+        let file = Arc::new(File::from(file));
+        let mapping =
+            MmapRegion::from_file(FileOffset::from_arc(file.clone(), file_offset), size).map_err(|error| {
+                let source = match error {
+                    MmapRegionError::Mmap(source) => source,
+                    other => io::Error::other(other.to_string()),
+                };
+                kernel("mmap", source)
+            })?;
+        // Secrets of the guest do not belong into a core file.
+        // SAFETY: advice about whether memory is dumped does not change it; the mapping was made above and lives.
+        unsafe { madvise(mapping.as_ptr().cast(), size, Advice::LinuxDontDump) }
+            .map_err(|errno| kernel("madvise", errno.into()))?;
+        Ok(Self { guest_address, length, user_address, file_offset, file, mapping: Arc::new(mapping) })
+    }
+
+    /// The file that it is a piece of.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Its mapping in this process.
+    pub fn mapping(&self) -> &Arc<MmapRegion> {
+        &self.mapping
+    }
+}
+
+/// The guest's memory.
+#[derive(Debug)]
+pub struct Ram {
+    regions: Vec<RamRegion>,
+    memory: Arc<GuestMemoryMmap>,
+}
+
+impl Ram {
+    /// The memory of these regions, in any order.
+    ///
+    /// # Errors
+    /// More than [`MAX_REGIONS`], or two that overlap in guest or user addresses.
+    pub fn new(mut regions: Vec<RamRegion>) -> Result<Self, RamError> {
+        if regions.len() > MAX_REGIONS {
+            return Err(RamError::TooMany { got: regions.len(), most: MAX_REGIONS });
+        }
+        let overlap = |region: &RamRegion, of: &str| RamError::Region {
+            guest_address: region.guest_address,
+            length: region.length,
+            why: format!("it overlaps another region in {of} addresses"),
+        };
+        let mut by_user: Vec<_> = regions.iter().collect();
+        by_user.sort_by_key(|region| region.user_address);
+        for pair in by_user.windows(2) {
+            if pair[0].user_address + pair[0].length > pair[1].user_address {
+                return Err(overlap(pair[1], "user"));
+            }
+        }
+        regions.sort_by_key(|region| region.guest_address);
+        for pair in regions.windows(2) {
+            if pair[0].guest_address + pair[0].length > pair[1].guest_address {
+                return Err(overlap(&pair[1], "guest"));
+            }
+        }
+        let mapped = regions.iter().filter_map(|region| {
+            GuestRegionMmap::with_arc(region.mapping.clone(), GuestAddress(region.guest_address)).map(Arc::new)
+        });
+        let memory = if regions.is_empty() {
+            Ok(GuestMemoryMmap::new())
+        } else {
+            GuestMemoryMmap::from_arc_regions(mapped.collect())
+        };
+        let memory = memory.map_err(|error| RamError::Region {
+            guest_address: regions.first().map_or(0, |region| region.guest_address),
+            length: regions.iter().map(|region| region.length).sum(),
+            why: error.to_string(),
+        })?;
+        Ok(Self { regions, memory: Arc::new(memory) })
+    }
+
+    /// Its regions, by ascending guest address.
+    pub fn regions(&self) -> &[RamRegion] {
+        &self.regions
+    }
+
+    /// The same memory, as rings and descriptors are read from it.
+    pub fn memory(&self) -> &Arc<GuestMemoryMmap> {
+        &self.memory
+    }
+
+    /// The guest address of a byte in the front end's address space.
+    pub fn guest_address(&self, user_address: u64) -> Option<GuestAddress> {
+        self.regions.iter().find_map(|region| {
+            let within = user_address.checked_sub(region.user_address)?;
+            (within < region.length).then(|| GuestAddress(region.guest_address + within))
+        })
+    }
+}
