@@ -4,6 +4,7 @@ mod model;
 
 use std::fs::File;
 use std::io::Write;
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex};
@@ -246,6 +247,59 @@ impl PageSource for Shared<'_> {
     }
 }
 
+/// `WithZeros` whose first block is mapped.
+struct MappedZeros<'a>(WithZeros<'a>, MemoryBlock);
+
+impl PageSource for MappedZeros<'_> {
+    fn start(&self) -> &StreamStart {
+        self.0.start()
+    }
+    fn stored(&self, block: usize) -> &PageBitmap {
+        self.0.stored(block)
+    }
+    fn memory(&self, block: usize) -> Option<&MemoryBlock> {
+        (block == 0).then_some(&self.1)
+    }
+    fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
+        self.0.read(block, pages, into)
+    }
+    fn device_sections(&self) -> &[u8] {
+        self.0.device_sections()
+    }
+    fn description(&self) -> &[u8] {
+        self.0.description()
+    }
+}
+
+#[test]
+fn a_rate_limit_is_charged_with_what_is_sent_and_not_with_zero_pages_nor_what_compression_saves() {
+    // A window, which goes out at once however low the limit is; what it has cost is paid afterwards.
+    let charged = |source: &dyn Fn(&Way, &Control) -> PrecopyStats, way: Way| {
+        let control = Control::new();
+        control.set_max_bandwidth(NonZeroU64::new(1000));
+        let stats = source(&way, &control);
+        assert_eq!(stats.normal_pages + stats.zero_pages, 256);
+        control.rate().delay()
+    };
+    for machine in MACHINES {
+        let one = memory(machine, &[256], |_, page| page == 7);
+        let read = WithZeros::new(&one);
+        let mapped = MappedZeros(WithZeros::new(&one), mapped(&one, 0));
+        let send_read = |way: &Way, control: &Control| way.send(&one, &read, control, &Progress::new()).0.unwrap();
+        let send_mapped = |way: &Way, control: &Control| way.send(&one, &mapped, control, &Progress::new()).0.unwrap();
+        // A page, headers, and at most 9 bytes for each of the others, less what the time since has paid: 10 s. All pages: 1000 s.
+        for delay in [charged(&send_read, Way::new(1)), charged(&send_mapped, Way::new(1))] {
+            assert!(delay < Duration::from_secs(60), "{machine} {delay:?}");
+        }
+        let all = memory(machine, &[256], |_, _| true);
+        let send = |way: &Way, control: &Control| way.send(&all, &all, control, &Progress::new()).0.unwrap();
+        let delay = charged(&send, Way::new(1).compression(Compression::Zstd));
+        assert!(delay < Duration::from_secs(60), "{machine} {delay:?}");
+        let delay = charged(&send, Way::new(1));
+        assert!(delay > Duration::from_secs(900), "{machine} {delay:?}");
+    }
+}
+
 /// A block as it is mapped in memory.
 fn mapped(memory: &Memory, block: usize) -> MemoryBlock {
     let mapping = BlockOptions::anonymous("mapped", memory.start().blocks[block].used_length).map().unwrap();
@@ -368,7 +422,7 @@ fn a_cancellation_ends_all_channels_also_while_they_are_held_back_or_blocked() {
     let memory = memory("pc-q35-10.0", &[30_000], |_, _| true);
     for (rate, trouble) in [(1 << 20, None), (0, Some(Trouble::Stall { id: 0, packets: 3 }))] {
         let (control, progress) = (Control::new(), Progress::new());
-        control.set_max_bandwidth(std::num::NonZeroU64::new(rate));
+        control.set_max_bandwidth(NonZeroU64::new(rate));
         let way = Way { trouble, ..Way::new(3) };
         let (sent, outcome) = thread::scope(|scope| {
             let sending = scope.spawn(|| way.send(&memory, &memory, &control, &progress));
@@ -388,7 +442,7 @@ fn all_channels_together_keep_to_one_rate_and_are_counted_together() {
     let memory = memory("pc-q35-10.0", &[2048], |_, _| true);
     let (control, progress) = (Control::new(), Progress::new());
     // All but the last windows have to be paid for: 8 MiB at 32 MiB a second take a fifth of a second at least.
-    control.set_max_bandwidth(std::num::NonZeroU64::new(32 << 20));
+    control.set_max_bandwidth(NonZeroU64::new(32 << 20));
     let (sent, _) = Way::new(2).send(&memory, &memory, &control, &progress);
     let stats = sent.unwrap();
     assert!(stats.elapsed > Duration::from_millis(100), "{stats:?}");

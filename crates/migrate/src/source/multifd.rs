@@ -23,7 +23,7 @@ use limosa_page::{PageBitmap, PageRange};
 use limosa_stream::configuration::MultifdRules;
 use limosa_stream::multifd::{Compression, PACKET_PAGES};
 
-use super::records::{RecordWriter, Sent, Zeros};
+use super::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
 use super::windows::Windows;
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -283,6 +283,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         }
         self.hurried.store(false, Relaxed);
         self.windows.start(pages);
+        let limited = task.limited;
         let mut state = self.lock();
         (state.busy, state.task) = (self.channels.len(), Arc::new(task));
         state.rounds += 1;
@@ -293,6 +294,9 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             while let Some(found) = self.next_zeros(deadline, &mut rest) {
                 for (block, run) in found {
                     records.send_zero(block, run)?;
+                    if limited {
+                        self.control.rate().spend(run.len().saturating_mul(ZERO_RECORD));
+                    }
                     self.count(Sent { zero: run.len(), ..Sent::default() });
                 }
             }

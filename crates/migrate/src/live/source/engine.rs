@@ -25,14 +25,11 @@ use crate::pages::PageSource;
 use crate::progress::{Moved, Phase, Progress};
 use crate::source::inbox::Inbox;
 use crate::source::multifd::{Multifd, RoundSent, Task};
-use crate::source::records::{RecordWriter, Sent, Zeros};
+use crate::source::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
 use crate::source::windows::Windows;
 
 /// Zero pages that are told between two looks at whether that is still wanted.
 const HOLES_A_CHECK: u64 = 1 << 16;
-
-/// Bytes of a record that tells of a zero page.
-const ZERO_RECORD: u64 = 9;
 
 /// The longest sleep for a limited rate: what else ends a round is looked at in between.
 const RATE_TICK: Duration = Duration::from_millis(20);

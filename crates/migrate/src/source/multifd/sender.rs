@@ -101,7 +101,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             self.task = task;
             while let Some(block) = self.shared.windows.claim(&mut runs) {
                 self.give_back_if_wanted()?;
-                self.wait_for_rate(&runs)?;
+                self.wait_for_rate()?;
                 let memory = self.shared.source.memory(block).filter(|_| self.compressor.is_none());
                 if memory.is_none() {
                     // What is read goes into packets of its own.
@@ -128,7 +128,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         Ok(())
     }
 
-    fn wait_for_rate(&mut self, runs: &[PageRange]) -> Result<(), MigrateError> {
+    fn wait_for_rate(&mut self) -> Result<(), MigrateError> {
         self.shared.check()?;
         if self.task.limited && self.shared.control.max_bandwidth().is_some() {
             let began = Instant::now();
@@ -142,8 +142,6 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 self.shared.check()?;
             }
             self.busy += began.elapsed();
-            let pages: u64 = runs.iter().map(PageRange::len).sum();
-            self.shared.control.rate().spend(pages.saturating_mul(PAGE_SIZE));
         }
         Ok(())
     }
@@ -407,7 +405,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         Ok(end)
     }
 
-    /// Writes the header of a packet with the pages in `normal` and `zero`.
+    /// Writes the header of a packet with the pages in `normal` and `zero`. The limit is charged with what goes out, before it
+    /// does: the other channels are to know of it.
     fn begin_packet(&mut self, block: usize, payload: usize) -> Result<(), MigrateError> {
         let name = self.shared.source.start().blocks.get(block).map_or("", |block| block.name.as_str());
         let packet = Packet {
@@ -419,7 +418,11 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             zero: &self.zero,
             payload_len: u32::try_from(payload).unwrap_or(u32::MAX),
         };
-        Ok(packet.encode(&mut self.header)?)
+        packet.encode(&mut self.header)?;
+        if self.task.limited {
+            self.shared.control.rate().spend((PACKET_LEN + payload) as u64);
+        }
+        Ok(())
     }
 
     fn send_sync(&mut self) -> Result<(), MigrateError> {
