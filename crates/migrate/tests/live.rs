@@ -11,7 +11,7 @@ use limosa_channel::ZeroCopy;
 use limosa_memory::BlockOptions;
 use limosa_memory::BlockRole;
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, RoundKind};
-use limosa_migrate::live::{MigrationParams, Put, ZeroCheck};
+use limosa_migrate::live::{GiveUp, MigrationParams, Put, ZeroCheck};
 use limosa_migrate::{
     ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions, Progress,
 };
@@ -37,8 +37,10 @@ struct Case {
     postcopy: Option<Option<u32>>,
     put: Put,
     packet_pages: usize,
-    /// It gets so many bytes a second and so long, and then stops with what is left.
+    /// It gets so many bytes a second and so long, and then stops with what is left, or goes on in postcopy.
     hurried: Option<(NonZeroU64, Duration)>,
+    /// Hardly anything of its memory was ever touched.
+    sparse: bool,
 }
 
 impl Case {
@@ -74,6 +76,7 @@ impl Case {
             packet_pages: [1, 3, 64, 128][usize::try_from(next(4)).unwrap()],
             postcopy: None,
             hurried: None,
+            sparse: false,
         }
     }
 
@@ -87,7 +90,7 @@ impl Case {
 
     fn run(&self) {
         let source = TestVm { machine: self.machine, ..TestVm::of(self.blocks()) };
-        source.fill(0, |page| random(page ^ self.seed).is_multiple_of(3));
+        source.fill(0, |page| random(page ^ self.seed).is_multiple_of(if self.sparse { 3000 } else { 3 }));
         let destination = Vm::of(self.blocks());
         // Firmware has filled it before a page comes; what is not fresh has more in it.
         let video = destination.memory.block(1).unwrap();
@@ -107,7 +110,7 @@ impl Case {
             // In postcopy never reached: what is restless has always written something.
             downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(200) },
             stalled_rounds: Some(6),
-            give_up: limosa_migrate::live::GiveUp::Pause,
+            give_up: if self.postcopy.is_some() { GiveUp::Postcopy } else { GiveUp::Pause },
             patience: Duration::from_secs(20),
             max_bandwidth: self.hurried.map(|(bandwidth, _)| bandwidth),
             timeout: self.hurried.map(|(_, time)| time),
@@ -150,7 +153,11 @@ impl Case {
             (outcome, receiving.join().unwrap())
         });
         let LiveOutcome::Completed(stats) = outcome else { panic!("{self:?}: {outcome:?}") };
-        if self.hurried.is_some() {
+        if self.sparse {
+            let untouched = self.pages.iter().sum::<u64>() / 2;
+            assert!(stats.rounds[0].holes < untouched, "it was not looked at the time: {self:?}\n{stats:#?}");
+        }
+        if self.hurried.is_some() && self.postcopy.is_none() {
             // The first round was broken off, and the last one sent what it did not get to.
             let kinds: Vec<_> = stats.rounds.iter().map(|round| round.kind).collect();
             assert_eq!(kinds, [RoundKind::Bulk, RoundKind::Last], "{self:?}");
@@ -210,6 +217,17 @@ fn a_vm_whose_time_is_up_in_the_middle_of_a_round_takes_the_rest_with_it() {
         let hurried = NonZeroU64::new(1 << 20).map(|bandwidth| (bandwidth, Duration::from_millis(5)));
         let channels = usize::try_from(seed % 3).unwrap();
         Case { hurried, channels, pages: [3000 + seed, 300], ..Case::new(seed) }.run();
+    }
+}
+
+#[test]
+fn a_vm_whose_time_is_up_while_holes_are_told_goes_on_as_was_said_with_the_others_zero() {
+    for seed in 0..4 {
+        let hurried = NonZeroU64::new(1 << 16).map(|bandwidth| (bandwidth, Duration::from_millis(5)));
+        let (channels, postcopy) =
+            [(0, None), (1, None), (2, None), (0, Some(Some(99)))][usize::try_from(seed % 4).unwrap()];
+        let (fresh, pages) = (false, [40_000, 30]);
+        Case { hurried, channels, postcopy, fresh, pages, sparse: true, ..Case::new(seed) }.run();
     }
 }
 

@@ -41,6 +41,7 @@
 pub mod convergence;
 mod engine;
 mod guest;
+mod holes;
 mod outcome;
 mod postcopy;
 mod standing;

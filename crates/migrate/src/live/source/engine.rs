@@ -28,11 +28,8 @@ use crate::source::multifd::{Multifd, RoundSent, Task};
 use crate::source::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
 use crate::source::windows::Windows;
 
-/// Zero pages that are told between two looks at whether that is still wanted.
-const HOLES_A_CHECK: u64 = 1 << 16;
-
 /// The longest sleep for a limited rate: what else ends a round is looked at in between.
-const RATE_TICK: Duration = Duration::from_millis(20);
+pub(super) const RATE_TICK: Duration = Duration::from_millis(20);
 
 /// One attempt to move a VM.
 pub(super) struct Engine<'e, 'v, V: LiveVm + ?Sized> {
@@ -64,36 +61,38 @@ pub(super) struct Engine<'e, 'v, V: LiveVm + ?Sized> {
 
 /// How the rounds end, and what is left to be sent.
 enum End {
-    /// The VM is stopped for it.
-    Stop(Vec<PageBitmap>),
+    /// The VM is stopped for it, and for what is left to be told of holes.
+    Stop { rest: Vec<PageBitmap>, untold: Vec<PageBitmap> },
     /// The VM runs at the destination first.
     Postcopy(Vec<PageBitmap>),
 }
 
 /// Why a round was broken off.
-enum BrokenOff {
+pub(super) enum BrokenOff {
     Time(Reason),
     Postcopy,
 }
 
 /// A round to be sent.
-struct Round {
-    kind: RoundKind,
+pub(super) struct Round {
+    pub(super) kind: RoundKind,
     /// Pages that are looked at, by block.
-    pages: Vec<PageBitmap>,
-    /// Pages that are zero without being looked at, by block; in the first round alone.
-    holes: Vec<PageBitmap>,
+    pub(super) pages: Vec<PageBitmap>,
+    /// Pages that are zero without being looked at, by block: in the first round, and in the last if that was broken off.
+    pub(super) holes: Vec<PageBitmap>,
 }
 
 /// What came of it.
 #[derive(Default)]
-struct RoundResult {
-    sent: Sent,
-    holes: u64,
-    /// What it did not get to, if it was broken off.
+pub(super) struct RoundResult {
+    pub(super) sent: Sent,
+    pub(super) holes: u64,
+    /// What it did not get to, if it was broken off: pages,
     rest: Vec<PageBitmap>,
-    broken_off: Option<BrokenOff>,
-    busy: Duration,
+    /// and holes that are to be told of.
+    pub(super) untold: Vec<PageBitmap>,
+    pub(super) broken_off: Option<BrokenOff>,
+    pub(super) busy: Duration,
 }
 
 impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
@@ -138,8 +137,8 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let records = RecordWriter::new(self.channel, &self.source.start().blocks)?;
         let mut records = records.looking_by(self.params.zero_method).with_put(self.params.put);
         match self.rounds(&mut convergence, &mut records)? {
-            End::Stop(rest) => {
-                self.switch_over(rest, &mut convergence, &mut records)?;
+            End::Stop { rest, untold } => {
+                self.switch_over(rest, untold, &mut convergence, &mut records)?;
                 self.hand_over()
             }
             End::Postcopy(mut rest) => {
@@ -221,7 +220,9 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                 return Ok(End::Postcopy(rest));
             }
             match verdict {
-                Verdict::SwitchOver | Verdict::GiveUp(GiveUp::Pause, _) => return Ok(End::Stop(rest)),
+                Verdict::SwitchOver | Verdict::GiveUp(GiveUp::Pause, _) => {
+                    return Ok(End::Stop { rest, untold: result.untold });
+                }
                 Verdict::GiveUp(GiveUp::Postcopy, _) => return Ok(End::Postcopy(rest)),
                 Verdict::Continue { throttle } => {
                     if let Some(percent) = throttle {
@@ -238,6 +239,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     fn switch_over(
         &mut self,
         mut rest: Vec<PageBitmap>,
+        mut untold: Vec<PageBitmap>,
         convergence: &mut Convergence,
         records: &mut RecordWriter<'_>,
     ) -> Result<(), MigrateError> {
@@ -247,7 +249,9 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.stats.expected_downtime = convergence.expected_downtime(expected);
         let dirty = self.stop(&mut rest)?;
         let (begun, bytes) = (self.begun.elapsed(), self.bytes_out());
-        let round = Round { kind: RoundKind::Last, pages: rest, holes: Vec::new() };
+        // What was written is no hole any more.
+        untold.iter_mut().zip(&rest).for_each(|(untold, rest)| untold.subtract(rest));
+        let round = Round { kind: RoundKind::Last, pages: rest, holes: untold };
         let about = round.count();
         let result = self.send(round, convergence, records)?;
         self.report(
@@ -339,7 +343,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         records.take_busy();
         let mut result = RoundResult::default();
         match self.multifd {
-            Some(multifd) => self.send_beside(multifd, round, records, &mut result)?,
+            Some(multifd) => self.send_beside(multifd, round, convergence, records, &mut result)?,
             None => self.send_records(round, convergence, records, &mut result)?,
         }
         bytes.clear();
@@ -361,7 +365,12 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         result: &mut RoundResult,
     ) -> Result<(), MigrateError> {
         let last = round.kind == RoundKind::Last;
-        self.tell_holes(&round.holes, records, result)?;
+        self.tell_holes(&round, convergence, records, result)?;
+        if result.broken_off.is_some() {
+            result.rest = round.pages;
+            result.busy += records.take_busy();
+            return Ok(());
+        }
         let windows = Windows::new(round.pages);
         let mut runs = Vec::new();
         let mut waited = Duration::ZERO;
@@ -410,7 +419,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         if let Some(memory) = placed {
             records.put_placed(memory)?;
         }
-        result.busy = records.take_busy() + waited;
+        result.busy += records.take_busy() + waited;
         Ok(())
     }
 
@@ -418,7 +427,8 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     fn send_beside(
         &mut self,
         multifd: &Multifd<'_, GuestSource<'_>>,
-        round: Round,
+        mut round: Round,
+        convergence: &Convergence,
         records: &mut RecordWriter<'_>,
         result: &mut RoundResult,
     ) -> Result<(), MigrateError> {
@@ -428,43 +438,13 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let task = Task { zeros, method: self.params.zero_method, syncs: 1, limited: !last };
         let timeout = self.params.timeout.filter(|_| !last);
         let deadline = timeout.and_then(|timeout| self.begun.checked_add(timeout));
-        let holes = &round.holes;
-        let tell = |records: &mut RecordWriter<'_>| self.tell_holes(holes, records, result);
-        let RoundSent { sent, busy, rest } = multifd.send_round(round.pages, task, records, tell, deadline)?;
+        let pages = std::mem::take(&mut round.pages);
+        let tell = |records: &mut RecordWriter<'_>| self.tell_holes(&round, convergence, records, result);
+        let RoundSent { sent, busy, rest } = multifd.send_round(pages, task, records, tell, deadline)?;
         result.sent.add(sent);
-        result.busy = busy;
+        result.busy = result.busy.max(busy);
         if let (Some(rest), Some(timeout)) = (rest, timeout) {
             (result.rest, result.broken_off) = (rest, Some(BrokenOff::Time(Reason::Time(timeout))));
-        }
-        Ok(())
-    }
-
-    /// Says of pages that were never populated that they are zero, where that is not known.
-    fn tell_holes(
-        &mut self,
-        holes: &[PageBitmap],
-        records: &mut RecordWriter<'_>,
-        result: &mut RoundResult,
-    ) -> Result<(), MigrateError> {
-        for (block, holes) in holes.iter().enumerate() {
-            let count = holes.count();
-            result.holes += count;
-            if self.leaves_out(block) {
-                result.sent.left_out += count;
-                if let Some(track) = &mut self.track {
-                    holes.runs().for_each(|run| track.left_out(block, run));
-                }
-                continue;
-            }
-            for run in holes.runs().flat_map(|run| run.chunks(HOLES_A_CHECK)) {
-                self.check()?;
-                records.send_zero(block, run)?;
-                self.progress.moved(Moved { zero: run.len(), ..Moved::default() });
-                result.sent.zero += run.len();
-                if let Some(track) = &mut self.track {
-                    track.sent(block, &[run]);
-                }
-            }
         }
         Ok(())
     }
@@ -487,12 +467,12 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     }
 
     /// Whether a page of the block that was never sent is zero at the destination.
-    fn leaves_out(&self, block: usize) -> bool {
+    pub(super) fn leaves_out(&self, block: usize) -> bool {
         self.fresh && self.vm.memory().block(block).is_ok_and(|block| block.role() == BlockRole::Ram)
     }
 
     /// Whether a round is to be broken off now.
-    fn breaks_off(&self, convergence: &Convergence) -> Option<BrokenOff> {
+    pub(super) fn breaks_off(&self, convergence: &Convergence) -> Option<BrokenOff> {
         if self.switches() {
             return Some(BrokenOff::Postcopy);
         }
