@@ -46,6 +46,7 @@ mod memory;
 mod pagemap;
 pub mod populate;
 mod populated;
+mod release;
 #[cfg(feature = "vm-memory")]
 pub mod rust_vmm;
 pub mod share;
@@ -56,3 +57,4 @@ pub use discard::Discarded;
 pub use error::MemoryError;
 pub use loan::Loan;
 pub use memory::{GuestMemory, GuestRegion};
+pub use release::Method;

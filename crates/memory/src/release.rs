@@ -1,0 +1,148 @@
+//! Giving back the memory of pages whose contents nobody wants, by a method of the caller's choice.
+//!
+//! Unlike a [discard](MemoryBlock::discard), nothing is promised of what the pages read as afterwards, so nothing is ever written:
+//! what cannot be given back is kept. It is for those who have a reason for one method (a balloon, a measurement).
+#![allow(unsafe_code, reason = "gives guest memory back")]
+
+use limosa_page::{PAGE_SIZE, PageRange};
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::mm::{Advice, madvise};
+
+use crate::block::MemoryBlock;
+use crate::error::MemoryError;
+
+/// A call that gives memory back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Method {
+    /// `fallocate(FALLOC_FL_PUNCH_HOLE)` on the block's file: for all who map it. The pages read as zero.
+    PunchHole,
+    /// `madvise(MADV_DONTNEED)`: private memory reads as zero, or as its file. Of shared memory only this process's mapping goes.
+    DontNeed,
+    /// `madvise(MADV_REMOVE)`: punches the hole through the mapping of shared memory. The pages read as zero.
+    Remove,
+    /// `madvise(MADV_FREE)`: of private memory without a file; the kernel takes it when it needs some. Until then, and if it is
+    /// written first, it stays.
+    Free,
+}
+
+impl Method {
+    /// As system calls name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::PunchHole => "punch-hole",
+            Self::DontNeed => "dontneed",
+            Self::Remove => "remove",
+            Self::Free => "free",
+        }
+    }
+}
+
+impl MemoryBlock {
+    /// Whether a method gives back memory of this kind.
+    pub fn takes(&self, method: Method) -> bool {
+        match method {
+            Method::PunchHole => self.is_shared() && self.file().is_some(),
+            Method::Remove => self.is_shared(),
+            Method::DontNeed => !self.is_shared(),
+            Method::Free => !self.is_shared() && self.file().is_none() && self.page_size() == PAGE_SIZE,
+        }
+    }
+
+    /// Gives back the memory of those of the pages that are host pages as a whole, with one call: how many pages of 4 KiB.
+    ///
+    /// If pages of the block are [lent](MemoryBlock::lend), it waits until they are back.
+    ///
+    /// # Errors
+    /// [`MemoryError::Outside`], or the kernel's refusal; [`MemoryError::Layout`]: not [possible](Self::takes) with this memory.
+    pub fn release(&self, pages: PageRange, method: Method) -> Result<u64, MemoryError> {
+        let kernel = |operation, source: rustix::io::Errno| MemoryError::Kernel {
+            block: self.name().to_owned(),
+            operation,
+            source: source.into(),
+        };
+        if !self.takes(method) {
+            let why = format!("memory of this kind is not given back by {}", method.name());
+            return Err(MemoryError::Layout { block: self.name().to_owned(), why });
+        }
+        let Some(_inside) = self.place(pages) else {
+            return Err(MemoryError::Outside {
+                block: self.name().to_owned(),
+                length: self.len(),
+                offset: pages.bytes().start,
+                wanted: usize::try_from(pages.len().saturating_mul(PAGE_SIZE)).unwrap_or(usize::MAX),
+            });
+        };
+        let pages = self.whole_host_pages(pages);
+        let Some(place) = self.place(pages).filter(|_| !pages.is_empty()) else { return Ok(0) };
+        let _taken_back = self.loans().take_back();
+        let advice = match (method, self.file()) {
+            (Method::PunchHole, Some((file, offset))) => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                let bytes = pages.bytes();
+                fallocate(file, flags, offset + bytes.start, bytes.end - bytes.start)
+                    .map_err(|error| kernel("fallocate, to punch a hole", error))?;
+                return Ok(pages.len());
+            }
+            (Method::DontNeed, _) => Advice::LinuxDontNeed,
+            (Method::Free, _) => Advice::LinuxFree,
+            (Method::Remove | Method::PunchHole, _) => Advice::LinuxRemove,
+        };
+        // SAFETY: the pages are of this mapping, and no reference to them exists.
+        unsafe { madvise(place.iov_base, place.iov_len, advice) }
+            .map_err(|error| kernel("madvise, to release", error))?;
+        Ok(pages.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_page::PageNumber;
+
+    use super::*;
+    use crate::BlockOptions;
+
+    const METHODS: [Method; 4] = [Method::PunchHole, Method::DontNeed, Method::Remove, Method::Free];
+
+    fn filled(options: BlockOptions) -> MemoryBlock {
+        let block = options.map().unwrap();
+        block.write(0, &vec![7; 16 << 12]).unwrap();
+        block
+    }
+
+    #[test]
+    fn each_kind_of_memory_is_given_back_by_its_own_methods_and_refuses_the_others() {
+        let kinds = [
+            (BlockOptions::memfd("ram", 16 << 12), [true, false, true, false]),
+            (BlockOptions::anonymous("ram", 16 << 12), [false, true, false, true]),
+        ];
+        for (options, possible) in kinds {
+            let block = filled(options);
+            for (at, (method, possible)) in (0..).zip(METHODS.into_iter().zip(possible)) {
+                assert_eq!(block.takes(method), possible, "{method:?}");
+                let pages = PageRange::starting_at(PageNumber(1 + 2 * at), 1);
+                let done = block.release(pages, method);
+                if !possible {
+                    assert!(done.unwrap_err().to_string().contains(method.name()));
+                    continue;
+                }
+                assert_eq!(done.unwrap(), 1);
+                let mut bytes = vec![1; 16 << 12];
+                block.read(0, &mut bytes).unwrap();
+                let (start, end) =
+                    (usize::try_from(pages.bytes().start).unwrap(), usize::try_from(pages.bytes().end).unwrap());
+                assert!(method == Method::Free || bytes[start..end].iter().all(|byte| *byte == 0), "{method:?}");
+                assert!(bytes[start - 1] == 7 && bytes[end] == 7, "{method:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn pages_that_a_block_has_not_are_refused() {
+        let block = filled(BlockOptions::memfd("ram", 16 << 12));
+        let error = block.release(PageRange::starting_at(PageNumber(15), 2), Method::PunchHole).unwrap_err();
+        assert!(matches!(error, MemoryError::Outside { .. }), "{error}");
+        let mut byte = [0];
+        block.read(15 << 12, &mut byte).unwrap();
+        assert_eq!(byte, [7]);
+    }
+}
