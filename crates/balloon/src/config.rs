@@ -1,0 +1,161 @@
+//! The configuration space: four numbers that device and driver tell each other.
+//!
+//! **Law: reading and writing it takes no lock.** A guest's processor stands still while it waits for a configuration
+//! read, with whatever its driver holds; so whoever answers must not wait for the thread that works on the queues, which may
+//! be discarding gigabytes or wait for that very guest. Each field is an atomic of its own. (No field belongs to another, so
+//! a read of several may see them of different moments, as on real hardware.)
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::layout::Features;
+
+/// The fields, little-endian, 4 bytes each (virtio 1.2, 5.5.4).
+#[derive(Debug, Default)]
+pub(crate) struct Config {
+    /// Pages of 4 KiB that the balloon should have. Written by the device.
+    num_pages: AtomicU32,
+    /// Pages of 4 KiB that it has. Written by the driver.
+    actual: AtomicU32,
+    /// Which free-page list is wanted. Written by the device.
+    hint_command: AtomicU32,
+    /// What free pages are filled with, once that feature was accepted. Written by the driver.
+    poison: AtomicU32,
+}
+
+/// What a write by the driver came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Written {
+    /// [`Config::actual`] has another value now.
+    pub(crate) actual_changed: bool,
+    /// Bytes were meant for fields that are not the driver's, or for none.
+    pub(crate) refused: bool,
+}
+
+impl Config {
+    /// Copies bytes from `offset` on; zeros behind what `offered` lets exist.
+    pub(crate) fn read(&self, offered: Features, offset: u32, into: &mut [u8]) {
+        let fields = [&self.num_pages, &self.actual, &self.hint_command, &self.poison];
+        let values = fields.map(|field| field.load(Ordering::Acquire).to_le_bytes());
+        let bytes = values.as_flattened();
+        let bytes = bytes.get(..offered.config_len() as usize).unwrap_or(bytes);
+        let from = bytes.get(offset as usize..).unwrap_or_default();
+        let length = from.len().min(into.len());
+        let (there, behind) = into.split_at_mut(length);
+        there.copy_from_slice(&from[..length]);
+        behind.fill(0);
+    }
+
+    /// Takes what the driver writes into its own fields, and nothing else. The field for poison is the driver's only once it
+    /// has `accepted` that feature.
+    pub(crate) fn write(&self, accepted: Features, offset: u32, bytes: &[u8]) -> Written {
+        let mut written = Written::default();
+        let field = |at: u64, field: &AtomicU32| {
+            let mut mine = 0;
+            let before = field.load(Ordering::Acquire);
+            let mut value = before.to_le_bytes();
+            for (place, byte) in (at..).zip(&mut value) {
+                let given = place.checked_sub(u64::from(offset)).and_then(|index| usize::try_from(index).ok());
+                if let Some(given) = given.and_then(|index| bytes.get(index)) {
+                    *byte = *given;
+                    mine += 1;
+                }
+            }
+            let after = u32::from_le_bytes(value);
+            field.store(after, Ordering::Release);
+            (mine, before != after)
+        };
+        let (mut mine, changed) = field(4, &self.actual);
+        written.actual_changed = changed;
+        if accepted.has(Features::PAGE_POISON) {
+            mine += field(12, &self.poison).0;
+        }
+        written.refused = mine != bytes.len();
+        written
+    }
+
+    pub(crate) fn set_num_pages(&self, pages: u32) {
+        self.num_pages.store(pages, Ordering::Release);
+    }
+
+    pub(crate) fn num_pages(&self) -> u32 {
+        self.num_pages.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn actual(&self) -> u32 {
+        self.actual.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_hint_command(&self, command: u32) {
+        self.hint_command.store(command, Ordering::Release);
+    }
+
+    pub(crate) fn poison(&self) -> u32 {
+        self.poison.load(Ordering::Acquire)
+    }
+
+    /// The driver is gone: what it said of itself no longer holds.
+    pub(crate) fn forget_driver(&self) {
+        self.actual.store(0, Ordering::Release);
+        self.poison.store(0, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn read(config: &Config, features: Features, offset: u32, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0xaa; length];
+        config.read(features, offset, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn the_driver_writes_its_own_fields_and_no_others() {
+        let config = Config::default();
+        config.set_num_pages(0x0102_0304);
+        let all = Features::default();
+        assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), Written { actual_changed: true, refused: false });
+        assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), Written::default());
+        assert_eq!(config.write(all, 12, &0xaau32.to_le_bytes()), Written::default());
+        for (offset, bytes) in [(0, &[1u8; 4][..]), (8, &[1; 4]), (16, &[1]), (u32::MAX, &[1; 8]), (2, &[4, 3, 7, 0])] {
+            assert!(config.write(all, offset, bytes).refused, "{offset}");
+        }
+        assert_eq!((config.num_pages(), config.actual(), config.poison()), (0x0102_0304, 7, 0xaa));
+        assert_eq!(read(&config, all, 0, 16), [4, 3, 2, 1, 7, 0, 0, 0, 0, 0, 0, 0, 0xaa, 0, 0, 0]);
+        // A driver that never accepted the feature has no such field.
+        assert!(config.write(Features::STATS_VQ, 12, &[1; 4]).refused);
+        assert_eq!(config.poison(), 0xaa);
+    }
+
+    #[test]
+    fn behind_the_end_there_are_zeros() {
+        let config = Config::default();
+        config.set_hint_command(u32::MAX);
+        assert_eq!(read(&config, Features::FREE_PAGE_HINT, 8, 8), [255, 255, 255, 255, 0, 0, 0, 0]);
+        assert_eq!(read(&config, Features::NONE, 8, 4), [0; 4]);
+        assert_eq!(read(&config, Features::default(), u32::MAX, 4), [0; 4]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_write_changes_at_most_what_is_the_drivers(offset in 0u32..24, bytes in proptest::collection::vec(any::<u8>(), 0..24)) {
+            let config = Config::default();
+            config.set_num_pages(0x1111_1111);
+            config.set_hint_command(0x2222_2222);
+            let before = read(&config, Features::default(), 0, 16);
+            let written = config.write(Features::default(), offset, &bytes);
+            let after = read(&config, Features::default(), 0, 16);
+            for at in 0..16u32 {
+                let given = at.checked_sub(offset).and_then(|index| bytes.get(index as usize));
+                let own = (4..8).contains(&at) || (12..16).contains(&at);
+                let expected = given.filter(|_| own).unwrap_or(&before[at as usize]);
+                prop_assert_eq!(after[at as usize], *expected);
+            }
+            let own = (offset..).zip(&bytes).all(|(at, _)| matches!(at, 4..8 | 12..16));
+            prop_assert_eq!(written.refused, !own);
+        }
+    }
+}

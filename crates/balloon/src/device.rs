@@ -1,0 +1,352 @@
+//! The device.
+//!
+//! **Laws of its locks.**
+//! 1. The configuration has none ([`crate::config`]): a guest that waits for a configuration read waits for nobody.
+//! 2. Work on a queue takes that queue's own lock, which nobody else ever takes; it may last as long as a discard does.
+//! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
+//!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called.
+
+mod array;
+mod free_pages;
+mod hinting;
+mod pending;
+mod report;
+mod statistics;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use limosa_page::PAGE_SIZE;
+
+use crate::config::Config;
+use crate::counters::{Counters, Counting};
+use crate::layout::{Features, Numbering, Role};
+use crate::reclaim::Reclaim;
+use crate::ring::Ring;
+use crate::statistics::Statistics;
+pub use hinting::HintList;
+use hinting::Hinting;
+use pending::Pending;
+
+/// Whether a queue has more to do than was done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum More {
+    /// The queue wants to be looked at again, after others had their turn.
+    Yes,
+    /// The queue is looked at again when the driver or [`Transport::kick`] says so.
+    No,
+}
+
+/// Whoever connects the device with its driver: a vhost-user server, a VMM's PCI or MMIO transport.
+pub trait Transport: Send + Sync {
+    /// Tells the driver that the configuration has changed.
+    fn config_changed(&self);
+
+    /// Has somebody [work](Balloon::work) on a queue soon. Must not work on it itself.
+    fn kick(&self, queue: usize);
+
+    /// Whether there is still a driver's end.
+    fn is_connected(&self) -> bool {
+        true
+    }
+}
+
+/// Who wants to know what becomes of the balloon.
+pub trait Observer: Send + Sync {
+    /// The guest has this much memory now, in bytes, the balloon taken off. Called on the thread that answers the driver.
+    fn actual_changed(&self, bytes: u64);
+}
+
+/// What a device is to be.
+#[derive(Clone, Default)]
+pub struct Options {
+    /// What is offered to the driver.
+    pub features: Features,
+    /// How the driver numbers its queues.
+    pub numbering: Numbering,
+    /// Whether reports of free pages are acknowledged without giving the pages back, until
+    /// [`Balloon::set_reporting`] says otherwise.
+    pub reporting_off: bool,
+    /// Who is told of changes.
+    pub observer: Option<Arc<dyn Observer>>,
+}
+
+/// How much memory the guest has, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Size {
+    /// Without a balloon.
+    pub ram: u64,
+    /// With the balloon that is wanted.
+    pub target: u64,
+    /// With the balloon that there is.
+    pub actual: u64,
+}
+
+/// What the device keeps of whom it is connected with.
+#[derive(Default)]
+struct Guest {
+    memory: Option<Arc<dyn Reclaim>>,
+    transport: Option<Arc<dyn Transport>>,
+    /// Bytes that the guest is to have; `None`: all.
+    target: Option<u64>,
+}
+
+/// What work on a queue leaves for the next time.
+#[derive(Default)]
+struct Queue {
+    /// The driver that it is of.
+    epoch: u64,
+    /// Pages of a buffer that is not done.
+    pending: Option<Pending>,
+    /// The buffer for statistics, which the device holds.
+    held: Option<u16>,
+}
+
+/// The device. Shared by whoever answers the driver, works on the queues, and asks something of the guest.
+pub struct Balloon {
+    offered: Features,
+    numbering: Numbering,
+    observer: Option<Arc<dyn Observer>>,
+    config: Config,
+    accepted: AtomicU64,
+    /// Counts drivers. What was taken from the queues of an earlier one is nobody's.
+    epoch: AtomicU64,
+    reporting: AtomicBool,
+    statistics_wanted: AtomicBool,
+    statistics: Mutex<Option<Statistics>>,
+    guest: Mutex<Guest>,
+    hinting: Mutex<Hinting>,
+    queues: [Mutex<Queue>; Role::ALL.len()],
+    ballooned: Mutex<pending::Ballooned>,
+    counters: Counting,
+}
+
+impl std::fmt::Debug for Balloon {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Balloon")
+            .field("accepted", &self.accepted_features())
+            .field("size", &self.size())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Balloon {
+    /// A device that has neither memory nor driver yet.
+    pub fn new(options: Options) -> Self {
+        let Options { features, numbering, reporting_off, observer } = options;
+        let device = Self {
+            offered: features,
+            numbering,
+            observer,
+            config: Config::default(),
+            accepted: AtomicU64::new(0),
+            epoch: AtomicU64::new(0),
+            reporting: AtomicBool::new(!reporting_off),
+            statistics_wanted: AtomicBool::new(false),
+            statistics: Mutex::default(),
+            guest: Mutex::default(),
+            hinting: Mutex::default(),
+            queues: Default::default(),
+            ballooned: Mutex::default(),
+            counters: Counting::default(),
+        };
+        device.config.set_hint_command(device.lock(&device.hinting).handshake.command());
+        device
+    }
+
+    /// What it offers to the driver.
+    pub fn features(&self) -> Features {
+        self.offered
+    }
+
+    /// How many queues it has if all of that is accepted.
+    pub fn queues(&self) -> usize {
+        Role::ALL.iter().filter(|role| self.offered.has(role.feature())).count().max(match self.numbering {
+            Numbering::Compact => 0,
+            Numbering::Fixed => Role::ALL.len(),
+        })
+    }
+
+    /// The driver has accepted these; others than were offered are left out.
+    pub fn accepted(&self, features: Features) {
+        self.accepted.store(features.and(self.offered).bits(), Ordering::Release);
+    }
+
+    /// What the driver has accepted.
+    pub fn accepted_features(&self) -> Features {
+        Features::from_bits(self.accepted.load(Ordering::Acquire))
+    }
+
+    /// Copies bytes of the configuration; zeros behind its end. Takes no lock and never waits.
+    pub fn read_config(&self, offset: u32, into: &mut [u8]) {
+        self.config.read(self.offered, offset, into);
+    }
+
+    /// The driver writes its configuration. Never waits. What is not its own to write is ignored and counted.
+    pub fn write_config(&self, offset: u32, bytes: &[u8]) {
+        let written = self.config.write(self.accepted_features(), offset, bytes);
+        self.counters
+            .refused_config_writes
+            .refuse(written.refused.into(), "it writes configuration that is not its own");
+        if let Some(observer) = self.observer.as_ref().filter(|_| written.actual_changed) {
+            observer.actual_changed(self.size().actual);
+        }
+    }
+
+    /// The guest's memory, or another one.
+    pub fn memory(&self, memory: Arc<dyn Reclaim>) {
+        let num_pages = {
+            let mut guest = self.lock(&self.guest);
+            guest.memory = Some(memory);
+            guest.num_pages()
+        };
+        // A balloon that was wanted before the guest's size was known.
+        if num_pages != self.config.num_pages() {
+            self.config.set_num_pages(num_pages);
+            self.config_changed();
+        }
+    }
+
+    /// Connects it.
+    pub fn attached(&self, transport: Arc<dyn Transport>) {
+        self.lock(&self.guest).transport = Some(transport);
+    }
+
+    /// The driver is gone, or begins anew: the balloon is empty, no buffer of the queues is held any more, no list of free pages
+    /// comes. What was accepted holds until the next [`accepted`](Self::accepted). Never waits.
+    pub fn reset(&self) {
+        self.epoch.fetch_add(1, Ordering::AcqRel);
+        self.config.forget_driver();
+        self.end_hinting();
+    }
+
+    /// Bytes that the guest is to have: its driver makes the balloon as large as what is beyond. More than it has is all of it.
+    ///
+    /// # Errors
+    /// Nothing: no guest lives without memory.
+    pub fn set_target(&self, bytes: u64) -> Result<(), ZeroTarget> {
+        if bytes < PAGE_SIZE {
+            return Err(ZeroTarget);
+        }
+        let num_pages = {
+            let mut guest = self.lock(&self.guest);
+            guest.target = Some(bytes);
+            guest.num_pages()
+        };
+        self.config.set_num_pages(num_pages);
+        self.config_changed();
+        Ok(())
+    }
+
+    /// How much memory the guest has.
+    pub fn size(&self) -> Size {
+        let ram = self.lock(&self.guest).ram();
+        let without = |pages: u32| ram.saturating_sub(u64::from(pages) * PAGE_SIZE);
+        Size { ram, target: without(self.config.num_pages()), actual: without(self.config.actual()) }
+    }
+
+    /// Whether a driver is there that has accepted what was offered.
+    pub fn has_driver(&self) -> bool {
+        let connected = self.transport().is_some_and(|transport| transport.is_connected());
+        connected && self.config_in_use()
+    }
+
+    /// What was done and refused.
+    pub fn counters(&self) -> Counters {
+        self.counters.read()
+    }
+
+    /// Works on a queue for a bounded time.
+    ///
+    /// # Errors
+    /// The ring cannot be worked on. A list of free pages that came over it has ended, and the guest is told that it may have its
+    /// pages back.
+    pub fn work<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
+        let Some(role) = self.numbering.role(self.accepted_features(), queue) else { return Ok(More::No) };
+        let Some(state) = self.queues.get(role.index()) else { return Ok(More::No) };
+        let mut state = self.lock(state);
+        let epoch = self.epoch.load(Ordering::Acquire);
+        if state.epoch != epoch {
+            *state = Queue { epoch, ..Queue::default() };
+        }
+        match role {
+            Role::Inflate | Role::Deflate => self.work_on_arrays(role, &mut state, ring),
+            Role::Statistics => self.work_on_statistics(&mut state, ring),
+            Role::Hint => self.work_on_hints(ring).inspect_err(|_| self.end_hinting()),
+            Role::Reporting => self.work_on_reports(&mut state, ring),
+        }
+    }
+
+    /// Whether free pages may lose their contents.
+    fn keeps_free_pages(&self) -> bool {
+        self.config.poison() != 0
+    }
+
+    fn config_in_use(&self) -> bool {
+        self.accepted.load(Ordering::Acquire) != 0
+    }
+
+    fn guest_memory(&self) -> Option<Arc<dyn Reclaim>> {
+        self.lock(&self.guest).memory.clone()
+    }
+
+    fn transport(&self) -> Option<Arc<dyn Transport>> {
+        self.lock(&self.guest).transport.clone()
+    }
+
+    fn config_changed(&self) {
+        if let Some(transport) = self.transport() {
+            transport.config_changed();
+        }
+    }
+
+    /// Has somebody work on a queue, if there is such a queue.
+    fn kick(&self, role: Role) {
+        let number = self.numbering.number(self.accepted_features(), role);
+        if let (Some(number), Some(transport)) = (number, self.transport()) {
+            transport.kick(number);
+        }
+    }
+
+    fn discard(&self, memory: &dyn Reclaim, run: &Range<u64>) {
+        self.counters.discards.add(1);
+        match memory.discard(run) {
+            Ok(bytes) => self.counters.discarded_bytes.add(bytes),
+            Err(error) => {
+                let what = format!("its pages cannot be given back: {error}");
+                self.counters.failed_discards.refuse(1, &what);
+            }
+        }
+    }
+
+    fn lock<'l, T>(&self, lock: &'l Mutex<T>) -> MutexGuard<'l, T> {
+        // What a panic could leave half done is one driver's, and gone with its reset.
+        lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Guest {
+    fn ram(&self) -> u64 {
+        let ram = self.memory.as_ref().map_or(&[][..], |memory| memory.ram());
+        ram.iter().map(|range| range.end - range.start).sum()
+    }
+
+    /// The size of the balloon that leaves what is wanted.
+    fn num_pages(&self) -> u32 {
+        let ram = self.ram();
+        let pages = ram.saturating_sub(self.target.unwrap_or(ram)) / PAGE_SIZE;
+        u32::try_from(pages).unwrap_or(u32::MAX)
+    }
+}
+
+impl Drop for Balloon {
+    fn drop(&mut self) {
+        self.end_hinting();
+    }
+}
+
+/// A guest was to have no memory at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a guest needs memory: the target is at least 4096 bytes, and in practice hundreds of MiB")]
+pub struct ZeroTarget;

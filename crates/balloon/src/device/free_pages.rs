@@ -1,0 +1,66 @@
+//! Asking the guest for its free pages.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
+
+use super::Balloon;
+use super::hinting::{HintList, Hinting};
+use crate::layout::Features;
+
+impl FreePages for Balloon {
+    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        let not_offered = |why: &str| Err(FreePagesError::NotOffered { why: why.into() });
+        if !self.has_driver() {
+            return not_offered("no driver in it has taken the balloon; load virtio_balloon there");
+        }
+        if !self.accepted_features().has(Features::FREE_PAGE_HINT) {
+            return not_offered("its driver did not take the feature free-page-hint");
+        }
+        if self.keeps_free_pages() {
+            return not_offered("it fills free pages with a value that they have to keep (page_poison)");
+        }
+        let before = self.change_hint(|hinting| {
+            let id = hinting.handshake.request();
+            hinting.list = HintList { id, asked: Some(Instant::now()), ..HintList::default() };
+            hinting.sink.replace(to)
+        });
+        // What it drops may do anything, so not under the lock.
+        drop(before);
+        self.counters.hint_requests.add(1);
+        self.config_changed();
+        Ok(())
+    }
+
+    fn stop(&self) {
+        let (news, sink) = self.change_hint(|hinting| (hinting.handshake.stop(), hinting.sink.take()));
+        drop(sink);
+        if news {
+            self.config_changed();
+        }
+    }
+
+    fn done(&self) {
+        self.end_hinting();
+    }
+}
+
+impl Balloon {
+    /// No list comes any more, and the guest is told that it may have its pages back, if it does not know.
+    pub(super) fn end_hinting(&self) {
+        let (news, sink) = self.change_hint(|hinting| (hinting.handshake.done(), hinting.sink.take()));
+        drop(sink);
+        if news {
+            self.config_changed();
+        }
+    }
+
+    /// What the handshake is changed to is what the configuration shows, whoever else changes it.
+    fn change_hint<T>(&self, change: impl FnOnce(&mut Hinting) -> T) -> T {
+        let mut hinting = self.lock(&self.hinting);
+        let changed = change(&mut hinting);
+        self.config.set_hint_command(hinting.handshake.command());
+        changed
+    }
+}

@@ -1,0 +1,141 @@
+//! The queue of free-page lists.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use limosa_memory::free::FreePageSink;
+use vm_memory::Bytes as _;
+
+use super::pending::BUFFERS;
+use super::{Balloon, More};
+use crate::hint::{Handshake, HintState, IdMeans};
+use crate::numbers;
+use crate::ring::Ring;
+
+/// The handshake, and where the list goes.
+#[derive(Default)]
+pub(super) struct Hinting {
+    pub(super) handshake: Handshake,
+    pub(super) sink: Option<Arc<dyn FreePageSink>>,
+    pub(super) list: HintList,
+}
+
+/// How far a list of free pages has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct HintList {
+    /// How far the handshake is.
+    pub state: HintState,
+    /// The id of the command; 0 if there was none.
+    pub id: u32,
+    /// Whether the list came to its end.
+    pub complete: bool,
+    /// Free blocks that came.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// When it was asked for.
+    pub asked: Option<Instant>,
+    /// When its last buffer came.
+    pub last: Option<Instant>,
+}
+
+impl Balloon {
+    /// The list that was asked for last.
+    pub fn hint_list(&self) -> HintList {
+        let hinting = self.lock(&self.hinting);
+        HintList { state: hinting.handshake.state(), ..hinting.list }
+    }
+
+    pub(super) fn work_on_hints<R: Ring>(&self, ring: &R) -> Result<More, R::Error> {
+        let mut taken = 0;
+        let more = loop {
+            if taken == 4 * BUFFERS {
+                break More::Yes;
+            }
+            let Some(chain) = ring.pop()? else { break More::No };
+            taken += 1;
+            let head = chain.head_index();
+            self.hint(chain);
+            ring.add_used(head, 0)?;
+        };
+        ring.notify()?;
+        Ok(more)
+    }
+
+    fn hint<M>(&self, chain: virtio_queue::DescriptorChain<M>)
+    where
+        M: std::ops::Deref + Clone,
+        M::Target: vm_memory::GuestMemory + Sized,
+    {
+        let memory = chain.clone();
+        for buffer in chain {
+            if buffer.is_write_only() {
+                self.block(buffer.addr().0, buffer.len().into());
+                continue;
+            }
+            let mut id = [0; 4];
+            if buffer.len() != 4 {
+                self.counters.unexpected_buffers.refuse(1, "a command id that has not four bytes");
+            } else if memory.memory().read_slice(&mut id, buffer.addr()).is_err() {
+                self.counters.unreadable_buffers.refuse(1, "a command id that is not in its memory");
+            } else {
+                self.id(u32::from_le_bytes(id));
+            }
+        }
+    }
+
+    fn id(&self, id: u32) {
+        let complete = {
+            let mut hinting = self.lock(&self.hinting);
+            match hinting.handshake.id(id) {
+                IdMeans::Begin => {
+                    hinting.list.last = Some(Instant::now());
+                    None
+                }
+                IdMeans::Complete => {
+                    hinting.list.last = Some(Instant::now());
+                    hinting.list.complete = true;
+                    self.config.set_hint_command(hinting.handshake.command());
+                    hinting.sink.take()
+                }
+                IdMeans::Stale => {
+                    // A list that is stopped ends with such an id, so it says nothing of the driver.
+                    self.counters.stale_ids.add(1);
+                    None
+                }
+            }
+        };
+        if let Some(sink) = complete {
+            self.counters.hint_lists.add(1);
+            sink.complete();
+        }
+    }
+
+    fn block(&self, address: u64, length: u64) {
+        let memory = self.guest_memory();
+        let ram = memory.as_ref().map_or(&[][..], |memory| memory.ram());
+        let Some(block) = numbers::inside(address, length, ram) else {
+            self.counters.blocks_outside.refuse(1, "free blocks that are not pages of its memory");
+            return;
+        };
+        let sink = {
+            let mut hinting = self.lock(&self.hinting);
+            if hinting.handshake.takes_blocks() {
+                hinting.list.blocks += 1;
+                hinting.list.bytes += length;
+                hinting.list.last = Some(Instant::now());
+                hinting.sink.clone()
+            } else {
+                None
+            }
+        };
+        match sink {
+            Some(sink) => {
+                self.counters.hinted_blocks.add(1);
+                self.counters.hinted_bytes.add(length);
+                sink.free(block);
+            }
+            None => self.counters.stale_hints.add(1),
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Runs of pages that are given back a few at a time, so that no buffer keeps the worker for long.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use limosa_page::{PageBitmap, PageNumber, PageRange};
+
+use super::{Balloon, Queue};
+use crate::reclaim::Reclaim;
+use crate::ring::Ring;
+
+/// Buffers that are taken at a time.
+pub(super) const BUFFERS: usize = 64;
+/// Calls that give memory back, at a time.
+pub(super) const DISCARDS: usize = 128;
+
+/// What is left of a buffer.
+pub(super) struct Pending {
+    head: u16,
+    runs: VecDeque<Range<u64>>,
+}
+
+impl Pending {
+    pub(super) fn new(head: u16, runs: Vec<Range<u64>>) -> Self {
+        Self { head, runs: runs.into() }
+    }
+}
+
+impl Balloon {
+    /// Goes on with what is left of a buffer, and gives the buffer back when nothing is. `false`: there is still something left.
+    pub(super) fn go_on<R: Ring>(&self, state: &mut Queue, left: &mut usize, ring: &R) -> Result<bool, R::Error> {
+        let Some(pending) = &mut state.pending else { return Ok(true) };
+        let memory = self.guest_memory();
+        while let Some(run) = pending.runs.front() {
+            if *left == 0 {
+                return Ok(false);
+            }
+            *left -= 1;
+            if let Some(memory) = &memory {
+                self.discard(&**memory, run);
+            }
+            pending.runs.pop_front();
+        }
+        let head = pending.head;
+        state.pending = None;
+        ring.add_used(head, 0)?;
+        Ok(true)
+    }
+}
+
+/// Which pages are in the balloon, of memory that the host keeps in huge pages: such a page can be given back only when all of
+/// it is in the balloon, and the guest puts it there in pieces. (Nothing is kept of other memory.)
+#[derive(Debug, Default)]
+pub(super) struct Ballooned {
+    epoch: u64,
+    /// A bit for each page of a range of RAM, by the range.
+    ranges: Vec<(Range<u64>, PageBitmap)>,
+}
+
+impl Ballooned {
+    /// Pages came or went. What is to be given back for it: the run, or the huge pages that it completes.
+    pub(super) fn change(
+        &mut self,
+        epoch: u64,
+        memory: &dyn Reclaim,
+        run: Range<u64>,
+        inside: bool,
+    ) -> Option<Range<u64>> {
+        let (index, range) = memory.ram().iter().enumerate().find(|(_, range)| range.contains(&run.start))?;
+        let host = memory.host_page(index).max(limosa_page::PAGE_SIZE);
+        if host == limosa_page::PAGE_SIZE {
+            return inside.then_some(run);
+        }
+        if self.epoch != epoch {
+            *self = Self { epoch, ranges: Vec::new() };
+        }
+        let known = self.ranges.iter().position(|(known, _)| known == range);
+        let known = known.unwrap_or_else(|| {
+            let pages = PageRange::covering(&(0..range.end - range.start)).len();
+            self.ranges.push((range.clone(), PageBitmap::new(pages)));
+            self.ranges.len() - 1
+        });
+        let (_, bitmap) = self.ranges.get_mut(known)?;
+        let pages = PageRange::within(&(run.start - range.start..run.end - range.start));
+        if !inside {
+            bitmap.clear_range(pages);
+            return None;
+        }
+        bitmap.set_range(pages);
+        let host = host / limosa_page::PAGE_SIZE;
+        let (mut first, mut last) = (pages.start.0 / host * host, pages.end.0.div_ceil(host).saturating_mul(host));
+        // Only the huge pages at either end can be incomplete.
+        let complete = |at: u64| {
+            let page = PageRange::starting_at(PageNumber(at), host);
+            page.end <= PageRange::covering(&(0..range.end - range.start)).end && bitmap.count_in(page) == host
+        };
+        while first < last && !complete(first) {
+            first += host;
+        }
+        while first < last && !complete(last - host) {
+            last -= host;
+        }
+        let start = range.start + PageNumber(first).offset();
+        (first < last).then(|| start..range.start + PageNumber(last).offset())
+    }
+}

@@ -1,0 +1,63 @@
+//! The queue of free blocks that the guest reports by itself.
+//!
+//! **Law: a block is given back before its buffer is acknowledged, and never after:** with the acknowledgement the guest may use
+//! it again.
+
+use std::sync::atomic::Ordering;
+
+use super::pending::{BUFFERS, DISCARDS, Pending};
+use super::{Balloon, More, Queue};
+use crate::numbers;
+use crate::ring::Ring;
+
+impl Balloon {
+    /// Whether blocks that the guest reports are given back. If not, reports are acknowledged and nothing else is done; the guest
+    /// cannot be told to stop reporting.
+    pub fn set_reporting(&self, on: bool) {
+        self.reporting.store(on, Ordering::Release);
+    }
+
+    /// What [`set_reporting`](Self::set_reporting) said last.
+    pub fn reporting(&self) -> bool {
+        self.reporting.load(Ordering::Acquire)
+    }
+
+    pub(super) fn work_on_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+        let mut left = DISCARDS;
+        let mut taken = 0;
+        let more = loop {
+            if !self.go_on(state, &mut left, ring)? || taken == BUFFERS {
+                break More::Yes;
+            }
+            let Some(chain) = ring.pop()? else { break More::No };
+            taken += 1;
+            let head = chain.head_index();
+            let memory = self.guest_memory();
+            let ram = memory.as_ref().map_or(&[][..], |memory| memory.ram());
+            let wanted = self.reporting() && !self.keeps_free_pages();
+            let (mut runs, mut bytes, mut outside, mut ignored, mut unexpected) = (Vec::new(), 0, 0, 0, 0);
+            for buffer in chain {
+                if !buffer.is_write_only() {
+                    unexpected += 1;
+                    continue;
+                }
+                match numbers::inside(buffer.addr().0, buffer.len().into(), ram) {
+                    Some(_) if !wanted => ignored += 1,
+                    Some(run) => {
+                        bytes += run.end - run.start;
+                        runs.push(run);
+                    }
+                    None => outside += 1,
+                }
+            }
+            self.counters.reported_blocks.add(runs.len() as u64);
+            self.counters.reported_bytes.add(bytes);
+            self.counters.ignored_reports.add(ignored);
+            self.counters.unexpected_buffers.refuse(unexpected, "reports of free pages that cannot be written");
+            self.counters.blocks_outside.refuse(outside, "free blocks that are not pages of its memory");
+            state.pending = Some(Pending::new(head, runs));
+        };
+        ring.notify()?;
+        Ok(more)
+    }
+}

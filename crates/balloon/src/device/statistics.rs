@@ -1,0 +1,85 @@
+//! The queue for statistics: the driver gives one buffer, and fills it anew whenever the device gives it back.
+
+use std::sync::atomic::Ordering;
+
+use vm_memory::Bytes as _;
+
+use super::pending::BUFFERS;
+use super::{Balloon, More, Queue};
+use crate::layout::{Features, Role};
+use crate::ring::Ring;
+use crate::statistics::{ENTRIES, ENTRY, Statistics};
+
+impl Balloon {
+    /// Asks the guest for new statistics. They come some time, or never: [`statistics`](Self::statistics) has another
+    /// [`sequence`](Statistics::sequence) then. Never waits.
+    ///
+    /// # Errors
+    /// There is no driver, or it did not accept the feature: why.
+    pub fn request_statistics(&self) -> Result<(), &'static str> {
+        if !self.has_driver() {
+            return Err("no driver in the guest has taken the balloon: load virtio_balloon there");
+        }
+        if !self.accepted_features().has(Features::STATS_VQ) {
+            return Err("the guest's driver has no statistics");
+        }
+        self.statistics_wanted.store(true, Ordering::Release);
+        self.kick(Role::Statistics);
+        Ok(())
+    }
+
+    /// The last ones that came.
+    pub fn statistics(&self) -> Option<Statistics> {
+        *self.lock(&self.statistics)
+    }
+
+    pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+        let mut taken = 0;
+        let more = loop {
+            if taken == BUFFERS {
+                break More::Yes;
+            }
+            let Some(chain) = ring.pop()? else { break More::No };
+            taken += 1;
+            let mut bytes = [0; ENTRIES * ENTRY];
+            let mut length = 0;
+            for buffer in chain.clone().readable() {
+                let rest = bytes.get_mut(length..).unwrap_or_default();
+                let wanted = (buffer.len() as usize).min(rest.len());
+                let Some(into) = rest.get_mut(..wanted) else { break };
+                if chain.memory().read_slice(into, buffer.addr()).is_err() {
+                    self.counters.unreadable_buffers.refuse(1, "statistics that are not in its memory");
+                    break;
+                }
+                length += wanted;
+            }
+            self.take_statistics(bytes.get(..length).unwrap_or_default());
+            // It gives another one although the device still holds one: it has to do with the newer.
+            if let Some(older) = state.held.replace(chain.head_index()) {
+                self.counters.unexpected_buffers.refuse(1, "a second buffer for statistics");
+                ring.add_used(older, 0)?;
+            }
+        };
+        // Asked for while none is held: the next buffer holds what was wanted, and is not given back for it.
+        if self.statistics_wanted.swap(false, Ordering::AcqRel)
+            && taken == 0
+            && let Some(held) = state.held.take()
+        {
+            ring.add_used(held, 0)?;
+        }
+        ring.notify()?;
+        Ok(more)
+    }
+
+    fn take_statistics(&self, bytes: &[u8]) {
+        let sequence = {
+            let mut last = self.lock(&self.statistics);
+            let sequence = last.as_ref().map_or(1, |last| last.sequence + 1);
+            let (statistics, unknown) = Statistics::decode(bytes, sequence);
+            self.counters.unknown_statistics.add(unknown);
+            *last = Some(statistics);
+            sequence
+        };
+        self.counters.statistics.add(u64::from(sequence > 0));
+    }
+}

@@ -1,0 +1,203 @@
+//! What lies between driver and device: kicks, interrupts, and a thread that works on the queues.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use virtio_queue::Queue;
+use vm_memory::GuestMemory;
+
+use super::queue::STRIDE;
+use crate::device::{Balloon, More, Transport};
+use crate::ring::OwnRing;
+
+type DeviceRing<M> = OwnRing<Arc<M>, Box<dyn Fn() + Send + Sync>>;
+
+/// A device, and the rings over which its driver reaches it.
+pub struct Machine<M> {
+    balloon: Arc<Balloon>,
+    memory: Arc<M>,
+    rings_at: u64,
+    rings: Mutex<BTreeMap<usize, Arc<DeviceRing<M>>>>,
+    bus: Arc<Bus>,
+}
+
+impl<M> std::fmt::Debug for Machine<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Machine").field("balloon", &self.balloon).finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
+struct Bus {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Bits of queues that want to be worked on.
+    kicked: u64,
+    /// Counts interrupts and changes of the configuration.
+    news: u64,
+    /// Threads that work on the queues.
+    workers: usize,
+    over: bool,
+}
+
+impl Bus {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn interrupt(&self) {
+        self.lock().news += 1;
+        self.changed.notify_all();
+    }
+}
+
+impl Transport for Bus {
+    fn config_changed(&self) {
+        self.interrupt();
+    }
+
+    fn kick(&self, queue: usize) {
+        self.lock().kicked |= 1u64.checked_shl(u32::try_from(queue).unwrap_or(u32::MAX)).unwrap_or(0);
+        self.changed.notify_all();
+    }
+}
+
+impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
+    /// A machine with this device, whose rings lie in `memory` from guest-physical `rings_at` on ([`RINGS`](super::RINGS) bytes).
+    pub fn new(balloon: Arc<Balloon>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
+        Arc::new(Self { balloon, memory, rings_at, rings: Mutex::default(), bus: Arc::default() })
+    }
+
+    /// The device.
+    pub fn balloon(&self) -> &Arc<Balloon> {
+        &self.balloon
+    }
+
+    /// Starts a thread that works on the queues until it is dropped.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn worker(self: &Arc<Self>) -> std::io::Result<Worker<M>> {
+        let machine = Arc::clone(self);
+        self.bus.lock().workers += 1;
+        let thread = thread::Builder::new().name("balloon".into()).spawn(move || {
+            let mut state = machine.bus.lock();
+            while !state.over {
+                if state.kicked == 0 {
+                    state = machine.bus.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    continue;
+                }
+                drop(state);
+                machine.work();
+                state = machine.bus.lock();
+            }
+        });
+        if thread.is_err() {
+            self.bus.lock().workers -= 1;
+        }
+        Ok(Worker { machine: Arc::clone(self), thread: Some(thread?) })
+    }
+
+    /// Works on the queues that want it, unless a [worker](Self::worker) does.
+    pub fn turn(&self) {
+        if self.bus.lock().workers == 0 {
+            self.work();
+        }
+    }
+
+    pub(super) fn memory(&self) -> &Arc<M> {
+        &self.memory
+    }
+
+    pub(super) fn ring_address(&self, number: usize) -> u64 {
+        self.rings_at + STRIDE * number as u64
+    }
+
+    pub(super) fn transport(&self) -> Arc<dyn Transport> {
+        Arc::clone(&self.bus) as _
+    }
+
+    pub(super) fn start(&self, number: usize, queue: Queue) {
+        let bus = Arc::clone(&self.bus);
+        let interrupt: Box<dyn Fn() + Send + Sync> = Box::new(move || bus.interrupt());
+        let ring = OwnRing::new(queue, Arc::clone(&self.memory), interrupt);
+        self.rings().insert(number, Arc::new(ring));
+    }
+
+    /// The driver is gone; its rings are nobody's.
+    pub(super) fn stop(&self) {
+        self.rings().clear();
+    }
+
+    pub(super) fn kick(&self, number: usize) {
+        self.bus.kick(number);
+    }
+
+    /// Counts interrupts and changes of the configuration.
+    pub(super) fn news(&self) -> u64 {
+        self.bus.lock().news
+    }
+
+    /// Waits until there is other news than `seen`, at most for `time`. Without a worker, works instead.
+    pub(super) fn wait(&self, seen: u64, time: Duration) {
+        let state = self.bus.lock();
+        if state.workers == 0 {
+            drop(state);
+            return self.work();
+        }
+        let waits = |state: &mut State| state.news == seen && !state.over;
+        drop(self.bus.changed.wait_timeout_while(state, time, waits));
+    }
+
+    fn rings(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<DeviceRing<M>>>> {
+        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Works on every queue that was kicked until it has nothing left.
+    fn work(&self) {
+        loop {
+            let kicked = std::mem::take(&mut self.bus.lock().kicked);
+            if kicked == 0 {
+                return;
+            }
+            for number in (0..u64::BITS).filter(|bit| kicked & (1 << bit) != 0) {
+                let ring = self.rings().get(&(number as usize)).cloned();
+                // A ring that makes no sense is left alone until the driver sets it up anew.
+                if ring.is_some_and(|ring| matches!(self.balloon.work(number as usize, &*ring), Ok(More::Yes))) {
+                    self.kick(number as usize);
+                }
+            }
+        }
+    }
+}
+
+/// A thread that works on a machine's queues. Dropping it ends the thread.
+pub struct Worker<M> {
+    machine: Arc<Machine<M>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl<M> std::fmt::Debug for Worker<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").finish_non_exhaustive()
+    }
+}
+
+impl<M> Drop for Worker<M> {
+    fn drop(&mut self) {
+        self.machine.bus.lock().over = true;
+        self.machine.bus.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        let mut state = self.machine.bus.lock();
+        state.workers -= 1;
+        state.over = false;
+    }
+}

@@ -1,0 +1,202 @@
+//! The handshake of free-page hinting, without any I/O.
+//!
+//! The device puts a command id into the configuration; the driver sends that id on the queue, then free blocks, then another id
+//! (0). Buffers are on their way while ids change, so **law: a block counts only between the id that is wanted now and the next
+//! id of any kind.** Blocks of an older command were free at a moment before the new command was given, which is no use to anybody.
+//!
+//! The driver keeps the blocks until the device says DONE. So whatever ends a command, [`Handshake::done`] comes after it.
+
+/// Ids below are not commands: 0 says stop, 1 says done.
+const FIRST_ID: u32 = 0x8000_0000;
+const STOP: u32 = 0;
+const DONE: u32 = 1;
+
+/// How far a command is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HintState {
+    /// No command; the guest may still hold blocks.
+    Stopped,
+    /// The driver has not begun to answer.
+    Requested,
+    /// Blocks are coming.
+    Started,
+    /// The guest has its blocks back.
+    #[default]
+    Done,
+}
+
+/// What an id on the queue means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum IdMeans {
+    /// The blocks of the command begin.
+    Begin,
+    /// The list of the command is complete.
+    Complete,
+    /// Of an older command, or nobody's.
+    Stale,
+}
+
+/// The device's side of the handshake.
+#[derive(Debug)]
+pub(crate) struct Handshake {
+    state: HintState,
+    /// The last command that was given.
+    id: u32,
+}
+
+impl Default for Handshake {
+    fn default() -> Self {
+        Self { state: HintState::Done, id: u32::MAX }
+    }
+}
+
+impl Handshake {
+    pub(crate) fn state(&self) -> HintState {
+        self.state
+    }
+
+    /// Gives a new command; its id was not that of the one before.
+    pub(crate) fn request(&mut self) -> u32 {
+        self.id = self.id.checked_add(1).unwrap_or(FIRST_ID);
+        self.state = HintState::Requested;
+        self.id
+    }
+
+    /// Wants no more blocks. Whether that is news to the driver.
+    pub(crate) fn stop(&mut self) -> bool {
+        let news = matches!(self.state, HintState::Requested | HintState::Started);
+        if news {
+            self.state = HintState::Stopped;
+        }
+        news
+    }
+
+    /// Lets the guest have its blocks back. Whether that is news to the driver.
+    pub(crate) fn done(&mut self) -> bool {
+        let news = self.state != HintState::Done;
+        self.state = HintState::Done;
+        news
+    }
+
+    /// The driver has sent an id.
+    pub(crate) fn id(&mut self, id: u32) -> IdMeans {
+        match self.state {
+            HintState::Requested if id == self.id => {
+                self.state = HintState::Started;
+                IdMeans::Begin
+            }
+            HintState::Started if id != self.id => {
+                self.state = HintState::Stopped;
+                IdMeans::Complete
+            }
+            _ => IdMeans::Stale,
+        }
+    }
+
+    /// Whether a block that comes now counts.
+    pub(crate) fn takes_blocks(&self) -> bool {
+        self.state == HintState::Started
+    }
+
+    /// What the configuration shows.
+    pub(crate) fn command(&self) -> u32 {
+        match self.state {
+            HintState::Stopped => STOP,
+            HintState::Requested | HintState::Started => self.id,
+            HintState::Done => DONE,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_command_begins_with_its_id_and_ends_with_another() {
+        let mut handshake = Handshake::default();
+        assert_eq!((handshake.command(), handshake.takes_blocks()), (DONE, false));
+        let id = handshake.request();
+        assert_eq!((id, handshake.command()), (FIRST_ID, id));
+        assert!(!handshake.takes_blocks());
+        // What is left of a command before.
+        assert_eq!(handshake.id(0), IdMeans::Stale);
+        assert_eq!(handshake.id(id), IdMeans::Begin);
+        assert!(handshake.takes_blocks());
+        assert_eq!(handshake.command(), id);
+        assert_eq!(handshake.id(0), IdMeans::Complete);
+        assert_eq!((handshake.command(), handshake.takes_blocks()), (STOP, false));
+        assert!(handshake.done());
+        assert_eq!(handshake.command(), DONE);
+        assert!(!handshake.done());
+    }
+
+    #[test]
+    fn blocks_of_a_command_that_was_given_up_do_not_count_for_the_next() {
+        let mut handshake = Handshake::default();
+        let first = handshake.request();
+        handshake.id(first);
+        let second = handshake.request();
+        assert_ne!(first, second);
+        assert!(!handshake.takes_blocks());
+        assert_eq!(handshake.id(first), IdMeans::Stale);
+        assert!(!handshake.takes_blocks());
+        assert_eq!(handshake.id(second), IdMeans::Begin);
+    }
+
+    #[test]
+    fn ids_wrap_to_the_first_that_is_a_command() {
+        let mut handshake = Handshake { state: HintState::Done, id: u32::MAX - 1 };
+        assert_eq!(handshake.request(), u32::MAX);
+        assert_eq!(handshake.request(), FIRST_ID);
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Step {
+        Request,
+        Stop,
+        Done,
+        Id(u32),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            Just(Step::Request),
+            Just(Step::Stop),
+            Just(Step::Done),
+            prop_oneof![Just(0u32), Just(1), FIRST_ID..FIRST_ID + 4, any::<u32>()].prop_map(Step::Id),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn blocks_count_only_right_behind_the_id_that_the_configuration_shows(steps in proptest::collection::vec(step(), 0..60)) {
+            let mut handshake = Handshake::default();
+            for step in steps {
+                let mut shown = None;
+                match step {
+                    Step::Request => {
+                        let before = handshake.command();
+                        prop_assert_ne!(handshake.request(), before);
+                        prop_assert!(handshake.command() >= FIRST_ID);
+                    }
+                    Step::Stop => {
+                        handshake.stop();
+                    }
+                    Step::Done => {
+                        handshake.done();
+                        prop_assert_eq!(handshake.command(), DONE);
+                    }
+                    Step::Id(id) => {
+                        let wanted = handshake.command();
+                        handshake.id(id);
+                        shown = (wanted >= FIRST_ID && id == wanted).then_some(id);
+                    }
+                }
+                prop_assert_eq!(handshake.takes_blocks(), shown.is_some());
+            }
+        }
+    }
+}

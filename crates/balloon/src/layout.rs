@@ -1,0 +1,208 @@
+//! Which features there are, and which queue has which number.
+//!
+//! The driver numbers the queues, and not every driver does it alike. The specification gives each queue a fixed number; Linux
+//! leaves no gaps: without statistics, free-page hinting is queue 2. Where statistics, hinting and reporting are all accepted
+//! the two agree, so [`Features::default`] offers the three together, and a driver that accepts only some of them is understood
+//! by the [`Numbering`] that was chosen for it: Linux's, unless somebody says otherwise.
+
+use std::fmt;
+use std::ops::BitOr;
+
+/// Feature bits of virtio-balloon (virtio 1.2, 5.5.3).
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Features(u64);
+
+impl Features {
+    /// None.
+    pub const NONE: Self = Self(0);
+    /// The driver tells before it uses a page that it took out of the balloon.
+    pub const MUST_TELL_HOST: Self = Self(1 << 0);
+    /// A queue for statistics of the guest's memory.
+    pub const STATS_VQ: Self = Self(1 << 1);
+    /// The driver may take pages out of the balloon by itself before it kills processes for want of memory.
+    pub const DEFLATE_ON_OOM: Self = Self(1 << 2);
+    /// The device may ask for a list of free pages.
+    pub const FREE_PAGE_HINT: Self = Self(1 << 3);
+    /// The driver says what free pages are filled with.
+    pub const PAGE_POISON: Self = Self(1 << 4);
+    /// The driver reports free pages by itself.
+    pub const REPORTING: Self = Self(1 << 5);
+
+    const ALL: Self = Self(0x3f);
+
+    /// Those bits of a feature word that are a balloon's.
+    #[must_use]
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits & Self::ALL.0)
+    }
+
+    /// As a feature word.
+    #[must_use]
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// Whether all of `other` are among these.
+    #[must_use]
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// Those that are in both.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// These, but not those of `other`.
+    #[must_use]
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// Bytes of the configuration space: a field that nobody may use is not there.
+    #[must_use]
+    pub const fn config_len(self) -> u32 {
+        if self.has(Self::PAGE_POISON) {
+            16
+        } else if self.has(Self::FREE_PAGE_HINT) {
+            12
+        } else {
+            8
+        }
+    }
+}
+
+impl Default for Features {
+    /// What limosa offers: statistics, deflating when memory is short, hinting, page poison and reporting.
+    fn default() -> Self {
+        Self::ALL.without(Self::MUST_TELL_HOST)
+    }
+}
+
+impl BitOr for Features {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl fmt::Debug for Features {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const NAMES: [(Features, &str); 6] = [
+            (Features::MUST_TELL_HOST, "MUST_TELL_HOST"),
+            (Features::STATS_VQ, "STATS_VQ"),
+            (Features::DEFLATE_ON_OOM, "DEFLATE_ON_OOM"),
+            (Features::FREE_PAGE_HINT, "FREE_PAGE_HINT"),
+            (Features::PAGE_POISON, "PAGE_POISON"),
+            (Features::REPORTING, "REPORTING"),
+        ];
+        let names = NAMES.iter().filter(|(feature, _)| self.has(*feature)).map(|(_, name)| *name);
+        f.write_str(&names.collect::<Vec<_>>().join(" | "))
+    }
+}
+
+/// What a queue is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Pages go into the balloon.
+    Inflate,
+    /// Pages come out of the balloon.
+    Deflate,
+    /// Statistics of the guest's memory.
+    Statistics,
+    /// Lists of free pages, on demand.
+    Hint,
+    /// Free pages that the guest reports by itself.
+    Reporting,
+}
+
+impl Role {
+    /// All of them, in the order of the specification.
+    pub const ALL: [Self; 5] = [Self::Inflate, Self::Deflate, Self::Statistics, Self::Hint, Self::Reporting];
+
+    /// The place in [`ALL`](Self::ALL), and the number that the specification gives.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// The feature without which there is no such queue.
+    #[must_use]
+    pub const fn feature(self) -> Features {
+        match self {
+            Self::Inflate | Self::Deflate => Features::NONE,
+            Self::Statistics => Features::STATS_VQ,
+            Self::Hint => Features::FREE_PAGE_HINT,
+            Self::Reporting => Features::REPORTING,
+        }
+    }
+}
+
+/// How a driver numbers its queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Numbering {
+    /// Without gaps, by the features that were accepted: Linux.
+    #[default]
+    Compact,
+    /// Each queue has its number, whether those before it exist or not: the specification.
+    Fixed,
+}
+
+impl Numbering {
+    /// What queue `number` is, once these features were accepted; `None`: there is no such queue.
+    #[must_use]
+    pub fn role(self, accepted: Features, number: usize) -> Option<Role> {
+        let exists = |role: &Role| accepted.has(role.feature());
+        match self {
+            Self::Compact => Role::ALL.into_iter().filter(exists).nth(number),
+            Self::Fixed => Role::ALL.get(number).copied().filter(exists),
+        }
+    }
+
+    /// The number of a queue, once these features were accepted; `None`: there is no such queue.
+    #[must_use]
+    pub fn number(self, accepted: Features, role: Role) -> Option<usize> {
+        (0..Role::ALL.len()).find(|number| self.role(accepted, *number) == Some(role))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_numberings_agree_where_all_queues_exist() {
+        for role in Role::ALL {
+            for numbering in [Numbering::Compact, Numbering::Fixed] {
+                assert_eq!(numbering.role(Features::default(), role.index()), Some(role));
+                assert_eq!(numbering.number(Features::default(), role), Some(role.index()));
+                assert_eq!(numbering.role(Features::default(), 5), None);
+            }
+        }
+    }
+
+    #[test]
+    fn linux_leaves_no_gap_for_a_queue_that_does_not_exist() {
+        let without_statistics = Features::FREE_PAGE_HINT | Features::REPORTING;
+        assert_eq!(Numbering::Compact.role(without_statistics, 2), Some(Role::Hint));
+        assert_eq!(Numbering::Compact.role(without_statistics, 3), Some(Role::Reporting));
+        assert_eq!(Numbering::Compact.role(without_statistics, 4), None);
+        let without_hints = Features::STATS_VQ | Features::REPORTING;
+        assert_eq!(Numbering::Compact.role(without_hints, 3), Some(Role::Reporting));
+        assert_eq!(Numbering::Fixed.role(without_hints, 3), None);
+        assert_eq!(Numbering::Fixed.role(without_hints, 4), Some(Role::Reporting));
+        assert_eq!(Numbering::Compact.role(Features::NONE, 2), None);
+        assert_eq!(Numbering::Fixed.number(Features::NONE, Role::Deflate), Some(1));
+    }
+
+    #[test]
+    fn the_configuration_is_as_long_as_the_fields_that_may_be_used() {
+        assert_eq!(Features::STATS_VQ.config_len(), 8);
+        assert_eq!((Features::FREE_PAGE_HINT | Features::REPORTING).config_len(), 12);
+        assert_eq!(Features::PAGE_POISON.config_len(), 16);
+        assert_eq!(Features::default().bits(), 0x3e);
+        assert_eq!(format!("{:?}", Features::STATS_VQ | Features::REPORTING), "STATS_VQ | REPORTING");
+    }
+}

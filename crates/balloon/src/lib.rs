@@ -1,0 +1,90 @@
+//! virtio-balloon: a guest gives memory back, and says which of its pages are free.
+//!
+//! A [`Balloon`] is the device, whoever connects it with its driver. A VMM tells it what the driver does (features accepted,
+//! configuration read and written, queues kicked: [`Balloon::work`]), gives it the guest's memory as something that can be
+//! [reclaimed](Reclaim), and is told through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
+//! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. People and programs ask the same device for another size
+//! ([`Balloon::set_target`]), for statistics, and for lists of free pages ([`FreePages`](limosa_memory::free::FreePages)).
+//!
+//! # Hints are only hints
+//!
+//! A hinted page was free at some moment behind the request. The guest holds it until DONE, but under pressure takes it back
+//! *without a word* and writes it. So a hint is worth something only to who watches for writes since before the request, as a
+//! migration does. Memory is given back for pages in the balloon and for reported ones, never for hinted ones.
+//!
+//! # Bad guests
+//!
+//! Page numbers of no memory, arrays of odd length, blocks outside of memory, buffers of the wrong kind, ids that nobody gave,
+//! floods: refused or left out, counted ([`Counters`]), said once, never a panic. One call of [`Balloon::work`] takes a bounded
+//! number of buffers and gives back a bounded number of runs. What a guest says wrongly about its free pages costs its own data
+//! and nobody else's.
+//!
+//! # Example
+//!
+//! A VMM with a device of its own. Queue 0 was set up by the driver; it holds an array of three page numbers.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use limosa_balloon::{Balloon, Features, GuestRam, More, Options, OwnRing, Strategy, Transport};
+//! use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
+//! use virtio_queue::{Queue, QueueT};
+//! use vm_memory::{Bytes, GuestAddress};
+//!
+//! struct Bus;
+//! impl Transport for Bus {
+//!     fn config_changed(&self) { /* a configuration interrupt */ }
+//!     fn kick(&self, _queue: usize) { /* wakes the thread that works on queues */ }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 16 << 20).map()?])?);
+//! let guest = rust_vmm::export(&memory)?;
+//! # // The driver's half.
+//! # guest.write_slice(&[7; 3 * 4096], GuestAddress(8 << 20))?;
+//! # for (at, number) in [2050u32, 2048, 2049].into_iter().enumerate() {
+//! #     guest.write_obj(number.to_le(), GuestAddress(0x4000 + 4 * at as u64))?;
+//! # }
+//! # guest.write_obj(0x4000u64.to_le(), GuestAddress(0x1000))?;
+//! # guest.write_obj(12u32.to_le(), GuestAddress(0x1008))?;
+//! # guest.write_obj(1u16.to_le(), GuestAddress(0x2002))?;
+//! let balloon = Balloon::new(Options::default());
+//! balloon.memory(Arc::new(GuestRam::new(memory.clone(), Strategy::Auto)));
+//! balloon.attached(Arc::new(Bus));
+//! balloon.accepted(Features::STATS_VQ | Features::FREE_PAGE_HINT);
+//!
+//! let mut queue = Queue::new(256)?;
+//! queue.set_desc_table_address(Some(0x1000), None);
+//! queue.set_avail_ring_address(Some(0x2000), None);
+//! queue.set_used_ring_address(Some(0x3000), None);
+//! queue.set_ready(true);
+//! let ring = OwnRing::new(queue, &guest, || { /* an interrupt */ });
+//!
+//! balloon.set_target(8 << 20)?; // Somebody wants half of the memory back; the driver is told.
+//! while balloon.work(0, &ring)? == More::Yes {}
+//! assert_eq!(balloon.counters().inflated_pages, 3);
+//! assert_eq!(balloon.counters().discards, 1, "three pages, one run");
+//! assert_eq!(guest.read_obj::<u8>(GuestAddress(8 << 20))?, 0);
+//! # Ok(()) }
+//! ```
+
+#![cfg_attr(test, allow(clippy::single_range_in_vec_init, reason = "ranges of memory are compared as lists of them"))]
+
+mod config;
+mod counters;
+mod device;
+#[cfg(feature = "driver")]
+pub mod driver;
+mod hint;
+mod layout;
+mod numbers;
+mod reclaim;
+mod ring;
+mod statistics;
+
+pub use counters::Counters;
+pub use device::{Balloon, HintList, More, Observer, Options, Size, Transport, ZeroTarget};
+pub use hint::HintState;
+pub use layout::{Features, Numbering, Role};
+pub use reclaim::{GuestRam, Reclaim, Strategy};
+pub use ring::{OwnRing, Ring};
+pub use statistics::Statistics;

@@ -1,0 +1,174 @@
+//! Where the memory of pages goes that the guest does not need.
+//!
+//! **Law: never a byte outside the guest's own blocks.** The device names guest-physical ranges that lie in one range of
+//! [`Reclaim::ram`]; a [`GuestRam`] finds their block and names pages of it to limosa-memory, which checks them again and waits for
+//! what of the block is lent.
+//!
+//! # Which call
+//!
+//! | [`Strategy`] | call | for |
+//! |---|---|---|
+//! | `Auto` | what [`MemoryBlock::discard`](limosa_memory::MemoryBlock::discard) does | each kind of memory what frees it for good |
+//! | `By(PunchHole)` | `fallocate(FALLOC_FL_PUNCH_HOLE)` | memfd, tmpfs, hugetlbfs: what vhost-user front ends share |
+//! | `By(Remove)` | `madvise(MADV_REMOVE)` | the same through the mapping |
+//! | `By(DontNeed)` | `madvise(MADV_DONTNEED)` | private memory |
+//! | `By(Free)` | `madvise(MADV_FREE)` | private memory, taken only when the host is short of it |
+//! | `Nothing` | none | memory that may not move: pinned for a device that is passed through |
+//!
+//! Pages of 4 KiB inside a host's huge page are given back when the huge page is free as a whole, and kept until then.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use limosa_memory::{GuestMemory, MemoryError, Method};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+
+/// Gives memory back.
+pub trait Reclaim: Send + Sync + fmt::Debug {
+    /// Guest-physical bytes that are RAM, ascending and apart.
+    fn ram(&self) -> &[Range<u64>];
+
+    /// Bytes of the pages by which the host keeps the memory of `ram()[index]`, 4096 or more.
+    fn host_page(&self, index: usize) -> u64;
+
+    /// Gives back what it can of `run`: whole pages that lie in one range of [`ram`](Self::ram). They read as zero afterwards, or as
+    /// before. How many bytes it gave back. It may wait, but not for the guest.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError>;
+}
+
+/// How memory is given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Strategy {
+    /// By what the memory is.
+    #[default]
+    Auto,
+    /// By this method, where the memory [takes](limosa_memory::MemoryBlock::takes) it; where it does not, not at all.
+    By(Method),
+    /// Not at all.
+    Nothing,
+}
+
+/// A guest's memory that limosa-memory knows.
+#[derive(Debug)]
+pub struct GuestRam {
+    memory: Arc<GuestMemory>,
+    ram: Vec<Range<u64>>,
+    strategy: Strategy,
+}
+
+impl GuestRam {
+    /// All that the guest sees of this memory.
+    pub fn new(memory: Arc<GuestMemory>, strategy: Strategy) -> Self {
+        let regions = memory.regions().iter();
+        let ram = regions.map(|region| {
+            let start = region.guest_address;
+            start..start.saturating_add(region.pages.len().saturating_mul(PAGE_SIZE))
+        });
+        let ram = ram.collect();
+        Self { memory, ram, strategy }
+    }
+}
+
+impl Reclaim for GuestRam {
+    fn ram(&self) -> &[Range<u64>] {
+        &self.ram
+    }
+
+    fn host_page(&self, index: usize) -> u64 {
+        let region = self.memory.regions().get(index);
+        let block = region.and_then(|region| self.memory.block(region.block).ok());
+        block.map_or(PAGE_SIZE, limosa_memory::MemoryBlock::page_size)
+    }
+
+    fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
+        let pages = PageRange::within(run).len();
+        let Some((index, first)) = self.memory.page_at(run.start).filter(|_| pages > 0) else { return Ok(0) };
+        let block = self.memory.block(index)?;
+        let pages = PageRange::starting_at(first, pages);
+        let given_back = match self.strategy {
+            Strategy::Auto => {
+                // Only whole host pages: what is not given back keeps what it has, instead of being written to zero.
+                let host = (block.page_size() / PAGE_SIZE).max(1);
+                let start = PageNumber(pages.start.0.div_ceil(host).saturating_mul(host));
+                let whole = PageRange::new(start, PageNumber(pages.end.0 / host * host));
+                if whole.is_empty() { 0 } else { block.discard(whole)?.given_back }
+            }
+            Strategy::By(method) if block.takes(method) => block.release(pages, method)?,
+            Strategy::By(_) | Strategy::Nothing => 0,
+        };
+        Ok(given_back.saturating_mul(PAGE_SIZE))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_memory::{BlockOptions, GuestRegion};
+
+    use super::*;
+
+    /// Two blocks of 16 pages, the second one's upper half seen below the first one.
+    fn memory() -> Arc<GuestMemory> {
+        let blocks = vec![
+            BlockOptions::memfd("a", 16 * PAGE_SIZE).map().unwrap(),
+            BlockOptions::anonymous("b", 16 * PAGE_SIZE).map().unwrap(),
+        ];
+        for block in &blocks {
+            block.write(0, &vec![7; 16 << 12]).unwrap();
+        }
+        let upper = PageRange::new(PageNumber(8), PageNumber(16));
+        let regions = vec![
+            GuestRegion { guest_address: 8 * PAGE_SIZE, block: 0, pages: PageRange::first(16) },
+            GuestRegion { guest_address: 0, block: 1, pages: upper },
+        ];
+        Arc::new(GuestMemory::with_regions(blocks, regions).unwrap())
+    }
+
+    /// Pages of a block that read as zero.
+    fn zeros(memory: &GuestMemory, block: usize) -> Vec<u64> {
+        let block = memory.block(block).unwrap();
+        let zero = |page: &PageNumber| {
+            let mut bytes = [1; 4096];
+            block.read(page.offset(), &mut bytes).unwrap();
+            assert!(bytes == [0; 4096] || bytes == [7; 4096]);
+            bytes[0] == 0
+        };
+        block.pages().iter().filter(zero).map(|page| page.0).collect()
+    }
+
+    #[test]
+    fn a_run_is_given_back_where_the_guest_sees_it() {
+        let memory = memory();
+        let ram = GuestRam::new(Arc::clone(&memory), Strategy::Auto);
+        assert_eq!(ram.ram(), [0..8 * PAGE_SIZE, 8 * PAGE_SIZE..24 * PAGE_SIZE]);
+        assert_eq!(ram.discard(&(PAGE_SIZE..3 * PAGE_SIZE)).unwrap(), 2 * PAGE_SIZE);
+        assert_eq!(ram.discard(&(10 * PAGE_SIZE..11 * PAGE_SIZE)).unwrap(), PAGE_SIZE);
+        assert_eq!((zeros(&memory, 0), zeros(&memory, 1)), (vec![2], vec![9, 10]));
+    }
+
+    #[test]
+    fn a_method_that_the_memory_does_not_take_and_none_leave_it_alone() {
+        let memory = memory();
+        for strategy in [Strategy::By(Method::DontNeed), Strategy::Nothing] {
+            let ram = GuestRam::new(Arc::clone(&memory), strategy);
+            assert_eq!(ram.discard(&(8 * PAGE_SIZE..12 * PAGE_SIZE)).unwrap(), 0);
+        }
+        assert!(zeros(&memory, 0).is_empty());
+        let ram = GuestRam::new(Arc::clone(&memory), Strategy::By(Method::Remove));
+        assert_eq!(ram.discard(&(8 * PAGE_SIZE..12 * PAGE_SIZE)).unwrap(), 4 * PAGE_SIZE);
+        assert_eq!(zeros(&memory, 0), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn what_is_no_memory_is_nobodys() {
+        let memory = memory();
+        let ram = GuestRam::new(Arc::clone(&memory), Strategy::Auto);
+        assert_eq!(ram.discard(&(1 << 40..(1 << 40) + PAGE_SIZE)).unwrap(), 0);
+        assert_eq!(ram.discard(&(PAGE_SIZE..PAGE_SIZE)).unwrap(), 0);
+        assert!(ram.discard(&(23 * PAGE_SIZE..25 * PAGE_SIZE)).is_err());
+        assert_eq!((zeros(&memory, 0), zeros(&memory, 1)), (vec![], vec![]));
+    }
+}

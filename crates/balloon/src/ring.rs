@@ -1,0 +1,88 @@
+//! What the device needs of a queue, whoever keeps it.
+
+use std::ops::Deref;
+use std::sync::{Mutex, PoisonError};
+
+use virtio_queue::{DescriptorChain, Error as QueueError, Queue, QueueOwnedT as _, QueueT as _};
+use vm_memory::GuestMemory;
+
+/// A queue of the guest's, as the device sees it.
+pub trait Ring {
+    /// The memory that its buffers lie in.
+    type Memory: GuestMemory;
+    /// How a chain holds that memory.
+    type Handle: Deref<Target = Self::Memory> + Clone;
+
+    /// Why a ring cannot be worked on.
+    type Error: std::error::Error;
+
+    /// Takes the next chain that the driver has made available.
+    ///
+    /// # Errors
+    /// The ring is not where the driver said, or what the guest says about it cannot be.
+    fn pop(&self) -> Result<Option<DescriptorChain<Self::Handle>>, Self::Error>;
+
+    /// Gives a chain back.
+    ///
+    /// # Errors
+    /// As [`pop`](Self::pop).
+    fn add_used(&self, head: u16, length: u32) -> Result<(), Self::Error>;
+
+    /// Interrupts the driver if it wants to hear of what was given back.
+    ///
+    /// # Errors
+    /// As [`pop`](Self::pop).
+    fn notify(&self) -> Result<(), Self::Error>;
+}
+
+/// A queue over `virtio-queue`, for VMMs that keep their queues themselves.
+pub struct OwnRing<M, N> {
+    queue: Mutex<Queue>,
+    memory: M,
+    interrupt: N,
+}
+
+impl<M, N> OwnRing<M, N>
+where
+    M: Deref + Clone,
+    M::Target: GuestMemory + Sized,
+    N: Fn(),
+{
+    /// A queue that the driver has set up in `memory`; `interrupt` tells the driver that buffers came back.
+    pub fn new(queue: Queue, memory: M, interrupt: N) -> Self {
+        Self { queue: Mutex::new(queue), memory, interrupt }
+    }
+
+    /// The queue, e.g. to be saved or to have its notifications switched. Not to be held while the device works on it.
+    pub fn queue(&self) -> impl std::ops::DerefMut<Target = Queue> + '_ {
+        // Nothing panics while it is held.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<M, N> Ring for OwnRing<M, N>
+where
+    M: Deref + Clone,
+    M::Target: GuestMemory + Sized,
+    N: Fn(),
+{
+    type Memory = M::Target;
+    type Handle = M;
+    type Error = QueueError;
+
+    fn pop(&self) -> Result<Option<DescriptorChain<M>>, QueueError> {
+        Ok(self.queue().iter(self.memory.clone())?.next())
+    }
+
+    fn add_used(&self, head: u16, length: u32) -> Result<(), QueueError> {
+        self.queue().add_used(&*self.memory, head, length)
+    }
+
+    fn notify(&self) -> Result<(), QueueError> {
+        let wanted = self.queue().needs_notification(&*self.memory)?;
+        if wanted {
+            (self.interrupt)();
+        }
+        Ok(())
+    }
+}

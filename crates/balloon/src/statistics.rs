@@ -1,0 +1,112 @@
+//! What the guest says of its memory.
+
+use std::time::Instant;
+
+/// Tags that are known, in the order of their numbers: (name, whether the value is bytes).
+///
+/// The names are those of the specification (virtio 1.2, 5.5.6.3) and of Linux for the newer ones, written as QEMU writes them.
+const TAGS: [(&str, bool); 16] = [
+    ("swap-in", true),
+    ("swap-out", true),
+    ("major-faults", false),
+    ("minor-faults", false),
+    ("free-memory", true),
+    ("total-memory", true),
+    ("available-memory", true),
+    ("disk-caches", true),
+    ("htlb-pgalloc", false),
+    ("htlb-pgfail", false),
+    ("oom-kills", false),
+    ("alloc-stalls", false),
+    ("async-scans", false),
+    ("direct-scans", false),
+    ("async-reclaims", false),
+    ("direct-reclaims", false),
+];
+
+/// Bytes of an entry: a tag of 16 bits, a value of 64, packed.
+pub(crate) const ENTRY: usize = 10;
+/// Entries that are looked at: more than there are tags.
+pub(crate) const ENTRIES: usize = 64;
+
+/// One report. What the guest has not told is not there; a tag that nobody knows is not kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Statistics {
+    values: [Option<u64>; TAGS.len()],
+    /// When it came.
+    pub at: Instant,
+    /// Counts reports of this device, from 1 on.
+    pub sequence: u64,
+}
+
+impl Statistics {
+    /// Decodes little-endian entries; what is left of one at the end is not looked at. Also: how many had tags that are not known.
+    pub(crate) fn decode(bytes: &[u8], sequence: u64) -> (Self, u64) {
+        let mut statistics = Self { values: [None; TAGS.len()], at: Instant::now(), sequence };
+        let mut unknown = 0;
+        for entry in bytes.as_chunks::<ENTRY>().0 {
+            let [tag_low, tag_high, value @ ..] = *entry;
+            let tag = usize::from(u16::from_le_bytes([tag_low, tag_high]));
+            match statistics.values.get_mut(tag) {
+                Some(place) => *place = Some(u64::from_le_bytes(value)),
+                None => unknown += 1,
+            }
+        }
+        (statistics, unknown)
+    }
+
+    /// Everything that was told: name, value, whether the value is bytes.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64, bool)> + '_ {
+        let told = TAGS.iter().zip(&self.values);
+        told.filter_map(|((name, bytes), value)| value.map(|value| (*name, value, *bytes)))
+    }
+
+    /// The value of a tag by its name.
+    pub fn get(&self, name: &str) -> Option<u64> {
+        self.iter().find(|(known, ..)| *known == name).map(|(_, value, _)| value)
+    }
+
+    /// Bytes that new programs could have without swapping, as the guest estimates.
+    pub fn available_memory(&self) -> Option<u64> {
+        self.get("available-memory")
+    }
+
+    /// Bytes that nobody uses.
+    pub fn free_memory(&self) -> Option<u64> {
+        self.get("free-memory")
+    }
+
+    /// Bytes that the guest's kernel manages.
+    pub fn total_memory(&self) -> Option<u64> {
+        self.get("total-memory")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(tag: u16, value: u64) -> Vec<u8> {
+        [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat()
+    }
+
+    #[test]
+    fn unknown_tags_and_half_an_entry_are_ignored() {
+        let bytes = [entry(4, 17), entry(999, 1), entry(6, u64::MAX), entry(16, 2), vec![5, 0, 1]].concat();
+        let (statistics, unknown) = Statistics::decode(&bytes, 3);
+        assert_eq!(unknown, 2);
+        assert_eq!((statistics.free_memory(), statistics.available_memory()), (Some(17), Some(u64::MAX)));
+        assert_eq!(statistics.total_memory(), None);
+        assert_eq!(
+            statistics.iter().collect::<Vec<_>>(),
+            [("free-memory", 17, true), ("available-memory", u64::MAX, true)]
+        );
+        assert_eq!(statistics.sequence, 3);
+    }
+
+    #[test]
+    fn the_last_word_about_a_tag_holds() {
+        let (statistics, _) = Statistics::decode(&[entry(2, 1), entry(2, 2)].concat(), 1);
+        assert_eq!(statistics.get("major-faults"), Some(2));
+    }
+}

@@ -1,0 +1,374 @@
+//! The device, driven by the model of Linux's driver.
+
+#![allow(clippy::single_range_in_vec_init, reason = "ranges of memory are compared as lists of them")]
+
+mod machine;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use limosa_balloon::driver::{Driver, Pages as _};
+use limosa_balloon::{Features, GuestRam, HintState, Numbering, Observer, Options, Reclaim, Strategy};
+use limosa_memory::free::{FreePageSink, FreePages as _, FreePagesError};
+use limosa_memory::{GuestMemory, MemoryError};
+use machine::{Guest, Heard, MIB, RAM, USED, settle};
+
+#[test]
+fn a_balloon_takes_memory_and_gives_it_back() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    guest.balloon.set_target(40 * MIB).unwrap();
+    settle(&mut driver);
+    assert_eq!(guest.balloon.size().actual, 40 * MIB);
+    assert!(guest.is_gone(40 * MIB..RAM), "the model inflates from the top");
+    assert!(guest.is_intact(0..40 * MIB));
+    let counters = guest.balloon.counters();
+    assert_eq!((counters.arrays, counters.inflated_pages, counters.discarded_bytes), (24, 6144, 24 * MIB));
+    assert_eq!(counters.discards, 24, "one call for a run");
+
+    guest.balloon.set_target(1 << 40).unwrap();
+    settle(&mut driver);
+    assert_eq!((guest.balloon.size().actual, guest.balloon.counters().deflated_pages), (RAM, 6144));
+    assert_eq!(guest.free_ranges(), [USED..RAM]);
+    assert!(guest.balloon.set_target(0).is_err());
+}
+
+#[test]
+fn arrays_may_have_any_length() {
+    for numbers in [1, 255, 257, 16_384] {
+        let guest = Guest::new();
+        let mut driver = guest.probe().with_arrays_of(numbers);
+        let pages = 500;
+        guest.balloon.set_target(RAM - pages * 4096).unwrap();
+        settle(&mut driver);
+        assert_eq!(driver.balloon_pages(), 500);
+        assert!(guest.is_gone(RAM - pages * 4096..RAM) && guest.is_intact(0..RAM - pages * 4096));
+        assert_eq!(guest.balloon.counters().arrays, 500u64.div_ceil(numbers as u64));
+    }
+}
+
+#[test]
+fn a_target_that_was_set_before_the_guest_came_holds_for_it() {
+    let guest = Guest::with(Options::default(), |memory| Arc::new(GuestRam::new(memory, Strategy::Nothing)));
+    guest.balloon.set_target(60 * MIB).unwrap();
+    let mut driver = guest.probe();
+    settle(&mut driver);
+    assert_eq!(guest.balloon.size().actual, 60 * MIB);
+    assert!(guest.is_intact(0..RAM), "nothing is given back by strategy none");
+}
+
+#[test]
+fn statistics_come_when_they_are_asked_for() {
+    let guest = Guest::new();
+    assert!(guest.balloon.request_statistics().unwrap_err().contains("load virtio_balloon"));
+    let mut driver = guest.probe();
+    settle(&mut driver);
+    let first = guest.balloon.statistics().expect("the driver gives some when it is loaded");
+    assert_eq!((first.free_memory(), first.sequence), (Some(RAM - USED), 1));
+    guest.free.lock().unwrap().allocate(4 * MIB);
+    assert_eq!(guest.balloon.statistics().unwrap().sequence, 1);
+    guest.balloon.request_statistics().unwrap();
+    settle(&mut driver);
+    let second = guest.balloon.statistics().unwrap();
+    assert_eq!((second.free_memory(), second.sequence), (Some(RAM - USED - 4 * MIB), 2));
+
+    let guest = Guest::new();
+    let _driver = guest.probe_with(Features::FREE_PAGE_HINT);
+    assert!(guest.balloon.request_statistics().unwrap_err().contains("no statistics"));
+}
+
+#[test]
+fn a_list_of_free_pages_is_complete_and_can_be_had_again() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    for round in 1..=3 {
+        let heard = Arc::new(Heard::default());
+        guest.balloon.request(heard.clone()).unwrap();
+        settle(&mut driver);
+        assert!(heard.is_complete());
+        assert_eq!(heard.joined(), [USED..RAM]);
+        assert_eq!(driver.shrinker().held(), 12, "the guest holds them until DONE");
+        guest.balloon.done();
+        guest.balloon.done();
+        settle(&mut driver);
+        assert_eq!((driver.shrinker().held(), guest.free_ranges()), (0, vec![USED..RAM]));
+        let list = guest.balloon.hint_list();
+        assert!(list.complete && list.state == HintState::Done);
+        assert_eq!((list.blocks, list.bytes, guest.balloon.counters().hint_lists), (12, RAM - USED, round));
+    }
+    assert!(guest.is_intact(0..RAM), "hints are told, not given back");
+}
+
+#[test]
+fn a_list_that_is_stopped_half_way_tells_no_more_and_the_next_one_is_whole() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    /// Stops the list at its third block, from within, under a lock of its own.
+    struct Stopper(Mutex<u32>, Arc<limosa_balloon::Balloon>);
+    impl FreePageSink for Stopper {
+        fn free(&self, _: Range<u64>) {
+            let mut seen = self.0.lock().unwrap();
+            *seen += 1;
+            if *seen == 3 {
+                self.1.stop();
+            }
+        }
+        fn complete(&self) {
+            panic!("it was stopped");
+        }
+    }
+    let stopper = Arc::new(Stopper(Mutex::new(0), guest.balloon.clone()));
+    guest.balloon.request(stopper.clone()).unwrap();
+    settle(&mut driver);
+    assert_eq!(*stopper.0.lock().unwrap(), 3);
+    let counters = guest.balloon.counters();
+    assert_eq!((counters.hinted_blocks, counters.stale_hints, counters.hint_lists), (3, 9, 0));
+    assert_eq!(guest.balloon.hint_list().state, HintState::Stopped);
+
+    // Blocks of the first list are still held, so the second one is empty until DONE gives them back.
+    let heard = Arc::new(Heard::default());
+    guest.balloon.done();
+    settle(&mut driver);
+    guest.balloon.request(heard.clone()).unwrap();
+    settle(&mut driver);
+    assert_eq!(heard.joined(), [USED..RAM]);
+}
+
+#[test]
+fn a_new_request_ends_the_one_before() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
+    guest.balloon.request(first.clone()).unwrap();
+    guest.balloon.request(second.clone()).unwrap();
+    settle(&mut driver);
+    assert_eq!(first.joined(), []);
+    assert!(!first.is_complete() && second.is_complete());
+}
+
+#[test]
+fn blocks_that_the_shrinker_takes_back_are_not_told_of() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    let heard = Arc::new(Heard::default());
+    guest.balloon.request(heard).unwrap();
+    settle(&mut driver);
+    let before = guest.balloon.counters();
+    let back = driver.shrinker().take_back(2);
+    assert_eq!(back.len(), 2);
+    settle(&mut driver);
+    assert_eq!(guest.balloon.counters(), before, "the device cannot know");
+    guest.balloon.done();
+    settle(&mut driver);
+    assert_eq!(guest.free.lock().unwrap().free_bytes(), RAM - USED - 8 * MIB);
+}
+
+#[test]
+fn who_cannot_be_asked_for_free_pages_says_why() {
+    let guest = Guest::new();
+    let why = |guest: &Guest| match guest.balloon.request(Arc::new(Heard::default())) {
+        Err(FreePagesError::NotOffered { why }) => why,
+        other => panic!("{other:?}"),
+    };
+    assert!(why(&guest).contains("load virtio_balloon"));
+    let driver = guest.probe_with(Features::STATS_VQ);
+    assert!(why(&guest).contains("free-page-hint"));
+    drop(driver);
+    let _driver = guest.probe();
+    guest.balloon.write_config(12, &0xaau32.to_le_bytes());
+    assert!(why(&guest).contains("page_poison"));
+}
+
+#[test]
+fn what_the_guest_reports_is_given_back_before_it_hears_of_it() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    assert_eq!(driver.report(2 * MIB).unwrap(), 24);
+    assert!(guest.is_gone(USED..RAM) && guest.is_intact(0..USED));
+    let counters = guest.balloon.counters();
+    assert_eq!((counters.reported_blocks, counters.reported_bytes), (24, RAM - USED));
+}
+
+#[test]
+fn reports_are_acknowledged_and_left_alone_while_reporting_is_off_or_free_pages_are_poisoned() {
+    let guest = Guest::with(Options { reporting_off: true, ..Options::default() }, |memory| {
+        Arc::new(GuestRam::new(memory, Strategy::Auto))
+    });
+    let mut driver = guest.probe();
+    driver.report(2 * MIB).unwrap();
+    assert_eq!(guest.balloon.counters().ignored_reports, 24);
+    guest.balloon.set_reporting(true);
+    guest.balloon.write_config(12, &0xaau32.to_le_bytes());
+    driver.report(2 * MIB).unwrap();
+    assert!(guest.is_intact(0..RAM));
+    assert_eq!(guest.balloon.counters().discards, 0);
+    guest.balloon.write_config(12, &[0; 4]);
+    driver.report(2 * MIB).unwrap();
+    assert!(guest.is_gone(USED..RAM));
+}
+
+#[test]
+fn queues_are_numbered_as_linux_numbers_them() {
+    for features in [
+        Features::NONE,
+        Features::FREE_PAGE_HINT | Features::REPORTING,
+        Features::STATS_VQ | Features::REPORTING,
+        Features::REPORTING,
+    ] {
+        let guest = Guest::new();
+        let mut driver = guest.probe_with(features);
+        guest.balloon.set_target(60 * MIB).unwrap();
+        settle(&mut driver);
+        assert_eq!(guest.balloon.size().actual, 60 * MIB, "{features:?}");
+        if features.has(Features::REPORTING) {
+            assert!(driver.report(MIB).unwrap() > 0);
+            assert!(guest.balloon.counters().reported_blocks > 0, "{features:?}");
+        }
+        assert_eq!(Numbering::Compact.role(features, 0), Some(limosa_balloon::Role::Inflate));
+    }
+}
+
+#[test]
+fn a_driver_that_is_unloaded_and_loaded_again_finds_an_empty_balloon() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    guest.balloon.set_target(40 * MIB).unwrap();
+    settle(&mut driver);
+    let heard = Arc::new(Heard::default());
+    guest.balloon.request(heard).unwrap();
+    settle(&mut driver);
+    driver.unload().unwrap();
+    assert_eq!(guest.balloon.size().actual, RAM);
+    assert_eq!(guest.balloon.hint_list().state, HintState::Done);
+    assert_eq!(guest.free_ranges(), [USED..RAM]);
+
+    let mut driver = guest.probe();
+    settle(&mut driver);
+    assert_eq!(guest.balloon.size().actual, 40 * MIB, "the target holds for the next driver");
+    let heard = Arc::new(Heard::default());
+    guest.balloon.request(heard.clone()).unwrap();
+    settle(&mut driver);
+    assert_eq!(heard.joined(), [USED..40 * MIB]);
+}
+
+#[test]
+fn a_driver_that_vanishes_amid_a_list_leaves_nothing_behind() {
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    let heard = Arc::new(Heard::default());
+    guest.balloon.request(heard.clone()).unwrap();
+    // The first poll gives the id and some blocks, and the guest is reset before the end of the list.
+    driver.poll().unwrap();
+    guest.balloon.reset();
+    drop(driver);
+    assert_eq!(Arc::strong_count(&heard), 1, "nobody waits for the list any more");
+    assert_eq!(guest.balloon.hint_list().state, HintState::Done);
+}
+
+/// A strategy whose first discard waits until somebody lets it go on.
+#[derive(Debug)]
+struct Gate {
+    inner: GuestRam,
+    entered: mpsc::SyncSender<()>,
+    open: Mutex<mpsc::Receiver<()>>,
+    passed: AtomicBool,
+}
+
+impl Reclaim for Gate {
+    fn ram(&self) -> &[Range<u64>] {
+        self.inner.ram()
+    }
+
+    fn host_page(&self, index: usize) -> u64 {
+        self.inner.host_page(index)
+    }
+
+    fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
+        if !self.passed.swap(true, Ordering::AcqRel) {
+            self.entered.send(()).unwrap();
+            self.open.lock().unwrap().recv().unwrap();
+        }
+        self.inner.discard(run)
+    }
+}
+
+#[test]
+fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
+    let (entered, inside) = mpsc::sync_channel(1);
+    let (open, gate) = mpsc::channel();
+    let reclaim = |memory: Arc<GuestMemory>| -> Arc<dyn Reclaim> {
+        let inner = GuestRam::new(memory, Strategy::Auto);
+        Arc::new(Gate { inner, entered, open: Mutex::new(gate), passed: AtomicBool::new(false) })
+    };
+    let guest = Guest::with(Options::default(), reclaim);
+    let worker = guest.machine.worker().unwrap();
+    let mut driver = guest.probe();
+    guest.balloon.set_target(60 * MIB).unwrap();
+    let inflating = thread::spawn(move || {
+        driver.poll().unwrap();
+        driver
+    });
+    inside.recv().unwrap();
+    // The worker is inside a discard, with whatever it holds. Everything that answers a guest or a person goes on.
+    let mut config = [0; 16];
+    guest.balloon.read_config(0, &mut config);
+    assert_eq!(config[..4], 1024u32.to_le_bytes());
+    guest.balloon.write_config(4, &3u32.to_le_bytes());
+    assert_eq!(guest.balloon.size().actual, RAM - 3 * 4096);
+    guest.balloon.set_target(50 * MIB).unwrap();
+    guest.balloon.request_statistics().unwrap();
+    guest.balloon.request(Arc::new(Heard::default())).unwrap();
+    guest.balloon.stop();
+    guest.balloon.done();
+    let _ = (guest.balloon.statistics(), guest.balloon.counters(), guest.balloon.hint_list());
+    guest.balloon.reset();
+    open.send(()).unwrap();
+    // What was taken before the reset is still given back to the ring that the old driver waits at.
+    drop(inflating.join().unwrap());
+    drop(worker);
+}
+
+#[test]
+fn who_is_told_of_a_change_may_ask_the_device() {
+    #[derive(Default)]
+    struct Asker(Mutex<Vec<u64>>);
+    impl Observer for Asker {
+        fn actual_changed(&self, bytes: u64) {
+            self.0.lock().unwrap().push(bytes);
+        }
+    }
+    let asker = Arc::new(Asker::default());
+    let options = Options { observer: Some(asker.clone()), ..Options::default() };
+    let guest = Guest::with(options, |memory| Arc::new(GuestRam::new(memory, Strategy::Auto)));
+    let mut driver = guest.probe();
+    guest.balloon.set_target(62 * MIB).unwrap();
+    settle(&mut driver);
+    assert_eq!(*asker.0.lock().unwrap(), [63 * MIB, 62 * MIB]);
+}
+
+#[test]
+fn threads_make_no_difference() {
+    let guest = Guest::new();
+    let _worker = guest.machine.worker().unwrap();
+    let mut driver: Driver<_, _> = guest.probe();
+    let heard = Arc::new(Heard::default());
+    guest.balloon.request(heard.clone()).unwrap();
+    guest.balloon.set_target(32 * MIB).unwrap();
+    while !(heard.is_complete() && guest.balloon.size().actual <= 48 * MIB) {
+        driver.poll().unwrap();
+        if heard.is_complete() {
+            guest.balloon.done();
+        }
+        driver.wait(Duration::from_millis(1));
+    }
+    guest.balloon.done();
+    while guest.balloon.size().actual != 32 * MIB {
+        driver.poll().unwrap();
+        driver.wait(Duration::from_millis(1));
+    }
+    assert!(guest.is_intact(0..USED) && guest.is_gone(32 * MIB..RAM));
+}

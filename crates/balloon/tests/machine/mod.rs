@@ -1,0 +1,116 @@
+//! A guest of 64 MiB with a balloon and the model of the driver.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use limosa_balloon::driver::{Blocks, Driver, Machine, RINGS};
+use limosa_balloon::{Balloon, Features, GuestRam, Options, Reclaim, Strategy};
+use limosa_memory::free::FreePageSink;
+use limosa_memory::{BlockOptions, GuestMemory};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+pub(crate) const MIB: u64 = 1 << 20;
+/// All of its memory.
+pub(crate) const RAM: u64 = 64 * MIB;
+/// Where free memory begins; below, it is used.
+pub(crate) const USED: u64 = 16 * MIB;
+const RINGS_AT: u64 = 1 << 40;
+
+pub(crate) type Rings = GuestMemoryMmap<()>;
+pub(crate) type TestDriver = Driver<Rings, Blocks>;
+
+pub(crate) struct Guest {
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) balloon: Arc<Balloon>,
+    pub(crate) machine: Arc<Machine<Rings>>,
+    pub(crate) free: Arc<Mutex<Blocks>>,
+}
+
+impl Guest {
+    pub(crate) fn new() -> Self {
+        Self::with(Options::default(), |memory| Arc::new(GuestRam::new(memory, Strategy::Auto)))
+    }
+
+    pub(crate) fn with(options: Options, reclaim: impl FnOnce(Arc<GuestMemory>) -> Arc<dyn Reclaim>) -> Self {
+        let block = BlockOptions::memfd("pc.ram", RAM).map().unwrap();
+        for at in 0..RAM / MIB {
+            block.write(at * MIB, &vec![7; 1 << 20]).unwrap();
+        }
+        let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
+        let balloon = Arc::new(Balloon::new(options));
+        balloon.memory(reclaim(Arc::clone(&memory)));
+        let rings = Rings::from_ranges(&[(GuestAddress(RINGS_AT), RINGS)]).unwrap();
+        let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), RINGS_AT);
+        Self { memory, balloon, machine, free: Arc::new(Mutex::new(Blocks::new(USED..RAM))) }
+    }
+
+    pub(crate) fn probe(&self) -> TestDriver {
+        self.probe_with(Features::default())
+    }
+
+    pub(crate) fn probe_with(&self, features: Features) -> TestDriver {
+        Driver::probe(Arc::clone(&self.machine), Arc::clone(&self.free), features).unwrap()
+    }
+
+    /// Whether the pages of `range` read as they were filled.
+    pub(crate) fn is_intact(&self, range: Range<u64>) -> bool {
+        range.step_by(4096).all(|at| self.byte(at) == 7)
+    }
+
+    /// Whether they read as zero.
+    pub(crate) fn is_gone(&self, range: Range<u64>) -> bool {
+        range.step_by(4096).all(|at| self.byte(at) == 0)
+    }
+
+    fn byte(&self, at: u64) -> u8 {
+        let mut byte = [1];
+        self.memory.block(0).unwrap().read(at, &mut byte).unwrap();
+        byte[0]
+    }
+
+    pub(crate) fn free_ranges(&self) -> Vec<Range<u64>> {
+        self.free.lock().unwrap().free_ranges().collect()
+    }
+}
+
+/// Does everything there is to do.
+pub(crate) fn settle(driver: &mut TestDriver) {
+    while driver.poll().unwrap() {}
+}
+
+/// What came of a list.
+#[derive(Debug, Default)]
+pub(crate) struct Heard {
+    pub(crate) ranges: Mutex<Vec<Range<u64>>>,
+    pub(crate) complete: Mutex<bool>,
+}
+
+impl Heard {
+    /// The ranges, ascending and joined.
+    pub(crate) fn joined(&self) -> Vec<Range<u64>> {
+        let mut ranges = self.ranges.lock().unwrap().clone();
+        ranges.sort_by_key(|range| range.start);
+        let mut joined: Vec<Range<u64>> = Vec::new();
+        for range in ranges {
+            match joined.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => joined.push(range),
+            }
+        }
+        joined
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        *self.complete.lock().unwrap()
+    }
+}
+
+impl FreePageSink for Heard {
+    fn free(&self, range: Range<u64>) {
+        self.ranges.lock().unwrap().push(range);
+    }
+
+    fn complete(&self) {
+        *self.complete.lock().unwrap() = true;
+    }
+}
