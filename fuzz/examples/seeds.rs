@@ -38,6 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("image_name", image_names()),
         ("image_read", images()?),
         ("image_write", images()?),
+        ("vhost_user", vec![limosa_vhost::fuzzing::seed()]),
     ] {
         let folder = corpus.join(target);
         fs::create_dir_all(&folder)?;

@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -49,7 +49,7 @@ impl FrontEnd {
     /// If the channel is full, nothing is added to it: the front end has then not read an older message of this kind, and what
     /// it reads of the configuration after that message is the change too.
     pub fn config_changed(&self) -> bool {
-        let channel = self.shared.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        let channel = self.channel();
         let Some(socket) = channel.as_ref() else { return false };
         let told = send(socket, &message::config_change(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         matches!(told, Ok(_) | Err(Errno::AGAIN))
@@ -61,5 +61,31 @@ impl FrontEnd {
         self.shared.kicked.fetch_or(bit, Ordering::SeqCst);
         // An eventfd that is full wakes, too.
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+    }
+    /// Where requests to the front end go from now on.
+    pub(crate) fn set_channel(&self, socket: OwnedFd) {
+        *self.channel() = Some(socket);
+    }
+
+    /// The connection is gone.
+    pub(crate) fn disconnect(&self) {
+        self.shared.connected.store(false, Ordering::SeqCst);
+        *self.channel() = None;
+    }
+
+    /// What is readable when somebody wants a queue looked at, or the worker to look around.
+    pub(crate) fn wake(&self) -> &OwnedFd {
+        &self.shared.wake
+    }
+
+    /// The queues that somebody wants looked at, a bit each; none the next time.
+    pub(crate) fn take_kicked(&self) -> u64 {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.shared.wake, &mut count);
+        self.shared.kicked.swap(0, Ordering::SeqCst)
+    }
+
+    fn channel(&self) -> MutexGuard<'_, Option<OwnedFd>> {
+        self.shared.channel.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,20 +3,79 @@
 //! A [`Device`] says what it is and what it does with a queue. It sees the guest's memory as [`Ram`], a queue as a [`Vring`],
 //! and whoever drives the guest as a [`FrontEnd`]. [`message`] is the protocol on the wire.
 //!
+//! A [`Server`] listens, and serves one front end after the other.
+//!
 //! Rings come from rust-vmm's `virtio-queue`, over `vm-memory`; everything else of the protocol is here, so that front ends work
 //! that others refuse: user-mode Linux sends a memory table with room to spare, and wants to be told of configuration changes.
+//!
+//! # Example
+//!
+//! A device that gives every buffer back unread, and whose configuration is one byte.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, Vring};
+//!
+//! struct Sink;
+//!
+//! impl Device for Sink {
+//!     fn features(&self) -> u64 { 0 }
+//!     fn queues(&self) -> usize { 1 }
+//!     fn accepted(&self, _features: u64) {}
+//!     fn read_config(&self, offset: u32, into: &mut [u8]) {
+//!         into.fill(0);
+//!         if let (0, Some(first)) = (offset, into.first_mut()) {
+//!             *first = 42;
+//!         }
+//!     }
+//!     fn write_config(&self, _offset: u32, _bytes: &[u8]) {}
+//!     fn memory(&self, _memory: Arc<Ram>) {}
+//!     fn attached(&self, _front_end: FrontEnd) {}
+//!     fn work(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+//!         // One a time: other queues, and whoever wants to stop this one, have their turn between.
+//!         let Some(chain) = vring.pop()? else { return Ok(More::No) };
+//!         vring.add_used(chain.head_index(), 0)?;
+//!         vring.notify()?;
+//!         Ok(More::Yes)
+//!     }
+//!     fn reset(&self) {}
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! let server = Server::bind(&folder.path().join("sink.sock"), Arc::new(Sink))?;
+//! let stopper = server.stopper();
+//! std::thread::scope(|scope| {
+//!     let serving = scope.spawn(|| server.serve());
+//!     // A VMM connects here, and goes; others may follow.
+//!     stopper.stop();
+//!     serving.join().expect("it does not panic")
+//! })?;
+//! # Ok(()) }
+//! ```
 
+mod bell;
+mod connection;
 mod device;
 mod error;
+mod fault;
 mod front_end;
+#[doc(hidden)]
+pub mod fuzzing;
+mod inflight;
 pub mod message;
 mod ram;
+mod server;
+mod session;
 mod vring;
+mod worker;
 
 pub use device::{Device, More};
 pub use error::{QueueError, RamError};
+pub use fault::Fault;
 pub use front_end::FrontEnd;
 pub use ram::{MAX_REGIONS, Ram, RamRegion};
+pub use server::{Server, ServerError, Stopper};
 pub use vring::{Chain, Vring};
 
 /// Most queues of a device.

@@ -5,19 +5,19 @@
 //! works. What is not running gives nothing and takes nothing.
 //!
 //! **Law: a buffer is with the device from [`Vring::pop`] to [`Vring::add_used`], and given back at most once.** Buffers that
-//! are still with the device when the ring stops are no longer its: they go back to the driver's list if they are the last ones
-//! that were taken, so that whoever runs the ring next gets them again.
+//! are still with the device when the ring is torn down are no longer its: they go back to the driver's list if they are the last
+//! ones that were taken, so that whoever sets the ring up next gets them again.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{FileType, fstat};
-use rustix::net::{SendFlags, send};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT as _, QueueT as _};
-use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
+use crate::bell::Bell;
+use crate::inflight::InflightRing;
 use crate::{QueueError, Ram};
 
 /// The descriptors of one buffer, read from the guest's memory as they are asked for.
@@ -25,6 +25,29 @@ pub type Chain = DescriptorChain<Arc<GuestMemoryMmap>>;
 
 /// `VRING_AVAIL_F_NO_INTERRUPT`: the driver does not want to be called.
 const NO_INTERRUPT: u16 = 1;
+
+/// Most descriptors of a ring (virtio 1.2, 2.7).
+const MAX_QUEUE_SIZE: u16 = 32768;
+
+/// Where a ring is in guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RingPlace {
+    pub(crate) descriptors: GuestAddress,
+    pub(crate) available: GuestAddress,
+    pub(crate) used: GuestAddress,
+}
+
+/// How a ring is set up.
+#[derive(Debug)]
+pub(crate) struct RingSetup {
+    /// Descriptors, a power of two.
+    pub(crate) size: u16,
+    pub(crate) place: RingPlace,
+    /// Index of the first buffer to be taken.
+    pub(crate) base: u16,
+    pub(crate) event_index: bool,
+    pub(crate) inflight: Option<InflightRing>,
+}
 
 /// A ring.
 #[derive(Debug)]
@@ -35,20 +58,128 @@ pub struct Vring {
 #[derive(Debug)]
 struct State {
     queue: Queue,
+    /// None: the ring is not set up.
     ram: Option<Arc<Ram>>,
-    /// It may be looked at: set up, started and enabled.
-    runs: bool,
+    /// It may be looked at, if it is set up.
+    enabled: bool,
     call: Option<Bell>,
-    /// What the device has: in the order in which it was taken, by the place in the ring of available buffers.
-    taken: VecDeque<(u16, u16)>,
+    /// What the device has, in the order in which it was taken: the place in the ring of available buffers, and the head.
+    /// What a server before had taken has no place.
+    taken: VecDeque<(Option<u16>, u16)>,
+    inflight: Option<InflightRing>,
+    again: Option<Again>,
+}
+
+/// Buffers that are worked on again, because a server was killed that had taken them: as a ring of their own, since the driver's
+/// may name others in their places by now.
+#[derive(Debug)]
+struct Again {
+    queue: Queue,
+    memory: Arc<GuestMemoryMmap>,
 }
 
 impl Vring {
     /// A ring that runs: `queue` as it was set up, the memory it is in, and what is written to when the driver is to be called
     /// (an eventfd or a socket).
     pub fn running(queue: Queue, ram: Arc<Ram>, call: Option<OwnedFd>) -> Self {
-        let state = State { queue, ram: Some(ram), runs: true, call: call.map(Bell::new), taken: VecDeque::new() };
+        let state = State {
+            queue,
+            ram: Some(ram),
+            enabled: true,
+            call: call.map(Bell::new),
+            taken: VecDeque::new(),
+            inflight: None,
+            again: None,
+        };
         Self { state: Mutex::new(state) }
+    }
+
+    /// A ring that is not set up.
+    pub(crate) fn idle() -> Self {
+        let state = State {
+            queue: Queue::default(),
+            ram: None,
+            enabled: false,
+            call: None,
+            taken: VecDeque::new(),
+            inflight: None,
+            again: None,
+        };
+        Self { state: Mutex::new(state) }
+    }
+
+    /// Sets it up anew; what was taken out before is forgotten.
+    pub(crate) fn set_up(&self, setup: RingSetup, ram: &Arc<Ram>) -> Result<(), QueueError> {
+        let queue = queue_at(&setup, ram)?;
+        let used = queue.used_idx(&**ram.memory(), Ordering::Acquire)?.0;
+        let mut state = self.lock();
+        state.queue = queue;
+        state.queue.set_next_used(used);
+        state.taken.clear();
+        state.again = None;
+        state.inflight = setup.inflight;
+        let heads = state.inflight.as_mut().map(|inflight| inflight.take_up(used)).unwrap_or_default();
+        if !heads.is_empty() {
+            state.queue.set_next_avail(used.wrapping_add(u16::try_from(heads.len()).unwrap_or(u16::MAX)));
+            state.again = Some(again(&heads, &setup.place, setup.size, ram)?);
+        }
+        state.ram = Some(ram.clone());
+        // Whoever died may have given something back without calling.
+        if state.inflight.is_some()
+            && let Some(call) = &state.call
+        {
+            call.ring();
+        }
+        Ok(())
+    }
+
+    /// The memory is another one, and the ring with it; nothing else has changed.
+    pub(crate) fn remap(&self, place: RingPlace, ram: &Arc<Ram>) -> Result<(), QueueError> {
+        let mut state = self.lock();
+        let setup = RingSetup {
+            size: state.queue.size(),
+            place,
+            base: state.queue.next_avail(),
+            event_index: state.queue.event_idx_enabled(),
+            inflight: None,
+        };
+        let mut queue = queue_at(&setup, ram)?;
+        queue.set_next_used(state.queue.next_used());
+        state.queue = queue;
+        state.ram = Some(ram.clone());
+        Ok(())
+    }
+
+    /// Has it looked at, or not; what was taken out stays so.
+    pub(crate) fn enable(&self, enabled: bool) {
+        self.lock().enabled = enabled;
+    }
+
+    /// What is written to when the driver is to be called.
+    pub(crate) fn set_call(&self, call: Option<Bell>) {
+        self.lock().call = call;
+    }
+
+    /// It is no longer set up. Says which buffer is the next one for whoever sets it up again; none if it was not set up.
+    pub(crate) fn tear_down(&self) -> Option<u16> {
+        let mut state = self.lock();
+        state.ram.take()?;
+        let mut next = state.queue.next_avail();
+        while let Some(&(place, head)) = state.taken.back() {
+            if place != Some(next.wrapping_sub(1)) {
+                break;
+            }
+            next = next.wrapping_sub(1);
+            state.taken.pop_back();
+            if let Some(inflight) = &state.inflight {
+                inflight.untaken(head);
+            }
+        }
+        // What else was taken is lost to whoever does not keep the inflight area.
+        state.taken.clear();
+        state.again = None;
+        state.inflight = None;
+        Some(next)
     }
 
     /// Takes the next buffer, if there is one.
@@ -56,8 +187,17 @@ impl Vring {
     /// # Errors
     /// The ring does not run, or makes no sense.
     pub fn pop(&self) -> Result<Option<Chain>, QueueError> {
-        let mut state = self.lock();
+        let mut guard = self.lock();
+        let state = &mut *guard;
         let ram = state.running()?;
+        if let Some(again) = &mut state.again {
+            if let Some(chain) = again.queue.iter(again.memory.clone())?.next() {
+                // It is marked as in flight already, with its place in the order.
+                state.taken.push_back((None, chain.head_index()));
+                return Ok(Some(chain));
+            }
+            state.again = None;
+        }
         let place = state.queue.next_avail();
         let chain = state.queue.iter(ram.memory().clone())?.next();
         if let Some(chain) = &chain {
@@ -65,7 +205,10 @@ impl Vring {
             if head >= state.queue.size() || state.taken.len() >= usize::from(state.queue.size()) {
                 return Err(virtio_queue::Error::InvalidDescriptorIndex.into());
             }
-            state.taken.push_back((place, head));
+            if let Some(inflight) = &mut state.inflight {
+                inflight.taken(head);
+            }
+            state.taken.push_back((Some(place), head));
         }
         Ok(chain)
     }
@@ -75,11 +218,19 @@ impl Vring {
     /// # Errors
     /// The ring does not run, the buffer is not with the device, or the ring makes no sense.
     pub fn add_used(&self, head: u16, length: u32) -> Result<(), QueueError> {
-        let mut state = self.lock();
+        let mut guard = self.lock();
+        let state = &mut *guard;
         let ram = state.running()?;
         let at = state.taken.iter().position(|&(_, taken)| taken == head).ok_or(QueueError::NotTaken { head })?;
         state.taken.remove(at);
-        Ok(state.queue.add_used(&**ram.memory(), head, length)?)
+        if let Some(inflight) = &state.inflight {
+            inflight.giving(head);
+        }
+        state.queue.add_used(&**ram.memory(), head, length)?;
+        if let Some(inflight) = &state.inflight {
+            inflight.given(head, state.queue.next_used());
+        }
+        Ok(())
     }
 
     /// Whether the driver wants to be called for what was given back. To be asked once and then acted on: the driver is said
@@ -116,7 +267,22 @@ impl Vring {
 
     /// Whether it runs.
     pub fn runs(&self) -> bool {
-        self.lock().runs
+        self.lock().running().is_ok()
+    }
+
+    /// The driver need not kick, for now.
+    pub(crate) fn quiet(&self) -> Result<(), QueueError> {
+        let mut state = self.lock();
+        let ram = state.running()?;
+        Ok(state.queue.disable_notification(&**ram.memory())?)
+    }
+
+    /// The driver is to kick again; says the index of the next buffer if there is one already.
+    pub(crate) fn listen(&self) -> Result<Option<u16>, QueueError> {
+        let mut state = self.lock();
+        let ram = state.running()?;
+        let more = state.queue.enable_notification(&**ram.memory())? || state.again.is_some();
+        Ok(more.then(|| state.queue.next_avail()))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -127,7 +293,7 @@ impl Vring {
 impl State {
     fn running(&self) -> Result<Arc<Ram>, QueueError> {
         match &self.ram {
-            Some(ram) if self.runs => Ok(ram.clone()),
+            Some(ram) if self.enabled => Ok(ram.clone()),
             _ => Err(QueueError::Stopped),
         }
     }
@@ -147,31 +313,40 @@ impl State {
     }
 }
 
-/// What is written to so that somebody else takes notice: an eventfd, or a socket (user-mode Linux).
-#[derive(Debug)]
-pub(crate) struct Bell {
-    descriptor: OwnedFd,
-    socket: bool,
+/// A queue at a place, if it is one that could be and lies in memory.
+fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
+    let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
+    queue.try_set_size(setup.size)?;
+    queue.try_set_desc_table_address(setup.place.descriptors)?;
+    queue.try_set_avail_ring_address(setup.place.available)?;
+    queue.try_set_used_ring_address(setup.place.used)?;
+    queue.set_event_idx(setup.event_index);
+    queue.set_next_avail(setup.base);
+    queue.set_ready(true);
+    // Address 0 is how `virtio_queue` marks a ring that is not set up.
+    if setup.place.available.0 == 0 || !queue.is_valid(&**ram.memory()) {
+        return Err(virtio_queue::Error::FindMemoryRegion.into());
+    }
+    Ok(queue)
 }
 
-impl Bell {
-    /// Nothing that the other end does or does not do keeps a write waiting: what is not a socket is made non-blocking.
-    pub(crate) fn new(descriptor: OwnedFd) -> Self {
-        let kind = fstat(&descriptor).map(|status| FileType::from_raw_mode(status.st_mode));
-        let socket = matches!(kind, Ok(FileType::Socket));
-        if !socket {
-            let _ = rustix::io::ioctl_fionbio(&descriptor, true);
-        }
-        Self { descriptor, socket }
-    }
-
-    /// Eight bytes. A bell that is full rings; one that nobody listens to is not our loss.
-    pub(crate) fn ring(&self) {
-        let one = 1_u64.to_ne_bytes();
-        let _ = if self.socket {
-            send(self.descriptor.as_fd(), &one, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
-        } else {
-            rustix::io::write(&self.descriptor, &one)
-        };
-    }
+/// A ring of available buffers with those heads, behind the guest's memory and visible to nobody else; descriptors are the
+/// driver's.
+fn again(heads: &[u16], place: &RingPlace, size: u16, ram: &Ram) -> Result<Again, QueueError> {
+    // Flags, index, the heads, and the event index that nobody reads.
+    let length = (6 + 2 * usize::from(size)).next_multiple_of(4096);
+    let end = ram.regions().last().map_or(0, |region| region.guest_address + region.length);
+    let start = GuestAddress(end).checked_align_up(4096).ok_or(virtio_queue::Error::AddressOverflow)?;
+    let lost = |why: String| QueueError::Device(format!("no memory for buffers that are worked on again: {why}"));
+    let region = GuestRegionMmap::from_range(start, length, None).map_err(|error| lost(error.to_string()))?;
+    let memory = ram.memory().insert_region(Arc::new(region)).map_err(|error| lost(error.to_string()))?;
+    let count = u16::try_from(heads.len()).unwrap_or(u16::MAX);
+    let words: Vec<u8> = [0, count].iter().chain(heads).flat_map(|word| word.to_le_bytes()).collect();
+    memory.write_slice(&words, start).map_err(virtio_queue::Error::GuestMemory)?;
+    let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
+    queue.try_set_size(size)?;
+    queue.try_set_desc_table_address(place.descriptors)?;
+    queue.try_set_avail_ring_address(start)?;
+    queue.set_ready(true);
+    Ok(Again { queue, memory: Arc::new(memory) })
 }

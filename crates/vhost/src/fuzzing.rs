@@ -1,0 +1,206 @@
+//! What fuzzers and property tests call: a session without a socket, and a device that does a little of everything.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::io::pwrite;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use crate::fault::Faults;
+use crate::message::Request;
+use crate::session::{Answer, Session};
+use crate::worker::Worker;
+use crate::{Device, FrontEnd, More, QueueError, Ram, Vring};
+
+/// Bytes of the guest's memory.
+const MEMORY: u64 = 64 << 10;
+
+/// Adds up what it reads, and gives back every other buffer at once.
+#[derive(Default)]
+struct Toy {
+    held: Mutex<Vec<u16>>,
+}
+
+impl Device for Toy {
+    fn features(&self) -> u64 {
+        0x2e
+    }
+
+    fn queues(&self) -> usize {
+        3
+    }
+
+    fn accepted(&self, _features: u64) {}
+
+    fn read_config(&self, _offset: u32, _into: &mut [u8]) {}
+
+    fn write_config(&self, _offset: u32, _bytes: &[u8]) {}
+
+    fn memory(&self, _memory: Arc<Ram>) {}
+
+    fn attached(&self, _front_end: FrontEnd) {}
+
+    fn work(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        for _ in 0..16 {
+            let Some(chain) = vring.pop()? else { return Ok(More::No) };
+            let head = chain.head_index();
+            let bytes = chain.fold(0_u32, |sum, descriptor| sum.wrapping_add(descriptor.len()));
+            if head % 2 == 0 {
+                vring.add_used(head, bytes)?;
+            } else {
+                held.push(head);
+            }
+            if held.len() > 8 {
+                match vring.add_used(held.remove(0), 0) {
+                    Ok(()) | Err(QueueError::NotTaken { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            vring.notify()?;
+        }
+        Ok(More::Yes)
+    }
+
+    fn reset(&self) {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+}
+
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn byte(&mut self) -> Option<u8> {
+        let (&first, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(first)
+    }
+
+    fn bytes(&mut self, most: usize) -> &'a [u8] {
+        let (bytes, rest) = self.0.split_at(most.min(self.0.len()));
+        self.0 = rest;
+        bytes
+    }
+}
+
+/// Plays the input as messages, writes of the guest to its memory, and turns of the queues. Returns how many messages were
+/// followed.
+///
+/// An input is a list of steps: a byte that says which request, or (from 0xe0 on) a write to memory or (from 0xf0 on) turns of the
+/// queues; then what descriptors come with it (two bits a descriptor, at most two); then the length of the body, and the body.
+pub fn play(input: &[u8]) -> usize {
+    let Ok(memory) = memfd_create("fuzz", MemfdFlags::CLOEXEC) else { return 0 };
+    let Ok(front_end) = FrontEnd::new() else { return 0 };
+    if ftruncate(&memory, MEMORY).is_err() {
+        return 0;
+    }
+    let (device, faults): (Arc<dyn Device>, _) = (Arc::new(Toy::default()), Arc::new(Faults::default()));
+    let Ok(worker) = Worker::new(device.clone(), front_end.clone(), device.queues(), faults.clone()) else { return 0 };
+    let worker = Arc::new(worker);
+    let mut session = Session::new(device, worker.clone(), front_end, faults);
+    let (mut input, mut followed) = (Input(input), 0);
+    while let Some(step) = input.byte() {
+        if step >= 0xf0 {
+            let pending = worker.kicks(false);
+            worker.turn(pending | u64::from(step & 7));
+            continue;
+        }
+        if step >= 0xe0 {
+            let (place, length) = (input.bytes(2), input.byte().unwrap_or(0));
+            let at = place.iter().fold(0_u64, |at, &byte| at << 8 | u64::from(byte));
+            let _ = pwrite(&memory, input.bytes(usize::from(length)), at);
+            continue;
+        }
+        let (kinds, length) = (input.byte().unwrap_or(0), input.byte().unwrap_or(0));
+        let descriptors =
+            [kinds & 3, kinds >> 2 & 3].into_iter().filter_map(|kind| descriptor(kind, &memory)).collect();
+        let body = input.bytes(usize::from(length));
+        let request = Request::ALL.get(usize::from(step) % Request::ALL.len()).copied();
+        if let Some(request) = request
+            && let Ok(answer) = session.follow(request, body, descriptors)
+        {
+            followed += 1;
+            if let (Answer::Body(answer), Request::GetConfig) = (answer, request) {
+                assert!(answer.is_empty() || answer.len() == body.len(), "an answer is as long as its question");
+            }
+        }
+    }
+    session.end();
+    assert!(worker.rings().iter().all(|ring| !ring.vring.runs()), "no ring runs when the front end has gone");
+    followed
+}
+
+fn descriptor(kind: u8, memory: &OwnedFd) -> Option<OwnedFd> {
+    match kind {
+        1 => memory.try_clone().ok(),
+        2 => eventfd(0, EventfdFlags::CLOEXEC).ok(),
+        3 => socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).ok().map(|(one, _)| one),
+        _ => None,
+    }
+}
+
+/// A well-formed input: a front end that sets up a ring with one buffer, and a turn.
+pub fn seed() -> Vec<u8> {
+    let mut input = Vec::new();
+    let mut step = |request: Request, kinds: u8, body: &[u8]| {
+        let number = Request::ALL.iter().position(|&other| other == request).unwrap_or(0);
+        input.extend([u8::try_from(number).unwrap_or(0), kinds, u8::try_from(body.len()).unwrap_or(0)]);
+        input.extend_from_slice(body);
+    };
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    let longs = |longs: &[u64]| longs.iter().flat_map(|long| long.to_le_bytes()).collect::<Vec<u8>>();
+    step(Request::GetFeatures, 0, &[]);
+    step(Request::SetProtocolFeatures, 0, &longs(&[0xb229]));
+    step(Request::SetFeatures, 0, &longs(&[1 << 32 | 1 << 30 | 1 << 29]));
+    step(Request::SetMemTable, 1, &[words(&[1, 0]), longs(&[0, MEMORY, 1 << 20, 0])].concat());
+    step(Request::GetInflightFd, 0, &[longs(&[0, 0]), vec![3, 0, 8, 0]].concat());
+    step(Request::SetVringNum, 0, &words(&[1, 8]));
+    step(Request::SetVringBase, 0, &words(&[1, 0]));
+    let at = |offset: u64| (1 << 20) + offset;
+    step(Request::SetVringAddr, 0, &[words(&[1, 0]), longs(&[at(0x1000), at(0x3000), at(0x2000), 0])].concat());
+    step(Request::SetVringCall, 3, &longs(&[1]));
+    step(Request::SetVringKick, 2, &longs(&[1]));
+    step(Request::SetVringEnable, 0, &words(&[1, 1]));
+    // A descriptor of 16 bytes, and one buffer that begins with it.
+    input.extend([0xe0, 0x10, 0x00, 16]);
+    input.extend(longs(&[0x5000, 16]));
+    input.extend([0xe0, 0x20, 0x00, 6, 0, 0, 1, 0, 0, 0]);
+    input.push(0xf7);
+    let mut step = |request: Request, body: &[u8]| {
+        let number = Request::ALL.iter().position(|&other| other == request).unwrap_or(0);
+        input.extend([u8::try_from(number).unwrap_or(0), 0, u8::try_from(body.len()).unwrap_or(0)]);
+        input.extend_from_slice(body);
+    };
+    step(Request::GetConfig, &words(&[0, 4, 0, 0]));
+    step(Request::GetVringBase, &words(&[1, 0]));
+    input
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_seed_is_followed_to_its_end() {
+        assert_eq!(play(&seed()), 13);
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_a_front_end_or_a_guest_says_makes_it_panic(
+            edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+            more in prop::collection::vec(any::<u8>(), 0..200),
+        ) {
+            let mut input = seed();
+            for (place, byte) in edits {
+                let place = place.index(input.len());
+                input[place] = byte;
+            }
+            input.extend(more);
+            play(&input);
+        }
+    }
+}

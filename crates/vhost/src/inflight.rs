@@ -1,0 +1,228 @@
+//! Inflight areas: what a device had taken out of its rings when its server was killed.
+//!
+//! Shared memory that the front end keeps and gives to the next server (QEMU's docs/interop/vhost-user.rst, "Inflight I/O
+//! tracking"). For every split ring it has a header of 16 bytes (features u64, version u16, descriptors u16, head that was given
+//! back last u16, index of used buffers u16) and 16 bytes for each descriptor (in flight u8, 5 unused, next u16, counter u64).
+//!
+//! **Law: at any instant at which the server may die, a buffer that was taken out is marked here or is not yet given back in
+//! the ring, so that the next server works on it again; one that the driver sees as used is not.** The order of the stores
+//! below is what keeps it. What the area says is the front end's word: it is checked before it is used.
+
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use vm_memory::{Bytes as _, MmapRegion, VolatileMemory as _};
+
+const HEADER: usize = 16;
+const ENTRY: usize = 16;
+/// Distance of rings from each other is a multiple of this.
+const ALIGNMENT: usize = 64;
+const VERSION: u16 = 1;
+
+const AT_VERSION: usize = 8;
+const AT_DESCRIPTORS: usize = 10;
+const AT_LAST_GIVEN: usize = 12;
+const AT_USED: usize = 14;
+
+const IN_FLIGHT: usize = 0;
+const NEXT: usize = 6;
+const COUNTER: usize = 8;
+
+/// Bytes that one ring of `size` descriptors needs.
+pub(crate) fn bytes_for_ring(size: u16) -> usize {
+    (HEADER + ENTRY * usize::from(size)).next_multiple_of(ALIGNMENT)
+}
+
+/// The part of an area that is one ring's.
+#[derive(Clone, Debug)]
+pub(crate) struct InflightRing {
+    area: Arc<MmapRegion>,
+    start: usize,
+    size: u16,
+    /// The next buffer's place in the order in which they were taken.
+    counter: u64,
+}
+
+impl InflightRing {
+    /// The part of ring number `index`, of `size` descriptors; none if the area has no room for it.
+    pub(crate) fn of(area: &Arc<MmapRegion>, index: usize, size: u16) -> Option<Self> {
+        let start = index.checked_mul(bytes_for_ring(size))?;
+        let end = start.checked_add(bytes_for_ring(size))?;
+        (size > 0 && end <= area.size()).then(|| Self { area: area.clone(), start, size, counter: 0 })
+    }
+
+    /// Takes up what the server before left: `used` is the index that the driver sees. Says which buffers are to be worked on
+    /// again, in the order in which they were taken.
+    pub(crate) fn take_up(&mut self, used: u16) -> Vec<u16> {
+        let known = self.load_u16(AT_VERSION) == VERSION && self.load_u16(AT_DESCRIPTORS) == self.size;
+        if !known {
+            for head in 0..self.size {
+                self.mark(head, false);
+            }
+            self.store_u16(AT_USED, used);
+            self.store_u16(AT_DESCRIPTORS, self.size);
+            fence(Ordering::SeqCst);
+            self.store_u16(AT_VERSION, VERSION);
+            return Vec::new();
+        }
+        // What was given back between the two indexes was not unmarked any more. At most a whole ring can have been.
+        let behind = used.wrapping_sub(self.load_u16(AT_USED)).min(self.size);
+        let mut given = self.load_u16(AT_LAST_GIVEN);
+        for _ in 0..behind {
+            if given >= self.size {
+                break;
+            }
+            self.mark(given, false);
+            given = self.load_u16(entry(given) + NEXT);
+        }
+        self.store_u16(AT_USED, used);
+        let mut again: Vec<(u64, u16)> =
+            (0..self.size).filter(|&head| self.is_marked(head)).map(|head| (self.counter_of(head), head)).collect();
+        again.sort_unstable();
+        self.counter = again.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
+        again.into_iter().map(|(_, head)| head).collect()
+    }
+
+    /// A buffer was taken out.
+    pub(crate) fn taken(&mut self, head: u16) {
+        self.store_u64(entry(head) + COUNTER, self.counter);
+        self.counter = self.counter.wrapping_add(1);
+        fence(Ordering::SeqCst);
+        self.mark(head, true);
+    }
+
+    /// A buffer is about to be given back.
+    pub(crate) fn giving(&self, head: u16) {
+        self.store_u16(entry(head) + NEXT, self.load_u16(AT_LAST_GIVEN));
+        self.store_u16(AT_LAST_GIVEN, head);
+        fence(Ordering::SeqCst);
+    }
+
+    /// A buffer was given back, and the driver sees `used` as the index.
+    pub(crate) fn given(&self, head: u16, used: u16) {
+        fence(Ordering::SeqCst);
+        self.mark(head, false);
+        fence(Ordering::SeqCst);
+        self.store_u16(AT_USED, used);
+    }
+
+    /// A buffer went back to those that the driver has made available.
+    pub(crate) fn untaken(&self, head: u16) {
+        self.mark(head, false);
+    }
+
+    fn mark(&self, head: u16, marked: bool) {
+        if head < self.size {
+            let _ = self.area.as_volatile_slice().store(
+                u8::from(marked),
+                self.start + entry(head) + IN_FLIGHT,
+                Ordering::SeqCst,
+            );
+        }
+    }
+
+    fn is_marked(&self, head: u16) -> bool {
+        let marked: Result<u8, _> =
+            self.area.as_volatile_slice().load(self.start + entry(head) + IN_FLIGHT, Ordering::SeqCst);
+        marked.is_ok_and(|marked| marked != 0)
+    }
+
+    fn counter_of(&self, head: u16) -> u64 {
+        self.area.as_volatile_slice().load(self.start + entry(head) + COUNTER, Ordering::SeqCst).map_or(0, u64::from_le)
+    }
+
+    fn load_u16(&self, at: usize) -> u16 {
+        self.area.as_volatile_slice().load(self.start + at, Ordering::SeqCst).map_or(0, u16::from_le)
+    }
+
+    // `of` has seen to it that everything lies inside; what does not is not stored.
+    fn store_u16(&self, at: usize, value: u16) {
+        let _ = self.area.as_volatile_slice().store(value.to_le(), self.start + at, Ordering::SeqCst);
+    }
+
+    fn store_u64(&self, at: usize, value: u64) {
+        let _ = self.area.as_volatile_slice().store(value.to_le(), self.start + at, Ordering::SeqCst);
+    }
+}
+
+fn entry(head: u16) -> usize {
+    HEADER + ENTRY * usize::from(head)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SIZE: u16 = 8;
+
+    fn area() -> Arc<MmapRegion> {
+        Arc::new(MmapRegion::new(2 * bytes_for_ring(SIZE)).unwrap())
+    }
+
+    #[test]
+    fn a_ring_has_room_for_itself_alone() {
+        let area = area();
+        assert!(InflightRing::of(&area, 1, SIZE).is_some());
+        assert!(InflightRing::of(&area, 2, SIZE).is_none());
+        assert!(InflightRing::of(&area, usize::MAX, SIZE).is_none());
+        assert!(InflightRing::of(&area, 0, 32768).is_none());
+    }
+
+    /// Where a server dies while it gives a buffer back.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Death {
+        BeforeTheRing,
+        AfterTheRing,
+        BeforeTheIndex,
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_the_instant_what_is_not_used_is_worked_on_again_in_its_order(
+            steps in prop::collection::vec((any::<bool>(), 0_u16..SIZE), 0..60),
+            death in prop::sample::select(vec![None, Some(Death::BeforeTheRing), Some(Death::AfterTheRing), Some(Death::BeforeTheIndex)]),
+        ) {
+            let area = area();
+            let mut ring = InflightRing::of(&area, 1, SIZE).unwrap();
+            prop_assert!(ring.take_up(65_530).is_empty());
+            let (mut used, mut out) = (65_530_u16, Vec::new());
+            for (take, head) in steps {
+                if take && !out.contains(&head) {
+                    ring.taken(head);
+                    out.push(head);
+                } else if !take && out.contains(&head) {
+                    ring.giving(head);
+                    used = used.wrapping_add(1);
+                    ring.given(head, used);
+                    out.retain(|&other| other != head);
+                }
+            }
+            if let (Some(death), Some(&head)) = (death, out.first()) {
+                ring.giving(head);
+                if death != Death::BeforeTheRing {
+                    used = used.wrapping_add(1);
+                    out.remove(0);
+                }
+                if death == Death::BeforeTheIndex {
+                    ring.mark(head, false);
+                }
+            }
+            let mut next = InflightRing::of(&area, 1, SIZE).unwrap();
+            prop_assert_eq!(next.take_up(used), out.clone());
+            let mut third = InflightRing::of(&area, 1, SIZE).unwrap();
+            prop_assert_eq!(third.take_up(used), out, "and nothing changes by looking");
+        }
+
+        #[test]
+        fn an_area_full_of_anything_names_descriptors_of_the_ring_only(bytes in prop::collection::vec(any::<u8>(), 144), used in any::<u16>()) {
+            let area = area();
+            area.as_volatile_slice().write_slice(&bytes, bytes_for_ring(SIZE)).unwrap();
+            let mut ring = InflightRing::of(&area, 1, SIZE).unwrap();
+            ring.store_u16(AT_VERSION, VERSION);
+            ring.store_u16(AT_DESCRIPTORS, SIZE);
+            let again = ring.take_up(used);
+            prop_assert!(again.len() <= usize::from(SIZE) && again.iter().all(|&head| head < SIZE));
+        }
+    }
+}

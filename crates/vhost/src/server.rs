@@ -1,0 +1,224 @@
+//! The server: a socket that front ends connect to, one after the other.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fs::{self, FileType, Mode};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, socket_with};
+
+use crate::connection::{self, Over};
+use crate::fault::{Fault, Faults};
+use crate::session::Session;
+use crate::worker::Worker;
+use crate::{Device, FrontEnd, MAX_QUEUES};
+
+/// Why there is no server.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServerError {
+    /// The socket cannot be had.
+    #[error("listening on {}: {source}", path.display())]
+    Listen {
+        /// Its file.
+        path: PathBuf,
+        /// The kernel's reason.
+        source: io::Error,
+    },
+    /// The device cannot be served.
+    #[error("a device with {got} queues cannot be served, at most {MAX_QUEUES} are possible")]
+    Queues {
+        /// As many as it has.
+        got: usize,
+    },
+    /// Serving failed for a reason that no front end is to blame for.
+    #[error("serving {}: {operation}: {source}", path.display())]
+    Kernel {
+        /// The socket's file.
+        path: PathBuf,
+        /// What was to be done.
+        operation: &'static str,
+        /// The kernel's reason.
+        source: io::Error,
+    },
+}
+
+/// A vhost-user server for one device.
+///
+/// It serves whoever connects; the next one, when that one has gone. Others wait. The socket's file is accessible to its owner
+/// alone from the first, and removed with the server.
+pub struct Server {
+    device: Arc<dyn Device>,
+    queues: usize,
+    path: PathBuf,
+    listener: OwnedFd,
+    _file: SocketFile,
+    stop: Arc<OwnedFd>,
+    faults: Arc<Faults>,
+    connections: AtomicU64,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("path", &self.path).field("queues", &self.queues).finish_non_exhaustive()
+    }
+}
+
+/// Stops a server, from anywhere.
+#[derive(Clone, Debug)]
+pub struct Stopper(Arc<OwnedFd>);
+
+impl Stopper {
+    /// Has [`Server::serve`] return, whatever a front end does; for good.
+    pub fn stop(&self) {
+        // It cannot be full: nobody writes to it as often.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Server {
+    /// Listens at `path`. A socket that a dead process left there is replaced.
+    ///
+    /// # Errors
+    /// The path is in use or cannot be, or the device has more than [`MAX_QUEUES`] queues.
+    pub fn bind(path: &Path, device: Arc<dyn Device>) -> Result<Self, ServerError> {
+        let queues = device.queues();
+        if queues > MAX_QUEUES {
+            return Err(ServerError::Queues { got: queues });
+        }
+        let failed = |source: io::Error| ServerError::Listen { path: path.to_owned(), source };
+        let (listener, file) = listen(path).map_err(failed)?;
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
+        Ok(Self {
+            device,
+            queues,
+            path: path.to_owned(),
+            listener,
+            _file: file,
+            stop: Arc::new(stop),
+            faults: Arc::default(),
+            connections: AtomicU64::new(0),
+        })
+    }
+
+    /// What stops it.
+    pub fn stopper(&self) -> Stopper {
+        Stopper(self.stop.clone())
+    }
+
+    /// How often front ends, or guests, did what is wrong in that way.
+    pub fn faults(&self, fault: Fault) -> u64 {
+        self.faults.count(fault)
+    }
+
+    /// How many front ends have connected.
+    pub fn connections(&self) -> u64 {
+        self.connections.load(Ordering::Relaxed)
+    }
+
+    /// Serves one front end after the other until it is [stopped](Stopper::stop).
+    ///
+    /// # Errors
+    /// The kernel has no descriptor or thread left for a front end.
+    pub fn serve(&self) -> Result<(), ServerError> {
+        let failed = |operation| move |source| ServerError::Kernel { path: self.path.clone(), operation, source };
+        loop {
+            let mut both = [PollFd::new(&self.listener, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)];
+            match poll(&mut both, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(failed("poll")(errno.into())),
+            }
+            let [_, stop] = &both;
+            if !stop.revents().is_empty() {
+                return Ok(());
+            }
+            match accept_with(&self.listener, SocketFlags::CLOEXEC) {
+                Ok(socket) => {
+                    self.connections.fetch_add(1, Ordering::Relaxed);
+                    if self.serve_one(&socket).map_err(failed("a connection"))? == Over::Stopped {
+                        return Ok(());
+                    }
+                }
+                Err(Errno::INTR | Errno::AGAIN | Errno::CONNABORTED) => {}
+                Err(errno) => return Err(failed("accept")(errno.into())),
+            }
+        }
+    }
+
+    fn serve_one(&self, socket: &OwnedFd) -> io::Result<Over> {
+        let front_end = FrontEnd::new()?;
+        let worker = Worker::new(self.device.clone(), front_end.clone(), self.queues, self.faults.clone())?;
+        let worker = Arc::new(worker);
+        thread::scope(|scope| {
+            thread::Builder::new().name("vhost-queues".into()).spawn_scoped(scope, || worker.run())?;
+            // Also if something panics: the scope would wait for a thread that nobody ends.
+            let _ends = EndsOnDrop(&worker);
+            self.device.attached(front_end.clone());
+            let mut session = Session::new(self.device.clone(), worker.clone(), front_end, self.faults.clone());
+            let over = connection::serve(socket, self.stop.as_fd(), &mut session, &self.faults);
+            session.end();
+            Ok(over)
+        })
+    }
+}
+
+struct EndsOnDrop<'a>(&'a Worker);
+
+impl Drop for EndsOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+/// A socket's file, removed with this value unless another one stands there by then.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if fs::lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
+            // Nobody is left to be told.
+            let _ = fs::unlink(&self.path);
+        }
+    }
+}
+
+fn listen(path: &Path) -> io::Result<(OwnedFd, SocketFile)> {
+    let address = SocketAddrUnix::new(path)?;
+    // Absolute, as the working directory may have changed by the time it is removed.
+    let path = std::path::absolute(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // On Linux bind gives the file the mode of the socket, less the umask: chmod after it would leave a gap.
+    fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    match net::bind(&socket, &address) {
+        Err(Errno::ADDRINUSE) if is_stale(&path, &address)? => {
+            fs::unlink(&path)?;
+            net::bind(&socket, &address)?;
+        }
+        answer => answer?,
+    }
+    let stat = fs::lstat(&path)?;
+    let file = SocketFile { path, device: stat.st_dev, inode: stat.st_ino };
+    net::listen(&socket, 4)?;
+    Ok((socket, file))
+}
+
+/// Whether nobody listens at it any more. A datagram socket is asked: a listener that lives answers that the type is wrong, and
+/// gets no connection.
+fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
+    if FileType::from_raw_mode(fs::lstat(path)?.st_mode) != FileType::Socket {
+        return Ok(false);
+    }
+    let probe = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    Ok(net::connect(&probe, address) == Err(Errno::CONNREFUSED))
+}

@@ -1,0 +1,479 @@
+//! One front end: what it has said so far, and what is done about its next message. No sockets here, so that tests and fuzzers
+//! say what they like.
+//!
+//! Front ends differ (QEMU 10.0, user-mode Linux 6.1):
+//! - user-mode Linux unloads a driver without a reset and without `GET_VRING_BASE`: it disables the rings, or, after it has
+//!   forgotten about vhost-user's own feature bit, only asks for the features again. So `SET_FEATURES` begins anew;
+//! - without that bit a ring is enabled as soon as it is started, and nobody says so;
+//! - a memory table may change under running rings (QEMU plugs memory): they go on in the new one.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::{FileType, MemfdFlags, fstat, ftruncate, memfd_create};
+use vm_memory::{FileOffset, MmapRegion};
+
+use crate::bell::Bell;
+use crate::fault::{Fault, Faults};
+use crate::inflight::{InflightRing, bytes_for_ring};
+use crate::message::{
+    ConfigPiece, InflightArea, MAX_CONFIG, MessageError, Request, TableRegion, VringAddress, VringDescriptor,
+    VringState, number,
+};
+use crate::ram::{MAX_REGIONS, Ram, RamRegion};
+use crate::vring::{RingPlace, RingSetup};
+use crate::worker::Worker;
+use crate::{Device, FrontEnd, RamError};
+
+const EVENT_INDEX: u64 = 1 << 29;
+/// `VHOST_USER_F_PROTOCOL_FEATURES`
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+const VERSION_1: u64 = 1 << 32;
+
+const REPLY_ACK: u64 = 1 << 3;
+/// Several queues, acknowledgements, requests to the front end, configuration, inflight areas, reset, and regions one by one.
+const PROTOCOL: u64 = 1 | REPLY_ACK | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15;
+
+/// What is said to a message.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    /// Nothing, or an acknowledgement if one is wanted.
+    Done,
+    /// This body.
+    Body(Vec<u8>),
+    /// This body, and a descriptor.
+    WithDescriptor(Vec<u8>, OwnedFd),
+}
+
+/// Why a message is not followed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("{0}")]
+    Message(#[from] MessageError),
+    #[error("{0}")]
+    Memory(#[from] RamError),
+    #[error("{0}")]
+    Ring(#[from] crate::QueueError),
+    #[error("{0}")]
+    Other(String),
+}
+
+/// What the front end has said about a ring.
+#[derive(Debug, Default)]
+struct Said {
+    size: u16,
+    base: u16,
+    address: Option<VringAddress>,
+    /// It was kicked off: from its kick descriptor on until its base is asked for.
+    started: bool,
+    enabled: bool,
+}
+
+/// One front end.
+pub(crate) struct Session {
+    device: Arc<dyn Device>,
+    worker: Arc<Worker>,
+    front_end: FrontEnd,
+    faults: Arc<Faults>,
+    features: u64,
+    protocol: u64,
+    regions: Vec<RamRegion>,
+    ram: Option<Arc<Ram>>,
+    rings: Vec<Said>,
+    inflight: Option<(Arc<MmapRegion>, InflightArea)>,
+    /// The device may have something of the driver's.
+    touched: bool,
+}
+
+impl Session {
+    pub(crate) fn new(device: Arc<dyn Device>, worker: Arc<Worker>, front_end: FrontEnd, faults: Arc<Faults>) -> Self {
+        let rings = worker.rings().iter().map(|_| Said::default()).collect();
+        Self {
+            device,
+            worker,
+            front_end,
+            faults,
+            features: 0,
+            protocol: 0,
+            regions: Vec::new(),
+            ram: None,
+            rings,
+            inflight: None,
+            touched: false,
+        }
+    }
+
+    /// Whether the front end may ask how a request went.
+    pub(crate) fn acknowledges(&self) -> bool {
+        self.protocol & REPLY_ACK != 0
+    }
+
+    /// Does what a message says.
+    pub(crate) fn follow(
+        &mut self,
+        request: Request,
+        body: &[u8],
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Answer, Refusal> {
+        let answer = |value: u64| Ok(Answer::Body(value.to_le_bytes().to_vec()));
+        match request {
+            Request::GetFeatures => {
+                // See above: the rings are user-mode Linux's no longer, and nothing else says so.
+                if self.features & PROTOCOL_FEATURES == 0 && self.protocol != 0 {
+                    self.begin_anew();
+                }
+                return answer(self.offered());
+            }
+            Request::SetFeatures => self.set_features(number(body)?)?,
+            Request::SetOwner => {}
+            Request::ResetOwner | Request::ResetDevice => self.begin_anew(),
+            Request::GetProtocolFeatures => return answer(PROTOCOL),
+            Request::SetProtocolFeatures => {
+                let protocol = number(body)?;
+                refuse_if(protocol & !PROTOCOL != 0, || format!("protocol features {protocol:#x} were not offered"))?;
+                self.protocol = protocol;
+            }
+            Request::GetQueueNum => return answer(self.rings.len() as u64),
+            Request::GetMaxMemSlots => return answer(MAX_REGIONS as u64),
+            Request::SetMemTable => self.set_table(TableRegion::decode_table(body)?, descriptors)?,
+            Request::AddMemReg => self.add_region(TableRegion::decode(body)?, descriptors)?,
+            Request::RemMemReg => self.remove_region(TableRegion::decode(body)?)?,
+            Request::SetVringNum => {
+                let state = VringState::decode(body)?;
+                let size = u16::try_from(state.value).ok().filter(|size| size.is_power_of_two() && *size <= 32768);
+                let said = self.ring(state.index)?.1;
+                said.size =
+                    size.ok_or_else(|| Refusal::Other(format!("a ring cannot have {} descriptors", state.value)))?;
+            }
+            Request::SetVringBase => {
+                let state = VringState::decode(body)?;
+                let base = u16::try_from(state.value);
+                self.ring(state.index)?.1.base =
+                    base.map_err(|_| Refusal::Other(format!("{:#x} is no index of a split ring", state.value)))?;
+            }
+            Request::SetVringAddr => {
+                let address = VringAddress::decode(body)?;
+                self.ring(address.index)?.1.address = Some(address);
+                self.move_ring(address.index)?;
+            }
+            Request::GetVringBase => {
+                let state = VringState::decode(body)?;
+                let base = self.stop(state.index)?;
+                return Ok(Answer::Body(VringState { index: state.index, value: u32::from(base) }.encode()));
+            }
+            Request::SetVringEnable => {
+                let state = VringState::decode(body)?;
+                let (index, said) = self.ring(state.index)?;
+                said.enabled = state.value != 0;
+                self.apply_enabled(index);
+            }
+            Request::SetVringKick => {
+                let (index, descriptor) = self.ring_descriptor(body, descriptors)?;
+                refuse_if(descriptor.is_none(), || format!("queue {index} cannot be polled, it has to be kicked"))?;
+                let kick = descriptor.map(Bell::new);
+                self.worker.set_kick(index, kick).map_err(|e| Refusal::Other(format!("a kick descriptor: {e}")))?;
+                self.start(index)?;
+            }
+            Request::SetVringCall => {
+                let (index, descriptor) = self.ring_descriptor(body, descriptors)?;
+                if let Some(ring) = self.worker.rings().get(index) {
+                    ring.vring.set_call(descriptor.map(Bell::new));
+                }
+            }
+            Request::SetVringErr => {
+                let (index, descriptor) = self.ring_descriptor(body, descriptors)?;
+                self.worker.set_error(index, descriptor.map(Bell::new));
+            }
+            Request::SetBackendReqFd => {
+                let socket = only(descriptors)?;
+                let kind = fstat(&socket).map(|status| FileType::from_raw_mode(status.st_mode));
+                refuse_if(!matches!(kind, Ok(FileType::Socket)), || {
+                    "the channel to the front end is no socket".into()
+                })?;
+                self.front_end.set_channel(socket);
+            }
+            Request::GetConfig => return Ok(Answer::Body(self.read_config(body))),
+            Request::SetConfig => {
+                let piece = ConfigPiece::decode(body)?;
+                self.device.write_config(piece.offset, piece.bytes);
+            }
+            Request::GetInflightFd => {
+                let (area, memfd) = self.new_area(InflightArea::decode(body)?)?;
+                return Ok(Answer::WithDescriptor(area.encode(body.len()), memfd));
+            }
+            Request::SetInflightFd => self.set_area(InflightArea::decode(body)?, descriptors)?,
+        }
+        Ok(Answer::Done)
+    }
+
+    /// The connection is gone.
+    pub(crate) fn end(&mut self) {
+        self.front_end.disconnect();
+        self.begin_anew();
+    }
+
+    fn offered(&self) -> u64 {
+        self.device.features() | VERSION_1 | EVENT_INDEX | PROTOCOL_FEATURES
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
+        refuse_if(features & !self.offered() != 0, || format!("features {features:#x} were not offered"))?;
+        self.begin_anew();
+        self.features = features;
+        self.device.accepted(features & self.device.features());
+        self.touched = true;
+        Ok(())
+    }
+
+    /// Every ring stops, and the device forgets the driver.
+    fn begin_anew(&mut self) {
+        for index in 0..self.rings.len() {
+            self.tear_down(index);
+        }
+        self.rings.fill_with(Said::default);
+        if std::mem::take(&mut self.touched) {
+            self.device.reset();
+        }
+    }
+
+    /// The answer is as long as the question; one without bytes says that there is nothing.
+    fn read_config(&self, body: &[u8]) -> Vec<u8> {
+        match ConfigPiece::decode(body) {
+            Ok(piece) => {
+                let mut bytes = [0; MAX_CONFIG];
+                let (bytes, _) = bytes.split_at_mut(piece.bytes.len());
+                self.device.read_config(piece.offset, bytes);
+                ConfigPiece { bytes, ..piece }.encode()
+            }
+            Err(error) => {
+                self.faults.note(Fault::Refused, &format_args!("GetConfig: {error}"));
+                Vec::new()
+            }
+        }
+    }
+
+    // ---- memory
+
+    fn set_table(&mut self, table: Vec<TableRegion>, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+        refuse_if(table.len() != descriptors.len(), || {
+            format!("{} memory regions with {} descriptors", table.len(), descriptors.len())
+        })?;
+        let regions: Result<Vec<_>, _> =
+            table.into_iter().zip(descriptors).map(|(region, fd)| map(region, fd)).collect();
+        self.set_memory(regions?)
+    }
+
+    fn add_region(&mut self, region: TableRegion, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+        // Before it is mapped: how many there are is bounded.
+        if self.regions.len() >= MAX_REGIONS {
+            return Err(RamError::TooMany { got: self.regions.len() + 1, most: MAX_REGIONS }.into());
+        }
+        let region = map(region, only(descriptors)?)?;
+        let mut regions = self.regions.clone();
+        regions.push(region);
+        self.set_memory(regions)
+    }
+
+    fn remove_region(&mut self, gone: TableRegion) -> Result<(), Refusal> {
+        let mut regions = self.regions.clone();
+        let same = |region: &RamRegion| {
+            (region.guest_address, region.length, region.user_address)
+                == (gone.guest_address, gone.length, gone.user_address)
+        };
+        regions.retain(|region| !same(region));
+        refuse_if(regions.len() == self.regions.len(), || {
+            format!("there is no memory region at guest address {:#x} to remove", gone.guest_address)
+        })?;
+        self.set_memory(regions)
+    }
+
+    /// Nobody works while the memory is exchanged; rings that run go on in the new one.
+    fn set_memory(&mut self, regions: Vec<RamRegion>) -> Result<(), Refusal> {
+        let ram = Arc::new(Ram::new(regions.clone())?);
+        for (index, ring) in self.worker.rings().iter().enumerate() {
+            ring.vring.enable(false);
+            self.worker.let_go(index);
+        }
+        self.regions = regions;
+        self.ram = Some(ram.clone());
+        self.touched = true;
+        self.device.memory(ram.clone());
+        for index in 0..self.rings.len() {
+            let (Some(said), Some(ring)) = (self.rings.get(index), self.worker.rings().get(index)) else { continue };
+            if said.started {
+                let place = said.address.as_ref().and_then(|address| place(&ram, address));
+                let moved = place.ok_or_else(|| "it is not in the new memory".to_owned());
+                let moved = moved.and_then(|place| ring.vring.remap(place, &ram).map_err(|error| error.to_string()));
+                if let Err(why) = moved {
+                    self.faults.note(Fault::Ring, &format_args!("queue {index}: {why}; it stops"));
+                    self.tear_down(index);
+                }
+            }
+            self.apply_enabled(index);
+        }
+        Ok(())
+    }
+
+    // ---- rings
+
+    fn ring(&mut self, index: u32) -> Result<(usize, &mut Said), Refusal> {
+        let rings = self.rings.len();
+        let unknown = || Refusal::Other(format!("there is no queue {index}, the device has {rings}"));
+        let index = usize::try_from(index).map_err(|_| unknown())?;
+        Ok((index, self.rings.get_mut(index).ok_or_else(unknown)?))
+    }
+
+    fn ring_descriptor(&mut self, body: &[u8], descriptors: Vec<OwnedFd>) -> Result<(usize, Option<OwnedFd>), Refusal> {
+        let which = VringDescriptor::decode(body)?;
+        let (index, _) = self.ring(u32::from(which.index))?;
+        if which.none {
+            refuse_if(!descriptors.is_empty(), || "a descriptor with a message that says that there is none".into())?;
+            return Ok((index, None));
+        }
+        Ok((index, Some(only(descriptors)?)))
+    }
+
+    /// A ring whose kick descriptor came is started, or goes on with another one.
+    fn start(&mut self, index: usize) -> Result<(), Refusal> {
+        let (Some(said), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) else {
+            return Ok(());
+        };
+        if !said.started {
+            let address = said.address.ok_or_else(|| Refusal::Other(format!("queue {index} has no address yet")))?;
+            let ram = self.ram.as_ref().ok_or_else(|| Refusal::Other("there is no memory yet".into()))?;
+            let place = place(ram, &address)
+                .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
+            let inflight = match &self.inflight {
+                Some((area, about)) if about.queue_size == said.size => InflightRing::of(area, index, said.size),
+                _ => None,
+            };
+            let setup = RingSetup {
+                size: said.size,
+                place,
+                base: said.base,
+                event_index: self.features & EVENT_INDEX != 0,
+                inflight,
+            };
+            ring.vring.set_up(setup, ram)?;
+            ring.broken.store(false, Ordering::SeqCst);
+            said.started = true;
+            self.touched = true;
+        }
+        self.apply_enabled(index);
+        // What the driver made available before its first kick is not kicked for.
+        self.front_end.kick(index);
+        Ok(())
+    }
+
+    /// The address of a ring that is started already has changed.
+    fn move_ring(&mut self, index: u32) -> Result<(), Refusal> {
+        let (index, said) = self.ring(index)?;
+        if !said.started {
+            return Ok(());
+        }
+        let (Some(address), Some(ram)) = (said.address, self.ram.clone()) else { return Ok(()) };
+        let place = place(&ram, &address)
+            .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
+        if let Some(ring) = self.worker.rings().get(index) {
+            ring.vring.enable(false);
+            self.worker.let_go(index);
+            ring.vring.remap(place, &ram)?;
+            self.apply_enabled(index);
+        }
+        Ok(())
+    }
+
+    fn apply_enabled(&self, index: usize) {
+        let (Some(said), Some(ring)) = (self.rings.get(index), self.worker.rings().get(index)) else { return };
+        let enabled = said.started && (said.enabled || self.features & PROTOCOL_FEATURES == 0);
+        ring.vring.enable(enabled);
+        if enabled {
+            self.front_end.kick(index);
+        } else {
+            self.worker.let_go(index);
+        }
+    }
+
+    fn tear_down(&self, index: usize) -> Option<u16> {
+        let ring = self.worker.rings().get(index)?;
+        ring.vring.enable(false);
+        self.worker.let_go(index);
+        // It only fails where there is something to add.
+        let _ = self.worker.set_kick(index, None);
+        ring.vring.tear_down()
+    }
+
+    /// Stops a ring and says where whoever starts it again goes on.
+    fn stop(&mut self, index: u32) -> Result<u16, Refusal> {
+        let (index, said) = self.ring(index)?;
+        (said.started, said.address) = (false, None);
+        let next = self.tear_down(index);
+        let Some(said) = self.rings.get_mut(index) else { return Ok(0) };
+        said.base = next.unwrap_or(said.base);
+        let base = said.base;
+        if !self.rings.iter().any(|said| said.started) && next.is_some() {
+            self.device.reset();
+        }
+        Ok(base)
+    }
+
+    // ---- inflight areas
+
+    fn new_area(&self, wanted: InflightArea) -> Result<(InflightArea, OwnedFd), Refusal> {
+        let queues = usize::from(wanted.queues);
+        let possible = queues <= self.rings.len() && wanted.queue_size.is_power_of_two();
+        refuse_if(!possible, || format!("no inflight area for {queues} queues of {} descriptors", wanted.queue_size))?;
+        let length = (queues * bytes_for_ring(wanted.queue_size)) as u64;
+        let failed = |errno: rustix::io::Errno| Refusal::Other(format!("an inflight area of {length} bytes: {errno}"));
+        let memfd = memfd_create("limosa-inflight", MemfdFlags::CLOEXEC).map_err(failed)?;
+        ftruncate(&memfd, length).map_err(failed)?;
+        Ok((InflightArea { length, offset: 0, ..wanted }, memfd))
+    }
+
+    fn set_area(&mut self, area: InflightArea, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+        let memfd = only(descriptors)?;
+        let status = fstat(&memfd).map_err(|errno| Refusal::Other(format!("an inflight area: {errno}")))?;
+        let end = area.offset.checked_add(area.length).and_then(|end| i64::try_from(end).ok());
+        let needed = u64::from(area.queues) * bytes_for_ring(area.queue_size) as u64;
+        let possible = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile
+            && end.is_some_and(|end| end <= status.st_size)
+            && area.offset.is_multiple_of(4096)
+            && usize::from(area.queues) <= self.rings.len()
+            && area.queues > 0
+            && area.queue_size.is_power_of_two()
+            && (needed..=2 * needed + 4096).contains(&area.length);
+        refuse_if(!possible, || format!("{area:?} does not fit the device or its file of {} bytes", status.st_size))?;
+        let file = FileOffset::from_arc(Arc::new(File::from(memfd)), area.offset);
+        let length = usize::try_from(area.length).map_err(|_| Refusal::Other("a huge inflight area".into()))?;
+        let mapped = MmapRegion::from_file(file, length);
+        let mapped = mapped.map_err(|error| Refusal::Other(format!("mapping the inflight area: {error}")))?;
+        self.inflight = Some((Arc::new(mapped), area));
+        Ok(())
+    }
+}
+
+fn map(region: TableRegion, descriptor: OwnedFd) -> Result<RamRegion, RamError> {
+    RamRegion::map(region.guest_address, region.length, region.user_address, descriptor, region.file_offset)
+}
+
+fn place(ram: &Ram, address: &VringAddress) -> Option<RingPlace> {
+    Some(RingPlace {
+        descriptors: ram.guest_address(address.descriptors)?,
+        available: ram.guest_address(address.available)?,
+        used: ram.guest_address(address.used)?,
+    })
+}
+
+fn only(mut descriptors: Vec<OwnedFd>) -> Result<OwnedFd, Refusal> {
+    let got = descriptors.len();
+    match (descriptors.pop(), got) {
+        (Some(descriptor), 1) => Ok(descriptor),
+        _ => Err(Refusal::Other(format!("{got} descriptors where one is wanted"))),
+    }
+}
+
+fn refuse_if(wrong: bool, why: impl FnOnce() -> String) -> Result<(), Refusal> {
+    if wrong { Err(Refusal::Other(why())) } else { Ok(()) }
+}

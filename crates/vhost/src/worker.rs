@@ -1,0 +1,206 @@
+//! The thread that looks after queues.
+//!
+//! It waits for kicks (epoll) and lets the device look at one queue after the other, a bounded amount of work at a time. Laws:
+//! no lock is held while the device works; what does not run is not worked on; and whoever stops a ring can wait until the
+//! device is out of it ([`Worker::let_go`]).
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll;
+use rustix::io::Errno;
+
+use crate::bell::Bell;
+use crate::fault::{Fault, Faults};
+use crate::{Device, FrontEnd, More, QueueError, Vring};
+
+/// What the epoll set calls the descriptor that wakes; queues are called by their index.
+const WAKE: u64 = u64::MAX;
+
+/// One ring and what belongs to it.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    pub(crate) vring: Vring,
+    kick: Mutex<Option<Bell>>,
+    error: Mutex<Option<Bell>>,
+    /// It makes no sense, and is left alone until it is set up anew.
+    pub(crate) broken: AtomicBool,
+}
+
+/// The rings of one connection, and who looks after them.
+pub(crate) struct Worker {
+    device: Arc<dyn Device>,
+    front_end: FrontEnd,
+    rings: Vec<Ring>,
+    faults: Arc<Faults>,
+    epoll: OwnedFd,
+    ends: AtomicBool,
+    /// The queue that the device is at.
+    at: Mutex<Option<usize>>,
+    left: Condvar,
+}
+
+impl Worker {
+    /// So many rings, none of which is set up.
+    pub(crate) fn new(
+        device: Arc<dyn Device>,
+        front_end: FrontEnd,
+        queues: usize,
+        faults: Arc<Faults>,
+    ) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, front_end.wake(), epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        let ring = || Ring {
+            vring: Vring::idle(),
+            kick: Mutex::new(None),
+            error: Mutex::new(None),
+            broken: AtomicBool::new(false),
+        };
+        let rings = (0..queues).map(|_| ring()).collect();
+        let (at, left, ends) = (Mutex::new(None), Condvar::new(), AtomicBool::new(false));
+        Ok(Self { device, front_end, rings, faults, epoll, ends, at, left })
+    }
+
+    /// All rings.
+    pub(crate) fn rings(&self) -> &[Ring] {
+        &self.rings
+    }
+
+    /// What the queue is kicked by from now on.
+    pub(crate) fn set_kick(&self, queue: usize, kick: Option<Bell>) -> io::Result<()> {
+        let Some(ring) = self.rings.get(queue) else { return Ok(()) };
+        let mut place = lock(&ring.kick);
+        if let Some(before) = place.take() {
+            // It is not there any more if its other end has been closed.
+            let _ = epoll::delete(&self.epoll, &before);
+        }
+        if let Some(kick) = kick {
+            let name = epoll::EventData::new_u64(queue as u64);
+            epoll::add(&self.epoll, &kick, name, epoll::EventFlags::IN)?;
+            *place = Some(kick);
+        }
+        Ok(())
+    }
+
+    /// What is rung when the ring makes no sense.
+    pub(crate) fn set_error(&self, queue: usize, error: Option<Bell>) {
+        if let Some(ring) = self.rings.get(queue) {
+            *lock(&ring.error) = error;
+        }
+    }
+
+    /// Returns when the device is not working on that queue. Whoever calls has seen to it that it does not begin again.
+    pub(crate) fn let_go(&self, queue: usize) {
+        let at = lock(&self.at);
+        drop(self.left.wait_while(at, |at| *at == Some(queue)).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Has [`run`](Self::run) return.
+    pub(crate) fn end(&self) {
+        self.ends.store(true, Ordering::SeqCst);
+        let _ = rustix::io::write(self.front_end.wake(), &1_u64.to_ne_bytes());
+    }
+
+    /// Looks after the queues until somebody [ends](Self::end) it.
+    pub(crate) fn run(&self) {
+        let mut pending = 0_u64;
+        while !self.ends.load(Ordering::SeqCst) {
+            pending |= self.kicks(pending == 0);
+            pending = self.turn(pending);
+        }
+    }
+
+    /// The queues that were kicked, a bit each; waits for one if it may.
+    pub(crate) fn kicks(&self, may_wait: bool) -> u64 {
+        let mut events = Vec::with_capacity(self.rings.len() + 1);
+        let zero = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 0 };
+        match epoll::wait(&self.epoll, spare_capacity(&mut events), (!may_wait).then_some(&zero)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => {
+                // Nothing that anybody outside does makes it fail; without it no queue is looked at any more.
+                self.faults.note(Fault::Device, &format_args!("epoll_wait: {errno}"));
+                self.ends.store(true, Ordering::SeqCst);
+            }
+        }
+        let mut kicked = 0;
+        for event in events {
+            let name = event.data.u64();
+            if name == WAKE {
+                kicked |= self.front_end.take_kicked();
+                continue;
+            }
+            let Some((index, ring)) =
+                usize::try_from(name).ok().and_then(|index| Some((index, self.rings.get(index)?)))
+            else {
+                continue;
+            };
+            let mut place = lock(&ring.kick);
+            if let Some(kick) = &*place {
+                if !kick.hush() {
+                    // Its other end is closed: it would be readable for ever.
+                    let _ = epoll::delete(&self.epoll, kick);
+                    *place = None;
+                }
+                kicked |= 1 << index;
+            }
+        }
+        kicked
+    }
+
+    /// A turn for each of these queues. Says which of them want another one.
+    pub(crate) fn turn(&self, queues: u64) -> u64 {
+        let mut again = 0;
+        for (index, ring) in self.rings.iter().enumerate() {
+            if queues & (1 << index) != 0 && self.look_at(index, ring) == More::Yes {
+                again |= 1 << index;
+            }
+        }
+        again
+    }
+
+    fn look_at(&self, index: usize, ring: &Ring) -> More {
+        *lock(&self.at) = Some(index);
+        // Only now: whoever stops the ring looks whether we are at it after he has stopped it.
+        let more = if ring.vring.runs() && !ring.broken.load(Ordering::SeqCst) {
+            self.work(index, &ring.vring)
+        } else {
+            Ok(More::No)
+        };
+        *lock(&self.at) = None;
+        self.left.notify_all();
+        match more {
+            Ok(more) => more,
+            Err(QueueError::Stopped) => More::No,
+            Err(error) => {
+                ring.broken.store(true, Ordering::SeqCst);
+                let kind = if matches!(error, QueueError::Broken(_)) { Fault::Ring } else { Fault::Device };
+                self.faults
+                    .note(kind, &format_args!("queue {index}: {error}; it is left alone until it is set up anew"));
+                if let Some(error) = &*lock(&ring.error) {
+                    error.ring();
+                }
+                More::No
+            }
+        }
+    }
+
+    fn work(&self, index: usize, vring: &Vring) -> Result<More, QueueError> {
+        vring.quiet()?;
+        if self.device.work(index, vring)? == More::Yes {
+            return Ok(More::Yes);
+        }
+        // What came since the device looked has another look. What it leaves lying on purpose waits for the next kick.
+        let Some(next) = vring.listen()? else { return Ok(More::No) };
+        vring.quiet()?;
+        let more = self.device.work(index, vring)?;
+        let left = vring.listen()?;
+        Ok(if left.is_some_and(|left| left != next) { More::Yes } else { more })
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,199 @@
+//! Rings as front ends start, stop and move them.
+
+mod peer;
+
+use std::os::fd::AsFd as _;
+use std::sync::atomic::Ordering;
+
+use limosa_vhost::Fault;
+use limosa_vhost::message::Request;
+use peer::{Guest, Peer, Served, until, words};
+
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+const EVENT_INDEX: u64 = 1 << 29;
+
+fn ready(served: &Served, without: u64) -> (Peer, Guest) {
+    let peer = Peer::connect(&served.path);
+    peer.negotiate(without);
+    let guest = Guest::new(1);
+    assert!(peer.share(&guest));
+    (peer, guest)
+}
+
+#[test]
+fn a_buffer_goes_through_the_device_and_its_driver_is_called() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, EVENT_INDEX);
+    peer.start(&guest, 0, true);
+    for head in [3, 0, 7] {
+        guest.round_trip(head);
+    }
+    until("the driver is called", || guest.calls() > 0);
+    // VRING_AVAIL_F_NO_INTERRUPT
+    vm_memory::Bytes::write_obj(&guest.memory, 1_u16, Guest::at(0x2000)).unwrap();
+    guest.round_trip(1);
+    // The call comes after the buffer; once the ring has stopped it would have come.
+    peer.base(&guest);
+    assert_eq!(guest.calls(), 0);
+}
+
+#[test]
+fn a_ring_that_is_not_enabled_waits_with_what_it_has() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    peer.start(&guest, 0, false);
+    guest.offer(0, [1, 2, 3, 4]);
+    guest.kick();
+    assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
+    assert_eq!(guest.used(), 0);
+    assert!(peer.enable(&guest, true));
+    until("what was offered before comes back", || guest.used() == 1);
+    assert!(peer.enable(&guest, false));
+    guest.offer(1, [1, 2, 3, 4]);
+    guest.kick();
+    assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
+    assert_eq!(guest.used(), 1);
+    assert!(peer.enable(&guest, true));
+    until("and what came meanwhile", || guest.used() == 2);
+}
+
+#[test]
+fn without_the_protocols_own_feature_a_ring_is_enabled_by_its_start() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, PROTOCOL_FEATURES);
+    peer.start(&guest, 0, false);
+    guest.round_trip(0);
+}
+
+/// As user-mode Linux unloads and loads a driver: rings disabled, never stopped, then features and rings anew.
+#[test]
+fn a_driver_that_was_unloaded_and_loaded_begins_anew() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    served.device.holds.store(true, Ordering::SeqCst);
+    peer.start(&guest, 0, true);
+    guest.offer(0, [1, 2, 3, 4]);
+    guest.kick();
+    until("the device holds it", || served.device.held.lock().unwrap().len() == 1);
+    assert!(peer.enable(&guest, false));
+    let before = served.device.resets.load(Ordering::SeqCst);
+
+    guest.clear();
+    let features = peer.ask_number(Request::GetFeatures);
+    // The second time without the protocol's own feature, and then nobody enables anything.
+    for features in [features, features & !PROTOCOL_FEATURES] {
+        assert!(peer.done(Request::SetFeatures, &features.to_le_bytes(), &[]));
+    }
+    assert!(served.device.resets.load(Ordering::SeqCst) > before);
+    assert!(served.device.held.lock().unwrap().is_empty());
+    served.device.holds.store(false, Ordering::SeqCst);
+    assert!(peer.share(&guest));
+    peer.start(&guest, 0, false);
+    guest.round_trip(5);
+
+    // Unloaded again, all that is said is a question.
+    peer.ask_number(Request::GetFeatures);
+    guest.clear();
+    served.device.front_end().kick(1);
+    guest.offer(0, [1, 2, 3, 4]);
+    guest.kick();
+    assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
+    assert_eq!(guest.used(), 0, "the memory may be anything by now");
+}
+
+#[test]
+fn a_ring_that_stops_names_the_first_buffer_that_did_not_come_back() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    served.device.holds.store(true, Ordering::SeqCst);
+    for head in 1..4 {
+        guest.offer(head, [9; 4]);
+    }
+    guest.kick();
+    until("the device holds three", || served.device.held.lock().unwrap().len() == 3);
+    assert_eq!(peer.base(&guest), 1);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 1, "no ring is left");
+    served.device.holds.store(false, Ordering::SeqCst);
+
+    peer.start(&guest, 1, true);
+    until("they come back after all", || guest.used() == 4);
+    assert_eq!((guest.buffer(1), guest.buffer(3)), ([10; 4], [10; 4]));
+    assert_eq!(peer.base(&guest), 4);
+    assert_eq!(peer.base(&guest), 4, "also if it does not run");
+}
+
+#[test]
+fn who_stops_a_ring_waits_until_the_device_is_out_of_it() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    peer.start(&guest, 0, true);
+    served.device.stuck.store(true, Ordering::SeqCst);
+    guest.offer(0, [1, 2, 3, 4]);
+    guest.kick();
+    until("the device works", || served.device.working.load(Ordering::SeqCst));
+    // Configuration is answered all the same.
+    assert_eq!(peer.ask(Request::GetConfig, &[words(&[0, 2, 0]), vec![0; 2]].concat())[12..], [0, 1]);
+    peer.tell(Request::GetVringBase, &words(&[1, 0]), &[]);
+    peer.0.set_read_timeout(Some(std::time::Duration::from_millis(50))).unwrap();
+    assert!(peer.answer(Request::GetVringBase).is_none(), "not yet");
+    served.device.stuck.store(false, Ordering::SeqCst);
+    peer.0.set_read_timeout(Some(peer::LIMIT)).unwrap();
+    assert!(peer.answer(Request::GetVringBase).is_some());
+    let used = guest.used();
+    guest.offer(1, [0; 4]);
+    guest.kick();
+    assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
+    assert_eq!(guest.used(), used);
+}
+
+#[test]
+fn memory_may_change_under_a_ring_that_runs() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    let more = Guest::new(0);
+    let other = [1 << 30, 1 << 20, peer::USER + (1 << 40), 0];
+    let added = [peer::longs(&[0]), peer::longs(&other)].concat();
+    assert!(peer.done(Request::AddMemReg, &added, &[more.file.as_fd()]));
+    guest.round_trip(1);
+    assert_eq!(served.device.memories.lock().unwrap().last().unwrap().regions().len(), 2);
+    assert!(!peer.done(Request::AddMemReg, &added, &[more.file.as_fd()]), "there is something there");
+    assert!(peer.done(Request::RemMemReg, &added, &[]));
+    assert!(!peer.done(Request::RemMemReg, &added, &[]));
+    guest.round_trip(2);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 0);
+    assert_eq!(peer.ask_number(Request::GetMaxMemSlots), 64);
+
+    // The ring's own memory goes: the ring stops, the server does not.
+    let own = [peer::longs(&[0]), peer::longs(&guest.region())].concat();
+    assert!(peer.done(Request::RemMemReg, &own, &[]));
+    guest.offer(3, [1, 2, 3, 4]);
+    guest.kick();
+    assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
+    assert_eq!((guest.used(), served.server.faults(Fault::Ring)), (3, 1));
+}
+
+#[test]
+fn a_ring_that_makes_no_sense_is_left_alone_and_the_other_goes_on() {
+    let served = Served::new();
+    let (peer, mut broken) = ready(&served, 0);
+    peer.start(&broken, 0, true);
+    let error = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+    assert!(peer.done(Request::SetVringErr, &peer::longs(&[1]), &[error.as_fd()]));
+    // More buffers than there are descriptors.
+    vm_memory::Bytes::write_obj(&broken.memory, 100_u16, Guest::at(0x2002)).unwrap();
+    broken.kick();
+    until("it is noticed", || served.server.faults(Fault::Ring) == 1);
+    until("the front end is told", || rustix::io::read(&error, &mut [0; 8]).is_ok());
+    broken.kick();
+    broken.kick();
+    assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
+    assert_eq!(served.server.faults(Fault::Ring), 1);
+    assert_eq!(peer.base(&broken), 0);
+    broken.clear();
+    peer.start(&broken, 0, true);
+    broken.round_trip(0);
+}
