@@ -23,7 +23,7 @@ use crate::Options;
 use crate::frame::{Contestant, Frame, Run, Series, interleave};
 use crate::machine::Machine;
 use crate::measure::Measured;
-use crate::report::{Bound, Report, Spread, Target, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Spread, Target, ratio};
 use crate::scratch::Scratch;
 
 const MERGED: &str = "merged";
@@ -113,7 +113,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let why = match (options.against_qemu, stock) {
         (false, _) => "QEMU was not asked for (--against qemu)",
         (true, false) => "no QEMU was found",
-        (true, true) => "it was not run",
+        (true, true) => NOT_RUN,
     };
     let mut report = Report::new("cow", machine, options.rounds, &all);
     judge(&mut report, &all, &cells, why);
@@ -202,14 +202,13 @@ fn judge(report: &mut Report, all: &[Series], cells: &[Cell], why: &str) {
     report.targets.push(Target::new("convert: wall of limosa / qemu-img", Bound::AtMost(1.0), got, why));
     report.ratios.extend(converted);
     let got = median(HARD_DISK, MERGED, SPLIT);
-    let not_run = "it was not run";
     let name = format!("{HARD_DISK}: IOPS of merged / split");
-    report.targets.push(Target::new(name, Bound::AtLeast(1.6), got, not_run));
+    report.targets.push(Target::new(name, Bound::AtLeast(1.6), got, NOT_RUN));
     let worst = cells.iter().filter_map(|cell| Some((median(&cell.case, MERGED, SPLIT)?, &cell.case)));
     let worst = worst.min_by(|one, other| one.0.total_cmp(&other.0));
     let which = worst.map_or_else(|| "any case".to_owned(), |(_, case)| format!("the worst case, {case}"));
     let name = format!("{which}: IOPS of merged / split");
-    report.targets.push(Target::new(name, Bound::AtLeast(0.95), worst.map(|(got, _)| got), not_run));
+    report.targets.push(Target::new(name, Bound::AtLeast(0.95), worst.map(|(got, _)| got), NOT_RUN));
 }
 
 /// Round by round: merged against the lower of its two bounds; the median.

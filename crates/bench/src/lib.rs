@@ -128,14 +128,18 @@ impl Options {
 /// An unknown name, or a run that could not be done: no space, no permission. What this machine cannot show is not an
 /// error but a target without a verdict.
 pub fn run(name: &str, options: &Options) -> Result<Report> {
-    match name {
-        "cow" => cow::run(options),
-        "landing" => landing::run(options),
-        "restore" => restore::run(options),
-        "save" => save::run(options),
-        "stream" => stream::run(options),
-        "zero-copy" => zero_copy::run(options),
-        "zero-page" => zero_page::run(options),
+    let mut report = match name {
+        "cow" => cow::run(options)?,
+        "landing" => landing::run(options)?,
+        "restore" => restore::run(options)?,
+        "save" => save::run(options)?,
+        "stream" => stream::run(options)?,
+        "zero-copy" => zero_copy::run(options)?,
+        "zero-page" => zero_page::run(options)?,
         _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
+    };
+    if options.only.is_some() {
+        report.keep_what_ran();
     }
+    Ok(report)
 }

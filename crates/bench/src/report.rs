@@ -102,6 +102,9 @@ pub struct Target {
     pub why: Option<String>,
 }
 
+/// Why a target has no figure whose contestants did not take part.
+pub(crate) const NOT_RUN: &str = "it was not run";
+
 /// A bound on a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bound {
@@ -145,6 +148,12 @@ impl Report {
     pub fn new(bench: &str, machine: Machine, rounds: u32, all: &[Series]) -> Self {
         let cases = all.iter().map(case_of).collect();
         Self { bench: bench.to_owned(), machine, rounds, cases, ratios: Vec::new(), targets: Vec::new() }
+    }
+
+    /// Drops the targets of contestants that were not to run.
+    pub(crate) fn keep_what_ran(&mut self) {
+        let ran = |target: &Target| self.cases.iter().any(|case| target.name.contains(&case.case));
+        self.targets.retain(|target| target.got.is_some() || (target.why.as_deref() != Some(NOT_RUN) && ran(target)));
     }
 
     /// Whether no target is missed. Targets that this machine cannot show do not count.
@@ -303,6 +312,20 @@ mod tests {
         let target = |got| Target::new("t", Bound::AtMost(1.0), got, "no QEMU");
         assert!(report(vec![target(None), target(Some(1.0))]).targets_met());
         assert!(!report(vec![target(None), target(Some(1.1))]).targets_met());
+    }
+
+    #[test]
+    fn of_a_bench_that_ran_in_part_those_targets_are_told_that_belong_to_what_ran() {
+        let target = |name: &str, got, why| Target::new(name, Bound::AtMost(1.0), got, why);
+        let mut part = report(vec![
+            target("worst of all", Some(0.5), ""),
+            target("c: wall of a / QEMU", None, "no QEMU"),
+            target("c: wall of a / z", None, NOT_RUN),
+            target("3 GiB: wall of a / QEMU", None, "no QEMU"),
+        ]);
+        part.keep_what_ran();
+        let left: Vec<_> = part.targets.iter().map(|target| target.name.as_str()).collect();
+        assert_eq!(left, ["worst of all", "c: wall of a / QEMU"]);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::Options;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::measure::Measured;
-use crate::report::{Bound, Report, Target, figure, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
 
 const LAZY: &str = "limosa lazy";
 const LAZY_ONE_CHANNEL: &str = "limosa lazy, --preempt off";
@@ -34,8 +34,6 @@ const POSTCOPY_ONE_CHANNEL: &str = "QEMU postcopy";
 const GUEST_RUNS: &str = "guest runs";
 const FIRST_BEAT: &str = "first beat";
 const ALL_MEMORY: &str = "all memory there";
-
-const NOT_RUN: &str = "it was not run";
 
 /// How the VM gets to its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,7 +18,7 @@ use crate::frame::{Contestant, Frame, interleave};
 use crate::limosa::Prepared;
 use crate::machine::Machine;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
-use crate::report::{Bound, Report, Target, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::scratch::Scratch;
 use crate::socket_pair::{WIDE, pair};
 use crate::vm::{Ram, Role, Vm};
@@ -93,7 +93,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
     }
     let mut report = Report::new("save", machine, options.rounds, &all);
-    let why = lacking.unwrap_or_else(|| "it was not run".to_owned());
+    let why = lacking.unwrap_or_else(|| NOT_RUN.to_owned());
     for place in &places {
         for &(name, _, most) in WAYS.iter().filter(|(name, ..)| *name != QEMU) {
             let found = ["wall", "cpu"].map(|figure| ratio(&all, place.case, name, QEMU, figure));

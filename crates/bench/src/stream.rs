@@ -32,7 +32,7 @@ use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::namespaces::Loopback;
-use crate::report::{Bound, Report, Target, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::vm::{Ram, Role, Vm};
 
 /// Milliseconds of CPU of the sending and of the receiving process.
@@ -47,8 +47,6 @@ const PER_PAGE: &str = "cpu_ns_per_page";
 
 /// The hidden bench that the processes of this one are.
 pub const END: &str = "stream-end";
-
-const NOT_RUN: &str = "it was not run";
 
 /// Channels beside the main one.
 const CHANNELS: [u8; 3] = [1, 2, 4];

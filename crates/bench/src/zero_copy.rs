@@ -18,7 +18,7 @@ use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::namespaces::Cable;
-use crate::report::{Bound, Report, Target, figure, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
 use crate::stream::{Link, SENDER_PER_GIB, Stage, Stress, Way, words};
 
 /// Channels beside the main one.
@@ -28,8 +28,6 @@ const CHANNELS: [u8; 4] = [1, 2, 4, 8];
 const SPLICED: f64 = 0.6;
 /// Wall time under stress of the best way for that of copying.
 const STRESSED: f64 = 0.87;
-
-const NOT_RUN: &str = "it was not run";
 
 /// The ways of sending, the plain one first.
 const METHODS: [ZeroCopy; 3] = [ZeroCopy::Off, ZeroCopy::Msg, ZeroCopy::Splice];

@@ -20,8 +20,6 @@ use crate::frame::Series;
 use crate::machine::Machine;
 use crate::report::Report;
 
-const NOT_RUN: &str = "it was not run";
-
 /// Runs the bench.
 pub(crate) fn run(options: &Options) -> Result<Report> {
     let pages = pages::rounds(options)?;

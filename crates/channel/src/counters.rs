@@ -29,7 +29,7 @@ pub struct Counters {
     pub waited_ns: u64,
     /// Time held back by the rate limit.
     pub throttled_ns: u64,
-    /// Bytes of memory that were spliced: referenced, not copied.
+    /// Bytes of memory and of files that were spliced: referenced, not copied.
     pub spliced: u64,
     /// Calls that lent memory by `MSG_ZEROCOPY`.
     pub lent: u64,
@@ -93,7 +93,7 @@ impl Side {
         }
     }
 
-    /// Memory that was referenced, not copied.
+    /// Bytes that were referenced, not copied.
     pub(crate) fn spliced(&self, bytes: usize) {
         self.spliced.fetch_add(bytes as u64, Relaxed);
     }

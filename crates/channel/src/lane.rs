@@ -184,6 +184,7 @@ impl Lane {
                 let why = format!("the file that is sent ends at byte {offset}, {left} bytes too early");
                 return Err(Stop::Failed(io::Error::new(io::ErrorKind::UnexpectedEof, why)));
             }
+            self.side.spliced(moved);
             paid = paid.saturating_sub(moved);
             offset = offset.saturating_add(moved as u64);
             left = left.saturating_sub(moved as u64);

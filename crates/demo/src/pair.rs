@@ -3,6 +3,7 @@
 //! Each end is this program, started again. It lives as long as its standard input is open, so none outlives who started it:
 //! not even one that nobody has decided about.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -14,6 +15,9 @@ use crate::state::Role;
 
 /// How long an end may take to start: it fills its guest's memory first.
 const START: Duration = Duration::from_secs(120);
+
+/// Most bytes of why an end could not start.
+const WORDS: u64 = 4096;
 
 /// One of the two processes. Killed when dropped.
 #[derive(Debug)]
@@ -42,7 +46,7 @@ impl End {
         let settings =
             serde_json::to_string(options.settings).map_err(|error| DemoError::Settings(error.to_string()))?;
         limosa.arg("demo-end").arg(role.name()).arg(options.control).arg(options.witness).arg(settings);
-        limosa.stdin(Stdio::piped()).stdout(Stdio::null());
+        limosa.stdin(Stdio::piped()).stdout(Stdio::piped());
         let child = limosa.spawn().map_err(DemoError::system(format!("cannot start the {}", role.name())))?;
         Ok(Self { child, control: options.control.to_owned() })
     }
@@ -50,7 +54,7 @@ impl End {
     /// Connects to it, once it is there.
     ///
     /// # Errors
-    /// It has ended, having said why.
+    /// It has ended, and why, if it has said so.
     pub fn connect(&mut self) -> Result<EndMonitor, DemoError> {
         let deadline = Instant::now() + START;
         loop {
@@ -58,7 +62,15 @@ impl End {
                 return Ok(monitor);
             }
             if let Some(status) = self.ended()? {
-                return Err(DemoError::Guest(format!("the end at {} has ended: {status}", self.control.display())));
+                let mut why = String::new();
+                if let Some(said) = &mut self.child.stdout {
+                    // What it cannot be read for is no reason of its own.
+                    let _ = said.take(WORDS).read_to_string(&mut why);
+                }
+                return Err(match why.trim_end() {
+                    "" => DemoError::Guest(format!("the end at {} has ended: {status}", self.control.display())),
+                    why => DemoError::Settings(why.to_owned()),
+                });
             }
             if Instant::now() >= deadline {
                 return Err(DemoError::Late { what: "start", status: "nothing".into() });

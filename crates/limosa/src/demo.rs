@@ -28,12 +28,12 @@ pub(crate) fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// One of the two processes.
+/// One of the two processes. Why it cannot be one goes to who started it, who says it once for both.
 pub(crate) fn end(arguments: &[String]) -> ExitCode {
     match limosa_demo::end::run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            say!("limosa: {error}");
+            print_out!("{error}");
             ExitCode::FAILURE
         }
     }

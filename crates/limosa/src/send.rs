@@ -230,6 +230,13 @@ fn tell(args: &SendArgs, sent: &Sent) {
         words::bytes(moved),
         words::rate(moved, sent.elapsed)
     );
+    // What the kernel has of it besides pages, headers, was copied in any case.
+    match sent.channel.spliced.min(moved) {
+        _ if moved == 0 => {}
+        0 => say!("  the pages were read and copied"),
+        spliced if spliced == moved => say!("  the pages were spliced out of the file: not copied on the way out"),
+        spliced => say!("  {} of it were spliced out of the file, the rest was read and copied", words::bytes(spliced)),
+    }
     if let Some(lazy) = &sent.lazy {
         restore::tell_requests(lazy);
     }

@@ -109,6 +109,9 @@ pub(crate) fn counters(counters: &Counters) -> Value {
         "waits": counters.waits,
         "waited_ms": counters.waited_ns / 1_000_000,
         "throttled_ms": counters.throttled_ns / 1_000_000,
+        "spliced": counters.spliced,
+        "lent": counters.lent,
+        "lent_copied": counters.lent_copied,
     })
 }
 

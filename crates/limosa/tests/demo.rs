@@ -139,6 +139,12 @@ fn a_guest_under_kvm_moves_with_either_of_its_logs() {
 }
 
 #[test]
+fn what_this_machine_cannot_do_is_said_once() {
+    // More than any process has addresses for.
+    limosa(["demo", "live", "--memory", "1000T"]).one_line(&["RAM block", "Cannot allocate memory"]);
+}
+
+#[test]
 fn the_rounds_are_drawn() {
     let folder = scratch().unwrap();
     let path = folder.path().join("rounds.svg");

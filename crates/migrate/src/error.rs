@@ -113,6 +113,13 @@ pub enum MigrateError {
         peer: String,
     },
 
+    /// The peer answers in TLS, and this end does not speak it.
+    #[error("{peer}: it speaks TLS, and this end does not: both have to be told to use it (tls-creds)")]
+    WantsTls {
+        /// The channel.
+        peer: String,
+    },
+
     /// The destination ended the migration with a status other than 0.
     #[error("the destination reports failure (status {status}); its own log says why")]
     Refused {

@@ -164,7 +164,7 @@ mod tests {
         };
         let all = [series("limosa, 2 channels", 900, 300), series("QEMU, 2 channels", 1000, 400)];
         let mut report = Report::new("restore", Machine::this("/none"), 1, &all);
-        judge(&mut report, &all, "1 GiB eagerly", "it was not run");
+        judge(&mut report, &all, "1 GiB eagerly", crate::report::NOT_RUN);
         let found: Vec<_> = report.targets.iter().map(|target| (target.got, target.met)).collect();
         let none = (None, None);
         let expected = [none, none, none, (Some(0.9), Some(true)), (Some(0.75), Some(false)), none, none];

@@ -12,7 +12,7 @@ use super::words;
 use crate::Options;
 use crate::caches::Caches;
 use crate::frame::{Contestant, Frame, Series};
-use crate::report::{Bound, Report, Target, figure, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
 
 /// What a line of 1 Gbit/s carries, bytes a second: limosa's own limit stands for the line.
 pub(super) const GIGABIT: Option<NonZeroU64> = NonZeroU64::new(125_000_000);
@@ -94,7 +94,7 @@ pub(super) fn contestants<'s>(options: &'s Options, stage: &'s Stage<'_>, cells:
 
 /// `no_cable`: why nothing was sent over veth.
 pub(super) fn judge(report: &mut Report, all: &[Series], cells: &[Cell], no_cable: Option<&str>) {
-    let why = |cell: &Cell| no_cable.filter(|_| cell.link == Link::Veth).unwrap_or(super::NOT_RUN);
+    let why = |cell: &Cell| no_cable.filter(|_| cell.link == Link::Veth).unwrap_or(NOT_RUN);
     for cell in cells {
         let case = cell.case();
         for (figure, name, most) in [("wall", "time", ANY), ("writes", "calls", CALLS)] {
@@ -115,6 +115,6 @@ pub(super) fn judge_fastest(report: &mut Report, all: &[Series], cells: &[Cell])
         let case = cell.case();
         let got = ratio(all, &case, GATHERED, COPIED, "wall").map(|ratio| ratio.median);
         let name = format!("{case}, the fastest: time, {GATHERED} / {COPIED}");
-        report.targets.push(Target::new(name, Bound::AtMost(FASTEST), got, super::NOT_RUN));
+        report.targets.push(Target::new(name, Bound::AtMost(FASTEST), got, NOT_RUN));
     }
 }

@@ -16,7 +16,7 @@ use super::{PER_PAGE, Transport, words};
 use crate::Options;
 use crate::content::fill_random;
 use crate::frame::{Contestant, Frame, Series, interleave};
-use crate::report::{Bound, Report, Target, figure};
+use crate::report::{Bound, NOT_RUN, Report, Target, figure};
 
 /// How often the size of the full memory.
 const TIMES: [u64; 3] = [1, 4, 16];
@@ -79,6 +79,6 @@ pub(super) fn judge(report: &mut Report, all: &[Series], memory: u64) {
         let got = cost(times).zip(cost(1)).map(|(large, small)| large / small);
         let (large, small) = (words(memory.saturating_mul(times)), words(memory));
         let name = format!("sparse: CPU for a page of {large} / of {small}");
-        report.targets.push(Target::new(name, Bound::AtMost(FLAT), got, super::NOT_RUN));
+        report.targets.push(Target::new(name, Bound::AtMost(FLAT), got, NOT_RUN));
     }
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use super::guest::Guest;
 use crate::Options;
 use crate::frame::{Contestant, Frame, Series, interleave};
-use crate::report::{Bound, Report, Target, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::stream::{Source, Transport, Way, ZeroPages};
 
 /// Channels beside the main one.
@@ -70,7 +70,7 @@ pub(super) fn judge(report: &mut Report, all: &[Series]) {
                     if guest == Guest::ZeroHeavy && other == ZeroPages::Plainly && figure == "wall" {
                         let got = found.as_ref().map(|ratio| ratio.median);
                         let name = format!("{case}: wall of {} / {}", variant(ZeroPages::Always), variant(other));
-                        report.targets.push(Target::new(name, Bound::AtMost(OF_PLAIN), got, super::NOT_RUN));
+                        report.targets.push(Target::new(name, Bound::AtMost(OF_PLAIN), got, NOT_RUN));
                     }
                     report.ratios.extend(found);
                 }

@@ -22,7 +22,7 @@ use crate::caches;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, Stopwatch, nanoseconds};
 use crate::raw::Mapping;
-use crate::report::{Bound, Report, Target, figure, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
 
 /// Nanoseconds for a page, rounded up to whole ones.
 const PER_PAGE: &str = "ns_per_page";
@@ -216,7 +216,7 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
         Some(cache) if *cold <= 4 * cache => {
             format!("{} MiB are not more than four times the last-level cache of {} MiB", cold >> 20, cache >> 20)
         }
-        Some(_) => super::NOT_RUN.to_owned(),
+        Some(_) => NOT_RUN.to_owned(),
     };
     let is_cold = cache.is_some_and(|cache| *cold > 4 * cache);
     for method in Method::available().filter(|method| loops::read(*method, &[])) {
@@ -235,7 +235,7 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
         #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
         let got = figure(all, &early, &way.name(), "cpu").map(|cpu| cpu.median * 1e9 / pages as f64);
         let name = format!("{early}: nanoseconds for a page, {}", way.name());
-        report.targets.push(Target::new(name, Bound::AtMost(EARLY_LIMIT), got, super::NOT_RUN));
+        report.targets.push(Target::new(name, Bound::AtMost(EARLY_LIMIT), got, NOT_RUN));
     }
     for contents in Contents::ALL {
         for place in [Place::Cold, Place::Hot] {

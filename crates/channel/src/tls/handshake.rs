@@ -29,6 +29,8 @@ pub(super) const WITHIN: Duration = Duration::from_secs(30);
 const INCOMING_MAX: usize = 128 << 10;
 /// The types that records have (RFC 8446, section 5.1).
 const RECORD_TYPES: std::ops::RangeInclusive<u8> = 20..=23;
+/// A fatal alert, that this is not what is spoken here (RFC 8446, section 6.2): who means to speak something else may know it.
+const UNEXPECTED: [u8; 7] = [21, 3, 3, 0, 2, 2, 10];
 /// Bytes read at once.
 const PIECE: usize = 16 << 10;
 
@@ -156,7 +158,7 @@ impl Handshake {
                 return Err(TlsFailure::Late(self.within).into());
             }
             if let Err(failure) = self.understand() {
-                self.tell_why();
+                self.tell_why(&failure);
                 // The peer may be gone, or not listen.
                 let _ = self.flush(socket);
                 return Err(failure.into());
@@ -236,9 +238,13 @@ impl Handshake {
     }
 
     /// What rustls has to say about a failure is to go out as well.
-    fn tell_why(&mut self) {
-        // That comes before anything else that it would do.
-        let _ = self.step();
+    fn tell_why(&mut self, failure: &TlsFailure) {
+        match failure {
+            // Rustls has not seen what this is about.
+            TlsFailure::NotTls => self.outgoing.extend_from_slice(&UNEXPECTED),
+            // That comes before anything else that it would do.
+            _ => drop(self.step()),
+        }
     }
 
     /// Sends what there is to send, without waiting; whether it all went out.

@@ -60,8 +60,14 @@ fn a_snapshot_travels_from_limosa_to_limosa_on_several_channels() {
         let copy = scene.path(name);
         let words = ["--channels", channels, "--compression", compression, "--json"];
         let (receiver, at) = start_receive(&scene, uri, &copy, &words);
-        let report = start_send(&scene, &saved.snapshot, &at, &words).wait().json();
+        let sent = start_send(&scene, &saved.snapshot, &at, &words).wait();
+        let said = sent.stderr.clone();
+        let report = sent.json();
         assert_eq!(report["answered"], true, "{report}");
+        // How its pages left is said: what is compressed has to be read.
+        let copied = compression != "none" || channels == "0";
+        assert_eq!(report["channel"]["spliced"] == 0, copied, "{report}");
+        assert!(said.contains(if copied { "read and copied" } else { "spliced out of" }), "{said}");
         let received = receiver.wait().json();
         assert_eq!(received["pages"]["normal"], report["pages"]["normal"], "{received}");
         load_in_stock_qemu(&beat(), &copy, 0);

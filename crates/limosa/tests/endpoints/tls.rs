@@ -350,6 +350,21 @@ fn a_receiver_that_does_not_encrypt_says_that_somebody_would() {
 }
 
 #[test]
+fn a_sender_that_does_not_encrypt_hears_that_the_other_end_does() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let trust = Trust::new(&scene);
+    let saved = saved_beat(&scene, &small_beat(), &[]);
+    let more = ["--tls-creds", trust.folder(), "--timeout", "8s"];
+    let (receive, at) = start_receive(&scene, "tcp:127.0.0.1:0", &scene.path("received"), &more);
+    for beside in [&[][..], &["--channels", "2"]] {
+        let send = start_send(&scene, &saved.snapshot, &at, beside);
+        assert_failed(&send.wait(), &["it speaks TLS, and this end does not", "tls-creds"]);
+    }
+    assert!(receive.wait().stderr.contains("what it says is no TLS"));
+}
+
+#[test]
 fn a_migration_that_is_cut_leaves_the_vm_at_its_source_and_no_file() {
     needs_qemu!();
     let scene = Scene::new();

@@ -43,6 +43,9 @@ struct State {
     finishing: bool,
 }
 
+/// How an alert of TLS begins: its type, and the version that all records name (RFC 8446, 5.1).
+const TLS_ALERT: [u8; 2] = [21, 3];
+
 /// The sorted return path.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
@@ -95,11 +98,15 @@ impl Inbox {
         let largest = largest.unwrap_or_default();
         let mut decoder = if recovery { ReturnDecoder::resuming(largest) } else { ReturnDecoder::new(largest) };
         let mut bytes = vec![0; 64 << 10];
-        let mut current = None;
+        let (mut current, mut first) = (None, true);
         loop {
             let got = channel.get_some(&mut bytes)?;
             if got == 0 {
                 return Ok(());
+            }
+            // The first word of somebody who takes the stream for a broken handshake.
+            if std::mem::take(&mut first) && bytes.get(..got).is_some_and(|said| said.starts_with(&TLS_ALERT)) {
+                return Err(MigrateError::WantsTls { peer: channel.peer().to_string() });
             }
             decoder.push(bytes.get(..got).unwrap_or_default());
             let arrived = Instant::now();
