@@ -33,6 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("text", text()?),
         ("multifd", multifd()?),
         ("xbzrle", xbzrle()),
+        ("balloon", balloon()),
         ("image_check", images()?),
         ("image_open", images()?.into_iter().map(|seed| seed[1 + 12 * 6..].to_vec()).collect()),
         ("image_name", image_names()),
@@ -48,6 +49,44 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{target}: {} seeds", seeds.len());
     }
     Ok(())
+}
+
+/// An array that is inflated and deflated, statistics, a list of free pages, a report.
+fn balloon() -> Seeds {
+    /// Bytes at a place of the guest's memory.
+    fn write(place: u16, bytes: &[u8]) -> Vec<u8> {
+        let [low, high] = place.to_le_bytes();
+        [&[0, low, high, bytes.len() as u8], bytes].concat()
+    }
+    /// One buffer of a queue, which is then worked on.
+    fn buffer(queue: u16, count: u16, address: u64, length: u32, writable: bool) -> Vec<u8> {
+        let slot = (count - 1) % 16;
+        let descriptor =
+            [&address.to_le_bytes()[..], &length.to_le_bytes(), &[if writable { 2 } else { 0 }, 0, 0, 0]].concat();
+        [
+            write(0x400 * queue + 16 * slot, &descriptor),
+            write(0x400 * queue + 0x204 + 2 * slot, &slot.to_le_bytes()),
+            write(0x400 * queue + 0x202, &count.to_le_bytes()),
+            vec![4, queue as u8, 0, 0],
+        ]
+        .concat()
+    }
+    let numbers: Vec<u8> = [3u32, 257, 258, 256, 259, 1 << 20].into_iter().flat_map(u32::to_le_bytes).collect();
+    let array = |queue| [vec![0], write(0x1600, &numbers), buffer(queue, 1, 0x1600, 24, false)].concat();
+    let entries = [&4u16.to_le_bytes()[..], &7u64.to_le_bytes(), &99u16.to_le_bytes(), &7u64.to_le_bytes()].concat();
+    let statistics =
+        [vec![0], write(0x1600, &entries), buffer(2, 1, 0x1600, 20, false), vec![11, 4, 0, 0, 4, 2, 0, 0]].concat();
+    let list = [
+        vec![0, 11, 0, 0, 0],
+        write(0x1600, &0x8000_0000u32.to_le_bytes()),
+        buffer(3, 1, 0x1600, 4, false),
+        buffer(3, 2, 1 << 20, 0x4000, true),
+        write(0x1600, &[0; 4]),
+        buffer(3, 3, 0x1600, 4, false),
+        vec![11, 2, 0, 0],
+    ];
+    let report = [vec![0], buffer(4, 1, 1 << 20, 0x8000, true)].concat();
+    vec![array(0), array(1), statistics, list.concat(), report]
 }
 
 /// A whole mapped-ram file of two small blocks and one page with contents. Its parts stand closer together than QEMU puts

@@ -80,6 +80,8 @@ mod numbers;
 mod reclaim;
 mod ring;
 mod statistics;
+#[cfg(feature = "vhost-user")]
+mod vhost_user;
 
 pub use counters::Counters;
 pub use device::{Balloon, HintList, More, Observer, Options, Size, Transport, ZeroTarget};
@@ -88,3 +90,5 @@ pub use layout::{Features, Numbering, Role};
 pub use reclaim::{GuestRam, Reclaim, Strategy};
 pub use ring::{OwnRing, Ring};
 pub use statistics::Statistics;
+#[cfg(feature = "vhost-user")]
+pub use vhost_user::VhostUserBalloon;

@@ -1,9 +1,5 @@
 //! The device, driven by the model of Linux's driver.
 
-#![allow(clippy::single_range_in_vec_init, reason = "ranges of memory are compared as lists of them")]
-
-mod machine;
-
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -11,11 +7,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use crate::machine::{Guest, Heard, MIB, RAM, USED, settle};
 use limosa_balloon::driver::{Driver, Pages as _};
 use limosa_balloon::{Features, GuestRam, HintState, Numbering, Observer, Options, Reclaim, Strategy};
 use limosa_memory::free::{FreePageSink, FreePages as _, FreePagesError};
 use limosa_memory::{GuestMemory, MemoryError};
-use machine::{Guest, Heard, MIB, RAM, USED, settle};
 
 #[test]
 fn a_balloon_takes_memory_and_gives_it_back() {

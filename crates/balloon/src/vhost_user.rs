@@ -1,0 +1,200 @@
+//! The device behind a vhost-user server (feature `vhost-user`).
+//!
+//! The front end's memory is what limosa-memory [imports](limosa_memory::rust_vmm::import), so it is given back by the same code
+//! as a VMM's own, which punches holes into the files that the front end has passed: for every process that maps them.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use limosa_memory::{MemoryError, rust_vmm};
+use limosa_page::PAGE_SIZE;
+use limosa_vhost::{Chain, Device, FrontEnd, QueueError, Ram, Vring};
+use vm_memory::GuestMemoryMmap;
+
+use crate::device::{Balloon, More, Transport};
+use crate::layout::Features;
+use crate::reclaim::{GuestRam, Reclaim, Strategy};
+use crate::ring::Ring;
+
+/// A balloon for a vhost-user server.
+#[derive(Debug)]
+pub struct VhostUserBalloon {
+    balloon: Arc<Balloon>,
+    strategy: Strategy,
+}
+
+impl VhostUserBalloon {
+    /// The device `balloon`; the front end's memory is given back by `strategy`.
+    pub fn new(balloon: Arc<Balloon>, strategy: Strategy) -> Self {
+        Self { balloon, strategy }
+    }
+
+    /// The device.
+    pub fn balloon(&self) -> &Arc<Balloon> {
+        &self.balloon
+    }
+}
+
+impl Device for VhostUserBalloon {
+    fn features(&self) -> u64 {
+        self.balloon.features().bits()
+    }
+
+    fn queues(&self) -> usize {
+        self.balloon.queues()
+    }
+
+    fn accepted(&self, features: u64) {
+        self.balloon.accepted(Features::from_bits(features));
+    }
+
+    fn read_config(&self, offset: u32, into: &mut [u8]) {
+        self.balloon.read_config(offset, into);
+    }
+
+    fn write_config(&self, offset: u32, bytes: &[u8]) {
+        self.balloon.write_config(offset, bytes);
+    }
+
+    fn memory(&self, memory: Arc<Ram>) {
+        // A front end may say that it has none for the time being; blocks are what has pages.
+        let imported = (!memory.regions().is_empty())
+            .then(|| rust_vmm::import(memory.memory(), |address| format!("ram@{:#x}", address.0)));
+        match imported {
+            Some(Ok(imported)) => self.balloon.memory(Arc::new(GuestRam::new(Arc::new(imported), self.strategy))),
+            Some(Err(error)) => {
+                tracing::warn!("nothing will be given back of the guest's memory: {error}");
+                self.balloon.memory(Arc::new(Untouched::of(&memory)));
+            }
+            None => self.balloon.memory(Arc::new(Untouched::of(&memory))),
+        }
+    }
+
+    fn attached(&self, front_end: FrontEnd) {
+        self.balloon.attached(Arc::new(front_end));
+    }
+
+    fn work(&self, queue: usize, vring: &Vring) -> Result<limosa_vhost::More, QueueError> {
+        Ok(match self.balloon.work(queue, vring)? {
+            More::Yes => limosa_vhost::More::Yes,
+            More::No => limosa_vhost::More::No,
+        })
+    }
+
+    fn reset(&self) {
+        self.balloon.reset();
+    }
+}
+
+impl Ring for Vring {
+    type Memory = GuestMemoryMmap;
+    type Handle = Arc<GuestMemoryMmap>;
+    type Error = QueueError;
+
+    fn pop(&self) -> Result<Option<Chain>, QueueError> {
+        Self::pop(self)
+    }
+
+    fn add_used(&self, head: u16, length: u32) -> Result<(), QueueError> {
+        Self::add_used(self, head, length)
+    }
+
+    fn notify(&self) -> Result<(), QueueError> {
+        Self::notify(self).map(|_called| ())
+    }
+}
+
+impl Transport for FrontEnd {
+    fn config_changed(&self) {
+        Self::config_changed(self);
+    }
+
+    fn kick(&self, queue: usize) {
+        Self::kick(self, queue);
+    }
+
+    fn is_connected(&self) -> bool {
+        Self::is_connected(self)
+    }
+}
+
+/// Memory that is known and cannot be given back.
+#[derive(Debug)]
+struct Untouched(Vec<Range<u64>>);
+
+impl Untouched {
+    fn of(memory: &Ram) -> Self {
+        let range = |region: &limosa_vhost::RamRegion| region.guest_address..region.guest_address + region.length;
+        Self(memory.regions().iter().map(range).collect())
+    }
+}
+
+impl Reclaim for Untouched {
+    fn ram(&self) -> &[Range<u64>] {
+        &self.0
+    }
+
+    fn host_page(&self, _index: usize) -> u64 {
+        PAGE_SIZE
+    }
+
+    fn discard(&self, _run: &Range<u64>) -> Result<u64, MemoryError> {
+        Ok(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_memory::BlockOptions;
+    use limosa_vhost::RamRegion;
+    use virtio_queue::{Queue, QueueT as _};
+    use vm_memory::{Bytes as _, GuestAddress};
+
+    use super::*;
+    use crate::device::Options;
+
+    #[test]
+    fn a_front_ends_memory_is_given_back_in_its_file() {
+        let ram = BlockOptions::memfd("ram", 4 << 20).map().unwrap();
+        ram.write(0, &vec![7; 4 << 20]).unwrap();
+        let file = ram.file().unwrap().0.try_clone_to_owned().unwrap();
+        // The guest sees the file's second half at 1 GiB.
+        let region = RamRegion::map(1 << 30, 2 << 20, 1 << 40, file, 2 << 20).unwrap();
+        let memory = Arc::new(Ram::new(vec![region]).unwrap());
+        let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
+        device.accepted(device.features());
+        device.memory(memory.clone());
+        assert_eq!(device.balloon().size().ram, 2 << 20);
+
+        let guest = memory.memory();
+        let at = |offset: u64| GuestAddress((1 << 30) + offset);
+        // One descriptor at the beginning of the region: two page numbers, the second of no memory.
+        guest.write_obj(at(0x4000).0, at(0)).unwrap();
+        guest.write_obj([8u32, 0], at(8)).unwrap();
+        guest.write_obj([(1u32 << 18) + 16, 0], at(0x4000)).unwrap();
+        guest.write_obj([0u16, 1, 0], at(0x1000)).unwrap();
+        let mut queue = Queue::new(256).unwrap();
+        queue.try_set_desc_table_address(at(0)).unwrap();
+        queue.try_set_avail_ring_address(at(0x1000)).unwrap();
+        queue.try_set_used_ring_address(at(0x2000)).unwrap();
+        queue.set_next_avail(0);
+        queue.set_ready(true);
+        let vring = Vring::running(queue, memory.clone(), None);
+        assert_eq!(device.work(0, &vring).unwrap(), limosa_vhost::More::No);
+        let counters = device.balloon().counters();
+        assert_eq!((counters.inflated_pages, counters.pages_outside, counters.discarded_bytes), (1, 1, 4096));
+        let mut bytes = vec![1; 4 << 20];
+        ram.read(0, &mut bytes).unwrap();
+        let hole = (2 << 20) + (16 << 12);
+        assert!(bytes[hole..hole + 4096].iter().all(|byte| *byte == 0));
+        assert!(bytes[hole - 1] == 7 && bytes[hole + 4096] == 7 && bytes[16 << 12] == 7);
+    }
+
+    #[test]
+    fn a_front_end_without_memory_is_a_guest_of_none() {
+        let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
+        device.memory(Arc::new(Ram::new(Vec::new()).unwrap()));
+        assert_eq!(device.balloon().size().ram, 0);
+        assert_eq!(device.queues(), 5);
+    }
+}

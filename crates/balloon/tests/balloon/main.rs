@@ -1,0 +1,7 @@
+//! The device, driven by the model of Linux's driver and by rings that no driver wrote.
+
+#![allow(clippy::single_range_in_vec_init, reason = "ranges of memory are compared as lists of them")]
+
+mod device;
+mod machine;
+mod properties;

@@ -1,0 +1,261 @@
+//! What holds whatever guest and host do in whatever order: against the model of the driver, and against rings that no driver
+//! wrote.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use crate::machine::{Guest, MIB, RAM, Rings, TestDriver, USED, settle};
+use limosa_balloon::driver::Pages as _;
+use limosa_balloon::{Balloon, Features, More, Options, OwnRing, Reclaim};
+use limosa_memory::MemoryError;
+use limosa_memory::free::{FreePageSink, FreePages as _};
+use proptest::prelude::*;
+use virtio_queue::{Queue, QueueT as _};
+use vm_memory::{Bytes as _, GuestAddress};
+
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    Target(u64),
+    Poll,
+    Settle,
+    Request,
+    Stop,
+    Done,
+    Shrink(usize),
+    Report(u32),
+    Allocate(u32),
+    Free(usize),
+    Reporting(bool),
+    Statistics,
+    Reload,
+    Vanish,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        (1u64..RAM / 4096).prop_map(Step::Target),
+        Just(Step::Poll),
+        Just(Step::Poll),
+        Just(Step::Settle),
+        Just(Step::Request),
+        Just(Step::Stop),
+        Just(Step::Done),
+        (0usize..4).prop_map(Step::Shrink),
+        (0u32..11).prop_map(Step::Report),
+        (0u32..11).prop_map(Step::Allocate),
+        (0u32..11).prop_map(Step::Allocate),
+        any::<usize>().prop_map(Step::Free),
+        any::<bool>().prop_map(Step::Reporting),
+        Just(Step::Statistics),
+        Just(Step::Reload),
+        Just(Step::Vanish),
+    ]
+}
+
+/// What the guest's programs have, with the byte that is in every page of it.
+type Owned = Arc<Mutex<Vec<(Range<u64>, u8)>>>;
+
+/// Takes a list, and sees to it that nothing is called free that a program has.
+struct Sink(Owned);
+
+impl FreePageSink for Sink {
+    fn free(&self, range: Range<u64>) {
+        let owned = self.0.lock().unwrap();
+        let taken = owned.iter().find(|(block, _)| block.start < range.end && range.start < block.end);
+        assert!(taken.is_none(), "{range:x?} is {taken:x?}");
+    }
+
+    fn complete(&self) {}
+}
+
+struct World {
+    guest: Guest,
+    driver: Option<TestDriver>,
+    owned: Owned,
+    next: u8,
+}
+
+impl World {
+    fn new() -> Self {
+        let guest = Guest::new();
+        let driver = Some(guest.probe());
+        Self { guest, driver, owned: Arc::default(), next: 8 }
+    }
+
+    fn own(&mut self, block: Range<u64>) {
+        self.next = self.next.wrapping_add(1).max(8);
+        for page in block.clone().step_by(4096) {
+            self.guest.memory.block(0).unwrap().write(page, &[self.next; 4096]).unwrap();
+        }
+        self.owned.lock().unwrap().push((block, self.next));
+    }
+
+    fn step(&mut self, step: Step) {
+        let balloon = Arc::clone(&self.guest.balloon);
+        let driver = self.driver.as_mut().unwrap();
+        match step {
+            Step::Target(pages) => balloon.set_target(pages * 4096).unwrap(),
+            Step::Poll => drop(driver.poll().unwrap()),
+            Step::Settle => settle(driver),
+            Step::Request => balloon.request(Arc::new(Sink(Arc::clone(&self.owned)))).unwrap(),
+            Step::Stop => balloon.stop(),
+            Step::Done => balloon.done(),
+            Step::Shrink(blocks) => {
+                for block in driver.shrinker().take_back(blocks) {
+                    self.own(block);
+                }
+            }
+            Step::Report(order) => drop(driver.report(4096 << order).unwrap()),
+            Step::Allocate(order) => {
+                let length = 4096 << order;
+                let start = self.guest.free.lock().unwrap().allocate(length);
+                if let Some(start) = start {
+                    self.own(start..start + length);
+                }
+            }
+            Step::Free(which) => {
+                let mut owned = self.owned.lock().unwrap();
+                if !owned.is_empty() {
+                    let which = which % owned.len();
+                    let (block, _) = owned.swap_remove(which);
+                    self.guest.free.lock().unwrap().free(block);
+                }
+            }
+            Step::Reporting(on) => balloon.set_reporting(on),
+            Step::Statistics => balloon.request_statistics().unwrap(),
+            Step::Reload => {
+                self.driver.take().unwrap().unload().unwrap();
+                self.driver = Some(self.guest.probe());
+            }
+            Step::Vanish => {
+                // The guest is reset: everything is free again but what its next programs take at once.
+                self.driver = None;
+                let mut free = self.guest.free.lock().unwrap();
+                *free = limosa_balloon::driver::Blocks::new(USED..RAM);
+                self.owned.lock().unwrap().clear();
+                drop(free);
+                self.driver = Some(self.guest.probe());
+            }
+        }
+    }
+
+    fn check(&self) {
+        let mut bytes = vec![0; 1 << 20];
+        let owned = self.owned.lock().unwrap();
+        for (block, byte) in &*owned {
+            for start in block.clone().step_by(1 << 20) {
+                let length = usize::try_from((block.end - start).min(MIB)).unwrap();
+                let piece = &mut bytes[..length];
+                self.guest.memory.block(0).unwrap().read(start, piece).unwrap();
+                assert!(piece.iter().all(|found| found == byte), "{block:x?} was not left alone");
+            }
+        }
+        let driver = self.driver.as_ref().unwrap();
+        let taken: u64 = owned.iter().map(|(block, _)| block.end - block.start).sum();
+        let held = driver.shrinker().held() as u64 * (4 << 20);
+        let free = self.guest.free.lock().unwrap().free_bytes();
+        assert_eq!(free + taken + held + driver.balloon_pages() as u64 * 4096, RAM - USED, "pages got lost");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_the_guests_programs_have_is_never_touched_and_no_page_gets_lost(steps in proptest::collection::vec(step(), 1..60)) {
+        let mut world = World::new();
+        for step in steps {
+            world.step(step);
+            world.check();
+        }
+        // Whatever came before, the next list is whole, and the balloon gets as near to its size as there are free pages.
+        world.step(Step::Done);
+        world.step(Step::Settle);
+        let heard = Arc::new(crate::machine::Heard::default());
+        world.guest.balloon.request(heard.clone()).unwrap();
+        world.step(Step::Settle);
+        prop_assert!(heard.is_complete());
+        world.step(Step::Done);
+        world.step(Step::Settle);
+        world.check();
+        let size = world.guest.balloon.size();
+        let left = world.guest.free.lock().unwrap().free_bytes();
+        prop_assert!(size.actual == size.target || (size.actual > size.target && left == 0), "{:?} {}", size, left);
+        prop_assert!(world.guest.is_intact(0..USED));
+    }
+}
+
+/// Memory that notes what is given back, and refuses what is not its.
+#[derive(Debug, Default)]
+struct Noted {
+    ram: Vec<Range<u64>>,
+    given_back: Mutex<u64>,
+}
+
+impl Reclaim for Noted {
+    fn ram(&self) -> &[Range<u64>] {
+        &self.ram
+    }
+
+    fn host_page(&self, index: usize) -> u64 {
+        // One range is of huge pages.
+        if index == 1 { 64 << 10 } else { 4096 }
+    }
+
+    fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
+        assert!(run.start < run.end && run.start.is_multiple_of(4096) && run.end.is_multiple_of(4096), "{run:x?}");
+        assert!(self.ram.iter().any(|range| range.start <= run.start && run.end <= range.end), "{run:x?}");
+        *self.given_back.lock().unwrap() += 1;
+        Ok(run.end - run.start)
+    }
+}
+
+/// A word that is rather an address, an index or a flag of these rings than anything else.
+fn word() -> impl Strategy<Value = u64> {
+    prop_oneof![any::<u64>(), 0u64..16, (0u64..64).prop_map(|page| page << 12), Just(0x4000_0000_0000), Just(u64::MAX)]
+}
+
+proptest! {
+    #[test]
+    fn rings_that_no_driver_wrote_do_no_harm(
+        words in proptest::collection::vec((0u64..0x400, word()), 0..80),
+        counts in proptest::collection::vec(any::<u16>(), 5),
+        features in any::<u64>(),
+        poison in any::<bool>(),
+    ) {
+        let memory = Rings::from_ranges(&[(GuestAddress(0), 128 << 10), (GuestAddress(1 << 20), 128 << 10)]).unwrap();
+        for (at, word) in &words {
+            memory.write_obj(*word, GuestAddress(at * 8)).unwrap();
+        }
+        let noted = Arc::new(Noted { ram: vec![0..128 << 10, 1 << 20..(1 << 20) + (128 << 10)], ..Noted::default() });
+        let balloon = Arc::new(Balloon::new(Options::default()));
+        balloon.memory(noted.clone());
+        balloon.accepted(Features::from_bits(features));
+        if poison {
+            balloon.write_config(12, &[1; 4]);
+        }
+        for (number, count) in counts.into_iter().enumerate() {
+            // All rings share what was written; of each, that many buffers are said to be available.
+            let available = GuestAddress(0x400 + 0x200 * number as u64);
+            memory.write_obj(count % 20, available.0.checked_add(2).map(GuestAddress).unwrap()).unwrap();
+            let mut queue = Queue::new(16).unwrap();
+            queue.set_size(16);
+            queue.try_set_desc_table_address(GuestAddress(0x100 * number as u64)).unwrap();
+            queue.try_set_avail_ring_address(available).unwrap();
+            queue.try_set_used_ring_address(GuestAddress(0x1_0000 + 0x200 * number as u64)).unwrap();
+            queue.set_ready(true);
+            let ring = OwnRing::new(queue, &memory, || {});
+            // A ring of 16 gives at most 16 buffers, of at most 128 runs a time: it comes to an end.
+            for round in 0.. {
+                prop_assert!(round < 10_000);
+                let before = *noted.given_back.lock().unwrap();
+                let more = balloon.work(number, &ring);
+                prop_assert!(*noted.given_back.lock().unwrap() - before <= 128);
+                if !matches!(more, Ok(More::Yes)) {
+                    break;
+                }
+            }
+        }
+        balloon.reset();
+    }
+}
