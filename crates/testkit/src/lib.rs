@@ -5,6 +5,8 @@
 //! - [`BeatGuest`] is a boot sector that bumps one byte per page, page after page, lap after lap, and beats on the serial
 //!   port once per lap: whatever a migration loses, repeats or mixes up shows in [`check_beat`].
 //! - [`LinuxGuest`] is the distribution's kernel with busybox that counts on its serial port and takes commands there.
+//! - [`UmlGuest`] is user-mode Linux: a whole kernel as a process, with devices over vhost-user, that takes commands too.
+//! - [`pattern`] is what a program in such a guest holds, so that every page of it can be told from any other.
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
 //! - [`Authority`] issues certificates, good ones and bad ones, for TLS.
@@ -45,6 +47,7 @@ mod initrd;
 mod libvirt;
 mod linux;
 mod machine;
+pub mod pattern;
 mod plain_migration;
 mod poisoning;
 mod prefill;
@@ -56,6 +59,7 @@ mod requirement;
 mod scratch;
 mod serial;
 mod signal;
+mod uml;
 mod vm;
 
 pub use backend::{HugePages, MemoryBackend};
@@ -73,10 +77,11 @@ pub use process::{Process, is_alive};
 pub use proxy::{Direction, Proxy};
 pub use qmp::{Qmp, QmpFailure};
 pub use reflink::{ReflinkFolder, on_reflinks};
-pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu, skipped};
+pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu, skipped, uml_folder, uml_skipped};
 pub use scratch::scratch;
 pub use serial::{Line, Serial};
 pub use signal::let_usr1_interrupt;
+pub use uml::{Uml, UmlGuest};
 pub use vm::Vm;
 
 /// Bytes of a guest page.

@@ -124,7 +124,7 @@ impl LinuxGuest {
 }
 
 /// Puts programs into the initrd without what only a debugger needs, and the libraries that they are run with.
-fn add_programs(initrd: &mut Initrd, programs: &[PathBuf], folder: &Path) -> Result<()> {
+pub(crate) fn add_programs(initrd: &mut Initrd, programs: &[PathBuf], folder: &Path) -> Result<()> {
     if programs.is_empty() {
         return Ok(());
     }

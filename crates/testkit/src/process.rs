@@ -33,6 +33,15 @@ impl Process {
         Ok(Self { name: name.to_owned(), pid: child.id(), child: Mutex::new(child) })
     }
 
+    /// Starts `command`, which outlives this process if that is killed: for who cleans up after it, and ends by himself.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub(crate) fn spawn_lasting(name: &str, mut command: Command) -> Result<Self> {
+        let child = command.spawn().with_context(|| format!("cannot start {name}"))?;
+        Ok(Self { name: name.to_owned(), pid: child.id(), child: Mutex::new(child) })
+    }
+
     /// The process id; it stays ours until the value is dropped or [`Process::wait`] has returned.
     pub fn pid(&self) -> u32 {
         self.pid

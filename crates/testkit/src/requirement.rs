@@ -69,3 +69,23 @@ pub fn guest_folder() -> Result<PathBuf> {
     }
     Ok(folder)
 }
+
+/// Whether `LIMOSA_SKIP_UML=1` is set: then a test whose guest is user-mode Linux returns at once, and is counted as skipped.
+pub fn uml_skipped() -> bool {
+    skipped("LIMOSA_SKIP_UML")
+}
+
+/// The folder with user-mode Linux and its modules, filled by `cargo xtask setup`; `LIMOSA_UML_DIR` names another.
+///
+/// # Errors
+/// It is not there; the message names the command that fills it.
+pub fn uml_folder() -> Result<PathBuf> {
+    let folder = match std::env::var_os("LIMOSA_UML_DIR") {
+        Some(folder) => PathBuf::from(folder),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest/uml"),
+    };
+    if !folder.join("linux.uml").is_file() {
+        bail!("no user-mode Linux in {}: run `cargo xtask setup` (or skip with LIMOSA_SKIP_UML=1)", folder.display());
+    }
+    Ok(folder)
+}

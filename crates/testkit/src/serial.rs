@@ -44,7 +44,14 @@ impl Serial {
     /// # Errors
     /// Nobody listens there.
     pub fn connect(path: &Path) -> Result<Self> {
-        let stream = UnixStream::connect(path).with_context(|| format!("the serial port {}", path.display()))?;
+        Self::over(UnixStream::connect(path).with_context(|| format!("the serial port {}", path.display()))?)
+    }
+
+    /// The port at the other end of a socket.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn over(stream: UnixStream) -> Result<Self> {
         let reader = stream.try_clone().context("the serial port")?;
         let shared = Arc::new((Mutex::default(), Condvar::new()));
         let writer = Arc::clone(&shared);

@@ -57,7 +57,6 @@ fn answer_one(
     incoming.get(body)?;
     let descriptors = incoming.descriptors;
 
-    let acknowledged = header.needs_reply && session.acknowledges();
     let mut done = Err(());
     match Request::from_number(header.request) {
         None => faults.note(Fault::Unknown, &format_args!("request {} is not known", header.request)),
@@ -76,7 +75,8 @@ fn answer_one(
             }
         },
     }
-    if acknowledged {
+    // Asked only now: who negotiates acknowledgements may want one for just that (user-mode Linux does).
+    if header.needs_reply && session.acknowledges() {
         return put(socket, stop, &reply(header.request, &u64::from(done.is_err()).to_le_bytes()), None);
     }
     // Who cannot be told would go on as if all were well, and its guest would wait for ever.

@@ -1,15 +1,14 @@
 //! The Linux guest's parts: the distribution's cloud kernel, the virtio and TLS modules it does not have built in, and a static
-//! busybox, unpacked (never installed) into a cache folder.
-//!
-//! Law: the folder is complete or it is not there: it is filled under another name and renamed. It says which modules were
-//! looked for, so that one of an older list is made anew; a kernel may have some of them built in.
+//! busybox, unpacked (never installed) into a cache folder. It says which modules were looked for, so that one of an older list
+//! is made anew; a kernel may have some of them built in.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 
+use super::packages::{copy, fill_folder, take_modules, unpacked};
 use super::plan::Machine;
 use crate::shell;
 
@@ -112,94 +111,23 @@ fn kernel_dependencies(text: &str) -> Vec<String> {
 
 /// Downloads the packages and unpacks what the guest needs.
 pub(crate) fn fetch(machine: &Machine) -> Result<()> {
-    let place = folder();
-    let parent = place.parent().context("the cache folder has no parent")?;
-    std::fs::create_dir_all(parent).with_context(|| format!("creating {}", parent.display()))?;
-    let work = parent.join(format!("linux.{}", std::process::id()));
-    let result = fill(machine, &work).and_then(|()| {
-        if place.exists() {
-            std::fs::remove_dir_all(&place).with_context(|| format!("removing {}", place.display()))?;
-        }
-        std::fs::rename(work.join("guest"), &place).with_context(|| format!("renaming to {}", place.display()))
-    });
-    let removed = std::fs::remove_dir_all(&work).with_context(|| format!("removing {}", work.display()));
-    result.and(removed)
+    fill_folder(&folder(), |work, guest| fill(machine, work, guest))
 }
 
-fn fill(machine: &Machine, work: &Path) -> Result<()> {
-    let (download, tree, guest) = (work.join("download"), work.join("tree"), work.join("guest"));
-    for path in [&download, &tree, &guest.join("modules")] {
-        std::fs::create_dir_all(path).with_context(|| format!("creating {}", path.display()))?;
-    }
+fn fill(machine: &Machine, work: &Path, guest: &Path) -> Result<()> {
     let mut names = kernel_closure(kernel_package(machine))?;
     names.insert("busybox-static".to_owned());
-    // As root apt would drop to a user that cannot write into our folder, warn, and do it as root after all.
-    let user = ["-o", "APT::Sandbox::User=root"];
-    shell::run(Command::new("apt-get").current_dir(&download).args(["-q", "download"]).args(user).args(&names))?;
-    for package in files_below(&download)? {
-        shell::run(Command::new("dpkg-deb").arg("-x").arg(&package).arg(&tree))?;
-    }
-    let files = files_below(&tree)?;
+    let files = unpacked(&names, work)?;
+    let starts = |file: &Path, prefix: &str| {
+        file.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
+    };
     let kernel = files.iter().find(|file| starts(file, "vmlinuz-")).context("the kernel package has no vmlinuz")?;
     copy(kernel, &guest.join("vmlinuz"))?;
     let busybox = files.iter().find(|file| file.ends_with("bin/busybox")).context("no busybox in busybox-static")?;
     copy(busybox, &guest.join("busybox"))?;
-    for file in &files {
-        let Some(name) = file.file_name().and_then(|name| name.to_str()) else { continue };
-        let Some((stem, extension)) = name.split_once(".ko") else { continue };
-        if !MODULES.contains(&stem) {
-            continue;
-        }
-        let target = guest.join("modules").join(format!("{stem}.ko"));
-        match extension {
-            "" => copy(file, &target)?,
-            ".xz" => unpack("xz", file, &target)?,
-            ".zst" => unpack("zstd", file, &target)?,
-            other => bail!("{}: a module in an unknown form ({other})", file.display()),
-        }
-    }
+    take_modules(&files, &MODULES, &guest.join("modules"))?;
     let contents = guest.join(CONTENTS);
     std::fs::write(&contents, MODULES.join("\n")).with_context(|| format!("writing {}", contents.display()))
-}
-
-fn unpack(program: &str, from: &Path, to: &Path) -> Result<()> {
-    if shell::find_program(program).is_none() {
-        bail!("{program} is needed to unpack the kernel's modules: install it and run this again");
-    }
-    let output =
-        Command::new(program).arg("-dc").arg(from).output().with_context(|| format!("cannot start {program}"))?;
-    if !output.status.success() {
-        bail!("{program} cannot unpack {}", from.display());
-    }
-    std::fs::write(to, output.stdout).with_context(|| format!("writing {}", to.display()))
-}
-
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    std::fs::copy(from, to).with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
-    Ok(())
-}
-
-fn starts(file: &Path, prefix: &str) -> bool {
-    file.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
-}
-
-/// Every regular file below `folder`; symbolic links are not followed.
-fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    let mut open = vec![folder.to_path_buf()];
-    while let Some(folder) = open.pop() {
-        for entry in std::fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))? {
-            let entry = entry?;
-            let kind = entry.file_type()?;
-            if kind.is_dir() {
-                open.push(entry.path());
-            } else if kind.is_file() {
-                files.push(entry.path());
-            }
-        }
-    }
-    files.sort();
-    Ok(files)
 }
 
 #[cfg(test)]

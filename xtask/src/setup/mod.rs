@@ -1,8 +1,8 @@
-//! `cargo xtask setup`: QEMU, libvirt's client and driver, XFS's tools, and the parts of a Linux guest, on Debian and Ubuntu.
+//! `cargo xtask setup`: QEMU, libvirt's client and driver, XFS's tools, and the parts of two Linux guests, on Debian and Ubuntu.
 //!
 //! Law: what is there already is not touched, and then nothing is run but a look at it. What needs root is planned
-//! first ([`plan`]); root executes the plan, anybody else gets it as one line to run. The guest's kernel and busybox are
-//! never installed: they are unpacked into the cache folder [`guest::folder`].
+//! first ([`plan`]); root executes the plan, anybody else gets it as one line to run. The guests' kernels and busybox are
+//! never installed: they are unpacked into cache folders ([`packages`]).
 
 use std::path::Path;
 use std::process::Command;
@@ -12,8 +12,10 @@ use anyhow::{Context as _, Result, bail};
 use crate::shell;
 
 mod guest;
+mod packages;
 mod plan;
 mod sources;
+mod uml;
 
 use plan::{Machine, Plan};
 
@@ -27,7 +29,8 @@ const PACKERS: [(&str, &str); 5] =
 /// Installs what is missing, or says which line to run.
 pub(crate) fn run() -> Result<()> {
     let mut missing = missing_packages();
-    if missing.is_empty() && guest::is_complete() {
+    let uml_missing = !uml::is_skipped() && !uml::is_complete();
+    if missing.is_empty() && guest::is_complete() && !uml_missing {
         return Ok(());
     }
     if std::env::consts::ARCH != "x86_64" || std::env::consts::OS != "linux" {
@@ -35,7 +38,7 @@ pub(crate) fn run() -> Result<()> {
     }
     let machine = Machine::this()?;
     if let Some((program, package)) = guest::module_unpacker(&machine)
-        && !guest::is_complete()
+        && (!guest::is_complete() || uml_missing)
         && shell::find_program(program).is_none()
     {
         missing.push(package);
@@ -59,6 +62,12 @@ pub(crate) fn run() -> Result<()> {
             as_root(&Plan::update_lists())?;
         }
         guest::fetch(&machine).context("fetching the Linux guest")?;
+    }
+    if uml_missing {
+        if !uml::package_is_known() {
+            as_root(&Plan::update_lists())?;
+        }
+        uml::fetch().context("fetching user-mode Linux (LIMOSA_SKIP_UML=1 does without)")?;
     }
     Ok(())
 }

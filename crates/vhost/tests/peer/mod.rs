@@ -257,7 +257,8 @@ impl Peer {
     pub(crate) fn negotiate(&self, without: u64) {
         let features = self.ask_number(Request::GetFeatures);
         let protocol = self.ask_number(Request::GetProtocolFeatures);
-        self.tell(Request::SetProtocolFeatures, &protocol.to_le_bytes(), &[]);
+        // The answer that this message negotiates is to itself already.
+        assert!(self.done(Request::SetProtocolFeatures, &protocol.to_le_bytes(), &[]));
         self.tell(Request::SetOwner, &[], &[]);
         assert!(self.done(Request::SetFeatures, &(features & !without).to_le_bytes(), &[]));
     }

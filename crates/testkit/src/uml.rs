@@ -1,0 +1,327 @@
+//! User-mode Linux: a whole Linux kernel as an ordinary process, with devices over vhost-user.
+//!
+//! Its memory is an unlinked file in a folder of its own on tmpfs, which it shares with the devices. Laws: nothing of it is left
+//! when it is dropped or when the test dies in any way: it is a group of processes, which a small guard ends when this
+//! process has gone; and the serial port is drained all the time, so that the guest never waits for us.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process_group};
+use tempfile::TempDir;
+
+use crate::initrd::Initrd;
+use crate::linux::add_programs;
+use crate::process::Process;
+use crate::requirement::{guest_folder, uml_folder};
+use crate::serial::Serial;
+
+/// How long the guest may take to boot, or to answer a line.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Where its memory's file may be: a tmpfs, for holes are punched into it.
+const TMPFS: &str = "/dev/shm";
+
+/// What a guest is to be like.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UmlGuest {
+    /// MiB of memory.
+    pub memory: u64,
+    /// Sockets of devices, with their virtio device ids (2: block, 5: balloon). Somebody listens there already.
+    pub devices: Vec<(PathBuf, u32)>,
+    /// Modules that it loads at once; others are in `/modules`.
+    pub modules: Vec<String>,
+    /// More words for the kernel's command line.
+    pub kernel_words: String,
+    /// Programs of the host that it has too, run by `host NAME ...`.
+    pub programs: Vec<PathBuf>,
+}
+
+impl Default for UmlGuest {
+    fn default() -> Self {
+        Self {
+            memory: 128,
+            devices: Vec::new(),
+            modules: Vec::new(),
+            kernel_words: String::new(),
+            programs: Vec::new(),
+        }
+    }
+}
+
+/// What a command says is collected and written at once.
+const INIT: &str = "\
+#!/bin/busybox sh
+/bin/busybox mkdir -p /proc /sys /dev /tmp
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+host() { program=/host/$1; shift; [ ! -e /host/ld.so ] || set -- --library-path /host \"$program\" \"$@\"; \
+[ ! -e /host/ld.so ] || program=/host/ld.so; \"$program\" \"$@\"; }
+stty -echo
+for module in MODULES; do insmod /modules/$module.ko || echo \"no module $module\"; done
+echo ready
+while read -r line; do
+    eval \"$line\" > /tmp/.said 2>&1
+    status=$?
+    if [ -n \"$(tail -c 1 /tmp/.said)\" ]; then echo >> /tmp/.said; fi
+    cat /tmp/.said
+    echo \"done $status\"
+done
+";
+
+impl UmlGuest {
+    /// Boots it, and waits until it takes commands.
+    ///
+    /// # Errors
+    /// User-mode Linux is not there, or does not boot.
+    pub fn start(&self) -> Result<Uml> {
+        let parts = uml_folder()?;
+        let mode = std::fs::Permissions::from_mode(0o700);
+        let folder = tempfile::Builder::new().prefix("limosa-uml-").permissions(mode).tempdir_in(TMPFS);
+        let folder = folder.with_context(|| format!("a folder in {TMPFS}, where the guest's memory is"))?;
+        let initrd = folder.path().join("initrd");
+        std::fs::write(&initrd, self.initrd(&parts, folder.path())?).with_context(|| initrd.display().to_string())?;
+        let (ours, theirs) = UnixStream::pair().context("the guest's serial port")?;
+        let theirs = || -> Result<OwnedFd> { Ok(theirs.try_clone().context("the guest's serial port")?.into()) };
+        let mut command = Command::new(parts.join("linux.uml"));
+        command.arg(format!("mem={}M", self.memory)).arg(format!("initrd={}", initrd.display()));
+        command.args(["con=null", "con0=fd:0,fd:1", "quiet", "panic=-1"]);
+        for (socket, id) in &self.devices {
+            command.arg(format!("virtio_uml.device={}:{id}", socket.display()));
+        }
+        command.args(self.kernel_words.split_whitespace());
+        // What it makes besides its memory (a folder for its consoles) goes there, too.
+        command.env_clear().env("TMPDIR", folder.path()).env("HOME", folder.path()).env("PATH", "/usr/bin:/bin");
+        command.process_group(0).stdin(theirs()?).stdout(theirs()?).stderr(theirs()?);
+        let process = Process::spawn("user-mode Linux", command)?;
+        let guard = Guard::over(process.pid(), folder.path())?;
+        let guest = Uml { serial: Serial::over(ours)?, process, guard, folder };
+        guest.wait_line(0, "ready")?;
+        Ok(guest)
+    }
+
+    fn initrd(&self, parts: &Path, folder: &Path) -> Result<Vec<u8>> {
+        let mut initrd = Initrd::default();
+        for name in ["bin", "dev", "modules"] {
+            initrd.folder(name);
+        }
+        initrd.character_device("dev/console", 5, 1);
+        initrd.character_device("dev/null", 1, 3);
+        initrd.character_device("dev/zero", 1, 5);
+        initrd.character_device("dev/urandom", 1, 9);
+        let busybox = std::fs::read(guest_folder()?.join("busybox")).context("the guest's busybox")?;
+        initrd.file("bin/busybox", 0o755, &busybox)?;
+        for entry in std::fs::read_dir(parts.join("modules")).context("the guest's modules")? {
+            let entry = entry?;
+            let name = format!("modules/{}", entry.file_name().to_string_lossy());
+            initrd.file(&name, 0o644, &std::fs::read(entry.path())?)?;
+        }
+        add_programs(&mut initrd, &self.programs, folder)?;
+        initrd.file("init", 0o755, INIT.replace("MODULES", &self.modules.join(" ")).as_bytes())?;
+        Ok(initrd.finish())
+    }
+}
+
+/// A guest that runs.
+#[derive(Debug)]
+pub struct Uml {
+    serial: Serial,
+    process: Process,
+    guard: Guard,
+    folder: TempDir,
+}
+
+impl Uml {
+    /// Runs a shell line, and returns what it said.
+    ///
+    /// # Errors
+    /// It fails, does not end, or the guest is gone.
+    pub fn shell(&self, line: &str) -> Result<Vec<String>> {
+        let from = self.serial.mark();
+        self.serial.send(line)?;
+        let (end, status) = self.serial.wait_from(from, LIMIT, |text| text.starts_with("done "))?;
+        let said: Vec<String> = self.serial.lines().drain(from..end).map(|line| line.text).collect();
+        ensure!(status.text == "done 0", "`{line}` in the guest: {} after {said:?}", status.text);
+        Ok(said)
+    }
+
+    /// Sends a line and does not wait.
+    ///
+    /// # Errors
+    /// The guest is gone.
+    pub fn send(&self, line: &str) -> Result<()> {
+        self.serial.send(line)
+    }
+
+    /// kB of an entry of the guest's /proc/meminfo.
+    ///
+    /// # Errors
+    /// The guest is gone, or there is no such entry.
+    pub fn meminfo(&self, entry: &str) -> Result<u64> {
+        let said = self.shell(&format!("grep ^{entry}: /proc/meminfo"))?;
+        let number = said.iter().find_map(|line| line.split_ascii_whitespace().nth(1)?.parse().ok());
+        number.with_context(|| format!("{entry} of the guest's memory: {said:?}"))
+    }
+
+    /// Whether it still runs.
+    pub fn is_alive(&self) -> bool {
+        matches!(self.process.try_wait(), Ok(None))
+    }
+
+    /// Its main process.
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Has its kernel stand still, and go on. A program in it that computes at that moment goes on to its next system call.
+    pub fn pause(&self, pause: bool) {
+        self.process.signal(if pause { Signal::STOP } else { Signal::CONT });
+    }
+
+    /// Every line on its serial port so far.
+    pub fn lines(&self) -> Vec<String> {
+        self.serial.lines().into_iter().map(|line| line.text).collect()
+    }
+
+    /// Fails if it has ended, with its last lines.
+    ///
+    /// # Errors
+    /// As said.
+    pub fn check_alive(&self) -> Result<()> {
+        if !self.is_alive() {
+            let lines = self.lines();
+            bail!("user-mode Linux has ended: {:?}", lines.get(lines.len().saturating_sub(10)..));
+        }
+        Ok(())
+    }
+
+    /// Its folder on tmpfs, in which its memory was made.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn wait_line(&self, from: usize, text: &str) -> Result<()> {
+        self.serial.wait_from(from, LIMIT, |line| line == text).map(|_| ())
+    }
+}
+
+impl Drop for Uml {
+    fn drop(&mut self) {
+        // Its helpers are in its group; its main process is not reaped before they are gone, so that the number is still its.
+        self.guard.end_group();
+        self.process.kill();
+    }
+}
+
+/// Ends a group of processes, and removes its folder, when this process has gone: a shell that waits for the end of its input.
+#[derive(Debug)]
+struct Guard {
+    group: Pid,
+    process: Process,
+}
+
+impl Guard {
+    fn over(leader: u32, folder: &Path) -> Result<Self> {
+        let group = i32::try_from(leader).ok().and_then(Pid::from_raw).context("a process id")?;
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "read _; kill -s KILL -- -$0; rm -rf -- \"$1\"", &leader.to_string()]).arg(folder);
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+        let process = Process::spawn_lasting("the guard of user-mode Linux", command)?;
+        Ok(Self { group, process })
+    }
+
+    fn end_group(&self) {
+        // First the guard, or it might end whoever gets the number next.
+        self.process.kill();
+        let end = Instant::now() + Duration::from_secs(10);
+        while kill_process_group(self.group, Signal::KILL).is_ok() && members(self.group) > 0 && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+/// Processes of a group that are no zombies.
+fn members(group: Pid) -> usize {
+    let Ok(entries) = std::fs::read_dir("/proc") else { return 0 };
+    let stats = entries.flatten().filter_map(|entry| std::fs::read_to_string(entry.path().join("stat")).ok());
+    stats
+        .filter(|stat| {
+            // The state and the group follow the name, which is in parentheses (proc_pid_stat(5)).
+            let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
+            let (state, group_id) = (fields.next(), fields.nth(1));
+            state.is_some_and(|state| state != "Z" && state != "X")
+                && group_id.is_some_and(|id| id == group.as_raw_nonzero().to_string())
+        })
+        .count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::uml_skipped;
+
+    #[test]
+    fn a_guest_takes_commands_and_leaves_nothing_behind() {
+        if uml_skipped() {
+            return;
+        }
+        let guest = UmlGuest { memory: 64, ..UmlGuest::default() }.start().unwrap();
+        assert!(guest.shell("uname -r").unwrap()[0].starts_with('6'));
+        assert!(guest.shell("false").is_err());
+        assert!(guest.meminfo("MemTotal").unwrap() > 30_000);
+        guest.check_alive().unwrap();
+        let (group, folder) = (guest.guard.group, guest.folder.path().to_path_buf());
+        assert!(members(group) > 1, "it is several processes");
+        drop(guest);
+        assert_eq!((members(group), folder.exists()), (0, false));
+    }
+
+    /// The other half of the test below.
+    #[test]
+    fn starts_a_guest_and_is_killed_if_it_is_told_to() {
+        let Some(file) = std::env::var_os("LIMOSA_UML_KILLED") else { return };
+        let guest = UmlGuest { memory: 64, ..UmlGuest::default() }.start().unwrap();
+        std::fs::write(file, format!("{} {}\n", guest.pid(), guest.folder.path().display())).unwrap();
+        std::thread::sleep(LIMIT);
+    }
+
+    #[test]
+    fn a_test_that_is_killed_leaves_no_guest_behind() {
+        if uml_skipped() {
+            return;
+        }
+        let folder = crate::scratch().unwrap();
+        let file = folder.path().join("pid");
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "uml::tests::starts_a_guest_and_is_killed_if_it_is_told_to", "--nocapture"]);
+        command.env("LIMOSA_UML_KILLED", &file).stdout(Stdio::null());
+        let killed = Process::spawn("a test", command).unwrap();
+        let end = Instant::now() + LIMIT;
+        let (pid, folder) = loop {
+            let text = std::fs::read_to_string(&file).unwrap_or_default();
+            if let Some((pid, folder)) = text.strip_suffix('\n').and_then(|line| line.split_once(' ')) {
+                break (pid.parse::<i32>().unwrap(), folder.to_owned());
+            }
+            assert!(Instant::now() < end, "it does not start");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let group = Pid::from_raw(pid).unwrap();
+        assert!(members(group) > 1);
+        killed.kill();
+        while members(group) > 0 {
+            assert!(Instant::now() < end, "it is still there");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        while Path::new(&folder).exists() {
+            assert!(Instant::now() < end, "its folder is still there");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! User-mode Linux: the distribution's kernel that runs as a process, and the modules of the devices that it is given over
+//! vhost-user, unpacked (never installed) into a cache folder. Its busybox is the other Linux guest's.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+
+use super::packages::{copy, fill_folder, take_modules, unpacked};
+use crate::shell;
+
+const PACKAGE: &str = "user-mode-linux";
+
+/// The modules a guest may load, by file name without the extension; `virtio_uml` itself is built in.
+const MODULES: [&str; 2] = ["virtio_balloon", "virtio_blk"];
+
+/// Where limosa-testkit looks for `linux.uml` and `modules/NAME.ko`.
+fn folder() -> PathBuf {
+    shell::workspace().join("target/guest/uml")
+}
+
+/// Whether it is not wanted.
+pub(crate) fn is_skipped() -> bool {
+    std::env::var_os("LIMOSA_SKIP_UML").is_some_and(|value| value == "1")
+}
+
+/// Whether all is there.
+pub(crate) fn is_complete() -> bool {
+    folder().join("linux.uml").is_file()
+}
+
+/// Whether apt has a list that names it.
+pub(crate) fn package_is_known() -> bool {
+    shell::output(Command::new("apt-cache").args(["show", PACKAGE])).is_ok_and(|text| !text.is_empty())
+}
+
+/// Downloads the package and unpacks what the guest needs.
+pub(crate) fn fetch() -> Result<()> {
+    fill_folder(&folder(), |work, guest| {
+        let files = unpacked(&BTreeSet::from([PACKAGE.to_owned()]), work)?;
+        take_modules(&files, &MODULES, &guest.join("modules"))?;
+        let kernel = files.iter().find(|file| file.ends_with("bin/linux.uml"));
+        copy(kernel.with_context(|| format!("{PACKAGE} has no linux.uml"))?, &guest.join("linux.uml"))
+    })
+}
