@@ -6,6 +6,7 @@ use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
 use crate::block::MemoryBlock;
 use crate::error::MemoryError;
+use crate::layout::GuestLayout;
 
 /// Pages of a block at guest-physical addresses. A block may be seen at several (RAM below and above 4 GiB), or at none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,6 +90,11 @@ impl GuestMemory {
     /// Where the guest sees them, ascending by address.
     pub fn regions(&self) -> &[GuestRegion] {
         &self.regions
+    }
+
+    /// The same, to be kept apart from the memory.
+    pub fn layout(&self) -> GuestLayout {
+        GuestLayout::new(&self.regions)
     }
 
     /// Pages of all blocks together.

@@ -373,7 +373,8 @@ fn set_parameters(current: &Current, arguments: Option<&Value>) -> Result<(), St
 fn query_migrate(shared: &Shared, current: &Current) -> Value {
     let reading = current.progress.read();
     let total = reading.total_pages.saturating_mul(limosa_page::PAGE_SIZE);
-    let unique = (reading.normal_pages + reading.zero_pages).saturating_sub(reading.resent_pages);
+    let unique =
+        (reading.normal_pages + reading.zero_pages + reading.hinted_pages).saturating_sub(reading.resent_pages);
     let remaining = reading.total_pages.saturating_sub(unique).saturating_mul(limosa_page::PAGE_SIZE);
     let answer = json!({
         "status": if current.control.stopped().is_some() { "cancelling" } else { status(reading.phase) },
@@ -384,6 +385,7 @@ fn query_migrate(shared: &Shared, current: &Current) -> Value {
             "total": total,
             "duplicate": reading.zero_pages,
             "normal": reading.normal_pages,
+            "hinted": reading.hinted_pages,
             "normal-bytes": reading.bytes,
             "postcopy-requests": reading.requests,
             "page-size": limosa_page::PAGE_SIZE,

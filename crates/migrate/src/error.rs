@@ -56,6 +56,10 @@ pub enum MigrateError {
     #[error("zero-copy cannot be had: {0}")]
     ZeroCopy(&'static str),
 
+    /// The guest cannot be asked for its free pages in such a migration.
+    #[error("free-page hints cannot be used: {0}")]
+    Hints(&'static str),
+
     /// What connected is not the channels that the migration should have.
     #[error("the channels of the migration do not come together: {0}")]
     Channels(String),

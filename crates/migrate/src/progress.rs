@@ -44,6 +44,7 @@ struct Numbers {
     normal_pages: AtomicU64,
     zero_pages: AtomicU64,
     resent_pages: AtomicU64,
+    hinted_pages: AtomicU64,
     requests: AtomicU64,
     bytes: AtomicU64,
 }
@@ -66,6 +67,8 @@ pub struct ProgressReading {
     pub zero_pages: u64,
     /// Pages that came again because the guest wrote to them.
     pub resent_pages: u64,
+    /// Pages that did not move because the guest has said that they are free.
+    pub hinted_pages: u64,
     /// Pages that the destination's guest asked for.
     pub requests: u64,
     /// Bytes of page contents moved.
@@ -87,6 +90,7 @@ impl Progress {
             normal_pages: numbers.normal_pages.load(Relaxed),
             zero_pages: numbers.zero_pages.load(Relaxed),
             resent_pages: numbers.resent_pages.load(Relaxed),
+            hinted_pages: numbers.hinted_pages.load(Relaxed),
             requests: numbers.requests.load(Relaxed),
             bytes: numbers.bytes.load(Relaxed),
         }
@@ -111,6 +115,11 @@ impl Progress {
         numbers.bytes.fetch_add(batch.normal.saturating_mul(limosa_page::PAGE_SIZE), Relaxed);
     }
 
+    /// Counts pages that do not move because they are free.
+    pub fn hinted(&self, pages: u64) {
+        self.0.hinted_pages.fetch_add(pages, Relaxed);
+    }
+
     /// Counts a page that the destination asked for.
     pub fn requested(&self, pages: u64) {
         self.0.requests.fetch_add(pages, Relaxed);
@@ -124,6 +133,7 @@ impl Progress {
         numbers.normal_pages.store(reading.normal_pages, Relaxed);
         numbers.zero_pages.store(reading.zero_pages, Relaxed);
         numbers.resent_pages.store(reading.resent_pages, Relaxed);
+        numbers.hinted_pages.store(reading.hinted_pages, Relaxed);
         numbers.bytes.store(reading.bytes, Relaxed);
     }
 }

@@ -41,6 +41,7 @@
 pub mod convergence;
 mod engine;
 mod guest;
+mod hints;
 mod holes;
 mod outcome;
 mod postcopy;
@@ -58,6 +59,7 @@ use std::time::Instant;
 use limosa_channel::{Channel, How, ZeroCopy};
 use limosa_memory::BlockRole;
 use limosa_memory::dirty::DirtyLogs;
+use limosa_memory::free::FreePages;
 use limosa_page::PAGE_SIZE;
 use limosa_stream::multifd::Compression;
 use limosa_stream::return_path::ReturnMessage;
@@ -65,6 +67,7 @@ use limosa_stream::vm;
 
 use self::engine::Engine;
 use self::guest::GuestSource;
+use self::hints::Hints;
 use self::postcopy::SwitchTo;
 use self::standing::Standing;
 use crate::control::Control;
@@ -77,10 +80,11 @@ use crate::source::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use crate::source::postcopy::OpenPreempt;
 #[cfg(doc)]
 use crate::source::postcopy::PostcopyOptions;
+use crate::source::windows::Windows;
 
 pub use outcome::{LiveOutcome, Recoverable, Undecided};
 pub use postcopy::Postcopy;
-pub use stats::{LiveStats, RoundKind, RoundReport};
+pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 
 /// Told of every round.
 type Observer<'o> = Box<dyn Fn(&RoundReport) + Send + Sync + 'o>;
@@ -100,6 +104,7 @@ pub struct LiveSource<'v, 'o, V: LiveVm + ?Sized> {
     postcopy: Postcopy,
     page_sizes: BTreeMap<String, u64>,
     open_preempt: Option<OpenPreempt<'o>>,
+    free_pages: Option<Arc<dyn FreePages>>,
     observer: Observer<'o>,
 }
 
@@ -134,6 +139,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             postcopy: Postcopy::Off,
             page_sizes: page_sizes(vm),
             open_preempt: None,
+            free_pages: None,
             observer: Box::new(|_| {}),
         }
     }
@@ -200,6 +206,19 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
+    /// Asks the guest for its free pages, which are not sent: when the first round begins, and with every further one that is
+    /// [worth it](MigrationParams::hint_pages). The dirty logs have to see the guest's writes. What was free is at the
+    /// destination whatever it was there before; in postcopy it is zero. A guest that cannot be asked is moved without.
+    ///
+    /// The device is told to [give the pages back](FreePages::done) when the VM has been stopped and before it is asked for the
+    /// [state of its devices](LiveVm::device_sections), so that a device that is moved says it at the destination. One that is
+    /// not moved with the VM has to say it by itself there, or the guest goes on holding the pages back.
+    #[must_use]
+    pub fn with_free_pages(mut self, from: Arc<dyn FreePages>) -> Self {
+        self.free_pages = Some(from);
+        self
+    }
+
     /// Calls `observer` after every round, on the engine's thread: it must not block.
     #[must_use]
     pub fn observe(mut self, observer: impl Fn(&RoundReport) + Send + Sync + 'o) -> Self {
@@ -225,6 +244,9 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         }
         let inbox = Inbox::default();
         let source = GuestSource::new(vm).with_shared(shared);
+        let windows = Arc::new(Windows::default());
+        let hints =
+            self.free_pages.map(|from| Hints::new(from, Arc::clone(&windows), vm.memory().layout(), progress.clone()));
         let multifd = (!beside.is_empty()).then(|| {
             Multifd::new(Parts {
                 source: &source,
@@ -234,11 +256,12 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 main: &channel,
                 channels: &beside,
                 fresh: vm.memory().blocks().iter().map(|block| fresh && block.role() == BlockRole::Ram).collect(),
+                windows: Arc::clone(&windows),
                 return_path: true,
             })
         });
         let all = iter::once(&channel).chain(&beside).cloned().collect();
-        let mut standing = Standing::new(vm, logs, all).with_shared(shared);
+        let mut standing = Standing::new(vm, logs, all).with_shared(shared).with_hints(hints);
         let mut stats = LiveStats::default();
         // What the destination does not take for so long, it does not take.
         let set = channel.set_timeouts(None, Some(params.patience)).map_err(MigrateError::from);
@@ -250,6 +273,9 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             Postcopy::Allowed | Postcopy::AtOnce if shared != SharedMemory::Sent => {
                 let why = "in postcopy shared memory has to be sent like any other";
                 Err(MigrateError::Channels(why.into()))
+            }
+            Postcopy::AtOnce if standing.has_hints() => {
+                Err(MigrateError::Hints("postcopy at once stops the guest before it could tell them"))
             }
             // Of a VM that stands still when its first page is read nothing is missed.
             Postcopy::AtOnce => Ok(()),
@@ -282,6 +308,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                     params,
                     inbox: &inbox,
                     multifd: multifd.as_ref(),
+                    windows: &windows,
                     fresh,
                     observer: &observer,
                     begun,
@@ -325,6 +352,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let resumed = if given { Ok(()) } else { standing.take_back() };
         stats.total = begun.elapsed();
         stats.downtime = standing.downtime();
+        stats.hints = standing.hint_stats();
         stats.main = channel.counters();
         stats.channels = beside.iter().map(|channel| channel.counters()).collect();
         let (vm, logs) = standing.into_parts();

@@ -135,7 +135,7 @@ pub(crate) struct Multifd<'a, S: PageSource + ?Sized> {
     /// Whether contents may go out of their file, unread: their receipt will be confirmed.
     pub(super) in_place: bool,
     rules: MultifdRules,
-    windows: Windows,
+    windows: Arc<Windows>,
     packets: AtomicU64,
     normal: AtomicU64,
     zero: AtomicU64,
@@ -197,12 +197,14 @@ pub(crate) struct Parts<'a, S: PageSource + ?Sized> {
     pub(crate) channels: &'a [Arc<Channel>],
     /// For each block whether its memory is zero at the destination.
     pub(crate) fresh: Vec<bool>,
+    /// What hands the pages of a round out.
+    pub(crate) windows: Arc<Windows>,
     pub(crate) return_path: bool,
 }
 
 impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     pub(crate) fn new(parts: Parts<'a, S>) -> Self {
-        let Parts { source, control, progress, options, main, channels, fresh, return_path } = parts;
+        let Parts { source, control, progress, options, main, channels, fresh, windows, return_path } = parts;
         Self {
             source,
             control,
@@ -213,7 +215,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             fresh,
             in_place: options.zero_copy != ZeroCopy::Off && options.why_read(source, return_path).is_none(),
             rules: source.start().configuration.multifd_rules(),
-            windows: Windows::default(),
+            windows,
             packets: AtomicU64::new(0),
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
@@ -245,7 +247,8 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             let task = Task { zeros: vec![zeros; blocks.len()], method: Method::best(), syncs, limited: true };
             let mut records = RecordWriter::new(self.main, blocks)?;
             let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
-            self.send_round(stored, task, &mut records, told, None)
+            self.windows.start(stored);
+            self.send_round(task, &mut records, told, None)
         });
         let Sent { normal, zero, .. } = sent?.sent;
         Ok(Moved { normal, zero, resent: 0 })
@@ -268,11 +271,10 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         Ending(self)
     }
 
-    /// Sends the pages of a round, `tell` meanwhile saying on the main channel what is known to be zero. When it returns,
-    /// every channel has sent its SYNCs behind them. From `deadline` on no further pages are begun.
+    /// Sends the pages that the windows hand out, `tell` meanwhile saying on the main channel what is known to be zero. When it
+    /// returns, every channel has sent its SYNCs behind them. From `deadline` on no further pages are begun.
     pub(crate) fn send_round(
         &self,
-        pages: Vec<PageBitmap>,
         task: Task,
         records: &mut RecordWriter<'_>,
         tell: impl FnOnce(&mut RecordWriter<'_>) -> Result<(), MigrateError>,
@@ -282,7 +284,6 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             counter.store(0, Relaxed);
         }
         self.hurried.store(false, Relaxed);
-        self.windows.start(pages);
         let limited = task.limited;
         let mut state = self.lock();
         (state.busy, state.task) = (self.channels.len(), Arc::new(task));

@@ -242,6 +242,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             main: &self.channel,
             channels: &self.beside,
             fresh: self.source.start().blocks.iter().map(|block| self.options.fresh.contains(&block.name)).collect(),
+            windows: Arc::default(),
             return_path: self.options.return_path,
         })
     }

@@ -2,8 +2,13 @@
 //!
 //! Law: a window is handed out once, so no page is sent twice in a round; and they go out in order, so that all channels
 //! together read the memory from front to back.
+//!
+//! A page that the guest has called free is taken out while the round goes on. **Law: a list takes pages out only while it is
+//! open, and it is closed before the dirty log is read.** What the guest wrote before that reading is in the log or was
+//! written before the page was free; behind it a late hint would take out what the log has just told. Both are decided under
+//! the lock that hands pages out, so a page is handed out or taken out, never both, and nobody waits for a list.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 
@@ -18,14 +23,22 @@ pub(crate) struct Windows {
 
 #[derive(Debug, Default)]
 struct State {
-    pages: Arc<Vec<PageBitmap>>,
+    pages: Vec<PageBitmap>,
     /// Block and page behind the last window.
     block: usize,
     page: PageNumber,
+    /// Lists that were opened, and whether the last one still is.
+    lists: u64,
+    open: bool,
+    /// Pages that were taken out of this round.
+    taken: u64,
+    /// Pages that were taken out of any round; of no block, if nobody wants to know.
+    free: Vec<PageBitmap>,
 }
 
 impl Windows {
     /// Windows of these pages, one bitmap a block.
+    #[cfg(test)]
     pub(crate) fn new(pages: Vec<PageBitmap>) -> Self {
         let windows = Self::default();
         windows.start(pages);
@@ -34,25 +47,23 @@ impl Windows {
 
     /// Hands these out from now on, from the beginning.
     pub(crate) fn start(&self, pages: Vec<PageBitmap>) {
-        *self.lock() = State { pages: Arc::new(pages), block: 0, page: PageNumber(0) };
+        let mut state = self.lock();
+        (state.pages, state.block, state.page, state.taken) = (pages, 0, PageNumber(0), 0);
     }
 
     /// The pages of the next window that has any, as `runs`, and their block. `None` when all were handed out.
     pub(crate) fn claim(&self, runs: &mut Vec<PageRange>) -> Option<usize> {
         runs.clear();
-        let mut state = self.lock();
+        let State { pages, block, page, .. } = &mut *self.lock();
         loop {
-            let (block, from) = (state.block, state.page);
-            let Some(first) = state.pages.get(block)?.next_set(from) else {
-                (state.block, state.page) = (block + 1, PageNumber(0));
+            let bitmap = pages.get(*block)?;
+            let Some(first) = bitmap.next_set(*page) else {
+                (*block, *page) = (*block + 1, PageNumber(0));
                 continue;
             };
-            let end = PageNumber((first.0 / WINDOW_PAGES).saturating_add(1).saturating_mul(WINDOW_PAGES));
-            state.page = end;
-            let pages = Arc::clone(&state.pages);
-            drop(state);
-            runs.extend(pages.get(block)?.runs_in(PageRange::new(first, end)));
-            return Some(block);
+            *page = PageNumber((first.0 / WINDOW_PAGES).saturating_add(1).saturating_mul(WINDOW_PAGES));
+            runs.extend(bitmap.runs_in(PageRange::new(first, *page)));
+            return Some(*block);
         }
     }
 
@@ -60,32 +71,30 @@ impl Windows {
     /// `None` when all were handed out.
     pub(crate) fn claim_pages(&self, runs: &mut Vec<PageRange>, most: u64) -> Option<usize> {
         runs.clear();
-        let mut state = self.lock();
-        let pages = Arc::clone(&state.pages);
+        let State { pages, block, page, .. } = &mut *self.lock();
         loop {
-            let (block, from) = (state.block, state.page);
-            let bitmap = pages.get(block)?;
+            let bitmap = pages.get(*block)?;
             let mut room = most;
-            for run in bitmap.runs_in(PageRange::new(from, PageNumber(bitmap.len()))) {
+            for run in bitmap.runs_in(PageRange::new(*page, PageNumber(bitmap.len()))) {
                 let (now, _) = run.split_at(run.start.saturating_add(room));
                 runs.push(now);
-                state.page = now.end;
+                *page = now.end;
                 room -= now.len();
                 if room == 0 {
                     break;
                 }
             }
             if !runs.is_empty() {
-                return Some(block);
+                return Some(*block);
             }
-            (state.block, state.page) = (block + 1, PageNumber(0));
+            (*block, *page) = (*block + 1, PageNumber(0));
         }
     }
 
     /// Stops handing out: what was not handed out, one bitmap a block.
     pub(crate) fn take_rest(&self) -> Vec<PageBitmap> {
         let mut state = self.lock();
-        let mut rest = Vec::clone(&state.pages);
+        let mut rest = std::mem::take(&mut state.pages);
         for (block, pages) in rest.iter_mut().enumerate() {
             match block.cmp(&state.block) {
                 std::cmp::Ordering::Less => pages.clear_range(PageRange::first(pages.len())),
@@ -93,8 +102,67 @@ impl Windows {
                 std::cmp::Ordering::Greater => {}
             }
         }
-        state.block = rest.len();
         rest
+    }
+
+    /// Remembers from now on which pages are taken out: `none` yet, one bitmap a block.
+    pub(crate) fn remember_free(&self, none: Vec<PageBitmap>) {
+        self.lock().free = none;
+    }
+
+    /// A list that is asked for now may take pages out, and none before it: its number. What the dirty log has told is in the
+    /// pages that are handed out.
+    pub(crate) fn open_list(&self) -> u64 {
+        let mut state = self.lock();
+        state.lists += 1;
+        state.open = true;
+        state.lists
+    }
+
+    /// From now on no list takes anything out. To be called before the dirty log is read, each time.
+    pub(crate) fn close_lists(&self) {
+        self.lock().open = false;
+    }
+
+    /// Takes the rule out: for the proof that its loss is noticed.
+    #[cfg(test)]
+    pub(crate) fn stay_open(&self) {
+        self.lock().open = true;
+    }
+
+    /// Takes pages out that this list calls free, of those that were not handed out yet: how many. `None`: it comes too late.
+    pub(crate) fn take_out(&self, list: u64, block: usize, range: PageRange) -> Option<u64> {
+        let state = &mut *self.lock();
+        if !state.open || state.lists != list {
+            return None;
+        }
+        let begin = match block.cmp(&state.block) {
+            std::cmp::Ordering::Less => return Some(0),
+            std::cmp::Ordering::Equal => state.page,
+            std::cmp::Ordering::Greater => PageNumber(0),
+        };
+        let Some(pages) = state.pages.get_mut(block) else { return Some(0) };
+        let range = PageRange::new(range.start.max(begin), range.end);
+        let taken = pages.count_in(range);
+        if taken == 0 {
+            return Some(0);
+        }
+        if let Some(free) = state.free.get_mut(block) {
+            pages.runs_in(range).for_each(|run| free.set_range(run));
+        }
+        pages.clear_range(range);
+        state.taken += taken;
+        Some(taken)
+    }
+
+    /// Pages that were taken out of this round.
+    pub(crate) fn taken(&self) -> u64 {
+        self.lock().taken
+    }
+
+    /// What was taken out of any round, if that was to be remembered; it may have been written, and sent, since.
+    pub(crate) fn take_free(&self) -> Vec<PageBitmap> {
+        std::mem::take(&mut self.lock().free)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
 pub mod encrypted;
+pub mod heap;
 pub mod live;
 pub mod live_postcopy;
 pub mod multifd;

@@ -332,6 +332,7 @@ fn reading(status: &MigrationStatus, ram: &RamProgress) -> ProgressReading {
         normal_pages: ram.normal,
         zero_pages: ram.duplicate,
         resent_pages: (ram.normal + ram.duplicate).saturating_sub(ram.total.saturating_sub(ram.remaining) / page),
+        hinted_pages: 0,
         requests: 0,
         bytes: ram.transferred,
     }

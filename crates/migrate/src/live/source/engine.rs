@@ -28,6 +28,9 @@ use crate::source::multifd::{Multifd, RoundSent, Task};
 use crate::source::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
 use crate::source::windows::Windows;
 
+/// How long the list of free pages is waited for before it is looked at what else ends that.
+const HINT_TICK: Duration = Duration::from_millis(10);
+
 /// The longest sleep for a limited rate: what else ends a round is looked at in between.
 pub(super) const RATE_TICK: Duration = Duration::from_millis(20);
 
@@ -42,6 +45,8 @@ pub(super) struct Engine<'e, 'v, V: LiveVm + ?Sized> {
     pub(super) inbox: &'e Inbox,
     /// The channels beside the main one.
     pub(super) multifd: Option<&'e Multifd<'e, GuestSource<'v>>>,
+    /// What hands the pages of a round out, whoever sends them.
+    pub(super) windows: &'e Windows,
     pub(super) fresh: bool,
     pub(super) observer: &'e Observer<'e>,
     pub(super) begun: Instant,
@@ -76,7 +81,7 @@ pub(super) enum BrokenOff {
 /// A round to be sent.
 pub(super) struct Round {
     pub(super) kind: RoundKind,
-    /// Pages that are looked at, by block.
+    /// Pages that are looked at, by block: until the windows hand them out.
     pub(super) pages: Vec<PageBitmap>,
     /// Pages that are zero without being looked at, by block: in the first round, and in the last if that was broken off.
     pub(super) holes: Vec<PageBitmap>,
@@ -126,7 +131,10 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     pub(super) fn run(&mut self) -> Result<(), MigrateError> {
         self.inbox.wait_pong(vm::PING_OPENED, self.params.patience)?;
         if self.postcopy != Postcopy::Off {
-            self.track = Some(Track::new(self.source));
+            let track = self.track.insert(Track::new(self.source));
+            if self.standing.has_hints() {
+                self.windows.remember_free(track.sent.clone());
+            }
         }
         if self.postcopy == Postcopy::AtOnce {
             return self.switch_at_once();
@@ -168,6 +176,8 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.standing.fetch(&mut last)?;
         // It has seen the last write. Another attempt begins it anew.
         self.standing.stop_logs();
+        // Before the devices tell their state: the balloon's says that the guest has its pages back.
+        self.standing.give_pages_back();
         rest.iter_mut().zip(last.blocks()).for_each(|(rest, last)| rest.union_with(last));
         Ok(last.count())
     }
@@ -184,10 +194,11 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
             let (begun, kind, about) = (self.begun.elapsed(), round.kind, round.count());
             let bytes = self.bytes_out();
             let throttle = convergence.throttle();
-            let result = self.send(round, convergence, records)?;
+            self.begin(&mut round, about, convergence)?;
+            let result = self.send(&round, convergence, records)?;
             let mut next = DirtyPages::new(self.vm.memory());
             self.standing.fetch(&mut next)?;
-            let duration = self.begun.elapsed().saturating_sub(begun);
+            let (duration, hinted) = (self.begun.elapsed().saturating_sub(begun), self.windows.taken());
             let dirty = next.count();
             let mut rest = next.blocks().to_vec();
             rest.iter_mut().zip(&result.rest).for_each(|(rest, left)| rest.union_with(left));
@@ -207,6 +218,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                     begun,
                     duration,
                     pages: about,
+                    hinted,
                     bytes,
                     dirty,
                     rest: left,
@@ -251,9 +263,10 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let (begun, bytes) = (self.begun.elapsed(), self.bytes_out());
         // What was written is no hole any more.
         untold.iter_mut().zip(&rest).for_each(|(untold, rest)| untold.subtract(rest));
-        let round = Round { kind: RoundKind::Last, pages: rest, holes: untold };
+        let mut round = Round { kind: RoundKind::Last, pages: rest, holes: untold };
         let about = round.count();
-        let result = self.send(round, convergence, records)?;
+        self.windows.start(std::mem::take(&mut round.pages));
+        let result = self.send(&round, convergence, records)?;
         self.report(
             &result,
             RoundReport {
@@ -325,10 +338,29 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         Ok(Round { kind: RoundKind::Bulk, pages, holes })
     }
 
-    /// Sends a round in a section of its own.
+    /// Has the windows hand out the pages of a round, and asks the guest which of them are free, if the answer can come before
+    /// they are sent. The list of the first round may be waited for.
+    fn begin(&mut self, round: &mut Round, about: u64, convergence: &Convergence) -> Result<(), MigrateError> {
+        self.windows.start(std::mem::take(&mut round.pages));
+        let first = round.kind == RoundKind::Bulk;
+        let least = if first { 1 } else { self.params.hint_pages };
+        if about < least || !self.standing.ask_for_free_pages() {
+            return Ok(());
+        }
+        let until = Instant::now().checked_add(self.params.hint_wait).filter(|_| first);
+        while let Some(until) = until
+            && self.standing.wait_for_free_pages(until, HINT_TICK)
+            && self.breaks_off(convergence).is_none()
+        {
+            self.check()?;
+        }
+        Ok(())
+    }
+
+    /// Sends the round that the windows hand out, in a section of its own.
     fn send(
         &mut self,
-        round: Round,
+        round: &Round,
         convergence: &Convergence,
         records: &mut RecordWriter<'_>,
     ) -> Result<RoundResult, MigrateError> {
@@ -359,19 +391,19 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     /// Sends a round as records of the main channel.
     fn send_records(
         &mut self,
-        round: Round,
+        round: &Round,
         convergence: &Convergence,
         records: &mut RecordWriter<'_>,
         result: &mut RoundResult,
     ) -> Result<(), MigrateError> {
         let last = round.kind == RoundKind::Last;
-        self.tell_holes(&round, convergence, records, result)?;
+        self.tell_holes(round, convergence, records, result)?;
         if result.broken_off.is_some() {
-            result.rest = round.pages;
+            result.rest = self.windows.take_rest();
             result.busy += records.take_busy();
             return Ok(());
         }
-        let windows = Windows::new(round.pages);
+        let windows = self.windows;
         let mut runs = Vec::new();
         let mut waited = Duration::ZERO;
         // The block of what is placed and not put.
@@ -427,20 +459,19 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     fn send_beside(
         &mut self,
         multifd: &Multifd<'_, GuestSource<'_>>,
-        mut round: Round,
+        round: &Round,
         convergence: &Convergence,
         records: &mut RecordWriter<'_>,
         result: &mut RoundResult,
     ) -> Result<(), MigrateError> {
         let last = round.kind == RoundKind::Last;
-        let zeros = (0..round.pages.len()).map(|block| self.zeros(block, round.kind)).collect();
+        let zeros = (0..self.source.start().blocks.len()).map(|block| self.zeros(block, round.kind)).collect();
         // One for the section that the round is.
         let task = Task { zeros, method: self.params.zero_method, syncs: 1, limited: !last };
         let timeout = self.params.timeout.filter(|_| !last);
         let deadline = timeout.and_then(|timeout| self.begun.checked_add(timeout));
-        let pages = std::mem::take(&mut round.pages);
-        let tell = |records: &mut RecordWriter<'_>| self.tell_holes(&round, convergence, records, result);
-        let RoundSent { sent, busy, rest } = multifd.send_round(pages, task, records, tell, deadline)?;
+        let tell = |records: &mut RecordWriter<'_>| self.tell_holes(round, convergence, records, result);
+        let RoundSent { sent, busy, rest } = multifd.send_round(task, records, tell, deadline)?;
         result.sent.add(sent);
         result.busy = result.busy.max(busy);
         if let (Some(rest), Some(timeout)) = (rest, timeout) {

@@ -37,7 +37,7 @@ pub enum Postcopy {
 pub(super) struct Track {
     /// Pages sent at least once.
     pub(super) sent: Vec<PageBitmap>,
-    /// Pages left out because they are zero, and not sent since.
+    /// Pages left out because they are zero, or free in the end, and not sent since.
     pub(super) zero: Vec<PageBitmap>,
 }
 
@@ -83,9 +83,11 @@ impl<'v, V: LiveVm + ?Sized> Engine<'_, 'v, V> {
         guest.devices = self.device_sections()?.bytes().to_vec();
         let blocks = with_page_sizes(&guest.start().blocks, self.switch.page_sizes)?;
         let each: Vec<u64> = blocks.iter().map(pages_of).collect();
-        let Some(track) = self.track.take() else {
+        let Some(mut track) = self.track.take() else {
             return Err(MigrateError::Protocol("postcopy was not announced to the destination".into()));
         };
+        // What is free, and was not sent since nor written, is as good as zero: whoever touches it is answered at once.
+        track.zero.iter_mut().zip(self.windows.take_free()).for_each(|(zero, free)| zero.union_with(&free));
         let known = dirty.iter().zip(&track.sent).zip(&track.zero);
         let known = known.map(|((dirty, sent), zero)| Known { dirty, sent, zero });
         let mut plans: Vec<Plan> = known.zip(&each).map(|(known, each)| switch::plan(&known, *each)).collect();

@@ -1,15 +1,17 @@
 //! Who has the VM, and what was done to it: so that it can be undone on every way out.
 //!
 //! **The ownership law.** Until the VM is given away, whatever ends the migration lets it go on here as it was: not
-//! paused, not slowed down, not logged; even a panic does. From then on nothing here touches it.
+//! paused, not slowed down, not logged, with all of its memory; even a panic does. From then on nothing here touches it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, How};
-use limosa_memory::dirty::{DirtyLogs, DirtyPages};
+use limosa_memory::dirty::{DirtyLogs, DirtyPages, Writers};
 
+use super::hints::Hints;
+use super::stats::HintStats;
 use crate::error::MigrateError;
 use crate::live::{LiveVm, SharedMemory, VmError};
 
@@ -22,6 +24,8 @@ pub(super) struct Standing<'a, V: LiveVm + ?Sized> {
     channels: Vec<Arc<Channel>>,
     /// What of its memory is not sent.
     shared: SharedMemory,
+    /// Who is asked for free pages, if anybody is.
+    hints: Option<Hints>,
     logging: bool,
     throttled: bool,
     paused: Option<Instant>,
@@ -37,6 +41,7 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
             logs: Some(logs),
             channels,
             shared: SharedMemory::Sent,
+            hints: None,
             logging: false,
             throttled: false,
             paused: None,
@@ -51,9 +56,51 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
         self
     }
 
-    /// Makes sure that whoever writes the VM's memory is seen by one of the logs.
+    /// The same, of a guest that is asked for its free pages.
+    pub(super) fn with_hints(mut self, hints: Option<Hints>) -> Self {
+        self.hints = hints;
+        self
+    }
+
+    /// Makes sure that whoever writes the VM's memory is seen by one of the logs; if the guest is to be asked for free pages,
+    /// that it is seen itself, even if the VMM says that it writes nothing.
     pub(super) fn check_covered(&self) -> Result<(), MigrateError> {
-        Ok(self.logs.as_ref().map_or(Ok(()), |logs| logs.check_covered(self.vm.writers()))?)
+        let Some(logs) = &self.logs else { return Ok(()) };
+        logs.check_covered(self.vm.writers())?;
+        if self.hints.is_some() && logs.check_covered(Writers::VCPUS).is_err() {
+            return Err(MigrateError::Hints("no dirty log sees what the guest's vCPUs write"));
+        }
+        Ok(())
+    }
+
+    /// Asks the guest for its free pages, if that is wanted: whether it is. The log is on, and the round's pages are in the
+    /// windows.
+    pub(super) fn ask_for_free_pages(&mut self) -> bool {
+        debug_assert!(self.logging, "what is written behind a hint has to be seen");
+        self.hints.as_mut().map(Hints::ask).is_some()
+    }
+
+    /// Waits until the guest has told all its free pages, but not after `until`, nor longer than `tick`; whether that is worth
+    /// another look.
+    pub(super) fn wait_for_free_pages(&self, until: Instant, tick: Duration) -> bool {
+        self.hints.as_ref().is_some_and(|hints| hints.wait(until, tick))
+    }
+
+    /// Whether the guest is asked for free pages at all.
+    pub(super) fn has_hints(&self) -> bool {
+        self.hints.is_some()
+    }
+
+    /// What came of asking.
+    pub(super) fn hint_stats(&self) -> Option<HintStats> {
+        self.hints.as_ref().map(Hints::stats)
+    }
+
+    /// The guest is not asked any more, and gets back what it holds.
+    pub(super) fn give_pages_back(&mut self) {
+        if let Some(hints) = &mut self.hints {
+            hints.end();
+        }
     }
 
     /// From here on every write is seen.
@@ -67,6 +114,10 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
 
     /// Adds what was written since the last time, but of blocks that the destination has.
     pub(super) fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), MigrateError> {
+        // First of all: a hint that came behind it could take out what was written behind the hint.
+        if let Some(hints) = &self.hints {
+            hints.close();
+        }
         self.logs.as_mut().map_or(Ok(()), |logs| logs.fetch(into))?;
         for (index, block) in self.vm.memory().blocks().iter().enumerate() {
             if self.shared.leaves_out(block)
@@ -124,6 +175,7 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
             let _ = channel.shutdown(How::Both);
         }
         self.lift_throttle();
+        self.give_pages_back();
         self.stop_logs();
         match self.paused.take() {
             Some(since) => {
@@ -158,6 +210,7 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
 
 impl<V: LiveVm + ?Sized> Drop for Standing<'_, V> {
     fn drop(&mut self) {
+        self.give_pages_back();
         if !self.is_given() {
             // On the way out of a panic: there is nobody to tell.
             let _ = self.take_back();

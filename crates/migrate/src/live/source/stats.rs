@@ -41,6 +41,8 @@ pub struct RoundReport {
     pub zero: u64,
     /// Pages that are zero and were left out, because the destination's memory is fresh.
     pub left_out: u64,
+    /// Pages that were left out because the guest has said that they are free.
+    pub hinted: u64,
     /// Of the zero pages, told or left out, those that were not populated, and not looked at.
     pub holes: u64,
     /// Bytes that left, on all channels.
@@ -71,6 +73,7 @@ impl RoundReport {
             normal: 0,
             zero: 0,
             left_out: 0,
+            hinted: 0,
             holes: 0,
             bytes: 0,
             dirty: 0,
@@ -87,10 +90,11 @@ impl RoundReport {
         let sum = |of: fn(&Self) -> u64| of(self).saturating_add(of(&next));
         let [pages, normal, zero] = [sum(|round| round.pages), sum(|round| round.normal), sum(|round| round.zero)];
         let [left_out, holes] = [sum(|round| round.left_out), sum(|round| round.holes)];
+        let hinted = sum(|round| round.hinted);
         let [bytes, dirty] = [sum(|round| round.bytes), sum(|round| round.dirty)];
         let duration = (next.begun + next.duration).saturating_sub(begun);
-        *self =
-            Self { number: self.number, begun, duration, pages, normal, zero, left_out, holes, bytes, dirty, ..next };
+        let counts = Self { pages, normal, zero, left_out, hinted, holes, bytes, dirty, ..next };
+        *self = Self { number: self.number, begun, duration, ..counts };
     }
 
     /// Pages written per second of the round.
@@ -98,6 +102,26 @@ impl RoundReport {
         let nanos = self.duration.as_nanos().max(1);
         u64::try_from(u128::from(self.dirty) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
     }
+}
+
+/// What came of asking the guest for its free pages.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct HintStats {
+    /// Lists that were asked for.
+    pub lists: u32,
+    /// Of them, lists that were complete before the round was.
+    pub complete: u32,
+    /// From the request to the end of the first of these.
+    #[serde(serialize_with = "maybe_seconds")]
+    pub list_took: Option<Duration>,
+    /// Ranges of guest memory that were told in time.
+    pub ranges: u64,
+    /// Ranges that came too late, and were not believed.
+    pub late: u64,
+    /// Ranges without a page of guest memory.
+    pub outside: u64,
+    /// Why the guest could not be asked, if it could not: the migration went on without.
+    pub refused: Option<String>,
 }
 
 /// What a live migration came to.
@@ -118,6 +142,8 @@ pub struct LiveStats {
     /// What followed when the VM ran at the destination already, if it came to that.
     #[serde(serialize_with = "postcopy")]
     pub postcopy: Option<PostcopyStats>,
+    /// What came of asking the guest for its free pages, if it was to be.
+    pub hints: Option<HintStats>,
     /// Of the main channel.
     #[serde(serialize_with = "counters")]
     pub main: Counters,

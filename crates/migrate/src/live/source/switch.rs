@@ -1,7 +1,7 @@
 //! What postcopy has to bring: a pure function of what precopy has sent.
 //!
-//! The law: **a page is at the destination, or it is sent, or it is zero at both ends; and what is not there is
-//! discarded there.** A destination places whole host pages and each of them once, so a host page that it has in part
+//! The law: **a page is at the destination, or it is sent, or it is zero at both ends, or the guest has no use for it and it
+//! becomes zero; and what is not there is discarded there.** A destination places whole host pages and each of them once, so a host page that it has in part
 //! counts as missing.
 
 use limosa_page::{PageBitmap, PageNumber, PageRange};
@@ -15,14 +15,14 @@ pub(super) struct Known<'a> {
     pub(super) dirty: &'a PageBitmap,
     /// Sent at least once, as contents or as zero.
     pub(super) sent: &'a PageBitmap,
-    /// Never sent, because they were zero.
+    /// Never sent, because they were zero, or because the guest has said that they are free.
     pub(super) zero: &'a PageBitmap,
 }
 
 /// What follows for the block.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// Pages that are not known to be zero.
+    /// Pages that are not known to be zero, and not known to be free.
     pub(super) stored: PageBitmap,
     /// Of them, those that the destination has. All other pages of the block are discarded there.
     pub(super) already: PageBitmap,

@@ -1,0 +1,184 @@
+//! Free pages need not move: the guest is asked for them, and what it names is taken out of the round that is being sent.
+//!
+//! **Law: a hint takes a page out only if the dirty log was not read since the guest was asked.** The log is on before the
+//! guest is asked, so whatever the guest writes behind a hint is told by the next reading. What an earlier reading has told
+//! may have been written behind a hint that is still on its way: a guest that needs memory takes back what it called free
+//! without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close) comes before every reading, and a
+//! list that was closed says nothing any more, however late ([`Windows`]).
+//!
+//! Nobody waits: neither the guest's thread for the engine nor a channel for the list. What comes when a page has been handed
+//! out already comes too late for this page, which is sent: a hint saves work and promises nothing.
+//!
+//! **Law: the guest gets its pages back, whatever happens.** It holds back what it has named until it is told that this is
+//! over, so [`end`](Hints::end) is called on every way out, a panic's too: when the VM has been stopped, *before* its devices are
+//! asked for their state, so that the device says so at the destination as well, or when it is let go on here.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use limosa_memory::GuestLayout;
+use limosa_memory::free::{FreePageSink, FreePages};
+
+use super::stats::HintStats;
+use crate::progress::Progress;
+use crate::source::windows::Windows;
+
+/// Who is asked for free pages, and what was said so far.
+pub(super) struct Hints {
+    from: Arc<dyn FreePages>,
+    shared: Arc<Shared>,
+    /// Whether the guest holds pages back.
+    asked: bool,
+}
+
+/// What a list goes to.
+struct Shared {
+    windows: Arc<Windows>,
+    layout: GuestLayout,
+    progress: Progress,
+    ranges: AtomicU64,
+    late: AtomicU64,
+    outside: AtomicU64,
+    lists: Mutex<Lists>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Lists {
+    /// The last one, and when it was asked for.
+    number: u64,
+    asked: Option<Instant>,
+    /// Whether it is complete, or nothing more of it counts.
+    over: bool,
+    stats: HintStats,
+}
+
+/// One list.
+struct List {
+    number: u64,
+    shared: Arc<Shared>,
+}
+
+impl Hints {
+    pub(super) fn new(
+        from: Arc<dyn FreePages>,
+        windows: Arc<Windows>,
+        layout: GuestLayout,
+        progress: Progress,
+    ) -> Self {
+        let shared = Shared {
+            windows,
+            layout,
+            progress,
+            ranges: AtomicU64::new(0),
+            late: AtomicU64::new(0),
+            outside: AtomicU64::new(0),
+            lists: Mutex::default(),
+            changed: Condvar::new(),
+        };
+        Self { from, shared: Arc::new(shared), asked: false }
+    }
+
+    /// Asks the guest. The log is on, and the pages of the round are in the windows. A guest that cannot be asked is left alone:
+    /// hints are only hints.
+    pub(super) fn ask(&mut self) {
+        let number = self.shared.windows.open_list();
+        let mut lists = self.shared.lock();
+        (lists.number, lists.asked, lists.over) = (number, Some(Instant::now()), false);
+        lists.stats.lists = lists.stats.lists.saturating_add(1);
+        drop(lists);
+        self.asked = true;
+        let list = List { number, shared: Arc::clone(&self.shared) };
+        if let Err(error) = self.from.request(Arc::new(list)) {
+            self.close();
+            self.shared.lock().stats.refused.get_or_insert_with(|| error.to_string());
+        }
+    }
+
+    /// Waits until the list is complete, but not after `until`, nor longer than `tick`; whether that is worth another look.
+    pub(super) fn wait(&self, until: Instant, tick: Duration) -> bool {
+        let lists = self.shared.lock();
+        let left = until.saturating_duration_since(Instant::now());
+        if lists.over || left.is_zero() {
+            return false;
+        }
+        let waited = self.shared.changed.wait_timeout_while(lists, left.min(tick), |lists| !lists.over);
+        !waited.unwrap_or_else(PoisonError::into_inner).0.over
+    }
+
+    /// The dirty log is about to be read: what was not said until now is not heard any more.
+    pub(super) fn close(&self) {
+        self.shared.windows.close_lists();
+        self.shared.lock().over = true;
+        if self.asked {
+            self.from.stop();
+        }
+    }
+
+    /// The guest gets its pages back.
+    pub(super) fn end(&mut self) {
+        if self.asked {
+            self.close();
+            self.asked = false;
+            self.from.done();
+        }
+    }
+
+    /// What was said so far.
+    pub(super) fn stats(&self) -> HintStats {
+        HintStats {
+            ranges: self.shared.ranges.load(Relaxed),
+            late: self.shared.late.load(Relaxed),
+            outside: self.shared.outside.load(Relaxed),
+            ..self.shared.lock().stats.clone()
+        }
+    }
+}
+
+impl Drop for Hints {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Lists> {
+        self.lists.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl FreePageSink for List {
+    fn free(&self, range: Range<u64>) {
+        let shared = &*self.shared;
+        let (mut found, mut taken) = (false, 0);
+        for (block, pages) in shared.layout.pages_within(range) {
+            let Some(count) = shared.windows.take_out(self.number, block, pages) else {
+                shared.late.fetch_add(1, Relaxed);
+                return;
+            };
+            found = true;
+            taken += count;
+        }
+        let counter = if found { &shared.ranges } else { &shared.outside };
+        counter.fetch_add(1, Relaxed);
+        shared.progress.hinted(taken);
+    }
+
+    fn complete(&self) {
+        let mut lists = self.shared.lock();
+        if lists.number != self.number || lists.over {
+            return;
+        }
+        lists.over = true;
+        lists.stats.complete = lists.stats.complete.saturating_add(1);
+        let took = lists.asked.map(|asked| asked.elapsed());
+        lists.stats.list_took = lists.stats.list_took.or(took);
+        drop(lists);
+        self.shared.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests;
