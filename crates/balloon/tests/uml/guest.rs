@@ -1,0 +1,244 @@
+//! A user-mode Linux whose balloon is ours.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
+use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_testkit::{Uml, UmlGuest, pattern};
+use limosa_vhost::{Device, Fault, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
+use rustix::fs::{FallocateFlags, fallocate};
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Waits until it is so.
+pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(120);
+    while !so() {
+        assert!(Instant::now() < end, "still not: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The device, and what of the guest's memory the front end has shared with it.
+struct Watched {
+    device: VhostUserBalloon,
+    ram: Mutex<Option<Arc<Ram>>>,
+}
+
+impl Device for Watched {
+    fn features(&self) -> u64 {
+        self.device.features()
+    }
+
+    fn queues(&self) -> usize {
+        self.device.queues()
+    }
+
+    fn accepted(&self, features: u64) {
+        self.device.accepted(features);
+    }
+
+    fn read_config(&self, offset: u32, into: &mut [u8]) {
+        self.device.read_config(offset, into);
+    }
+
+    fn write_config(&self, offset: u32, bytes: &[u8]) {
+        self.device.write_config(offset, bytes);
+    }
+
+    fn memory(&self, memory: Arc<Ram>) {
+        *self.ram.lock().unwrap() = Some(memory.clone());
+        self.device.memory(memory);
+    }
+
+    fn attached(&self, front_end: FrontEnd) {
+        self.device.attached(front_end);
+    }
+
+    fn work(&self, queue: usize, vring: &Vring) -> Result<More, QueueError> {
+        self.device.work(queue, vring)
+    }
+
+    fn reset(&self) {
+        self.device.reset();
+    }
+}
+
+/// The guest, its balloon and the server between them.
+pub(crate) struct Guest {
+    pub(crate) balloon: Arc<Balloon>,
+    pub(crate) uml: Uml,
+    watched: Arc<Watched>,
+    server: Arc<Server>,
+    stopper: Stopper,
+    thread: Option<JoinHandle<Result<(), ServerError>>>,
+    _folder: tempfile::TempDir,
+}
+
+impl Guest {
+    /// Boots a guest with so many MiB, and its driver.
+    pub(crate) fn start(memory: u64, options: Options) -> Self {
+        let folder = limosa_testkit::scratch().unwrap();
+        let path = folder.path().join("balloon.sock");
+        let balloon = Arc::new(Balloon::new(options));
+        let device = VhostUserBalloon::new(balloon.clone(), Strategy::Auto);
+        let watched = Arc::new(Watched { device, ram: Mutex::new(None) });
+        let server = Arc::new(Server::bind(&path, watched.clone()).unwrap());
+        let (stopper, serving) = (server.stopper(), server.clone());
+        let thread = Some(std::thread::spawn(move || serving.serve()));
+        let uml = UmlGuest {
+            memory,
+            devices: vec![(path, 5)],
+            modules: vec!["virtio_balloon".into()],
+            kernel_words: "init_on_alloc=0".into(),
+            programs: vec![std::env::current_exe().unwrap()],
+        };
+        let guest = Self { balloon, uml: uml.start().unwrap(), watched, server, stopper, thread, _folder: folder };
+        until("the driver is there", || guest.balloon.has_driver());
+        guest
+    }
+
+    /// Has a program hold so many MiB of known pages.
+    pub(crate) fn hold(&self, mib: u64) {
+        let program = std::env::current_exe().unwrap();
+        let name = program.file_name().unwrap().to_string_lossy().into_owned();
+        self.uml.shell(&pattern::hold_line(&name, "holds_a_pattern_if_it_is_told_to", mib)).unwrap();
+    }
+
+    /// What the program finds of its pages.
+    pub(crate) fn verify(&self) -> String {
+        // The kernel may have said something between.
+        let said = self.uml.shell(&pattern::verify_line()).unwrap();
+        said.iter().rfind(|line| line.ends_with("pages lost")).expect("a verdict").clone()
+    }
+
+    /// Touches so many MiB of the guest's memory, and frees them.
+    pub(crate) fn touch(&self, mib: u64) {
+        self.uml.shell(&format!("dd if=/dev/urandom of=/tmp/touched bs=1M count={mib} && rm /tmp/touched")).unwrap();
+    }
+
+    /// Has the balloon leave the guest so many bytes, and waits until it does.
+    pub(crate) fn resize(&self, bytes: u64) {
+        self.balloon.set_target(bytes).unwrap();
+        until("the balloon has its size", || self.balloon.size().actual == bytes);
+    }
+
+    pub(crate) fn ram(&self) -> Arc<Ram> {
+        self.watched.ram.lock().unwrap().clone().expect("the guest has shared its memory")
+    }
+
+    /// Bytes of the guest's memory that the host has.
+    pub(crate) fn resident(&self) -> u64 {
+        self.file().metadata().unwrap().blocks() * 512
+    }
+
+    fn file(&self) -> File {
+        self.ram().regions()[0].file().try_clone().unwrap()
+    }
+
+    /// Asks for a list of free pages and waits for its end.
+    pub(crate) fn free_pages(&self) -> Vec<Range<u64>> {
+        let list = Arc::new(List::default());
+        self.balloon.request(list.clone()).unwrap();
+        until("the list is complete", || list.is_complete());
+        list.ranges()
+    }
+
+    /// Numbers of known pages in the guest's memory, each page with its guest address. The guest stands still.
+    pub(crate) fn known_pages(&self) -> Vec<(u64, u64)> {
+        let ram = self.ram();
+        let mut found = Vec::new();
+        let mut bytes = vec![0; 1 << 20];
+        for region in ram.regions() {
+            let mut at = 0;
+            while at < region.length {
+                let length = (region.length - at).min(bytes.len() as u64);
+                let piece = &mut bytes[..usize::try_from(length).unwrap()];
+                region.file().read_exact_at(piece, region.file_offset + at).unwrap();
+                for (place, page) in (0..).zip(piece.chunks_exact(4096)) {
+                    if let Some(number) = pattern::number_of(page) {
+                        found.push((number, region.guest_address + at + place * 4096));
+                    }
+                }
+                at += length;
+            }
+        }
+        found
+    }
+
+    /// Takes the pages away from the guest for good, as a host does that believes hints.
+    pub(crate) fn discard(&self, ranges: &[Range<u64>]) {
+        let ram = self.ram();
+        for range in ranges {
+            let region = ram
+                .regions()
+                .iter()
+                .find(|region| (region.guest_address..region.guest_address + region.length).contains(&range.start))
+                .expect("hints are inside of memory");
+            let offset = region.file_offset + (range.start - region.guest_address);
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(region.file(), flags, offset, range.end - range.start).unwrap();
+        }
+    }
+
+    /// The server goes, in the middle of whatever it is at.
+    pub(crate) fn end_server(&mut self) {
+        self.stopper.stop();
+        self.thread.take().unwrap().join().unwrap().unwrap();
+    }
+
+    /// Nobody did what he should not.
+    pub(crate) fn no_faults(&self) {
+        for fault in [Fault::Message, Fault::Unknown, Fault::Refused, Fault::Ring, Fault::Device] {
+            assert_eq!(self.server.faults(fault), 0, "{fault:?}");
+        }
+        let counters = self.balloon.counters();
+        assert_eq!((counters.pages_outside, counters.blocks_outside, counters.failed_discards), (0, 0, 0));
+        self.uml.check_alive().unwrap();
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.stopper.stop();
+    }
+}
+
+/// A list of free pages.
+#[derive(Default)]
+pub(crate) struct List {
+    got: Mutex<(Vec<Range<u64>>, bool)>,
+}
+
+impl List {
+    pub(crate) fn is_complete(&self) -> bool {
+        self.got.lock().unwrap().1
+    }
+
+    pub(crate) fn ranges(&self) -> Vec<Range<u64>> {
+        self.got.lock().unwrap().0.clone()
+    }
+}
+
+impl FreePageSink for List {
+    fn free(&self, range: Range<u64>) {
+        self.got.lock().unwrap().0.push(range);
+    }
+
+    fn complete(&self) {
+        self.got.lock().unwrap().1 = true;
+    }
+}
+
+/// Bytes in ranges, none of which may be in two.
+pub(crate) fn bytes(ranges: &[Range<u64>]) -> u64 {
+    let mut sorted = ranges.to_vec();
+    sorted.sort_unstable_by_key(|range| range.start);
+    assert!(sorted.windows(2).all(|pair| pair[0].end <= pair[1].start), "no page is free twice");
+    sorted.iter().map(|range| range.end - range.start).sum()
+}
