@@ -116,7 +116,7 @@ impl Done {
             words::rate(stored, self.elapsed),
             self.what,
         );
-        say!("  pages: {}", words::pages(&manifest.pages, "came again"));
+        say!("  pages: {}", words::pages(&manifest.pages, "left out by the source", "came again"));
     }
 
     fn object(&self, xml: Option<&Path>) -> Value {
@@ -136,6 +136,7 @@ impl Done {
             "ram_bytes": manifest.ram_bytes,
             "file_length": published.length,
             "pages": manifest.pages,
+            "bytes": words::page_bytes(&manifest.pages),
             "channel": self.imported.channel.as_ref().map(words::counters),
             "file": words::counters(&self.imported.file),
         })

@@ -80,6 +80,13 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
         words::date(manifest.finished),
         words::count(manifest.pages.resent)
     );
+    if let Some(hinted @ 1..) = manifest.pages.hinted {
+        let memory = words::bytes(hinted.saturating_mul(limosa_page::PAGE_SIZE));
+        print_out!(
+            "left out      {} pages ({memory}) that were never sent: the guest had no use for them",
+            words::count(hinted)
+        );
+    }
     for disk in &manifest.disks {
         print_out!(
             "disk          {} {} ({}, {})",

@@ -162,7 +162,7 @@ fn tell(args: &ReceiveArgs, received: &Received) {
         words::rate(stored, received.elapsed),
         args.uri,
     );
-    say!("  pages: {}", words::pages(pages, "sent again"));
+    say!("  pages: {}", words::pages(pages, "left out by the source", "sent again"));
     if !received.answered {
         say!("  the source did not wait for an answer: it has taken its last write for success");
     }
@@ -181,6 +181,7 @@ fn object(received: &Received) -> serde_json::Value {
         "ram_bytes": manifest.ram_bytes,
         "file_length": received.published.length,
         "pages": manifest.pages,
+        "bytes": words::page_bytes(&manifest.pages),
         "channel": words::counters(&received.stats.channel),
         "file": words::counters(&received.file),
     })

@@ -100,7 +100,7 @@ fn tell(report: &SaveReport) {
         words::rate(stored, report.elapsed),
         via(report),
     );
-    say!("  pages: {}", words::pages(pages, "sent again"));
+    say!("  pages: {}", words::pages(pages, "hinted as free and not sent", "sent again"));
     match report.downtime {
         Some(downtime) => say!(
             "  the VM stood still for {} and ran on after {}; it is {}",
@@ -141,6 +141,7 @@ fn object(report: &SaveReport) -> serde_json::Value {
         "ram_bytes": manifest.ram_bytes,
         "file_length": report.published.length,
         "pages": manifest.pages,
+        "bytes": words::page_bytes(&manifest.pages),
         "rounds": report.rounds,
         "overlays": frozen(report).map(|(disk, overlay)| json!({
             "device": disk.device,

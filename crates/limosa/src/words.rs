@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use limosa_channel::Counters;
+use limosa_page::PAGE_SIZE;
 use limosa_snapshot::PageStatistics;
 use serde_json::{Value, json};
 
@@ -92,9 +93,28 @@ pub(crate) fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// What kinds of pages a new snapshot was made of; `again` says what became of those that came more than once.
-pub(crate) fn pages(pages: &PageStatistics, again: &str) -> String {
-    format!("{} with contents, {} zero, {} {again}", count(pages.normal), count(pages.zero), count(pages.resent))
+/// What kinds of pages a new snapshot was made of, and how much memory each is; `unsent` and `again` say what became of those
+/// that never came, and of those that came more than once.
+pub(crate) fn pages(pages: &PageStatistics, unsent: &str, again: &str) -> String {
+    let kind = |pages: u64, what: &str| match pages {
+        0 => format!("0 {what}"),
+        pages => format!("{} {what} ({})", count(pages), bytes(pages.saturating_mul(PAGE_SIZE))),
+    };
+    let mut kinds = vec![kind(pages.normal, "with contents"), kind(pages.zero, "zero")];
+    kinds.extend(pages.hinted.filter(|hinted| *hinted > 0).map(|hinted| kind(hinted, unsent)));
+    kinds.push(kind(pages.resent, again));
+    kinds.join(", ")
+}
+
+/// The same in bytes of memory, for programs.
+pub(crate) fn page_bytes(pages: &PageStatistics) -> Value {
+    let bytes = |pages: u64| pages.saturating_mul(PAGE_SIZE);
+    json!({
+        "normal": bytes(pages.normal),
+        "zero": bytes(pages.zero),
+        "hinted": pages.hinted.map(bytes),
+        "resent": bytes(pages.resent),
+    })
 }
 
 /// A channel's counters, for programs.

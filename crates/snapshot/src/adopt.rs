@@ -46,7 +46,7 @@ pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) ->
     let normal = memory.stored_pages();
     let pages: u64 = memory.places.iter().map(|place| place.pages).sum();
     let explicit_zero = make_zeros_explicit(&file, &layout, &mut memory)?;
-    manifest.pages = PageStatistics { normal, zero: pages - normal, explicit_zero, ..manifest.pages };
+    manifest.pages = PageStatistics { normal, zero: pages - normal, explicit_zero, hinted: None, ..manifest.pages };
     seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
     let length = seal::append_trailer(&file, &layout, (&memory, &devices), &manifest, options.checksum)?;
     let path = pending.publish(options.durability)?;

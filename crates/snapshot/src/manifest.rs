@@ -109,8 +109,13 @@ pub enum Via {
 pub struct PageStatistics {
     /// Pages with contents in the file.
     pub normal: u64,
-    /// Pages that are zero and take no room in it.
+    /// Pages that are zero and take no room in it; holes are among them, which a source tells as zero pages.
     pub zero: u64,
+    /// Pages that the stream never mentioned, as contents or as zero: the guest had hinted that they are free. They take no room,
+    /// and come back as zeros. Where they cannot be told apart this says nothing, and they are in `zero`: in a file that QEMU has
+    /// written, beside virtio-mem (what is not plugged is not mentioned either), and in records of older versions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hinted: Option<u64>,
     /// Those of `zero` whose bit is set nevertheless, over a hole of the file: zeros that a loader must write.
     pub explicit_zero: u64,
     /// Pages that came again after their first time, whatever they brought.

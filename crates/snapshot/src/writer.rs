@@ -86,11 +86,14 @@ impl SnapshotWriter {
 
     /// Where the pages stand now, as they will be in the trailer.
     pub fn statistics(&self) -> PageStatistics {
-        let mut statistics = PageStatistics { resent: self.resent, ..PageStatistics::default() };
+        // Of a virtio-mem device, memory that is not plugged is not mentioned.
+        let all_is_plugged = self.layout.as_ref().is_some_and(|layout| layout.early_sections.is_empty());
+        let hinted = all_is_plugged.then(|| self.blocks.iter().map(Receiving::unmentioned).sum());
+        let mut statistics = PageStatistics { resent: self.resent, hinted, ..PageStatistics::default() };
         for block in &self.blocks {
             let normal = block.stored.count();
             statistics.normal += normal;
-            statistics.zero += block.place.pages - normal;
+            statistics.zero += block.place.pages - normal - hinted.map_or(0, |_| block.unmentioned());
             statistics.explicit_zero += block.explicit_zeros().map_or(0, |explicit| explicit.count());
             statistics.punched += block.stale().count();
         }
@@ -191,6 +194,11 @@ impl Receiving {
         let mut stale = self.written.clone();
         stale.subtract(&self.stored);
         stale
+    }
+
+    /// Pages of which nothing was said.
+    fn unmentioned(&self) -> u64 {
+        self.place.pages - self.seen.count()
     }
 
     /// Notes that pages were mentioned; returns how many of them were before.

@@ -60,6 +60,7 @@ fn a_file_of_qemus_gets_its_trailer_and_its_name() {
         assert_eq!(snapshot.manifest(), Some(&published.manifest));
         let pages = published.manifest.pages;
         assert_eq!((pages.normal, pages.zero, pages.explicit_zero), (3, LARGE + 16 - 3, 16));
+        assert_eq!(pages.hinted, None, "a bit that is clear says nothing of why");
         assert_eq!(published.manifest.run_state.as_deref(), Some("paused"));
         assert_eq!(published.length, target.metadata().unwrap().len());
         assert_eq!(snapshot.has_checksums(), options.checksum);

@@ -4,8 +4,8 @@
 use limosa_testkit::{LinuxGuest, Machine, Prefill};
 
 use crate::needs_qemu;
-use crate::scene::{Scene, TRICKLE, assert_consistent, assert_failed, beat, release, saved_beat, wait_guest};
-use crate::stage::{Found, assert_beats};
+use crate::scene::{Scene, TRICKLE, assert_consistent, assert_failed, beat, release, saved_beat, text, wait_guest};
+use crate::stage::{Found, assert_beats, limosa, save, save_arguments};
 
 #[test]
 fn linux_keeps_counting_while_its_memory_comes_and_after() {
@@ -101,6 +101,59 @@ fn a_guest_with_a_balloon_that_hints_free_pages_comes_back() {
         scene.restore(&snapshot, &destination, &["--mode", mode]).success();
         destination.wait_counts(3).unwrap();
         assert_eq!(destination.shell("echo alive").unwrap(), ["alive"]);
+    }
+}
+
+#[test]
+fn free_pages_that_a_guest_hints_are_not_stored_and_what_it_holds_comes_back() {
+    needs_qemu!();
+    const TOUCHED: u64 = 160 << 20;
+    let scene = Scene::new();
+    let machine = Machine::linux(LinuxGuest::default()).memory(384 << 20).balloon();
+    let source = machine.start().unwrap();
+    source.wait_counts(2).unwrap();
+    source.shell("dd if=/dev/urandom of=/held bs=1M count=8 2>/dev/null").unwrap();
+    let sum = source.shell("md5sum /held").unwrap();
+    source.shell(&format!("yes | head -c {TOUCHED} > /free; rm /free")).unwrap();
+    // What a user may have set for migrations to elsewhere, and QEMU gives no hints with.
+    source.set_capabilities(&[("postcopy-ram", true)]).unwrap();
+
+    let mut snapshots = Vec::new();
+    for channels in [&[][..], &["--channels", "2"]] {
+        // The list takes the guest a moment; what is sent before a page is in it has been sent.
+        let words = [&["--via", "socket", "--json", "--no-sync", "--max-bandwidth", "32M"], channels].concat();
+        let snapshot = scene.path(&format!("hinted{}", channels.len()));
+        let saved = limosa(save_arguments(&source, &snapshot, &words)).success();
+        assert!(saved.stderr.contains(" hinted as free and not sent ("), "{}", saved.stderr);
+        let report = saved.json();
+        let number = |what: &serde_json::Value| what.as_u64().unwrap_or_else(|| panic!("{report}"));
+        let [normal, zero, hinted] = ["normal", "zero", "hinted"].map(|kind| number(&report["pages"][kind]));
+        assert_eq!((normal + zero + hinted) * 4096, number(&report["ram_bytes"]));
+        assert_eq!(number(&report["bytes"]["hinted"]), hinted * 4096);
+        assert!(normal * 4096 < TOUCHED && hinted * 4096 > TOUCHED / 2, "{report}");
+        let inspected = limosa(["inspect", text(&snapshot)]).success();
+        assert!(inspected.stdout.contains("that were never sent"), "{}", inspected.stdout);
+        let told = limosa(["inspect", "--json", text(&snapshot)]).json();
+        assert_eq!(told["manifest"]["pages"]["hinted"], hinted);
+        snapshots.push(snapshot);
+    }
+    // QEMU says nothing of why it has not written a page.
+    let by_file = scene.path("by file");
+    let report = save(&source, &by_file, &["--via", "file", "--no-sync", "--max-bandwidth", "32M"]);
+    assert!(report["pages"]["hinted"].is_null(), "{report}");
+    assert!(report["pages"]["normal"].as_u64().is_some_and(|normal| normal * 4096 < TOUCHED), "{report}");
+    snapshots.push(by_file);
+
+    let capabilities = source.execute("query-migrate-capabilities", serde_json::json!({})).unwrap();
+    let postcopy = capabilities.as_array().unwrap().iter().find(|one| one["capability"] == "postcopy-ram").unwrap();
+    assert_eq!(postcopy["state"], true, "it is as the user had it");
+    drop(source);
+    for (snapshot, mode) in [(0, "lazy"), (0, "eager"), (1, "lazy"), (2, "eager")] {
+        let snapshot = &snapshots[snapshot];
+        let destination = machine.start_incoming().unwrap();
+        scene.restore(snapshot, &destination, &["--mode", mode]).success();
+        assert_eq!(destination.shell("md5sum /held").unwrap(), sum, "{} {mode}", snapshot.display());
+        destination.wait_counts(2).unwrap();
     }
 }
 
