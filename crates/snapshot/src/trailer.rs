@@ -322,6 +322,14 @@ mod tests {
     }
 
     #[test]
+    fn a_record_of_before_hints_were_counted_says_nothing_of_them() {
+        let old = r#"{"id":"8c1e1b5e-9f05-4d34-8d7d-0f4c6f3e5a11","pages":{"normal":1,"zero":2,"explicit_zero":0,"resent":4,"punched":0}}"#;
+        let manifest: Manifest = serde_json::from_str(old).unwrap();
+        assert_eq!((manifest.pages.zero, manifest.pages.resent, manifest.pages.hinted), (2, 4, None));
+        assert!(!serde_json::to_string(&manifest).unwrap().contains("hinted"));
+    }
+
+    #[test]
     fn keys_that_a_later_version_added_are_kept() {
         let mut manifest = Manifest::new();
         manifest.others.insert("colour".to_owned(), serde_json::json!({"a": [1, 2]}));

@@ -61,6 +61,22 @@ fn pages_devices_and_manifest_come_back_as_they_were_given() {
 }
 
 #[test]
+fn what_a_stream_never_mentions_was_hinted_unless_it_may_not_be_plugged() {
+    let directory = tempfile::tempdir().unwrap();
+    for virtio_mem in [false, true] {
+        let mut writer = writer(&directory.path().join(virtio_mem.to_string()), 600, QUICK);
+        if virtio_mem {
+            writer.put_early_sections(b"which of its memory is plugged").unwrap();
+        }
+        put(&mut writer, 0, 3, &[1, 2]);
+        writer.put_zero(0, range(4, 10)).unwrap();
+        let pages = writer.statistics();
+        let (zero, hinted) = if virtio_mem { (615, None) } else { (6, Some(609)) };
+        assert_eq!((pages.normal, pages.zero, pages.hinted, pages.resent), (1, zero, hinted, 1));
+    }
+}
+
+#[test]
 fn a_published_file_is_the_owners_alone_and_sparse() {
     let directory = tempfile::tempdir().unwrap();
     let target = small(directory.path(), "vm", QUICK);

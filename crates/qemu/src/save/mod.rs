@@ -491,6 +491,7 @@ fn settings(
     for other in [
         "xbzrle",
         "rdma-pin-all",
+        // With it on, QEMU does not ask a balloon which pages are free, and all of them are stored.
         "postcopy-ram",
         "postcopy-preempt",
         "x-colo",
