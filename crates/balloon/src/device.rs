@@ -110,6 +110,8 @@ pub struct Balloon {
     observer: Option<Arc<dyn Observer>>,
     config: Config,
     accepted: AtomicU64,
+    /// A driver has accepted something, be it nothing, since the device was connected.
+    has_accepted: AtomicBool,
     /// Counts drivers. What was taken from the queues of an earlier one is nobody's.
     epoch: AtomicU64,
     reporting: AtomicBool,
@@ -141,6 +143,7 @@ impl Balloon {
             observer,
             config: Config::default(),
             accepted: AtomicU64::new(0),
+            has_accepted: AtomicBool::new(false),
             epoch: AtomicU64::new(0),
             reporting: AtomicBool::new(!reporting_off),
             statistics_wanted: AtomicBool::new(false),
@@ -171,6 +174,7 @@ impl Balloon {
     /// The driver has accepted these; others than were offered are left out.
     pub fn accepted(&self, features: Features) {
         self.accepted.store(features.and(self.offered).bits(), Ordering::Release);
+        self.has_accepted.store(true, Ordering::Release);
     }
 
     /// What the driver has accepted.
@@ -208,8 +212,9 @@ impl Balloon {
         }
     }
 
-    /// Connects it.
+    /// Connects it. There is a driver once it has [accepted](Self::accepted) what it wants.
     pub fn attached(&self, transport: Arc<dyn Transport>) {
+        self.has_accepted.store(false, Ordering::Release);
         self.lock(&self.guest).transport = Some(transport);
     }
 
@@ -249,7 +254,7 @@ impl Balloon {
     /// Whether a driver is there that has accepted what was offered.
     pub fn has_driver(&self) -> bool {
         let connected = self.transport().is_some_and(|transport| transport.is_connected());
-        connected && self.config_in_use()
+        connected && self.has_accepted.load(Ordering::Acquire)
     }
 
     /// What was done and refused.
@@ -281,10 +286,6 @@ impl Balloon {
     /// Whether free pages may lose their contents.
     fn keeps_free_pages(&self) -> bool {
         self.config.poison() != 0
-    }
-
-    fn config_in_use(&self) -> bool {
-        self.accepted.load(Ordering::Acquire) != 0
     }
 
     fn guest_memory(&self) -> Option<Arc<dyn Reclaim>> {

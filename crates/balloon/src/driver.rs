@@ -4,7 +4,8 @@
 //! comes and goes, free blocks that it holds until the device says DONE and that its shrinker takes back *without a word*,
 //! reports of up to 32 blocks. Where the guest's free pages come from, its [`Pages`] say.
 //!
-//! A [`Machine`] stands between driver and device, where a VMM has a bus. Either somebody works on its queues on a thread
+//! A [`Machine`] stands between driver and device, where a VMM has a bus; its device may be behind a vhost-user server
+//! (`FrontEnd`, with the feature `vhost-user` too). Either somebody works on its queues on a thread
 //! of his own ([`Machine::worker`]), or the driver's own waiting does ([`Machine::turn`]), so that a test knows every step.
 //!
 //! ```
@@ -32,6 +33,8 @@
 //! # Ok(()) }
 //! ```
 
+#[cfg(feature = "vhost-user")]
+mod front_end;
 mod machine;
 mod pages;
 mod queue;
@@ -44,7 +47,9 @@ use limosa_page::PAGE_SIZE;
 use vm_memory::GuestMemory;
 
 use crate::layout::{Features, Role};
-pub use machine::{Machine, Worker};
+#[cfg(feature = "vhost-user")]
+pub use front_end::{FrontEnd, FrontEndError};
+pub use machine::{Machine, News, Remote, Worker};
 pub use pages::{Blocks, Pages};
 use queue::{Buffer, DriverQueue};
 pub use queue::{QUEUE, RINGS, RingError};
@@ -116,10 +121,8 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// # Errors
     /// The rings have no room in the machine's memory.
     pub fn probe(machine: Arc<Machine<M>>, pages: Arc<Mutex<P>>, wanted: Features) -> Result<Self, RingError> {
-        let balloon = machine.balloon();
-        let features = balloon.features().and(wanted);
-        balloon.reset();
-        balloon.accepted(features);
+        let features = machine.features().and(wanted);
+        machine.begin(features);
         let mut queues = Role::ALL.map(|_| None);
         let roles = Role::ALL.into_iter().filter(|role| features.has(role.feature()));
         for (number, role) in roles.enumerate() {
@@ -129,7 +132,6 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
                 *place = Some(queue);
             }
         }
-        balloon.attached(machine.transport());
         let mut driver = Self {
             machine,
             pages,
@@ -171,7 +173,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// Does a bounded part of what there is to do. Whether it did something.
     ///
     /// # Errors
-    /// The rings are not in the machine's memory any more.
+    /// The rings are not in the machine's memory any more, or the device is gone.
     pub fn poll(&mut self) -> Result<bool, RingError> {
         self.machine.turn();
         self.seen = self.machine.news();
@@ -223,8 +225,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         let mut pages = self.pages();
         held.into_iter().for_each(|block| pages.free(block));
         drop(pages);
-        self.machine.stop();
-        self.machine.balloon().reset();
+        self.machine.end();
         Ok(())
     }
 
@@ -237,9 +238,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     }
 
     fn config(&self, offset: u32) -> u32 {
-        let mut bytes = [0; 4];
-        self.machine.balloon().read_config(offset, &mut bytes);
-        u32::from_le_bytes(bytes)
+        self.machine.read_config(offset)
     }
 
     /// Makes buffers available and waits until the device has used them.
@@ -253,6 +252,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
             match queue.used()? {
                 Some(used) if used == head => return Ok(()),
                 Some(_) => {}
+                None if !machine.has_device() => return Err(RingError::gone()),
                 None => machine.wait(seen, LOOK),
             }
         }
@@ -309,7 +309,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
 
     fn say_actual(&self) {
         let actual = u32::try_from(self.balloon.len()).unwrap_or(u32::MAX);
-        self.machine.balloon().write_config(ACTUAL, &actual.to_le_bytes());
+        self.machine.write_config(ACTUAL, actual);
     }
 
     /// Gives the device its buffer back, filled anew, if it has asked for that.
@@ -377,6 +377,9 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
                 while queue.add(&[Buffer::writable(start, BLOCK)])?.is_none() {
                     let seen = machine.news();
                     machine.kick(queue.number());
+                    if !machine.has_device() {
+                        return Err(RingError::gone());
+                    }
                     machine.wait(seen, LOOK);
                     while queue.used()?.is_some() {}
                 }

@@ -10,13 +10,66 @@ use vm_memory::GuestMemory;
 
 use super::queue::STRIDE;
 use crate::device::{Balloon, More, Transport};
+use crate::layout::Features;
 use crate::ring::OwnRing;
 
 type DeviceRing<M> = OwnRing<Arc<M>, Box<dyn Fn() + Send + Sync>>;
 
+/// A device that somebody else has: what a driver does to it.
+pub trait Remote: Send + Sync + std::fmt::Debug {
+    /// What it offers.
+    fn features(&self) -> Features;
+
+    /// Begins anew with these. From now on `news` is told of interrupts and changes of the configuration.
+    fn begin(&self, features: Features, news: News);
+
+    /// A field of its configuration.
+    fn read_config(&self, offset: u32) -> u32;
+
+    /// Writes one.
+    fn write_config(&self, offset: u32, value: u32);
+
+    /// Gives it a queue.
+    fn start(&self, number: usize, queue: &Queue);
+
+    /// Tells it that there is something in a queue.
+    fn kick(&self, number: usize);
+
+    /// Takes all queues away.
+    fn stop(&self);
+
+    /// Whether it is still there. What is with a device that is gone never comes back.
+    fn is_there(&self) -> bool {
+        true
+    }
+}
+
+/// How a [`Remote`] tells its driver that there is something to look at.
+#[derive(Clone)]
+pub struct News(Arc<Bus>);
+
+impl News {
+    /// There is.
+    pub fn tell(&self) {
+        self.0.interrupt();
+    }
+}
+
+impl std::fmt::Debug for News {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("News")
+    }
+}
+
+#[derive(Debug)]
+enum Device {
+    Here(Arc<Balloon>),
+    There(Arc<dyn Remote>),
+}
+
 /// A device, and the rings over which its driver reaches it.
 pub struct Machine<M> {
-    balloon: Arc<Balloon>,
+    device: Device,
     memory: Arc<M>,
     rings_at: u64,
     rings: Mutex<BTreeMap<usize, Arc<DeviceRing<M>>>>,
@@ -25,7 +78,7 @@ pub struct Machine<M> {
 
 impl<M> std::fmt::Debug for Machine<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Machine").field("balloon", &self.balloon).finish_non_exhaustive()
+        f.debug_struct("Machine").field("device", &self.device).finish_non_exhaustive()
     }
 }
 
@@ -71,12 +124,14 @@ impl Transport for Bus {
 impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     /// A machine with this device, whose rings lie in `memory` from guest-physical `rings_at` on ([`RINGS`](super::RINGS) bytes).
     pub fn new(balloon: Arc<Balloon>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
-        Arc::new(Self { balloon, memory, rings_at, rings: Mutex::default(), bus: Arc::default() })
+        Arc::new(Self { device: Device::Here(balloon), memory, rings_at, rings: Mutex::default(), bus: Arc::default() })
     }
 
-    /// The device.
-    pub fn balloon(&self) -> &Arc<Balloon> {
-        &self.balloon
+    /// A machine whose device somebody else has, and works on its queues by himself.
+    pub fn over(remote: Arc<dyn Remote>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
+        let bus = Arc::<Bus>::default();
+        bus.lock().workers = 1;
+        Arc::new(Self { device: Device::There(remote), memory, rings_at, rings: Mutex::default(), bus })
     }
 
     /// Starts a thread that works on the queues until it is dropped.
@@ -119,11 +174,47 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         self.rings_at + STRIDE * number as u64
     }
 
-    pub(super) fn transport(&self) -> Arc<dyn Transport> {
-        Arc::clone(&self.bus) as _
+    pub(super) fn features(&self) -> Features {
+        match &self.device {
+            Device::Here(balloon) => balloon.features(),
+            Device::There(remote) => remote.features(),
+        }
+    }
+
+    /// A driver takes the device; then it gives it its queues.
+    pub(super) fn begin(&self, features: Features) {
+        match &self.device {
+            Device::Here(balloon) => {
+                balloon.reset();
+                balloon.attached(Arc::clone(&self.bus) as _);
+                balloon.accepted(features);
+            }
+            Device::There(remote) => remote.begin(features, News(Arc::clone(&self.bus))),
+        }
+    }
+
+    pub(super) fn read_config(&self, offset: u32) -> u32 {
+        match &self.device {
+            Device::Here(balloon) => {
+                let mut bytes = [0; 4];
+                balloon.read_config(offset, &mut bytes);
+                u32::from_le_bytes(bytes)
+            }
+            Device::There(remote) => remote.read_config(offset),
+        }
+    }
+
+    pub(super) fn write_config(&self, offset: u32, value: u32) {
+        match &self.device {
+            Device::Here(balloon) => balloon.write_config(offset, &value.to_le_bytes()),
+            Device::There(remote) => remote.write_config(offset, value),
+        }
     }
 
     pub(super) fn start(&self, number: usize, queue: Queue) {
+        if let Device::There(remote) = &self.device {
+            return remote.start(number, &queue);
+        }
         let bus = Arc::clone(&self.bus);
         let interrupt: Box<dyn Fn() + Send + Sync> = Box::new(move || bus.interrupt());
         let ring = OwnRing::new(queue, Arc::clone(&self.memory), interrupt);
@@ -131,12 +222,26 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 
     /// The driver is gone; its rings are nobody's.
-    pub(super) fn stop(&self) {
+    pub(super) fn end(&self) {
         self.rings().clear();
+        match &self.device {
+            Device::Here(balloon) => balloon.reset(),
+            Device::There(remote) => remote.stop(),
+        }
     }
 
     pub(super) fn kick(&self, number: usize) {
-        self.bus.kick(number);
+        match &self.device {
+            Device::Here(_) => self.bus.kick(number),
+            Device::There(remote) => remote.kick(number),
+        }
+    }
+
+    pub(super) fn has_device(&self) -> bool {
+        match &self.device {
+            Device::Here(_) => true,
+            Device::There(remote) => remote.is_there(),
+        }
     }
 
     /// Counts interrupts and changes of the configuration.
@@ -161,6 +266,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
 
     /// Works on every queue that was kicked until it has nothing left.
     fn work(&self) {
+        let Device::Here(balloon) = &self.device else { return };
         loop {
             let kicked = std::mem::take(&mut self.bus.lock().kicked);
             if kicked == 0 {
@@ -169,7 +275,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
             for number in (0..u64::BITS).filter(|bit| kicked & (1 << bit) != 0) {
                 let ring = self.rings().get(&(number as usize)).cloned();
                 // A ring that makes no sense is left alone until the driver sets it up anew.
-                if ring.is_some_and(|ring| matches!(self.balloon.work(number as usize, &*ring), Ok(More::Yes))) {
+                if ring.is_some_and(|ring| matches!(balloon.work(number as usize, &*ring), Ok(More::Yes))) {
                     self.kick(number as usize);
                 }
             }

@@ -30,6 +30,12 @@ const WRITE: u16 = 2;
 #[error("the rings of the balloon's driver: {0}")]
 pub struct RingError(String);
 
+impl RingError {
+    pub(super) fn gone() -> Self {
+        Self("the device is gone".into())
+    }
+}
+
 impl From<vm_memory::GuestMemoryError> for RingError {
     fn from(error: vm_memory::GuestMemoryError) -> Self {
         Self(error.to_string())

@@ -1,0 +1,322 @@
+//! A vhost-user front end for the model of the driver: what a VMM is between its guest and the process that has the device.
+
+use std::collections::BTreeMap;
+use std::io::{self, IoSlice, IoSliceMut, Read as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use limosa_memory::GuestMemory;
+use limosa_page::PAGE_SIZE;
+use limosa_vhost::message::{ConfigPiece, HEADER, Request, VringState};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use virtio_queue::{Queue, QueueT as _};
+
+use super::machine::{News, Remote};
+use crate::layout::Features;
+
+/// Where the memory's guest address 0 is said to be in this process: nobody looks there.
+const USER: u64 = 0x7f00_0000_0000;
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+const VERSION_1: u64 = 1 << 32;
+/// `REPLY_ACK`, `BACKEND_REQ` and `CONFIG`.
+const PROTOCOL: u64 = 1 << 3 | 1 << 5 | 1 << 9;
+/// A message of version 1, and one that wants to be acknowledged.
+const MESSAGE: u32 = 1;
+const ACKNOWLEDGE: u32 = 1 << 3;
+/// How long the server may take to answer.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often whoever listens looks whether it should end.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// Why there is no device at the other end.
+#[derive(Debug, thiserror::Error)]
+#[error("the vhost-user server of the balloon: {what}: {source}")]
+pub struct FrontEndError {
+    what: &'static str,
+    source: io::Error,
+}
+
+/// A connection to a vhost-user server.
+#[derive(Debug)]
+pub struct FrontEnd {
+    stream: Mutex<UnixStream>,
+    features: u64,
+    memory: Arc<GuestMemory>,
+    inner: Arc<Inner>,
+    listener: Mutex<Option<thread::JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// Kick and call of each queue.
+    queues: Mutex<BTreeMap<usize, (OwnedFd, OwnedFd)>>,
+    over: AtomicBool,
+    /// The server is gone, or does not do what it is told.
+    lost: AtomicBool,
+}
+
+impl Inner {
+    fn queues(&self) -> MutexGuard<'_, BTreeMap<usize, (OwnedFd, OwnedFd)>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl FrontEnd {
+    /// Connects, for a guest with this memory, whose blocks have files and are shared. The rings lie in it.
+    ///
+    /// # Errors
+    /// Nobody listens there, or whoever does speaks something else.
+    pub fn connect(path: &Path, memory: Arc<GuestMemory>) -> Result<Self, FrontEndError> {
+        let stream = UnixStream::connect(path).map_err(|source| FrontEndError { what: "connecting", source })?;
+        stream.set_read_timeout(Some(PATIENCE)).map_err(|source| FrontEndError { what: "connecting", source })?;
+        let mut front_end =
+            Self { stream: Mutex::new(stream), features: 0, memory, inner: Arc::default(), listener: Mutex::default() };
+        let set_up = || {
+            let features = front_end.ask_number(Request::GetFeatures)?;
+            front_end.tell(Request::SetProtocolFeatures, &PROTOCOL.to_le_bytes(), &[])?;
+            front_end.tell(Request::SetOwner, &[], &[])?;
+            Ok(features)
+        };
+        front_end.features = set_up().map_err(|source| FrontEndError { what: "agreeing with it", source })?;
+        Ok(front_end)
+    }
+
+    /// The other end is gone, or a message was refused: what a guest sees then is a device that does nothing.
+    fn lost(&self, what: &str, error: &io::Error) {
+        self.inner.lost.store(true, Ordering::Release);
+        tracing::warn!("the vhost-user server of the balloon: {what}: {error}");
+    }
+
+    fn stream(&self) -> MutexGuard<'_, UnixStream> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(
+        stream: &UnixStream,
+        request: Request,
+        flags: u32,
+        body: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+    ) -> io::Result<()> {
+        let length = u32::try_from(body.len()).map_err(io::Error::other)?;
+        let mut bytes = [request.number(), flags, length].map(u32::to_le_bytes).concat();
+        bytes.extend_from_slice(body);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+            return Err(io::Error::other("too many descriptors"));
+        }
+        let sent = sendmsg(stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+
+    fn answer(mut stream: &UnixStream, request: Request) -> io::Result<Vec<u8>> {
+        let mut header = [0; HEADER];
+        stream.read_exact(&mut header)?;
+        let field =
+            |at: usize| header.get(at..at + 4).and_then(|field| Some(u32::from_le_bytes(field.try_into().ok()?)));
+        if field(0) != Some(request.number()) {
+            return Err(io::Error::other("an answer to something else"));
+        }
+        // Nothing that is asked here has a longer answer than a configuration.
+        let length = field(8).and_then(|length| usize::try_from(length).ok()).filter(|length| *length <= 4096);
+        let mut body = vec![0; length.ok_or_else(|| io::Error::other("an answer without end"))?];
+        stream.read_exact(&mut body)?;
+        Ok(body)
+    }
+
+    fn ask(&self, request: Request, body: &[u8]) -> io::Result<Vec<u8>> {
+        let stream = self.stream();
+        Self::send(&stream, request, MESSAGE, body, &[])?;
+        Self::answer(&stream, request)
+    }
+
+    fn ask_number(&self, request: Request) -> io::Result<u64> {
+        let body = self.ask(request, &[])?;
+        Ok(u64::from_le_bytes(body.try_into().map_err(|_| io::Error::other("an answer of another length"))?))
+    }
+
+    fn tell(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        Self::send(&self.stream(), request, MESSAGE, body, descriptors)
+    }
+
+    /// Tells it and waits until it is done.
+    fn have(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let stream = self.stream();
+        Self::send(&stream, request, MESSAGE | ACKNOWLEDGE, body, descriptors)?;
+        match Self::answer(&stream, request)?[..] {
+            [0, 0, 0, 0, 0, 0, 0, 0] => Ok(()),
+            _ => Err(io::Error::other(format!("it refuses {request:?}"))),
+        }
+    }
+
+    fn share_memory(&self) -> io::Result<()> {
+        let regions = self.memory.regions();
+        let count = u32::try_from(regions.len()).map_err(io::Error::other)?;
+        let mut body = [count.to_le_bytes(), [0; 4]].concat();
+        let mut files = Vec::new();
+        for region in regions {
+            let block = self.memory.block(region.block).map_err(io::Error::other)?;
+            let (file, offset) = block.file().ok_or_else(|| io::Error::other("memory without a file"))?;
+            let bytes = region.pages.bytes();
+            let fields = [
+                region.guest_address,
+                region.pages.len() * PAGE_SIZE,
+                USER + region.guest_address,
+                offset + bytes.start,
+            ];
+            body.extend(fields.iter().flat_map(|field| field.to_le_bytes()));
+            files.push(file);
+        }
+        self.have(Request::SetMemTable, &body, &files)
+    }
+
+    fn begin_all(&self, features: Features, news: News) -> io::Result<()> {
+        self.have(Request::SetFeatures, &(features.bits() | VERSION_1 | PROTOCOL_FEATURES).to_le_bytes(), &[])?;
+        self.share_memory()?;
+        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        if listener.is_none() {
+            let (ours, theirs) = UnixStream::pair()?;
+            self.have(Request::SetBackendReqFd, &[], &[theirs.as_fd()])?;
+            let inner = Arc::clone(&self.inner);
+            let thread = thread::Builder::new().name("balloon front end".into());
+            *listener = Some(thread.spawn(move || listen(&ours, &inner, &news))?);
+        }
+        Ok(())
+    }
+
+    fn start_queue(&self, number: usize, queue: &Queue) -> io::Result<()> {
+        let index = u32::try_from(number).map_err(io::Error::other)?;
+        let state = |value| VringState { index, value }.encode();
+        self.have(Request::SetVringNum, &state(queue.size().into()), &[])?;
+        self.have(Request::SetVringBase, &state(0), &[])?;
+        let places = [queue.desc_table(), queue.used_ring(), queue.avail_ring()].map(|place| USER + place);
+        let mut body = [index.to_le_bytes(), [0; 4]].concat();
+        body.extend(places.into_iter().chain([0]).flat_map(u64::to_le_bytes));
+        self.have(Request::SetVringAddr, &body, &[])?;
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let (kick, call) = (event()?, event()?);
+        let which = u64::from(index).to_le_bytes();
+        self.have(Request::SetVringCall, &which, &[call.as_fd()])?;
+        self.have(Request::SetVringKick, &which, &[kick.as_fd()])?;
+        self.inner.queues().insert(number, (kick, call));
+        self.have(Request::SetVringEnable, &state(1), &[])
+    }
+
+    fn stop_queues(&self) -> io::Result<()> {
+        let queues = std::mem::take(&mut *self.inner.queues());
+        for number in queues.into_keys() {
+            let index = u32::try_from(number).map_err(io::Error::other)?;
+            self.have(Request::SetVringEnable, &VringState { index, value: 0 }.encode(), &[])?;
+            self.ask(Request::GetVringBase, &VringState { index, value: 0 }.encode())?;
+        }
+        Ok(())
+    }
+}
+
+/// Passes on what the server has to tell: interrupts, and messages, of which there is one kind.
+fn listen(messages: &UnixStream, inner: &Inner, news: &News) {
+    let mut buffer = [0; 256];
+    let mut gone = false;
+    while !inner.over.load(Ordering::Acquire) {
+        let queues = inner.queues();
+        let mut calls = Vec::new();
+        for (_, call) in queues.values() {
+            // A queue that is taken away meanwhile is looked at once too often.
+            calls.extend(call.try_clone());
+        }
+        drop(queues);
+        let mut fds: Vec<_> = calls.iter().map(|call| PollFd::new(call, PollFlags::IN)).collect();
+        if !gone {
+            fds.push(PollFd::new(messages, PollFlags::IN));
+        }
+        if !matches!(poll(&mut fds, Some(&LOOK)), Ok(1..)) {
+            continue;
+        }
+        for call in &calls {
+            // Non-blocking: one that has not rung says nothing.
+            let _ = rustix::io::read(call, &mut buffer[..8]);
+        }
+        if !gone && fds.last().is_some_and(|last| !last.revents().is_empty()) {
+            gone = recv(messages, &mut buffer);
+            inner.lost.fetch_or(gone, Ordering::AcqRel);
+        }
+        news.tell();
+    }
+}
+
+/// Takes what there is of messages; whether nobody is there any more.
+fn recv(messages: &UnixStream, buffer: &mut [u8]) -> bool {
+    let mut control = rustix::net::RecvAncillaryBuffer::default();
+    let got =
+        rustix::net::recvmsg(messages, &mut [IoSliceMut::new(buffer)], &mut control, rustix::net::RecvFlags::DONTWAIT);
+    got.is_ok_and(|got| got.bytes == 0)
+}
+
+impl Remote for FrontEnd {
+    fn is_there(&self) -> bool {
+        !self.inner.lost.load(Ordering::Acquire)
+    }
+
+    fn features(&self) -> Features {
+        Features::from_bits(self.features)
+    }
+
+    fn begin(&self, features: Features, news: News) {
+        if let Err(error) = self.begin_all(features, news) {
+            self.lost("beginning", &error);
+        }
+    }
+
+    fn read_config(&self, offset: u32) -> u32 {
+        let body = ConfigPiece { offset, flags: 0, bytes: &[0; 4] }.encode();
+        let value = self.ask(Request::GetConfig, &body).and_then(|body| {
+            let value = body.last_chunk::<4>().filter(|_| body.len() == 16);
+            value.map(|value| u32::from_le_bytes(*value)).ok_or_else(|| io::Error::other("an answer of another length"))
+        });
+        value.inspect_err(|error| self.lost("reading the configuration", error)).unwrap_or(0)
+    }
+
+    fn write_config(&self, offset: u32, value: u32) {
+        let body = ConfigPiece { offset, flags: 0, bytes: &value.to_le_bytes() }.encode();
+        if let Err(error) = self.have(Request::SetConfig, &body, &[]) {
+            self.lost("writing the configuration", &error);
+        }
+    }
+
+    fn start(&self, number: usize, queue: &Queue) {
+        if let Err(error) = self.start_queue(number, queue) {
+            self.lost("starting a queue", &error);
+        }
+    }
+
+    fn kick(&self, number: usize) {
+        if let Some((kick, _)) = self.inner.queues().get(&number) {
+            // One that is full kicks, too.
+            let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn stop(&self) {
+        if let Err(error) = self.stop_queues() {
+            self.lost("stopping the queues", &error);
+        }
+    }
+}
+
+impl Drop for FrontEnd {
+    fn drop(&mut self) {
+        self.inner.over.store(true, Ordering::Release);
+        let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(listener) = listener {
+            let _ = listener.join();
+        }
+    }
+}
