@@ -240,6 +240,13 @@ impl DirtyLogs {
         Ok(logs)
     }
 
+    /// These, and one more.
+    #[must_use]
+    pub fn and(mut self, log: Box<dyn DirtyLog>) -> Self {
+        self.logs.push(log);
+        self
+    }
+
     /// Makes sure that they see what `writers` write.
     ///
     /// # Errors

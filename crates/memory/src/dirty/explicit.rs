@@ -50,6 +50,11 @@ impl Marker {
         }
     }
 
+    /// A log of the same marks, for another migration than the one that has had the log before: one at a time.
+    pub fn log(&self, covers: Writers) -> ExplicitLog {
+        ExplicitLog { marks: Arc::clone(&self.0), covers }
+    }
+
     /// Whether a page is marked, and no fetch has taken the mark yet.
     pub fn is_marked(&self, block: usize, page: PageNumber) -> bool {
         self.0.blocks.get(block).is_some_and(|bitmap| bitmap.get(page))
