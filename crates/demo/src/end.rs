@@ -110,11 +110,13 @@ impl End {
     /// Looks at all of the memory, for `query-verify-memory`.
     fn verify(&self) {
         let found = match self.vm.verify(self.desk.is_running()) {
-            Ok(found) => MemoryReport {
+            Ok((found, free)) => MemoryReport {
                 pages: found.pages,
                 zero_pages: found.zero_pages,
                 writes: found.writes,
                 checksum: found.checksum,
+                free_pages: free.free_pages,
+                held_pages: free.held_pages,
                 error: None,
             },
             Err(error) => MemoryReport { error: Some(error.to_string()), ..MemoryReport::default() },

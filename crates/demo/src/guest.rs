@@ -30,6 +30,7 @@
 use serde::{Deserialize, Serialize};
 
 mod gate;
+pub mod heap;
 mod kvm;
 mod pattern;
 mod ram;
@@ -47,7 +48,11 @@ use limosa_page::PAGE_SIZE;
 use pattern::Plan;
 use state::{MAX_WRITERS, State};
 
+pub use heap::{FreeHeap, Heap};
 pub use state::STATE_VERSION;
+
+/// Name of the RAM block that is the guest's [heap], if it has one: the last one.
+pub const HEAP: &str = "heap";
 
 /// Which of the built-in guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]

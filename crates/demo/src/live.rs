@@ -227,7 +227,7 @@ impl LiveReport {
 
 /// Pages of a round that it did not get to, if it was broken off.
 fn unsent(round: &crate::report::Round) -> u64 {
-    round.pages.saturating_sub(round.normal + round.zero + round.left_out)
+    round.pages.saturating_sub(round.normal + round.zero + round.left_out + round.hinted)
 }
 
 /// A private directory that goes with the demonstration.

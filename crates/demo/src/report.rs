@@ -22,6 +22,8 @@ pub struct Round {
     pub zero: u64,
     /// Zero pages that the fresh memory of the destination has anyway.
     pub left_out: u64,
+    /// Pages that the guest had no use for, and that were left out for that.
+    pub hinted: u64,
     /// Of the zero pages, those that were never populated and not looked at.
     pub holes: u64,
     /// Bytes of the stream.
@@ -106,6 +108,25 @@ pub struct SourceReport {
     pub cpu_ms: f64,
     /// Pages that followed in postcopy, and those that were asked for.
     pub postcopy: Option<PostcopySent>,
+    /// What came of asking the guest for its free pages.
+    pub hints: Option<Hints>,
+}
+
+/// What came of asking the guest for its free pages.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Hints {
+    /// Times that it was asked.
+    pub lists: u32,
+    /// Of them, lists that were complete before the round was sent.
+    pub complete: u32,
+    /// How long the first of those took.
+    pub list_ms: Option<f64>,
+    /// Ranges that were told in time.
+    pub ranges: u64,
+    /// Ranges that came too late, and were not believed.
+    pub late: u64,
+    /// Why it could not be asked, if it could not.
+    pub refused: Option<String>,
 }
 
 /// What followed the guest in postcopy.
@@ -149,8 +170,12 @@ pub struct MemoryReport {
     pub zero_pages: u64,
     /// Pages that the guest has written since it was booted.
     pub writes: u64,
-    /// Of all memory.
+    /// Of all memory that was looked at.
     pub checksum: u64,
+    /// Pages besides that the guest has no use for: they may hold anything.
+    pub free_pages: u64,
+    /// Pages besides that the driver of its balloon holds back.
+    pub held_pages: u64,
     /// What is wrong, if something is.
     pub error: Option<String>,
 }

@@ -146,6 +146,12 @@ pub struct Settings {
     pub vectors: bool,
     /// The destination's memory is populated ahead of arriving pages.
     pub populate: bool,
+    /// Half of the memory is a heap, and the guest is asked which of it is free: that is not sent.
+    pub hints: bool,
+    /// How long the first round may wait for the guest's list, in milliseconds.
+    pub hint_wait_ms: u64,
+    /// Pages of a later round from which on the guest is asked again.
+    pub hint_pages: u64,
     /// How long it may take until the switchover, in milliseconds.
     pub timeout_ms: Option<u64>,
     /// What becomes of it then.
@@ -180,6 +186,9 @@ impl Default for Settings {
             zero_method: None,
             vectors: true,
             populate: true,
+            hints: false,
+            hint_wait_ms: 0,
+            hint_pages: MigrationParams::default().hint_pages,
             timeout_ms: None,
             give_up: WhenStuck::Cancel,
             patience_ms: 10_000,
@@ -224,6 +233,14 @@ impl Settings {
             Some("--same-host moves no page: neither --postcopy nor --channels has anything to do")
         } else if self.same_host && self.transport == Transport::Tcp {
             Some("--same-host passes descriptors, which only --transport unix carries")
+        } else if self.hints && self.same_host {
+            Some("--same-host moves no page: --hints has nothing to leave out")
+        } else if self.hints && self.postcopy == Postcopy::AtOnce {
+            Some(
+                "--postcopy at-once stops the guest before it could tell its free pages: use after-rounds=1 with --hints",
+            )
+        } else if self.hint_wait_ms > 0 && !self.hints {
+            Some("--hint-wait is for --hints on")
         } else if self.tls_creds.is_some() && self.demands_zero_copy() {
             Some("--zero-copy msg and splice send pages from where they lie, and --tls-creds makes others of them")
         } else if self.tls_creds.is_some() && self.same_host {
@@ -303,6 +320,8 @@ impl Settings {
                 WhenStuck::Pause => GiveUp::Pause,
                 WhenStuck::Postcopy => GiveUp::Postcopy,
             },
+            hint_wait: Duration::from_millis(self.hint_wait_ms),
+            hint_pages: self.hint_pages,
             patience: Duration::from_millis(self.patience_ms),
             ..MigrationParams::default()
         }
@@ -352,6 +371,9 @@ mod tests {
         for wrong in [
             Settings { log: LogKind::KvmRing, ..usual() },
             Settings { memory: 5000, ..usual() },
+            Settings { hint_wait_ms: 1, ..usual() },
+            Settings { hints: true, postcopy: Postcopy::AtOnce, ..usual() },
+            Settings { hints: true, same_host: true, transport: Transport::Unix, ..usual() },
             Settings { preempt: true, ..usual() },
             Settings { channels: 2, postcopy: Postcopy::AtOnce, ..usual() },
             Settings { same_host: true, ..usual() },

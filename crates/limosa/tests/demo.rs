@@ -42,6 +42,34 @@ fn a_guest_moves_while_it_runs_over_tcp_and_unix_sockets_with_either_log() {
 }
 
 #[test]
+fn a_guest_that_tells_its_free_pages_moves_without_them() {
+    for more in [&[][..], &["--hint-wait", "1s"], &["--channels", "2"], &["--postcopy", "after-rounds=1"]] {
+        let (report, ended) = live(&[&["--hints", "on", "--max-bandwidth", "50M"], more].concat());
+        assert_eq!(report["runs_at"], "destination", "{report}");
+        let source = &report["source"];
+        assert_eq!((&source["outcome"], &report["memory"]["error"]), (&json!("completed"), &Value::Null));
+        let count = |value: &Value| value.as_u64().unwrap();
+        let hinted: u64 = source["rounds"].as_array().unwrap().iter().map(|round| count(&round["hinted"])).sum();
+        let ranges = count(&source["hints"]["ranges"]);
+        assert!(hinted > 0 && source["hints"]["refused"].is_null(), "{report}");
+        // Pieces of 64 pages: none of them was sent before the list came, if that was waited for.
+        assert!(hinted <= 64 * ranges && (hinted == 64 * ranges || !more.contains(&"1s")), "{report}");
+        let memory = &report["memory"];
+        assert_eq!(count(&memory["pages"]) + count(&memory["free_pages"]), 4096, "nothing is held back: {memory}");
+        assert!(ended.stderr.contains("pages were free, and not sent"), "{}", ended.stderr);
+    }
+    for (wrong, said) in [
+        (&["--hint-wait", "1s", "--hints", "off"][..], "--hint-wait is for --hints on"),
+        (&["--hints", "on", "--postcopy", "at-once"], "stops the guest before it could tell its free pages"),
+        (&["--hints", "on", "--same-host", "--transport", "unix"], "--hints has nothing to leave out"),
+    ] {
+        let ended = limosa([&["demo", "live"][..], wrong].concat());
+        assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
+        assert!(ended.stderr.contains(said), "{}", ended.stderr);
+    }
+}
+
+#[test]
 fn pages_leave_in_the_way_that_is_named_and_the_guest_is_whole() {
     for (way, transport, figure) in [
         ("off", "tcp", None),

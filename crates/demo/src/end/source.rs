@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::orders::{Desk, Order};
 use super::vm::Vm;
 use super::{End, Migration, REACH, tell};
-use crate::report::{Calls, PostcopySent, Round, SourceReport, millis};
+use crate::report::{Calls, Hints, PostcopySent, Round, SourceReport, millis};
 use crate::settings::Postcopy;
 use crate::state::State;
 
@@ -139,6 +139,10 @@ impl End {
             Postcopy::AfterRounds(_) => live::Postcopy::Allowed,
             Postcopy::AtOnce => live::Postcopy::AtOnce,
         });
+        let source = match self.vm.free_pages() {
+            Some(from) => source.with_free_pages(from),
+            None => source,
+        };
         Ok(if self.settings.preempt { source.with_preempt(self.preempt_to(uri)) } else { source })
     }
 
@@ -179,6 +183,14 @@ impl End {
                 took_ms: millis(sent.elapsed),
                 begin_ms: millis(stats.total.saturating_sub(sent.elapsed)),
             }),
+            hints: stats.hints.as_ref().map(|hints| Hints {
+                lists: hints.lists,
+                complete: hints.complete,
+                list_ms: hints.list_took.map(millis),
+                ranges: hints.ranges,
+                late: hints.late,
+                refused: hints.refused.clone(),
+            }),
         };
         self.desk.tell("status", if outcome == "completed" { "completed".into() } else { Value::from("failed") });
         self.desk.report(serde_json::to_value(report).unwrap_or(Value::Null));
@@ -213,6 +225,7 @@ fn round(round: &RoundReport) -> Round {
         normal: round.normal,
         zero: round.zero,
         left_out: round.left_out,
+        hinted: round.hinted,
         holes: round.holes,
         bytes: round.bytes,
         dirty_rate: round.dirty_rate().saturating_mul(limosa_page::PAGE_SIZE),

@@ -5,9 +5,11 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_memory::dirty::{DirtyLogs, Writers};
+use limosa_memory::free::FreePages;
 use limosa_memory::share::PassedBlock;
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
 use limosa_migrate::live::{IncomingVm, LiveVm, VmError};
+use limosa_page::PAGE_SIZE;
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 use rustix::time::{ClockId, clock_gettime};
@@ -15,14 +17,21 @@ use serde_json::json;
 
 use super::orders::Desk;
 use crate::error::DemoError;
-use crate::guest::{self, Guest, GuestError, GuestOptions, Rate, STATE_VERSION, Verified};
+use crate::guest::heap::HEAP_VERSION;
+use crate::guest::{
+    self, FreeHeap, Guest, GuestError, GuestKind, GuestOptions, HEAP, Heap, Rate, STATE_VERSION, Verified,
+};
 use crate::settings::Settings;
 use crate::state::Role;
 use crate::witness::Witness;
 
-/// Name of the guest's only RAM block.
+/// Name of the guest's RAM block; the only one, unless it has a heap.
 const RAM: &str = "pc.ram";
-/// The device sections: the guest's own state, and when it was told to stand still.
+/// Where the guest sees its heap.
+const HEAP_AT: u64 = 4 << 30;
+/// Tells the contents of heaps apart.
+const HEAP_SEED: u32 = 7;
+/// The device sections: the guest's own state, its heap's (whose name is its block's), and when it was told to stand still.
 const STATE: &str = "guest";
 const CLOCK: &str = "stood-still-since";
 
@@ -33,6 +42,7 @@ const PATIENCE_NS: u64 = 20_000_000_000;
 pub(super) struct Vm {
     /// There is none yet where its memory is to be passed.
     guest: OnceLock<Arc<dyn Guest>>,
+    heap: Option<Heap>,
     settings: Settings,
     /// A page, to be shown as the memory of a VM that has none yet.
     nothing: GuestMemory,
@@ -45,14 +55,32 @@ pub(super) struct Vm {
 impl Vm {
     /// A source's VM has a guest that stands still at its beginning, a destination's one that waits for its state.
     pub(super) fn new(settings: &Settings, role: Role, witness: Witness, desk: Arc<Desk>) -> Result<Self, DemoError> {
-        let nothing = map(BlockOptions::anonymous(RAM, limosa_page::PAGE_SIZE))?;
+        let nothing = map(BlockOptions::anonymous(RAM, PAGE_SIZE))?;
         let guest = OnceLock::new();
-        let vm = Self { guest, settings: settings.clone(), nothing, witness, desk, stood: Mutex::new(None) };
-        if role == Role::Source || !settings.same_host {
+        let mut vm =
+            Self { guest, heap: None, settings: settings.clone(), nothing, witness, desk, stood: Mutex::new(None) };
+        if settings.hints {
+            let memory = Arc::new(with_heap(settings.memory)?);
+            vm.heap = Some(vm.make_heap(&memory, role)?);
+            vm.make(memory, role)?;
+        } else if role == Role::Source || !settings.same_host {
             let memory = Arc::new(map(BlockOptions::memfd(RAM, settings.memory))?);
             vm.make(memory, role)?;
         }
         Ok(vm)
+    }
+
+    /// Makes the guest's heap: it stands still. Its programs write as much as the rest of the guest.
+    fn make_heap(&self, memory: &Arc<GuestMemory>, role: Role) -> Result<Heap, GuestError> {
+        // KVM's logs see what vCPUs write, and the heap's programs are threads of this process.
+        let marked = self.settings.guest == GuestKind::Kvm;
+        let make = if role == Role::Source { Heap::boot } else { Heap::receive };
+        make(memory, Rate::BytesPerSecond(self.settings.dirty_rate), HEAP_SEED, marked)
+    }
+
+    /// Who can be asked which of the guest's pages are free, if somebody can.
+    pub(super) fn free_pages(&self) -> Option<Arc<dyn FreePages>> {
+        self.heap.as_ref().map(Heap::balloon)
     }
 
     /// Makes the guest: it stands still.
@@ -82,21 +110,29 @@ impl Vm {
             let _ = self.witness.stand();
             return Err(error.into());
         }
+        self.heap.iter().for_each(Heap::run);
         self.desk.runs(true);
         Ok(())
     }
 
     /// Logs for one migration.
     pub(super) fn logs(&self) -> Result<DirtyLogs, GuestError> {
-        self.guest()?.dirty_logs()
+        let logs = self.guest()?.dirty_logs()?;
+        Ok(match self.heap.as_ref().and_then(Heap::log) {
+            Some(log) => logs.and(log),
+            None => logs,
+        })
     }
 
-    /// Looks at all of the guest's memory, with the guest standing still for that long if it runs.
-    pub(super) fn verify(&self, runs: bool) -> Result<Verified, VmError> {
+    /// Looks at all of the guest's memory but what is free, with the guest standing still for that long if it runs.
+    pub(super) fn verify(&self, runs: bool) -> Result<(Verified, FreeHeap), VmError> {
         if runs {
             self.pause()?;
         }
-        let verified = self.guest().and_then(|guest| guest.verify());
+        let verified = self.guest().and_then(|guest| guest.verify()).and_then(|mut verified| {
+            let free = self.heap.as_ref().map(|heap| heap.verify(&mut verified)).transpose()?;
+            Ok((verified, free.unwrap_or_default()))
+        });
         if runs {
             self.resume()?;
         }
@@ -139,12 +175,14 @@ impl LiveVm for Vm {
     }
 
     fn writers(&self) -> Writers {
-        self.guest.get().map_or(Writers::NONE, |guest| guest.writers())
+        let heap = if self.heap.is_some() { Writers::DEVICES } else { Writers::NONE };
+        self.guest.get().map_or(Writers::NONE, |guest| guest.writers() | heap)
     }
 
     fn pause(&self) -> Result<(), VmError> {
         *self.stood_since() = Some(now());
         self.guest()?.pause()?;
+        self.heap.iter().for_each(Heap::pause);
         self.desk.runs(false);
         Ok(self.witness.stand()?)
     }
@@ -156,6 +194,9 @@ impl LiveVm for Vm {
     fn device_sections(&self) -> Result<DeviceSections, VmError> {
         let mut sections = DeviceSections::new();
         sections.push(STATE, 0, STATE_VERSION.into(), &self.guest()?.save()?)?;
+        if let Some(heap) = &self.heap {
+            sections.push(HEAP, 0, HEAP_VERSION.into(), &heap.save())?;
+        }
         let since = self.stood_since().unwrap_or_else(now);
         sections.push(CLOCK, 0, 1, &since.to_be_bytes())?;
         Ok(sections)
@@ -163,6 +204,7 @@ impl LiveVm for Vm {
 
     fn throttle(&self, percent: u8) -> Result<(), VmError> {
         self.guest()?.throttle(percent);
+        self.heap.iter().for_each(|heap| heap.throttle(percent));
         Ok(())
     }
 }
@@ -194,6 +236,10 @@ impl IncomingVm for Vm {
     fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError> {
         match (section.name, section.version) {
             (STATE, version) if version == u32::from(STATE_VERSION) => Ok(self.guest()?.load(section.state)?),
+            (HEAP, version) if version == u32::from(HEAP_VERSION) => match &self.heap {
+                Some(heap) => Ok(heap.load(section.state)?),
+                None => Err("the guest here has no heap: both ends need --hints on".into()),
+            },
             (CLOCK, 1) => {
                 let since = section.state.try_into().map_err(|_| "the moment of the pause is not 8 bytes")?;
                 *self.stood_since() = Some(u64::from_be_bytes(since));
@@ -215,6 +261,17 @@ impl IncomingVm for Vm {
 /// Memory of one block.
 fn map(block: BlockOptions) -> Result<GuestMemory, GuestError> {
     Ok(GuestMemory::new(vec![block.map()?])?)
+}
+
+/// Memory of which half is the guest's heap.
+fn with_heap(bytes: u64) -> Result<GuestMemory, GuestError> {
+    let half = (bytes / 2).next_multiple_of(PAGE_SIZE);
+    let blocks = vec![BlockOptions::memfd(RAM, half).map()?, BlockOptions::memfd(HEAP, bytes - half).map()?];
+    let region = |block: usize, guest_address| -> Option<GuestRegion> {
+        Some(GuestRegion { guest_address, block, pages: blocks.get(block)?.pages() })
+    };
+    let regions = [region(0, 0), region(1, HEAP_AT)].into_iter().flatten().collect();
+    Ok(GuestMemory::with_regions(blocks, regions)?)
 }
 
 /// The machine's clock, which both ends share, in nanoseconds.
@@ -245,7 +302,7 @@ mod tests {
         let (desk, _orders) = Desk::new(Role::Destination, "d".into());
         let vm = Vm::new(&settings, Role::Destination, witness, desk).unwrap();
         // What costs the giver nothing would cost this end tables for all of it.
-        for bytes in [(16 << 20) + limosa_page::PAGE_SIZE, 16 << 40] {
+        for bytes in [(16 << 20) + PAGE_SIZE, 16 << 40] {
             let refused = vm.adopt(passed(bytes)).unwrap_err().to_string();
             assert!(refused.contains("this end's guest has at most 16777216"), "{refused}");
         }

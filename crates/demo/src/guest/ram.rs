@@ -1,15 +1,16 @@
 //! A guest's pages in its RAM blocks: written as a guest writes, and looked at while it stands still.
 //!
-//! Pages are numbered over all blocks, in their order.
+//! Pages are numbered over all blocks, in their order. The [heap](super::HEAP), behind all others, is not the guest's own.
 #![allow(unsafe_code, reason = "writes guest memory as a guest does: by volatile stores")]
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use limosa_memory::{GuestMemory, MemoryBlock};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, holes};
 
 use super::pattern::{Contents, Plan, WORDS};
-use super::{GuestError, Verified};
+use super::{GuestError, HEAP, Verified};
 
 /// What a page should hold and what it holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,15 +25,33 @@ pub(super) struct Damage {
 #[derive(Debug, Clone)]
 pub(super) struct Ram {
     memory: Arc<GuestMemory>,
+    /// Blocks in front that it is about.
+    blocks: usize,
 }
 
 impl Ram {
     pub(super) fn new(memory: Arc<GuestMemory>) -> Self {
-        Self { memory }
+        let blocks = memory.index_of(HEAP).unwrap_or(memory.blocks().len());
+        Self { memory, blocks }
+    }
+
+    /// With the heap.
+    pub(super) fn whole(memory: Arc<GuestMemory>) -> Self {
+        let blocks = memory.blocks().len();
+        Self { memory, blocks }
     }
 
     pub(super) fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
+    }
+
+    fn blocks(&self) -> &[MemoryBlock] {
+        self.memory.blocks().get(..self.blocks).unwrap_or_default()
+    }
+
+    /// How many there are.
+    pub(super) fn pages(&self) -> u64 {
+        self.blocks().iter().map(|block| block.pages().len()).sum()
     }
 
     /// Writes a page, by one store after the other.
@@ -59,7 +78,7 @@ impl Ram {
         let (mut first, mut damaged) = (None, 0);
         let mut page = 0;
         let mut held = [0; PAGE_LEN];
-        for block in self.memory.blocks() {
+        for block in self.blocks() {
             let populated = populated(block)?;
             for of_block in block.pages().iter() {
                 let generation = plan.generation(page, writes);
@@ -87,6 +106,31 @@ impl Ram {
         }
     }
 
+    /// Compares these pages, of one block, with what they are expected to hold, and adds them to what was found before.
+    pub(super) fn verify_pages(
+        &self,
+        pages: Range<u64>,
+        generation: u64,
+        expected: impl Fn(u64) -> Contents,
+        verified: &mut Verified,
+    ) -> Result<(), GuestError> {
+        let (mut first, mut damaged) = (None, 0);
+        let mut held = [0; PAGE_LEN];
+        for page in pages {
+            let Some((block, of_block)) = self.locate(page) else { continue };
+            let expected = expected(page);
+            block.read(of_block.offset(), &mut held)?;
+            if let Some(damage) = difference(&held, expected) {
+                damaged += 1;
+                first = first.or(Some(Damage { page, generation, ..damage }));
+            }
+            verified.checksum = verified.checksum.rotate_left(1) ^ checksum(page, &held);
+            verified.zero_pages += u64::from(expected.is_zero());
+            verified.pages += 1;
+        }
+        first.map_or(Ok(()), |damage| Err(self.damaged(damage, damaged)))
+    }
+
     /// The error about damage to `pages` pages.
     pub(super) fn damaged(&self, damage: Damage, pages: u64) -> GuestError {
         let (block, page) =
@@ -97,7 +141,7 @@ impl Ram {
 
     fn locate(&self, page: u64) -> Option<(&MemoryBlock, PageNumber)> {
         let mut rest = page;
-        for block in self.memory.blocks() {
+        for block in self.blocks() {
             let pages = block.pages().len();
             if rest < pages {
                 return Some((block, PageNumber(rest)));

@@ -41,8 +41,8 @@ struct Body {
 
 impl Threads {
     pub(super) fn boot(memory: Arc<GuestMemory>, options: &GuestOptions) -> Result<Self, GuestError> {
-        let state = super::new_state(KIND, memory.total_pages(), 0, 1, options)?;
         let guest = Self::receive(memory, options.log)?;
+        let state = super::new_state(KIND, guest.ram.pages(), 0, 1, options)?;
         for page in 0..state.plan.filled {
             guest.ram.store(page, state.plan.contents(page, 0));
         }
@@ -186,7 +186,7 @@ impl Guest for Threads {
         if self.life().is_ok() {
             self.paused("loading a state")?;
         }
-        self.live(State::decode(KIND, state, self.memory().total_pages(), 0)?)
+        self.live(State::decode(KIND, state, self.ram.pages(), 0)?)
     }
 
     fn verify(&self) -> Result<Verified, GuestError> {

@@ -98,7 +98,8 @@ and goes on there; both ends compare its memory.\n\n  \
   limosa demo live\n  \
   limosa demo live --guest kvm --log kvm-ring --memory 64M --dirty-rate 200M\n  \
   limosa demo live --dirty-rate 2G --timeout 2s --give-up postcopy --write-trace rounds.svg\n  \
-  limosa demo live --transport unix --same-host"
+  limosa demo live --transport unix --same-host\n  \
+  limosa demo live --hints on --hint-wait 100ms"
 )]
 pub(crate) struct DemoLiveArgs {
     /// What the guest is
@@ -170,6 +171,15 @@ pub(crate) struct DemoLiveArgs {
     /// Make room at the destination ahead of arriving pages
     #[arg(long, value_enum, default_value_t = OnOffArg::On)]
     pub(crate) populate: OnOffArg,
+
+    /// Ask the guest which of its memory is free, and do not send that: half of the memory is then a heap that programs allocate,
+    /// write and give back, and a balloon's driver tells what of it is free
+    #[arg(long, value_enum, default_value_t = OnOffArg::Off)]
+    pub(crate) hints: OnOffArg,
+
+    /// How long the first round may wait for the list of what is free; by default the list takes pages out while they are sent
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "hints")]
+    pub(crate) hint_wait: Option<Duration>,
 
     /// How long it may take until the guest changes over
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
@@ -275,6 +285,8 @@ impl DemoLiveArgs {
             vectors: self.vectors == OnOffArg::On,
             zero_method: self.zero_method.map(|method| method.name().to_owned()),
             populate: self.populate == OnOffArg::On,
+            hints: self.hints == OnOffArg::On,
+            hint_wait_ms: self.hint_wait.map_or(0, millis),
             timeout_ms: self.timeout.map(millis),
             give_up: match self.give_up {
                 GiveUpArg::Cancel => WhenStuck::Cancel,

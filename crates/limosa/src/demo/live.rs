@@ -91,6 +91,18 @@ fn tell(report: &LiveReport) {
         words::count(sum(|round| round.left_out)),
         words::count(sum(|round| round.holes)),
     );
+    if let Some(hints) = &source.hints {
+        let list = hints.list_ms.map_or("no list was complete in time".to_owned(), |ms| {
+            format!("the first complete list took {}", time(ms))
+        });
+        let refused = hints.refused.as_ref().map_or(String::new(), |why| format!("; {why}"));
+        say!(
+            "  {} pages were free, and not sent; the guest was asked {} times: {list}; {} ranges came too late{refused}",
+            words::count(sum(|round| round.hinted)),
+            words::count(hints.lists.into()),
+            words::count(hints.late),
+        );
+    }
     say!(
         "  {} went out with {} system calls, and came in with {}",
         words::bytes(source.channels.bytes_out),
@@ -131,31 +143,37 @@ fn tell(report: &LiveReport) {
     }
     let there = (report.runs_at == Role::Destination).then_some(&report.memory);
     for (end, found) in [("source", report.memory_at_source.as_ref()), ("destination", there)] {
-        match found.map(|found| (&found.error, found.pages)) {
-            None => {}
-            Some((None, pages)) => say!("  memory at the {end}: all {} pages hold what they must", words::count(pages)),
-            Some((Some(why), _)) => say!("  memory at the {end}: {why}"),
+        let Some(found) = found else { continue };
+        let free = match found.free_pages + found.held_pages {
+            0 => String::new(),
+            free => format!("; {} are free", words::count(free)),
+        };
+        match &found.error {
+            None => say!("  memory at the {end}: all {} pages hold what they must{free}", words::count(found.pages)),
+            Some(why) => say!("  memory at the {end}: {why}"),
         }
     }
     let (before, after) = report.writes;
     say!("  the guest goes on: {} pages written since", words::count(after.saturating_sub(before)));
 }
 
+/// Where pages that were free stand, behind those that were zero and left out.
+const FREE_COLUMN: usize = 5;
+
 fn table(rounds: &[Round]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    table.set_header([
-        "  round",
-        "pages",
-        "contents",
-        "zero",
-        "left out",
-        "sent",
-        "took",
-        "dirtied/s",
-        "sent/s",
-        "downtime then",
-    ]);
+    // Only a guest that tells its free pages has any.
+    let hinted = rounds.iter().any(|round| round.hinted > 0);
+    let row = |mut cells: Vec<String>, free: String| {
+        if hinted {
+            cells.insert(FREE_COLUMN, free);
+        }
+        cells
+    };
+    let header =
+        ["  round", "pages", "contents", "zero", "left out", "sent", "took", "dirtied/s", "sent/s", "downtime then"];
+    table.set_header(row(header.map(str::to_owned).to_vec(), "free".to_owned()));
     // Many rounds are alike; the first and the last ones tell.
     const SHOWN: usize = 20;
     let hidden = rounds.len().saturating_sub(SHOWN);
@@ -167,7 +185,7 @@ fn table(rounds: &[Round]) -> Table {
             continue;
         }
         let rate = round.bandwidth.map_or(String::new(), words::bytes);
-        table.add_row([
+        let cells = vec![
             if round.last { "  paused".to_owned() } else { format!("  {}", round.number) },
             words::count(round.pages),
             words::count(round.normal),
@@ -178,7 +196,8 @@ fn table(rounds: &[Round]) -> Table {
             if round.last { String::new() } else { words::bytes(round.dirty_rate) },
             rate,
             round.expected_downtime_ms.map_or(String::new(), time),
-        ]);
+        ];
+        table.add_row(row(cells, words::count(round.hinted)));
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
