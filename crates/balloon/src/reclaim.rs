@@ -15,6 +15,11 @@
 //! | `By(Free)` | `madvise(MADV_FREE)` | private memory, taken only when the host is short of it |
 //! | `Nothing` | none | memory that may not move: pinned for a device that is passed through |
 //!
+//! Measured (`examples/discard.rs`; 256 MiB of touched memory, least of five rounds, two virtual cores, Linux 6.18): a memfd takes
+//! 267 ms page by page and 57 ms in runs of 1 MiB, by `fallocate` as by `MADV_REMOVE`; private memory 103 ms and 18 ms, by
+//! `MADV_DONTNEED` as by `MADV_FREE`. Touched again, memory that was freed costs a fifth of memory that is gone, because the
+//! host has not got it: so `Auto` never chooses `MADV_FREE`.
+//!
 //! Pages of 4 KiB inside a host's huge page are given back when the huge page is free as a whole, and kept until then.
 
 use std::fmt;

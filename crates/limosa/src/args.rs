@@ -2,6 +2,7 @@
 //!
 //! Parsing ends here: each command turns its arguments into what the libraries take, and no library sees clap.
 
+mod balloon;
 mod bench;
 mod channels;
 mod demo;
@@ -24,6 +25,9 @@ use std::ffi::OsString;
 
 use clap::{Parser, Subcommand};
 
+pub(crate) use balloon::{
+    BalloonArgs, BalloonCommand, BalloonCtlArgs, BalloonCtlCommand, BalloonServeArgs, DiscardArg, OnOffArg,
+};
 pub(crate) use bench::BenchArgs;
 pub(crate) use channels::{ChannelArgs, CompressionArg, FileZeroCopyArg, ZeroCopyArg};
 pub(crate) use demo::{DecideArgs, DemoArgs, DemoCommand, DemoLiveArgs, RecoverArgs};
@@ -78,6 +82,8 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// Make, look into, check and convert disk images, as qemu-img does
     Img(ImgArgs),
+    /// Serve a virtio-balloon over vhost-user, and ask guests for memory and for their free pages
+    Balloon(BalloonArgs),
     /// Move a built-in guest between two processes while it runs
     Demo(DemoArgs),
     /// Measure limosa beside stock QEMU

@@ -4,6 +4,7 @@
 //! are talked to on stderr, programs (`--json`) on stdout.
 
 mod args;
+mod balloon;
 mod bars;
 mod bench;
 mod compare;
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
         Command::Export(args) => export::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Img(args) => img::run(args),
+        Command::Balloon(args) => balloon::run(&args),
         Command::Demo(args) => demo::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Completions(args) => packaging::completions(&args),

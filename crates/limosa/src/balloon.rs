@@ -1,0 +1,190 @@
+//! `limosa balloon`: a virtio-balloon over vhost-user.
+//!
+//! Law: however it ends, the guest is told that it may have its pages back, and both sockets are gone. What it asks of a guest
+//! it asks on a clock of its own ([`job`]), so a program that asked for something and died leaves nothing unfinished.
+
+mod commands;
+mod ctl;
+mod job;
+mod line;
+
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use limosa_balloon::{Balloon, Observer, Options, Strategy, VhostUserBalloon};
+use limosa_memory::Method;
+use limosa_memory::free::FreePages as _;
+use limosa_migrate::ControlSocket;
+use limosa_vhost::{Server, Stopper};
+use serde_json::json;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::args::{BalloonArgs, BalloonCommand, BalloonServeArgs, DiscardArg, OnOffArg};
+use crate::voice::{print_out, say};
+use crate::words;
+use commands::BalloonCommands;
+use job::Jobs;
+use line::StatusLine;
+
+/// How often jobs go on, and changes are told.
+const TICK: Duration = Duration::from_millis(20);
+/// A balloon that is being filled changes a thousand times a second; programs hear of it this often, and of the last change.
+const CHANGES: Duration = Duration::from_millis(200);
+
+pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
+    match (&args.command, &args.serve) {
+        (Some(BalloonCommand::Ctl(args)), _) => ctl::run(args),
+        (None, Some(args)) => serve(args),
+        // Refused while the arguments are parsed.
+        (None, None) => anyhow::bail!("say where the front end connects: --vhost-user SOCK"),
+    }
+}
+
+/// What ends the server, and who is waiting for that.
+#[derive(Default)]
+struct Ending {
+    over: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Ending {
+    fn end(&self) {
+        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for the end, at most for `time`.
+    fn wait(&self, time: Duration) -> bool {
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        *self.changed.wait_timeout_while(over, time, |over| !*over).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// Notes that the balloon has changed: whoever answers the guest must not wait for programs.
+#[derive(Default)]
+struct Changes(AtomicBool);
+
+impl Observer for Changes {
+    fn actual_changed(&self, _bytes: u64) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
+    let changes = Arc::new(Changes::default());
+    let balloon = Arc::new(Balloon::new(Options {
+        reporting_off: args.reporting == OnOffArg::Off,
+        observer: Some(Arc::clone(&changes) as _),
+        ..Options::default()
+    }));
+    if let Some(target) = args.target {
+        balloon.set_target(target)?;
+    }
+    let ending = Arc::new(Ending::default());
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
+    let device = VhostUserBalloon::new(Arc::clone(&balloon), strategy(args.discard));
+    let server = Arc::new(Server::bind(&args.vhost_user, Arc::new(device))?);
+    let jobs = Arc::new(Jobs::default());
+    let commands = BalloonCommands::new(Arc::clone(&balloon), Arc::clone(&jobs), Arc::clone(&ending));
+    let socket = args.control.as_deref().map(|path| {
+        let socket = ControlSocket::listen_for(path, Arc::new(commands));
+        socket.with_context(|| format!("cannot listen for programs at {} (--control)", path.display()))
+    });
+    let socket = socket.transpose()?;
+    say!("limosa: a balloon for whoever connects to {} (--vhost-user)", args.vhost_user.display());
+
+    let handle = signals.handle();
+    let told = Arc::clone(&ending);
+    let signals = thread::Builder::new().name("signals".into()).spawn(move || {
+        for _signal in signals.forever() {
+            told.end();
+        }
+    });
+    let signals = signals.context("cannot start a thread for signals")?;
+    let serving = serving(&server, &ending)?;
+    let served = Served { stopper: server.stopper(), balloon: Arc::clone(&balloon) };
+    let begun = Instant::now();
+    let line = StatusLine::show();
+    let mut announced = Instant::now();
+    while !ending.wait(TICK) {
+        jobs.go_on(&balloon, Instant::now());
+        line.tell(&balloon, server.connections());
+        if announced.elapsed() >= CHANGES && changes.0.swap(false, Ordering::AcqRel) {
+            announced = Instant::now();
+            if let Some(socket) = &socket {
+                socket.announce("BALLOON_CHANGE", &json!({ "actual": balloon.size().actual }));
+            }
+        }
+    }
+    jobs.give_up(&balloon);
+    drop((line, served));
+    let end = serving.join();
+    drop(socket);
+    handle.close();
+    let _ = signals.join();
+    match end {
+        Ok(end) => end?,
+        Err(_) => anyhow::bail!("the server for {} broke down; this is a fault of limosa's", args.vhost_user.display()),
+    }
+    tell(args, &balloon, &server, begun);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Serves front ends on a thread of its own, and ends everything when that fails.
+fn serving(
+    server: &Arc<Server>,
+    ending: &Arc<Ending>,
+) -> anyhow::Result<thread::JoinHandle<Result<(), limosa_vhost::ServerError>>> {
+    let (server, ending) = (Arc::clone(server), Arc::clone(ending));
+    let thread = thread::Builder::new().name("vhost-user".into()).spawn(move || {
+        let end = server.serve();
+        ending.end();
+        end
+    });
+    thread.context("cannot start a thread for the front end")
+}
+
+/// The end of it, however it comes: the guest hears DONE before its device is gone.
+struct Served {
+    stopper: Stopper,
+    balloon: Arc<Balloon>,
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.balloon.done();
+        self.stopper.stop();
+    }
+}
+
+fn strategy(discard: DiscardArg) -> Strategy {
+    match discard {
+        DiscardArg::Auto => Strategy::Auto,
+        DiscardArg::PunchHole => Strategy::By(Method::PunchHole),
+        DiscardArg::Dontneed => Strategy::By(Method::DontNeed),
+        DiscardArg::Remove => Strategy::By(Method::Remove),
+        DiscardArg::Free => Strategy::By(Method::Free),
+        DiscardArg::None => Strategy::Nothing,
+    }
+}
+
+fn tell(args: &BalloonServeArgs, balloon: &Balloon, server: &Server, begun: Instant) {
+    let counters = balloon.counters();
+    say!(
+        "limosa: {} front ends served in {}; {} given back in {} calls, {} free pages hinted in {} lists",
+        words::count(server.connections()),
+        words::time(begun.elapsed()),
+        words::bytes(counters.discarded_bytes),
+        words::count(counters.discards),
+        words::bytes(counters.hinted_bytes),
+        words::count(counters.hint_lists),
+    );
+    if args.json {
+        print_out!("{}", json!({ "front-ends": server.connections(), "counters": commands::counters(balloon) }));
+    }
+}

@@ -1,0 +1,121 @@
+//! What programs may ask over the control socket.
+//!
+//! `balloon` and `query-balloon` are QEMU's; the others are limosa's own. None of them waits for the guest: what takes time is
+//! begun, and asked for again.
+
+use std::sync::Arc;
+
+use limosa_balloon::{Balloon, Statistics};
+use limosa_migrate::control_socket::Commands;
+use serde_json::{Map, Value, json};
+
+use super::Ending;
+use super::job::{Jobs, Wanted};
+
+/// The commands of a balloon.
+pub(super) struct BalloonCommands {
+    balloon: Arc<Balloon>,
+    jobs: Arc<Jobs>,
+    ending: Arc<Ending>,
+}
+
+impl BalloonCommands {
+    pub(super) fn new(balloon: Arc<Balloon>, jobs: Arc<Jobs>, ending: Arc<Ending>) -> Self {
+        Self { balloon, jobs, ending }
+    }
+
+    fn query_device(&self) -> Value {
+        let size = self.balloon.size();
+        json!({
+            "ram": size.ram,
+            "target": size.target,
+            "actual": size.actual,
+            "driver": self.balloon.has_driver(),
+            "features": format!("{:?}", self.balloon.accepted_features()),
+            "reporting": self.balloon.reporting(),
+            "counters": counters(&self.balloon),
+        })
+    }
+
+    fn query_statistics(&self, arguments: &Value) -> Result<Value, String> {
+        // First what there is: the answer to the request has another sequence then, however fast it comes.
+        let last = self.balloon.statistics();
+        if flag(arguments, "refresh")?.unwrap_or(false) {
+            self.balloon.request_statistics()?;
+        }
+        Ok(last.map_or_else(|| json!({ "sequence": 0 }), |statistics| told(&statistics)))
+    }
+
+    fn begin_list(&self, arguments: &Value) -> Result<Value, String> {
+        let reserve = match arguments.get("reserve") {
+            None => None,
+            Some(reserve) => Some(reserve.as_u64().ok_or("reserve is a number of bytes")?),
+        };
+        let squeeze = flag(arguments, "squeeze")?.unwrap_or(false);
+        self.jobs.begin(&self.balloon, Wanted { squeeze, reserve })?;
+        Ok(json!({}))
+    }
+}
+
+impl Commands for BalloonCommands {
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
+        Some(match name {
+            "balloon" => {
+                let value = arguments.get("value").and_then(Value::as_u64);
+                let set = value
+                    .ok_or_else(|| "value is missing: the bytes that the guest is to have".to_owned())
+                    .and_then(|value| self.balloon.set_target(value).map_err(|error| error.to_string()));
+                set.map(|()| json!({}))
+            }
+            // As QEMU: a balloon that nobody has is an error.
+            "query-balloon" if !self.balloon.has_driver() => {
+                Err("no driver in the guest has taken the balloon: load virtio_balloon there".into())
+            }
+            "query-balloon" => Ok(json!({ "actual": self.balloon.size().actual })),
+            "query-balloon-device" => Ok(self.query_device()),
+            "query-balloon-stats" => self.query_statistics(arguments),
+            "balloon-hint-start" => self.begin_list(arguments),
+            "balloon-hint-stop" => {
+                self.jobs.give_up(&self.balloon);
+                Ok(json!({}))
+            }
+            "query-balloon-hint" => Ok(self.jobs.read(&self.balloon)),
+            "balloon-reporting" => match flag(arguments, "enable") {
+                Ok(Some(on)) => {
+                    self.balloon.set_reporting(on);
+                    Ok(json!({}))
+                }
+                Ok(None) => Err("enable is missing: true or false".into()),
+                Err(why) => Err(why),
+            },
+            "quit" => {
+                self.ending.end();
+                Ok(json!({}))
+            }
+            _ => return None,
+        })
+    }
+}
+
+fn flag(arguments: &Value, name: &str) -> Result<Option<bool>, String> {
+    match arguments.get(name) {
+        None => Ok(None),
+        Some(Value::Bool(on)) => Ok(Some(*on)),
+        Some(other) => Err(format!("{name} is true or false, not {other}")),
+    }
+}
+
+/// What was done and refused, for programs.
+pub(super) fn counters(balloon: &Balloon) -> Value {
+    let counters = balloon.counters();
+    Value::Object(counters.iter().map(|(name, number)| (name.replace('_', "-"), number.into())).collect())
+}
+
+fn told(statistics: &Statistics) -> Value {
+    let values: Map<_, _> = statistics.iter().map(|(name, value, _)| (name.to_owned(), value.into())).collect();
+    json!({
+        "sequence": statistics.sequence,
+        "age-ms": u64::try_from(statistics.at.elapsed().as_millis()).unwrap_or(u64::MAX),
+        "stats": values,
+    })
+}

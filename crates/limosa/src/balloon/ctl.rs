@@ -1,0 +1,269 @@
+//! `limosa balloon ctl`: what people ask of a balloon that is served.
+//!
+//! Law: what was begun for somebody who breaks it off is broken off; the server puts everything back.
+
+use std::cell::{Cell, RefCell};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use limosa_qemu::qmp::{Options, Qmp, QmpError};
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::line::StatusLine;
+use crate::args::{BalloonCtlArgs, BalloonCtlCommand, OnOffArg};
+use crate::voice::{all_printed, print_out, say};
+use crate::words;
+
+/// How often the server is asked again.
+const TICK: Duration = Duration::from_millis(10);
+/// How long a guest may take to say something of its memory.
+const ANSWER: Duration = Duration::from_secs(10);
+
+pub(super) fn run(args: &BalloonCtlArgs) -> anyhow::Result<ExitCode> {
+    let ctl = Ctl { qmp: Qmp::connect(&args.control, &Options::default())?, json: args.json };
+    match &args.what {
+        BalloonCtlCommand::Target { size, wait } => ctl.target(*size, *wait)?,
+        BalloonCtlCommand::Query => ctl.query()?,
+        BalloonCtlCommand::Stats { watch } => ctl.stats(*watch)?,
+        BalloonCtlCommand::Hint { squeeze, reserve } => ctl.hint(*squeeze, *reserve)?,
+        BalloonCtlCommand::Reporting { what } => ctl.reporting(*what)?,
+    }
+    all_printed()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Ctl {
+    qmp: Qmp,
+    json: bool,
+}
+
+impl Ctl {
+    fn ask(&self, command: &str, arguments: Value) -> anyhow::Result<Value> {
+        self.qmp.execute(command, arguments).map_err(told)
+    }
+
+    fn target(&self, size: u64, wait: Option<Duration>) -> anyhow::Result<()> {
+        self.ask("balloon", json!({ "value": size }))?;
+        let begun = Instant::now();
+        let Some(patience) = wait else {
+            if self.json {
+                print_out!("{}", json!({ "target": size }));
+            } else {
+                say!("limosa: the guest is asked to do with {}", words::bytes(size));
+            }
+            return Ok(());
+        };
+        let (line, broken) = (StatusLine::show(), Break::watch()?);
+        loop {
+            let device = self.ask("query-balloon-device", json!({}))?;
+            let (actual, target) = (number(&device, "actual"), number(&device, "target"));
+            if actual == target {
+                drop(line);
+                if self.json {
+                    print_out!(
+                        "{}",
+                        json!({ "target": target, "actual": actual, "ms": words::millis(begun.elapsed()) })
+                    );
+                } else {
+                    say!("limosa: the guest has {} after {}", words::bytes(actual), words::time(begun.elapsed()));
+                }
+                return Ok(());
+            }
+            if begun.elapsed() >= patience {
+                bail!(
+                    "the guest has {} after {}, not {}; it may need what it has: ask for more, or look at `stats`",
+                    words::bytes(actual),
+                    words::time(patience),
+                    words::bytes(target)
+                );
+            }
+            line.say(format!("guest has {}, wanted {}", words::bytes(actual), words::bytes(target)));
+            broken.pause(TICK)?;
+        }
+    }
+
+    fn query(&self) -> anyhow::Result<()> {
+        let device = match self.qmp.execute("query-balloon-device", json!({})) {
+            // A stock QEMU's own balloon says less.
+            Err(error) if error.is_unknown_command() => self.ask("query-balloon", json!({}))?,
+            answer => answer.map_err(told)?,
+        };
+        if self.json {
+            print_out!("{device}");
+            return Ok(());
+        }
+        let actual = words::bytes(number(&device, "actual"));
+        if device.get("ram").is_none() {
+            print_out!("the guest has {actual}");
+            return Ok(());
+        }
+        let (target, ram) = (words::bytes(number(&device, "target")), words::bytes(number(&device, "ram")));
+        if device.get("driver") == Some(&Value::Bool(false)) {
+            print_out!("no driver in the guest has taken the balloon; it is to have {target} of {ram}");
+        } else {
+            print_out!("the guest has {actual} of {ram}, and is to have {target}");
+            print_out!("  its driver took {}", device.get("features").and_then(Value::as_str).unwrap_or("nothing"));
+        }
+        let reporting = device.get("reporting") == Some(&Value::Bool(true));
+        print_out!("  pages that it reports as free are {}", if reporting { "given back" } else { "left alone" });
+        let counters = device.get("counters").and_then(Value::as_object);
+        for (name, count) in counters.into_iter().flatten().filter(|(_, count)| count.as_u64() != Some(0)) {
+            print_out!("  {name}: {}", words::count(count.as_u64().unwrap_or(0)));
+        }
+        Ok(())
+    }
+
+    fn stats(&self, watch: Option<Duration>) -> anyhow::Result<()> {
+        let broken = Break::watch()?;
+        loop {
+            let report = match self.fresh_statistics(&broken) {
+                // Who watches ends it by a signal: that is no failure.
+                Err(_) if watch.is_some() && broken.came() => return Ok(()),
+                report => report?,
+            };
+            if self.json {
+                print_out!("{report}");
+            } else {
+                let stats = report.get("stats").and_then(Value::as_object);
+                let parts = stats.into_iter().flatten().map(|(name, value)| {
+                    let value = value.as_u64().unwrap_or(0);
+                    let is_bytes = name.ends_with("-memory") || name.starts_with("swap-") || name == "disk-caches";
+                    format!("{name} {}", if is_bytes { words::bytes(value) } else { words::count(value) })
+                });
+                let parts: Vec<_> = parts.collect();
+                print_out!("{}", if watch.is_some() { parts.join(", ") } else { parts.join("\n") });
+            }
+            let Some(every) = watch else { return Ok(()) };
+            all_printed()?;
+            if broken.pause(every).is_err() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// What the guest says now.
+    fn fresh_statistics(&self, broken: &Break) -> anyhow::Result<Value> {
+        let before = self.ask("query-balloon-stats", json!({ "refresh": true }))?;
+        let asked = Instant::now();
+        loop {
+            let report = self.ask("query-balloon-stats", json!({}))?;
+            if number(&report, "sequence") > number(&before, "sequence") {
+                return Ok(report);
+            }
+            if asked.elapsed() >= ANSWER {
+                bail!(
+                    "the guest has not answered for {} s: is it paused, or short of processor time?",
+                    ANSWER.as_secs()
+                );
+            }
+            broken.pause(TICK)?;
+        }
+    }
+
+    fn hint(&self, squeeze: bool, reserve: Option<u64>) -> anyhow::Result<()> {
+        let mut arguments = json!({ "squeeze": squeeze });
+        if let (Some(reserve), Some(arguments)) = (reserve, arguments.as_object_mut()) {
+            arguments.insert("reserve".into(), reserve.into());
+        }
+        let (line, broken) = (StatusLine::show(), Break::watch()?);
+        self.ask("balloon-hint-start", arguments)?;
+        let job = loop {
+            let job = self.ask("query-balloon-hint", json!({}))?;
+            let bytes = |name| words::bytes(number(&job, name));
+            match job.get("phase").and_then(Value::as_str) {
+                Some("completed") => break job,
+                Some("inflating") => line.say(format!("squeezing: the guest has {}", bytes("actual"))),
+                Some("deflating") => line.say(format!("giving back: the guest has {}", bytes("actual"))),
+                Some("hinting") => line.say(format!("{} free so far", bytes("bytes"))),
+                Some("asking") => {}
+                _ => {
+                    let why =
+                        job.get("error").and_then(Value::as_str).unwrap_or("the server knows nothing of it any more");
+                    bail!("no list of free pages: {why}");
+                }
+            }
+            if let Err(error) = broken.pause(TICK) {
+                self.ask("balloon-hint-stop", json!({}))?;
+                return Err(error);
+            }
+        };
+        drop(line);
+        if self.json {
+            print_out!("{job}");
+            return Ok(());
+        }
+        if let Some(squeezed) = job.get("squeezed").and_then(Value::as_u64) {
+            say!("limosa: squeezed out {}, and given back to the guest", words::bytes(squeezed));
+        }
+        print_out!(
+            "{} free in {} blocks, listed in {:.1} ms",
+            words::bytes(number(&job, "bytes")),
+            words::count(number(&job, "blocks")),
+            job.get("list-ms").and_then(Value::as_f64).unwrap_or(0.0)
+        );
+        Ok(())
+    }
+
+    fn reporting(&self, what: OnOffArg) -> anyhow::Result<()> {
+        let on = what == OnOffArg::On;
+        self.ask("balloon-reporting", json!({ "enable": on }))?;
+        if self.json {
+            print_out!("{}", json!({ "reporting": on }));
+        } else {
+            say!("limosa: pages that the guest reports as free are {}", if on { "given back" } else { "left alone" });
+        }
+        Ok(())
+    }
+}
+
+fn told(error: QmpError) -> anyhow::Error {
+    if error.is_unknown_command() {
+        return anyhow::anyhow!(
+            "this is not limosa's balloon (give the --control socket of `limosa balloon`): {error}"
+        );
+    }
+    match error.desc() {
+        // The server's own words say what to do.
+        Some(desc) => anyhow::anyhow!("{desc}"),
+        None => error.into(),
+    }
+}
+
+fn number(answer: &Value, name: &str) -> u64 {
+    answer.get(name).and_then(Value::as_u64).unwrap_or(0)
+}
+
+/// Signals that break a command off.
+struct Break(RefCell<Signals>, Cell<bool>);
+
+impl Break {
+    fn watch() -> anyhow::Result<Self> {
+        Ok(Self(Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?.into(), Cell::default()))
+    }
+
+    /// Whether there was one.
+    fn came(&self) -> bool {
+        if self.0.borrow_mut().pending().next().is_some() {
+            self.1.set(true);
+        }
+        self.1.get()
+    }
+
+    /// Sleeps, unless there was a signal.
+    fn pause(&self, time: Duration) -> anyhow::Result<()> {
+        let until = Instant::now() + time;
+        loop {
+            if self.came() {
+                bail!("it was broken off by a signal");
+            }
+            let rest = until.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return Ok(());
+            }
+            std::thread::sleep(rest.min(Duration::from_millis(20)));
+        }
+    }
+}

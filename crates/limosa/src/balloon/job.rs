@@ -1,0 +1,241 @@
+//! What the server asks of the guest in several steps: a list of free pages, squeezing the guest before it or not.
+//!
+//! Steps are taken on the server's clock, never by the program that asked: it may die, and the guest gets its memory back all
+//! the same. **Law: a job that ends, however it ends, has put the target back and said DONE.**
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use limosa_balloon::Balloon;
+use limosa_memory::free::{FreePageSink, FreePages as _};
+use serde_json::{Value, json};
+
+/// How long a guest may let nothing be heard of what it was asked for.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// What is left at least of the memory that a guest has available.
+const LEAST_RESERVE: u64 = 64 << 20;
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted {
+    /// Take what is available first, and give it back.
+    pub(super) squeeze: bool,
+    /// Bytes of it that are left.
+    pub(super) reserve: Option<u64>,
+}
+
+/// The present job, or the last one.
+#[derive(Default)]
+pub(super) struct Jobs(Mutex<Option<Job>>);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Waiting for statistics that came after these.
+    Statistics(u64),
+    /// Taking what is available.
+    Inflating,
+    /// Giving it back.
+    Deflating,
+    Hinting,
+    Over,
+}
+
+struct Job {
+    phase: Phase,
+    wanted: Wanted,
+    begun: Instant,
+    /// The target that was there before.
+    before: u64,
+    /// Bytes that the guest had before, and at its smallest.
+    squeezed: Option<(u64, u64)>,
+    /// When something was last heard of what is waited for, and what.
+    heard: (Instant, u64),
+    took: Option<Duration>,
+    error: Option<String>,
+}
+
+/// The device counts the list by itself.
+struct Counted;
+
+impl FreePageSink for Counted {
+    fn free(&self, _range: Range<u64>) {}
+
+    fn complete(&self) {}
+}
+
+impl Jobs {
+    /// Begins a job.
+    pub(super) fn begin(&self, balloon: &Balloon, wanted: Wanted) -> Result<(), String> {
+        let mut jobs = self.lock();
+        if jobs.as_ref().is_some_and(|job| job.phase != Phase::Over) {
+            return Err("a list of free pages is being made already: wait for it, or stop it".into());
+        }
+        let now = Instant::now();
+        let size = balloon.size();
+        let phase = if wanted.squeeze {
+            let before = balloon.statistics().map_or(0, |statistics| statistics.sequence);
+            balloon.request_statistics()?;
+            Phase::Statistics(before)
+        } else {
+            balloon.request(Arc::new(Counted)).map_err(|error| error.to_string())?;
+            Phase::Hinting
+        };
+        *jobs = Some(Job {
+            phase,
+            wanted,
+            begun: now,
+            before: size.target,
+            squeezed: None,
+            heard: (now, 0),
+            took: None,
+            error: None,
+        });
+        Ok(())
+    }
+
+    /// Takes the next step if it can be taken. Never waits.
+    pub(super) fn go_on(&self, balloon: &Balloon, now: Instant) {
+        if let Some(job) = self.lock().as_mut().filter(|job| job.phase != Phase::Over) {
+            job.go_on(balloon, now);
+        }
+    }
+
+    /// Breaks the present job off, if there is one.
+    pub(super) fn give_up(&self, balloon: &Balloon) {
+        if let Some(job) = self.lock().as_mut().filter(|job| job.phase != Phase::Over) {
+            job.fail(balloon, "it was stopped");
+        }
+    }
+
+    /// How far it is, for programs.
+    pub(super) fn read(&self, balloon: &Balloon) -> Value {
+        let jobs = self.lock();
+        let Some(job) = jobs.as_ref() else { return json!({ "phase": "none" }) };
+        let list = balloon.hint_list();
+        let phase = match (job.phase, &job.error) {
+            (Phase::Statistics(_), _) => "asking",
+            (Phase::Inflating, _) => "inflating",
+            (Phase::Deflating, _) => "deflating",
+            (Phase::Hinting, _) => "hinting",
+            (Phase::Over, None) => "completed",
+            (Phase::Over, Some(_)) => "failed",
+        };
+        let mut answer = json!({ "phase": phase, "actual": balloon.size().actual });
+        let Some(fields) = answer.as_object_mut() else { return answer };
+        if job.phase == Phase::Hinting || (job.phase == Phase::Over && job.error.is_none()) {
+            let took = list.asked.zip(list.last).map(|(asked, last)| last.duration_since(asked));
+            fields.insert("blocks".into(), list.blocks.into());
+            fields.insert("bytes".into(), list.bytes.into());
+            fields.insert("list-ms".into(), took.map_or(0.0, crate::words::millis).into());
+        }
+        if let Some((before, smallest)) = job.squeezed {
+            fields.insert("squeezed".into(), before.saturating_sub(smallest).into());
+        }
+        if let Some(took) = job.took {
+            fields.insert("total-ms".into(), crate::words::millis(took).into());
+        }
+        if let Some(error) = &job.error {
+            fields.insert("error".into(), error.as_str().into());
+        }
+        answer
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Job>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Job {
+    fn go_on(&mut self, balloon: &Balloon, now: Instant) {
+        if !balloon.has_driver() {
+            return self.fail(balloon, "the guest, or its driver, has gone meanwhile");
+        }
+        match self.phase {
+            Phase::Statistics(before) => match balloon.statistics().filter(|came| came.sequence > before) {
+                Some(statistics) => {
+                    self.inflate(balloon, now, statistics.available_memory().or(statistics.free_memory()));
+                }
+                None => self.wait(balloon, now, 0, "the guest does not say how much memory it has available"),
+            },
+            Phase::Inflating => {
+                let size = balloon.size();
+                if let Some((_, smallest)) = &mut self.squeezed {
+                    *smallest = size.actual.min(*smallest);
+                }
+                // Also a guest that has nothing left to give is squeezed.
+                if size.actual <= size.target || self.is_silent(now, size.actual) {
+                    self.put_back(balloon);
+                    (self.phase, self.heard) = (Phase::Deflating, (now, 0));
+                }
+            }
+            Phase::Deflating => {
+                let size = balloon.size();
+                if size.actual < size.target {
+                    return self.wait(balloon, now, size.actual, "the guest does not take its memory back");
+                }
+                match balloon.request(Arc::new(Counted)) {
+                    Ok(()) => (self.phase, self.heard) = (Phase::Hinting, (now, 0)),
+                    Err(error) => self.fail(balloon, &error.to_string()),
+                }
+            }
+            Phase::Hinting => {
+                let list = balloon.hint_list();
+                if list.complete {
+                    balloon.done();
+                    self.took = Some(self.begun.elapsed());
+                    self.phase = Phase::Over;
+                } else {
+                    self.wait(balloon, now, list.blocks + 1, "the guest does not answer, or its list has no end");
+                }
+            }
+            Phase::Over => {}
+        }
+    }
+
+    fn inflate(&mut self, balloon: &Balloon, now: Instant, available: Option<u64>) {
+        let Some(available) = available else {
+            return self.fail(balloon, "the guest does not say how much memory it has available");
+        };
+        let size = balloon.size();
+        let reserve = self.wanted.reserve.unwrap_or_else(|| LEAST_RESERVE.max(size.ram / 16));
+        let target = size.actual.saturating_sub(available.saturating_sub(reserve));
+        self.squeezed = Some((size.actual, size.actual));
+        (self.phase, self.heard) = (Phase::Inflating, (now, size.actual));
+        // What a guest says of itself is not believed further than its own memory goes.
+        if let Err(error) = balloon.set_target(target.max(reserve).max(1 << 20).min(size.actual)) {
+            self.fail(balloon, &error.to_string());
+        }
+    }
+
+    /// Fails if nothing new has been heard for too long.
+    fn wait(&mut self, balloon: &Balloon, now: Instant, heard: u64, why: &str) {
+        if self.is_silent(now, heard) {
+            let why = format!("{why}; nothing was heard for {} s", PATIENCE.as_secs());
+            self.fail(balloon, &why);
+        }
+    }
+
+    fn is_silent(&mut self, now: Instant, heard: u64) -> bool {
+        if self.heard.1 != heard {
+            self.heard = (now, heard);
+        }
+        now.saturating_duration_since(self.heard.0) >= PATIENCE
+    }
+
+    fn fail(&mut self, balloon: &Balloon, why: &str) {
+        balloon.done();
+        self.put_back(balloon);
+        self.error = Some(why.to_owned());
+        self.took = Some(self.begun.elapsed());
+        self.phase = Phase::Over;
+    }
+
+    /// Lets the guest have what it had before it was squeezed.
+    fn put_back(&self, balloon: &Balloon) {
+        if self.squeezed.is_some() {
+            // It was a target before, so it is one now.
+            let _ = balloon.set_target(self.before);
+        }
+    }
+}

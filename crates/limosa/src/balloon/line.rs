@@ -1,0 +1,63 @@
+//! The live status line, on a terminal only.
+
+use std::io::IsTerminal as _;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use limosa_balloon::{Balloon, HintState};
+
+use crate::words;
+
+/// A line that is drawn until it is dropped.
+pub(super) struct StatusLine(Option<ProgressBar>);
+
+impl StatusLine {
+    /// Draws on stderr if that is a terminal.
+    pub(super) fn show() -> Self {
+        let style = ProgressStyle::with_template("{msg}").unwrap_or_else(|_| ProgressStyle::default_spinner());
+        Self(std::io::stderr().is_terminal().then(|| ProgressBar::new_spinner().with_style(style)))
+    }
+
+    /// Says how things are.
+    pub(super) fn tell(&self, balloon: &Balloon, front_ends: u64) {
+        let Some(bar) = &self.0 else { return };
+        bar.set_message(words_of(balloon, front_ends));
+    }
+
+    /// Says something else.
+    pub(super) fn say(&self, words: String) {
+        if let Some(bar) = &self.0 {
+            bar.set_message(words);
+        }
+    }
+}
+
+impl Drop for StatusLine {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.0 {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn words_of(balloon: &Balloon, front_ends: u64) -> String {
+    if !balloon.has_driver() {
+        return match front_ends {
+            0 => "waiting for a front end".into(),
+            _ => "no driver in the guest".into(),
+        };
+    }
+    let (size, counters) = (balloon.size(), balloon.counters());
+    let mut line = format!("guest has {} of {}", words::bytes(size.actual), words::bytes(size.ram));
+    if size.target != size.actual {
+        line.push_str(&format!(", wanted {}", words::bytes(size.target)));
+    }
+    line.push_str(&format!("; {} given back", words::bytes(counters.discarded_bytes)));
+    let list = balloon.hint_list();
+    match list.state {
+        HintState::Requested => line.push_str("; asked for free pages"),
+        HintState::Started => line.push_str(&format!("; {} free so far", words::bytes(list.bytes))),
+        HintState::Stopped => line.push_str(&format!("; {} free, held by the guest", words::bytes(list.bytes))),
+        HintState::Done => {}
+    }
+    line
+}

@@ -1,0 +1,324 @@
+//! `limosa balloon` serves a guest (the model of Linux's driver behind a front end of its own), and `limosa balloon ctl` asks it.
+
+mod stage;
+
+use std::fs::File;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use limosa_balloon::Features;
+use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Shrinker};
+use limosa_memory::rust_vmm::{DirtyMarks, export};
+use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_testkit::{Qmp, scratch};
+use rustix::process::Signal;
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use serde_json::{Value, json};
+use stage::{Ended, Limosa, SOON, limosa, wait_for};
+use tempfile::TempDir;
+use vm_memory::GuestMemoryMmap;
+
+const MIB: u64 = 1 << 20;
+/// The guest's memory.
+const RAM: u64 = 512 * MIB;
+/// What it uses itself; the rings lie in it.
+const USED: u64 = 16 * MIB;
+
+/// A server, and where it is.
+struct Balloon {
+    limosa: Limosa,
+    folder: TempDir,
+}
+
+impl Balloon {
+    fn start(more: &[&str]) -> Self {
+        let folder = scratch().unwrap();
+        let path = |name: &str| folder.path().join(name).into_os_string().into_string().unwrap();
+        let (device, control) = (path("balloon.sock"), path("control.sock"));
+        let arguments = ["balloon", "--vhost-user", &device, "--control", &control];
+        let limosa = Limosa::start([&arguments[..], more].concat());
+        let balloon = Self { limosa, folder };
+        wait_for("a server", || balloon.limosa.stderr().contains("whoever connects").then_some(()));
+        balloon
+    }
+
+    fn device(&self) -> PathBuf {
+        self.folder.path().join("balloon.sock")
+    }
+
+    fn control(&self) -> PathBuf {
+        self.folder.path().join("control.sock")
+    }
+
+    fn arguments(&self, what: &[&str]) -> Vec<String> {
+        let control = self.control().into_os_string().into_string().unwrap();
+        ["balloon", "ctl", &control].iter().chain(what).map(|word| (*word).to_owned()).collect()
+    }
+
+    fn ctl(&self, what: &[&str]) -> Ended {
+        limosa(self.arguments(what))
+    }
+
+    fn json(&self, what: &[&str]) -> Value {
+        self.ctl(&[what, &["--json"]].concat()).json()
+    }
+
+    /// Ends it by a signal, and returns what it said.
+    fn end(self) -> (Ended, TempDir) {
+        self.limosa.signal(Signal::TERM);
+        (self.limosa.wait().success(), self.folder)
+    }
+}
+
+/// A guest whose driver runs on a thread.
+struct Guest {
+    memory: Arc<GuestMemory>,
+    free: Arc<Mutex<Blocks>>,
+    shrinker: Shrinker,
+    /// The driver does nothing while this is so.
+    paused: Arc<AtomicBool>,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Guest {
+    fn boot(balloon: &Balloon, features: Features) -> Self {
+        let block = BlockOptions::memfd("pc.ram", RAM).map().unwrap();
+        for at in (0..RAM).step_by(1 << 20) {
+            block.write(at, &[7; 4096]).unwrap();
+        }
+        let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
+        let guest: GuestMemoryMmap<DirtyMarks> = export(&memory).unwrap();
+        let front_end = Arc::new(FrontEnd::connect(&balloon.device(), Arc::clone(&memory)).unwrap());
+        let machine = Machine::over(front_end, Arc::new(guest), MIB);
+        let free = Arc::new(Mutex::new(Blocks::new(USED..RAM)));
+        let mut driver = Driver::probe(machine, Arc::clone(&free), features).unwrap();
+        let (paused, over) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        let shrinker = driver.shrinker();
+        let (pause, end) = (Arc::clone(&paused), Arc::clone(&over));
+        let thread = std::thread::spawn(move || {
+            while !end.load(Ordering::Acquire) {
+                // A server that has gone has taken the device along.
+                if !pause.load(Ordering::Acquire) && driver.poll().is_err() {
+                    return;
+                }
+                driver.wait(Duration::from_millis(2));
+            }
+        });
+        Self { memory, free, shrinker, paused, over, thread: Some(thread) }
+    }
+
+    fn byte(&self, at: u64) -> u8 {
+        let mut byte = [1];
+        self.memory.block(0).unwrap().read(at, &mut byte).unwrap();
+        byte[0]
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Release);
+        let ended = self.thread.take().map(JoinHandle::join);
+        if !std::thread::panicking() {
+            ended.unwrap().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_guest_gives_memory_back_and_gets_it_again() {
+    let balloon = Balloon::start(&[]);
+    let none = balloon.ctl(&["query"]).success().stdout;
+    assert!(none.contains("no driver in the guest"), "{none}");
+    let guest = Guest::boot(&balloon, Features::default());
+    let mut events = Qmp::connect(&balloon.control(), SOON).unwrap();
+
+    let told = balloon.json(&["target", "256M", "--wait", "60s"]);
+    assert_eq!(told["actual"], 256 * MIB);
+    assert_eq!(guest.byte(RAM - MIB), 0, "the host has the page again");
+    assert_eq!(guest.byte(100 * MIB), 7);
+    let event = events.wait_event("BALLOON_CHANGE", SOON).unwrap();
+    assert!(event["data"]["actual"].as_u64().unwrap() < RAM, "{event}");
+    assert_eq!(events.execute("query-balloon", json!({})).unwrap()["actual"], 256 * MIB);
+
+    let device = balloon.json(&["query"]);
+    assert_eq!((&device["ram"], &device["target"], &device["driver"]), (&json!(RAM), &json!(256 * MIB), &json!(true)));
+    assert_eq!(device["counters"]["inflated-pages"], 256 * MIB / 4096);
+    assert_eq!(device["counters"]["discarded-bytes"], 256 * MIB);
+    let words = balloon.ctl(&["query"]).success().stdout;
+    assert!(words.contains("the guest has 256 MiB of 512 MiB") && words.contains("FREE_PAGE_HINT"), "{words}");
+
+    balloon.ctl(&["target", "1T"]).success();
+    wait_for("all of the memory", || (balloon.json(&["query"])["actual"] == RAM).then_some(()));
+    assert_eq!(guest.free.lock().unwrap().free_bytes(), RAM - USED);
+}
+
+#[test]
+fn a_guest_says_how_much_memory_it_has() {
+    let balloon = Balloon::start(&[]);
+    let _guest = Guest::boot(&balloon, Features::default());
+    let first = balloon.json(&["stats"]);
+    assert_eq!(first["stats"]["available-memory"], RAM - USED);
+    let second = balloon.json(&["stats"]);
+    assert!(second["sequence"].as_u64() > first["sequence"].as_u64(), "{first} {second}");
+    let words = balloon.ctl(&["stats"]).success().stdout;
+    assert!(words.lines().any(|line| line == "free-memory 496 MiB"), "{words}");
+
+    // Watching goes on until it is ended, and that is no failure.
+    let watching = Limosa::start(balloon.arguments(&["stats", "--watch", "10ms", "--json"]));
+    wait_for("three reports", || (watching.stdout().lines().count() >= 3).then_some(()));
+    watching.signal(Signal::INT);
+    let lines = watching.wait().success().stdout;
+    assert!(lines.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()), "{lines}");
+}
+
+#[test]
+fn a_guest_lists_its_free_pages_and_has_them_afterwards() {
+    let balloon = Balloon::start(&[]);
+    let guest = Guest::boot(&balloon, Features::default());
+    let list = balloon.json(&["hint"]);
+    assert_eq!((&list["blocks"], &list["bytes"]), (&json!((RAM - USED) / (4 * MIB)), &json!(RAM - USED)), "{list}");
+    wait_for("the pages to be the guest's again", || (guest.shrinker.held() == 0).then_some(()));
+    assert_eq!(guest.byte(RAM - MIB), 7, "a hint gives nothing back");
+    let words = balloon.ctl(&["hint"]).success().stdout;
+    assert!(words.starts_with("496 MiB free in 124 blocks, listed in "), "{words}");
+}
+
+#[test]
+fn squeezing_takes_what_is_available_and_gives_it_back_before_the_list() {
+    let balloon = Balloon::start(&["--target", "500M"]);
+    let guest = Guest::boot(&balloon, Features::default());
+    wait_for("the first target", || (balloon.json(&["query"])["actual"] == 500 * MIB).then_some(()));
+    let list = balloon.json(&["hint", "--squeeze", "--reserve", "100M"]);
+    assert_eq!(list["squeezed"], (500 - 16 - 100) * MIB, "{list}");
+    assert_eq!(list["bytes"], (500 - 16) * MIB, "{list}");
+    assert_eq!(balloon.json(&["query"])["actual"], 500 * MIB, "the target is what it was");
+    assert_eq!(guest.byte(300 * MIB), 0, "what was squeezed out was given back");
+}
+
+#[test]
+fn whoever_breaks_off_a_squeeze_leaves_the_guest_as_it_was() {
+    let balloon = Balloon::start(&[]);
+    let guest = Guest::boot(&balloon, Features::default());
+    balloon.json(&["stats"]);
+    for signal in [Signal::INT, Signal::TERM] {
+        // The guest answers nothing, so the job stands where it is.
+        guest.paused.store(true, Ordering::Release);
+        let squeezing = Limosa::start(balloon.arguments(&["hint", "--squeeze"]));
+        let mut qmp = Qmp::connect(&balloon.control(), SOON).unwrap();
+        let mut phase = || qmp.execute("query-balloon-hint", json!({})).unwrap()["phase"].clone();
+        wait_for("a job", || (phase() == "asking").then_some(()));
+        balloon.ctl(&["hint"]).one_line(&["being made already"]);
+        squeezing.signal(signal);
+        squeezing.wait().one_line(&["broken off by a signal"]);
+        assert_eq!(phase(), "failed");
+        guest.paused.store(false, Ordering::Release);
+        let device = balloon.json(&["query"]);
+        assert_eq!((&device["target"], &device["actual"]), (&json!(RAM), &json!(RAM)));
+    }
+    assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED, "the next one is whole");
+}
+
+#[test]
+fn a_server_that_is_ended_takes_its_sockets_along_and_tells_the_guest() {
+    let balloon = Balloon::start(&["--json"]);
+    for socket in [balloon.device(), balloon.control()] {
+        let found = std::fs::symlink_metadata(socket).unwrap();
+        assert!(found.file_type().is_socket() && found.permissions().mode() & 0o777 == 0o600);
+    }
+    let guest = Guest::boot(&balloon, Features::default());
+    balloon.json(&["target", "400M", "--wait", "60s"]);
+    let (ended, folder) = balloon.end();
+    let object: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_eq!((&object["front-ends"], &object["counters"]["inflated-pages"]), (&json!(1), &json!(112 * MIB / 4096)));
+    assert!(ended.stderr.contains("112 MiB given back in"), "{}", ended.stderr);
+    assert!(stage::names(folder.path()).is_empty(), "{:?}", stage::names(folder.path()));
+    assert_eq!(guest.shrinker.held(), 0);
+}
+
+#[test]
+fn one_guest_after_the_other_is_served_and_the_target_holds_for_all() {
+    let balloon = Balloon::start(&["--target", "500M"]);
+    for _ in 0..2 {
+        let _guest = Guest::boot(&balloon, Features::default());
+        wait_for("its size", || (balloon.json(&["query"])["actual"] == 500 * MIB).then_some(()));
+    }
+    wait_for("nobody", || (balloon.json(&["query"])["driver"] == false).then_some(()));
+    // A server that was killed has left its sockets; the next one takes their places.
+    balloon.limosa.signal(Signal::KILL);
+    wait_for("its end", || (!balloon.limosa.is_running()).then_some(()));
+    let path = |path: PathBuf| path.into_os_string().into_string().unwrap();
+    let (device, control) = (path(balloon.device()), path(balloon.control()));
+    let again = Limosa::start(["balloon", "--vhost-user", &device, "--control", &control]);
+    wait_for("a server", || again.stderr().contains("whoever connects").then_some(()));
+    let _guest = Guest::boot(&balloon, Features::default());
+    assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED);
+    again.signal(Signal::TERM);
+    again.wait().success();
+}
+
+#[test]
+fn reports_can_be_left_alone_and_memory_be_kept() {
+    let balloon = Balloon::start(&["--reporting", "off", "--discard", "none"]);
+    let guest = Guest::boot(&balloon, Features::default());
+    assert_eq!(balloon.json(&["query"])["reporting"], false);
+    assert_eq!(balloon.json(&["reporting", "on"])["reporting"], true);
+    let words = balloon.ctl(&["reporting", "off"]).success().stderr;
+    assert!(words.contains("left alone"), "{words}");
+    balloon.json(&["target", "256M", "--wait", "60s"]);
+    assert_eq!(guest.byte(RAM - MIB), 7, "--discard none gives nothing back");
+}
+
+#[test]
+fn what_cannot_be_done_is_said_in_one_line() {
+    let folder = scratch().unwrap();
+    let nobody = folder.path().join("nobody").into_os_string().into_string().unwrap();
+    limosa(["balloon", "ctl", &nobody, "query"]).one_line(&[&nobody]);
+    let away = folder.path().join("away/balloon.sock").into_os_string().into_string().unwrap();
+    limosa(["balloon", "--vhost-user", &away]).one_line(&[&away]);
+    for wrong in [&["balloon"][..], &["balloon", "--control", "x"], &["balloon", "ctl", "x", "target", "0"]] {
+        assert_eq!(limosa(wrong).status.code(), Some(2), "{wrong:?}");
+    }
+
+    let balloon = Balloon::start(&[]);
+    for what in [&["stats"][..], &["hint"], &["hint", "--squeeze"]] {
+        balloon.ctl(what).one_line(&["load virtio_balloon"]);
+    }
+    balloon.ctl(&["target", "17"]).one_line(&["at least 4096 bytes"]);
+    let taken = balloon.device().into_os_string().into_string().unwrap();
+    limosa(["balloon", "--vhost-user", &taken]).one_line(&[&taken]);
+    let guest = Guest::boot(&balloon, Features::NONE);
+    balloon.ctl(&["stats"]).one_line(&["no statistics"]);
+    balloon.ctl(&["hint"]).one_line(&["free-page-hint"]);
+    guest.paused.store(true, Ordering::Release);
+    balloon.ctl(&["target", "256M", "--wait", "100ms"]).one_line(&["not 256 MiB", "ask for more"]);
+}
+
+#[test]
+fn a_terminal_shows_one_line_of_how_things_are() {
+    let folder = scratch().unwrap();
+    let device = folder.path().join("balloon.sock");
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
+    let terminal = File::options().read(true).write(true).open(name).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+    command.args(["balloon", "--vhost-user"]).arg(&device).stderr(terminal).stdout(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    drop(command);
+    let mut shown = Vec::new();
+    let mut buffer = [0; 4096];
+    while !String::from_utf8_lossy(&shown).contains("waiting for a front end") {
+        let count = rustix::io::read(&master, &mut buffer).unwrap();
+        shown.extend_from_slice(&buffer[..count]);
+    }
+    rustix::process::kill_process(rustix::process::Pid::from_child(&child), Signal::INT).unwrap();
+    assert!(child.wait().unwrap().success());
+    assert!(!device.exists());
+}
