@@ -281,6 +281,48 @@ fn what_is_free_is_not_sent_and_the_guest_has_its_pages_back_before_its_devices_
 }
 
 #[test]
+fn a_page_that_was_free_is_zero_at_once_for_a_guest_that_runs_before_its_memory_has_come() {
+    let source = vm([64, 16]);
+    let (logs, _marker) = source.restless_logs(1);
+    let lists = vec![vec![8 * PAGE_SIZE..16 * PAGE_SIZE, 20 * PAGE_SIZE..21 * PAGE_SIZE]];
+    let answers = Arc::new(Answers { lists, complete: true, ..Answers::default() });
+    // It has something there, which nobody needs; its devices look at one of the free pages before the guest runs.
+    let destination = Vm { looks_at: vec![9], ..Vm::of(blocks([64, 16])) };
+    let ram = destination.memory.block(0).unwrap();
+    ram.write(0, &vec![0xdd; usize::try_from(ram.len()).unwrap()]).unwrap();
+    let (near, far) = pair();
+    let (control, progress) = (Control::new(), Progress::new());
+    let params = MigrationParams { downtime_limit: Duration::ZERO, ..params() };
+    let (outcome, arrival) = thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            let (control, progress) = (Box::leak(Box::new(Control::new())), Box::leak(Box::new(Progress::new())));
+            LiveDestination::new(&destination, far, control, progress, LiveDestinationOptions::default()).run()
+        });
+        let outcome = LiveSource::new(&source, logs, near, &control, &progress, params)
+            .with_postcopy(Postcopy::Allowed)
+            .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
+            .observe(|_| control.start_postcopy())
+            .run();
+        (outcome, receiving.join().unwrap())
+    });
+    let stats = completed(outcome);
+    let ArrivalOutcome::Running(arrived) = arrival else { panic!("{arrival:?}") };
+    assert_eq!(stats.rounds[0].hinted, 9);
+    // Once for each device.
+    assert_eq!(*destination.seen.lock().unwrap(), [0, 0]);
+    // Asked for, and answered without its contents; of the others nobody has said anything, and they are zero all the same.
+    assert_eq!(stats.postcopy.unwrap().zero_pages, 1);
+    assert!(arrived.postcopy.unwrap().requests > 0);
+    let here = source.contents(0);
+    let mut there = vec![0; here.len()];
+    ram.read(0, &mut there).unwrap();
+    for (page, (here, there)) in here.chunks(4096).zip(there.chunks(4096)).enumerate() {
+        let free = (8..16).contains(&page) || page == 20;
+        assert!(if free { there == [0; 4096] } else { here == there }, "page {page}");
+    }
+}
+
+#[test]
 fn a_list_may_be_waited_for_but_not_longer_than_was_said() {
     for complete in [true, false] {
         let vm = vm([16, 16]);
