@@ -137,6 +137,23 @@ mod tests {
     }
 
     #[test]
+    fn what_is_lent_is_released_when_it_is_back() {
+        let block = filled(BlockOptions::memfd("ram", 16 << 12));
+        let loan = block.lend().unwrap();
+        std::thread::scope(|scope| {
+            let release = scope.spawn(|| block.release(block.pages(), Method::PunchHole).unwrap());
+            while !loan.is_wanted() {
+                std::thread::yield_now();
+            }
+            let mut byte = [0];
+            block.read(0, &mut byte).unwrap();
+            assert_eq!(byte, [7], "it was released while it was lent");
+            drop(loan);
+            assert_eq!(release.join().unwrap(), 16);
+        });
+    }
+
+    #[test]
     fn pages_that_a_block_has_not_are_refused() {
         let block = filled(BlockOptions::memfd("ram", 16 << 12));
         let error = block.release(PageRange::starting_at(PageNumber(15), 2), Method::PunchHole).unwrap_err();
