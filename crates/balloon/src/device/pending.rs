@@ -104,3 +104,50 @@ impl Ballooned {
         (first < last).then(|| start..range.start + PageNumber(last).offset())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use limosa_memory::MemoryError;
+
+    use super::*;
+
+    /// Ordinary memory up to 1 MiB, and huge pages of 64 KiB from 2 MiB to 2 MiB + 200 KiB.
+    #[derive(Debug)]
+    struct Mixed([Range<u64>; 2]);
+
+    impl Reclaim for Mixed {
+        fn ram(&self) -> &[Range<u64>] {
+            &self.0
+        }
+
+        fn host_page(&self, index: usize) -> u64 {
+            [4096, 64 << 10][index]
+        }
+
+        fn discard(&self, _run: &Range<u64>) -> Result<u64, MemoryError> {
+            Ok(0)
+        }
+    }
+
+    const HUGE: u64 = 2 << 20;
+    const KIB: u64 = 1 << 10;
+
+    #[test]
+    fn a_huge_page_is_given_back_when_all_of_it_is_in_the_balloon() {
+        let memory = Mixed([0..1 << 20, HUGE..HUGE + 200 * KIB]);
+        let mut ballooned = Ballooned::default();
+        let mut inflate = |run: Range<u64>| ballooned.change(1, &memory, run, true);
+        assert_eq!(inflate(8 * KIB..12 * KIB), Some(8 * KIB..12 * KIB), "ordinary memory goes as it comes");
+        assert_eq!(inflate(HUGE..HUGE + 60 * KIB), None);
+        assert_eq!(inflate(HUGE + 60 * KIB..HUGE + 68 * KIB), Some(HUGE..HUGE + 64 * KIB));
+        assert_eq!(inflate(HUGE + 68 * KIB..HUGE + 196 * KIB), Some(HUGE + 64 * KIB..HUGE + 192 * KIB));
+        assert_eq!(inflate(HUGE + 192 * KIB..HUGE + 200 * KIB), None, "the last one is not there as a whole");
+
+        assert_eq!(ballooned.change(1, &memory, HUGE + 4 * KIB..HUGE + 8 * KIB, false), None);
+        assert_eq!(ballooned.change(1, &memory, HUGE..HUGE + 4 * KIB, true), None, "a page of it was taken out");
+        assert_eq!(ballooned.change(1, &memory, HUGE + 4 * KIB..HUGE + 8 * KIB, true), Some(HUGE..HUGE + 64 * KIB));
+        // Another driver begins with an empty balloon.
+        assert_eq!(ballooned.change(2, &memory, HUGE..HUGE + 60 * KIB, true), None);
+        assert_eq!(ballooned.change(2, &memory, 1 << 40..(1 << 40) + 4096, true), None);
+    }
+}
