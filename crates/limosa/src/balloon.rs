@@ -76,6 +76,14 @@ impl Observer for Changes {
 }
 
 fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
+    if let Some(name) = [(DiscardArg::Dontneed, "dontneed"), (DiscardArg::Free, "free")]
+        .into_iter()
+        .find_map(|(discard, name)| (discard == args.discard).then_some(name))
+    {
+        anyhow::bail!(
+            "--discard {name} gives nothing back of memory that a front end shares: take auto, punch-hole, remove or none"
+        );
+    }
     let changes = Arc::new(Changes::default());
     let balloon = Arc::new(Balloon::new(Options {
         reporting_off: args.reporting == OnOffArg::Off,

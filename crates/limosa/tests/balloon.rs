@@ -285,6 +285,10 @@ fn what_cannot_be_done_is_said_in_one_line() {
         assert_eq!(limosa(wrong).status.code(), Some(2), "{wrong:?}");
     }
 
+    for method in ["dontneed", "free"] {
+        limosa(["balloon", "--vhost-user", "x", "--discard", method]).one_line(&[method, "take auto"]);
+    }
+
     let balloon = Balloon::start(&[]);
     for what in [&["stats"][..], &["hint"], &["hint", "--squeeze"]] {
         balloon.ctl(what).one_line(&["load virtio_balloon"]);

@@ -66,11 +66,11 @@ pub(crate) enum DiscardArg {
     Auto,
     /// `fallocate(PUNCH_HOLE)` on the file behind it
     PunchHole,
-    /// `madvise(MADV_DONTNEED)`, for private memory
+    /// `madvise(MADV_DONTNEED)`, for private memory, which no front end shares
     Dontneed,
     /// `madvise(MADV_REMOVE)`, for shared memory
     Remove,
-    /// `madvise(MADV_FREE)`, for private memory; taken when the host is short of it
+    /// `madvise(MADV_FREE)`, likewise; taken when the host is short of it
     Free,
     /// Not at all
     None,

@@ -239,3 +239,86 @@ impl Job {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use limosa_balloon::{Features, GuestRam, HintState, Options, Strategy, Transport};
+    use limosa_memory::{BlockOptions, GuestMemory};
+
+    use super::*;
+
+    const RAM: u64 = 256 << 20;
+    const SQUEEZE: Wanted = Wanted { squeeze: true, reserve: None };
+    const LIST: Wanted = Wanted { squeeze: false, reserve: None };
+
+    struct Bus;
+
+    impl Transport for Bus {
+        fn config_changed(&self) {}
+
+        fn kick(&self, _queue: usize) {}
+    }
+
+    /// A guest whose driver never answers.
+    fn silent() -> Balloon {
+        let balloon = Balloon::new(Options::default());
+        let block = BlockOptions::memfd("pc.ram", RAM).map().unwrap();
+        let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
+        balloon.memory(Arc::new(GuestRam::new(memory, Strategy::Nothing)));
+        balloon.attached(Arc::new(Bus));
+        balloon.accepted(Features::default());
+        balloon
+    }
+
+    fn said(jobs: &Jobs, balloon: &Balloon) -> (String, String) {
+        let answer = jobs.read(balloon);
+        let text = |name: &str| answer.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
+        (text("phase"), text("error"))
+    }
+
+    #[test]
+    fn a_guest_that_never_answers_gets_its_pages_back() {
+        for wanted in [LIST, SQUEEZE] {
+            let (jobs, balloon) = (Jobs::default(), silent());
+            jobs.begin(&balloon, wanted).unwrap();
+            let now = Instant::now();
+            jobs.go_on(&balloon, now);
+            assert!(!["failed", "completed"].contains(&&*said(&jobs, &balloon).0));
+            jobs.go_on(&balloon, now + PATIENCE * 2);
+            let (phase, error) = said(&jobs, &balloon);
+            assert!(phase == "failed" && error.contains("nothing was heard for 10 s"), "{phase}: {error}");
+            assert_eq!((balloon.hint_list().state, balloon.size().target), (HintState::Done, RAM));
+            jobs.begin(&balloon, LIST).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_squeeze_that_ends_early_has_put_the_target_back() {
+        for ending in 0..2 {
+            let (jobs, balloon) = (Jobs::default(), silent());
+            balloon.set_target(RAM / 2).unwrap();
+            jobs.begin(&balloon, SQUEEZE).unwrap();
+            let now = Instant::now();
+            jobs.lock().as_mut().unwrap().inflate(&balloon, now, Some(200 << 20));
+            assert_eq!(balloon.size().target, RAM - ((200 - 64) << 20));
+            if ending == 0 {
+                jobs.give_up(&balloon);
+            } else {
+                // The driver goes.
+                balloon.attached(Arc::new(Bus));
+                jobs.go_on(&balloon, now);
+            }
+            assert_eq!((said(&jobs, &balloon).0.as_str(), balloon.size().target), ("failed", RAM / 2));
+        }
+    }
+
+    #[test]
+    fn what_a_guest_says_it_has_available_leaves_it_its_reserve() {
+        for available in [0, 1 << 20, 300 << 20, u64::MAX] {
+            let (jobs, balloon) = (Jobs::default(), silent());
+            jobs.begin(&balloon, SQUEEZE).unwrap();
+            jobs.lock().as_mut().unwrap().inflate(&balloon, Instant::now(), Some(available));
+            assert!((LEAST_RESERVE..=RAM).contains(&balloon.size().target), "{available}: {:?}", balloon.size());
+        }
+    }
+}
