@@ -9,16 +9,22 @@ use crate::{setup, shell};
 
 /// Builds it; returns where it is.
 pub(crate) fn build() -> Result<PathBuf> {
+    build_one("limosa", "limosa")
+}
+
+fn build_one(package: &str, name: &str) -> Result<PathBuf> {
     shell::run(Command::new("cargo").current_dir(shell::workspace()).args([
         "build",
         "--release",
         "--package",
-        "limosa",
+        package,
+        "--bin",
+        name,
     ]))?;
     // We are TARGET/debug/xtask ourselves, wherever TARGET is.
     let own = std::env::current_exe().context("the path of xtask itself")?;
     let target = own.parent().and_then(|folder| folder.parent()).context("xtask is in no target folder")?;
-    let program = target.join("release/limosa");
+    let program = target.join("release").join(name);
     if !program.is_file() {
         bail!("cargo has built no {}", program.display());
     }
@@ -31,5 +37,10 @@ pub(crate) fn bench(arguments: &[String]) -> Result<()> {
         bail!("which one? `cargo xtask bench save`, or restore; the rest of the line goes to `limosa bench`");
     }
     setup::run()?;
-    shell::run(Command::new(build()?).arg("bench").args(arguments))
+    let mut bench = Command::new(build()?);
+    if arguments.iter().any(|word| word == "free-page") {
+        // A program of its own, so that limosa needs nothing of what the tests need.
+        bench.env("LIMOSA_GUEST", build_one("limosa-testkit", "limosa-guest")?);
+    }
+    shell::run(bench.arg("bench").args(arguments))
 }

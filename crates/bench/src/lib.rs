@@ -22,6 +22,7 @@ mod caches;
 mod content;
 mod cow;
 pub mod frame;
+mod free_page;
 mod guest;
 mod landing;
 mod limosa;
@@ -52,7 +53,7 @@ pub use report::Report;
 const PLAIN: &str = "linear 1M";
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["cow", "landing", "restore", "save", "stream", "zero-copy", "zero-page"];
+pub const NAMES: &[&str] = &["cow", "free-page", "landing", "restore", "save", "stream", "zero-copy", "zero-page"];
 
 /// How a bench is to be run.
 #[derive(Debug, Clone)]
@@ -130,6 +131,7 @@ impl Options {
 pub fn run(name: &str, options: &Options) -> Result<Report> {
     let mut report = match name {
         "cow" => cow::run(options)?,
+        "free-page" => free_page::run(options)?,
         "landing" => landing::run(options)?,
         "restore" => restore::run(options)?,
         "save" => save::run(options)?,

@@ -19,7 +19,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "WHOM", value_parser = ["qemu"])]
     pub(crate) against: Option<String>,
 
-    /// Memory of the VMs; 2G for save, 4G for restore, 1G for landing, stream and zero-copy by default; for zero-page the pages that are cold, more than four times the last-level cache; for cow the disk, 2G
+    /// Memory of the VMs; 2G for save, 4G for restore, 1G for landing, stream and zero-copy by default; for zero-page the pages that are cold, more than four times the last-level cache; for cow the disk, 2G; for free-page the guest, 8G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) size: Option<u64>,
 
@@ -57,9 +57,9 @@ pub(crate) struct BenchArgs {
 }
 
 /// The benches, and what one of them starts as its own child.
-fn names() -> [PossibleValue; 8] {
+fn names() -> [PossibleValue; 9] {
     let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
-    let [save, restore, landing, stream, zero_page, zero_copy, cow] = [
+    let [save, restore, landing, stream, zero_page, zero_copy, cow, free_page] = [
         ("save", "A VM into a file: limosa, and QEMU itself"),
         ("restore", "A VM out of a file: lazily and eagerly, and QEMU itself"),
         ("landing", "How received pages get from a socket into a file"),
@@ -70,7 +70,8 @@ fn names() -> [PossibleValue; 8] {
             "Pages of a live migration copied, lent by MSG_ZEROCOPY, and spliced; idle and with every core busy",
         ),
         ("cow", "Writes into qcow2 images, most of them to new clusters"),
+        ("free-page", "A guest asked for its free pages, beside inflating a balloon in it"),
     ]
     .map(|(name, what)| PossibleValue::new(name).help(what));
-    [save, restore, landing, stream, zero_page, zero_copy, cow, hidden]
+    [save, restore, landing, stream, zero_page, zero_copy, cow, free_page, hidden]
 }

@@ -1,0 +1,35 @@
+//! Asking a guest for its free pages, beside taking its memory by inflating a balloon.
+//!
+//! Two guests. One is real: Linux in user-mode Linux, with its own driver, its memory idle, or resident and free (`--size`, 8 GiB).
+//! The other is a model of that driver, which can do what Linux's cannot: send arrays of 16,384 page numbers. Law: what is
+//! compared begins with as much resident memory, and ends when the host has it back, or the list is complete.
+
+mod discards;
+mod model;
+mod uml;
+
+use anyhow::{Result, ensure};
+
+use crate::Options;
+use crate::frame::Series;
+use crate::machine::Machine;
+use crate::report::Report;
+
+/// Runs the bench.
+pub(crate) fn run(options: &Options) -> Result<Report> {
+    let memory = options.size.unwrap_or(8 << 30).next_multiple_of(64 << 20);
+    ensure!(memory >= 256 << 20, "a guest of less than 256 MiB has too little that is free");
+    let real = uml::rounds(options, memory)?;
+    let modelled = model::rounds(options, memory)?;
+    let all: Vec<Series> = real.as_ref().map_or(&[][..], |series| series).iter().chain(&modelled).cloned().collect();
+    ensure!(!all.is_empty(), "{}", options.nobody());
+    let mut report = Report::new("free-page", Machine::this(&options.qemu), options.rounds, &all);
+    uml::judge(&mut report, &all, memory, real.as_ref().err().map(String::as_str));
+    model::judge(&mut report, &all, memory);
+    Ok(report)
+}
+
+/// What of a guest's memory is inflated, or touched and freed: all but an eighth.
+fn taken(memory: u64) -> u64 {
+    memory / 8 * 7
+}
