@@ -60,6 +60,17 @@ fn a_save_is_measured_on_several_channels() {
 }
 
 #[test]
+fn a_balloon_is_measured_where_no_linux_guest_is_named() {
+    let report = runs(&["free-page", "--size", "256M"], 4, 0);
+    for case in report["cases"].as_array().unwrap() {
+        assert_eq!(case["counters"]["discarded_mib"], 224, "{case}");
+    }
+    for target in report["targets"].as_array().unwrap() {
+        assert!(target["why"].as_str().unwrap().contains("LIMOSA_GUEST"), "{target}");
+    }
+}
+
+#[test]
 fn every_way_of_sending_pages_is_measured_idle_and_under_stress() {
     // tcp has three of them, a unix socket two; over 1, 2, 4 and 8 channels.
     let report = runs(&["zero-copy", "--size", "16M"], 2 * (3 + 2) * 4, 2);

@@ -29,6 +29,8 @@ use crate::stream::words;
 
 /// Names the program that runs the guest: `cargo xtask bench` builds it.
 const PROGRAM: &str = "LIMOSA_GUEST";
+/// How often a run is tried: under load user-mode Linux 6.1 now and then overflows its signal stack, and is gone.
+const TRIES: u32 = 3;
 /// How long anything in the guest may take.
 const LIMIT: Duration = Duration::from_secs(300);
 
@@ -42,7 +44,7 @@ const REPORTING: &str = "reporting";
 
 const FILTERING: &str = "filtering_us";
 
-/// Milliseconds for a list, at most.
+/// Seconds for a list, at most.
 const LIST_S: f64 = 0.025;
 const FASTER: f64 = 100.0;
 const RELEASE: f64 = 4.0;
@@ -65,12 +67,21 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Result<Vec<Series
     let offered = Features::default().without(Features::REPORTING);
     let guest = RefCell::new(None::<Guest>);
     let with = |run: &dyn Fn(&mut Guest) -> Result<Measured>| -> Result<Measured> {
-        let mut guest = guest.borrow_mut();
-        let guest = match &mut *guest {
-            Some(guest) => guest,
-            none => none.insert(Guest::start(&program, memory, offered)?),
-        };
-        run(guest)
+        let mut place = guest.borrow_mut();
+        let mut tries = TRIES;
+        loop {
+            let guest = match &mut *place {
+                Some(guest) => guest,
+                none => none.insert(Guest::start(&program, memory, offered)?),
+            };
+            let measured = run(guest);
+            tries -= 1;
+            if measured.is_ok() || tries == 0 || guest.process.ended()?.is_none() {
+                return measured;
+            }
+            options.tell("user-mode Linux has died; the run is made again with another one");
+            *place = None;
+        }
     };
     let reporting = || {
         // The other guest's memory is not needed beside this one's.
