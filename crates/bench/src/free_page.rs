@@ -5,13 +5,13 @@
 //! compared begins with as much resident memory, and ends when the host has it back, or the list is complete.
 
 mod discards;
+mod migrations;
 mod model;
 mod uml;
 
 use anyhow::{Result, ensure};
 
 use crate::Options;
-use crate::frame::Series;
 use crate::machine::Machine;
 use crate::report::Report;
 
@@ -20,12 +20,14 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let memory = options.size.unwrap_or(8 << 30).next_multiple_of(64 << 20);
     ensure!(memory >= 256 << 20, "a guest of less than 256 MiB has too little that is free");
     let real = uml::rounds(options, memory)?;
-    let modelled = model::rounds(options, memory)?;
-    let all: Vec<Series> = real.as_ref().map_or(&[][..], |series| series).iter().chain(&modelled).cloned().collect();
+    let mut all = real.as_ref().map_or_else(|_| Vec::new(), Clone::clone);
+    all.extend(model::rounds(options, memory)?);
+    all.extend(migrations::rounds(options, memory)?);
     ensure!(!all.is_empty(), "{}", options.nobody());
     let mut report = Report::new("free-page", Machine::this(&options.qemu), options.rounds, &all);
     uml::judge(&mut report, &all, memory, real.as_ref().err().map(String::as_str));
     model::judge(&mut report, &all, memory);
+    migrations::judge(&mut report, &all);
     Ok(report)
 }
 

@@ -48,7 +48,7 @@ impl Figure {
     }
 }
 
-const CHARTS: [Chart; 9] = [
+const CHARTS: [Chart; 11] = [
     Chart {
         bench: "stream",
         name: "vectors",
@@ -120,6 +120,20 @@ const CHARTS: [Chart; 9] = [
         name: "zero-copy-busy",
         title: "Sending a GiB while every core is busy with something else",
         cases: "1 GiB over tcp, every core busy",
+        figure: Figure::Wall,
+    },
+    Chart {
+        bench: "free-page",
+        name: "free-page-away",
+        title: "7 GiB of an idle guest of 8 GiB given back to the host",
+        cases: "7 GiB resident and free",
+        figure: Figure::Wall,
+    },
+    Chart {
+        bench: "free-page",
+        name: "free-page-migration",
+        title: "A Linux guest of 8 GiB that is idle, migrated as a whole",
+        cases: "migration",
         figure: Figure::Wall,
     },
 ];

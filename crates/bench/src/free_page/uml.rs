@@ -1,6 +1,7 @@
 //! The real guest: user-mode Linux, which `limosa-guest` of limosa-testkit runs, and whose lines come and go through pipes.
 
 use std::cell::RefCell;
+use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -58,10 +59,17 @@ fn resident(memory: u64) -> String {
     format!("{} resident and free", words(taken(memory)))
 }
 
+/// The program that runs the guest; or why there is none.
+pub(super) fn program() -> Result<PathBuf, String> {
+    let program = std::env::var_os(PROGRAM).map(PathBuf::from);
+    program.ok_or_else(|| format!("{PROGRAM} names no program that runs a guest; `cargo xtask bench free-page` does"))
+}
+
 /// The series; or why there is no such guest here.
 pub(super) fn rounds(options: &Options, memory: u64) -> Result<Result<Vec<Series>, String>> {
-    let Some(program) = std::env::var_os(PROGRAM).map(PathBuf::from) else {
-        return Ok(Err(format!("{PROGRAM} names no program that runs a guest; `cargo xtask bench free-page` does")));
+    let program = match program() {
+        Ok(program) => program,
+        Err(why) => return Ok(Err(why)),
     };
     let (idle, resident) = (idle(memory), resident(memory));
     let offered = Features::default().without(Features::REPORTING);
@@ -140,7 +148,7 @@ pub(super) fn judge(report: &mut Report, all: &[Series], memory: u64, why: Optio
 }
 
 /// A guest, its balloon, and the server between them.
-struct Guest {
+pub(super) struct Guest {
     balloon: Arc<Balloon>,
     watched: Arc<Watched>,
     process: Process,
@@ -152,7 +160,8 @@ struct Guest {
 }
 
 impl Guest {
-    fn start(program: &Path, memory: u64, offered: Features) -> Result<Self> {
+    /// One whose balloon offers these features, run by that program.
+    pub(super) fn start(program: &Path, memory: u64, offered: Features) -> Result<Self> {
         let folder = Scratch::new_in(&std::env::temp_dir())?;
         let path = folder.path().join("balloon.sock");
         let balloon = Arc::new(Balloon::new(DeviceOptions { features: offered, ..DeviceOptions::default() }));
@@ -208,9 +217,14 @@ impl Guest {
 
     /// Makes so much of the guest's memory resident, and free.
     fn touch(&mut self, bytes: u64) -> Result<()> {
+        self.touch_with("zero", bytes)
+    }
+
+    /// The same, full of what that device of the guest gives.
+    pub(super) fn touch_with(&mut self, device: &str, bytes: u64) -> Result<()> {
         // A little is left for what the guest needs besides.
         let mib = (bytes >> 20) * 31 / 32;
-        writeln!(self.input, "dd if=/dev/zero of=/tmp/touched bs=1M count={mib} && rm /tmp/touched")?;
+        writeln!(self.input, "dd if=/dev/{device} of=/tmp/touched bs=1M count={mib} && rm /tmp/touched")?;
         self.wait_line("done 0")
     }
 
@@ -218,8 +232,17 @@ impl Guest {
         Stopwatch::start(&[self.process.pid()])
     }
 
+    /// Its memory's file, and where in it what the guest knows by its own address is.
+    pub(super) fn file(&self) -> Result<(File, impl Fn(u64) -> u64 + use<>)> {
+        let ram = self.watched.ram()?;
+        let [region] = ram.regions() else { bail!("the guest's memory is in several pieces") };
+        let (guest, file) = (region.guest_address, region.file_offset);
+        let place = move |address: u64| address.saturating_sub(guest).saturating_add(file);
+        Ok((region.file().try_clone().context("the guest's memory")?, place))
+    }
+
     /// Has the guest have its pages back.
-    fn done(&mut self) -> Result<()> {
+    pub(super) fn done(&mut self) -> Result<()> {
         self.balloon.done();
         // It frees them one by one; a line of its shell comes behind, and a moment of nothing.
         thread::sleep(Duration::from_millis(300));
@@ -227,7 +250,8 @@ impl Guest {
         self.wait_line("done 0")
     }
 
-    fn ask(&self) -> Result<(Vec<Range<u64>>, Duration)> {
+    /// Its free pages, which it holds from then on, and how long it took to name them.
+    pub(super) fn ask(&self) -> Result<(Vec<Range<u64>>, Duration)> {
         let list = Arc::new(List::default());
         let began = Instant::now();
         self.balloon.request(list.clone())?;

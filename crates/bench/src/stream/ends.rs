@@ -9,6 +9,7 @@ mod served;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
@@ -50,6 +51,8 @@ enum Setup {
 struct Send {
     uri: String,
     way: Way,
+    /// Bytes that the guest has no use for.
+    free: Vec<Range<u64>>,
 }
 
 /// How memory is sent. By default as records on the main channel, gathered and without a limit.
@@ -212,7 +215,7 @@ pub(crate) struct Source<'c> {
 
 impl<'c> Source<'c> {
     /// A process that maps the first `memory` bytes of `content`, at the near end of `cable` if there is one.
-    pub(super) fn start(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
+    pub(crate) fn start(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
         Self::start_as(options, content, memory, cable, false)
     }
 
@@ -250,6 +253,18 @@ impl<'c> Source<'c> {
         way: Way,
         ready: impl FnOnce() -> Result<()>,
     ) -> Result<Measured> {
+        self.send_but(options, transport, way, Vec::new(), ready)
+    }
+
+    /// The same, of a guest that has no use for these bytes of its memory, and says so.
+    pub(crate) fn send_but(
+        &mut self,
+        options: &Options,
+        transport: Transport,
+        way: Way,
+        free: Vec<Range<u64>>,
+        ready: impl FnOnce() -> Result<()>,
+    ) -> Result<Measured> {
         let folder = Scratch::new_in(&std::env::temp_dir())?;
         let uri = match (transport, self.cable) {
             (Transport::Tcp, None) => "tcp:127.0.0.1:0".to_owned(),
@@ -266,7 +281,7 @@ impl<'c> Source<'c> {
         let all = Stopwatch::start(&[sender, receiver])?;
         let before = [process_cpu(sender)?, process_cpu(receiver)?];
         let begun = Instant::now();
-        self.child.tell(&Send { uri, way })?;
+        self.child.tell(&Send { uri, way, free })?;
         let Answer::Sent { pages, zeros, calls, bytes, cpu, guest, lent } = self.child.answer()? else {
             bail!("the source has not sent")
         };

@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, Write};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -11,7 +12,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
-use limosa_memory::dirty::{DirtyLogs, Writers};
+use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Writers};
+use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource};
 use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, Put, VmError};
@@ -50,7 +52,7 @@ pub fn serve() -> Result<()> {
         }
         Setup::Source { file, memory, plain: false } => {
             let vm = Still::new(BlockOptions::file(RAM, memory, open(&file)?.into(), 0))?;
-            send_over_and_over(next, |to| vm.send(DirtyLogs::new(Writers::NONE, Vec::new())?, to, &Spent::default()))
+            send_over_and_over(next, |to| vm.send(vm.logs(!to.free.is_empty())?, to, &Spent::default()))
         }
         // What it has stays until it has been measured.
         Setup::Destination { memory, uri, plain: true, .. } => {
@@ -163,6 +165,15 @@ impl Still {
         Ok(Self { memory: Arc::new(GuestMemory::new(vec![block.map()?])?), writers: Writers::NONE })
     }
 
+    /// The logs that see who writes it: nobody does. Of a guest that tells its free pages one has to see the guest.
+    fn logs(&self, guest: bool) -> Result<DirtyLogs> {
+        if !guest {
+            return Ok(DirtyLogs::new(Writers::NONE, Vec::new())?);
+        }
+        let log = ExplicitLog::new(&self.memory, Writers::VCPUS);
+        Ok(DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?)
+    }
+
     fn send(&self, logs: DirtyLogs, to: &To, spent: &Spent) -> Result<()> {
         let before = own_cpu();
         let (control, progress) = (Control::new(), Progress::new());
@@ -173,13 +184,21 @@ impl Still {
         let (zero_check, zero_method) = zeros.params();
         // A guest that writes does so in all of its rounds.
         let downtime_limit = Duration::ZERO;
-        let params =
-            MigrationParams { put, max_bandwidth, zero_check, zero_method, downtime_limit, ..Default::default() };
+        let params = MigrationParams {
+            put,
+            max_bandwidth,
+            zero_check,
+            zero_method,
+            downtime_limit,
+            hint_wait: LIMIT,
+            ..Default::default()
+        };
         let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &control, &progress, params);
         let channels = (0..channels).map(|_| connect(zero_copy)).collect::<Result<Vec<_>, _>>()?;
         let multifd = MultifdSourceOptions::default();
         let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
         let source = source.fresh(true).with_channels(channels, multifd)?;
+        let source = if to.free.is_empty() { source } else { source.with_free_pages(Arc::new(Told(to.free.clone()))) };
         match source.run() {
             LiveOutcome::Completed(stats) => {
                 let all: Counters = stats.channels.iter().copied().chain([stats.main]).sum();
@@ -213,6 +232,25 @@ impl Still {
             other => bail!("{other:?}"),
         }
     }
+}
+
+/// A guest that has told its free pages before it stood still.
+#[derive(Debug)]
+struct Told(Vec<Range<u64>>);
+
+impl FreePages for Told {
+    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        let ranges = self.0.clone();
+        let told = thread::Builder::new().name("free pages".into()).spawn(move || {
+            ranges.into_iter().for_each(|range| to.free(range));
+            to.complete();
+        });
+        told.map(drop).map_err(|error| FreePagesError::Failed { why: error.to_string() })
+    }
+
+    fn stop(&self) {}
+
+    fn done(&self) {}
 }
 
 impl LiveVm for Still {
