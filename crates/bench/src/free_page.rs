@@ -27,7 +27,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("free-page", Machine::this(&options.qemu), options.rounds, &all);
     uml::judge(&mut report, &all, memory, real.as_ref().err().map(String::as_str));
     model::judge(&mut report, &all, memory);
-    migrations::judge(&mut report, &all);
+    migrations::judge(&mut report, &all, real.as_ref().err().map(String::as_str));
     Ok(report)
 }
 

@@ -81,7 +81,7 @@ pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu, skipp
 pub use scratch::scratch;
 pub use serial::{Line, Serial};
 pub use signal::let_usr1_interrupt;
-pub use uml::{Uml, UmlGuest};
+pub use uml::{Uml, UmlGuest, on_uml};
 pub use vm::Vm;
 
 /// Bytes of a guest page.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use limosa_testkit::{Uml, UmlGuest, uml_skipped};
+use limosa_testkit::{Uml, UmlGuest, on_uml};
 use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
 use peer::until;
 use vm_memory::Bytes as _;
@@ -130,33 +130,32 @@ impl Drop for Guest {
 
 #[test]
 fn the_driver_follows_changes_and_comes_back_after_it_was_unloaded() {
-    if uml_skipped() {
-        return;
-    }
-    let mut guest = Guest::start();
-    let balloon = guest.balloon.clone();
-    let ram = balloon.ram.lock().unwrap().clone().expect("the guest has shared its memory");
-    assert!(ram.regions().iter().all(|region| region.guest_address == region.file_offset));
-    let free = guest.uml.meminfo("MemFree").unwrap();
-    guest.inflate_to(8192);
-    assert!(guest.uml.meminfo("MemFree").unwrap() < free - 30_000, "32 MiB have gone");
-    guest.inflate_to(1000);
-    assert_eq!(balloon.inflated.load(Ordering::SeqCst) - balloon.deflated.load(Ordering::SeqCst), 1000);
+    on_uml(|| {
+        let mut guest = Guest::start();
+        let balloon = guest.balloon.clone();
+        let ram = balloon.ram.lock().unwrap().clone().expect("the guest has shared its memory");
+        assert!(ram.regions().iter().all(|region| region.guest_address == region.file_offset));
+        let free = guest.uml.meminfo("MemFree").unwrap();
+        guest.inflate_to(8192);
+        assert!(guest.uml.meminfo("MemFree").unwrap() < free - 30_000, "32 MiB have gone");
+        guest.inflate_to(1000);
+        assert_eq!(balloon.inflated.load(Ordering::SeqCst) - balloon.deflated.load(Ordering::SeqCst), 1000);
 
-    for round in 1..4 {
-        guest.uml.shell("rmmod virtio_balloon").unwrap();
-        balloon.actual.store(0, Ordering::SeqCst);
-        // Nobody is there to be told, and the rings' memory is the guest's again.
-        balloon.front_end.lock().unwrap().as_ref().unwrap().kick(0);
-        guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
-        until("the driver has begun anew", || balloon.actual.load(Ordering::SeqCst) == 999 + round);
-        guest.inflate_to(1000 + round);
-        assert!(balloon.resets.load(Ordering::SeqCst) >= u64::from(round));
-    }
-    assert_eq!(balloon.outside.load(Ordering::SeqCst), 0);
+        for round in 1..4 {
+            guest.uml.shell("rmmod virtio_balloon").unwrap();
+            balloon.actual.store(0, Ordering::SeqCst);
+            // Nobody is there to be told, and the rings' memory is the guest's again.
+            balloon.front_end.lock().unwrap().as_ref().unwrap().kick(0);
+            guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
+            until("the driver has begun anew", || balloon.actual.load(Ordering::SeqCst) == 999 + round);
+            guest.inflate_to(1000 + round);
+            assert!(balloon.resets.load(Ordering::SeqCst) >= u64::from(round));
+        }
+        assert_eq!(balloon.outside.load(Ordering::SeqCst), 0);
 
-    guest.stop();
-    assert!(!balloon.front_end.lock().unwrap().as_ref().unwrap().is_connected());
-    guest.uml.shell("echo alive").unwrap();
-    guest.uml.check_alive().unwrap();
+        guest.stop();
+        assert!(!balloon.front_end.lock().unwrap().as_ref().unwrap().is_connected());
+        guest.uml.shell("echo alive").unwrap();
+        guest.uml.check_alive().unwrap();
+    });
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use guest::{Guest, List, MIB, bytes, until};
 use limosa_balloon::{Features, HintState, Options};
 use limosa_memory::free::FreePages as _;
-use limosa_testkit::{pattern, uml_skipped};
+use limosa_testkit::{on_uml, pattern};
 
 #[test]
 fn holds_a_pattern_if_it_is_told_to() {
@@ -21,62 +21,59 @@ fn without(features: Features) -> Options {
 
 #[test]
 fn inflating_gives_memory_back_and_deflating_lends_it_again() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, without(Features::REPORTING));
-    let ram = guest.balloon.size().ram;
-    guest.hold(40);
-    guest.touch(120);
-    let before = guest.resident();
-    assert!(before > 160 * MIB);
-    guest.resize(ram - 140 * MIB);
-    let counters = guest.balloon.counters();
-    assert_eq!(counters.inflated_pages - counters.deflated_pages, 140 * MIB / 4096);
-    assert!(guest.resident() < before - 80 * MIB, "{} of {before} bytes are still there", guest.resident());
-    assert!(counters.discards < counters.inflated_pages, "runs are given back, not pages");
-    assert_eq!(guest.verify(), "0 of 10240 pages lost");
+    on_uml(|| {
+        let guest = Guest::start(256, without(Features::REPORTING));
+        let ram = guest.balloon.size().ram;
+        guest.hold(40);
+        guest.touch(120);
+        let before = guest.resident();
+        assert!(before > 160 * MIB);
+        guest.resize(ram - 140 * MIB);
+        let counters = guest.balloon.counters();
+        assert_eq!(counters.inflated_pages - counters.deflated_pages, 140 * MIB / 4096);
+        assert!(guest.resident() < before - 80 * MIB, "{} of {before} bytes are still there", guest.resident());
+        assert!(counters.discards < counters.inflated_pages, "runs are given back, not pages");
+        assert_eq!(guest.verify(), "0 of 10240 pages lost");
 
-    guest.resize(ram);
-    assert_eq!(guest.balloon.counters().deflated_pages, guest.balloon.counters().inflated_pages);
-    guest.touch(120);
-    assert_eq!(guest.verify(), "0 of 10240 pages lost");
-    guest.no_faults();
+        guest.resize(ram);
+        assert_eq!(guest.balloon.counters().deflated_pages, guest.balloon.counters().inflated_pages);
+        guest.touch(120);
+        assert_eq!(guest.verify(), "0 of 10240 pages lost");
+        guest.no_faults();
+    });
 }
 
 #[test]
 fn statistics_are_what_the_guest_itself_says() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(128, Options::default());
-    for sequence in 1..4 {
-        guest.balloon.request_statistics().unwrap();
-        until("statistics come", || guest.balloon.statistics().is_some_and(|said| said.sequence >= sequence));
-    }
-    let said = guest.balloon.statistics().unwrap();
-    assert_eq!(said.total_memory(), Some(guest.uml.meminfo("MemTotal").unwrap() * 1024));
-    let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
-    assert!(said.free_memory().is_some_and(|told| told.abs_diff(free) < 16 * MIB));
-    assert!(said.available_memory().is_some() && said.get("major-faults").is_some());
-    assert_eq!(guest.balloon.counters().unknown_statistics, 0);
-    guest.no_faults();
+    on_uml(|| {
+        let guest = Guest::start(128, Options::default());
+        for sequence in 1..4 {
+            guest.balloon.request_statistics().unwrap();
+            until("statistics come", || guest.balloon.statistics().is_some_and(|said| said.sequence >= sequence));
+        }
+        let said = guest.balloon.statistics().unwrap();
+        assert_eq!(said.total_memory(), Some(guest.uml.meminfo("MemTotal").unwrap() * 1024));
+        let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
+        assert!(said.free_memory().is_some_and(|told| told.abs_diff(free) < 16 * MIB));
+        assert!(said.available_memory().is_some() && said.get("major-faults").is_some());
+        assert_eq!(guest.balloon.counters().unknown_statistics, 0);
+        guest.no_faults();
+    });
 }
 
 #[test]
 fn a_guest_that_runs_out_of_memory_takes_it_from_the_balloon() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, without(Features::REPORTING));
-    let ram = guest.balloon.size().ram;
-    guest.resize(ram - 160 * MIB);
-    // More than what is left to it.
-    guest.hold(120);
-    assert!(guest.balloon.counters().deflated_pages > 0);
-    assert_eq!(guest.verify(), "0 of 30720 pages lost");
-    assert_eq!(guest.uml.shell("dmesg | grep -c 'Killed process' || true").unwrap(), ["0"]);
-    guest.no_faults();
+    on_uml(|| {
+        let guest = Guest::start(256, without(Features::REPORTING));
+        let ram = guest.balloon.size().ram;
+        guest.resize(ram - 160 * MIB);
+        // More than what is left to it.
+        guest.hold(120);
+        assert!(guest.balloon.counters().deflated_pages > 0);
+        assert_eq!(guest.verify(), "0 of 30720 pages lost");
+        assert_eq!(guest.uml.shell("dmesg | grep -c 'Killed process' || true").unwrap(), ["0"]);
+        guest.no_faults();
+    });
 }
 
 /// Every known page is there beside the hinted ones, and the guest does not miss those.
@@ -112,143 +109,136 @@ fn nothing_is_lost_without_hinted_pages(guest: &Guest, held: u64) {
 
 #[test]
 fn an_idle_guest_does_not_miss_the_pages_that_it_hinted() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, without(Features::REPORTING));
-    nothing_is_lost_without_hinted_pages(&guest, 0);
-    nothing_is_lost_without_hinted_pages(&guest, 0);
+    on_uml(|| {
+        let guest = Guest::start(256, without(Features::REPORTING));
+        nothing_is_lost_without_hinted_pages(&guest, 0);
+        nothing_is_lost_without_hinted_pages(&guest, 0);
+    });
 }
 
 #[test]
 fn a_half_full_guest_does_not_miss_the_pages_that_it_hinted() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, without(Features::REPORTING));
-    guest.touch(100);
-    guest.hold(110);
-    nothing_is_lost_without_hinted_pages(&guest, 110);
+    on_uml(|| {
+        let guest = Guest::start(256, without(Features::REPORTING));
+        guest.touch(100);
+        guest.hold(110);
+        nothing_is_lost_without_hinted_pages(&guest, 110);
+    });
 }
 
 #[test]
 fn lists_can_be_asked_for_again_and_again_and_be_broken_off() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, Options::default());
-    let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
-    for _ in 0..5 {
-        let hinted = bytes(&guest.free_pages());
-        assert!(hinted > free / 2, "{hinted} of {free}");
-        assert_eq!(guest.balloon.hint_list().state, HintState::Stopped);
+    on_uml(|| {
+        let guest = Guest::start(256, Options::default());
+        let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
+        for _ in 0..5 {
+            let hinted = bytes(&guest.free_pages());
+            assert!(hinted > free / 2, "{hinted} of {free}");
+            assert_eq!(guest.balloon.hint_list().state, HintState::Stopped);
+            guest.balloon.done();
+            until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
+        }
+        for _ in 0..5 {
+            // Broken off at some moment of it; what was told is free all the same, and the next list is whole.
+            let list = Arc::new(List::default());
+            guest.balloon.request(list.clone()).unwrap();
+            until("it begins", || !list.ranges().is_empty());
+            guest.balloon.stop();
+            bytes(&list.ranges());
+            guest.balloon.done();
+            until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
+        }
+        let first = guest.free_pages();
+        assert!(bytes(&first) > free / 2);
+        assert!(bytes(&guest.free_pages()) < free / 4, "what it holds for a list it does not tell again");
+        // Three that nobody waits for, one ending the other.
+        for _ in 0..3 {
+            guest.balloon.request(Arc::new(List::default())).unwrap();
+        }
         guest.balloon.done();
         until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
-    }
-    for _ in 0..5 {
-        // Broken off at some moment of it; what was told is free all the same, and the next list is whole.
-        let list = Arc::new(List::default());
-        guest.balloon.request(list.clone()).unwrap();
-        until("it begins", || !list.ranges().is_empty());
-        guest.balloon.stop();
-        bytes(&list.ranges());
-        guest.balloon.done();
-        until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
-    }
-    let first = guest.free_pages();
-    assert!(bytes(&first) > free / 2);
-    assert!(bytes(&guest.free_pages()) < free / 4, "what it holds for a list it does not tell again");
-    // Three that nobody waits for, one ending the other.
-    for _ in 0..3 {
-        guest.balloon.request(Arc::new(List::default())).unwrap();
-    }
-    guest.balloon.done();
-    until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
-    guest.no_faults();
+        guest.no_faults();
+    });
 }
 
 #[test]
 fn a_guest_in_need_takes_hinted_pages_back_without_a_word() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, without(Features::REPORTING));
-    let hinted = guest.free_pages();
-    // The guest holds nearly all of its free memory back; now it needs it.
-    guest.hold(120);
-    guest.uml.pause(true);
-    let known = guest.known_pages();
-    let inside = known.iter().filter(|(_, address)| hinted.iter().any(|range| range.contains(address))).count();
-    guest.uml.pause(false);
-    assert!(inside > 10_000, "{inside} pages: why hints are only hints");
-    assert_eq!(guest.verify(), "0 of 30720 pages lost", "the device takes nothing away for a hint");
-    guest.balloon.done();
-    guest.touch(20);
-    assert_eq!(guest.verify(), "0 of 30720 pages lost");
-    guest.no_faults();
+    on_uml(|| {
+        let guest = Guest::start(256, without(Features::REPORTING));
+        let hinted = guest.free_pages();
+        // The guest holds nearly all of its free memory back; now it needs it.
+        guest.hold(120);
+        guest.uml.pause(true);
+        let known = guest.known_pages();
+        let inside = known.iter().filter(|(_, address)| hinted.iter().any(|range| range.contains(address))).count();
+        guest.uml.pause(false);
+        assert!(inside > 10_000, "{inside} pages: why hints are only hints");
+        assert_eq!(guest.verify(), "0 of 30720 pages lost", "the device takes nothing away for a hint");
+        guest.balloon.done();
+        guest.touch(20);
+        assert_eq!(guest.verify(), "0 of 30720 pages lost");
+        guest.no_faults();
+    });
 }
 
 #[test]
 fn what_a_guest_reports_is_given_back_by_itself() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, Options::default());
-    guest.hold(40);
-    guest.touch(140);
-    until("most of it has gone", || guest.resident() < 100 * MIB);
-    let counters = guest.balloon.counters();
-    assert!(counters.reported_bytes > 100 * MIB && counters.discards > 0);
-    assert_eq!(guest.verify(), "0 of 10240 pages lost");
-    guest.no_faults();
+    on_uml(|| {
+        let guest = Guest::start(256, Options::default());
+        guest.hold(40);
+        guest.touch(140);
+        until("most of it has gone", || guest.resident() < 100 * MIB);
+        let counters = guest.balloon.counters();
+        assert!(counters.reported_bytes > 100 * MIB && counters.discards > 0);
+        assert_eq!(guest.verify(), "0 of 10240 pages lost");
+        guest.no_faults();
+    });
 }
 
 #[test]
 fn a_driver_that_is_unloaded_and_loaded_again_gets_what_it_had_and_begins_anew() {
-    if uml_skipped() {
-        return;
-    }
-    let guest = Guest::start(256, Options::default());
-    let ram = guest.balloon.size().ram;
-    let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
-    guest.hold(40);
-    for round in 0..3 {
-        guest.resize(ram - (50 + round) * MIB);
-        if round > 0 {
-            // In the middle of a list, and with pages held for one.
-            guest.balloon.request(Arc::new(List::default())).unwrap();
+    on_uml(|| {
+        let guest = Guest::start(256, Options::default());
+        let ram = guest.balloon.size().ram;
+        let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
+        guest.hold(40);
+        for round in 0..3 {
+            guest.resize(ram - (50 + round) * MIB);
+            if round > 0 {
+                // In the middle of a list, and with pages held for one.
+                guest.balloon.request(Arc::new(List::default())).unwrap();
+            }
+            guest.uml.shell("rmmod virtio_balloon").unwrap();
+            let left = guest.uml.meminfo("MemFree").unwrap() * 1024;
+            assert!(left > free - 80 * MIB, "the guest has its pages back: {left} of {free}");
+            guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
+            until("the balloon is as it was wanted", || guest.balloon.size().actual == ram - (50 + round) * MIB);
+            guest.balloon.request_statistics().unwrap();
+            guest.free_pages();
+            guest.balloon.done();
         }
-        guest.uml.shell("rmmod virtio_balloon").unwrap();
-        let left = guest.uml.meminfo("MemFree").unwrap() * 1024;
-        assert!(left > free - 80 * MIB, "the guest has its pages back: {left} of {free}");
-        guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
-        until("the balloon is as it was wanted", || guest.balloon.size().actual == ram - (50 + round) * MIB);
-        guest.balloon.request_statistics().unwrap();
-        guest.free_pages();
-        guest.balloon.done();
-    }
-    assert_eq!(guest.verify(), "0 of 10240 pages lost");
-    guest.no_faults();
+        assert_eq!(guest.verify(), "0 of 10240 pages lost");
+        guest.no_faults();
+    });
 }
 
 #[test]
 fn a_guest_outlives_its_balloons_server() {
-    if uml_skipped() {
-        return;
-    }
-    // Idle, with pages held for a list; and in the middle of inflating.
-    for inflating in [false, true] {
-        let mut guest = Guest::start(256, Options::default());
-        guest.hold(60);
-        guest.free_pages();
-        if inflating {
-            guest.balloon.set_target(64 * MIB).unwrap();
-            until("it inflates", || guest.balloon.counters().inflated_pages > 0);
+    on_uml(|| {
+        // Idle, with pages held for a list; and in the middle of inflating.
+        for inflating in [false, true] {
+            let mut guest = Guest::start(256, Options::default());
+            guest.hold(60);
+            guest.free_pages();
+            if inflating {
+                guest.balloon.set_target(64 * MIB).unwrap();
+                until("it inflates", || guest.balloon.counters().inflated_pages > 0);
+            }
+            guest.end_server();
+            assert_eq!(guest.verify(), "0 of 15360 pages lost");
+            assert!(!guest.balloon.has_driver());
+            assert!(guest.balloon.request(Arc::new(List::default())).is_err());
+            guest.uml.check_alive().unwrap();
         }
-        guest.end_server();
-        assert_eq!(guest.verify(), "0 of 15360 pages lost");
-        assert!(!guest.balloon.has_driver());
-        assert!(guest.balloon.request(Arc::new(List::default())).is_err());
-        guest.uml.check_alive().unwrap();
-    }
+    });
 }

@@ -100,14 +100,14 @@ fn migrate(options: &Options, guest: &mut uml::Guest, hints: bool) -> Result<Mea
     Ok(Measured { wall, ..sent }.with("list_ms", millis(took)).with("resident_mib", resident >> 20))
 }
 
-pub(super) fn judge(report: &mut Report, all: &[Series]) {
+pub(super) fn judge(report: &mut Report, all: &[Series], why: Option<&str>) {
     for past in Past::ALL {
         for figure in ["wall", "cpu"] {
             let found = ratio(all, past.case(), WITHOUT, WITH, figure);
             if past == Past::Touched && figure == "wall" {
                 let name = format!("{}: wall of {WITHOUT} / {WITH}", past.case());
                 let got = found.as_ref().map(|ratio| ratio.median);
-                report.targets.push(Target::new(name, Bound::AtLeast(FASTER), got, NOT_RUN));
+                report.targets.push(Target::new(name, Bound::AtLeast(FASTER), got, why.unwrap_or(NOT_RUN)));
             }
             report.ratios.extend(found);
         }
