@@ -278,7 +278,7 @@ impl Balloon {
         match role {
             Role::Inflate | Role::Deflate => self.work_on_arrays(role, &mut state, ring),
             Role::Statistics => self.work_on_statistics(&mut state, ring),
-            Role::Hint => self.work_on_hints(ring).inspect_err(|_| self.end_hinting()),
+            Role::Hint => self.work_on_hints(&mut state, ring).inspect_err(|_| self.end_hinting()),
             Role::Reporting => self.work_on_reports(&mut state, ring),
         }
     }

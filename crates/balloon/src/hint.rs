@@ -4,6 +4,11 @@
 //! (0). Buffers are on their way while ids change, so **law: a block counts only between the id that is wanted now and the next
 //! id of any kind.** Blocks of an older command were free at a moment before the new command was given, which is no use to anybody.
 //!
+//! An id alone does not tell which command a buffer is of: Linux sends a pointer to a field of its own, which it overwrites when
+//! the next command comes, and a device that is behind reads the new id out of the old buffer. So **law: a command is shown to the
+//! driver only when every buffer that was there when it was given has been taken** ([`Handshake::announce`]). What is taken
+//! after that was added after the command was given, and was free at a moment behind it, whatever id it came with.
+//!
 //! The driver keeps the blocks until the device says DONE. So whatever ends a command, [`Handshake::done`] comes after it.
 
 /// Ids below are not commands: 0 says stop, 1 says done.
@@ -42,11 +47,13 @@ pub(crate) struct Handshake {
     state: HintState,
     /// The last command that was given.
     id: u32,
+    /// What the configuration shows until that command is announced; `None`: it is.
+    before: Option<u32>,
 }
 
 impl Default for Handshake {
     fn default() -> Self {
-        Self { state: HintState::Done, id: u32::MAX }
+        Self { state: HintState::Done, id: u32::MAX, before: None }
     }
 }
 
@@ -55,11 +62,17 @@ impl Handshake {
         self.state
     }
 
-    /// Gives a new command; its id was not that of the one before.
+    /// Gives a new command, which is shown when it is [announced](Self::announce); its id was not that of the one before.
     pub(crate) fn request(&mut self) -> u32 {
+        self.before = Some(if self.state == HintState::Done { DONE } else { STOP });
         self.id = self.id.checked_add(1).unwrap_or(FIRST_ID);
         self.state = HintState::Requested;
         self.id
+    }
+
+    /// Every buffer that was there when the command was given has been taken. Whether that is news to the driver.
+    pub(crate) fn announce(&mut self) -> bool {
+        self.before.take().is_some() && self.state == HintState::Requested
     }
 
     /// Wants no more blocks. Whether that is news to the driver.
@@ -81,7 +94,7 @@ impl Handshake {
     /// The driver has sent an id.
     pub(crate) fn id(&mut self, id: u32) -> IdMeans {
         match self.state {
-            HintState::Requested if id == self.id => {
+            HintState::Requested if id == self.id && self.before.is_none() => {
                 self.state = HintState::Started;
                 IdMeans::Begin
             }
@@ -102,7 +115,7 @@ impl Handshake {
     pub(crate) fn command(&self) -> u32 {
         match self.state {
             HintState::Stopped => STOP,
-            HintState::Requested | HintState::Started => self.id,
+            HintState::Requested | HintState::Started => self.before.unwrap_or(self.id),
             HintState::Done => DONE,
         }
     }
@@ -119,7 +132,10 @@ mod tests {
         let mut handshake = Handshake::default();
         assert_eq!((handshake.command(), handshake.takes_blocks()), (DONE, false));
         let id = handshake.request();
-        assert_eq!((id, handshake.command()), (FIRST_ID, id));
+        // The old buffers come first, and the field that they point to may have the new id already.
+        assert_eq!((id, handshake.command(), handshake.id(id)), (FIRST_ID, DONE, IdMeans::Stale));
+        assert!(handshake.announce() && !handshake.announce());
+        assert_eq!(handshake.command(), id);
         assert!(!handshake.takes_blocks());
         // What is left of a command before.
         assert_eq!(handshake.id(0), IdMeans::Stale);
@@ -137,9 +153,12 @@ mod tests {
     fn blocks_of_a_command_that_was_given_up_do_not_count_for_the_next() {
         let mut handshake = Handshake::default();
         let first = handshake.request();
+        assert!(handshake.announce());
         handshake.id(first);
         let second = handshake.request();
         assert_ne!(first, second);
+        assert_eq!((handshake.command(), handshake.id(second)), (STOP, IdMeans::Stale));
+        assert!(handshake.announce());
         assert!(!handshake.takes_blocks());
         assert_eq!(handshake.id(first), IdMeans::Stale);
         assert!(!handshake.takes_blocks());
@@ -148,7 +167,7 @@ mod tests {
 
     #[test]
     fn ids_wrap_to_the_first_that_is_a_command() {
-        let mut handshake = Handshake { state: HintState::Done, id: u32::MAX - 1 };
+        let mut handshake = Handshake { id: u32::MAX - 1, ..Handshake::default() };
         assert_eq!(handshake.request(), u32::MAX);
         assert_eq!(handshake.request(), FIRST_ID);
     }
@@ -179,7 +198,11 @@ mod tests {
                 match step {
                     Step::Request => {
                         let before = handshake.command();
-                        prop_assert_ne!(handshake.request(), before);
+                        let id = handshake.request();
+                        prop_assert_ne!(id, before);
+                        prop_assert!(handshake.command() < FIRST_ID);
+                        prop_assert_eq!(handshake.id(id), IdMeans::Stale);
+                        prop_assert!(handshake.announce());
                         prop_assert!(handshake.command() >= FIRST_ID);
                     }
                     Step::Stop => {

@@ -96,7 +96,11 @@ impl Ring for Vring {
     }
 
     fn add_used(&self, head: u16, length: u32) -> Result<(), QueueError> {
-        Self::add_used(self, head, length)
+        match Self::add_used(self, head, length) {
+            // The ring was stopped and set up anew meanwhile: the buffer is the driver's.
+            Err(QueueError::NotTaken { .. }) => Ok(()),
+            used => used,
+        }
     }
 
     fn notify(&self) -> Result<(), QueueError> {

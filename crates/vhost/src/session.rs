@@ -212,6 +212,10 @@ impl Session {
     pub(crate) fn end(&mut self) {
         self.front_end.disconnect();
         self.begin_anew();
+        // The memory of a guest that is gone must not stay with a device that waits for the next one.
+        if let Some(Ok(none)) = self.ram.take().map(|_| Ram::new(Vec::new())) {
+            self.device.memory(Arc::new(none));
+        }
     }
 
     fn offered(&self) -> u64 {
@@ -308,7 +312,11 @@ impl Session {
                 let moved = moved.and_then(|place| ring.vring.remap(place, &ram).map_err(|error| error.to_string()));
                 if let Err(why) = moved {
                     self.faults.note(Fault::Ring, &format_args!("queue {index}: {why}; it stops"));
-                    self.tear_down(index);
+                    let next = self.tear_down(index);
+                    if let Some(said) = self.rings.get_mut(index) {
+                        (said.started, said.address) = (false, None);
+                        said.base = next.unwrap_or(said.base);
+                    }
                 }
             }
             self.apply_enabled(index);

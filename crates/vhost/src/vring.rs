@@ -124,8 +124,8 @@ impl Vring {
             state.again = Some(again(&heads, &setup.place, setup.size, ram)?);
         }
         state.ram = Some(ram.clone());
-        // Whoever died may have given something back without calling.
-        if state.inflight.is_some()
+        // Whoever ran it before may have been stopped, or have died, between giving something back and calling.
+        if used != 0
             && let Some(call) = &state.call
         {
             call.ring();
@@ -147,6 +147,10 @@ impl Vring {
         queue.set_next_used(state.queue.next_used());
         state.queue = queue;
         state.ram = Some(ram.clone());
+        // The device may have been stopped between giving something back and calling, and who counts that is new.
+        if let Some(call) = &state.call {
+            call.ring();
+        }
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 
 use super::Balloon;
 use super::hinting::{HintList, Hinting};
-use crate::layout::Features;
+use crate::layout::{Features, Role};
 
 impl FreePages for Balloon {
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
@@ -29,7 +29,8 @@ impl FreePages for Balloon {
         // What it drops may do anything, so not under the lock.
         drop(before);
         self.counters.hint_requests.add(1);
-        self.config_changed();
+        // The driver hears of it when what is on the queue has been taken.
+        self.kick(Role::Hint);
         Ok(())
     }
 
@@ -57,7 +58,7 @@ impl Balloon {
     }
 
     /// What the handshake is changed to is what the configuration shows, whoever else changes it.
-    fn change_hint<T>(&self, change: impl FnOnce(&mut Hinting) -> T) -> T {
+    pub(super) fn change_hint<T>(&self, change: impl FnOnce(&mut Hinting) -> T) -> T {
         let mut hinting = self.lock(&self.hinting);
         let changed = change(&mut hinting);
         self.config.set_hint_command(hinting.handshake.command());

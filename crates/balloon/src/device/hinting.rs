@@ -6,8 +6,8 @@ use std::time::Instant;
 use limosa_memory::free::FreePageSink;
 use vm_memory::Bytes as _;
 
-use super::pending::BUFFERS;
-use super::{Balloon, More};
+use super::pending::{BUFFERS, Pending};
+use super::{Balloon, More, Queue};
 use crate::hint::{Handshake, HintState, IdMeans};
 use crate::numbers;
 use crate::ring::Ring;
@@ -46,19 +46,24 @@ impl Balloon {
         HintList { state: hinting.handshake.state(), ..hinting.list }
     }
 
-    pub(super) fn work_on_hints<R: Ring>(&self, ring: &R) -> Result<More, R::Error> {
-        let mut taken = 0;
+    pub(super) fn work_on_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+        let (mut taken, mut left) = (0, 0);
+        // A buffer that could not be given back because the ring had stopped.
+        self.go_on(state, &mut left, ring)?;
         let more = loop {
             if taken == 4 * BUFFERS {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
             taken += 1;
-            let head = chain.head_index();
+            state.pending = Some(Pending::new(chain.head_index(), Vec::new()));
             self.hint(chain);
-            ring.add_used(head, 0)?;
+            self.go_on(state, &mut left, ring)?;
         };
         ring.notify()?;
+        if more == More::No && self.change_hint(|hinting| hinting.handshake.announce()) {
+            self.config_changed();
+        }
         Ok(more)
     }
 

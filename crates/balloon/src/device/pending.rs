@@ -41,9 +41,9 @@ impl Balloon {
             }
             pending.runs.pop_front();
         }
-        let head = pending.head;
+        // Only then is it done with: a ring that has stopped goes on later, and the driver waits for the buffer.
+        ring.add_used(pending.head, 0)?;
         state.pending = None;
-        ring.add_used(head, 0)?;
         Ok(true)
     }
 }

@@ -63,9 +63,11 @@ impl Balloon {
         // Asked for while none is held: the next buffer holds what was wanted, and is not given back for it.
         if self.statistics_wanted.swap(false, Ordering::AcqRel)
             && taken == 0
-            && let Some(held) = state.held.take()
+            && let Some(held) = state.held
         {
-            ring.add_used(held, 0)?;
+            let asked_again = |_: &R::Error| self.statistics_wanted.store(true, Ordering::Release);
+            ring.add_used(held, 0).inspect_err(asked_again)?;
+            state.held = None;
         }
         ring.notify()?;
         Ok(more)
