@@ -5,3 +5,4 @@
 mod device;
 mod machine;
 mod properties;
+mod rings;
