@@ -140,8 +140,8 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "zero-page" => zero_page::run(options)?,
         _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
     };
-    if options.only.is_some() {
-        report.keep_what_ran();
+    if let Some(only) = &options.only {
+        report.keep_what_ran(only);
     }
     Ok(report)
 }

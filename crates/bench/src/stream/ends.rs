@@ -52,6 +52,7 @@ struct Send {
     uri: String,
     way: Way,
     /// Bytes that the guest has no use for.
+    #[serde(default)]
     free: Vec<Range<u64>>,
 }
 
