@@ -247,30 +247,6 @@ impl PageSource for Shared<'_> {
     }
 }
 
-/// `WithZeros` whose first block is mapped.
-struct MappedZeros<'a>(WithZeros<'a>, MemoryBlock);
-
-impl PageSource for MappedZeros<'_> {
-    fn start(&self) -> &StreamStart {
-        self.0.start()
-    }
-    fn stored(&self, block: usize) -> &PageBitmap {
-        self.0.stored(block)
-    }
-    fn memory(&self, block: usize) -> Option<&MemoryBlock> {
-        (block == 0).then_some(&self.1)
-    }
-    fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
-        self.0.read(block, pages, into)
-    }
-    fn device_sections(&self) -> &[u8] {
-        self.0.device_sections()
-    }
-    fn description(&self) -> &[u8] {
-        self.0.description()
-    }
-}
-
 #[test]
 fn a_rate_limit_is_charged_with_what_is_sent_and_not_with_zero_pages_nor_what_compression_saves() {
     // A window, which goes out at once however low the limit is; what it has cost is paid afterwards.
@@ -284,7 +260,7 @@ fn a_rate_limit_is_charged_with_what_is_sent_and_not_with_zero_pages_nor_what_co
     for machine in MACHINES {
         let one = memory(machine, &[256], |_, page| page == 7);
         let read = WithZeros::new(&one);
-        let mapped = MappedZeros(WithZeros::new(&one), mapped(&one, 0));
+        let mapped = Mixed(&read, mapped(&one, 0));
         let send_read = |way: &Way, control: &Control| way.send(&one, &read, control, &Progress::new()).0.unwrap();
         let send_mapped = |way: &Way, control: &Control| way.send(&one, &mapped, control, &Progress::new()).0.unwrap();
         // A page, headers, and at most 9 bytes for each of the others, less what the time since has paid: 10 s. All pages: 1000 s.
@@ -310,15 +286,15 @@ fn mapped(memory: &Memory, block: usize) -> MemoryBlock {
 }
 
 /// Memory whose first block is mapped, so that its pages leave from where they lie; those of the others are read.
-struct Mixed<'a>(&'a Memory, MemoryBlock);
+struct Mixed<'a, S>(&'a S, MemoryBlock);
 
-impl<'a> Mixed<'a> {
+impl<'a> Mixed<'a, Memory> {
     fn new(memory: &'a Memory) -> Self {
         Self(memory, mapped(memory, 0))
     }
 }
 
-impl PageSource for Mixed<'_> {
+impl<S: PageSource> PageSource for Mixed<'_, S> {
     fn start(&self) -> &StreamStart {
         self.0.start()
     }

@@ -4,7 +4,6 @@ use std::sync::atomic::Ordering;
 
 use vm_memory::Bytes as _;
 
-use super::pending::{BUFFERS, DISCARDS, Pending};
 use super::{Balloon, More, Queue};
 use crate::layout::Role;
 use crate::numbers;
@@ -15,20 +14,7 @@ const NUMBERS: u64 = 1 << 20;
 
 impl Balloon {
     pub(super) fn work_on_arrays<R: Ring>(&self, role: Role, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        let mut left = DISCARDS;
-        let mut taken = 0;
-        let more = loop {
-            if !self.go_on(state, &mut left, ring)? || taken == BUFFERS {
-                break More::Yes;
-            }
-            let Some(chain) = ring.pop()? else { break More::No };
-            taken += 1;
-            let head = chain.head_index();
-            let runs = self.array(role, chain);
-            state.pending = Some(Pending::new(head, runs));
-        };
-        ring.notify()?;
-        Ok(more)
+        self.give_back(state, ring, |chain| self.array(role, chain))
     }
 
     /// What is to be given back for an array.

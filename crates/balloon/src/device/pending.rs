@@ -4,15 +4,16 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use limosa_page::{PageBitmap, PageNumber, PageRange};
+use virtio_queue::DescriptorChain;
 
-use super::{Balloon, Queue};
+use super::{Balloon, More, Queue};
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
 
 /// Buffers that are taken at a time.
 pub(super) const BUFFERS: usize = 64;
 /// Calls that give memory back, at a time.
-pub(super) const DISCARDS: usize = 128;
+const DISCARDS: usize = 128;
 
 /// What is left of a buffer.
 pub(super) struct Pending {
@@ -27,6 +28,27 @@ impl Pending {
 }
 
 impl Balloon {
+    /// Takes buffers, and gives back what `runs` finds in each before the next one is taken.
+    pub(super) fn give_back<R: Ring>(
+        &self,
+        state: &mut Queue,
+        ring: &R,
+        runs: impl Fn(DescriptorChain<R::Handle>) -> Vec<Range<u64>>,
+    ) -> Result<More, R::Error> {
+        let mut left = DISCARDS;
+        let mut taken = 0;
+        let more = loop {
+            if !self.go_on(state, &mut left, ring)? || taken == BUFFERS {
+                break More::Yes;
+            }
+            let Some(chain) = ring.pop()? else { break More::No };
+            taken += 1;
+            state.pending = Some(Pending::new(chain.head_index(), runs(chain)));
+        };
+        ring.notify()?;
+        Ok(more)
+    }
+
     /// Goes on with what is left of a buffer, and gives the buffer back when nothing is. `false`: there is still something left.
     pub(super) fn go_on<R: Ring>(&self, state: &mut Queue, left: &mut usize, ring: &R) -> Result<bool, R::Error> {
         let Some(pending) = &mut state.pending else { return Ok(true) };

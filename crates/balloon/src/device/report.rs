@@ -5,7 +5,6 @@
 
 use std::sync::atomic::Ordering;
 
-use super::pending::{BUFFERS, DISCARDS, Pending};
 use super::{Balloon, More, Queue};
 use crate::numbers;
 use crate::ring::Ring;
@@ -23,15 +22,7 @@ impl Balloon {
     }
 
     pub(super) fn work_on_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        let mut left = DISCARDS;
-        let mut taken = 0;
-        let more = loop {
-            if !self.go_on(state, &mut left, ring)? || taken == BUFFERS {
-                break More::Yes;
-            }
-            let Some(chain) = ring.pop()? else { break More::No };
-            taken += 1;
-            let head = chain.head_index();
+        self.give_back(state, ring, |chain| {
             let memory = self.guest_memory();
             let ram = memory.as_ref().map_or(&[][..], |memory| memory.ram());
             let wanted = self.reporting() && !self.keeps_free_pages();
@@ -55,9 +46,7 @@ impl Balloon {
             self.counters.ignored_reports.add(ignored);
             self.counters.unexpected_buffers.refuse(unexpected, "reports of free pages that cannot be written");
             self.counters.blocks_outside.refuse(outside, "free blocks that are not pages of its memory");
-            state.pending = Some(Pending::new(head, runs));
-        };
-        ring.notify()?;
-        Ok(more)
+            runs
+        })
     }
 }
