@@ -1,7 +1,9 @@
 //! Descriptors that are written to and read from so that somebody takes notice: an eventfd, a pipe, or a socket (user-mode Linux
 //! calls through one).
 //!
-//! Law: nothing that the other end does or leaves undone keeps us waiting.
+//! Law: nothing that the other end leaves undone keeps us waiting. What it does can: the open file is its own too, and it may make
+//! that blocking again and fill it. So bells are rung and hushed by threads of the connection alone, which a server that is
+//! stopped leaves behind if it has to ([`crate::Stopper`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 

@@ -1,6 +1,7 @@
 //! A connection: bytes and descriptors of a socket, as messages to a [`Session`] and its answers.
 //!
-//! Law: whatever the other end does, at most one message and its descriptors are held, and whoever stops the server need not wait.
+//! Law: whatever the other end does, at most one message and its descriptors are held, and whoever stops the server does not wait
+//! for a message.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

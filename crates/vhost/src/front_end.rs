@@ -62,15 +62,19 @@ impl FrontEnd {
         // An eventfd that is full wakes, too.
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
     }
+
     /// Where requests to the front end go from now on.
     pub(crate) fn set_channel(&self, socket: OwnedFd) {
-        *self.channel() = Some(socket);
+        let before = self.channel().replace(socket);
+        // Not under the lock: a socket may linger when it is closed, and whoever tells of a change would wait for it.
+        drop(before);
     }
 
     /// The connection is gone.
     pub(crate) fn disconnect(&self) {
         self.shared.connected.store(false, Ordering::SeqCst);
-        *self.channel() = None;
+        let before = self.channel().take();
+        drop(before);
     }
 
     /// What is readable when somebody wants a queue looked at, or the worker to look around.

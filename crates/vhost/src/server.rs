@@ -1,4 +1,10 @@
 //! The server: a socket that front ends connect to, one after the other.
+//!
+//! **Law: whoever stops it waits for no front end.** What a front end shares may keep whoever touches it for ever: it can make a
+//! call descriptor blocking and full at any moment, because that is a property of the open file, which is its own too; and a
+//! page of its memory may be one that never comes (of a file in user space, or on a dead network). There is no call that
+//! would be safe from all of it. So everything of a front end's is touched by threads of its connection alone, the server's own
+//! thread waits for those, and once it is to stop, for [`PATIENCE`] and no longer.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -6,17 +12,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::fs::{self, FileType, Mode};
-use rustix::io::Errno;
+use rustix::fs::{self, FileType, Mode, Timespec};
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, socket_with};
+use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::connection::{self, Over};
 use crate::fault::{Fault, Faults};
 use crate::session::Session;
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, MAX_QUEUES};
+
+/// How long the threads of a connection may take to end when the server is to stop. What an honest front end has them do (giving
+/// back some hundred MiB at most) takes a fraction of it.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Why there is no server.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +57,17 @@ pub enum ServerError {
         operation: &'static str,
         /// The kernel's reason.
         source: io::Error,
+    },
+    /// The server was stopped, but a front end holds threads of it in what it shares (see [`Stopper::stop`]).
+    #[error(
+        "serving {}: stopped, but the front end holds it in a descriptor that blocks, or in memory that does not come; \
+         after {} s its threads are left behind, and go with the process",
+        path.display(),
+        PATIENCE.as_secs()
+    )]
+    Held {
+        /// The socket's file.
+        path: PathBuf,
     },
 }
 
@@ -75,6 +98,10 @@ pub struct Stopper(Arc<OwnedFd>);
 
 impl Stopper {
     /// Has [`Server::serve`] return, whatever a front end does; for good.
+    ///
+    /// A front end that holds the server in a descriptor that blocks, or in a page of its memory that does not come, is waited
+    /// for some seconds. Then `serve` returns [`ServerError::Held`], and the threads that are held stay behind, with the device: it
+    /// may still be [worked](Device::work) and [reset](Device::reset) by them, should the front end ever let them go.
     pub fn stop(&self) {
         // It cannot be full: nobody writes to it as often.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
@@ -124,7 +151,7 @@ impl Server {
     /// Serves one front end after the other until it is [stopped](Stopper::stop).
     ///
     /// # Errors
-    /// The kernel has no descriptor or thread left for a front end.
+    /// The kernel has no descriptor or thread left for a front end, or one [holds](ServerError::Held) a server that is stopped.
     pub fn serve(&self) -> Result<(), ServerError> {
         let failed = |operation| move |source| ServerError::Kernel { path: self.path.clone(), operation, source };
         loop {
@@ -140,7 +167,7 @@ impl Server {
             match accept_with(&self.listener, SocketFlags::CLOEXEC) {
                 Ok(socket) => {
                     self.connections.fetch_add(1, Ordering::Relaxed);
-                    if self.serve_one(&socket).map_err(failed("a connection"))? == Over::Stopped {
+                    if self.serve_one(socket)? == Over::Stopped {
                         return Ok(());
                     }
                 }
@@ -150,7 +177,59 @@ impl Server {
         }
     }
 
-    fn serve_one(&self, socket: &OwnedFd) -> io::Result<Over> {
+    /// Serves a front end on threads of its own, and waits for them.
+    fn serve_one(&self, socket: OwnedFd) -> Result<Over, ServerError> {
+        let failed = |source| ServerError::Kernel { path: self.path.clone(), operation: "a connection", source };
+        // Readable when the other end is closed: when the thread has ended, however it does.
+        let (ended, ends) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(errno.into()))?;
+        let connection = Connection {
+            socket,
+            stop: self.stop.clone(),
+            device: self.device.clone(),
+            queues: self.queues,
+            faults: self.faults.clone(),
+        };
+        let thread = thread::Builder::new().name("vhost-messages".into()).spawn(move || {
+            let _ends = ends;
+            connection.serve()
+        });
+        let thread = thread.map_err(failed)?;
+        if !self.has_ended(&ended).map_err(|errno| failed(errno.into()))? {
+            return Err(ServerError::Held { path: self.path.clone() });
+        }
+        let over = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        over.map_err(failed)
+    }
+
+    /// Waits for the end of a connection; for so long as there is patience once the server is to stop.
+    fn has_ended(&self, ended: &OwnedFd) -> Result<bool, Errno> {
+        let waited = retry_on_intr(|| {
+            poll(&mut [PollFd::new(ended, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)], None)
+        });
+        waited?;
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let left = Timespec::try_from(end.saturating_duration_since(Instant::now())).map_err(|_| Errno::INVAL)?;
+            match poll(&mut [PollFd::new(ended, PollFlags::IN)], Some(&left)) {
+                Ok(ready) => return Ok(ready > 0),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+/// All that the threads of a connection need: they may outlive the server.
+struct Connection {
+    socket: OwnedFd,
+    stop: Arc<OwnedFd>,
+    device: Arc<dyn Device>,
+    queues: usize,
+    faults: Arc<Faults>,
+}
+
+impl Connection {
+    fn serve(self) -> io::Result<Over> {
         let front_end = FrontEnd::new()?;
         let worker = Worker::new(self.device.clone(), front_end.clone(), self.queues, self.faults.clone())?;
         let worker = Arc::new(worker);
@@ -160,7 +239,7 @@ impl Server {
             let _ends = EndsOnDrop(&worker);
             self.device.attached(front_end.clone());
             let mut session = Session::new(self.device.clone(), worker.clone(), front_end, self.faults.clone());
-            let over = connection::serve(socket, self.stop.as_fd(), &mut session, &self.faults);
+            let over = connection::serve(&self.socket, self.stop.as_fd(), &mut session, &self.faults);
             session.end();
             Ok(over)
         })

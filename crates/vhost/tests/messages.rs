@@ -10,6 +10,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use limosa_vhost::message::Request;
 use limosa_vhost::{Fault, Server};
@@ -162,4 +163,70 @@ fn a_socket_in_use_is_left_alone_and_one_left_behind_is_replaced() {
     assert!(!path.exists());
     std::fs::write(&path, "no socket").unwrap();
     assert!(Server::bind(&path, device()).is_err());
+}
+
+/// Stops the server in a thread, and says how it ended and how long that took.
+fn stop_anyway(mut served: Served) -> (Result<(), limosa_vhost::ServerError>, Duration) {
+    let began = Instant::now();
+    let (says, said) = std::sync::mpsc::channel();
+    let stopping = std::thread::spawn(move || {
+        let ended = served.stop();
+        says.send((ended, began.elapsed())).unwrap();
+    });
+    let said = said.recv_timeout(Duration::from_secs(30)).expect("it stops, whatever the front end does");
+    stopping.join().unwrap();
+    said
+}
+
+#[test]
+fn a_call_descriptor_that_blocks_does_not_keep_a_server_from_stopping() {
+    let served = Served::new();
+    let peer = Peer::connect(&served.path);
+    peer.negotiate(1 << 29);
+    let mut guest = Guest::new(1);
+    assert!(peer.share(&guest));
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    until("the driver is called", || guest.calls() > 0);
+    // The open file is the front end's as well: it blocks again, and has no room.
+    rustix::io::ioctl_fionbio(&guest.call, false).unwrap();
+    rustix::io::write(&guest.call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    guest.offer(1, [1, 2, 3, 4]);
+    guest.kick();
+    until("the buffer comes back, and the call is next", || guest.used() == 2);
+    let device = served.device.clone();
+    let (ended, took) = stop_anyway(served);
+    if let Err(error) = ended {
+        assert!(matches!(error, limosa_vhost::ServerError::Held { .. }), "{error}");
+        assert!(took >= Duration::from_secs(5));
+    }
+    // What was held goes on and ends when it is let go.
+    assert!(guest.calls() > 0);
+    until("the device is reset", || device.resets.load(Ordering::SeqCst) > 0);
+    until("its threads have gone", || Arc::strong_count(&device) == 1);
+}
+
+/// As with a page of the guest's memory that never comes.
+#[test]
+fn work_that_does_not_end_does_not_keep_a_server_from_stopping() {
+    let served = Served::new();
+    let peer = Peer::connect(&served.path);
+    peer.negotiate(0);
+    let mut guest = Guest::new(1);
+    assert!(peer.share(&guest));
+    peer.start(&guest, 0, true);
+    served.device.stuck.store(true, Ordering::SeqCst);
+    guest.offer(0, [1, 2, 3, 4]);
+    guest.kick();
+    until("the device works", || served.device.working.load(Ordering::SeqCst));
+    let (device, path) = (served.device.clone(), served.path.clone());
+    let (ended, _) = stop_anyway(served);
+    let error = ended.unwrap_err();
+    assert!(matches!(error, limosa_vhost::ServerError::Held { .. }), "{error}");
+    assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+    assert!(!path.exists(), "nobody is to connect any more");
+    assert_eq!(device.resets.load(Ordering::SeqCst), 0, "not while it works");
+    device.stuck.store(false, Ordering::SeqCst);
+    until("its threads have gone", || Arc::strong_count(&device) == 1);
+    assert!(device.resets.load(Ordering::SeqCst) > 0);
 }
