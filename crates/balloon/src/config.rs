@@ -18,7 +18,8 @@ pub(crate) struct Config {
     actual: AtomicU32,
     /// Which free-page list is wanted. Written by the device.
     hint_command: AtomicU32,
-    /// What free pages are filled with, once that feature was accepted. Written by the driver.
+    /// What free pages are filled with, if that feature was accepted. Written by the driver, and under QEMU before the device
+    /// hears what was accepted.
     poison: AtomicU32,
 }
 
@@ -45,9 +46,9 @@ impl Config {
         behind.fill(0);
     }
 
-    /// Takes what the driver writes into its own fields, and nothing else. The field for poison is the driver's only once it
-    /// has `accepted` that feature.
-    pub(crate) fn write(&self, accepted: Features, offset: u32, bytes: &[u8]) -> Written {
+    /// Takes what the driver writes into its own fields, and nothing else. The field for poison is there only if that feature
+    /// is `offered`.
+    pub(crate) fn write(&self, offered: Features, offset: u32, bytes: &[u8]) -> Written {
         let mut written = Written::default();
         let field = |at: u64, field: &AtomicU32| {
             let mut mine = 0;
@@ -66,7 +67,7 @@ impl Config {
         };
         let (mut mine, changed) = field(4, &self.actual);
         written.actual_changed = changed;
-        if accepted.has(Features::PAGE_POISON) {
+        if offered.has(Features::PAGE_POISON) {
             mine += field(12, &self.poison).0;
         }
         written.refused = mine != bytes.len();
@@ -93,9 +94,13 @@ impl Config {
         self.poison.load(Ordering::Acquire)
     }
 
-    /// The driver is gone: what it said of itself no longer holds.
+    /// The driver is gone, and its balloon with it.
     pub(crate) fn forget_driver(&self) {
         self.actual.store(0, Ordering::Release);
+    }
+
+    /// Another guest has come.
+    pub(crate) fn forget_poison(&self) {
         self.poison.store(0, Ordering::Release);
     }
 }
@@ -125,7 +130,7 @@ mod tests {
         }
         assert_eq!((config.num_pages(), config.actual(), config.poison()), (0x0102_0304, 7, 0xaa));
         assert_eq!(read(&config, all, 0, 16), [4, 3, 2, 1, 7, 0, 0, 0, 0, 0, 0, 0, 0xaa, 0, 0, 0]);
-        // A driver that never accepted the feature has no such field.
+        // Where the feature is not offered there is no such field.
         assert!(config.write(Features::STATS_VQ, 12, &[1; 4]).refused);
         assert_eq!(config.poison(), 0xaa);
     }

@@ -2,7 +2,7 @@
 //!
 //! **Laws of its locks.**
 //! 1. The configuration has none ([`crate::config`]): a guest that waits for a configuration read waits for nobody.
-//! 2. Work on a queue takes that queue's own lock, which nobody else ever takes; it may last as long as a discard does.
+//! 2. Work on a queue takes that queue's own lock, which nobody else takes while it works; it may last as long as a discard does.
 //! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
 //!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called.
 
@@ -189,7 +189,7 @@ impl Balloon {
 
     /// The driver writes its configuration. Never waits. What is not its own to write is ignored and counted.
     pub fn write_config(&self, offset: u32, bytes: &[u8]) {
-        let written = self.config.write(self.accepted_features(), offset, bytes);
+        let written = self.config.write(self.offered, offset, bytes);
         self.counters
             .refused_config_writes
             .refuse(written.refused.into(), "it writes configuration that is not its own");
@@ -215,11 +215,24 @@ impl Balloon {
     /// Connects it. There is a driver once it has [accepted](Self::accepted) what it wants.
     pub fn attached(&self, transport: Arc<dyn Transport>) {
         self.has_accepted.store(false, Ordering::Release);
+        self.config.forget_poison();
         self.lock(&self.guest).transport = Some(transport);
     }
 
+    /// A queue has stopped, as when the VM is stopped for a while: its buffers that are not given back are the driver's again, and
+    /// come anew when it goes on. All that the driver has said holds, and so does a list of free pages that was asked for.
+    /// Nobody may [work](Self::work) on that queue meanwhile.
+    pub fn stopped(&self, queue: usize) {
+        let role = self.numbering.role(self.accepted_features(), queue);
+        if let Some(state) = role.and_then(|role| self.queues.get(role.index())) {
+            let mut state = self.lock(state);
+            *state = Queue { epoch: state.epoch, ..Queue::default() };
+        }
+    }
+
     /// The driver is gone, or begins anew: the balloon is empty, no buffer of the queues is held any more, no list of free pages
-    /// comes. What was accepted holds until the next [`accepted`](Self::accepted). Never waits.
+    /// comes. What was accepted holds until the next [`accepted`](Self::accepted), and what fills free pages until the next
+    /// driver that has accepted that feature says it, which it does before it gives any. Never waits.
     pub fn reset(&self) {
         self.epoch.fetch_add(1, Ordering::AcqRel);
         self.config.forget_driver();
@@ -285,7 +298,7 @@ impl Balloon {
 
     /// Whether free pages may lose their contents.
     fn keeps_free_pages(&self) -> bool {
-        self.config.poison() != 0
+        self.accepted_features().has(Features::PAGE_POISON) && self.config.poison() != 0
     }
 
     fn guest_memory(&self) -> Option<Arc<dyn Reclaim>> {

@@ -81,6 +81,10 @@ impl Device for VhostUserBalloon {
         })
     }
 
+    fn stopped(&self, queue: usize) {
+        self.balloon.stopped(queue);
+    }
+
     fn reset(&self) {
         self.balloon.reset();
     }

@@ -49,7 +49,12 @@ pub trait Device: Send + Sync {
     /// [`QueueError::Stopped`] is nothing to worry about. After any other one the queue is left alone until it is set up anew.
     fn work(&self, queue: usize, vring: &Vring) -> Result<More, QueueError>;
 
-    /// The driver's state is gone, and with it every buffer that was taken out and not given back: the front end negotiates
-    /// anew, has stopped all rings, resets the device or has gone. `work` does not run meanwhile, and no ring runs.
+    /// A ring has stopped, and what was taken out of it and not given back is the driver's again, which may offer it once more
+    /// when the ring goes on. The driver is still the same, and all that it has said holds: a VM that is stopped for a while
+    /// has its rings stopped. `work` does not run on that queue meanwhile.
+    fn stopped(&self, queue: usize);
+
+    /// The driver is gone, and with it what it has said and every buffer that was taken out and not given back: the front end
+    /// resets the device, negotiates anew, brings another driver or has gone. `work` does not run meanwhile, and no ring runs.
     fn reset(&self);
 }

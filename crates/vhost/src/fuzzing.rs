@@ -64,6 +64,11 @@ impl Device for Toy {
         Ok(More::Yes)
     }
 
+    fn stopped(&self, _queue: usize) {
+        // Of whichever queue: what is not given back is lost to its driver alone.
+        self.reset();
+    }
+
     fn reset(&self) {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }

@@ -38,6 +38,7 @@
 //!         vring.notify()?;
 //!         Ok(More::Yes)
 //!     }
+//!     fn stopped(&self, _queue: usize) {}
 //!     fn reset(&self) {}
 //! }
 //!

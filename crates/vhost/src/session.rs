@@ -5,7 +5,11 @@
 //! - user-mode Linux unloads a driver without a reset and without `GET_VRING_BASE`: it disables the rings, or, after it has
 //!   forgotten about vhost-user's own feature bit, only asks for the features again. So `SET_FEATURES` begins anew;
 //! - without that bit a ring is enabled as soon as it is started, and nobody says so;
-//! - a memory table may change under running rings (QEMU plugs memory): they go on in the new one.
+//! - a memory table may change under running rings (QEMU plugs memory): they go on in the new one;
+//! - QEMU stops all rings (`GET_VRING_BASE`) when its VM is stopped for a while as when its guest resets the device, and negotiates
+//!   the same features either way when they go on. What tells one from the other is where the rings go on: the same
+//!   driver's go on where they stopped, another one's at the beginning ([`Session::is_another_driver`]). (A status would tell
+//!   nothing: QEMU sets it to 0 in both cases. So that protocol feature is not offered.)
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -69,6 +73,8 @@ struct Said {
     /// It was kicked off: from its kick descriptor on until its base is asked for.
     started: bool,
     enabled: bool,
+    /// Where it was stopped, until it is started again.
+    stopped_at: Option<u16>,
 }
 
 /// One front end.
@@ -85,6 +91,8 @@ pub(crate) struct Session {
     inflight: Option<(Arc<MmapRegion>, InflightArea)>,
     /// The device may have something of the driver's.
     touched: bool,
+    /// All rings were stopped, and the driver that goes on may be the same.
+    paused: bool,
 }
 
 impl Session {
@@ -102,6 +110,7 @@ impl Session {
             rings,
             inflight: None,
             touched: false,
+            paused: false,
         }
     }
 
@@ -224,6 +233,11 @@ impl Session {
 
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
         refuse_if(features & !self.offered() != 0, || format!("features {features:#x} were not offered"))?;
+        if self.paused && features == self.features {
+            // Rings begin disabled, whoever's they are.
+            self.rings.iter_mut().for_each(|said| said.enabled = false);
+            return Ok(());
+        }
         self.begin_anew();
         self.features = features;
         self.device.accepted(features & self.device.features());
@@ -237,6 +251,7 @@ impl Session {
             self.tear_down(index);
         }
         self.rings.fill_with(Said::default);
+        self.paused = false;
         if std::mem::take(&mut self.touched) {
             self.device.reset();
         }
@@ -296,9 +311,8 @@ impl Session {
     /// Nobody works while the memory is exchanged; rings that run go on in the new one.
     fn set_memory(&mut self, regions: Vec<RamRegion>) -> Result<(), Refusal> {
         let ram = Arc::new(Ram::new(regions.clone())?);
-        for (index, ring) in self.worker.rings().iter().enumerate() {
-            ring.vring.enable(false);
-            self.worker.let_go(index);
+        for index in 0..self.rings.len() {
+            self.halt(index);
         }
         self.regions = regions;
         self.ram = Some(ram.clone());
@@ -317,6 +331,7 @@ impl Session {
                         (said.started, said.address) = (false, None);
                         said.base = next.unwrap_or(said.base);
                     }
+                    self.device.stopped(index);
                 }
             }
             self.apply_enabled(index);
@@ -345,10 +360,55 @@ impl Session {
 
     /// A ring whose kick descriptor came is started, or goes on with another one.
     fn start(&mut self, index: usize) -> Result<(), Refusal> {
-        let (Some(said), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) else {
-            return Ok(());
-        };
-        if !said.started {
+        if self.rings.get(index).is_some_and(|said| !said.started) {
+            if self.is_another_driver(index) {
+                self.change_driver();
+            }
+            self.set_up(index)?;
+        }
+        self.apply_enabled(index);
+        // What the driver made available before its first kick is not kicked for.
+        self.front_end.kick(index);
+        Ok(())
+    }
+
+    /// Whether a ring that is about to start shows that the driver is not the one from before all rings were stopped. (One
+    /// whose rings all stopped at their beginnings cannot be told from the next one, and has left nothing behind.)
+    fn is_another_driver(&mut self, index: usize) -> bool {
+        let paused = self.paused;
+        let Some(said) = self.rings.get_mut(index) else { return false };
+        let stopped_at = said.stopped_at.take();
+        let base = said.base;
+        self.paused = paused && self.rings.iter().any(|said| said.stopped_at.is_some());
+        paused && stopped_at.is_some_and(|at| at != base)
+    }
+
+    /// The device forgets the driver; rings that the next one has started already begin again.
+    fn change_driver(&mut self) {
+        self.paused = false;
+        let started: Vec<usize> =
+            (0..).zip(&self.rings).filter_map(|(index, said)| said.started.then_some(index)).collect();
+        for &index in &started {
+            self.halt(index);
+            let next = self.worker.rings().get(index).and_then(|ring| ring.vring.tear_down());
+            if let Some(said) = self.rings.get_mut(index) {
+                said.started = false;
+                said.base = next.unwrap_or(said.base);
+            }
+        }
+        self.device.reset();
+        for index in started {
+            // It was possible a moment ago.
+            if let Err(error) = self.set_up(index) {
+                self.faults.note(Fault::Ring, &format_args!("queue {index}: {error}; it stops"));
+            }
+            self.apply_enabled(index);
+        }
+    }
+
+    /// Sets a ring up as the front end has said.
+    fn set_up(&mut self, index: usize) -> Result<(), Refusal> {
+        if let (Some(said), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) {
             let address = said.address.ok_or_else(|| Refusal::Other(format!("queue {index} has no address yet")))?;
             let ram = self.ram.as_ref().ok_or_else(|| Refusal::Other("there is no memory yet".into()))?;
             let place = place(ram, &address)
@@ -369,9 +429,6 @@ impl Session {
             said.started = true;
             self.touched = true;
         }
-        self.apply_enabled(index);
-        // What the driver made available before its first kick is not kicked for.
-        self.front_end.kick(index);
         Ok(())
     }
 
@@ -384,9 +441,8 @@ impl Session {
         let (Some(address), Some(ram)) = (said.address, self.ram.clone()) else { return Ok(()) };
         let place = place(&ram, &address)
             .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
+        self.halt(index);
         if let Some(ring) = self.worker.rings().get(index) {
-            ring.vring.enable(false);
-            self.worker.let_go(index);
             ring.vring.remap(place, &ram)?;
             self.apply_enabled(index);
         }
@@ -404,10 +460,17 @@ impl Session {
         }
     }
 
+    /// Returns when the device is out of the ring, and does not come back.
+    fn halt(&self, index: usize) {
+        if let Some(ring) = self.worker.rings().get(index) {
+            ring.vring.enable(false);
+            self.worker.let_go(index);
+        }
+    }
+
     fn tear_down(&self, index: usize) -> Option<u16> {
+        self.halt(index);
         let ring = self.worker.rings().get(index)?;
-        ring.vring.enable(false);
-        self.worker.let_go(index);
         // It only fails where there is something to add.
         let _ = self.worker.set_kick(index, None);
         ring.vring.tear_down()
@@ -421,8 +484,10 @@ impl Session {
         let Some(said) = self.rings.get_mut(index) else { return Ok(0) };
         said.base = next.unwrap_or(said.base);
         let base = said.base;
-        if !self.rings.iter().any(|said| said.started) && next.is_some() {
-            self.device.reset();
+        if next.is_some() {
+            said.stopped_at = next;
+            self.paused = !self.rings.iter().any(|said| said.started);
+            self.device.stopped(index);
         }
         Ok(base)
     }

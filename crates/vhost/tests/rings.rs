@@ -114,7 +114,7 @@ fn a_ring_that_stops_names_the_first_buffer_that_did_not_come_back() {
     guest.kick();
     until("the device holds three", || served.device.held.lock().unwrap().len() == 3);
     assert_eq!(peer.base(&guest), 1);
-    assert_eq!(served.device.resets.load(Ordering::SeqCst), 1, "no ring is left");
+    assert_eq!(*served.device.stops.lock().unwrap(), [1], "what it held is the driver's again");
     served.device.holds.store(false, Ordering::SeqCst);
 
     peer.start(&guest, 1, true);
@@ -196,4 +196,99 @@ fn a_ring_that_makes_no_sense_is_left_alone_and_the_other_goes_on() {
     broken.clear();
     peer.start(&broken, 0, true);
     broken.round_trip(0);
+}
+
+/// Negotiates as QEMU does when it starts a device that it has stopped.
+fn negotiate_again(peer: &Peer, guest: &Guest, features: u64) {
+    assert!(peer.done(Request::SetFeatures, &features.to_le_bytes(), &[]));
+    assert!(peer.share(guest));
+}
+
+#[test]
+fn a_vm_that_is_stopped_for_a_while_has_the_same_driver_when_it_goes_on() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    let features = peer.ask_number(Request::GetFeatures);
+    peer.start(&guest, 0, true);
+    for round in 0..3 {
+        guest.round_trip(round);
+        let base = peer.base(&guest);
+        assert_eq!(base, round + 1);
+        negotiate_again(&peer, &guest, features);
+        peer.start(&guest, base, true);
+    }
+    guest.round_trip(7);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 0);
+    assert_eq!(*served.device.stops.lock().unwrap(), [1, 1, 1]);
+    // A ring that is stopped beside another one says nothing of the driver, wherever it goes on.
+    peer.start(&Guest::new(0).beside(&guest), 0, true);
+    peer.base(&guest);
+    guest.clear();
+    peer.start(&guest, 0, true);
+    guest.round_trip(2);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 0);
+
+    for reset in [Request::ResetDevice, Request::ResetOwner] {
+        let before = served.device.resets.load(Ordering::SeqCst);
+        peer.base(&guest);
+        assert!(peer.done(reset, &[], &[]));
+        assert_eq!(served.device.resets.load(Ordering::SeqCst), before + 1, "{reset}");
+        guest.clear();
+        negotiate_again(&peer, &guest, features);
+        peer.start(&guest, 0, true);
+        guest.round_trip(1);
+    }
+}
+
+#[test]
+fn a_driver_whose_rings_begin_at_the_beginning_is_another_one() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    let features = peer.ask_number(Request::GetFeatures);
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    assert_eq!(peer.base(&guest), 1);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 0);
+    guest.clear();
+    negotiate_again(&peer, &guest, features);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 0, "it may still be the same");
+    peer.start(&guest, 0, true);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 1);
+    guest.round_trip(3);
+
+    // One that wants something else is another one wherever it begins.
+    let base = peer.base(&guest);
+    negotiate_again(&peer, &guest, features & !0b10);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 2);
+    peer.start(&guest, base, true);
+    guest.round_trip(4);
+}
+
+#[test]
+fn a_ring_that_ran_when_another_driver_was_noticed_loses_nothing() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    let features = peer.ask_number(Request::GetFeatures);
+    // The first queue, at another place of the same memory.
+    let mut first = Guest::new(0).beside(&guest);
+    peer.start(&first, 0, true);
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    assert_eq!((peer.base(&first), peer.base(&guest)), (0, 1));
+    first.clear();
+    guest.clear();
+    negotiate_again(&peer, &guest, features);
+    // Where the first one begins says nothing, so it runs, and the device takes something out of it.
+    served.device.holds.store(true, Ordering::SeqCst);
+    peer.start(&first, 0, true);
+    first.offer(0, [5; 4]);
+    first.kick();
+    until("the device holds it", || served.device.held.lock().unwrap().len() == 1);
+    served.device.holds.store(false, Ordering::SeqCst);
+    peer.start(&guest, 0, true);
+    assert_eq!(served.device.resets.load(Ordering::SeqCst), 1);
+    until("it comes back", || first.used() == 1);
+    first.round_trip(1);
+    guest.round_trip(1);
+    assert_eq!(first.buffer(0), [6; 4]);
 }

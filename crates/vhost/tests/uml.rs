@@ -85,6 +85,8 @@ impl Device for Balloon {
         Ok(More::Yes)
     }
 
+    fn stopped(&self, _queue: usize) {}
+
     fn reset(&self) {
         self.resets.fetch_add(1, Ordering::SeqCst);
     }

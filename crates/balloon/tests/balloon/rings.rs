@@ -127,6 +127,49 @@ fn a_buffer_whose_ring_was_stopped_comes_back_when_it_goes_on() {
     assert_eq!(bench.memory.total_pages(), 4096);
 }
 
+/// As a VM is stopped for a while: the ring begins anew where the buffers are that were not given back.
+#[test]
+fn a_queue_that_stops_and_goes_on_has_the_same_driver() {
+    let bench = Bench::new();
+    let poison = 0xaaaa_aaaa_u32.to_le_bytes();
+    bench.balloon.write_config(12, &poison);
+    bench.balloon.write_config(4, &77_u32.to_le_bytes());
+    bench.offer(0, 0x4000, 10, 0);
+    bench.balloon.work(2, &bench.ring()).unwrap();
+    let before = bench.balloon.statistics().unwrap().sequence;
+    for queue in 0..6 {
+        bench.balloon.stopped(queue);
+    }
+    assert_eq!(bench.balloon.size().actual, 16 * MIB - 77 * 4096, "what is in the balloon stays there");
+    let refused = bench.balloon.request(Arc::new(Told::default())).unwrap_err();
+    assert!(refused.to_string().contains("page_poison"), "free pages are filled as they were: {refused}");
+    // The buffer for statistics is one that the device has not got, so it comes alone.
+    bench.balloon.work(2, &bench.ring()).unwrap();
+    assert_eq!(bench.balloon.statistics().unwrap().sequence, before + 1);
+    assert_eq!((bench.balloon.counters().unexpected_buffers, bench.used()), (0, 0));
+
+    bench.balloon.reset();
+    assert_eq!(bench.balloon.size().actual, 16 * MIB);
+    bench.balloon.accepted(Features::default().without(Features::PAGE_POISON));
+    assert!(bench.balloon.request(Arc::new(Told::default())).is_ok(), "the next driver has no such value");
+}
+
+/// QEMU tells a back end what was accepted when the driver is ready, and what the driver has written before at once.
+#[test]
+fn what_fills_free_pages_may_be_said_before_the_feature_is_accepted() {
+    let bench = Bench::new();
+    bench.balloon.reset();
+    bench.balloon.accepted(Features::FREE_PAGE_HINT);
+    bench.balloon.write_config(12, &[0xaa; 4]);
+    assert!(bench.balloon.request(Arc::new(Told::default())).is_ok());
+    bench.balloon.accepted(Features::default());
+    assert!(bench.balloon.request(Arc::new(Told::default())).is_err());
+    // Another guest.
+    bench.balloon.attached(Arc::new(Bus));
+    bench.balloon.accepted(Features::default());
+    assert!(bench.balloon.request(Arc::new(Told::default())).is_ok());
+}
+
 #[derive(Default)]
 struct Told(Mutex<Vec<u64>>);
 

@@ -419,6 +419,10 @@ impl Device for Watched {
         self.device.work(queue, vring)
     }
 
+    fn stopped(&self, queue: usize) {
+        self.device.stopped(queue);
+    }
+
     fn reset(&self) {
         self.device.reset();
     }

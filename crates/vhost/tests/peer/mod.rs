@@ -45,6 +45,8 @@ pub(crate) struct Incrementer {
     pub(crate) accepted: AtomicU64,
     pub(crate) memories: Mutex<Vec<Arc<Ram>>>,
     pub(crate) resets: AtomicU64,
+    /// Queues, in the order in which they stopped.
+    pub(crate) stops: Mutex<Vec<usize>>,
     pub(crate) front_end: Mutex<Option<FrontEnd>>,
     pub(crate) written: Mutex<Vec<(u32, Vec<u8>)>>,
     /// Heads in the order in which they were taken.
@@ -122,6 +124,11 @@ impl Device for Incrementer {
         vring.add_used(head, written)?;
         vring.notify()?;
         Ok(More::Yes)
+    }
+
+    fn stopped(&self, queue: usize) {
+        self.held.lock().unwrap().clear();
+        self.stops.lock().unwrap().push(queue);
     }
 
     fn reset(&self) {
@@ -325,6 +332,8 @@ pub(crate) struct Guest {
     pub(crate) kick: OwnedFd,
     pub(crate) call: OwnedFd,
     offered: u16,
+    /// Where the ring and its buffers are in the memory.
+    offset: u64,
 }
 
 impl Guest {
@@ -336,11 +345,21 @@ impl Guest {
         let memory =
             GuestMemoryMmap::from_ranges_with_files([(GuestAddress(AT), LENGTH as usize, Some(place))]).unwrap();
         let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        Self { file, memory, queue, kick: event(), call: event(), offered: 0 }
+        Self { file, memory, queue, kick: event(), call: event(), offered: 0, offset: 0 }
     }
 
     pub(crate) fn region(&self) -> [u64; 4] {
         [AT, LENGTH, USER, 0]
+    }
+
+    /// The same, in another one's memory and beside its ring.
+    pub(crate) fn beside(self, other: &Self) -> Self {
+        let file = other.file.try_clone().unwrap();
+        Self { file, memory: other.memory.clone(), offset: other.offset + 0x10000, ..self }
+    }
+
+    fn place(&self, offset: u64) -> GuestAddress {
+        Self::at(self.offset + offset)
     }
 
     pub(crate) fn at(offset: u64) -> GuestAddress {
@@ -349,27 +368,28 @@ impl Guest {
 
     /// Body of `SET_VRING_ADDR`.
     pub(crate) fn address(&self) -> Vec<u8> {
-        [words(&[self.queue, 0]), longs(&[USER + 0x1000, USER + 0x3000, USER + 0x2000, 0])].concat()
+        [words(&[self.queue, 0]), longs(&[0x1000, 0x3000, 0x2000].map(|at| USER + self.offset + at)), longs(&[0])]
+            .concat()
     }
 
     /// A driver that begins anew: empty rings.
     pub(crate) fn clear(&mut self) {
-        self.memory.write_slice(&[0; 0x3000], Self::at(0x1000)).unwrap();
+        self.memory.write_slice(&[0; 0x3000], self.place(0x1000)).unwrap();
         self.offered = 0;
     }
 
     /// Offers a buffer of four bytes to be incremented, by descriptor `head`; does not kick.
     pub(crate) fn offer(&mut self, head: u16, bytes: [u8; 4]) {
-        let place = 0x8000 + u64::from(head) * 16;
-        self.memory.write_slice(&bytes, Self::at(place)).unwrap();
-        let mut descriptor = longs(&[AT + place]);
+        let buffer = 0x8000 + u64::from(head) * 16;
+        self.memory.write_slice(&bytes, self.place(buffer)).unwrap();
+        let mut descriptor = longs(&[self.place(buffer).0]);
         descriptor.extend(4_u32.to_le_bytes());
         descriptor.extend([2, 0, 0, 0]); // The device writes; no next one.
-        self.memory.write_slice(&descriptor, Self::at(0x1000 + u64::from(head) * 16)).unwrap();
+        self.memory.write_slice(&descriptor, self.place(0x1000 + u64::from(head) * 16)).unwrap();
         let entry = 0x2004 + u64::from(self.offered % SIZE) * 2;
-        self.memory.write_obj(head, Self::at(entry)).unwrap();
+        self.memory.write_obj(head, self.place(entry)).unwrap();
         self.offered = self.offered.wrapping_add(1);
-        self.memory.store(self.offered, Self::at(0x2002), Ordering::SeqCst).unwrap();
+        self.memory.store(self.offered, self.place(0x2002), Ordering::SeqCst).unwrap();
     }
 
     pub(crate) fn kick(&self) {
@@ -377,11 +397,11 @@ impl Guest {
     }
 
     pub(crate) fn used(&self) -> u16 {
-        self.memory.load(Self::at(0x3002), Ordering::SeqCst).unwrap()
+        self.memory.load(self.place(0x3002), Ordering::SeqCst).unwrap()
     }
 
     pub(crate) fn buffer(&self, head: u16) -> [u8; 4] {
-        self.memory.read_obj(Self::at(0x8000 + u64::from(head) * 16)).unwrap()
+        self.memory.read_obj(self.place(0x8000 + u64::from(head) * 16)).unwrap()
     }
 
     /// Offers, kicks and waits until it has come back.
