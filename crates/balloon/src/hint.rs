@@ -10,6 +10,11 @@
 //! after that was added after the command was given, and was free at a moment behind it, whatever id it came with.
 //!
 //! The driver keeps the blocks until the device says DONE. So whatever ends a command, [`Handshake::done`] comes after it.
+//!
+//! A driver outlives the process of its device, with the last id that it was shown, and with buffers of it. So ids begin anywhere: that
+//! another process shows the same one is as good as impossible.
+
+use std::hash::{BuildHasher as _, RandomState};
 
 /// Ids below are not commands: 0 says stop, 1 says done.
 const FIRST_ID: u32 = 0x8000_0000;
@@ -53,7 +58,8 @@ pub(crate) struct Handshake {
 
 impl Default for Handshake {
     fn default() -> Self {
-        Self { state: HintState::Done, id: u32::MAX, before: None }
+        let [a, b, c, d, ..] = RandomState::new().hash_one(()).to_ne_bytes();
+        Self { state: HintState::Done, id: u32::from_ne_bytes([a, b, c, d]) | FIRST_ID, before: None }
     }
 }
 
@@ -129,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_command_begins_with_its_id_and_ends_with_another() {
-        let mut handshake = Handshake::default();
+        let mut handshake = Handshake { id: u32::MAX, ..Handshake::default() };
         assert_eq!((handshake.command(), handshake.takes_blocks()), (DONE, false));
         let id = handshake.request();
         // The old buffers come first, and the field that they point to may have the new id already.
@@ -170,6 +176,15 @@ mod tests {
         let mut handshake = Handshake { id: u32::MAX - 1, ..Handshake::default() };
         assert_eq!(handshake.request(), u32::MAX);
         assert_eq!(handshake.request(), FIRST_ID);
+    }
+
+    #[test]
+    fn another_devices_ids_are_others() {
+        let mut first: Vec<u32> = (0..8).map(|_| Handshake::default().request()).collect();
+        assert!(first.iter().all(|id| *id >= FIRST_ID));
+        first.sort_unstable();
+        first.dedup();
+        assert_eq!(first.len(), 8);
     }
 
     #[derive(Debug, Clone, Copy)]
