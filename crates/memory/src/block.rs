@@ -2,12 +2,14 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use libc::iovec;
 use limosa_page::guest::GuestPages;
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, fstat, fstatfs, ftruncate, memfd_create};
 
+use crate::discarding::Discards;
 use crate::error::MemoryError;
 use crate::loan::Loans;
 use crate::mapping::Mapping;
@@ -142,8 +144,8 @@ impl BlockOptions {
         }
         let from = file.as_ref().map(|(file, offset)| (file.as_fd(), *offset));
         let mapping = Mapping::new(from, mapped, shared, huge_page).map_err(|e| kernel("mmap", e))?;
-        let loans = Loans::default();
-        Ok(MemoryBlock { name, role, mapping, file, page_size, shared, region_address, loans })
+        let (loans, discards) = (Loans::default(), Arc::default());
+        Ok(MemoryBlock { name, role, mapping, file, page_size, shared, region_address, loans, discards })
     }
 }
 
@@ -168,6 +170,7 @@ pub struct MemoryBlock {
     shared: bool,
     region_address: u64,
     loans: Loans,
+    discards: Arc<Discards>,
 }
 
 impl MemoryBlock {
@@ -180,8 +183,8 @@ impl MemoryBlock {
         page_size: u64,
         shared: bool,
     ) -> Self {
-        let (role, region_address, loans) = (BlockRole::Ram, 0, Loans::default());
-        Self { name, role, mapping, file, page_size, shared, region_address, loans }
+        let (role, region_address, loans, discards) = (BlockRole::Ram, 0, Loans::default(), Arc::default());
+        Self { name, role, mapping, file, page_size, shared, region_address, loans, discards }
     }
 
     /// QEMU's idstr of it, e.g. `pc.ram`.
@@ -232,6 +235,11 @@ impl MemoryBlock {
     /// What of it the kernel has been lent.
     pub(crate) fn loans(&self) -> &Loans {
         &self.loans
+    }
+
+    /// Who wants to know what of the block is discarded.
+    pub(crate) fn discards(&self) -> &Arc<Discards> {
+        &self.discards
     }
 
     /// The address of its first byte in this process, for the kernel and for KVM. It is valid as long as the block is.

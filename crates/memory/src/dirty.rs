@@ -9,8 +9,10 @@
 //! it in a later fetch; the first one after all vCPUs have left it has named everything. A VM that is paused has no vCPU
 //! inside, and the fetch that decides a switchover is of a paused VM.
 //!
-//! What is discarded (a balloon's pages) is not written, and what a device writes into pages that were pinned before a fetch no
-//! page table knows of: whoever has either marks the pages in an [`ExplicitLog`].
+//! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written, to every log:
+//! its contents are others. Of what is given back in another way, by another process (a balloon behind vhost-user) or a VMM's own
+//! call, no log hears, and [`WriteFaultLog`] does not even see what is written there next. What a device writes into pages
+//! that were pinned before a fetch no page table knows of: it marks them in an [`ExplicitLog`].
 //!
 //! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd sees
 //! what this process writes through the mapping, not what another process writes through its own. So each log says which
@@ -39,6 +41,7 @@ use std::sync::Arc;
 
 use limosa_page::{PageBitmap, PageRange};
 
+use crate::discarding::DiscardWatch;
 use crate::{GuestMemory, GuestRegion, MemoryBlock};
 
 pub use explicit::{ExplicitLog, Marker};
@@ -110,6 +113,17 @@ impl DirtyPages {
     pub fn add(&mut self, block: usize, pages: PageRange) {
         if let Some(bitmap) = self.blocks.get_mut(block) {
             bitmap.set_range(pages.intersect(PageRange::first(bitmap.len())));
+        }
+    }
+
+    /// Adds what a log has noted of discards.
+    fn add_discards(&mut self, watch: Option<&DiscardWatch>) {
+        if let Some(watch) = watch {
+            watch.take(|block, pages| {
+                if let Some(bitmap) = self.blocks.get_mut(block) {
+                    bitmap.union_with(pages);
+                }
+            });
         }
     }
 

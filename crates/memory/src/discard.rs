@@ -36,7 +36,8 @@ impl MemoryBlock {
     /// Makes pages read as zero and gives their memory back, with one call for the whole run. Nobody must be writing them.
     ///
     /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it. If pages
-    /// of the block are [lent](MemoryBlock::lend), it waits until they are back.
+    /// of the block are [lent](MemoryBlock::lend), it waits until they are back. To [dirty logs](crate::dirty) it is a write to each
+    /// of the pages.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], and nothing is changed; [`MemoryError::Kernel`].
@@ -51,6 +52,7 @@ impl MemoryBlock {
             return Err(outside());
         }
         let _taken_back = self.loans().take_back();
+        let _discarding = self.discarding(pages);
         let mut done = Discarded::default();
         let whole = self.whole_host_pages(pages);
         if !whole.is_empty() {
@@ -142,7 +144,8 @@ impl MemoryBlock {
         if whole.is_empty() { PageRange::new(pages.start, pages.start) } else { whole }
     }
 
-    fn covering_host_pages(&self, pages: PageRange) -> PageRange {
+    /// The host pages that have any of `pages`.
+    pub(crate) fn covering_host_pages(&self, pages: PageRange) -> PageRange {
         let host = (self.page_size() / PAGE_SIZE).max(1);
         PageRange::new(
             PageNumber(pages.start.0 / host * host),

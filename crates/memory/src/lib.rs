@@ -37,6 +37,7 @@
 mod block;
 pub mod dirty;
 mod discard;
+mod discarding;
 mod error;
 pub mod faults;
 pub mod free;

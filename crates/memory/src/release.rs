@@ -4,6 +4,8 @@
 //! what cannot be given back is kept. It is for those who have a reason for one method (a balloon, a measurement).
 #![allow(unsafe_code, reason = "gives guest memory back")]
 
+use std::io;
+
 use limosa_page::{PAGE_SIZE, PageRange};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::mm::{Advice, madvise};
@@ -21,7 +23,7 @@ pub enum Method {
     /// `madvise(MADV_REMOVE)`: punches the hole through the mapping of shared memory. The pages read as zero.
     Remove,
     /// `madvise(MADV_FREE)`: of private memory without a file; the kernel takes it when it needs some. Until then, and if it is
-    /// written first, it stays.
+    /// written first, it stays. While a dirty log is on it is `DontNeed`: the kernel tells no log when it takes a page.
     Free,
 }
 
@@ -50,7 +52,8 @@ impl MemoryBlock {
 
     /// Gives back the memory of those of the pages that are host pages as a whole, with one call: how many pages of 4 KiB.
     ///
-    /// If pages of the block are [lent](MemoryBlock::lend), it waits until they are back.
+    /// If pages of the block are [lent](MemoryBlock::lend), it waits until they are back. To [dirty logs](crate::dirty) it is a
+    /// write to each of the pages.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], or the kernel's refusal; [`MemoryError::Layout`]: not [possible](Self::takes) with this memory.
@@ -75,6 +78,7 @@ impl MemoryBlock {
         let pages = self.whole_host_pages(pages);
         let Some(place) = self.place(pages).filter(|_| !pages.is_empty()) else { return Ok(0) };
         let _taken_back = self.loans().take_back();
+        let discarding = self.discarding(pages);
         let advice = match (method, self.file()) {
             (Method::PunchHole, Some((file, offset))) => {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -84,13 +88,32 @@ impl MemoryBlock {
                 return Ok(pages.len());
             }
             (Method::DontNeed, _) => Advice::LinuxDontNeed,
-            (Method::Free, _) => Advice::LinuxFree,
+            (Method::Free, _) if discarding.is_logged() => Advice::LinuxDontNeed,
+            (Method::Free, _) => {
+                discarding.is_lazy();
+                Advice::LinuxFree
+            }
             (Method::Remove | Method::PunchHole, _) => Advice::LinuxRemove,
         };
         // SAFETY: the pages are of this mapping, and no reference to them exists.
         unsafe { madvise(place.iov_base, place.iov_len, advice) }
             .map_err(|error| kernel("madvise, to release", error))?;
         Ok(pages.len())
+    }
+
+    /// Has the kernel keep what was released by [`Method::Free`] and not taken yet, for a log that would lose a page's mark when
+    /// the kernel takes the page. The log [hears of discards](crate::discarding) already.
+    pub(crate) fn keep_lazily_freed(&self) -> io::Result<()> {
+        if !self.discards().take_lazy() {
+            return Ok(());
+        }
+        for run in self.populated(self.pages())?.runs() {
+            if let Some(place) = self.place(run) {
+                // SAFETY: it changes no contents, and the pages are of this mapping.
+                unsafe { madvise(place.iov_base, place.iov_len, Advice::LinuxPopulateWrite) }?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,5 +1,5 @@
 //! Thousands of fetches while threads write: a copy of the memory that is kept by fetched pages alone is equal to it, byte
-//! for byte, whenever nobody writes. (KVM's logs are tested so with the guest of limosa-demo.)
+//! for byte, whenever nobody writes. Every ninth write is a page that is given back. (KVM's logs are tested so with the guest of limosa-demo.)
 #![allow(missing_docs, reason = "a test")]
 #![allow(unsafe_code, reason = "sets the bits of a log as a back end does")]
 
@@ -58,7 +58,13 @@ fn no_write_is_lost_in(fetches: u64, memory: &GuestMemory, log: &mut dyn DirtyLo
                         random ^= random << 13;
                         random ^= random >> 7;
                         random ^= random << 17;
-                        write(random % (block.len() / 8) * 8, &random.to_ne_bytes());
+                        let offset = random % (block.len() / 8) * 8;
+                        match (random >> 40) % 9 {
+                            0 => {
+                                block.discard(PageRange::starting_at(PageNumber::containing(offset), 1)).unwrap();
+                            }
+                            _ => write(offset, &random.to_ne_bytes()),
+                        }
                         writes.fetch_add(1, Ordering::Relaxed);
                     }
                 }

@@ -6,9 +6,10 @@ use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
 use limosa_memory::dirty::{DirtyLog, DirtyPages, LogError, WriteFaultLog, WriteProtectLog, Writers, best_for};
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::{BlockOptions, GuestMemory, Method};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
+use rustix::mm::{Advice, madvise};
 
 const LENGTH: u64 = 16 << 20;
 
@@ -223,4 +224,48 @@ fn the_best_log_here_covers_all_writers_of_this_process() {
     log.start().unwrap();
     poke(&memory, 2);
     assert_eq!(fetched(&mut *log, &memory), [page(2)]);
+}
+
+#[test]
+fn a_page_that_is_given_back_is_written_and_what_is_written_to_it_next_is_seen() {
+    for memory in small_pages() {
+        for mut log in logs(&memory) {
+            let block = memory.block(0).unwrap();
+            (0..64).for_each(|page| poke(&memory, page));
+            log.start().unwrap();
+            let mut expected = vec![page(0)];
+            block.discard(page(0)).unwrap();
+            for (method, number) in
+                [Method::PunchHole, Method::DontNeed, Method::Remove, Method::Free].into_iter().zip(1..)
+            {
+                if block.takes(method) {
+                    block.release(page(2 * number), method).unwrap();
+                    expected.push(page(2 * number));
+                }
+            }
+            for round in 0..3 {
+                assert_eq!(fetched(&mut *log, &memory), expected, "{}, fetch {round}", log.name());
+                expected.iter().for_each(|page| poke(&memory, page.start.0));
+            }
+            log.stop().unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_was_freed_lazily_before_the_log_began_is_not_written_unseen() {
+    let memory = memory(BlockOptions::anonymous("ram", LENGTH));
+    let block = memory.block(0).unwrap();
+    for mut log in logs(&memory) {
+        (0..64).for_each(|page| poke(&memory, page));
+        block.release(PageRange::first(64), Method::Free).unwrap();
+        log.start().unwrap();
+        // The kernel is short of memory, or does as if.
+        let place = block.place(PageRange::first(64)).unwrap();
+        // SAFETY: it takes the contents of no page that was written since it was freed, and the pages are of this mapping.
+        unsafe { madvise(place.iov_base, place.iov_len, Advice::LinuxPageOut) }.unwrap();
+        (0..64).for_each(|page| poke(&memory, page));
+        assert_eq!(fetched(&mut *log, &memory), [PageRange::first(64)], "{}", log.name());
+        log.stop().unwrap();
+    }
 }

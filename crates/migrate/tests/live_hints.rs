@@ -41,7 +41,7 @@ fn vm(pages: [u64; 2]) -> TestVm {
     let region =
         |block: usize, guest_address| GuestRegion { guest_address, block, pages: PageRange::first(pages[block]) };
     let memory = GuestMemory::with_regions(mapped, vec![region(0, 0), region(1, ABOVE)]).unwrap();
-    let vm = TestVm { memory, ..TestVm::new(&[1]) };
+    let vm = TestVm { memory: Arc::new(memory), ..TestVm::new(&[1]) };
     (0..2).for_each(|block| vm.fill(block, |_| true));
     vm
 }

@@ -18,11 +18,13 @@ use loom::sync::atomic::{AtomicBool, fence};
 
 use super::{DirtyLog, DirtyPages, LogError, Writers};
 use crate::GuestMemory;
+use crate::discarding::{DiscardWatch, Discardable};
 
 #[derive(Debug)]
 struct Marks {
     on: AtomicBool,
     blocks: Vec<AtomicPageBitmap>,
+    discardable: Discardable,
 }
 
 /// The log.
@@ -30,6 +32,7 @@ struct Marks {
 pub struct ExplicitLog {
     marks: Arc<Marks>,
     covers: Writers,
+    discards: Option<DiscardWatch>,
 }
 
 /// A writer's hand on the log. Cheap to clone, for any thread.
@@ -52,7 +55,7 @@ impl Marker {
 
     /// A log of the same marks, for another migration than the one that has had the log before: one at a time.
     pub fn log(&self, covers: Writers) -> ExplicitLog {
-        ExplicitLog { marks: Arc::clone(&self.0), covers }
+        ExplicitLog { marks: Arc::clone(&self.0), covers, discards: None }
     }
 
     /// Whether a page is marked, and no fetch has taken the mark yet.
@@ -65,7 +68,8 @@ impl ExplicitLog {
     /// A log for `memory`, kept by writers that are `covers`.
     pub fn new(memory: &GuestMemory, covers: Writers) -> Self {
         let blocks = memory.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages().len())).collect();
-        Self { marks: Arc::new(Marks { on: AtomicBool::new(false), blocks }), covers }
+        let marks = Marks { on: AtomicBool::new(false), blocks, discardable: Discardable::new(memory) };
+        Self { marks: Arc::new(marks), covers, discards: None }
     }
 
     /// What writers mark pages with.
@@ -84,6 +88,7 @@ impl DirtyLog for ExplicitLog {
     }
 
     fn start(&mut self) -> Result<(), LogError> {
+        self.discards = Some(self.marks.discardable.watch());
         for bitmap in &self.marks.blocks {
             bitmap.clear_range(PageRange::first(bitmap.len()));
         }
@@ -103,11 +108,13 @@ impl DirtyLog for ExplicitLog {
                 pages.union_with(&taken);
             }
         }
+        into.add_discards(self.discards.as_ref());
         Ok(())
     }
 
     fn stop(&mut self) -> Result<(), LogError> {
         self.marks.on.store(false, Ordering::Relaxed);
+        self.discards = None;
         Ok(())
     }
 }

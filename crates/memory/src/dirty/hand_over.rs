@@ -5,6 +5,9 @@
 //! both do it under the lock. Without it a fetch could come between the handler's two steps: it would protect what is
 //! protected still, clear the bit and give the page out, and the handler would then let in writes that no bit tells of.
 //!
+//! A page that is discarded can be written from then on, and has its bit from the fetch on that hears of it, which protects it
+//! anew: until then the note of the [discard](crate::discarding) stands for the bit.
+//!
 //! A writer does not know of any lock: it writes while the page can be written and waits while it cannot. If it writes
 //! before the fetch protects the page, the page is in that fetch and is read after the write; if it comes later, it waits
 //! for the handler, which sets the bit again.
@@ -33,6 +36,11 @@ impl Writable {
         let mut bits = self.lock();
         bits.set_range(pages);
         unprotect()
+    }
+
+    /// Pages that have lost their protection because they were discarded.
+    pub(super) fn lost(&self, pages: &PageBitmap) {
+        self.lock().union_with(pages);
     }
 
     /// The fetch's step: has all pages that can be written protected, and hands them to `taken`. The lock is let go after

@@ -116,3 +116,43 @@ impl Drop for KvmSlots {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvm_ioctls::Kvm;
+    use limosa_page::{PageNumber, PageRange};
+
+    use super::*;
+    use crate::dirty::{DirtyLog, DirtyPages};
+    use crate::{BlockOptions, GuestMemory, Method};
+
+    #[test]
+    fn a_page_that_is_given_back_is_written_though_no_vcpu_has() {
+        if limosa_testkit::skipped("LIMOSA_SKIP_KVM") {
+            return;
+        }
+        for ring in [false, true] {
+            for options in [BlockOptions::memfd("pc.ram", 64 << 12), BlockOptions::anonymous("pc.ram", 64 << 12)] {
+                let vm = Arc::new(Kvm::new().expect("without /dev/kvm, set LIMOSA_SKIP_KVM=1").create_vm().unwrap());
+                let memory = Arc::new(GuestMemory::new(vec![options.map().unwrap()]).unwrap());
+                let slots = KvmSlots::map(Arc::clone(&vm), Arc::clone(&memory)).unwrap();
+                let mut log: Box<dyn DirtyLog> = match ring {
+                    true => Box::new(KvmRingLog::new(KvmRings::enable(&vm, slots, 64 << 10).unwrap())),
+                    false => Box::new(KvmLog::new(slots)),
+                };
+                let block = memory.block(0).unwrap();
+                block.write(0, &[7; 64 << 12]).unwrap();
+                log.start().unwrap();
+                block.discard(PageRange::starting_at(PageNumber(3), 2)).unwrap();
+                let method = if block.is_shared() { Method::PunchHole } else { Method::Free };
+                block.release(PageRange::starting_at(PageNumber(9), 1), method).unwrap();
+                let expected = [PageRange::starting_at(PageNumber(3), 2), PageRange::starting_at(PageNumber(9), 1)];
+                for expected in [&expected[..], &[]] {
+                    let mut dirty = DirtyPages::new(&memory);
+                    log.fetch(&mut dirty).unwrap();
+                    assert_eq!(dirty.block(0).unwrap().runs().collect::<Vec<_>>(), expected, "{}", log.name());
+                }
+            }
+        }
+    }
+}

@@ -19,6 +19,7 @@ use limosa_page::{PAGE_SIZE, holes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::discarding::{DiscardWatch, Discardable};
 use crate::mapping::Mapping;
 use crate::{GuestMemory, GuestRegion};
 
@@ -47,6 +48,7 @@ pub struct VhostLog {
     memory: Arc<GuestMemory>,
     image: Image,
     switch: Switch,
+    discards: Option<DiscardWatch>,
     on: bool,
 }
 
@@ -71,7 +73,7 @@ impl VhostLog {
     ) -> Result<Self, LogError> {
         let end = memory.regions().last().map_or(0, |region| first_bit(region) + region.pages.len());
         let image = Image::new(end).map_err(failed("memory for its bits"))?;
-        Ok(Self { memory, image, switch: Box::new(switch), on: false })
+        Ok(Self { memory, image, switch: Box::new(switch), discards: None, on: false })
     }
 
     /// The shared bitmap, as it is handed to a back end that comes later.
@@ -201,6 +203,7 @@ impl DirtyLog for VhostLog {
 
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
+        self.discards = Some(Discardable::new(&self.memory).watch());
         let words = 0..self.image.mapping.len() as u64 / 8;
         self.image.take_all(words, |_, _| {}).map_err(failed("clearing it"))?;
         let base = LogBase { fd: self.image.file.as_fd(), length: self.image.mapping.len() as u64 };
@@ -217,10 +220,13 @@ impl DirtyLog for VhostLog {
         if !self.on {
             return Err(LogError::NotStarted { log: NAME });
         }
-        self.image.import(self.memory.regions(), into).map_err(failed("reading it"))
+        self.image.import(self.memory.regions(), into).map_err(failed("reading it"))?;
+        into.add_discards(self.discards.as_ref());
+        Ok(())
     }
 
     fn stop(&mut self) -> Result<(), LogError> {
+        self.discards = None;
         if !std::mem::take(&mut self.on) {
             return Ok(());
         }

@@ -6,7 +6,10 @@
 //!
 //! If the thread fails, it lets go of all memory: the guest runs on, and the next fetch says that the log is worth nothing.
 //!
-//! What it does not see is what [`WriteProtectLog`](super::WriteProtectLog) does not.
+//! A page that is given back loses its protection. The log hears of it if it is [discarded](MemoryBlock::discard) or
+//! [released](MemoryBlock::release), and protects it anew; of what others give back, another process that punches a hole into
+//! shared memory, it does not hear, and what is written there next is lost to it. Else it does not see what
+//! [`WriteProtectLog`](super::WriteProtectLog) does not.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -18,6 +21,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::hand_over::Writable;
 use super::{DirtyLog, DirtyPages, LogError, Writers, addresses, not_registered};
+use crate::discarding::{DiscardWatch, Discardable};
 use crate::faults::FaultAccess;
 use crate::userfaultfd::{Features, Message, NOT_ALLOWED, RegisterMode, Userfaultfd};
 use crate::{GuestMemory, MemoryBlock};
@@ -38,6 +42,7 @@ pub struct WriteFaultLog {
 #[derive(Debug)]
 struct Running {
     handler: Arc<Handler>,
+    discards: DiscardWatch,
     stop: Arc<OwnedFd>,
     thread: JoinHandle<()>,
 }
@@ -159,6 +164,11 @@ impl DirtyLog for WriteFaultLog {
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
         let memory = Arc::clone(&self.memory);
+        // From here on nothing is given back lazily, and what is discarded is noted.
+        let discards = Discardable::new(&memory).watch();
+        for block in memory.blocks() {
+            block.keep_lazily_freed().map_err(failed("keeping what was freed lazily"))?;
+        }
         let writable = memory.blocks().iter().map(|block| Writable::none(block.pages().len())).collect();
         let handler = Arc::new(Handler { uffd: open(&memory)?, memory, writable, failed: Mutex::new(None) });
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| failed("eventfd")(e.into()))?);
@@ -167,8 +177,12 @@ impl DirtyLog for WriteFaultLog {
             move || handler.run(&stop)
         });
         // From here on an error stops what has begun, as `stop` does.
-        self.running =
-            Some(Running { handler: Arc::clone(&handler), stop, thread: thread.map_err(failed("a thread"))? });
+        self.running = Some(Running {
+            handler: Arc::clone(&handler),
+            discards,
+            stop,
+            thread: thread.map_err(failed("a thread"))?,
+        });
         let begin = || {
             for block in self.memory.blocks() {
                 let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
@@ -188,7 +202,14 @@ impl DirtyLog for WriteFaultLog {
     }
 
     fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError> {
-        let Some(Running { handler, .. }) = &self.running else { return Err(LogError::NotStarted { log: NAME }) };
+        let Some(Running { handler, discards, .. }) = &self.running else {
+            return Err(LogError::NotStarted { log: NAME });
+        };
+        discards.take(|block, pages| {
+            if let Some(writable) = handler.writable.get(block) {
+                writable.lost(pages);
+            }
+        });
         for (index, (block, writable)) in self.memory.blocks().iter().zip(&handler.writable).enumerate() {
             let protect = |pages| handler.protect(block, pages, true);
             let taken = |pages| into.add(index, pages);
@@ -202,7 +223,7 @@ impl DirtyLog for WriteFaultLog {
     }
 
     fn stop(&mut self) -> Result<(), LogError> {
-        let Some(Running { handler, stop, thread }) = self.running.take() else { return Ok(()) };
+        let Some(Running { handler, stop, thread, .. }) = self.running.take() else { return Ok(()) };
         // The thread first: who faults meanwhile waits, and goes on when the memory is let go.
         let stopped = match rustix::io::write(stop.as_fd(), &1_u64.to_ne_bytes()) {
             Ok(_) => thread.join().map_err(|_| io::Error::other("it panicked")),

@@ -8,7 +8,7 @@
 //!
 //! What it does not see: other processes' writes through their own mappings, and a device's (VFIO, `O_DIRECT`, `io_uring`'s
 //! registered buffers) into pages that were pinned for writing before a fetch. Who completes such a request marks its pages
-//! in an [`ExplicitLog`](super::ExplicitLog); so does who discards pages (a balloon), which is no write.
+//! in an [`ExplicitLog`](super::ExplicitLog).
 
 use std::io;
 use std::ops::Range;
@@ -17,6 +17,7 @@ use std::sync::Arc;
 use limosa_page::PageRange;
 
 use super::{DirtyLog, DirtyPages, LogError, Writers, addresses, not_registered};
+use crate::discarding::{DiscardWatch, Discardable};
 use crate::faults::FaultAccess;
 use crate::pagemap::PageMap;
 use crate::userfaultfd::{Features, NOT_ALLOWED, RegisterMode, Userfaultfd};
@@ -38,6 +39,7 @@ pub struct WriteProtectLog {
 struct Running {
     uffd: Userfaultfd,
     map: PageMap,
+    discards: Option<DiscardWatch>,
 }
 
 impl WriteProtectLog {
@@ -76,7 +78,7 @@ fn open() -> Result<Running, LogError> {
              allow that, keep guest memory out of dumps by MADV_DONTDUMP, as its blocks are, or use WriteFaultLog"
         ))
     })?;
-    Ok(Running { uffd, map })
+    Ok(Running { uffd, map, discards: None })
 }
 
 /// Whether a page that has no entry has never been written: what was never touched needs no mark then, which would cost page
@@ -101,6 +103,7 @@ impl DirtyLog for WriteProtectLog {
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
         let mut running = open()?;
+        running.discards = Some(Discardable::new(&self.memory).watch());
         for block in self.memory.blocks() {
             // Closing the descriptor undoes what was done before a failure.
             let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
@@ -144,6 +147,7 @@ impl DirtyLog for WriteProtectLog {
                 }
             }
         }
+        into.add_discards(running.discards.as_ref());
         Ok(())
     }
 

@@ -1,8 +1,8 @@
 //! A VM that writes its memory while it is moved, and a destination that behaves as limosa's does, or worse.
 
 use std::cell::Cell;
-use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
 use std::thread::{self, Scope};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use limosa_stream::{Command, Configuration, DeviceSections, device_sections, sec
 
 /// A VM in a test. It runs as soon as it is made.
 pub struct TestVm {
-    pub memory: GuestMemory,
+    pub memory: Arc<GuestMemory>,
     pub stopped: RwLock<bool>,
     pub throttled: AtomicUsize,
     pub pauses: AtomicU64,
@@ -39,7 +39,7 @@ impl TestVm {
             BlockOptions::memfd(format!("block{index}"), pages * 4096).role(role).map().unwrap()
         };
         Self {
-            memory: GuestMemory::new(blocks.iter().enumerate().map(map).collect()).unwrap(),
+            memory: Arc::new(GuestMemory::new(blocks.iter().enumerate().map(map).collect()).unwrap()),
             stopped: RwLock::new(false),
             throttled: AtomicUsize::new(0),
             pauses: AtomicU64::new(0),
@@ -55,7 +55,7 @@ impl TestVm {
     /// With these blocks.
     pub fn of(blocks: Vec<BlockOptions>) -> Self {
         let memory = GuestMemory::new(blocks.into_iter().map(|options| options.map().unwrap()).collect()).unwrap();
-        Self { memory, ..Self::new(&[1]) }
+        Self { memory: Arc::new(memory), ..Self::new(&[1]) }
     }
 
     /// Logs that see what [`write`](Self::write) writes, and the mark to write with.
@@ -89,14 +89,13 @@ impl TestVm {
     }
 
     /// Gives a page back as a balloon does, if the VM runs.
-    pub fn discard(&self, marker: &Marker, block: usize, page: u64) -> bool {
+    pub fn discard(&self, block: usize, page: u64) -> bool {
         let stopped = self.stopped.read().unwrap();
         if *stopped {
             return false;
         }
         let page = PageRange::starting_at(PageNumber(page), 1);
         self.memory.block(block).unwrap().discard(page).unwrap();
-        marker.mark(block, page);
         self.writes.fetch_add(1, Ordering::Relaxed);
         true
     }
@@ -110,7 +109,7 @@ impl TestVm {
                 let page = (seed >> 20) % self.memory.block(block).unwrap().pages().len();
                 let fill = if seed.is_multiple_of(5) { 0 } else { u8::try_from(seed >> 8 & 0xff).unwrap() };
                 let done = match seed.is_multiple_of(7) {
-                    true => self.discard(&marker, block, page),
+                    true => self.discard(block, page),
                     false => self.write(&marker, block, page, fill),
                 };
                 if !done || !pause.is_zero() {
@@ -136,8 +135,8 @@ impl TestVm {
     }
 }
 
-/// A log that always has something to say.
-struct Restless(u64);
+/// A log that always has so many pages to tell of, and sees nobody.
+pub struct Restless(pub u64);
 
 impl DirtyLog for Restless {
     fn name(&self) -> &'static str {

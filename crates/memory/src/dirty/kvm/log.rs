@@ -17,6 +17,7 @@ use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 use super::{KvmSlot, KvmSlots};
 use crate::dirty::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::discarding::{DiscardWatch, Discardable};
 
 const NAME: &str = "KVM's dirty log";
 
@@ -30,6 +31,7 @@ const SLICE: usize = 1024;
 pub struct KvmLog {
     slots: Arc<KvmSlots>,
     manual: bool,
+    discards: Option<DiscardWatch>,
     on: bool,
 }
 
@@ -39,7 +41,7 @@ impl KvmLog {
     pub fn new(slots: Arc<KvmSlots>) -> Self {
         let can = slots.vm().check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into());
         let manual = u64::try_from(can).is_ok_and(|can| can & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0);
-        Self { slots, manual, on: false }
+        Self { slots, manual, discards: None, on: false }
     }
 
     /// The same, with all pages of a slot protected in one step, as on a KVM that cannot do otherwise.
@@ -103,6 +105,7 @@ impl DirtyLog for KvmLog {
 
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
+        self.discards = Some(Discardable::new(self.slots.memory()).watch());
         self.choose().map_err(failed("KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2"))?;
         self.slots.set_logging(true).map_err(failed("KVM_SET_USER_MEMORY_REGION"))?;
         self.on = true;
@@ -113,10 +116,13 @@ impl DirtyLog for KvmLog {
         if !self.on {
             return Err(LogError::NotStarted { log: NAME });
         }
-        self.slots.slots().iter().try_for_each(|slot| self.fetch_slot(slot, into))
+        self.slots.slots().iter().try_for_each(|slot| self.fetch_slot(slot, into))?;
+        into.add_discards(self.discards.as_ref());
+        Ok(())
     }
 
     fn stop(&mut self) -> Result<(), LogError> {
+        self.discards = None;
         if !std::mem::take(&mut self.on) {
             return Ok(());
         }

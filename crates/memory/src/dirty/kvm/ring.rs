@@ -25,6 +25,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::KvmSlots;
 use crate::dirty::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::discarding::{DiscardWatch, Discardable};
 
 const NAME: &str = "KVM's dirty ring";
 
@@ -210,13 +211,14 @@ fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
 #[derive(Debug)]
 pub struct KvmRingLog {
     rings: Arc<KvmRings>,
+    discards: Option<DiscardWatch>,
     on: bool,
 }
 
 impl KvmRingLog {
     /// A log over the rings.
     pub fn new(rings: Arc<KvmRings>) -> Self {
-        Self { rings, on: false }
+        Self { rings, discards: None, on: false }
     }
 }
 
@@ -231,6 +233,7 @@ impl DirtyLog for KvmRingLog {
 
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
+        self.discards = Some(Discardable::new(self.rings.slots.memory()).watch());
         let mut state = self.rings.lock();
         // What an earlier log left.
         self.rings.empty(&mut state)?;
@@ -252,11 +255,13 @@ impl DirtyLog for KvmRingLog {
             return Err(failed("emptying the rings")(io::Error::other(why)));
         }
         into.union_with(&state.taken);
+        into.add_discards(self.discards.as_ref());
         state.taken = DirtyPages::new(self.rings.slots.memory());
         Ok(())
     }
 
     fn stop(&mut self) -> Result<(), LogError> {
+        self.discards = None;
         if !std::mem::take(&mut self.on) {
             return Ok(());
         }
