@@ -7,11 +7,16 @@
 //! **Law: at any instant at which the server may die, a buffer that was taken out is marked here or is not yet given back in
 //! the ring, so that the next server works on it again; one that the driver sees as used is not.** The order of the stores
 //! below is what keeps it. What the area says is the front end's word: it is checked before it is used.
+//!
+//! An area is made for the largest ring that there may be, and a driver may choose a smaller one: its descriptors are the first of
+//! the area's. A larger ring has no place in it, and an area that cannot be read is no area in which nothing is: both are refused.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use vm_memory::{Bytes as _, MmapRegion, VolatileMemory as _};
+
+use crate::QueueError;
 
 const HEADER: usize = 16;
 const ENTRY: usize = 16;
@@ -38,32 +43,48 @@ pub(crate) fn bytes_for_ring(size: u16) -> usize {
 pub(crate) struct InflightRing {
     area: Arc<MmapRegion>,
     start: usize,
+    /// Descriptors that the area has for a ring.
+    room: u16,
+    /// Descriptors of this one.
     size: u16,
     /// The next buffer's place in the order in which they were taken.
     counter: u64,
 }
 
 impl InflightRing {
-    /// The part of ring number `index`, of `size` descriptors; none if the area has no room for it.
-    pub(crate) fn of(area: &Arc<MmapRegion>, index: usize, size: u16) -> Option<Self> {
-        let start = index.checked_mul(bytes_for_ring(size))?;
-        let end = start.checked_add(bytes_for_ring(size))?;
-        (size > 0 && end <= area.size()).then(|| Self { area: area.clone(), start, size, counter: 0 })
+    /// The part of ring number `index`, of `size` descriptors, in an area of rings that may have `room` descriptors; none if it
+    /// has no place there.
+    pub(crate) fn of(area: &Arc<MmapRegion>, index: usize, room: u16, size: u16) -> Option<Self> {
+        let start = index.checked_mul(bytes_for_ring(room))?;
+        let end = start.checked_add(bytes_for_ring(room))?;
+        let fits = (1..=room).contains(&size) && end <= area.size();
+        fits.then(|| Self { area: area.clone(), start, room, size, counter: 0 })
     }
 
     /// Takes up what the server before left: `used` is the index that the driver sees. Says which buffers are to be worked on
     /// again, in the order in which they were taken.
-    pub(crate) fn take_up(&mut self, used: u16) -> Vec<u16> {
-        let known = self.load_u16(AT_VERSION) == VERSION && self.load_u16(AT_DESCRIPTORS) == self.size;
-        if !known {
+    ///
+    /// # Errors
+    /// What is there cannot be read, so nobody knows what was left.
+    pub(crate) fn take_up(&mut self, used: u16) -> Result<Vec<u16>, QueueError> {
+        let (version, descriptors) = (self.load_u16(AT_VERSION), self.load_u16(AT_DESCRIPTORS));
+        if version == 0 {
+            // Nobody has used it.
             for head in 0..self.size {
                 self.mark(head, false);
             }
             self.store_u16(AT_USED, used);
-            self.store_u16(AT_DESCRIPTORS, self.size);
+            self.store_u16(AT_DESCRIPTORS, self.room);
             fence(Ordering::SeqCst);
             self.store_u16(AT_VERSION, VERSION);
-            return Vec::new();
+            return Ok(Vec::new());
+        }
+        if version != VERSION || descriptors != self.room {
+            return Err(QueueError::Device(format!(
+                "its inflight area is of version {version} and for {descriptors} descriptors, not of version {VERSION} and \
+                 for {}: what it holds would be lost",
+                self.room
+            )));
         }
         // What was given back between the two indexes was not unmarked any more. At most a whole ring can have been.
         let behind = used.wrapping_sub(self.load_u16(AT_USED)).min(self.size);
@@ -80,7 +101,7 @@ impl InflightRing {
             (0..self.size).filter(|&head| self.is_marked(head)).map(|head| (self.counter_of(head), head)).collect();
         again.sort_unstable();
         self.counter = again.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
-        again.into_iter().map(|(_, head)| head).collect()
+        Ok(again.into_iter().map(|(_, head)| head).collect())
     }
 
     /// A buffer was taken out.
@@ -155,18 +176,47 @@ mod tests {
     use proptest::prelude::*;
 
     const SIZE: u16 = 8;
+    /// What the area has for a ring, where it has more than it needs.
+    const ROOM: u16 = 16;
 
     fn area() -> Arc<MmapRegion> {
         Arc::new(MmapRegion::new(2 * bytes_for_ring(SIZE)).unwrap())
     }
 
+    fn roomy() -> Arc<MmapRegion> {
+        Arc::new(MmapRegion::new(2 * bytes_for_ring(ROOM)).unwrap())
+    }
+
     #[test]
     fn a_ring_has_room_for_itself_alone() {
         let area = area();
-        assert!(InflightRing::of(&area, 1, SIZE).is_some());
-        assert!(InflightRing::of(&area, 2, SIZE).is_none());
-        assert!(InflightRing::of(&area, usize::MAX, SIZE).is_none());
-        assert!(InflightRing::of(&area, 0, 32768).is_none());
+        for (index, room, size, fits) in [
+            (1, SIZE, SIZE, true),
+            (1, SIZE, 4, true),
+            (1, SIZE, 0, false),
+            (1, SIZE, 2 * SIZE, false),
+            (1, 4 * SIZE, SIZE, false),
+            (2, SIZE, SIZE, false),
+            (usize::MAX, SIZE, SIZE, false),
+            (0, 32768, 32768, false),
+        ] {
+            assert_eq!(InflightRing::of(&area, index, room, size).is_some(), fits, "{index} {room} {size}");
+        }
+    }
+
+    #[test]
+    fn an_area_that_cannot_be_read_is_refused_and_kept() {
+        let area = area();
+        let mut ring = InflightRing::of(&area, 1, SIZE, 4).unwrap();
+        assert!(ring.take_up(0).unwrap().is_empty());
+        ring.taken(3);
+        ring.store_u16(AT_DESCRIPTORS, 4);
+        assert!(ring.take_up(0).unwrap_err().to_string().contains("for 4 descriptors, not of version 1 and for 8"));
+        ring.store_u16(AT_DESCRIPTORS, SIZE);
+        ring.store_u16(AT_VERSION, 2);
+        assert!(ring.take_up(0).is_err());
+        ring.store_u16(AT_VERSION, VERSION);
+        assert_eq!(ring.take_up(0).unwrap(), [3]);
     }
 
     /// Where a server dies while it gives a buffer back.
@@ -183,9 +233,9 @@ mod tests {
             steps in prop::collection::vec((any::<bool>(), 0_u16..SIZE), 0..60),
             death in prop::sample::select(vec![None, Some(Death::BeforeTheRing), Some(Death::AfterTheRing), Some(Death::BeforeTheIndex)]),
         ) {
-            let area = area();
-            let mut ring = InflightRing::of(&area, 1, SIZE).unwrap();
-            prop_assert!(ring.take_up(65_530).is_empty());
+            let area = roomy();
+            let mut ring = InflightRing::of(&area, 1, ROOM, SIZE).unwrap();
+            prop_assert!(ring.take_up(65_530).unwrap().is_empty());
             let (mut used, mut out) = (65_530_u16, Vec::new());
             for (take, head) in steps {
                 if take && !out.contains(&head) {
@@ -208,20 +258,20 @@ mod tests {
                     ring.mark(head, false);
                 }
             }
-            let mut next = InflightRing::of(&area, 1, SIZE).unwrap();
-            prop_assert_eq!(next.take_up(used), out.clone());
-            let mut third = InflightRing::of(&area, 1, SIZE).unwrap();
-            prop_assert_eq!(third.take_up(used), out, "and nothing changes by looking");
+            let mut next = InflightRing::of(&area, 1, ROOM, SIZE).unwrap();
+            prop_assert_eq!(next.take_up(used).unwrap(), out.clone());
+            let mut third = InflightRing::of(&area, 1, ROOM, SIZE).unwrap();
+            prop_assert_eq!(third.take_up(used).unwrap(), out, "and nothing changes by looking");
         }
 
         #[test]
-        fn an_area_full_of_anything_names_descriptors_of_the_ring_only(bytes in prop::collection::vec(any::<u8>(), 144), used in any::<u16>()) {
-            let area = area();
-            area.as_volatile_slice().write_slice(&bytes, bytes_for_ring(SIZE)).unwrap();
-            let mut ring = InflightRing::of(&area, 1, SIZE).unwrap();
+        fn an_area_full_of_anything_names_descriptors_of_the_ring_only(bytes in prop::collection::vec(any::<u8>(), 272), used in any::<u16>()) {
+            let area = roomy();
+            area.as_volatile_slice().write_slice(&bytes, bytes_for_ring(ROOM)).unwrap();
+            let mut ring = InflightRing::of(&area, 1, ROOM, SIZE).unwrap();
             ring.store_u16(AT_VERSION, VERSION);
-            ring.store_u16(AT_DESCRIPTORS, SIZE);
-            let again = ring.take_up(used);
+            ring.store_u16(AT_DESCRIPTORS, ROOM);
+            let again = ring.take_up(used).unwrap();
             prop_assert!(again.len() <= usize::from(SIZE) && again.iter().all(|&head| head < SIZE));
         }
     }

@@ -413,17 +413,18 @@ impl Session {
             let ram = self.ram.as_ref().ok_or_else(|| Refusal::Other("there is no memory yet".into()))?;
             let place = place(ram, &address)
                 .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
-            let inflight = match &self.inflight {
-                Some((area, about)) if about.queue_size == said.size => InflightRing::of(area, index, said.size),
-                _ => None,
-            };
-            let setup = RingSetup {
-                size: said.size,
-                place,
-                base: said.base,
-                event_index: self.features & EVENT_INDEX != 0,
-                inflight,
-            };
+            let size = said.size;
+            // What a front end has no area for it does not want to be kept.
+            let tracked = self.inflight.as_ref().filter(|(_, about)| index < usize::from(about.queues));
+            let inflight = tracked.map(|(area, about)| {
+                InflightRing::of(area, index, about.queue_size, size).ok_or_else(|| {
+                    let room = about.queue_size;
+                    Refusal::Other(format!("queue {index} has {size} descriptors, its inflight area is for {room}"))
+                })
+            });
+            let inflight = inflight.transpose()?;
+            let setup =
+                RingSetup { size, place, base: said.base, event_index: self.features & EVENT_INDEX != 0, inflight };
             ring.vring.set_up(setup, ram)?;
             ring.broken.store(false, Ordering::SeqCst);
             said.started = true;

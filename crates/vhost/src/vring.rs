@@ -112,17 +112,17 @@ impl Vring {
     pub(crate) fn set_up(&self, setup: RingSetup, ram: &Arc<Ram>) -> Result<(), QueueError> {
         let queue = queue_at(&setup, ram)?;
         let used = queue.used_idx(&**ram.memory(), Ordering::Acquire)?.0;
+        let mut inflight = setup.inflight;
+        let heads = inflight.as_mut().map(|inflight| inflight.take_up(used)).transpose()?.unwrap_or_default();
+        let again = if heads.is_empty() { None } else { Some(again(&heads, &setup.place, setup.size, ram)?) };
         let mut state = self.lock();
         state.queue = queue;
         state.queue.set_next_used(used);
-        state.taken.clear();
-        state.again = None;
-        state.inflight = setup.inflight;
-        let heads = state.inflight.as_mut().map(|inflight| inflight.take_up(used)).unwrap_or_default();
-        if !heads.is_empty() {
+        if again.is_some() {
             state.queue.set_next_avail(used.wrapping_add(u16::try_from(heads.len()).unwrap_or(u16::MAX)));
-            state.again = Some(again(&heads, &setup.place, setup.size, ram)?);
         }
+        state.taken.clear();
+        (state.inflight, state.again) = (inflight, again);
         state.ram = Some(ram.clone());
         // Whoever ran it before may have been stopped, or have died, between giving something back and calling.
         if used != 0
