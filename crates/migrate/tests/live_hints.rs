@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
@@ -44,6 +45,19 @@ fn vm(pages: [u64; 2]) -> TestVm {
     let vm = TestVm { memory: Arc::new(memory), ..TestVm::new(&[1]) };
     (0..2).for_each(|block| vm.fill(block, |_| true));
     vm
+}
+
+/// Receives a VM on a main channel and on others beside it, to the end.
+fn receive(vm: &Vm, main: Channel, beside: Vec<Channel>) -> ArrivalOutcome<'_, Vm> {
+    for channel in &beside {
+        let mut first = [0; INITIAL_LEN];
+        channel.get(&mut first).unwrap();
+        InitialPacket::decode(&first).unwrap();
+    }
+    let (control, progress) = (Box::leak(Box::new(Control::new())), Box::leak(Box::new(Progress::new())));
+    LiveDestination::new(vm, main, control, progress, LiveDestinationOptions::default())
+        .with_channels(beside, MultifdOptions::default())
+        .run()
 }
 
 /// How many cases, and from which seed on.
@@ -120,17 +134,7 @@ impl Case {
             ..MigrationParams::default()
         };
         let (outcome, arrival) = thread::scope(|scope| {
-            let receiving = scope.spawn(|| {
-                for channel in &far_beside {
-                    let mut first = [0; INITIAL_LEN];
-                    channel.get(&mut first).unwrap();
-                    InitialPacket::decode(&first).unwrap();
-                }
-                let (control, progress) = (Box::leak(Box::new(Control::new())), Box::leak(Box::new(Progress::new())));
-                LiveDestination::new(&destination, far, control, progress, LiveDestinationOptions::default())
-                    .with_channels(far_beside, MultifdOptions::default())
-                    .run()
-            });
+            let receiving = scope.spawn(|| receive(&destination, far, far_beside));
             heap.live(scope, self.seed, Duration::from_micros(random(self.seed | 1) % 30));
             let outcome = LiveSource::new(&*source, logs, near, &control, &progress, params)
                 .fresh(self.fresh)
@@ -280,6 +284,54 @@ fn what_is_free_is_not_sent_and_the_guest_has_its_pages_back_before_its_devices_
     answers.sinks.lock().unwrap().iter().for_each(|sink| sink.free(0..u64::MAX));
 }
 
+/// Holes are looked for among what is left: each page is one or the other, and a destination that has something there is told of
+/// the holes.
+#[test]
+fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
+    for (fresh, channels) in [(true, 0), (false, 0), (true, 2), (false, 2)] {
+        let source = TestVm { memory: vm([64, 128]).memory, ..TestVm::new(&[1]) };
+        // Of every eight pages four have contents, others were never populated.
+        (0..2).for_each(|block| {
+            let ram = source.memory.block(block).unwrap();
+            ram.discard(ram.pages()).unwrap();
+            source.fill(block, |page| page % 8 < 4);
+        });
+        let lists = vec![vec![8 * PAGE_SIZE..16 * PAGE_SIZE, ABOVE..ABOVE + 30 * PAGE_SIZE]];
+        let answers = Arc::new(Answers { lists, complete: true, ..Answers::default() });
+        let destination = Vm::of(blocks([64, 128]));
+        let (near, far) = pair();
+        let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
+        let (control, progress) = (Control::new(), Progress::new());
+        let (outcome, arrival) = thread::scope(|scope| {
+            let receiving = scope.spawn(|| receive(&destination, far, far_beside));
+            let outcome = LiveSource::new(&source, source.logs().0, near, &control, &progress, params())
+                .fresh(fresh)
+                .with_channels(near_beside, MultifdSourceOptions::default())
+                .unwrap()
+                .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
+                .run();
+            (outcome, receiving.join().unwrap())
+        });
+        let stats = completed(outcome);
+        assert!(matches!(arrival, ArrivalOutcome::Running(_)), "{arrival:?}");
+        let first = &stats.rounds[0];
+        // Behind 24 pages of the second block come four that have contents, and two that have none.
+        let contents = 4 + 12 + 4;
+        assert_eq!((first.pages, first.hinted), (192, 8 + 30));
+        assert_eq!((first.normal, first.holes), (96 - contents, 96 - (38 - contents)));
+        assert_eq!((first.zero, first.left_out), if fresh { (0, first.holes) } else { (first.holes, 0) });
+        for block in 0..2 {
+            let there = destination.memory.block(block).unwrap();
+            for (page, here) in source.contents(block).chunks(4096).enumerate() {
+                let free = if block == 0 { (8..16).contains(&page) } else { page < 30 };
+                let mut found = [0; 4096];
+                there.read(page as u64 * PAGE_SIZE, &mut found).unwrap();
+                assert!(free || here == found, "page {page} of block {block}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_page_that_was_free_is_zero_at_once_for_a_guest_that_runs_before_its_memory_has_come() {
     let source = vm([64, 16]);
@@ -294,10 +346,7 @@ fn a_page_that_was_free_is_zero_at_once_for_a_guest_that_runs_before_its_memory_
     let (control, progress) = (Control::new(), Progress::new());
     let params = MigrationParams { downtime_limit: Duration::ZERO, ..params() };
     let (outcome, arrival) = thread::scope(|scope| {
-        let receiving = scope.spawn(|| {
-            let (control, progress) = (Box::leak(Box::new(Control::new())), Box::leak(Box::new(Progress::new())));
-            LiveDestination::new(&destination, far, control, progress, LiveDestinationOptions::default()).run()
-        });
+        let receiving = scope.spawn(|| receive(&destination, far, Vec::new()));
         let outcome = LiveSource::new(&source, logs, near, &control, &progress, params)
             .with_postcopy(Postcopy::Allowed)
             .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
@@ -414,6 +463,10 @@ fn hints_are_refused_where_nobody_sees_what_the_guest_writes() {
     assert_eq!(at_once, "free-page hints cannot be used: postcopy at once stops the guest before it could tell them");
     let unseen = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
     assert!(unseen.contains("guest memory is written by vCPUs, and no dirty log sees that"), "{unseen}");
+    // A VM that says that nobody writes is moved without a log; but a guest that tells its free pages is one that runs.
+    let vm = TestVm { writers: Writers::NONE, ..vm };
+    let silent = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
+    assert_eq!(silent, "free-page hints cannot be used: no dirty log sees what the guest's vCPUs write");
     assert!(vm.runs() && answers.asked.load(Ordering::SeqCst) == 0);
 }
 

@@ -47,16 +47,22 @@ pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRang
     Ok(ranges)
 }
 
-/// How long a file on tmpfs is that has no hole, by the room that it takes. What it takes behind its end (`fallocate` can do
-/// that) would hide a hole, which then passes for data.
-fn full_length(fd: BorrowedFd<'_>) -> Option<u64> {
-    /// `TMPFS_MAGIC` (`include/uapi/linux/magic.h`).
-    const TMPFS: u64 = 0x0102_1994;
+/// How long a file on tmpfs is that has no hole, by the room that it takes; `None` if it has some, or is not there. What it takes
+/// behind its end (`fallocate` can do that) would hide a hole, which then passes for data.
+#[must_use]
+pub fn full_length(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fstat(fd).ok()?;
     let (length, room) = (u64::try_from(stat.st_size).ok()?, u64::try_from(stat.st_blocks).ok()?.saturating_mul(512));
     let is_full = length > 0 && room == length.next_multiple_of(PAGE_SIZE);
-    let is_tmpfs = || fstatfs(fd).is_ok_and(|system| u64::try_from(system.f_type) == Ok(TMPFS));
-    Some(length).filter(|_| is_full && is_tmpfs())
+    Some(length).filter(|_| is_full && is_tmpfs(fd))
+}
+
+/// Whether a file is on tmpfs, as the file of a memfd is: its holes are known page by page.
+#[must_use]
+pub fn is_tmpfs(fd: BorrowedFd<'_>) -> bool {
+    /// `TMPFS_MAGIC` (`include/uapi/linux/magic.h`).
+    const TMPFS: u64 = 0x0102_1994;
+    fstatfs(fd).is_ok_and(|system| u64::try_from(system.f_type) == Ok(TMPFS))
 }
 
 /// The pages of `pages` that are not holes, where page 0 is at `file_offset` of the file (as `mmap` with that offset

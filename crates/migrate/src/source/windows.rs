@@ -155,6 +155,19 @@ impl Windows {
         Some(taken)
     }
 
+    /// Which pages of a block are still to be handed out, as runs.
+    pub(crate) fn left(&self, block: usize, within: PageRange) -> Vec<PageRange> {
+        self.lock().pages.get(block).map_or_else(Vec::new, |pages| pages.runs_in(within).collect())
+    }
+
+    /// Does not hand these pages of a block out, which nobody needs. Of `dropped` remains what would have been handed out.
+    pub(crate) fn drop_pages(&self, block: usize, dropped: &mut PageBitmap) {
+        if let Some(pages) = self.lock().pages.get_mut(block) {
+            dropped.intersect_with(pages);
+            pages.subtract(dropped);
+        }
+    }
+
     /// Pages that were taken out of this round.
     pub(crate) fn taken(&self) -> u64 {
         self.lock().taken

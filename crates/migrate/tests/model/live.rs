@@ -29,6 +29,8 @@ pub struct TestVm {
     pub machine: &'static str,
     /// Devices that it has, two at least.
     pub devices: u32,
+    /// Who it says writes its memory.
+    pub writers: Writers,
 }
 
 impl TestVm {
@@ -49,6 +51,7 @@ impl TestVm {
             fail: None,
             machine: "pc-q35-10.0",
             devices: 2,
+            writers: Writers::VCPUS,
         }
     }
 
@@ -177,7 +180,7 @@ impl LiveVm for TestVm {
     }
 
     fn writers(&self) -> Writers {
-        Writers::VCPUS
+        self.writers
     }
 
     fn pause(&self) -> Result<(), VmError> {

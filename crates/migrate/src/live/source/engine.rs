@@ -161,7 +161,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     fn switch_at_once(&mut self) -> Result<(), MigrateError> {
         self.standing.pause()?;
         self.progress.enter(Phase::Device);
-        let round = self.bulk()?;
+        let round = self.bulk(false)?;
         if let Some(track) = &mut self.track {
             track.zero = round.holes;
         }
@@ -189,7 +189,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
 
     /// Rounds until the VM is to be stopped: what is left to be sent then.
     fn rounds(&mut self, convergence: &mut Convergence, records: &mut RecordWriter<'_>) -> Result<End, MigrateError> {
-        let mut round = self.bulk()?;
+        let mut round = self.bulk(self.standing.has_hints())?;
         loop {
             let (begun, kind, about) = (self.begun.elapsed(), round.kind, round.count());
             let bytes = self.bytes_out();
@@ -318,26 +318,6 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.inbox.wait_shut(self.params.patience)
     }
 
-    /// The first round: all memory, of which nothing is read that was never populated.
-    fn bulk(&self) -> Result<Round, MigrateError> {
-        let (mut pages, mut holes) = (Vec::new(), Vec::new());
-        for block in self.vm.memory().blocks() {
-            if self.source.leaves_out(block) {
-                pages.push(PageBitmap::new(block.pages().len()));
-                holes.push(PageBitmap::new(block.pages().len()));
-                continue;
-            }
-            let found = block.populated(block.pages()).map_err(|error| {
-                MigrateError::Source(format!("RAM block {}: its holes cannot be found: {error}", block.name()).into())
-            })?;
-            let mut empty = found.clone();
-            empty.invert();
-            pages.push(found);
-            holes.push(empty);
-        }
-        Ok(Round { kind: RoundKind::Bulk, pages, holes })
-    }
-
     /// Has the windows hand out the pages of a round, and asks the guest which of them are free, if the answer can come before
     /// they are sent. The list of the first round may be waited for.
     fn begin(&mut self, round: &mut Round, about: u64, convergence: &Convergence) -> Result<(), MigrateError> {
@@ -354,7 +334,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         {
             self.check()?;
         }
-        Ok(())
+        if first { self.find_holes(round) } else { Ok(()) }
     }
 
     /// Sends the round that the windows hand out, in a section of its own.

@@ -1,13 +1,18 @@
-//! Holes: pages that were never populated, which a destination that is not fresh has to be told of.
+//! Holes: pages that were never populated. They are never read, and a destination that is not fresh has to be told of them.
 //!
 //! There may be far more of them than of all others, so they wait for the limit, and for nothing when time is up: what has not
 //! been told by then is told when the VM stands still, or discarded there.
+//!
+//! Of memory that is full and has a few holes it takes long to find them: of a guest that tells its free pages they are looked
+//! for when it has been asked, and only among what it has not called free by then.
 
 use std::cmp::Ordering;
+use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_page::{PageNumber, PageRange};
+use limosa_memory::MemoryBlock;
+use limosa_page::{PageBitmap, PageNumber, PageRange};
 
 use super::convergence::Convergence;
 use super::engine::{BrokenOff, Engine, RATE_TICK, Round, RoundResult};
@@ -20,7 +25,49 @@ use crate::source::records::{RecordWriter, ZERO_RECORD};
 /// Zero pages that are told between two looks at whether that is still wanted.
 const HOLES_A_CHECK: u64 = 1 << 14;
 
+/// Pages of which it is asked at a time which were populated, while the list of free pages comes: 256 MiB.
+const PAGES_A_LOOK: u64 = 1 << 16;
+
 impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
+    /// The first round: all memory, of which nothing is read that was never populated. If holes are to be
+    /// [found later](Self::find_holes), it has none.
+    pub(super) fn bulk(&self, find_later: bool) -> Result<Round, MigrateError> {
+        let (mut pages, mut holes) = (Vec::new(), Vec::new());
+        for block in self.vm.memory().blocks() {
+            let none = || PageBitmap::new(block.pages().len());
+            let (found, empty) = match self.source.leaves_out(block) {
+                true => (none(), none()),
+                false if find_later => (PageBitmap::full(block.pages().len()), none()),
+                false => {
+                    let found = block.populated(block.pages()).map_err(|error| not_found(block, &error))?;
+                    let mut empty = found.clone();
+                    empty.invert();
+                    (found, empty)
+                }
+            };
+            pages.push(found);
+            holes.push(empty);
+        }
+        Ok(Round { kind: RoundKind::Bulk, pages, holes })
+    }
+
+    /// Takes what was never populated out of the first round, of what the guest has not called free by now.
+    ///
+    /// In pieces: of memory that is full a page costs a tenth of what it costs to send it, and while the list comes less is left
+    /// to be asked of each piece.
+    pub(super) fn find_holes(&self, round: &mut Round) -> Result<(), MigrateError> {
+        for (index, (block, holes)) in self.vm.memory().blocks().iter().zip(&mut round.holes).enumerate() {
+            for piece in block.pages().chunks(PAGES_A_LOOK) {
+                let left = self.windows.left(index, piece);
+                left.iter().for_each(|run| holes.set_range(*run));
+                let looked = block.populated_among(left.iter().copied(), |run| holes.clear_range(run));
+                looked.map_err(|error| not_found(block, &error))?;
+            }
+            self.windows.drop_pages(index, holes);
+        }
+        Ok(())
+    }
+
     /// Says of pages that were never populated that they are zero, where that is not known; until the round is broken off.
     pub(super) fn tell_holes(
         &mut self,
@@ -99,4 +146,8 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
             }
         }
     }
+}
+
+fn not_found(block: &MemoryBlock, error: &io::Error) -> MigrateError {
+    MigrateError::Source(format!("RAM block {}: its holes cannot be found: {error}", block.name()).into())
 }

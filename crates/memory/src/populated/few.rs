@@ -1,0 +1,118 @@
+//! A part of a file on tmpfs, looked at without going through the rest of it.
+//!
+//! `SEEK_HOLE` (lseek(2)) goes on until it finds a hole, wherever that is: for a page in front of gigabytes that are full it
+//! goes through all of them. cachestat(2), since Linux 6.5, counts the pages of a range that are in memory or in swap, and
+//! looks at nothing else. So it is counted first, and sought only where the count says that there is something to be found
+//! inside.
+//!
+//! Law: pages are called holes because nothing at all was counted among them, or because a seek has passed over them, and never
+//! because counts add up: somebody may populate a page while this looks, and be counted in place of another.
+
+#![allow(unsafe_code, reason = "the system call cachestat")]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+use limosa_page::{PAGE_SIZE, PageRange};
+use rustix::fd::BorrowedFd;
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+/// The number of cachestat, the same on every architecture that was added to Linux since 2011, and on x86-64.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+/// `struct cachestat_range`. A length of zero means: up to the end of the file.
+#[repr(C)]
+struct CachestatRange {
+    offset: u64,
+    length: u64,
+}
+
+/// `struct cachestat`, in pages.
+#[repr(C)]
+#[derive(Default)]
+struct Cachestat {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// Tells `found` of the pages of a run that may hold something, where page 0 is at `offset` of a file on tmpfs.
+///
+/// # Errors
+/// The kernel's.
+pub(super) fn look(
+    fd: BorrowedFd<'_>,
+    offset: u64,
+    run: PageRange,
+    found: &mut impl FnMut(PageRange),
+) -> io::Result<()> {
+    let bytes = run.bytes();
+    let (start, end) = (offset.saturating_add(bytes.start), offset.saturating_add(bytes.end));
+    let pages = |bytes: Range<u64>| {
+        let bytes = bytes.start.saturating_sub(offset)..bytes.end.saturating_sub(offset);
+        PageRange::covering(&bytes).intersect(run)
+    };
+    let mut rest = start..end;
+    let mut left = 0;
+    while !rest.is_empty() {
+        if left == 0 {
+            left = count(fd, &rest)?;
+        }
+        if left == 0 {
+            break;
+        }
+        if left >= (rest.end - rest.start).div_ceil(PAGE_SIZE) {
+            found(pages(rest));
+            break;
+        }
+        let Some(data) = next_data(fd, &rest)? else { break };
+        left = left.saturating_sub((data.end - data.start).div_ceil(PAGE_SIZE));
+        rest.start = data.end;
+        if !data.is_empty() {
+            found(pages(data));
+        }
+    }
+    Ok(())
+}
+
+/// The first range of data. An empty one was punched away while it was looked for its end.
+fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Option<Range<u64>>> {
+    let start = match seek(fd, SeekFrom::Data(range.start)) {
+        Ok(start) => start.max(range.start),
+        Err(Errno::NXIO) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    if start >= range.end {
+        return Ok(None);
+    }
+    match seek(fd, SeekFrom::Hole(start)) {
+        Ok(end) => Ok(Some(start..end.clamp(start, range.end))),
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// How many pages of a range, which is not empty, are in memory or in swap.
+fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
+    let asked = CachestatRange { offset: range.start, length: range.end - range.start };
+    let mut told = Cachestat::default();
+    // SAFETY: the kernel reads the one and writes the other, each of the layout that it knows; the descriptor is open.
+    let done = unsafe {
+        libc::syscall(SYS_CACHESTAT, fd.as_raw_fd(), std::ptr::from_ref(&asked), std::ptr::from_mut(&mut told), 0)
+    };
+    match done {
+        0 => Ok(told.cached.saturating_add(told.evicted)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Whether this kernel counts, and does so for whoever has this file open (from 6.15 on it does for those who may write it).
+pub(super) fn can_count(fd: BorrowedFd<'_>) -> bool {
+    count(fd, &(0..PAGE_SIZE)).is_ok()
+}
+
+const _: () = assert!(size_of::<Cachestat>() == 40 && size_of::<CachestatRange>() == 16);
