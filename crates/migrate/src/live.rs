@@ -185,7 +185,7 @@ pub struct MigrationParams {
     /// What happens after that time or those rounds.
     pub give_up: GiveUp,
     /// How long the first round may wait for the guest's list of [free pages](LiveSource::with_free_pages); zero, and the list
-    /// takes pages out while the round is sent.
+    /// takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.
     pub hint_wait: Duration,
     /// Pages of a later round from which on the guest is asked again. A list takes a guest of 8 GiB 20 ms (measured), which
     /// is what 16,384 pages take at 3 GB a second: a shorter round would be over before its list.

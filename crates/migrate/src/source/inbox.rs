@@ -127,7 +127,7 @@ impl Inbox {
 
     /// Takes the next request, waiting for one for at most `patience`. It is counted in `taken` in the same moment.
     pub(crate) fn next_request(&self, patience: Duration, taken: &AtomicU64) -> Wake {
-        let deadline = Instant::now() + patience;
+        let begun = Instant::now();
         let mut state = self.lock();
         loop {
             if let Some(request) = state.requests.pop_front() {
@@ -137,11 +137,11 @@ impl Inbox {
             if state.ended || state.finishing {
                 return Wake::Ended;
             }
-            let now = Instant::now();
-            if now >= deadline {
+            let left = patience.saturating_sub(begun.elapsed());
+            if left.is_zero() {
                 return Wake::Idle;
             }
-            state = self.changed.wait_timeout(state, deadline - now).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -188,7 +188,7 @@ impl Inbox {
         patience: Duration,
         mut take: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<T, MigrateError> {
-        let deadline = Instant::now() + patience;
+        let begun = Instant::now();
         let mut state = self.lock();
         loop {
             if let Some(found) = take(&mut state) {
@@ -205,11 +205,11 @@ impl Inbox {
                     MigrateError::Refused { status }
                 });
             }
-            let now = Instant::now();
-            if now >= deadline {
+            let left = patience.saturating_sub(begun.elapsed());
+            if left.is_zero() {
                 return Err(MigrateError::Silent { what, waited: patience });
             }
-            state = self.changed.wait_timeout(state, deadline - now).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

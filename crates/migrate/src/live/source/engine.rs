@@ -327,11 +327,9 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         if about < least || !self.standing.ask_for_free_pages() {
             return Ok(());
         }
-        let until = Instant::now().checked_add(self.params.hint_wait).filter(|_| first);
-        while let Some(until) = until
-            && self.standing.wait_for_free_pages(until, HINT_TICK)
-            && self.breaks_off(convergence).is_none()
-        {
+        // A time that cannot be told is without end.
+        let until = Instant::now().checked_add(self.params.hint_wait);
+        while first && self.standing.wait_for_free_pages(until, HINT_TICK) && self.breaks_off(convergence).is_none() {
             self.check()?;
         }
         if first { self.find_holes(round) } else { Ok(()) }

@@ -97,10 +97,11 @@ impl Hints {
         }
     }
 
-    /// Waits until the list is complete, but not after `until`, nor longer than `tick`; whether that is worth another look.
-    pub(super) fn wait(&self, until: Instant, tick: Duration) -> bool {
+    /// Waits until the list is complete, but not after `until`, if that is a time, nor longer than `tick`; whether that is worth
+    /// another look.
+    pub(super) fn wait(&self, until: Option<Instant>, tick: Duration) -> bool {
         let lists = self.shared.lock();
-        let left = until.saturating_duration_since(Instant::now());
+        let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
         if lists.over || left.is_zero() {
             return false;
         }

@@ -80,9 +80,9 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
         self.hints.as_mut().map(Hints::ask).is_some()
     }
 
-    /// Waits until the guest has told all its free pages, but not after `until`, nor longer than `tick`; whether that is worth
-    /// another look.
-    pub(super) fn wait_for_free_pages(&self, until: Instant, tick: Duration) -> bool {
+    /// Waits until the guest has told all its free pages, but not after `until`, if that is a time, nor longer than `tick`; whether
+    /// that is worth another look.
+    pub(super) fn wait_for_free_pages(&self, until: Option<Instant>, tick: Duration) -> bool {
         self.hints.as_ref().is_some_and(|hints| hints.wait(until, tick))
     }
 

@@ -274,14 +274,15 @@ fn a_list_is_waited_for_until_it_is_complete_and_a_guest_that_cannot_be_asked_is
     let mut asked = hints(&device, &windows);
     asked.ask();
     let (now, tick) = (Instant::now(), Duration::from_millis(1));
-    assert!(asked.wait(now + Duration::from_secs(3600), tick));
-    assert!(!asked.wait(now, tick), "the time is over");
+    assert!(asked.wait(Some(now + Duration::from_secs(3600)), tick));
+    assert!(!asked.wait(Some(now), tick), "the time is over");
+    assert!(asked.wait(None, tick), "no time is ever over");
     asked.ask();
     let lists = device.lists.lock().unwrap().clone();
     lists[0].complete();
-    assert!(asked.wait(now + Duration::from_secs(3600), tick), "the end of an old list is none");
+    assert!(asked.wait(Some(now + Duration::from_secs(3600)), tick), "the end of an old list is none");
     lists[1].complete();
-    assert!(!asked.wait(now + Duration::from_secs(3600), tick));
+    assert!(!asked.wait(Some(now + Duration::from_secs(3600)), tick));
     let HintStats { lists, complete, list_took, .. } = asked.stats();
     assert_eq!((lists, complete), (2, 1));
     assert!(list_took.is_some());
@@ -289,7 +290,7 @@ fn a_list_is_waited_for_until_it_is_complete_and_a_guest_that_cannot_be_asked_is
     let deaf = Arc::new(Device { deaf: true, ..Device::default() });
     let mut asked = hints(&deaf, &windows);
     asked.ask();
-    assert!(!asked.wait(now + Duration::from_secs(3600), tick));
+    assert!(!asked.wait(Some(now + Duration::from_secs(3600)), tick));
     assert_eq!(asked.stats().refused.as_deref(), Some("the guest does not tell its free pages: it has no driver"));
 }
 
