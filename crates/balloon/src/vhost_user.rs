@@ -3,8 +3,9 @@
 //! The front end's memory is what limosa-memory [imports](limosa_memory::rust_vmm::import), so it is given back by the same code
 //! as a VMM's own, which punches holes into the files that the front end has passed: for every process that maps them.
 
+use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use limosa_memory::{MemoryError, rust_vmm};
 use limosa_page::PAGE_SIZE;
@@ -16,22 +17,56 @@ use crate::layout::Features;
 use crate::reclaim::{GuestRam, Reclaim, Strategy};
 use crate::ring::Ring;
 
+/// Makes what gives back the memory that a front end shares.
+type Reclaiming = dyn Fn(&Ram) -> Result<Arc<dyn Reclaim>, MemoryError> + Send + Sync;
+
 /// A balloon for a vhost-user server.
-#[derive(Debug)]
 pub struct VhostUserBalloon {
     balloon: Arc<Balloon>,
-    strategy: Strategy,
+    reclaiming: Box<Reclaiming>,
+    ram: Mutex<Option<Arc<Ram>>>,
+}
+
+impl fmt::Debug for VhostUserBalloon {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VhostUserBalloon").field("balloon", &self.balloon).finish_non_exhaustive()
+    }
 }
 
 impl VhostUserBalloon {
     /// The device `balloon`; the front end's memory is given back by `strategy`.
     pub fn new(balloon: Arc<Balloon>, strategy: Strategy) -> Self {
-        Self { balloon, strategy }
+        Self::with(balloon, move |ram| Ok(Arc::new(GuestRam::shared(ram, strategy)?)))
+    }
+
+    /// The device `balloon`; the front end's memory is given back by what `reclaiming` makes of it, whenever the front end shares
+    /// another one. If it makes nothing, nothing is given back, and that is said.
+    pub fn with(
+        balloon: Arc<Balloon>,
+        reclaiming: impl Fn(&Ram) -> Result<Arc<dyn Reclaim>, MemoryError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { balloon, reclaiming: Box::new(reclaiming), ram: Mutex::new(None) }
     }
 
     /// The device.
     pub fn balloon(&self) -> &Arc<Balloon> {
         &self.balloon
+    }
+
+    /// The memory that the front end shares at present; none if there is no front end, or it shares none.
+    pub fn ram(&self) -> Option<Arc<Ram>> {
+        self.ram.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl GuestRam {
+    /// All that a front end shares.
+    ///
+    /// # Errors
+    /// It shares nothing, or what the kernel keeps in larger pages than its regions are made of.
+    pub fn shared(ram: &Ram, strategy: Strategy) -> Result<Self, MemoryError> {
+        let memory = rust_vmm::import(ram.memory(), |address| format!("ram@{:#x}", address.0))?;
+        Ok(Self::new(Arc::new(memory), strategy))
     }
 }
 
@@ -57,17 +92,21 @@ impl Device for VhostUserBalloon {
     }
 
     fn memory(&self, memory: Arc<Ram>) {
-        // A front end may say that it has none for the time being; blocks are what has pages.
-        let imported = (!memory.regions().is_empty())
-            .then(|| rust_vmm::import(memory.memory(), |address| format!("ram@{:#x}", address.0)));
-        match imported {
-            Some(Ok(imported)) => self.balloon.memory(Arc::new(GuestRam::new(Arc::new(imported), self.strategy))),
-            Some(Err(error)) => {
+        // A front end may say that it has none for the time being.
+        let shared = (!memory.regions().is_empty()).then(|| memory.clone());
+        let reclaim = shared.as_ref().and_then(|shared| match (self.reclaiming)(shared) {
+            Ok(reclaim) => Some(reclaim),
+            Err(error) => {
                 tracing::warn!("nothing will be given back of the guest's memory: {error}");
-                self.balloon.memory(Arc::new(Untouched::of(&memory)));
+                None
             }
-            None => self.balloon.memory(Arc::new(Untouched::of(&memory))),
-        }
+        });
+        let before = {
+            let mut ram = self.ram.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *ram, shared)
+        };
+        self.balloon.memory(reclaim.unwrap_or_else(|| Arc::new(Untouched::of(&memory))));
+        drop(before);
     }
 
     fn attached(&self, front_end: FrontEnd) {
@@ -171,8 +210,10 @@ mod tests {
         let memory = Arc::new(Ram::new(vec![region]).unwrap());
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
         device.accepted(device.features());
+        assert!(device.ram().is_none());
         device.memory(memory.clone());
         assert_eq!(device.balloon().size().ram, 2 << 20);
+        assert!(device.ram().is_some_and(|ram| Arc::ptr_eq(&ram, &memory)));
 
         let guest = memory.memory();
         let at = |offset: u64| GuestAddress((1 << 30) + offset);
@@ -196,6 +237,24 @@ mod tests {
         let hole = (2 << 20) + (16 << 12);
         assert!(bytes[hole..hole + 4096].iter().all(|byte| *byte == 0));
         assert!(bytes[hole - 1] == 7 && bytes[hole + 4096] == 7 && bytes[16 << 12] == 7);
+    }
+
+    fn ram() -> Arc<Ram> {
+        let block = BlockOptions::memfd("ram", 2 << 20).map().unwrap();
+        let file = block.file().unwrap().0.try_clone_to_owned().unwrap();
+        Arc::new(Ram::new(vec![RamRegion::map(0, 2 << 20, 1 << 40, file, 0).unwrap()]).unwrap())
+    }
+
+    #[test]
+    fn memory_is_given_back_by_whom_its_user_says() {
+        let device = VhostUserBalloon::with(Arc::new(Balloon::new(Options::default())), |ram| {
+            assert_eq!(ram.regions().len(), 1, "where there is none nobody is asked");
+            Ok(Arc::new(Untouched(vec![0..4096])))
+        });
+        device.memory(ram());
+        assert_eq!(device.balloon().size().ram, 4096);
+        device.memory(Arc::new(Ram::new(Vec::new()).unwrap()));
+        assert!(device.ram().is_none(), "nothing is kept of a front end that has gone");
     }
 
     #[test]

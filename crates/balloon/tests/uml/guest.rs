@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
 use limosa_memory::free::{FreePageSink, FreePages as _};
 use limosa_testkit::{Uml, UmlGuest, pattern};
-use limosa_vhost::{Device, Fault, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
+use limosa_vhost::{Fault, Ram, Server, ServerError, Stopper};
 use rustix::fs::{FallocateFlags, fallocate};
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -24,60 +24,11 @@ pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// The device, and what of the guest's memory the front end has shared with it.
-struct Watched {
-    device: VhostUserBalloon,
-    ram: Mutex<Option<Arc<Ram>>>,
-}
-
-impl Device for Watched {
-    fn features(&self) -> u64 {
-        self.device.features()
-    }
-
-    fn queues(&self) -> usize {
-        self.device.queues()
-    }
-
-    fn accepted(&self, features: u64) {
-        self.device.accepted(features);
-    }
-
-    fn read_config(&self, offset: u32, into: &mut [u8]) {
-        self.device.read_config(offset, into);
-    }
-
-    fn write_config(&self, offset: u32, bytes: &[u8]) {
-        self.device.write_config(offset, bytes);
-    }
-
-    fn memory(&self, memory: Arc<Ram>) {
-        *self.ram.lock().unwrap() = Some(memory.clone());
-        self.device.memory(memory);
-    }
-
-    fn attached(&self, front_end: FrontEnd) {
-        self.device.attached(front_end);
-    }
-
-    fn work(&self, queue: usize, vring: &Vring) -> Result<More, QueueError> {
-        self.device.work(queue, vring)
-    }
-
-    fn stopped(&self, queue: usize) {
-        self.device.stopped(queue);
-    }
-
-    fn reset(&self) {
-        self.device.reset();
-    }
-}
-
 /// The guest, its balloon and the server between them.
 pub(crate) struct Guest {
     pub(crate) balloon: Arc<Balloon>,
     pub(crate) uml: Uml,
-    watched: Arc<Watched>,
+    device: Arc<VhostUserBalloon>,
     server: Arc<Server>,
     stopper: Stopper,
     thread: Option<JoinHandle<Result<(), ServerError>>>,
@@ -90,9 +41,8 @@ impl Guest {
         let folder = limosa_testkit::scratch().unwrap();
         let path = folder.path().join("balloon.sock");
         let balloon = Arc::new(Balloon::new(options));
-        let device = VhostUserBalloon::new(balloon.clone(), Strategy::Auto);
-        let watched = Arc::new(Watched { device, ram: Mutex::new(None) });
-        let server = Arc::new(Server::bind(&path, watched.clone()).unwrap());
+        let device = Arc::new(VhostUserBalloon::new(balloon.clone(), Strategy::Auto));
+        let server = Arc::new(Server::bind(&path, device.clone()).unwrap());
         let (stopper, serving) = (server.stopper(), server.clone());
         let thread = Some(std::thread::spawn(move || serving.serve()));
         let uml = UmlGuest {
@@ -102,7 +52,7 @@ impl Guest {
             kernel_words: "init_on_alloc=0".into(),
             programs: vec![std::env::current_exe().unwrap()],
         };
-        let guest = Self { balloon, uml: uml.start().unwrap(), watched, server, stopper, thread, _folder: folder };
+        let guest = Self { balloon, uml: uml.start().unwrap(), device, server, stopper, thread, _folder: folder };
         until("the driver is there", || guest.balloon.has_driver());
         guest
     }
@@ -133,7 +83,7 @@ impl Guest {
     }
 
     pub(crate) fn ram(&self) -> Arc<Ram> {
-        self.watched.ram.lock().unwrap().clone().expect("the guest has shared its memory")
+        self.device.ram().expect("the guest has shared its memory")
     }
 
     /// Bytes of the guest's memory that the host has.

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use limosa_balloon::{Balloon, Features, GuestRam, Options as DeviceOptions, Reclaim as _, Strategy, VhostUserBalloon};
+use limosa_memory::MemoryError;
 use limosa_memory::free::{FreePageSink, FreePages as _};
-use limosa_memory::rust_vmm;
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
-use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
+use limosa_vhost::{Ram, Server, ServerError, Stopper};
 
 use super::discards::{Discards, Pieces, Timed};
 use super::taken;
@@ -150,7 +150,8 @@ pub(super) fn judge(report: &mut Report, all: &[Series], memory: u64, why: Optio
 /// A guest, its balloon, and the server between them.
 pub(super) struct Guest {
     balloon: Arc<Balloon>,
-    watched: Arc<Watched>,
+    device: Arc<VhostUserBalloon>,
+    discards: Arc<Discards>,
     process: Process,
     input: ChildStdin,
     lines: Receiver<String>,
@@ -165,12 +166,11 @@ impl Guest {
         let folder = Scratch::new_in(&std::env::temp_dir())?;
         let path = folder.path().join("balloon.sock");
         let balloon = Arc::new(Balloon::new(DeviceOptions { features: offered, ..DeviceOptions::default() }));
-        let watched = Arc::new(Watched {
-            device: VhostUserBalloon::new(balloon.clone(), Strategy::Auto),
-            discards: Arc::default(),
-            ram: Mutex::new(None),
-        });
-        let server = Server::bind(&path, watched.clone())?;
+        let discards = Arc::<Discards>::default();
+        let timing = discards.clone();
+        let device = VhostUserBalloon::with(balloon.clone(), move |ram| Ok(Arc::new(timed(ram, &timing)?)));
+        let device = Arc::new(device);
+        let server = Server::bind(&path, device.clone())?;
         let stopper = server.stopper();
         let server = Some(thread::spawn(move || server.serve()));
         let mut command = Command::new(program);
@@ -186,7 +186,7 @@ impl Guest {
                 }
             }
         });
-        let guest = Self { balloon, watched, process, input, lines, stopper, server, _folder: folder };
+        let guest = Self { balloon, device, discards, process, input, lines, stopper, server, _folder: folder };
         guest.wait_line("ready")?;
         guest.until("the guest's driver takes the balloon", || guest.balloon.has_driver())?;
         Ok(guest)
@@ -232,9 +232,13 @@ impl Guest {
         Stopwatch::start(&[self.process.pid()])
     }
 
+    fn ram(&self) -> Result<Arc<Ram>> {
+        self.device.ram().context("the guest has shared no memory")
+    }
+
     /// Its memory's file, and where in it what the guest knows by its own address is.
     pub(super) fn file(&self) -> Result<(File, impl Fn(u64) -> u64 + use<>)> {
-        let ram = self.watched.ram()?;
+        let ram = self.ram()?;
         let [region] = ram.regions() else { bail!("the guest's memory is in several pieces") };
         let (guest, file) = (region.guest_address, region.file_offset);
         let place = move |address: u64| address.saturating_sub(guest).saturating_add(file);
@@ -269,7 +273,7 @@ impl Guest {
     }
 
     fn bitmap(&mut self, memory: u64) -> Result<Measured> {
-        let base = self.watched.ram()?.regions().first().map_or(0, |region| region.guest_address);
+        let base = self.ram()?.regions().first().map_or(0, |region| region.guest_address);
         let mut bitmap = PageBitmap::new(memory / PAGE_SIZE);
         bitmap.set_range(PageRange::starting_at(PageNumber(0), memory / PAGE_SIZE));
         let watch = self.watch()?;
@@ -289,11 +293,11 @@ impl Guest {
         self.touch(bytes)?;
         let ram = self.balloon.size().ram;
         let target = ram.saturating_sub(bytes);
-        self.watched.discards.begin(pieces);
+        self.discards.begin(pieces);
         let watch = self.watch()?;
         self.balloon.set_target(target)?;
         self.until("the balloon is inflated", || self.balloon.size().actual <= target)?;
-        let measured = self.watched.discards.end(watch.stop()?);
+        let measured = self.discards.end(watch.stop()?);
         self.balloon.set_target(ram)?;
         self.until("the balloon is deflated", || self.balloon.size().actual == ram)?;
         Ok(measured)
@@ -301,8 +305,8 @@ impl Guest {
 
     fn release(&mut self, bytes: u64, most: u64) -> Result<Measured> {
         self.touch(bytes)?;
-        let memory = self.watched.reclaim()?;
-        self.watched.discards.begin(Pieces::Runs);
+        let memory = timed(&*self.ram()?, &self.discards)?;
+        self.discards.begin(Pieces::Runs);
         let watch = self.watch()?;
         let (ranges, listing) = self.ask()?;
         for range in &ranges {
@@ -313,20 +317,20 @@ impl Guest {
                 at = end;
             }
         }
-        let measured = self.watched.discards.end(watch.stop()?);
+        let measured = self.discards.end(watch.stop()?);
         self.done()?;
         Ok(told(measured, &ranges).with("listing_us", nanoseconds(listing) / 1000))
     }
 
     /// Until nine tenths of it have gone by themselves.
     fn report(&mut self, bytes: u64) -> Result<Measured> {
-        self.watched.discards.begin(Pieces::Runs);
+        self.discards.begin(Pieces::Runs);
         let before = self.balloon.counters().reported_bytes;
         self.touch(bytes)?;
         let watch = self.watch()?;
         let told = || self.balloon.counters().reported_bytes - before;
         self.until("the guest has reported its free pages", || told() > bytes / 10 * 9)?;
-        Ok(self.watched.discards.end(watch.stop()?))
+        Ok(self.discards.end(watch.stop()?))
     }
 }
 
@@ -337,6 +341,11 @@ impl Drop for Guest {
             let _ = server.join();
         }
     }
+}
+
+/// Its memory, whose discards are timed.
+fn timed(ram: &Ram, discards: &Arc<Discards>) -> Result<Timed, MemoryError> {
+    Ok(Timed { ram: GuestRam::shared(ram, Strategy::Auto)?, discards: discards.clone() })
 }
 
 fn told(measured: Measured, ranges: &[Range<u64>]) -> Measured {
@@ -361,69 +370,5 @@ impl FreePageSink for List {
 
     fn complete(&self) {
         self.lock().1 = Some(Instant::now());
-    }
-}
-
-/// The device, whose discards are timed.
-struct Watched {
-    device: VhostUserBalloon,
-    discards: Arc<Discards>,
-    ram: Mutex<Option<Arc<Ram>>>,
-}
-
-impl Watched {
-    fn ram(&self) -> Result<Arc<Ram>> {
-        self.ram.lock().unwrap_or_else(PoisonError::into_inner).clone().context("the guest has shared no memory")
-    }
-
-    fn reclaim(&self) -> Result<Timed> {
-        let memory = rust_vmm::import(self.ram()?.memory(), |address| format!("ram@{:#x}", address.0))?;
-        Ok(Timed { ram: GuestRam::new(Arc::new(memory), Strategy::Auto), discards: self.discards.clone() })
-    }
-}
-
-impl Device for Watched {
-    fn features(&self) -> u64 {
-        self.device.features()
-    }
-
-    fn queues(&self) -> usize {
-        self.device.queues()
-    }
-
-    fn accepted(&self, features: u64) {
-        self.device.accepted(features);
-    }
-
-    fn read_config(&self, offset: u32, into: &mut [u8]) {
-        self.device.read_config(offset, into);
-    }
-
-    fn write_config(&self, offset: u32, bytes: &[u8]) {
-        self.device.write_config(offset, bytes);
-    }
-
-    fn memory(&self, memory: Arc<Ram>) {
-        *self.ram.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory.clone());
-        match self.reclaim() {
-            Ok(timed) => self.device.balloon().memory(Arc::new(timed)),
-            Err(_) => self.device.memory(memory),
-        }
-    }
-
-    fn attached(&self, front_end: FrontEnd) {
-        self.device.attached(front_end);
-    }
-
-    fn work(&self, queue: usize, vring: &Vring) -> Result<More, QueueError> {
-        self.device.work(queue, vring)
-    }
-
-    fn stopped(&self, queue: usize) {
-        self.device.stopped(queue);
-    }
-
-    fn reset(&self) {
-        self.device.reset();
     }
 }
