@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use limosa_memory::{MemoryError, rust_vmm};
@@ -25,6 +26,8 @@ pub struct VhostUserBalloon {
     balloon: Arc<Balloon>,
     reclaiming: Box<Reclaiming>,
     ram: Mutex<Option<Arc<Ram>>>,
+    /// It was said that nothing is given back.
+    said: AtomicBool,
 }
 
 impl fmt::Debug for VhostUserBalloon {
@@ -40,12 +43,12 @@ impl VhostUserBalloon {
     }
 
     /// The device `balloon`; the front end's memory is given back by what `reclaiming` makes of it, whenever the front end shares
-    /// another one. If it makes nothing, nothing is given back, and that is said.
+    /// another one. If it makes nothing, nothing is given back, and that is said the first time.
     pub fn with(
         balloon: Arc<Balloon>,
         reclaiming: impl Fn(&Ram) -> Result<Arc<dyn Reclaim>, MemoryError> + Send + Sync + 'static,
     ) -> Self {
-        Self { balloon, reclaiming: Box::new(reclaiming), ram: Mutex::new(None) }
+        Self { balloon, reclaiming: Box::new(reclaiming), ram: Mutex::new(None), said: AtomicBool::new(false) }
     }
 
     /// The device.
@@ -97,7 +100,10 @@ impl Device for VhostUserBalloon {
         let reclaim = shared.as_ref().and_then(|shared| match (self.reclaiming)(shared) {
             Ok(reclaim) => Some(reclaim),
             Err(error) => {
-                tracing::warn!("nothing will be given back of the guest's memory: {error}");
+                // A front end may share another table whenever it likes.
+                if !self.said.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("nothing will be given back of the guest's memory: {error} (said once)");
+                }
                 None
             }
         });
@@ -192,8 +198,11 @@ impl Reclaim for Untouched {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU64;
+
     use limosa_memory::BlockOptions;
     use limosa_vhost::RamRegion;
+    use tracing::{Event, Metadata, Subscriber, span};
     use virtio_queue::{Queue, QueueT as _};
     use vm_memory::{Bytes as _, GuestAddress};
 
@@ -255,6 +264,45 @@ mod tests {
         assert_eq!(device.balloon().size().ram, 4096);
         device.memory(Arc::new(Ram::new(Vec::new()).unwrap()));
         assert!(device.ram().is_none(), "nothing is kept of a front end that has gone");
+    }
+
+    /// Counts what is said.
+    struct Listener(Arc<AtomicU64>);
+
+    impl Subscriber for Listener {
+        fn enabled(&self, _metadata: &Metadata<'_>) -> bool {
+            true
+        }
+
+        fn new_span(&self, _span: &span::Attributes<'_>) -> span::Id {
+            span::Id::from_u64(1)
+        }
+
+        fn record(&self, _span: &span::Id, _values: &span::Record<'_>) {}
+
+        fn record_follows_from(&self, _span: &span::Id, _follows: &span::Id) {}
+
+        fn event(&self, _event: &Event<'_>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn enter(&self, _span: &span::Id) {}
+
+        fn exit(&self, _span: &span::Id) {}
+    }
+
+    #[test]
+    fn that_nothing_is_given_back_is_said_once() {
+        let device = VhostUserBalloon::with(Arc::new(Balloon::new(Options::default())), |_| {
+            Err(MemoryError::Layout { block: "ram".into(), why: "of no use".into() })
+        });
+        let said = Arc::new(AtomicU64::new(0));
+        tracing::subscriber::with_default(Listener(said.clone()), || {
+            for _ in 0..5 {
+                device.memory(ram());
+            }
+        });
+        assert_eq!((said.load(Ordering::Relaxed), device.balloon().size().ram), (1, 2 << 20));
     }
 
     #[test]
