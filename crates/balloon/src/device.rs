@@ -2,7 +2,9 @@
 //!
 //! **Laws of its locks.**
 //! 1. The configuration has none ([`crate::config`]): a guest that waits for a configuration read waits for nobody.
-//! 2. Work on a queue takes that queue's own lock, which nobody else takes while it works; it may last as long as a discard does.
+//! 2. Work on a queue takes that queue's own lock for one look at it, which may last as long as a discard does. Besides only whoever
+//!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`]), to know that nobody is at it any more; so nobody
+//!    who works may wait for a guest.
 //! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
 //!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called.
 
@@ -40,7 +42,7 @@ pub enum More {
 
 /// Whoever connects the device with its driver: a vhost-user server, a VMM's PCI or MMIO transport.
 pub trait Transport: Send + Sync {
-    /// Tells the driver that the configuration has changed.
+    /// Tells the driver that the configuration has changed. Must not wait for it.
     fn config_changed(&self);
 
     /// Has somebody [work](Balloon::work) on a queue soon. Must not work on it itself.
@@ -232,11 +234,19 @@ impl Balloon {
 
     /// The driver is gone, or begins anew: the balloon is empty, no buffer of the queues is held any more, no list of free pages
     /// comes. What was accepted holds until the next [`accepted`](Self::accepted), and what fills free pages until the next
-    /// driver that has accepted that feature says it, which it does before it gives any. Never waits.
+    /// driver that has accepted that feature says it, which it does before it gives any.
+    ///
+    /// When it returns nothing of what the driver gave is given back or passed on any more, and its rings are left as they are:
+    /// it waits for whoever is at a queue, who leaves after the call that he is in (one discard, say). So not from within
+    /// [`work`](Self::work). A guest that reads or writes the configuration meanwhile does not wait. Whoever keeps the rings has
+    /// stopped them before: what is taken out of a ring later is taken for the next driver's.
     pub fn reset(&self) {
         self.epoch.fetch_add(1, Ordering::AcqRel);
         self.config.forget_driver();
         self.end_hinting();
+        for queue in &self.queues {
+            *self.lock(queue) = Queue::default();
+        }
     }
 
     /// Bytes that the guest is to have: its driver makes the balloon as large as what is beyond. More than it has is all of it.
@@ -294,6 +304,20 @@ impl Balloon {
             Role::Hint => self.work_on_hints(&mut state, ring).inspect_err(|_| self.end_hinting()),
             Role::Reporting => self.work_on_reports(&mut state, ring),
         }
+    }
+
+    /// Whether a reset waits for who works with this state: nothing of it is anybody's any more.
+    fn is_reset(&self, epoch: u64) -> bool {
+        self.epoch.load(Ordering::Acquire) != epoch
+    }
+
+    /// The end of a look at a queue.
+    fn leave<R: Ring>(&self, state: &Queue, ring: &R, more: More) -> Result<More, R::Error> {
+        if self.is_reset(state.epoch) {
+            return Ok(More::No);
+        }
+        ring.notify()?;
+        Ok(more)
     }
 
     /// Whether free pages may lose their contents.

@@ -51,7 +51,7 @@ impl Balloon {
         // A buffer that could not be given back because the ring had stopped.
         self.go_on(state, &mut left, ring)?;
         let more = loop {
-            if taken == 4 * BUFFERS {
+            if taken == 4 * BUFFERS || self.is_reset(state.epoch) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
@@ -60,8 +60,8 @@ impl Balloon {
             self.hint(chain);
             self.go_on(state, &mut left, ring)?;
         };
-        ring.notify()?;
-        if more == More::No && self.change_hint(|hinting| hinting.handshake.announce()) {
+        let more = self.leave(state, ring, more)?;
+        if more == More::No && !self.is_reset(state.epoch) && self.change_hint(|hinting| hinting.handshake.announce()) {
             self.config_changed();
         }
         Ok(more)

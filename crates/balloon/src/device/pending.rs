@@ -45,16 +45,17 @@ impl Balloon {
             taken += 1;
             state.pending = Some(Pending::new(chain.head_index(), runs(chain)));
         };
-        ring.notify()?;
-        Ok(more)
+        self.leave(state, ring, more)
     }
 
-    /// Goes on with what is left of a buffer, and gives the buffer back when nothing is. `false`: there is still something left.
+    /// Goes on with what is left of a buffer, and gives the buffer back when nothing is. `false`: there is still something left,
+    /// or it is nobody's any more.
     pub(super) fn go_on<R: Ring>(&self, state: &mut Queue, left: &mut usize, ring: &R) -> Result<bool, R::Error> {
-        let Some(pending) = &mut state.pending else { return Ok(true) };
+        let epoch = state.epoch;
+        let Some(pending) = &mut state.pending else { return Ok(!self.is_reset(epoch)) };
         let memory = self.guest_memory();
         while let Some(run) = pending.runs.front() {
-            if *left == 0 {
+            if *left == 0 || self.is_reset(epoch) {
                 return Ok(false);
             }
             *left -= 1;
@@ -62,6 +63,9 @@ impl Balloon {
                 self.discard(&**memory, run);
             }
             pending.runs.pop_front();
+        }
+        if self.is_reset(epoch) {
+            return Ok(false);
         }
         // Only then is it done with: a ring that has stopped goes on later, and the driver waits for the buffer.
         ring.add_used(pending.head, 0)?;

@@ -36,7 +36,7 @@ impl Balloon {
     pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         let mut taken = 0;
         let more = loop {
-            if taken == BUFFERS {
+            if taken == BUFFERS || self.is_reset(state.epoch) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
@@ -61,7 +61,8 @@ impl Balloon {
             }
         };
         // Asked for while none is held: the next buffer holds what was wanted, and is not given back for it.
-        if self.statistics_wanted.swap(false, Ordering::AcqRel)
+        if !self.is_reset(state.epoch)
+            && self.statistics_wanted.swap(false, Ordering::AcqRel)
             && taken == 0
             && let Some(held) = state.held
         {
@@ -69,8 +70,7 @@ impl Balloon {
             ring.add_used(held, 0).inspect_err(asked_again)?;
             state.held = None;
         }
-        ring.notify()?;
-        Ok(more)
+        self.leave(state, ring, more)
     }
 
     fn take_statistics(&self, bytes: &[u8]) {

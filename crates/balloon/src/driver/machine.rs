@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use virtio_queue::Queue;
+use virtio_queue::{Queue, QueueT as _};
 use vm_memory::GuestMemory;
 
 use super::queue::STRIDE;
@@ -185,6 +185,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     pub(super) fn begin(&self, features: Features) {
         match &self.device {
             Device::Here(balloon) => {
+                self.stop();
                 balloon.reset();
                 balloon.attached(Arc::clone(&self.bus) as _);
                 balloon.accepted(features);
@@ -223,7 +224,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
 
     /// The driver is gone; its rings are nobody's.
     pub(super) fn end(&self) {
-        self.rings().clear();
+        self.stop();
         match &self.device {
             Device::Here(balloon) => balloon.reset(),
             Device::There(remote) => remote.stop(),
@@ -258,6 +259,12 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         }
         let waits = |state: &mut State| state.news == seen && !state.over;
         drop(self.bus.changed.wait_timeout_while(state, time, waits));
+    }
+
+    /// Nothing more is taken out of the rings, by whomever.
+    fn stop(&self) {
+        let rings = std::mem::take(&mut *self.rings());
+        rings.into_values().for_each(|ring| ring.queue().set_ready(false));
     }
 
     fn rings(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<DeviceRing<M>>>> {

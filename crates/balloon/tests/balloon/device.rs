@@ -1,17 +1,13 @@
 //! The device, driven by the model of Linux's driver.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
-use std::thread;
 use std::time::Duration;
 
 use crate::machine::{Guest, Heard, MIB, RAM, USED, settle};
 use limosa_balloon::driver::{Driver, Pages as _};
-use limosa_balloon::{Features, GuestRam, HintState, Numbering, Observer, Options, Reclaim, Strategy};
+use limosa_balloon::{Features, GuestRam, HintState, Numbering, Observer, Options, Strategy};
 use limosa_memory::free::{FreePageSink, FreePages as _, FreePagesError};
-use limosa_memory::{GuestMemory, MemoryError};
 
 #[test]
 fn a_balloon_takes_memory_and_gives_it_back() {
@@ -263,69 +259,6 @@ fn a_driver_that_vanishes_amid_a_list_leaves_nothing_behind() {
     drop(driver);
     assert_eq!(Arc::strong_count(&heard), 1, "nobody waits for the list any more");
     assert_eq!(guest.balloon.hint_list().state, HintState::Done);
-}
-
-/// A strategy whose first discard waits until somebody lets it go on.
-#[derive(Debug)]
-struct Gate {
-    inner: GuestRam,
-    entered: mpsc::SyncSender<()>,
-    open: Mutex<mpsc::Receiver<()>>,
-    passed: AtomicBool,
-}
-
-impl Reclaim for Gate {
-    fn ram(&self) -> &[Range<u64>] {
-        self.inner.ram()
-    }
-
-    fn host_page(&self, index: usize) -> u64 {
-        self.inner.host_page(index)
-    }
-
-    fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
-        if !self.passed.swap(true, Ordering::AcqRel) {
-            self.entered.send(()).unwrap();
-            self.open.lock().unwrap().recv().unwrap();
-        }
-        self.inner.discard(run)
-    }
-}
-
-#[test]
-fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
-    let (entered, inside) = mpsc::sync_channel(1);
-    let (open, gate) = mpsc::channel();
-    let reclaim = |memory: Arc<GuestMemory>| -> Arc<dyn Reclaim> {
-        let inner = GuestRam::new(memory, Strategy::Auto);
-        Arc::new(Gate { inner, entered, open: Mutex::new(gate), passed: AtomicBool::new(false) })
-    };
-    let guest = Guest::with(Options::default(), reclaim);
-    let worker = guest.machine.worker().unwrap();
-    let mut driver = guest.probe();
-    guest.balloon.set_target(60 * MIB).unwrap();
-    let inflating = thread::spawn(move || {
-        driver.poll().unwrap();
-        driver
-    });
-    inside.recv().unwrap();
-    // The worker is inside a discard, with whatever it holds. Everything that answers a guest or a person goes on.
-    let mut config = [0; 16];
-    guest.balloon.read_config(0, &mut config);
-    assert_eq!(config[..4], 1024u32.to_le_bytes());
-    guest.balloon.write_config(4, &3u32.to_le_bytes());
-    assert_eq!(guest.balloon.size().actual, RAM - 3 * 4096);
-    guest.balloon.set_target(50 * MIB).unwrap();
-    guest.balloon.request_statistics().unwrap();
-    guest.balloon.request(Arc::new(Heard::default())).unwrap();
-    guest.balloon.stop();
-    guest.balloon.done();
-    let _ = (guest.balloon.statistics(), guest.balloon.counters(), guest.balloon.hint_list());
-    guest.balloon.reset();
-    open.send(()).unwrap();
-    // What was taken before the reset is still given back to the ring that the old driver waits at.
-    drop(inflating.join().unwrap());
-    drop(worker);
 }
 
 #[test]

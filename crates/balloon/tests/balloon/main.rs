@@ -2,7 +2,9 @@
 
 #![allow(clippy::single_range_in_vec_init, reason = "ranges of memory are compared as lists of them")]
 
+mod bare;
 mod device;
 mod machine;
 mod properties;
 mod rings;
+mod waiting;

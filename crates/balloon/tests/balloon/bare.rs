@@ -1,0 +1,78 @@
+//! A device whose driver is the test itself, which writes every descriptor.
+
+use std::sync::Arc;
+
+use limosa_balloon::{Balloon, Features, GuestRam, Options, OwnRing, Reclaim, Strategy, Transport};
+use limosa_memory::rust_vmm::DirtyMarks;
+use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
+use virtio_queue::{Queue, QueueT as _};
+use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
+
+use crate::machine::MIB;
+
+pub(crate) type Memory = GuestMemoryMmap<DirtyMarks>;
+pub(crate) type BareRing<'m> = OwnRing<&'m Memory, fn()>;
+
+pub(crate) struct Bus;
+
+impl Transport for Bus {
+    fn config_changed(&self) {}
+    fn kick(&self, _queue: usize) {}
+}
+
+/// A device whose driver is this test: one queue at the beginning of memory, buffers from 0x4000 on.
+pub(crate) struct Bare {
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) guest: Memory,
+    pub(crate) balloon: Arc<Balloon>,
+}
+
+const DESCRIPTORS: u64 = 0x1000;
+const AVAILABLE: u64 = 0x2000;
+const USED: u64 = 0x3000;
+pub(crate) const WRITABLE: u16 = 2;
+
+impl Bare {
+    pub(crate) fn new() -> Self {
+        Self::with(|memory| Arc::new(GuestRam::new(memory, Strategy::Auto)))
+    }
+
+    pub(crate) fn with(reclaim: impl FnOnce(Arc<GuestMemory>) -> Arc<dyn Reclaim>) -> Self {
+        let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 16 * MIB).map().unwrap()]).unwrap());
+        let guest = rust_vmm::export(&memory).unwrap();
+        let balloon = Arc::new(Balloon::new(Options::default()));
+        balloon.memory(reclaim(Arc::clone(&memory)));
+        balloon.attached(Arc::new(Bus));
+        balloon.accepted(Features::default());
+        Self { memory, guest, balloon }
+    }
+
+    pub(crate) fn ring(&self) -> BareRing<'_> {
+        let mut queue = Queue::new(16).unwrap();
+        queue.set_desc_table_address(Some(u32::try_from(DESCRIPTORS).unwrap()), None);
+        queue.set_avail_ring_address(Some(u32::try_from(AVAILABLE).unwrap()), None);
+        queue.set_used_ring_address(Some(u32::try_from(USED).unwrap()), None);
+        queue.set_ready(true);
+        OwnRing::new(queue, &self.guest, || {})
+    }
+
+    /// Makes a buffer available, the `number`th.
+    pub(crate) fn offer(&self, number: u16, address: u64, length: u32, flags: u16) {
+        let at = GuestAddress(DESCRIPTORS + 16 * u64::from(number));
+        self.guest.write_obj(address.to_le(), at).unwrap();
+        self.guest.write_obj(length.to_le(), GuestAddress(at.0 + 8)).unwrap();
+        self.guest.write_obj([flags.to_le(), 0], GuestAddress(at.0 + 12)).unwrap();
+        self.guest.write_obj(number.to_le(), GuestAddress(AVAILABLE + 4 + 2 * u64::from(number))).unwrap();
+        self.guest.write_obj((number + 1).to_le(), GuestAddress(AVAILABLE + 2)).unwrap();
+    }
+
+    pub(crate) fn used(&self) -> u16 {
+        u16::from_le(self.guest.read_obj(GuestAddress(USED + 2)).unwrap())
+    }
+
+    pub(crate) fn command(&self) -> u32 {
+        let mut bytes = [0; 4];
+        self.balloon.read_config(8, &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+}

@@ -1,0 +1,142 @@
+//! Who waits for whom: a guest that is at its configuration for nobody, a reset for whoever works on a queue.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use limosa_balloon::{GuestRam, More, Options, Reclaim, Strategy};
+use limosa_memory::free::FreePages as _;
+use limosa_memory::{GuestMemory, MemoryError};
+use vm_memory::{Bytes as _, GuestAddress};
+
+use crate::bare::{Bare, WRITABLE};
+use crate::machine::{Guest, Heard, MIB, RAM};
+
+/// A strategy whose first discard waits until somebody lets it go on.
+#[derive(Debug)]
+struct Gate {
+    inner: GuestRam,
+    entered: mpsc::SyncSender<()>,
+    open: Mutex<mpsc::Receiver<()>>,
+    passed: AtomicBool,
+}
+
+impl Reclaim for Gate {
+    fn ram(&self) -> &[Range<u64>] {
+        self.inner.ram()
+    }
+
+    fn host_page(&self, index: usize) -> u64 {
+        self.inner.host_page(index)
+    }
+
+    fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
+        if !self.passed.swap(true, Ordering::AcqRel) {
+            self.entered.send(()).unwrap();
+            self.open.lock().unwrap().recv().unwrap();
+        }
+        self.inner.discard(run)
+    }
+}
+
+/// What is told by somebody who is in a gate, and what lets him go on.
+struct Keeper {
+    inside: mpsc::Receiver<()>,
+    open: mpsc::Sender<()>,
+}
+
+/// A gate for the memory.
+fn gate() -> (impl FnOnce(Arc<GuestMemory>) -> Arc<dyn Reclaim>, Keeper) {
+    let (entered, inside) = mpsc::sync_channel(1);
+    let (open, gate) = mpsc::channel();
+    let reclaim = |memory: Arc<GuestMemory>| -> Arc<dyn Reclaim> {
+        let inner = GuestRam::new(memory, Strategy::Auto);
+        Arc::new(Gate { inner, entered, open: Mutex::new(gate), passed: AtomicBool::new(false) })
+    };
+    (reclaim, Keeper { inside, open })
+}
+
+#[test]
+fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
+    let (gate, Keeper { inside, open }) = gate();
+    let guest = Guest::with(Options::default(), gate);
+    let worker = guest.machine.worker().unwrap();
+    let mut driver = guest.probe();
+    guest.balloon.set_target(60 * MIB).unwrap();
+    let inflating = thread::spawn(move || {
+        driver.poll().unwrap();
+        driver
+    });
+    inside.recv().unwrap();
+    // The worker is inside a discard, with whatever it holds. Everything that answers a guest or a person goes on.
+    let mut config = [0; 16];
+    guest.balloon.read_config(0, &mut config);
+    assert_eq!(config[..4], 1024u32.to_le_bytes());
+    guest.balloon.write_config(4, &3u32.to_le_bytes());
+    assert_eq!(guest.balloon.size().actual, RAM - 3 * 4096);
+    guest.balloon.set_target(50 * MIB).unwrap();
+    guest.balloon.request_statistics().unwrap();
+    guest.balloon.request(Arc::new(Heard::default())).unwrap();
+    guest.balloon.stop();
+    guest.balloon.done();
+    let _ = (guest.balloon.statistics(), guest.balloon.counters(), guest.balloon.hint_list());
+    open.send(()).unwrap();
+    drop(inflating.join().unwrap());
+    drop(worker);
+}
+
+#[test]
+fn nothing_of_a_driver_is_given_back_once_the_device_was_reset() {
+    for queue in [0, 4] {
+        let (gate, Keeper { inside, open }) = gate();
+        let bare = Bare::with(gate);
+        bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 8 << 20]).unwrap();
+        let ring = bare.ring();
+        // Three runs, and a buffer that nobody has looked at.
+        for number in 0..2u64 {
+            let numbers = [2048, 2050, 2052].map(|page| 6 * number + page);
+            if queue == 0 {
+                let at = 0x4000 + 16 * number;
+                numbers.map(|page| u32::try_from(page).unwrap().to_le()).iter().zip(0..).for_each(|(page, index)| {
+                    bare.guest.write_obj(*page, GuestAddress(at + 4 * index)).unwrap();
+                });
+                bare.offer(u16::try_from(number).unwrap(), at, 12, 0);
+            } else {
+                bare.offer(u16::try_from(number).unwrap(), numbers[0] * 4096, 4096, WRITABLE);
+            }
+        }
+        let was_reset = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let worker = scope.spawn(|| bare.balloon.work(queue, &ring).unwrap());
+            inside.recv().unwrap();
+            let resetting = scope.spawn(|| {
+                bare.balloon.reset();
+                was_reset.store(true, Ordering::Release);
+                bare.balloon.counters()
+            });
+            // A guest at its configuration waits for neither of them.
+            while bare.balloon.size().actual == 16 * MIB {
+                bare.balloon.write_config(4, &3u32.to_le_bytes());
+                bare.balloon.read_config(0, &mut [0; 16]);
+            }
+            thread::sleep(Duration::from_millis(50));
+            let early = was_reset.load(Ordering::Acquire);
+            open.send(()).unwrap();
+            assert!(!early, "somebody was still giving back what the driver gave");
+            assert_eq!(resetting.join().unwrap().discards, 1, "the one that could not be called back");
+            assert_eq!(worker.join().unwrap(), More::No);
+        });
+        assert_eq!((bare.balloon.counters().discards, bare.used()), (1, 0), "and the rings are left alone");
+        let mut pages = vec![0; 12 << 12];
+        bare.memory.block(0).unwrap().read(2048 << 12, &mut pages).unwrap();
+        assert!(pages[4096..].iter().all(|byte| *byte == 7));
+        // The next driver's buffers, in the same place.
+        bare.guest.write_obj(0u16, GuestAddress(0x2002)).unwrap();
+        bare.offer(0, 0x4000, 4, 0);
+        bare.guest.write_obj(4095u32.to_le(), GuestAddress(0x4000)).unwrap();
+        assert_eq!(bare.balloon.work(0, &bare.ring()).unwrap(), More::No);
+        assert_eq!((bare.balloon.counters().discards, bare.used()), (2, 1));
+    }
+}
