@@ -7,7 +7,9 @@
 //! An id alone does not tell which command a buffer is of: Linux sends a pointer to a field of its own, which it overwrites when
 //! the next command comes, and a device that is behind reads the new id out of the old buffer. So **law: a command is shown to the
 //! driver only when every buffer that was there when it was given has been taken** ([`Handshake::announce`]). What is taken
-//! after that was added after the command was given, and was free at a moment behind it, whatever id it came with.
+//! after that was added after the command was given, and was free at a moment behind it, whatever id it came with. A command
+//! may be given at any moment while the queue is looked at, also behind the look that found no more; so what is announced is the
+//! command that was there before the first look ([`Handshake::unannounced`]), and no later one.
 //!
 //! The driver keeps the blocks until the device says DONE. So whatever ends a command, [`Handshake::done`] comes after it.
 //!
@@ -76,9 +78,15 @@ impl Handshake {
         self.id
     }
 
-    /// Every buffer that was there when the command was given has been taken. Whether that is news to the driver.
-    pub(crate) fn announce(&mut self) -> bool {
-        self.before.take().is_some() && self.state == HintState::Requested
+    /// The command that was given and not announced yet.
+    pub(crate) fn unannounced(&self) -> Option<u32> {
+        self.before.map(|_| self.id)
+    }
+
+    /// Every buffer that was there when this command was given has been taken. Whether that is news to the driver; it is not if
+    /// another command was given meanwhile.
+    pub(crate) fn announce(&mut self, given: u32) -> bool {
+        given == self.id && self.before.take().is_some() && self.state == HintState::Requested
     }
 
     /// Wants no more blocks. Whether that is news to the driver.
@@ -140,7 +148,9 @@ mod tests {
         let id = handshake.request();
         // The old buffers come first, and the field that they point to may have the new id already.
         assert_eq!((id, handshake.command(), handshake.id(id)), (FIRST_ID, DONE, IdMeans::Stale));
-        assert!(handshake.announce() && !handshake.announce());
+        assert_eq!(handshake.unannounced(), Some(id));
+        assert!(handshake.announce(id) && !handshake.announce(id));
+        assert_eq!(handshake.unannounced(), None);
         assert_eq!(handshake.command(), id);
         assert!(!handshake.takes_blocks());
         // What is left of a command before.
@@ -159,12 +169,13 @@ mod tests {
     fn blocks_of_a_command_that_was_given_up_do_not_count_for_the_next() {
         let mut handshake = Handshake::default();
         let first = handshake.request();
-        assert!(handshake.announce());
+        assert!(handshake.announce(first));
         handshake.id(first);
         let second = handshake.request();
         assert_ne!(first, second);
         assert_eq!((handshake.command(), handshake.id(second)), (STOP, IdMeans::Stale));
-        assert!(handshake.announce());
+        assert!(!handshake.announce(first), "that was another one");
+        assert!(handshake.announce(second));
         assert!(!handshake.takes_blocks());
         assert_eq!(handshake.id(first), IdMeans::Stale);
         assert!(!handshake.takes_blocks());
@@ -217,7 +228,7 @@ mod tests {
                         prop_assert_ne!(id, before);
                         prop_assert!(handshake.command() < FIRST_ID);
                         prop_assert_eq!(handshake.id(id), IdMeans::Stale);
-                        prop_assert!(handshake.announce());
+                        prop_assert!(handshake.announce(id));
                         prop_assert!(handshake.command() >= FIRST_ID);
                     }
                     Step::Stop => {

@@ -47,6 +47,8 @@ impl Balloon {
     }
 
     pub(super) fn work_on_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+        // A command that is given from here on may have buffers in front of it that are not seen any more.
+        let given = self.lock(&self.hinting).handshake.unannounced();
         let (mut taken, mut left) = (0, 0);
         // A buffer that could not be given back because the ring had stopped.
         self.go_on(state, &mut left, ring)?;
@@ -61,7 +63,10 @@ impl Balloon {
             self.go_on(state, &mut left, ring)?;
         };
         let more = self.leave(state, ring, more)?;
-        if more == More::No && !self.is_reset(state.epoch) && self.change_hint(|hinting| hinting.handshake.announce()) {
+        if more == More::No
+            && let Some(given) = given
+            && self.change_hint(|hinting| hinting.handshake.announce(given))
+        {
             self.config_changed();
         }
         Ok(more)

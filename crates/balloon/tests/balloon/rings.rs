@@ -11,15 +11,17 @@ use vm_memory::{Bytes as _, GuestAddress};
 use crate::bare::{Bare, BareRing, Bus, Memory, WRITABLE};
 use crate::machine::MIB;
 
-/// A ring that stops in front of the next buffer that is given back.
+/// A ring that stops in front of the next buffer that is given back, and one where something happens at its end.
 struct Stopping<'m> {
     ring: BareRing<'m>,
     stopped: Cell<bool>,
+    /// What happens when the device has just found no more buffers.
+    at_end: Cell<Option<Box<dyn FnOnce() + 'm>>>,
 }
 
 impl<'m> Stopping<'m> {
     fn over(bare: &'m Bare) -> Self {
-        Self { ring: bare.ring(), stopped: Cell::new(false) }
+        Self { ring: bare.ring(), stopped: Cell::new(false), at_end: Cell::default() }
     }
 }
 
@@ -29,7 +31,13 @@ impl<'m> Ring for Stopping<'m> {
     type Error = virtio_queue::Error;
 
     fn pop(&self) -> Result<Option<DescriptorChain<&'m Memory>>, Self::Error> {
-        self.ring.pop()
+        let chain = self.ring.pop()?;
+        if chain.is_none()
+            && let Some(happens) = self.at_end.take()
+        {
+            happens();
+        }
+        Ok(chain)
     }
 
     fn add_used(&self, head: u16, length: u32) -> Result<(), Self::Error> {
@@ -153,5 +161,38 @@ fn what_was_on_the_queue_when_a_list_was_asked_for_is_not_of_that_list() {
     bare.offer(2, 0x4000, 4, 0);
     bare.offer(3, 12 * MIB, 4096, WRITABLE);
     bare.balloon.work(3, &ring).unwrap();
+    assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
+}
+
+/// A list that is asked for when the look at the queue is over, and the device does not know that yet: what the driver has
+/// added between is of the list before, and Linux's buffers read as the new id once that is shown.
+#[test]
+fn a_list_that_is_asked_for_behind_the_last_look_is_shown_at_the_next_one() {
+    let bare = &Bare::new();
+    let ring = Stopping::over(bare);
+    bare.balloon.request(Arc::new(Told::default())).unwrap();
+    bare.balloon.work(3, &ring).unwrap();
+    let first = bare.command();
+    let field = move |id: u32| bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
+    let second = Arc::new(Told::default());
+    let (balloon, told) = (&bare.balloon, second.clone());
+    let meanwhile = move || {
+        field(first);
+        bare.offer(0, 0x4000, 4, 0);
+        bare.offer(1, 8 * MIB, 4096, WRITABLE);
+        // Here the guest takes the block back and writes it, and the engine fetches the dirty log.
+        balloon.stop();
+        balloon.request(told).unwrap();
+    };
+    ring.at_end.set(Some(Box::new(meanwhile)));
+    balloon.work(3, &ring).unwrap();
+    assert!(bare.command() < 0x8000_0000, "there are buffers in front of it");
+    field(first.checked_add(1).unwrap_or(0x8000_0000));
+    // The look that the request has kicked for.
+    balloon.work(3, &ring).unwrap();
+    assert_eq!(*second.0.lock().unwrap(), [0; 0], "that was free before the question");
+    bare.offer(2, 0x4000, 4, 0);
+    bare.offer(3, 12 * MIB, 4096, WRITABLE);
+    balloon.work(3, &ring).unwrap();
     assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
 }
