@@ -35,6 +35,8 @@ macro_rules! counters {
 counters! {
     /// Arrays of page numbers that were carried out.
     arrays,
+    /// Nanoseconds that it took to read their numbers and to join them to runs.
+    translating_ns,
     /// Pages that went into the balloon.
     inflated_pages,
     /// Pages that came out of it.

@@ -61,7 +61,7 @@ fn a_save_is_measured_on_several_channels() {
 
 #[test]
 fn a_balloon_is_measured_where_no_linux_guest_is_named() {
-    let report = runs(&["free-page", "--size", "256M"], 4, 0);
+    let report = runs(&["free-page", "--size", "256M"], 6, 0);
     for case in report["cases"].as_array().unwrap() {
         assert_eq!(case["counters"]["discarded_mib"], 224, "{case}");
     }

@@ -1,6 +1,7 @@
 //! The queues of the balloon itself: arrays of page numbers.
 
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use vm_memory::Bytes as _;
 
@@ -24,6 +25,7 @@ impl Balloon {
         M::Target: vm_memory::GuestMemory + Sized,
     {
         let counters = &self.counters;
+        let began = Instant::now();
         let buffers = chain.clone();
         let (mut length, mut unexpected) = (0u64, 0);
         for buffer in chain.clone() {
@@ -63,6 +65,7 @@ impl Balloon {
         let Some(memory) = self.guest_memory() else { return Vec::new() };
         let found = numbers::runs(&mut pages, memory.ram());
         counters.arrays.add(1);
+        counters.translating_ns.add(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
         counters.pages_outside.refuse(found.outside, "page numbers of no memory");
         match role {
             Role::Inflate => counters.inflated_pages.add(found.pages),

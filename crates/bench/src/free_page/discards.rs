@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use limosa_balloon::{GuestRam, Reclaim};
 use limosa_memory::MemoryError;
 use limosa_page::PAGE_SIZE;
 
-use crate::measure::{Measured, nanoseconds};
+use crate::measure::{Measured, millis, nanoseconds};
 
 /// By how much memory is given back at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,13 +38,18 @@ impl Discards {
         }
     }
 
+    /// How long it took since.
+    pub(super) fn took(&self) -> Duration {
+        Duration::from_nanos(self.nanoseconds.load(Ordering::SeqCst))
+    }
+
     /// With what it took since.
     pub(super) fn end(&self, measured: Measured) -> Measured {
         let read = |counter: &AtomicU64| counter.load(Ordering::SeqCst);
         measured
             .with("discards", read(&self.calls))
             .with("discarded_mib", read(&self.bytes) >> 20)
-            .with("discarding_ms", read(&self.nanoseconds) / 1_000_000)
+            .with("discarding_ms", millis(self.took()))
     }
 }
 

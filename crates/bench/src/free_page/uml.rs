@@ -6,6 +6,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -155,6 +156,8 @@ pub(super) struct Guest {
     process: Process,
     input: ChildStdin,
     lines: Receiver<String>,
+    /// Nothing comes any more: the guest has ended.
+    silent: Arc<AtomicBool>,
     stopper: Stopper,
     server: Option<JoinHandle<Result<(), ServerError>>>,
     _folder: Scratch,
@@ -179,14 +182,17 @@ impl Guest {
         let mut process = Process::start(command, None)?;
         let (input, output) = process.pipes().context("the guest's lines")?;
         let (teller, lines) = channel();
+        let silent = Arc::new(AtomicBool::new(false));
+        let over = silent.clone();
         thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
                 if teller.send(line).is_err() {
                     break;
                 }
             }
+            over.store(true, Ordering::Relaxed);
         });
-        let guest = Self { balloon, device, discards, process, input, lines, stopper, server, _folder: folder };
+        let guest = Self { balloon, device, discards, process, input, lines, silent, stopper, server, _folder: folder };
         guest.wait_line("ready")?;
         guest.until("the guest's driver takes the balloon", || guest.balloon.has_driver())?;
         Ok(guest)
@@ -209,6 +215,7 @@ impl Guest {
     fn until(&self, what: &str, so: impl Fn() -> bool) -> Result<()> {
         let end = Instant::now() + LIMIT;
         while !so() {
+            ensure!(!self.silent.load(Ordering::Relaxed), "the guest has ended before {what}");
             ensure!(Instant::now() < end, "it takes too long until {what}");
             thread::sleep(Duration::from_micros(200));
         }
