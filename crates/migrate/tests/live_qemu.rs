@@ -3,14 +3,17 @@
 mod model;
 
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Options, Tls, Uri, ZeroCopy};
-use limosa_memory::BlockOptions;
+use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, RoundReport};
 use limosa_migrate::live::{MigrationParams, Put};
 use limosa_migrate::source::postcopy::OpenPreempt;
@@ -39,6 +42,8 @@ struct How {
     /// Whether it is broken off when the VM runs there, and recovered.
     cut: bool,
     tls: bool,
+    /// Whether the guest tells its free pages.
+    hints: bool,
 }
 
 const PRECOPY: How = How {
@@ -51,7 +56,26 @@ const PRECOPY: How = How {
     preempt: false,
     cut: false,
     tls: false,
+    hints: false,
 };
+
+/// What the guest calls free, whoever writes there.
+const FREE: Range<u64> = 48 << 20..BYTES;
+
+/// A guest that answers at once.
+struct Free;
+
+impl FreePages for Free {
+    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        to.free(FREE);
+        to.complete();
+        Ok(())
+    }
+
+    fn stop(&self) {}
+
+    fn done(&self) {}
+}
 
 fn connect(uri: &Uri) -> Channel {
     Channel::connect(uri, &Options::default()).unwrap()
@@ -106,7 +130,10 @@ fn migrate(how: How) -> Option<LiveStats> {
     let encrypted = Options { tls: tls.clone(), ..Options::default() };
     // QEMU shakes hands with one after the other, each when its first bytes have come.
     let beside = Options { tls: tls.map(Tls::deferred), zero_copy: ZeroCopy::Auto, ..Options::default() };
-    let source = Bare(TestVm { machine: "pc", ..TestVm::of(vec![BlockOptions::memfd("mem", BYTES)]) });
+    let block = BlockOptions::memfd("mem", BYTES).map().unwrap();
+    let region = GuestRegion { guest_address: 0, block: 0, pages: block.pages() };
+    let memory = GuestMemory::with_regions(vec![block], vec![region]).unwrap();
+    let source = Bare(TestVm { machine: "pc", memory: memory.into(), ..TestVm::new(&[1]) });
     source.0.fill(0, |page| page % 7 < 3);
     let (logs, marker) = source.0.restless_logs(2);
     let (control, progress) = (Control::new(), Progress::new());
@@ -116,7 +143,7 @@ fn migrate(how: How) -> Option<LiveStats> {
         // Never reached: what is restless has always written something.
         params.downtime_limit = Duration::ZERO;
     }
-    if how.cut {
+    if how.cut || how.hints {
         params.max_postcopy_bandwidth = NonZeroU64::new(4 << 20);
     }
     let main = Channel::connect(&uri, &encrypted).unwrap();
@@ -133,6 +160,15 @@ fn migrate(how: How) -> Option<LiveStats> {
                 control.stop(Stop::Pause);
             });
         }
+        let asked = (how.hints && how.postcopy.is_some()).then(|| {
+            scope.spawn(|| {
+                while progress.read().phase != Phase::PostcopyActive {
+                    thread::sleep(Duration::from_millis(2));
+                }
+                vm.wait_run_state("paused", SOON).unwrap();
+                free_pages_there(&source.0, &vm);
+            })
+        });
         source.0.write_on(scope, marker.clone(), 3, Duration::from_micros(40));
         source.0.write_on(scope, marker, 5 << 40, Duration::from_micros(90));
         let How { compression, packet_pages, .. } = how;
@@ -153,8 +189,14 @@ fn migrate(how: How) -> Option<LiveStats> {
             let (uri, beside) = (uri.clone(), beside.clone());
             role = role.with_preempt(Box::new(move || Channel::connect(&uri, &beside)));
         }
+        if how.hints {
+            role = role.with_free_pages(Arc::new(Free));
+        }
         let outcome = role.run();
         source.0.over.store(true, Ordering::Relaxed);
+        if let Some(asked) = asked {
+            asked.join().unwrap();
+        }
         outcome
     });
     let outcome = match outcome {
@@ -180,9 +222,30 @@ fn migrate(how: How) -> Option<LiveStats> {
     let mut there = vec![0; usize::try_from(BYTES).unwrap()];
     vm.memory_file().unwrap().read_exact_at(&mut there, 0).unwrap();
     let here = source.0.contents(0);
-    let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
+    let differs = here.chunks(4096).zip(there.chunks(4096)).enumerate().position(|(page, (here, there))| {
+        let may_be_lost = how.hints && FREE.contains(&(page as u64 * 4096)) && there.iter().all(|byte| *byte == 0);
+        here != there && !may_be_lost
+    });
     assert_eq!(differs, None, "{how:?}");
     Some(stats)
+}
+
+/// Has QEMU look at pages that were called free, which have not come: they are zero, unless they were written since.
+fn free_pages_there(source: &TestVm, vm: &Vm) {
+    let mut lost = 0;
+    // Every seventh page has contents here.
+    for page in (FREE.start / 4096..FREE.end / 4096).filter(|page| page % 7 == 0).take(200) {
+        let line = format!("xp /1gx {:#x}", page * 4096);
+        let told = vm.execute("human-monitor-command", json!({ "command-line": line })).unwrap();
+        let (_, word) = told.as_str().unwrap().trim().split_once(": 0x").unwrap();
+        let mut here = [0; 8];
+        source.memory.block(0).unwrap().read(page * 4096, &mut here).unwrap();
+        match u64::from_str_radix(word, 16).unwrap() {
+            0 => lost += 1,
+            there => assert_eq!(there, u64::from_le_bytes(here), "page {page}"),
+        }
+    }
+    assert!(lost > 0, "pages that were called free were sent");
 }
 
 #[test]
@@ -243,6 +306,21 @@ fn a_vm_runs_there_before_all_of_its_memory_has_come() {
         let Some(stats) = migrate(how) else { return };
         assert_eq!(stats.rounds.is_empty(), after.is_none());
         assert!(stats.postcopy.is_some_and(|postcopy| postcopy.normal_pages > 0), "{how:?}");
+    }
+}
+
+#[test]
+fn what_the_guest_calls_free_does_not_arrive_and_is_zero_there() {
+    let hints = How { hints: true, ..PRECOPY };
+    for how in [
+        hints,
+        How { channels: 2, ..hints },
+        How { fresh: false, ..hints },
+        How { postcopy: Some(Some(0)), ..hints },
+        How { postcopy: Some(Some(1)), preempt: true, ..hints },
+    ] {
+        let Some(stats) = migrate(how) else { return };
+        assert_eq!(stats.rounds[0].hinted, (FREE.end - FREE.start) / 4096, "{how:?}");
     }
 }
 
