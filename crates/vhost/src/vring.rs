@@ -159,9 +159,16 @@ impl Vring {
         self.lock().enabled = enabled;
     }
 
-    /// What is written to when the driver is to be called.
+    /// What is written to when the driver is to be called. It is called at once if the ring is set up: what came back before may have
+    /// gone with the call that there was, to where nobody listens any more, and is not called for again.
     pub(crate) fn set_call(&self, call: Option<Bell>) {
-        self.lock().call = call;
+        let mut state = self.lock();
+        state.call = call;
+        if state.ram.is_some()
+            && let Some(call) = &state.call
+        {
+            call.ring();
+        }
     }
 
     /// It is no longer set up. Says which buffer is the next one for whoever sets it up again; none if it was not set up.

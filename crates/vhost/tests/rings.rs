@@ -37,6 +37,29 @@ fn a_buffer_goes_through_the_device_and_its_driver_is_called() {
     assert_eq!(guest.calls(), 0);
 }
 
+/// As a guest moves an interrupt: masked, written, unmasked; the front end has another descriptor for each.
+#[test]
+fn a_driver_whose_call_is_another_one_misses_nothing() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, EVENT_INDEX);
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    until("the driver is called", || guest.calls() > 0);
+    let number = peer::longs(&[u64::from(guest.queue)]);
+    let nowhere = peer::longs(&[u64::from(guest.queue) | 1 << 8]);
+    assert!(peer.done(Request::SetVringCall, &nowhere, &[]));
+    guest.round_trip(1);
+    assert_eq!(guest.calls(), 0);
+    assert!(peer.done(Request::SetVringCall, &number, &[guest.call.as_fd()]));
+    assert!(guest.calls() > 0, "what came back meanwhile is called for");
+
+    // A ring that does not run has nothing to call for.
+    peer.base(&guest);
+    guest.calls();
+    assert!(peer.done(Request::SetVringCall, &number, &[guest.call.as_fd()]));
+    assert_eq!(guest.calls(), 0);
+}
+
 #[test]
 fn a_ring_that_is_not_enabled_waits_with_what_it_has() {
     let served = Served::new();
