@@ -197,6 +197,7 @@ fn memory_may_change_under_a_ring_that_runs() {
     guest.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
     assert_eq!((guest.used(), served.server.faults(Fault::Ring)), (3, 1));
+    assert_eq!(*served.device.stops.lock().unwrap(), [1], "the device hears of it");
 }
 
 #[test]

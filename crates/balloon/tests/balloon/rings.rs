@@ -105,6 +105,28 @@ fn a_queue_that_stops_and_goes_on_has_the_same_driver() {
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "the next driver has no such value");
 }
 
+/// A front end may stop one ring alone, or move memory away from under it, and the driver use its pages again.
+#[test]
+fn a_queue_that_stops_amid_a_buffer_gives_nothing_of_it_back_any_more() {
+    let bare = Bare::new();
+    bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 8 << 20]).unwrap();
+    // More runs than one look gives back.
+    for index in 0..200u32 {
+        bare.guest.write_obj((2048 + 2 * index).to_le(), GuestAddress(0x4000 + 4 * u64::from(index))).unwrap();
+    }
+    bare.offer(0, 0x4000, 800, 0);
+    let ring = bare.ring();
+    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::Yes);
+    let before = bare.balloon.counters().discards;
+    assert!((1..200).contains(&before));
+    bare.balloon.stopped(0);
+    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
+    assert_eq!((bare.balloon.counters().discards, bare.used()), (before, 0));
+    let mut last = [0; 4096];
+    bare.memory.block(0).unwrap().read((2048 + 2 * 199) << 12, &mut last).unwrap();
+    assert_eq!(last, [7; 4096]);
+}
+
 /// QEMU tells a back end what was accepted when the driver is ready, and what the driver has written before at once.
 #[test]
 fn what_fills_free_pages_may_be_said_before_the_feature_is_accepted() {
