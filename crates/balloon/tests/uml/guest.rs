@@ -38,6 +38,11 @@ pub(crate) struct Guest {
 impl Guest {
     /// Boots a guest with so many MiB, and its driver.
     pub(crate) fn start(memory: u64, options: Options) -> Self {
+        Self::booted(memory, options, "init_on_alloc=0")
+    }
+
+    /// The same, of a kernel that is told these words.
+    pub(crate) fn booted(memory: u64, options: Options, kernel_words: &str) -> Self {
         let folder = limosa_testkit::scratch().unwrap();
         let path = folder.path().join("balloon.sock");
         let balloon = Arc::new(Balloon::new(options));
@@ -49,7 +54,7 @@ impl Guest {
             memory,
             devices: vec![(path, 5)],
             modules: vec!["virtio_balloon".into()],
-            kernel_words: "init_on_alloc=0".into(),
+            kernel_words: kernel_words.into(),
             programs: vec![std::env::current_exe().unwrap()],
         };
         let guest = Self { balloon, uml: uml.start().unwrap(), device, server, stopper, thread, _folder: folder };

@@ -1,6 +1,7 @@
 //! The device with a real Linux kernel's driver: user-mode Linux over vhost-user.
 
 mod guest;
+mod lists;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
