@@ -5,7 +5,7 @@
 //! be discarding gigabytes or wait for that very guest. Each field is an atomic of its own. (No field belongs to another, so
 //! a read of several may see them of different moments, as on real hardware.)
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::layout::Features;
 
@@ -21,6 +21,10 @@ pub(crate) struct Config {
     /// What free pages are filled with, if that feature was accepted. Written by the driver, and under QEMU before the device
     /// hears what was accepted.
     poison: AtomicU32,
+    /// The driver has written that since the device was connected.
+    poison_said: AtomicBool,
+    /// The driver was another process's before.
+    inherited: AtomicBool,
 }
 
 /// What a write by the driver came to.
@@ -68,7 +72,11 @@ impl Config {
         let (mut mine, changed) = field(4, &self.actual);
         written.actual_changed = changed;
         if offered.has(Features::PAGE_POISON) {
-            mine += field(12, &self.poison).0;
+            let (poison, _) = field(12, &self.poison);
+            if poison > 0 {
+                self.poison_said.store(true, Ordering::Release);
+            }
+            mine += poison;
         }
         written.refused = mine != bytes.len();
         written
@@ -90,17 +98,27 @@ impl Config {
         self.hint_command.store(command, Ordering::Release);
     }
 
-    pub(crate) fn poison(&self) -> u32 {
-        self.poison.load(Ordering::Acquire)
+    /// What free pages are filled with; `None`: the driver has said it to another process, and says it once.
+    pub(crate) fn poison(&self) -> Option<u32> {
+        let unknown = self.inherited.load(Ordering::Acquire) && !self.poison_said.load(Ordering::Acquire);
+        (!unknown).then(|| self.poison.load(Ordering::Acquire))
+    }
+
+    /// The driver was another process's before, which knew what it has written.
+    pub(crate) fn inherit(&self) {
+        self.inherited.store(true, Ordering::Release);
     }
 
     /// The driver is gone, and its balloon with it.
     pub(crate) fn forget_driver(&self) {
         self.actual.store(0, Ordering::Release);
+        self.inherited.store(false, Ordering::Release);
     }
 
     /// Another guest has come.
     pub(crate) fn forget_poison(&self) {
+        self.poison_said.store(false, Ordering::Release);
+        self.inherited.store(false, Ordering::Release);
         self.poison.store(0, Ordering::Release);
     }
 }
@@ -128,11 +146,11 @@ mod tests {
         for (offset, bytes) in [(0, &[1u8; 4][..]), (8, &[1; 4]), (16, &[1]), (u32::MAX, &[1; 8]), (2, &[4, 3, 7, 0])] {
             assert!(config.write(all, offset, bytes).refused, "{offset}");
         }
-        assert_eq!((config.num_pages(), config.actual(), config.poison()), (0x0102_0304, 7, 0xaa));
+        assert_eq!((config.num_pages(), config.actual(), config.poison()), (0x0102_0304, 7, Some(0xaa)));
         assert_eq!(read(&config, all, 0, 16), [4, 3, 2, 1, 7, 0, 0, 0, 0, 0, 0, 0, 0xaa, 0, 0, 0]);
         // Where the feature is not offered there is no such field.
         assert!(config.write(Features::STATS_VQ, 12, &[1; 4]).refused);
-        assert_eq!(config.poison(), 0xaa);
+        assert_eq!(config.poison(), Some(0xaa));
     }
 
     #[test]

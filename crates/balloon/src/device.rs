@@ -221,6 +221,15 @@ impl Balloon {
         self.lock(&self.guest).transport = Some(transport);
     }
 
+    /// The driver goes on that another process had, as when a server takes the place of one that was killed. It knows what that one
+    /// has told it, so it is told that the configuration has changed: it has its hinted pages back, and makes its balloon as large
+    /// as is wanted here. What it has in the balloon is known when that has changed. What it fills free pages with, if it has accepted
+    /// to say so, it has said to the other process: nothing that it reports is given back, and it is asked for no list.
+    pub fn inherited(&self) {
+        self.config.inherit();
+        self.config_changed();
+    }
+
     /// A queue has stopped, as when the VM is stopped for a while: its buffers that are not given back are the driver's again, and
     /// come anew when it goes on. All that the driver has said holds, and so does a list of free pages that was asked for.
     /// Nobody may [work](Self::work) on that queue meanwhile.
@@ -322,7 +331,7 @@ impl Balloon {
 
     /// Whether free pages may lose their contents.
     fn keeps_free_pages(&self) -> bool {
-        self.accepted_features().has(Features::PAGE_POISON) && self.config.poison() != 0
+        self.accepted_features().has(Features::PAGE_POISON) && self.config.poison() != Some(0)
     }
 
     fn guest_memory(&self) -> Option<Arc<dyn Reclaim>> {

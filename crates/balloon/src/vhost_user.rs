@@ -126,6 +126,10 @@ impl Device for VhostUserBalloon {
         })
     }
 
+    fn inherited(&self) {
+        self.balloon.inherited();
+    }
+
     fn stopped(&self, queue: usize) {
         self.balloon.stopped(queue);
     }
@@ -201,6 +205,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use limosa_memory::BlockOptions;
+    use limosa_memory::free::{FreePageSink, FreePages as _};
     use limosa_vhost::RamRegion;
     use tracing::{Event, Metadata, Subscriber, span};
     use virtio_queue::{Queue, QueueT as _};
@@ -303,6 +308,20 @@ mod tests {
             }
         });
         assert_eq!((said.load(Ordering::Relaxed), device.balloon().size().ram), (1, 2 << 20));
+    }
+
+    #[test]
+    fn a_driver_that_another_server_had_is_asked_for_nothing_that_it_may_not_give() {
+        let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
+        device.attached(FrontEnd::new().unwrap());
+        device.accepted(device.features());
+        device.inherited();
+        struct Nobody;
+        impl FreePageSink for Nobody {
+            fn free(&self, _range: Range<u64>) {}
+            fn complete(&self) {}
+        }
+        assert!(device.balloon().request(Arc::new(Nobody)).is_err());
     }
 
     #[test]

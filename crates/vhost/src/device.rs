@@ -49,6 +49,11 @@ pub trait Device: Send + Sync {
     /// [`QueueError::Stopped`] is nothing to worry about. After any other one the queue is left alone until it is set up anew.
     fn work(&self, queue: usize, vring: &Vring) -> Result<More, QueueError>;
 
+    /// The driver has been at work before this connection, or before it was stopped in another state: a server that was killed had
+    /// it, or the VM was loaded. What it has written into the configuration is not written again. Called once, when it shows:
+    /// with the first of its rings that starts amid its work; `work` may run on others.
+    fn inherited(&self) {}
+
     /// A ring has stopped, and what was taken out of it and not given back is the driver's again, which may offer it once more
     /// when the ring goes on. The driver is still the same, and all that it has said holds: a VM that is stopped for a while
     /// has its rings stopped. `work` does not run on that queue meanwhile.

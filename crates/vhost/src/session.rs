@@ -75,6 +75,8 @@ struct Said {
     enabled: bool,
     /// Where it was stopped, until it is started again.
     stopped_at: Option<u16>,
+    /// It was started before, by the same driver.
+    known: bool,
 }
 
 /// One front end.
@@ -93,6 +95,8 @@ pub(crate) struct Session {
     touched: bool,
     /// All rings were stopped, and the driver that goes on may be the same.
     paused: bool,
+    /// The device knows that the driver did not begin with it.
+    inherited: bool,
 }
 
 impl Session {
@@ -111,6 +115,7 @@ impl Session {
             inflight: None,
             touched: false,
             paused: false,
+            inherited: false,
         }
     }
 
@@ -251,7 +256,7 @@ impl Session {
             self.tear_down(index);
         }
         self.rings.fill_with(Said::default);
-        self.paused = false;
+        (self.paused, self.inherited) = (false, false);
         if std::mem::take(&mut self.touched) {
             self.device.reset();
         }
@@ -385,7 +390,8 @@ impl Session {
 
     /// The device forgets the driver; rings that the next one has started already begin again.
     fn change_driver(&mut self) {
-        self.paused = false;
+        (self.paused, self.inherited) = (false, false);
+        self.rings.iter_mut().for_each(|said| said.known = false);
         let started: Vec<usize> =
             (0..).zip(&self.rings).filter_map(|(index, said)| said.started.then_some(index)).collect();
         for &index in &started {
@@ -425,10 +431,14 @@ impl Session {
             let inflight = inflight.transpose()?;
             let setup =
                 RingSetup { size, place, base: said.base, event_index: self.features & EVENT_INDEX != 0, inflight };
-            ring.vring.set_up(setup, ram)?;
+            let was_used = ring.vring.set_up(setup, ram)?;
             ring.broken.store(false, Ordering::SeqCst);
             said.started = true;
             self.touched = true;
+            let known = std::mem::replace(&mut said.known, true);
+            if was_used && !known && !std::mem::replace(&mut self.inherited, true) {
+                self.device.inherited();
+            }
         }
         Ok(())
     }

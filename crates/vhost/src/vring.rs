@@ -108,8 +108,8 @@ impl Vring {
         Self { state: Mutex::new(state) }
     }
 
-    /// Sets it up anew; what was taken out before is forgotten.
-    pub(crate) fn set_up(&self, setup: RingSetup, ram: &Arc<Ram>) -> Result<(), QueueError> {
+    /// Sets it up anew; what was taken out before is forgotten. Whether anything was given back in it before.
+    pub(crate) fn set_up(&self, setup: RingSetup, ram: &Arc<Ram>) -> Result<bool, QueueError> {
         let queue = queue_at(&setup, ram)?;
         let used = queue.used_idx(&**ram.memory(), Ordering::Acquire)?.0;
         let mut inflight = setup.inflight;
@@ -130,7 +130,7 @@ impl Vring {
         {
             call.ring();
         }
-        Ok(())
+        Ok(used != 0)
     }
 
     /// The memory is another one, and the ring with it; nothing else has changed.

@@ -264,6 +264,42 @@ fn a_vm_that_is_stopped_for_a_while_has_the_same_driver_when_it_goes_on() {
     }
 }
 
+/// As when a server was killed, or its VM was moved to this one.
+#[test]
+fn the_device_hears_of_a_driver_that_was_another_servers() {
+    let served = Served::new();
+    let inherited = || served.device.inherited.load(Ordering::SeqCst);
+    let (peer, mut guest) = ready(&served, 0);
+    let features = peer.ask_number(Request::GetFeatures);
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    let base = peer.base(&guest);
+    negotiate_again(&peer, &guest, features);
+    peer.start(&guest, base, true);
+    guest.round_trip(1);
+    assert_eq!(inherited(), 0, "it began here, and the VM was stopped for a while");
+    drop(peer);
+
+    let peer = Peer::connect(&served.path);
+    peer.negotiate(0);
+    assert!(peer.share(&guest));
+    let mut first = Guest::new(0).beside(&guest);
+    peer.start(&first, 0, true);
+    assert_eq!(inherited(), 0);
+    peer.start(&guest, guest.used(), true);
+    assert_eq!(inherited(), 1);
+    first.round_trip(0);
+    peer.base(&first);
+    peer.start(&first, first.used(), true);
+    assert_eq!(inherited(), 1, "once");
+
+    // The VM is loaded as it was at another moment.
+    let (at, _) = (peer.base(&guest), peer.base(&first));
+    negotiate_again(&peer, &guest, features);
+    peer.start(&guest, at.wrapping_sub(1), true);
+    assert_eq!((inherited(), served.device.resets.load(Ordering::SeqCst)), (2, 2));
+}
+
 #[test]
 fn a_driver_whose_rings_begin_at_the_beginning_is_another_one() {
     let served = Served::new();

@@ -19,7 +19,13 @@ impl FreePages for Balloon {
             return not_offered("its driver did not take the feature free-page-hint");
         }
         if self.keeps_free_pages() {
-            return not_offered("it fills free pages with a value that they have to keep (page_poison)");
+            return not_offered(match self.config.poison() {
+                Some(_) => "it fills free pages with a value that they have to keep (page_poison)",
+                None => {
+                    "whether it fills free pages with a value (page_poison) it has said to the process that had the balloon \
+                     before; load virtio_balloon anew there"
+                }
+            });
         }
         let before = self.change_hint(|hinting| {
             let id = hinting.handshake.request();

@@ -1,9 +1,10 @@
 //! Rings that stop while the device has a buffer, and lists that are asked for while others are on the queue.
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use limosa_balloon::{Features, More, Ring};
+use limosa_balloon::{Features, More, Ring, Transport};
 use limosa_memory::free::{FreePageSink, FreePages as _};
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -140,6 +141,46 @@ fn what_fills_free_pages_may_be_said_before_the_feature_is_accepted() {
     // Another guest.
     bare.balloon.attached(Arc::new(Bus));
     bare.balloon.accepted(Features::default());
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+}
+
+#[test]
+fn a_driver_that_another_process_had_is_told_what_the_configuration_is() {
+    #[derive(Default)]
+    struct Line(AtomicU32);
+    impl Transport for Line {
+        fn config_changed(&self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+        fn kick(&self, _queue: usize) {}
+    }
+    let bare = Bare::new();
+    bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
+    let line = Arc::new(Line::default());
+    bare.balloon.attached(line.clone());
+    bare.balloon.accepted(Features::default());
+    bare.balloon.inherited();
+    assert_eq!(line.0.load(Ordering::SeqCst), 1, "it may hold blocks, and have a balloon that nobody wants");
+    // It has said what its free pages are filled with, and nobody knows it any more.
+    let refused = bare.balloon.request(Arc::new(Told::default())).unwrap_err();
+    assert!(refused.to_string().contains("page_poison"), "{refused}");
+    bare.offer(0, 8 * MIB, 4096, WRITABLE);
+    assert_eq!(bare.balloon.work(4, &bare.ring()).unwrap(), More::No);
+    assert_eq!((bare.balloon.counters().ignored_reports, bare.used()), (1, 1));
+    let mut page = [0; 4096];
+    bare.memory.block(0).unwrap().read(8 * MIB, &mut page).unwrap();
+    assert_eq!(page, [7; 4096]);
+    bare.balloon.write_config(12, &[0; 4]);
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+
+    // Another one, and one that has not accepted the feature, have nothing that they have not said.
+    bare.balloon.attached(line);
+    bare.balloon.inherited();
+    bare.balloon.reset();
+    bare.balloon.accepted(Features::default());
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+    bare.balloon.inherited();
+    bare.balloon.accepted(Features::FREE_PAGE_HINT);
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
 }
 

@@ -45,6 +45,7 @@ pub(crate) struct Incrementer {
     pub(crate) accepted: AtomicU64,
     pub(crate) memories: Mutex<Vec<Arc<Ram>>>,
     pub(crate) resets: AtomicU64,
+    pub(crate) inherited: AtomicU64,
     /// Queues, in the order in which they stopped.
     pub(crate) stops: Mutex<Vec<usize>>,
     pub(crate) front_end: Mutex<Option<FrontEnd>>,
@@ -124,6 +125,10 @@ impl Device for Incrementer {
         vring.add_used(head, written)?;
         vring.notify()?;
         Ok(More::Yes)
+    }
+
+    fn inherited(&self) {
+        self.inherited.fetch_add(1, Ordering::SeqCst);
     }
 
     fn stopped(&self, queue: usize) {
