@@ -1,19 +1,18 @@
 //! Waiting for a peer to connect.
 //!
-//! The laws of this module: the socket's file is never accessible to others, not even for a moment (mode 0600 from the
-//! first); a file that is in use, or is no socket, is left alone; what the listener made is removed with it.
+//! What becomes of the files of sockets is [`limosa_socket`]'s to say.
 
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use limosa_socket::SocketFile;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{self, FileType, Mode, OFlags, Timespec};
+use rustix::fs::{self, OFlags, Timespec};
 use rustix::io::Errno;
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::net::{self, SocketFlags};
 
 use crate::channel::Channel;
 use crate::connect::unpaced;
@@ -76,7 +75,7 @@ impl Listener {
                 Source::Socket { socket: socket.into(), _file: None }
             }
             Uri::Unix(path) => {
-                let (socket, file) = unix(path).map_err(failed)?;
+                let (socket, file) = limosa_socket::listen(path, BACKLOG).map_err(failed)?;
                 Source::Socket { socket, _file: Some(file) }
             }
             Uri::Fd(number) => {
@@ -155,52 +154,4 @@ impl Listener {
             Source::Connected(_) => None,
         }
     }
-}
-
-/// A socket's file, removed with this value unless another one stands there by then.
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        if fs::lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
-            // Nobody is left to be told.
-            let _removed = fs::unlink(&self.path);
-        }
-    }
-}
-
-fn unix(path: &Path) -> io::Result<(OwnedFd, SocketFile)> {
-    let address = SocketAddrUnix::new(path)?;
-    // Absolute, as the working directory may have changed by the time it is removed.
-    let path = std::path::absolute(path)?;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    // On Linux bind gives the file the mode of the socket, less the umask (net/unix/af_unix.c), so that it is never
-    // accessible to others; chmod after bind would leave a gap.
-    fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    match net::bind(&socket, &address) {
-        Err(Errno::ADDRINUSE) if is_stale(&path, &address)? => {
-            fs::unlink(&path)?;
-            net::bind(&socket, &address)?;
-        }
-        answer => answer?,
-    }
-    let stat = fs::lstat(&path)?;
-    let file = SocketFile { path, device: stat.st_dev, inode: stat.st_ino };
-    net::listen(&socket, BACKLOG)?;
-    Ok((socket, file))
-}
-
-/// Whether a socket's file was left by a process that is gone. Asked with a datagram socket: a living stream listener
-/// answers that the type is wrong, and does not get a connection it would have to accept.
-fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
-    if FileType::from_raw_mode(fs::lstat(path)?.st_mode) != FileType::Socket {
-        return Ok(false);
-    }
-    let probe = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    Ok(net::connect(&probe, address) == Err(Errno::CONNREFUSED))
 }

@@ -14,10 +14,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use limosa_socket::SocketFile;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::fs::{self, FileType, Mode, Timespec};
+use rustix::fs::Timespec;
 use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, socket_with};
+use rustix::net::{SocketFlags, accept_with};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::connection::{self, Over};
@@ -29,6 +30,9 @@ use crate::{Device, FrontEnd, MAX_QUEUES};
 /// How long the threads of a connection may take to end when the server is to stop. What an honest front end has them do (giving
 /// back some hundred MiB at most) takes a fraction of it.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Front ends that may wait for their turn.
+const BACKLOG: i32 = 4;
 
 /// Why there is no server.
 #[derive(Debug, thiserror::Error)]
@@ -119,7 +123,7 @@ impl Server {
             return Err(ServerError::Queues { got: queues });
         }
         let failed = |source: io::Error| ServerError::Listen { path: path.to_owned(), source };
-        let (listener, file) = listen(path).map_err(failed)?;
+        let (listener, file) = limosa_socket::listen(path, BACKLOG).map_err(failed)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
         Ok(Self {
             device,
@@ -252,52 +256,4 @@ impl Drop for EndsOnDrop<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
-}
-
-/// A socket's file, removed with this value unless another one stands there by then.
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        if fs::lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
-            // Nobody is left to be told.
-            let _ = fs::unlink(&self.path);
-        }
-    }
-}
-
-fn listen(path: &Path) -> io::Result<(OwnedFd, SocketFile)> {
-    let address = SocketAddrUnix::new(path)?;
-    // Absolute, as the working directory may have changed by the time it is removed.
-    let path = std::path::absolute(path)?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // On Linux bind gives the file the mode of the socket, less the umask: chmod after it would leave a gap.
-    fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    match net::bind(&socket, &address) {
-        Err(Errno::ADDRINUSE) if is_stale(&path, &address)? => {
-            fs::unlink(&path)?;
-            net::bind(&socket, &address)?;
-        }
-        answer => answer?,
-    }
-    let stat = fs::lstat(&path)?;
-    let file = SocketFile { path, device: stat.st_dev, inode: stat.st_ino };
-    net::listen(&socket, 4)?;
-    Ok((socket, file))
-}
-
-/// Whether nobody listens at it any more. A datagram socket is asked: a listener that lives answers that the type is wrong, and
-/// gets no connection.
-fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
-    if FileType::from_raw_mode(fs::lstat(path)?.st_mode) != FileType::Socket {
-        return Ok(false);
-    }
-    let probe = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    Ok(net::connect(&probe, address) == Err(Errno::CONNREFUSED))
 }

@@ -1,0 +1,77 @@
+//! A unix socket to listen at, and its file.
+//!
+//! The laws of this crate: the file is never accessible to others, not even for a moment (mode 0600 from the first); a file that is
+//! in use, or is no socket, is left alone; what was made is removed with its [`SocketFile`], and nothing else is.
+//!
+//! ```
+//! # fn main() -> std::io::Result<()> {
+//! # let folder = tempfile::tempdir()?;
+//! let path = folder.path().join("vm.sock");
+//! let (socket, file) = limosa_socket::listen(&path, 4)?;
+//! let listener = std::os::unix::net::UnixListener::from(socket);
+//! # drop(listener);
+//! drop(file);
+//! assert!(!path.exists());
+//! # Ok(()) }
+//! ```
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{self, FileType, Mode};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+
+/// A socket's file, removed with this value unless another one stands there by then.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if fs::lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
+            // Nobody is left to be told.
+            let _ = fs::unlink(&self.path);
+        }
+    }
+}
+
+/// Listens at `path`, where nothing may be but a socket that a dead process left behind; so many connections may wait to be
+/// accepted. The socket does not block.
+///
+/// # Errors
+/// The path is in use, too long, or cannot be; or the kernel refuses.
+pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
+    let address = SocketAddrUnix::new(path)?;
+    // Absolute, as the working directory may have changed by the time it is removed.
+    let path = std::path::absolute(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // On Linux bind gives the file the mode of the socket, less the umask (unix(7)): chmod after it would leave a gap.
+    fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    match net::bind(&socket, &address) {
+        Err(Errno::ADDRINUSE) if is_stale(&path, &address)? => {
+            fs::unlink(&path)?;
+            net::bind(&socket, &address)?;
+        }
+        answer => answer?,
+    }
+    let stat = fs::lstat(&path)?;
+    let file = SocketFile { path, device: stat.st_dev, inode: stat.st_ino };
+    net::listen(&socket, backlog)?;
+    Ok((socket, file))
+}
+
+/// Whether a socket's file was left by a process that is gone. Asked with a datagram socket: a stream listener that lives
+/// answers that the type is wrong, and does not get a connection that it would have to accept.
+fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
+    if FileType::from_raw_mode(fs::lstat(path)?.st_mode) != FileType::Socket {
+        return Ok(false);
+    }
+    let probe = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    Ok(net::connect(&probe, address) == Err(Errno::CONNREFUSED))
+}
