@@ -7,15 +7,15 @@
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::num::NonZeroU64;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use limosa_channel::Uri;
+use limosa_socket::SocketFile;
 use serde_json::{Value, json};
 
 use crate::control::{Control, Stop};
@@ -25,6 +25,8 @@ use crate::progress::{Phase, Progress};
 const LINE_LIMIT: u64 = 64 << 10;
 /// Clients at the same time.
 const CLIENTS: usize = 8;
+/// Clients that may wait to be accepted.
+const BACKLOG: i32 = 64;
 /// QEMU's own limit, in milliseconds.
 const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
 /// How often a change of phase is looked for. Phases last longer; an event may be this late.
@@ -59,7 +61,7 @@ pub trait Commands: Send + Sync {
 /// The listening socket. Dropping it closes and removes it; the job goes on.
 #[derive(Debug)]
 pub struct ControlSocket {
-    path: PathBuf,
+    _file: SocketFile,
     shared: Arc<Shared>,
     over: Arc<AtomicBool>,
     listener: Option<thread::JoinHandle<()>>,
@@ -132,15 +134,8 @@ impl ControlSocket {
     }
 
     fn open(path: &Path, current: Option<Current>, commands: Option<Arc<dyn Commands>>) -> io::Result<Self> {
-        let listener = match UnixListener::bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
-                std::fs::remove_file(path)?;
-                UnixListener::bind(path)?
-            }
-            bound => bound?,
-        };
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        listener.set_nonblocking(true)?;
+        let (socket, file) = limosa_socket::listen(path, BACKLOG)?;
+        let listener = UnixListener::from(socket);
         let over = Arc::new(AtomicBool::new(false));
         let shared = Arc::new(Shared {
             current: Mutex::new(current),
@@ -151,7 +146,7 @@ impl ControlSocket {
         });
         let (stop, mine) = (Arc::clone(&over), Arc::clone(&shared));
         let thread = thread::Builder::new().name("control".into()).spawn(move || serve(&listener, &mine, &stop))?;
-        Ok(Self { path: path.to_owned(), shared, over, listener: Some(thread) })
+        Ok(Self { _file: file, shared, over, listener: Some(thread) })
     }
 
     /// Says where the job waits for its peer: `query-migrate` tells it from now on, as `socket-address`.
@@ -177,14 +172,7 @@ impl Drop for ControlSocket {
         if let Some(thread) = self.listener.take() {
             let _ = thread.join();
         }
-        let _ = std::fs::remove_file(&self.path);
     }
-}
-
-/// Whether nobody listens at this socket any more.
-fn is_dead_socket(path: &Path) -> bool {
-    std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
-        && UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 /// Accepts clients and announces phases until the job is over; then says the last phase and hangs up.

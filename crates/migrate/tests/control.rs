@@ -196,3 +196,13 @@ fn a_vmm_answers_beside_the_job_and_has_one_job_after_another() {
     let stopped = std::iter::repeat_with(|| client.hear()).find(|heard| heard["event"] != "MIGRATION").unwrap();
     assert_eq!(stopped["event"], "STOP");
 }
+
+#[test]
+fn the_socket_of_another_job_that_took_its_place_is_left_alone() {
+    let (directory, first, control, progress, _client) = socket(Job::Save);
+    let path = directory.path().join("control");
+    std::fs::rename(&path, directory.path().join("away")).unwrap();
+    let _second = ControlSocket::listen(&path, Job::Save, control, progress).unwrap();
+    drop(first);
+    assert!(Client::connect(&path).hear().get("QMP").is_some());
+}
