@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
+pub mod ballooned;
 pub mod encrypted;
 pub mod heap;
 pub mod live;
