@@ -14,6 +14,7 @@ mod hinting;
 mod pending;
 mod report;
 mod statistics;
+mod turn;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

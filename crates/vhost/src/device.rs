@@ -43,7 +43,8 @@ pub trait Device: Send + Sync {
     /// A front end has connected; the handle is of use until [`FrontEnd::is_connected`] says no.
     fn attached(&self, front_end: FrontEnd);
 
-    /// Looks at a queue and returns after a bounded amount of work.
+    /// Looks at a queue and returns after a bounded amount of work: whoever stops the ring, or the server, waits for it. A buffer
+    /// may have some hundred thousand descriptors, so what has to be counted is descriptors, and not buffers.
     ///
     /// # Errors
     /// [`QueueError::Stopped`] is nothing to worry about. After any other one the queue is left alone until it is set up anew.

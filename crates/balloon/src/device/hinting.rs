@@ -7,6 +7,7 @@ use limosa_memory::free::FreePageSink;
 use vm_memory::Bytes as _;
 
 use super::pending::{BUFFERS, Pending};
+use super::turn::Turn;
 use super::{Balloon, More, Queue};
 use crate::hint::{Handshake, HintState, IdMeans};
 use crate::numbers;
@@ -49,15 +50,15 @@ impl Balloon {
     pub(super) fn work_on_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         // A command that is given from here on may have buffers in front of it that are not seen any more.
         let given = self.lock(&self.hinting).handshake.unannounced();
-        let (mut taken, mut left) = (0, 0);
+        let (mut turn, mut left) = (Turn::default(), 0);
         // A buffer that could not be given back because the ring had stopped.
         self.go_on(state, &mut left, ring)?;
         let more = loop {
-            if taken == 4 * BUFFERS || self.is_reset(state.epoch) {
+            if turn.is_over(4 * BUFFERS) || self.is_reset(state.epoch) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
-            taken += 1;
+            turn.take(&chain);
             state.pending = Some(Pending::new(chain.head_index(), Vec::new()));
             self.hint(chain);
             self.go_on(state, &mut left, ring)?;

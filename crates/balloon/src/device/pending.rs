@@ -6,6 +6,7 @@ use std::ops::Range;
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use virtio_queue::DescriptorChain;
 
+use super::turn::Turn;
 use super::{Balloon, More, Queue};
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
@@ -36,13 +37,13 @@ impl Balloon {
         runs: impl Fn(DescriptorChain<R::Handle>) -> Vec<Range<u64>>,
     ) -> Result<More, R::Error> {
         let mut left = DISCARDS;
-        let mut taken = 0;
+        let mut turn = Turn::default();
         let more = loop {
-            if !self.go_on(state, &mut left, ring)? || taken == BUFFERS {
+            if !self.go_on(state, &mut left, ring)? || turn.is_over(BUFFERS) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
-            taken += 1;
+            turn.take(&chain);
             state.pending = Some(Pending::new(chain.head_index(), runs(chain)));
         };
         self.leave(state, ring, more)

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use vm_memory::Bytes as _;
 
 use super::pending::BUFFERS;
+use super::turn::Turn;
 use super::{Balloon, More, Queue};
 use crate::layout::{Features, Role};
 use crate::ring::Ring;
@@ -34,13 +35,13 @@ impl Balloon {
     }
 
     pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        let mut taken = 0;
+        let mut turn = Turn::default();
         let more = loop {
-            if taken == BUFFERS || self.is_reset(state.epoch) {
+            if turn.is_over(BUFFERS) || self.is_reset(state.epoch) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
-            taken += 1;
+            turn.take(&chain);
             let mut bytes = [0; ENTRIES * ENTRY];
             let mut length = 0;
             for buffer in chain.clone().readable() {
@@ -63,7 +64,7 @@ impl Balloon {
         // Asked for while none is held: the next buffer holds what was wanted, and is not given back for it.
         if !self.is_reset(state.epoch)
             && self.statistics_wanted.swap(false, Ordering::AcqRel)
-            && taken == 0
+            && turn.is_empty()
             && let Some(held) = state.held
         {
             let asked_again = |_: &R::Error| self.statistics_wanted.store(true, Ordering::Release);

@@ -3,6 +3,7 @@
 #![allow(clippy::single_range_in_vec_init, reason = "ranges of memory are compared as lists of them")]
 
 mod bare;
+mod bounds;
 mod device;
 mod machine;
 mod properties;
