@@ -53,6 +53,12 @@ pub trait Transport: Send + Sync {
     fn is_connected(&self) -> bool {
         true
     }
+
+    /// Whether the driver's queue ran and does not now: the VM stands still, the driver was unloaded without a word, or the ring
+    /// makes no sense. Nobody need wait for what comes over it.
+    fn is_idle(&self, _queue: usize) -> bool {
+        false
+    }
 }
 
 /// Who wants to know what becomes of the balloon.
@@ -242,8 +248,8 @@ impl Balloon {
         }
     }
 
-    /// The driver is gone, or begins anew: the balloon is empty, no buffer of the queues is held any more, no list of free pages
-    /// comes. What was accepted holds until the next [`accepted`](Self::accepted), and what fills free pages until the next
+    /// The driver is gone, or begins anew: there is none until it has [`accepted`](Self::accepted) what it wants, the balloon is
+    /// empty, no buffer of the queues is held any more, no list of free pages comes. What was accepted holds until then, and what fills free pages until the next
     /// driver that has accepted that feature says it, which it does before it gives any.
     ///
     /// When it returns nothing of what the driver gave is given back or passed on any more, and its rings are left as they are:
@@ -251,6 +257,7 @@ impl Balloon {
     /// [`work`](Self::work). A guest that reads or writes the configuration meanwhile does not wait. Whoever keeps the rings has
     /// stopped them before: what is taken out of a ring later is taken for the next driver's.
     pub fn reset(&self) {
+        self.has_accepted.store(false, Ordering::Release);
         self.epoch.fetch_add(1, Ordering::AcqRel);
         self.config.forget_driver();
         self.end_hinting();
@@ -347,6 +354,12 @@ impl Balloon {
         if let Some(transport) = self.transport() {
             transport.config_changed();
         }
+    }
+
+    /// Whether the driver has a queue for that which does not run any more.
+    fn is_idle(&self, role: Role) -> bool {
+        let number = self.numbering.number(self.accepted_features(), role);
+        number.zip(self.transport()).is_some_and(|(number, transport)| transport.is_idle(number))
     }
 
     /// Has somebody work on a queue, if there is such a queue.

@@ -173,6 +173,10 @@ impl Transport for FrontEnd {
     fn is_connected(&self) -> bool {
         Self::is_connected(self)
     }
+
+    fn is_idle(&self, queue: usize) -> bool {
+        Self::is_idle(self, queue)
+    }
 }
 
 /// Memory that is known and cannot be given back.

@@ -23,6 +23,8 @@ struct Shared {
     channel: Mutex<Option<OwnedFd>>,
     /// One bit for each queue that somebody wants looked at.
     kicked: AtomicU64,
+    /// One bit for each queue that ran and does not now.
+    idle: AtomicU64,
     wake: OwnedFd,
 }
 
@@ -33,14 +35,34 @@ impl FrontEnd {
     /// The kernel has no eventfd for it.
     pub fn new() -> std::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let shared =
-            Shared { connected: AtomicBool::new(true), channel: Mutex::new(None), kicked: AtomicU64::new(0), wake };
+        let shared = Shared {
+            connected: AtomicBool::new(true),
+            channel: Mutex::new(None),
+            kicked: AtomicU64::new(0),
+            idle: AtomicU64::new(0),
+            wake,
+        };
         Ok(Self { shared: Arc::new(shared) })
     }
 
     /// Whether the connection still stands.
     pub fn is_connected(&self) -> bool {
         self.shared.connected.load(Ordering::SeqCst)
+    }
+
+    /// Whether a queue ran and does not now: the front end has stopped or disabled it, or it makes no sense. Also a driver whose
+    /// module is unloaded may leave no other trace than that. (One that has not run yet is about to.)
+    pub fn is_idle(&self, queue: usize) -> bool {
+        self.shared.idle.load(Ordering::SeqCst) & bit(queue) != 0
+    }
+
+    /// A queue runs, or has run and does not.
+    pub(crate) fn set_idle(&self, queue: usize, idle: bool) {
+        if idle {
+            self.shared.idle.fetch_or(bit(queue), Ordering::SeqCst);
+        } else {
+            self.shared.idle.fetch_and(!bit(queue), Ordering::SeqCst);
+        }
     }
 
     /// Tells the driver that the configuration has changed; the change is to be visible to
@@ -57,8 +79,7 @@ impl FrontEnd {
 
     /// Has the worker look at a queue, as if the driver had kicked it. A queue that there is not is ignored.
     pub fn kick(&self, queue: usize) {
-        let Some(bit) = u32::try_from(queue).ok().and_then(|queue| 1_u64.checked_shl(queue)) else { return };
-        self.shared.kicked.fetch_or(bit, Ordering::SeqCst);
+        self.shared.kicked.fetch_or(bit(queue), Ordering::SeqCst);
         // An eventfd that is full wakes, too.
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
     }
@@ -92,4 +113,9 @@ impl FrontEnd {
     fn channel(&self) -> MutexGuard<'_, Option<OwnedFd>> {
         self.shared.channel.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The bit of a queue; none of one that there cannot be.
+fn bit(queue: usize) -> u64 {
+    u32::try_from(queue).ok().and_then(|queue| 1_u64.checked_shl(queue)).unwrap_or(0)
 }

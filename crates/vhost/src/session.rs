@@ -77,6 +77,8 @@ struct Said {
     stopped_at: Option<u16>,
     /// It was started before, by the same driver.
     known: bool,
+    /// It was enabled before, by the same driver.
+    ran: bool,
 }
 
 /// One front end.
@@ -86,6 +88,8 @@ pub(crate) struct Session {
     front_end: FrontEnd,
     faults: Arc<Faults>,
     features: u64,
+    /// The device knows what was accepted by the driver that it has now.
+    accepted: bool,
     protocol: u64,
     regions: Vec<RamRegion>,
     ram: Option<Arc<Ram>>,
@@ -108,6 +112,7 @@ impl Session {
             front_end,
             faults,
             features: 0,
+            accepted: false,
             protocol: 0,
             regions: Vec::new(),
             ram: None,
@@ -245,9 +250,16 @@ impl Session {
         }
         self.begin_anew();
         self.features = features;
-        self.device.accepted(features & self.device.features());
-        self.touched = true;
+        self.tell_accepted();
         Ok(())
+    }
+
+    /// Whoever begins with what was negotiated before is a driver as well.
+    fn tell_accepted(&mut self) {
+        if !std::mem::replace(&mut self.accepted, true) {
+            self.device.accepted(self.features & self.device.features());
+            self.touched = true;
+        }
     }
 
     /// Every ring stops, and the device forgets the driver.
@@ -256,7 +268,8 @@ impl Session {
             self.tear_down(index);
         }
         self.rings.fill_with(Said::default);
-        (self.paused, self.inherited) = (false, false);
+        (0..self.rings.len()).for_each(|index| self.front_end.set_idle(index, false));
+        (self.paused, self.inherited, self.accepted) = (false, false, false);
         if std::mem::take(&mut self.touched) {
             self.device.reset();
         }
@@ -390,7 +403,7 @@ impl Session {
 
     /// The device forgets the driver; rings that the next one has started already begin again.
     fn change_driver(&mut self) {
-        (self.paused, self.inherited) = (false, false);
+        (self.paused, self.inherited, self.accepted) = (false, false, false);
         self.rings.iter_mut().for_each(|said| said.known = false);
         let started: Vec<usize> =
             (0..).zip(&self.rings).filter_map(|(index, said)| said.started.then_some(index)).collect();
@@ -414,6 +427,7 @@ impl Session {
 
     /// Sets a ring up as the front end has said.
     fn set_up(&mut self, index: usize) -> Result<(), Refusal> {
+        self.tell_accepted();
         if let (Some(said), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) {
             let address = said.address.ok_or_else(|| Refusal::Other(format!("queue {index} has no address yet")))?;
             let ram = self.ram.as_ref().ok_or_else(|| Refusal::Other("there is no memory yet".into()))?;
@@ -460,9 +474,15 @@ impl Session {
         Ok(())
     }
 
-    fn apply_enabled(&self, index: usize) {
-        let (Some(said), Some(ring)) = (self.rings.get(index), self.worker.rings().get(index)) else { return };
+    fn apply_enabled(&mut self, index: usize) {
+        let (Some(said), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) else { return };
         let enabled = said.started && (said.enabled || self.features & PROTOCOL_FEATURES == 0);
+        said.ran |= enabled;
+        self.front_end.set_idle(index, said.ran && !enabled);
+        // Whoever finds that it makes no sense says both in the other order.
+        if ring.broken.load(Ordering::SeqCst) {
+            self.front_end.set_idle(index, true);
+        }
         ring.vring.enable(enabled);
         if enabled {
             self.front_end.kick(index);
@@ -498,6 +518,7 @@ impl Session {
         if next.is_some() {
             said.stopped_at = next;
             self.paused = !self.rings.iter().any(|said| said.started);
+            self.apply_enabled(index);
             self.device.stopped(index);
         }
         Ok(base)

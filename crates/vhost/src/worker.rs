@@ -169,13 +169,12 @@ impl Worker {
         } else {
             Ok(More::No)
         };
-        *lock(&self.at) = None;
-        self.left.notify_all();
-        match more {
+        let more = match more {
             Ok(more) => more,
             Err(QueueError::Stopped) => More::No,
             Err(error) => {
                 ring.broken.store(true, Ordering::SeqCst);
+                self.front_end.set_idle(index, true);
                 let kind = if matches!(error, QueueError::Broken(_)) { Fault::Ring } else { Fault::Device };
                 self.faults
                     .note(kind, &format_args!("queue {index}: {error}; it is left alone until it is set up anew"));
@@ -184,7 +183,11 @@ impl Worker {
                 }
                 More::No
             }
-        }
+        };
+        // Also what is said of a ring that makes no sense is of the one that was there.
+        *lock(&self.at) = None;
+        self.left.notify_all();
+        more
     }
 
     fn work(&self, index: usize, vring: &Vring) -> Result<More, QueueError> {

@@ -264,6 +264,62 @@ fn a_vm_that_is_stopped_for_a_while_has_the_same_driver_when_it_goes_on() {
     }
 }
 
+#[test]
+fn a_ring_that_ran_and_does_not_is_idle() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    let front_end = served.device.front_end();
+    let is_idle = || front_end.is_idle(1);
+    peer.start(&guest, 0, false);
+    assert!(!is_idle(), "it is about to run");
+    for enable in [true, false, true] {
+        assert!(peer.enable(&guest, enable));
+        assert_eq!(is_idle(), !enable);
+    }
+    assert!(peer.share(&guest));
+    assert!(!is_idle(), "it goes on in the new memory");
+    peer.base(&guest);
+    assert!(is_idle() && !front_end.is_idle(0) && !front_end.is_idle(64));
+    peer.start(&guest, 0, true);
+    assert!(!is_idle());
+    // More buffers than there are descriptors.
+    vm_memory::Bytes::write_obj(&guest.memory, 100_u16, Guest::at(0x2002)).unwrap();
+    guest.kick();
+    until("it is noticed", is_idle);
+    assert!(peer.share(&guest));
+    assert!(is_idle(), "and stays so");
+    peer.base(&guest);
+    guest.clear();
+    peer.start(&guest, 0, true);
+    assert!(!is_idle());
+    peer.base(&guest);
+    assert!(peer.done(Request::ResetDevice, &[], &[]));
+    assert!(!is_idle(), "another driver is about to come");
+}
+
+#[test]
+fn the_device_hears_what_is_accepted_behind_every_reset() {
+    let served = Served::new();
+    let (peer, mut guest) = ready(&served, 0);
+    let accepted = || served.device.accepted.swap(99, Ordering::SeqCst);
+    assert_eq!(accepted(), 0b10);
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    assert_eq!(accepted(), 99, "once for a driver");
+    // Another driver, which nobody has told of.
+    assert_eq!(peer.base(&guest), 1);
+    guest.clear();
+    peer.start(&guest, 0, true);
+    assert_eq!((served.device.resets.load(Ordering::SeqCst), accepted()), (1, 0b10));
+    // A front end that resets the device and does not negotiate again.
+    peer.base(&guest);
+    assert!(peer.done(Request::ResetDevice, &[], &[]));
+    assert_eq!(accepted(), 99);
+    guest.clear();
+    peer.start(&guest, 0, true);
+    assert_eq!(accepted(), 0b10);
+}
+
 /// As when a server was killed, or its VM was moved to this one.
 #[test]
 fn the_device_hears_of_a_driver_that_was_another_servers() {

@@ -27,6 +27,11 @@ impl FreePages for Balloon {
                 }
             });
         }
+        if self.is_idle(Role::Hint) {
+            return not_offered(
+                "the queue for them does not run: it is stopped, or virtio_balloon was unloaded or is broken",
+            );
+        }
         let before = self.change_hint(|hinting| {
             let id = hinting.handshake.request();
             hinting.list = HintList { id, asked: Some(Instant::now()), ..HintList::default() };

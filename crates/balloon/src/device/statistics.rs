@@ -24,6 +24,11 @@ impl Balloon {
         if !self.accepted_features().has(Features::STATS_VQ) {
             return Err("the guest's driver has no statistics");
         }
+        if self.is_idle(Role::Statistics) {
+            return Err(
+                "the guest's queue for statistics does not run: it is stopped, or virtio_balloon was unloaded or is broken",
+            );
+        }
         self.statistics_wanted.store(true, Ordering::Release);
         self.kick(Role::Statistics);
         Ok(())

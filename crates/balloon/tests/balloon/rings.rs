@@ -184,6 +184,37 @@ fn a_driver_that_another_process_had_is_told_what_the_configuration_is() {
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
 }
 
+#[test]
+fn nothing_is_asked_of_a_driver_that_is_gone_or_whose_queue_does_not_run() {
+    #[derive(Default)]
+    struct Idle(AtomicU32);
+    impl Transport for Idle {
+        fn config_changed(&self) {}
+        fn kick(&self, _queue: usize) {}
+        fn is_idle(&self, queue: usize) -> bool {
+            self.0.load(Ordering::SeqCst) & (1 << queue) != 0
+        }
+    }
+    let bare = Bare::new();
+    let idle = Arc::new(Idle::default());
+    let why = || bare.balloon.request(Arc::new(Told::default())).unwrap_err().to_string();
+    bare.balloon.attached(idle.clone());
+    bare.balloon.accepted(Features::default());
+    idle.0.store(1 << 3, Ordering::SeqCst);
+    assert!(why().contains("does not run"), "{}", why());
+    assert!(bare.balloon.request_statistics().is_ok());
+    idle.0.store(1 << 2, Ordering::SeqCst);
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+    assert!(bare.balloon.request_statistics().unwrap_err().contains("does not run"));
+
+    idle.0.store(0, Ordering::SeqCst);
+    bare.balloon.reset();
+    assert!(!bare.balloon.has_driver() && why().contains("load virtio_balloon"));
+    assert!(bare.balloon.request_statistics().unwrap_err().contains("load virtio_balloon"));
+    bare.balloon.accepted(Features::default());
+    assert!(bare.balloon.has_driver() && bare.balloon.request_statistics().is_ok());
+}
+
 #[derive(Default)]
 struct Told(Mutex<Vec<u64>>);
 
