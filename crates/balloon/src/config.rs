@@ -109,10 +109,10 @@ impl Config {
         self.inherited.store(true, Ordering::Release);
     }
 
-    /// The driver is gone, and its balloon with it.
-    pub(crate) fn forget_driver(&self) {
-        self.actual.store(0, Ordering::Release);
+    /// The driver is gone, and its balloon with it. Whether it had one.
+    pub(crate) fn forget_driver(&self) -> bool {
         self.inherited.store(false, Ordering::Release);
+        self.actual.swap(0, Ordering::AcqRel) != 0
     }
 
     /// Another guest has come.

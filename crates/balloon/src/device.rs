@@ -27,7 +27,6 @@ use crate::counters::{Counters, Counting};
 use crate::layout::{Features, Numbering, Role};
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
-use crate::statistics::Statistics;
 pub use hinting::HintList;
 use hinting::Hinting;
 use pending::Pending;
@@ -125,7 +124,7 @@ pub struct Balloon {
     epoch: AtomicU64,
     reporting: AtomicBool,
     statistics_wanted: AtomicBool,
-    statistics: Mutex<Option<Statistics>>,
+    statistics: Mutex<statistics::Latest>,
     guest: Mutex<Guest>,
     hinting: Mutex<Hinting>,
     queues: [Mutex<Queue>; Role::ALL.len()],
@@ -202,8 +201,8 @@ impl Balloon {
         self.counters
             .refused_config_writes
             .refuse(written.refused.into(), "it writes configuration that is not its own");
-        if let Some(observer) = self.observer.as_ref().filter(|_| written.actual_changed) {
-            observer.actual_changed(self.size().actual);
+        if written.actual_changed {
+            self.tell_actual();
         }
     }
 
@@ -249,8 +248,9 @@ impl Balloon {
     }
 
     /// The driver is gone, or begins anew: there is none until it has [`accepted`](Self::accepted) what it wants, the balloon is
-    /// empty, no buffer of the queues is held any more, no list of free pages comes. What was accepted holds until then, and what fills free pages until the next
-    /// driver that has accepted that feature says it, which it does before it gives any.
+    /// empty, no buffer of the queues is held any more, no list of free pages comes, there are no statistics. What was accepted holds
+    /// until then, and what fills free pages until the next driver that has accepted that feature says it, which it does before
+    /// it gives any.
     ///
     /// When it returns nothing of what the driver gave is given back or passed on any more, and its rings are left as they are:
     /// it waits for whoever is at a queue, who leaves after the call that he is in (one discard, say). So not from within
@@ -259,10 +259,14 @@ impl Balloon {
     pub fn reset(&self) {
         self.has_accepted.store(false, Ordering::Release);
         self.epoch.fetch_add(1, Ordering::AcqRel);
-        self.config.forget_driver();
+        let had_balloon = self.config.forget_driver();
         self.end_hinting();
         for queue in &self.queues {
             *self.lock(queue) = Queue::default();
+        }
+        self.lock(&self.statistics).forget();
+        if had_balloon {
+            self.tell_actual();
         }
     }
 
@@ -353,6 +357,12 @@ impl Balloon {
     fn config_changed(&self) {
         if let Some(transport) = self.transport() {
             transport.config_changed();
+        }
+    }
+
+    fn tell_actual(&self) {
+        if let Some(observer) = &self.observer {
+            observer.actual_changed(self.size().actual);
         }
     }
 

@@ -11,6 +11,20 @@ use crate::layout::{Features, Role};
 use crate::ring::Ring;
 use crate::statistics::{ENTRIES, ENTRY, Statistics};
 
+/// The last statistics of the driver that there is.
+#[derive(Default)]
+pub(super) struct Latest {
+    statistics: Option<Statistics>,
+    /// Counts also those of drivers before, so that who waits for new ones knows them.
+    sequence: u64,
+}
+
+impl Latest {
+    pub(super) fn forget(&mut self) {
+        self.statistics = None;
+    }
+}
+
 impl Balloon {
     /// Asks the guest for new statistics. They come some time, or never: [`statistics`](Self::statistics) has another
     /// [`sequence`](Statistics::sequence) then. Never waits.
@@ -34,9 +48,9 @@ impl Balloon {
         Ok(())
     }
 
-    /// The last ones that came.
+    /// The last ones that came of the driver that there is.
     pub fn statistics(&self) -> Option<Statistics> {
-        *self.lock(&self.statistics)
+        self.lock(&self.statistics).statistics
     }
 
     pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
@@ -80,14 +94,14 @@ impl Balloon {
     }
 
     fn take_statistics(&self, bytes: &[u8]) {
-        let sequence = {
-            let mut last = self.lock(&self.statistics);
-            let sequence = last.as_ref().map_or(1, |last| last.sequence + 1);
-            let (statistics, unknown) = Statistics::decode(bytes, sequence);
-            self.counters.unknown_statistics.add(unknown);
-            *last = Some(statistics);
-            sequence
+        let unknown = {
+            let mut latest = self.lock(&self.statistics);
+            latest.sequence += 1;
+            let (statistics, unknown) = Statistics::decode(bytes, latest.sequence);
+            latest.statistics = Some(statistics);
+            unknown
         };
-        self.counters.statistics.add(u64::from(sequence > 0));
+        self.counters.unknown_statistics.add(unknown);
+        self.counters.statistics.add(1);
     }
 }

@@ -68,6 +68,12 @@ fn statistics_come_when_they_are_asked_for() {
     let second = guest.balloon.statistics().unwrap();
     assert_eq!((second.free_memory(), second.sequence), (Some(RAM - USED - 4 * MIB), 2));
 
+    // They go with their driver, and who waits for others than those is not told of as many.
+    driver.unload().unwrap();
+    assert_eq!(guest.balloon.statistics(), None);
+    settle(&mut guest.probe());
+    assert_eq!(guest.balloon.statistics().unwrap().sequence, 3);
+
     let guest = Guest::new();
     let _driver = guest.probe_with(Features::FREE_PAGE_HINT);
     assert!(guest.balloon.request_statistics().unwrap_err().contains("no statistics"));
@@ -277,6 +283,9 @@ fn who_is_told_of_a_change_may_ask_the_device() {
     guest.balloon.set_target(62 * MIB).unwrap();
     settle(&mut driver);
     assert_eq!(*asker.0.lock().unwrap(), [63 * MIB, 62 * MIB]);
+    guest.balloon.reset();
+    guest.balloon.reset();
+    assert_eq!(*asker.0.lock().unwrap(), [63 * MIB, 62 * MIB, RAM], "a balloon goes with its driver");
 }
 
 #[test]
