@@ -235,10 +235,8 @@ impl Settings {
             Some("--same-host passes descriptors, which only --transport unix carries")
         } else if self.hints && self.same_host {
             Some("--same-host moves no page: --hints has nothing to leave out")
-        } else if self.hints && self.postcopy == Postcopy::AtOnce {
-            Some(
-                "--postcopy at-once stops the guest before it could tell its free pages: use after-rounds=1 with --hints",
-            )
+        } else if self.hints && self.postcopy == Postcopy::AtOnce && self.hint_wait_ms == 0 {
+            Some("--postcopy at-once stops the guest before it could tell its free pages: say --hint-wait, too")
         } else if self.hint_wait_ms > 0 && !self.hints {
             Some("--hint-wait is for --hints on")
         } else if self.tls_creds.is_some() && self.demands_zero_copy() {
@@ -368,6 +366,8 @@ mod tests {
     fn what_does_not_go_together_is_told_before_anything_starts() {
         let usual = Settings::default;
         assert_eq!(usual().contradiction(), None);
+        let waits = Settings { hints: true, hint_wait_ms: 1, postcopy: Postcopy::AtOnce, ..usual() };
+        assert_eq!(waits.contradiction(), None);
         for wrong in [
             Settings { log: LogKind::KvmRing, ..usual() },
             Settings { memory: 5000, ..usual() },

@@ -82,6 +82,9 @@ struct Case {
     hint_pages: u64,
     max_bandwidth: Option<NonZeroU64>,
     postcopy: Option<u32>,
+    /// Whether it begins with postcopy.
+    at_once: bool,
+    auto_converge: bool,
 }
 
 impl Case {
@@ -104,11 +107,13 @@ impl Case {
             // Some are slow enough for many lists to come while they last.
             max_bandwidth: NonZeroU64::new([0, 50 << 20, 200 << 20][usize::try_from(next(3)).unwrap()]),
             postcopy: None,
+            at_once: false,
+            auto_converge: next(3) == 0,
         }
     }
 
-    /// Pages that were left out, and times that the guest was asked.
-    fn run(&self) -> (u64, u64) {
+    /// What came of it, and how often the guest was asked.
+    fn run(&self) -> (LiveStats, u64) {
         let source = Arc::new(vm(self.pages));
         let (logs, marker) = source.restless_logs(self.postcopy.is_some().into());
         let heap = Heap::new(&source, marker, 1, self.each);
@@ -129,6 +134,7 @@ impl Case {
             give_up: GiveUp::Pause,
             hint_wait: self.hint_wait,
             hint_pages: self.hint_pages,
+            auto_converge: self.auto_converge,
             patience: Duration::from_secs(20),
             max_bandwidth: self.max_bandwidth,
             ..MigrationParams::default()
@@ -138,7 +144,11 @@ impl Case {
             heap.live(scope, self.seed, Duration::from_micros(random(self.seed | 1) % 30));
             let outcome = LiveSource::new(&*source, logs, near, &control, &progress, params)
                 .fresh(self.fresh)
-                .with_postcopy(if self.postcopy.is_some() { Postcopy::Allowed } else { Postcopy::Off })
+                .with_postcopy(match self.postcopy {
+                    _ if self.at_once => Postcopy::AtOnce,
+                    Some(_) => Postcopy::Allowed,
+                    None => Postcopy::Off,
+                })
                 .with_channels(near_beside, MultifdSourceOptions::default())
                 .unwrap()
                 .with_free_pages(Arc::clone(&heap) as Arc<dyn FreePages>)
@@ -165,16 +175,16 @@ impl Case {
             }
         }
         assert!(wrong.is_empty(), "{self:?}: {} pages, {:?}\n{stats:#?}", wrong.len(), wrong.first());
-        (stats.sum(|round| round.hinted), heap.requests.load(Ordering::Relaxed))
+        (stats, heap.requests.load(Ordering::Relaxed))
     }
 }
 
 fn many(cases: impl Iterator<Item = Case>) {
-    let sums = cases
-        .map(|case| case.run())
-        .fold((0, 0, 0), |(cases, left_out, asked), (pages, requests)| (cases + 1, left_out + pages, asked + requests));
+    let sums = cases.map(|case| case.run()).fold((0, 0, 0), |(cases, left_out, asked), (stats, requests)| {
+        (cases + 1, left_out + stats.sum(|round| round.hinted), asked + requests)
+    });
     println!("{} migrations: {} pages left out, the guest asked {} times", sums.0, sums.1, sums.2);
-    assert!(sums.1 > 0 && sums.2 > sums.0, "{sums:?}");
+    assert!(sums.1 > 0 && sums.2 >= sums.0, "{sums:?}");
 }
 
 #[test]
@@ -188,6 +198,26 @@ fn a_guest_that_runs_before_its_memory_has_come_has_all_that_it_did_not_call_fre
     many(seeds(100).map(|seed| {
         let postcopy = Some(rounds[usize::try_from(seed % 3).unwrap()]);
         Case { postcopy, channels: 0, ..Case::new(seed) }
+    }));
+}
+
+#[test]
+fn a_guest_that_is_slowed_down_is_asked_in_every_round_and_loses_nothing() {
+    let mut slowed = 0;
+    for seed in seeds(20) {
+        let max_bandwidth = NonZeroU64::new(60 << 20);
+        let case = Case { auto_converge: true, hint_pages: 0, max_bandwidth, ..Case::new(seed) };
+        let (stats, _) = case.run();
+        slowed += stats.rounds.iter().filter(|round| round.throttle > 0 && round.hinted > 0).count();
+    }
+    assert!(slowed > 0, "none was slowed down");
+}
+
+#[test]
+fn a_guest_that_is_stopped_at_once_has_told_its_free_pages_before() {
+    many(seeds(60).map(|seed| {
+        let hint_wait = Duration::from_millis([1, 5, 100][usize::try_from(seed % 3).unwrap()]);
+        Case { at_once: true, channels: 0, hint_wait, max_bandwidth: None, ..Case::new(seed) }
     }));
 }
 
@@ -334,6 +364,12 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
 
 #[test]
 fn a_page_that_was_free_is_zero_at_once_for_a_guest_that_runs_before_its_memory_has_come() {
+    for postcopy in [Postcopy::Allowed, Postcopy::AtOnce] {
+        zero_at_once(postcopy);
+    }
+}
+
+fn zero_at_once(postcopy: Postcopy) {
     let source = vm([64, 16]);
     let (logs, _marker) = source.restless_logs(1);
     let lists = vec![vec![8 * PAGE_SIZE..16 * PAGE_SIZE, 20 * PAGE_SIZE..21 * PAGE_SIZE]];
@@ -344,11 +380,11 @@ fn a_page_that_was_free_is_zero_at_once_for_a_guest_that_runs_before_its_memory_
     ram.write(0, &vec![0xdd; usize::try_from(ram.len()).unwrap()]).unwrap();
     let (near, far) = pair();
     let (control, progress) = (Control::new(), Progress::new());
-    let params = MigrationParams { downtime_limit: Duration::ZERO, ..params() };
+    let params = MigrationParams { downtime_limit: Duration::ZERO, hint_wait: Duration::from_secs(60), ..params() };
     let (outcome, arrival) = thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&destination, far, Vec::new()));
         let outcome = LiveSource::new(&source, logs, near, &control, &progress, params)
-            .with_postcopy(Postcopy::Allowed)
+            .with_postcopy(postcopy)
             .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
             .observe(|_| control.start_postcopy())
             .run();
@@ -463,7 +499,9 @@ fn hints_are_refused_where_nobody_sees_what_the_guest_writes() {
     };
     let vm = vm([16, 16]);
     let at_once = refusal(&vm, vm.logs().0, Postcopy::AtOnce);
-    assert_eq!(at_once, "free-page hints cannot be used: postcopy at once stops the guest before it could tell them");
+    let expected = "free-page hints cannot be used: postcopy at once stops the guest before it could tell them: say how long to \
+                    wait (hint_wait)";
+    assert_eq!(at_once, expected);
     let unseen = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
     assert!(unseen.contains("guest memory is written by vCPUs, and no dirty log sees that"), "{unseen}");
     // A VM that says that nobody writes is moved without a log; but a guest that tells its free pages is one that runs.

@@ -2,15 +2,17 @@
 
 mod model;
 
+use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use limosa_channel::{Channel, How, Listener};
+use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 use limosa_memory::share::PassedBlock;
-use limosa_memory::{BlockOptions, BlockRole, GuestMemory};
+use limosa_memory::{BlockOptions, BlockRole, GuestMemory, GuestRegion};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy};
 use limosa_migrate::live::{GiveUp, IncomingVm, MigrationParams, SharedMemory, VmError};
 use limosa_migrate::{
@@ -89,6 +91,15 @@ fn source() -> TestVm {
     vm
 }
 
+/// What the guest does meanwhile.
+struct Guest {
+    writes: bool,
+    free: Option<Arc<dyn FreePages>>,
+}
+
+/// It writes.
+const WRITES: Guest = Guest { writes: true, free: None };
+
 /// What came of a move from `source` to `heir`.
 fn migrate(
     source: &TestVm,
@@ -96,6 +107,7 @@ fn migrate(
     [here, there]: [SharedMemory; 2],
     (near, far): (Channel, Channel),
     channels: usize,
+    guest: Guest,
 ) -> (Result<LiveStats, String>, Result<(), String>) {
     let (logs, marker) = source.logs();
     let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
@@ -123,8 +135,13 @@ fn migrate(
                 other => panic!("{other:?}"),
             }
         });
-        source.write_on(scope, marker, 7, Duration::from_micros(20));
-        let role = LiveSource::new(source, logs, near, &control, &progress, params).shared_memory(here);
+        if guest.writes {
+            source.write_on(scope, marker, 7, Duration::from_micros(20));
+        }
+        let mut role = LiveSource::new(source, logs, near, &control, &progress, params).shared_memory(here);
+        if let Some(free) = guest.free {
+            role = role.with_free_pages(free);
+        }
         let outcome = role.with_channels(near_beside, MultifdSourceOptions::default()).unwrap().run();
         source.over.store(true, Ordering::Relaxed);
         let sent = match outcome {
@@ -159,7 +176,7 @@ fn check_moved(source: &TestVm, heir: &Heir, stats: &LiveStats) {
 fn memory_is_passed_and_no_page_of_it_is_sent() {
     for channels in [0, 2] {
         let (source, heir) = (source(), Heir::new());
-        let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2], pair(), channels);
+        let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2], pair(), channels, WRITES);
         arrived.unwrap();
         check_moved(&source, &heir, &sent.unwrap());
         assert_eq!(*heir.passed.lock().unwrap(), ["ram"]);
@@ -173,7 +190,7 @@ fn ends_that_have_mapped_the_same_file_need_nothing_passed() {
     let far = listener.accept(None).unwrap();
     let source = source();
     let heir = Heir::beside(&source);
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Mapped; 2], (near, far), 0);
+    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Mapped; 2], (near, far), 0, WRITES);
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
 }
@@ -191,7 +208,7 @@ fn ends_that_do_not_share_alike_part_before_a_page() {
         let source = source();
         let before = source.contents(0);
         let heir = if ends[1] == Passed { Heir::new() } else { Heir::beside(&source) };
-        let (sent, arrived) = migrate(&source, &heir, ends, pair(), 0);
+        let (sent, arrived) = migrate(&source, &heir, ends, pair(), 0, WRITES);
         assert!(sent.is_err() && source.runs());
         let error = arrived.unwrap_err();
         assert!(error.contains(said), "{ends:?}: {error}");
@@ -205,7 +222,7 @@ fn ends_that_do_not_share_alike_part_before_a_page() {
 fn a_destination_that_has_the_file_mapped_can_be_passed_it_all_the_same() {
     let source = source();
     let heir = Heir::beside(&source);
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed, SharedMemory::Mapped], pair(), 0);
+    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed, SharedMemory::Mapped], pair(), 0, WRITES);
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
 }
@@ -214,13 +231,13 @@ fn a_destination_that_has_the_file_mapped_can_be_passed_it_all_the_same() {
 fn a_refused_device_leaves_the_vm_at_the_source_and_its_memory_as_the_vm_wrote_it() {
     let source = source();
     let heir = Heir { refuses: true, ..Heir::new() };
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2], pair(), 0);
+    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2], pair(), 0, WRITES);
     assert!(arrived.unwrap_err().contains("does not take it"));
     assert!(sent.is_err() && source.runs());
     // And another attempt succeeds.
     source.over.store(false, Ordering::Relaxed);
     let next = Heir::new();
-    let (sent, arrived) = migrate(&source, &next, [SharedMemory::Passed; 2], pair(), 0);
+    let (sent, arrived) = migrate(&source, &next, [SharedMemory::Passed; 2], pair(), 0, WRITES);
     arrived.unwrap();
     check_moved(&source, &next, &sent.unwrap());
 }
@@ -245,7 +262,7 @@ fn memory_is_not_passed_where_descriptors_cannot_be() {
     let near = Channel::connect(listener.local_uri(), &Default::default()).unwrap();
     let far = listener.accept(None).unwrap();
     let source = source();
-    let (sent, arrived) = migrate(&source, &Heir::new(), [SharedMemory::Passed; 2], (near, far), 0);
+    let (sent, arrived) = migrate(&source, &Heir::new(), [SharedMemory::Passed; 2], (near, far), 0, WRITES);
     assert!(arrived.unwrap_err().contains("unix socket"));
     assert!(sent.is_err() && source.runs());
 }
@@ -316,4 +333,53 @@ fn a_wrong_number_of_descriptors_and_another_address_are_refused() {
     }
     let error = hostile(2, 1, 1 << 32).0.unwrap_err();
     assert!(error.contains("region address 0x100000000 at the source and 0x0 here"), "{error}");
+}
+
+/// A guest that calls these ranges free, at once, whenever it is asked.
+struct Calls(Vec<Range<u64>>);
+
+impl FreePages for Calls {
+    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        self.0.iter().for_each(|range| to.free(range.clone()));
+        to.complete();
+        Ok(())
+    }
+
+    fn stop(&self) {}
+
+    fn done(&self) {}
+}
+
+#[test]
+fn free_pages_are_left_out_of_what_is_sent_and_what_is_shared_is_as_it_was() {
+    const ABOVE: u64 = 4 << 30;
+    for (ends, channels) in [(SharedMemory::Passed, 0), (SharedMemory::Passed, 2), (SharedMemory::Mapped, 0)] {
+        let blocks = [BlockOptions::memfd("ram", RAM * PAGE_SIZE), video()].map(|options| options.map().unwrap());
+        let region = |block: usize, guest_address| GuestRegion { guest_address, block, pages: blocks[block].pages() };
+        let regions = vec![region(0, 0), region(1, ABOVE)];
+        let memory = Arc::new(GuestMemory::with_regions(blocks.into(), regions).unwrap());
+        let source = TestVm { memory, ..TestVm::new(&[1]) };
+        (0..2).for_each(|block| source.fill(block, |_| true));
+        let before = source.contents(0);
+        let heir = if ends == SharedMemory::Passed { Heir::new() } else { Heir::beside(&source) };
+        // All that is shared, and ten pages of what is not.
+        let free = Calls(vec![0..RAM * PAGE_SIZE, ABOVE + 10 * PAGE_SIZE..ABOVE + 20 * PAGE_SIZE]);
+        let guest = Guest { writes: false, free: Some(Arc::new(free)) };
+        let (sent, arrived) = migrate(&source, &heir, [ends; 2], pair(), channels, guest);
+        arrived.unwrap();
+        let stats = sent.unwrap();
+        assert_eq!((stats.sum(|round| round.hinted), stats.sum(|round| round.normal)), (10, VIDEO - 10));
+        assert!(source.contents(0) == before);
+        let there = |name| {
+            let block = heir.memory().block(heir.memory().index_of(name).unwrap()).unwrap();
+            let mut bytes = vec![0; usize::try_from(block.len()).unwrap()];
+            block.read(0, &mut bytes).unwrap();
+            bytes
+        };
+        assert!(there("ram") == before);
+        let (here, there) = (source.contents(1), there("vga"));
+        for (page, (here, there)) in here.chunks(PAGE_LEN).zip(there.chunks(PAGE_LEN)).enumerate() {
+            assert!(if (10..20).contains(&page) { there == [0; PAGE_LEN] } else { here == there }, "page {page}");
+        }
+    }
 }

@@ -177,7 +177,8 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_enum, default_value_t = OnOffArg::Off)]
     pub(crate) hints: OnOffArg,
 
-    /// How long the first round may wait for the list of what is free; by default the list takes pages out while they are sent
+    /// How long the first round, or the stop of `--postcopy at-once`, may wait for the list of what is free; by default the list takes
+    /// pages out while they are sent
     #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "hints")]
     pub(crate) hint_wait: Option<Duration>,
 

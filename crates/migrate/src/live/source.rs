@@ -207,7 +207,8 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     }
 
     /// Asks the guest for its free pages, which are not sent: when the first round begins, and with every further one that is
-    /// [worth it](MigrationParams::hint_pages). The dirty logs have to see the guest's writes. What was free is at the
+    /// [worth it](MigrationParams::hint_pages); in [postcopy at once](Postcopy::AtOnce) before the guest is stopped, which
+    /// then runs on for [`hint_wait`](MigrationParams::hint_wait) at most. The dirty logs have to see the guest's writes. What was free is at the
     /// destination whatever it was there before; in postcopy it is zero. A guest that cannot be asked is moved without.
     ///
     /// The device is told to [give the pages back](FreePages::done) when the VM has been stopped and before it is asked for the
@@ -274,9 +275,12 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 let why = "in postcopy shared memory has to be sent like any other";
                 Err(MigrateError::Channels(why.into()))
             }
-            Postcopy::AtOnce if standing.has_hints() => {
-                Err(MigrateError::Hints("postcopy at once stops the guest before it could tell them"))
+            Postcopy::AtOnce if standing.has_hints() && params.hint_wait.is_zero() => {
+                let why =
+                    "postcopy at once stops the guest before it could tell them: say how long to wait (hint_wait)";
+                Err(MigrateError::Hints(why))
             }
+            Postcopy::AtOnce if standing.has_hints() => standing.check_covered(),
             // Of a VM that stands still when its first page is read nothing is missed.
             Postcopy::AtOnce => Ok(()),
             Postcopy::Off | Postcopy::Allowed => standing.check_covered(),

@@ -79,6 +79,12 @@ impl Heap {
                     if !role(&heap, seed) || (number == 0 && !pause.is_zero()) {
                         thread::sleep(pause.max(Duration::from_micros(20)));
                     }
+                    let percent = heap.vm.throttled.load(Ordering::SeqCst).min(99);
+                    if number == 0 && percent > 0 {
+                        thread::sleep(
+                            Duration::from_micros(10) * u32::try_from(percent / (100 - percent) + 1).unwrap(),
+                        );
+                    }
                 }
             });
         }

@@ -157,8 +157,12 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         }
     }
 
-    /// The VM stops, and nothing was sent before.
+    /// The VM stops, and nothing was sent before. A guest that can be asked runs until it has told its free pages, or has not in
+    /// time.
     fn switch_at_once(&mut self) -> Result<(), MigrateError> {
+        if self.standing.has_hints() {
+            return self.switch_when_told();
+        }
         self.standing.pause()?;
         self.progress.enter(Phase::Device);
         let round = self.bulk(false)?;
@@ -166,6 +170,26 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
             track.zero = round.holes;
         }
         self.switch_to_postcopy(&round.pages)
+    }
+
+    fn switch_when_told(&mut self) -> Result<(), MigrateError> {
+        self.standing.start_logs()?;
+        self.progress.enter(Phase::Active);
+        let mut round = self.bulk(true)?;
+        let (begun, about) = (self.begun.elapsed(), round.count());
+        self.begin(&mut round, about, &Convergence::new(self.params))?;
+        let (mut rest, hinted) = (self.windows.take_rest(), self.windows.taken());
+        if let Some(track) = &mut self.track {
+            track.zero = round.holes;
+        }
+        let left = rest.iter().map(PageBitmap::count).sum();
+        let duration = self.begun.elapsed().saturating_sub(begun);
+        let kind = RoundKind::Bulk;
+        let report = RoundReport { kind, begun, duration, pages: about, hinted, rest: left, ..RoundReport::empty() };
+        self.report(&RoundResult::default(), report);
+        self.check()?;
+        self.stop(&mut rest)?;
+        self.switch_to_postcopy(&rest)
     }
 
     /// Stops the VM, and adds what it has written last.
