@@ -82,8 +82,9 @@ impl Config {
         written
     }
 
-    pub(crate) fn set_num_pages(&self, pages: u32) {
-        self.num_pages.store(pages, Ordering::Release);
+    /// Whether it was another number before.
+    pub(crate) fn set_num_pages(&self, pages: u32) -> bool {
+        self.num_pages.swap(pages, Ordering::AcqRel) != pages
     }
 
     pub(crate) fn num_pages(&self) -> u32 {

@@ -1,12 +1,13 @@
 //! The device.
 //!
 //! **Laws of its locks.**
-//! 1. The configuration has none ([`crate::config`]): a guest that waits for a configuration read waits for nobody.
+//! 1. The configuration has none ([`crate::config`]), and neither has how much memory there is ([`Balloon::size`]): a guest that
+//!    waits for a configuration read or write waits for nobody, and who is told of a write may ask that.
 //! 2. Work on a queue takes that queue's own lock for one look at it, which may last as long as a discard does. Besides only whoever
 //!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`]), to know that nobody is at it any more; so nobody
 //!    who works may wait for a guest.
 //! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
-//!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called.
+//!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called, and from where it is dropped.
 
 mod array;
 mod free_pages;
@@ -117,6 +118,8 @@ pub struct Balloon {
     numbering: Numbering,
     observer: Option<Arc<dyn Observer>>,
     config: Config,
+    /// Bytes of the guest's memory.
+    ram: AtomicU64,
     accepted: AtomicU64,
     /// A driver has accepted something, be it nothing, since the device was connected.
     has_accepted: AtomicBool,
@@ -150,6 +153,7 @@ impl Balloon {
             numbering,
             observer,
             config: Config::default(),
+            ram: AtomicU64::new(0),
             accepted: AtomicU64::new(0),
             has_accepted: AtomicBool::new(false),
             epoch: AtomicU64::new(0),
@@ -208,14 +212,16 @@ impl Balloon {
 
     /// The guest's memory, or another one.
     pub fn memory(&self, memory: Arc<dyn Reclaim>) {
-        let num_pages = {
+        let ram = memory.ram().iter().map(|range| range.end - range.start).sum();
+        let (before, news) = {
             let mut guest = self.lock(&self.guest);
-            guest.memory = Some(memory);
-            guest.num_pages()
+            self.ram.store(ram, Ordering::Release);
+            (guest.memory.replace(memory), self.show_target(&guest))
         };
+        // Unmapping may take a while, and whoever drops memory may do anything.
+        drop(before);
         // A balloon that was wanted before the guest's size was known.
-        if num_pages != self.config.num_pages() {
-            self.config.set_num_pages(num_pages);
+        if news {
             self.config_changed();
         }
     }
@@ -224,7 +230,8 @@ impl Balloon {
     pub fn attached(&self, transport: Arc<dyn Transport>) {
         self.has_accepted.store(false, Ordering::Release);
         self.config.forget_poison();
-        self.lock(&self.guest).transport = Some(transport);
+        let before = self.lock(&self.guest).transport.replace(transport);
+        drop(before);
     }
 
     /// The driver goes on that another process had, as when a server takes the place of one that was killed. It knows what that one
@@ -278,19 +285,18 @@ impl Balloon {
         if bytes < PAGE_SIZE {
             return Err(ZeroTarget);
         }
-        let num_pages = {
+        {
             let mut guest = self.lock(&self.guest);
             guest.target = Some(bytes);
-            guest.num_pages()
-        };
-        self.config.set_num_pages(num_pages);
+            self.show_target(&guest);
+        }
         self.config_changed();
         Ok(())
     }
 
-    /// How much memory the guest has.
+    /// How much memory the guest has. Takes no lock.
     pub fn size(&self) -> Size {
-        let ram = self.lock(&self.guest).ram();
+        let ram = self.ram.load(Ordering::Acquire);
         let without = |pages: u32| ram.saturating_sub(u64::from(pages) * PAGE_SIZE);
         Size { ram, target: without(self.config.num_pages()), actual: without(self.config.actual()) }
     }
@@ -346,6 +352,13 @@ impl Balloon {
         self.accepted_features().has(Features::PAGE_POISON) && self.config.poison() != Some(0)
     }
 
+    /// Shows the size of the balloon that leaves the guest what it is to have. Whether that is news.
+    fn show_target(&self, guest: &Guest) -> bool {
+        let ram = self.ram.load(Ordering::Acquire);
+        let pages = ram.saturating_sub(guest.target.unwrap_or(ram)) / PAGE_SIZE;
+        self.config.set_num_pages(u32::try_from(pages).unwrap_or(u32::MAX))
+    }
+
     fn guest_memory(&self) -> Option<Arc<dyn Reclaim>> {
         self.lock(&self.guest).memory.clone()
     }
@@ -394,20 +407,6 @@ impl Balloon {
     fn lock<'l, T>(&self, lock: &'l Mutex<T>) -> MutexGuard<'l, T> {
         // What a panic could leave half done is one driver's, and gone with its reset.
         lock.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Guest {
-    fn ram(&self) -> u64 {
-        let ram = self.memory.as_ref().map_or(&[][..], |memory| memory.ram());
-        ram.iter().map(|range| range.end - range.start).sum()
-    }
-
-    /// The size of the balloon that leaves what is wanted.
-    fn num_pages(&self) -> u32 {
-        let ram = self.ram();
-        let pages = ram.saturating_sub(self.target.unwrap_or(ram)) / PAGE_SIZE;
-        u32::try_from(pages).unwrap_or(u32::MAX)
     }
 }
 

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use limosa_balloon::{GuestRam, More, Options, Reclaim, Strategy};
+use limosa_balloon::{Balloon, GuestRam, More, Observer, Options, Reclaim, Strategy};
 use limosa_memory::free::FreePages as _;
-use limosa_memory::{GuestMemory, MemoryError};
+use limosa_memory::{BlockOptions, GuestMemory, MemoryError};
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::bare::{Bare, WRITABLE};
@@ -139,4 +139,55 @@ fn nothing_of_a_driver_is_given_back_once_the_device_was_reset() {
         assert_eq!(bare.balloon.work(0, &bare.ring()).unwrap(), More::No);
         assert_eq!((bare.balloon.counters().discards, bare.used()), (2, 1));
     }
+}
+
+/// As when the front end's memory changes: what was mapped is unmapped, which takes its time.
+#[test]
+fn nobody_waits_for_memory_that_goes() {
+    #[derive(Debug)]
+    struct Going(mpsc::SyncSender<()>, Mutex<mpsc::Receiver<()>>);
+    impl Reclaim for Going {
+        fn ram(&self) -> &[Range<u64>] {
+            &[]
+        }
+        fn host_page(&self, _index: usize) -> u64 {
+            4096
+        }
+        fn discard(&self, _run: &Range<u64>) -> Result<u64, MemoryError> {
+            Ok(0)
+        }
+    }
+    impl Drop for Going {
+        fn drop(&mut self) {
+            self.0.send(()).unwrap();
+            let went_on = self.1.lock().unwrap().recv_timeout(Duration::from_secs(20));
+            assert!(went_on.is_ok() || thread::panicking(), "somebody waited for it");
+        }
+    }
+    #[derive(Default)]
+    struct Asker(Mutex<Option<Weak<Balloon>>>);
+    impl Observer for Asker {
+        fn actual_changed(&self, bytes: u64) {
+            let balloon = self.0.lock().unwrap().as_ref().and_then(Weak::upgrade);
+            assert_eq!(balloon.map(|balloon| balloon.size().actual), Some(bytes));
+        }
+    }
+    let asker = Arc::new(Asker::default());
+    let balloon = Arc::new(Balloon::new(Options { observer: Some(asker.clone()), ..Options::default() }));
+    *asker.0.lock().unwrap() = Some(Arc::downgrade(&balloon));
+    let (going, goes) = mpsc::sync_channel(1);
+    let (gone, go) = mpsc::channel();
+    balloon.memory(Arc::new(Going(going, Mutex::new(go))));
+    balloon.set_target(MIB).unwrap();
+    let memory = GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 2 * MIB).map().unwrap()]).unwrap();
+    thread::scope(|scope| {
+        let changing = scope.spawn(|| balloon.memory(Arc::new(GuestRam::new(Arc::new(memory), Strategy::Auto))));
+        goes.recv().unwrap();
+        balloon.write_config(4, &3u32.to_le_bytes());
+        assert_eq!((balloon.size().actual, balloon.size().target), (2 * MIB - 3 * 4096, MIB));
+        balloon.set_target(2 * MIB).unwrap();
+        assert!(!balloon.has_driver());
+        gone.send(()).unwrap();
+        changing.join().unwrap();
+    });
 }
