@@ -39,6 +39,7 @@
 
 mod backend;
 mod beat;
+mod busybox;
 mod certificates;
 mod cgroup;
 mod disk_tools;

@@ -18,10 +18,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use tempfile::TempDir;
 
-use crate::initrd::Initrd;
-use crate::linux::add_programs;
+use crate::busybox::System;
 use crate::process::Process;
-use crate::requirement::{guest_folder, uml_folder, uml_skipped};
+use crate::requirement::{uml_folder, uml_skipped};
 use crate::serial::Serial;
 
 /// How long the guest may take to boot, or to answer a line.
@@ -37,7 +36,7 @@ pub struct UmlGuest {
     pub memory: u64,
     /// Sockets of devices, with their virtio device ids (2: block, 5: balloon). Somebody listens there already.
     pub devices: Vec<(PathBuf, u32)>,
-    /// Modules that it loads at once; others are in `/modules`.
+    /// Modules that it has in `/modules`, and loads at once.
     pub modules: Vec<String>,
     /// More words for the kernel's command line.
     pub kernel_words: String,
@@ -57,27 +56,6 @@ impl Default for UmlGuest {
     }
 }
 
-/// What a command says is collected and written at once.
-const INIT: &str = "\
-#!/bin/busybox sh
-/bin/busybox mkdir -p /proc /sys /dev /tmp
-/bin/busybox --install -s /bin
-mount -t proc proc /proc
-mount -t sysfs sys /sys
-host() { program=/host/$1; shift; [ ! -e /host/ld.so ] || set -- --library-path /host \"$program\" \"$@\"; \
-[ ! -e /host/ld.so ] || program=/host/ld.so; \"$program\" \"$@\"; }
-stty -echo
-for module in MODULES; do insmod /modules/$module.ko || echo \"no module $module\"; done
-echo ready
-while read -r line; do
-    eval \"$line\" > /tmp/.said 2>&1
-    status=$?
-    if [ -n \"$(tail -c 1 /tmp/.said)\" ]; then echo >> /tmp/.said; fi
-    cat /tmp/.said
-    echo \"done $status\"
-done
-";
-
 impl UmlGuest {
     /// Boots it, and waits until it takes commands.
     ///
@@ -88,8 +66,11 @@ impl UmlGuest {
         let mode = std::fs::Permissions::from_mode(0o700);
         let folder = tempfile::Builder::new().prefix("limosa-uml-").permissions(mode).tempdir_in(TMPFS);
         let folder = folder.with_context(|| format!("a folder in {TMPFS}, where the guest's memory is"))?;
-        let initrd = folder.path().join("initrd");
-        std::fs::write(&initrd, self.initrd(&parts, folder.path())?).with_context(|| initrd.display().to_string())?;
+        let modules: Vec<_> = self.modules.iter().map(String::as_str).collect();
+        let modules_in = parts.join("modules");
+        let system =
+            System { modules: &modules, modules_in: &modules_in, first: "", beside: "", programs: &self.programs };
+        let initrd = system.write_initrd(folder.path())?;
         let (ours, theirs) = UnixStream::pair().context("the guest's serial port")?;
         let theirs = || -> Result<OwnedFd> { Ok(theirs.try_clone().context("the guest's serial port")?.into()) };
         let mut command = Command::new(parts.join("linux.uml"));
@@ -107,27 +88,6 @@ impl UmlGuest {
         let guest = Uml { serial: Serial::over(ours)?, process, guard, folder };
         guest.wait_line(0, "ready")?;
         Ok(guest)
-    }
-
-    fn initrd(&self, parts: &Path, folder: &Path) -> Result<Vec<u8>> {
-        let mut initrd = Initrd::default();
-        for name in ["bin", "dev", "modules"] {
-            initrd.folder(name);
-        }
-        initrd.character_device("dev/console", 5, 1);
-        initrd.character_device("dev/null", 1, 3);
-        initrd.character_device("dev/zero", 1, 5);
-        initrd.character_device("dev/urandom", 1, 9);
-        let busybox = std::fs::read(guest_folder()?.join("busybox")).context("the guest's busybox")?;
-        initrd.file("bin/busybox", 0o755, &busybox)?;
-        for entry in std::fs::read_dir(parts.join("modules")).context("the guest's modules")? {
-            let entry = entry?;
-            let name = format!("modules/{}", entry.file_name().to_string_lossy());
-            initrd.file(&name, 0o644, &std::fs::read(entry.path())?)?;
-        }
-        add_programs(&mut initrd, &self.programs, folder)?;
-        initrd.file("init", 0o755, INIT.replace("MODULES", &self.modules.join(" ")).as_bytes())?;
-        Ok(initrd.finish())
     }
 }
 
