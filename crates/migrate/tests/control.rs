@@ -55,10 +55,12 @@ fn progress_is_told_in_qemus_words() {
     progress.expect_pages(100);
     progress.enter(Phase::Active);
     progress.moved(Moved { normal: 30, zero: 20, resent: 10 });
+    progress.hinted(15);
     let told = client.say(&json!({ "execute": "query-migrate" }));
     assert_eq!(told["return"]["status"], "active");
     assert_eq!(told["return"]["ram"]["normal"], 30);
-    assert_eq!(told["return"]["ram"]["remaining"], 60 * 4096);
+    assert_eq!(told["return"]["ram"]["hinted"], 15);
+    assert_eq!(told["return"]["ram"]["remaining"], 45 * 4096);
 }
 
 #[test]
