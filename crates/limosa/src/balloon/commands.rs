@@ -64,7 +64,7 @@ impl Commands for BalloonCommands {
                 let value = arguments.get("value").and_then(Value::as_u64);
                 let set = value
                     .ok_or_else(|| "value is missing: the bytes that the guest is to have".to_owned())
-                    .and_then(|value| self.balloon.set_target(value).map_err(|error| error.to_string()));
+                    .and_then(|value| self.jobs.set_target(&self.balloon, value).map_err(|error| error.to_string()));
                 set.map(|()| json!({}))
             }
             // As QEMU: a balloon that nobody has is an error.

@@ -1,18 +1,24 @@
 //! What the server asks of the guest in several steps: a list of free pages, squeezing the guest before it or not.
 //!
 //! Steps are taken on the server's clock, never by the program that asked: it may die, and the guest gets its memory back all
-//! the same. **Law: a job that ends, however it ends, has put the target back and said DONE.**
+//! the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every job ends**, whatever the guest
+//! says: each step has a time limit, a guest has to come nearer to what it is asked for all the time, and a list names no more than
+//! there is. What people order meanwhile is the target from then on, and nothing is put back over it.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use limosa_balloon::Balloon;
+use limosa_balloon::{Balloon, ZeroTarget};
 use limosa_memory::free::{FreePageSink, FreePages as _};
 use serde_json::{Value, json};
 
 /// How long a guest may let nothing be heard of what it was asked for.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a step may take, whatever is heard: this long, and for each GiB of the guest's memory [`FOR_A_GIB`] more.
+const LONGEST: Duration = Duration::from_secs(60);
+/// A guest that zeroes what it lists (`init_on_alloc=1`) takes a second for it.
+const FOR_A_GIB: Duration = Duration::from_secs(2);
 /// What is left at least of the memory that a guest has available.
 const LEAST_RESERVE: u64 = 64 << 20;
 
@@ -45,11 +51,13 @@ struct Job {
     phase: Phase,
     wanted: Wanted,
     begun: Instant,
-    /// The target that was there before.
-    before: u64,
+    /// When the present step began.
+    step: Instant,
+    /// What the target is to be again.
+    put_back: Option<u64>,
     /// Bytes that the guest had before, and at its smallest.
     squeezed: Option<(u64, u64)>,
-    /// When something was last heard of what is waited for, and what.
+    /// When the guest last came nearer to what is waited for, and how far it is then: the more the nearer.
     heard: (Instant, u64),
     took: Option<Duration>,
     error: Option<String>,
@@ -72,7 +80,6 @@ impl Jobs {
             return Err("a list of free pages is being made already: wait for it, or stop it".into());
         }
         let now = Instant::now();
-        let size = balloon.size();
         let phase = if wanted.squeeze {
             let before = balloon.statistics().map_or(0, |statistics| statistics.sequence);
             balloon.request_statistics()?;
@@ -85,12 +92,25 @@ impl Jobs {
             phase,
             wanted,
             begun: now,
-            before: size.target,
+            step: now,
+            put_back: None,
             squeezed: None,
             heard: (now, 0),
             took: None,
             error: None,
         });
+        Ok(())
+    }
+
+    /// Somebody orders a target. It holds at once, and is what is there when a job that has squeezed the guest ends; a guest that is
+    /// being squeezed is squeezed no further.
+    pub(super) fn set_target(&self, balloon: &Balloon, bytes: u64) -> Result<(), ZeroTarget> {
+        let mut jobs = self.lock();
+        balloon.set_target(bytes)?;
+        if let Some(job) = jobs.as_mut().filter(|job| job.phase == Phase::Inflating) {
+            job.put_back = None;
+            job.begin(Phase::Deflating, Instant::now());
+        }
         Ok(())
     }
 
@@ -147,6 +167,10 @@ impl Jobs {
 }
 
 impl Job {
+    fn begin(&mut self, phase: Phase, now: Instant) {
+        (self.phase, self.step, self.heard) = (phase, now, (now, 0));
+    }
+
     fn go_on(&mut self, balloon: &Balloon, now: Instant) {
         if !balloon.has_driver() {
             return self.fail(balloon, "the guest, or its driver, has gone meanwhile");
@@ -164,9 +188,10 @@ impl Job {
                     *smallest = size.actual.min(*smallest);
                 }
                 // Also a guest that has nothing left to give is squeezed.
-                if size.actual <= size.target || self.is_silent(now, size.actual) {
+                let over = self.is_silent(now, size.ram.saturating_sub(size.actual)) || self.is_late(balloon, now);
+                if size.actual <= size.target || over {
                     self.put_back(balloon);
-                    (self.phase, self.heard) = (Phase::Deflating, (now, 0));
+                    self.begin(Phase::Deflating, now);
                 }
             }
             Phase::Deflating => {
@@ -175,7 +200,7 @@ impl Job {
                     return self.wait(balloon, now, size.actual, "the guest does not take its memory back");
                 }
                 match balloon.request(Arc::new(Counted)) {
-                    Ok(()) => (self.phase, self.heard) = (Phase::Hinting, (now, 0)),
+                    Ok(()) => self.begin(Phase::Hinting, now),
                     Err(error) => self.fail(balloon, &error.to_string()),
                 }
             }
@@ -185,8 +210,10 @@ impl Job {
                     balloon.done();
                     self.took = Some(self.begun.elapsed());
                     self.phase = Phase::Over;
+                } else if list.bytes > balloon.size().ram {
+                    self.fail(balloon, "the guest's list names more than all of its memory, so it names pages twice");
                 } else {
-                    self.wait(balloon, now, list.blocks + 1, "the guest does not answer, or its list has no end");
+                    self.wait(balloon, now, list.blocks, "the guest does not answer, or its list has no end");
                 }
             }
             Phase::Over => {}
@@ -200,27 +227,35 @@ impl Job {
         let size = balloon.size();
         let reserve = self.wanted.reserve.unwrap_or_else(|| LEAST_RESERVE.max(size.ram / 16));
         let target = size.actual.saturating_sub(available.saturating_sub(reserve));
-        self.squeezed = Some((size.actual, size.actual));
-        (self.phase, self.heard) = (Phase::Inflating, (now, size.actual));
-        // What a guest says of itself is not believed further than its own memory goes.
-        if let Err(error) = balloon.set_target(target.max(reserve).max(1 << 20).min(size.actual)) {
+        (self.squeezed, self.put_back) = (Some((size.actual, size.actual)), Some(size.target));
+        self.begin(Phase::Inflating, now);
+        // What a guest says of itself is not believed further than its own memory goes; and it is not given what was ordered
+        // away from it.
+        if let Err(error) = balloon.set_target(target.max(reserve).max(1 << 20).min(size.actual).min(size.target)) {
             self.fail(balloon, &error.to_string());
         }
     }
 
-    /// Fails if nothing new has been heard for too long.
+    /// Fails if the guest has come no nearer for too long, or takes too long altogether.
     fn wait(&mut self, balloon: &Balloon, now: Instant, heard: u64, why: &str) {
         if self.is_silent(now, heard) {
             let why = format!("{why}; nothing was heard for {} s", PATIENCE.as_secs());
+            self.fail(balloon, &why);
+        } else if self.is_late(balloon, now) {
+            let why = format!("{why} within {} s", longest(balloon).as_secs());
             self.fail(balloon, &why);
         }
     }
 
     fn is_silent(&mut self, now: Instant, heard: u64) -> bool {
-        if self.heard.1 != heard {
+        if heard > self.heard.1 {
             self.heard = (now, heard);
         }
         now.saturating_duration_since(self.heard.0) >= PATIENCE
+    }
+
+    fn is_late(&self, balloon: &Balloon, now: Instant) -> bool {
+        now.saturating_duration_since(self.step) >= longest(balloon)
     }
 
     fn fail(&mut self, balloon: &Balloon, why: &str) {
@@ -232,18 +267,26 @@ impl Job {
     }
 
     /// Lets the guest have what it had before it was squeezed.
-    fn put_back(&self, balloon: &Balloon) {
-        if self.squeezed.is_some() {
+    fn put_back(&mut self, balloon: &Balloon) {
+        if let Some(before) = self.put_back.take() {
             // It was a target before, so it is one now.
-            let _ = balloon.set_target(self.before);
+            let _ = balloon.set_target(before);
         }
     }
 }
 
+/// How long a step may take.
+fn longest(balloon: &Balloon) -> Duration {
+    let gibs = u32::try_from(balloon.size().ram >> 30).unwrap_or(u32::MAX);
+    LONGEST.saturating_add(FOR_A_GIB.saturating_mul(gibs))
+}
+
 #[cfg(test)]
 mod tests {
+    use limosa_balloon::driver::{Driver, Machine, Pages, RINGS};
     use limosa_balloon::{Features, GuestRam, HintState, Options, Strategy, Transport};
     use limosa_memory::{BlockOptions, GuestMemory};
+    use vm_memory::{GuestAddress, GuestMemoryMmap};
 
     use super::*;
 
@@ -309,6 +352,88 @@ mod tests {
                 jobs.go_on(&balloon, now);
             }
             assert_eq!((said(&jobs, &balloon).0.as_str(), balloon.size().target), ("failed", RAM / 2));
+        }
+    }
+
+    /// What a guest says of its size every five seconds, however long it is listened to: forth and back, and a page at a time.
+    #[test]
+    fn a_guest_that_comes_no_nearer_or_takes_for_ever_is_not_waited_for() {
+        for (creeps, expected) in [(false, "nothing was heard for 10 s"), (true, "within 60 s")] {
+            let (jobs, balloon) = (Jobs::default(), silent());
+            jobs.begin(&balloon, SQUEEZE).unwrap();
+            let mut now = Instant::now();
+            jobs.lock().as_mut().unwrap().inflate(&balloon, now, Some(200 << 20));
+            for round in 0..40u32 {
+                let pages = match jobs.lock().as_ref().unwrap().phase {
+                    Phase::Inflating if creeps => 1000 + round,
+                    _ if creeps => 1000 - round,
+                    _ => 1000 + round % 2,
+                };
+                balloon.write_config(4, &pages.to_le_bytes());
+                now += PATIENCE / 2;
+                jobs.go_on(&balloon, now);
+            }
+            let (phase, error) = said(&jobs, &balloon);
+            assert!(phase == "failed" && error.contains(expected), "{creeps} {phase}: {error}");
+            assert_eq!(balloon.size().target, RAM);
+        }
+    }
+
+    /// Always the same block is free.
+    struct Same;
+
+    impl Pages for Same {
+        fn allocate(&mut self, _length: u64) -> Option<u64> {
+            Some(64 << 20)
+        }
+
+        fn free(&mut self, _block: Range<u64>) {}
+    }
+
+    #[test]
+    fn a_list_that_names_a_block_for_ever_comes_to_its_end() {
+        let (jobs, balloon) = (Jobs::default(), Arc::new(silent()));
+        let rings = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(1 << 40), RINGS)]).unwrap();
+        let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), 1 << 40);
+        let mut driver = Driver::probe(machine, Arc::new(Mutex::new(Same)), Features::default()).unwrap();
+        jobs.begin(&balloon, LIST).unwrap();
+        let rounds = (0..100).take_while(|_| {
+            driver.poll().unwrap();
+            jobs.go_on(&balloon, Instant::now());
+            said(&jobs, &balloon).0 == "hinting"
+        });
+        assert!(rounds.count() < 10);
+        assert!(said(&jobs, &balloon).1.contains("names pages twice"), "{:?}", said(&jobs, &balloon));
+        assert_eq!(balloon.hint_list().state, HintState::Done);
+    }
+
+    #[test]
+    fn a_target_that_is_ordered_during_a_squeeze_is_what_is_left_of_it() {
+        for phase in [Phase::Inflating, Phase::Deflating, Phase::Hinting] {
+            let (jobs, balloon) = (Jobs::default(), silent());
+            jobs.begin(&balloon, SQUEEZE).unwrap();
+            // Before it is squeezed, too: the squeeze takes what is ordered for what was there.
+            jobs.set_target(&balloon, RAM / 4 * 3).unwrap();
+            let now = Instant::now();
+            jobs.lock().as_mut().unwrap().inflate(&balloon, now, Some(200 << 20));
+            let squeezed = balloon.size().target;
+            assert!(squeezed < RAM / 4 * 3);
+            if phase != Phase::Inflating {
+                balloon.write_config(4, &u32::try_from((RAM - squeezed) / 4096).unwrap().to_le_bytes());
+                jobs.go_on(&balloon, now);
+                assert_eq!(balloon.size().target, RAM / 4 * 3);
+            }
+            if phase == Phase::Hinting {
+                balloon.write_config(4, &0u32.to_le_bytes());
+                jobs.go_on(&balloon, now);
+            }
+            assert_eq!(jobs.lock().as_ref().unwrap().phase, phase);
+            jobs.set_target(&balloon, RAM / 2).unwrap();
+            assert_eq!(balloon.size().target, RAM / 2, "it holds at once");
+            jobs.go_on(&balloon, now);
+            jobs.go_on(&balloon, now + PATIENCE * 2);
+            jobs.give_up(&balloon);
+            assert_eq!((said(&jobs, &balloon).0.as_str(), balloon.size().target), ("failed", RAM / 2), "{phase:?}");
         }
     }
 
