@@ -8,11 +8,11 @@
 //!
 //! | [`Strategy`] | call | for |
 //! |---|---|---|
-//! | `Auto` | what [`MemoryBlock::discard`](limosa_memory::MemoryBlock::discard) does | each kind of memory what frees it for good |
+//! | `Auto` | what [`MemoryBlock::discard`](limosa_memory::MemoryBlock::discard) does | each kind of memory what frees it for good; of a private copy of a file what lies in the file's holes |
 //! | `By(PunchHole)` | `fallocate(FALLOC_FL_PUNCH_HOLE)` | memfd, tmpfs, hugetlbfs: what vhost-user front ends share |
 //! | `By(Remove)` | `madvise(MADV_REMOVE)` | the same through the mapping |
-//! | `By(DontNeed)` | `madvise(MADV_DONTNEED)` | private memory |
-//! | `By(Free)` | `madvise(MADV_FREE)` | private memory, taken only when the host is short of it |
+//! | `By(DontNeed)` | `madvise(MADV_DONTNEED)` | private memory without a file |
+//! | `By(Free)` | `madvise(MADV_FREE)` | private memory without a file, taken only when the host is short of it |
 //! | `Nothing` | none | memory that may not move: pinned for a device that is passed through |
 //!
 //! Measured (`examples/discard.rs`; 256 MiB of touched memory, least of five rounds, two virtual cores, Linux 6.18): a memfd takes
@@ -20,14 +20,19 @@
 //! `MADV_DONTNEED` as by `MADV_FREE`. Touched again, memory that was freed costs a fifth of memory that is gone, because the
 //! host has not got it: so `Auto` never chooses `MADV_FREE`.
 //!
+//! A private copy of a file has nothing behind it but the file, so what is taken away shows what the file has, and a guest that
+//! fills its free pages with zeros (`init_on_free=1`) relies on zeros. Writing them would cost memory where a balloon is to give
+//! some back. So only what lies in holes of the file goes, and the rest stays as it is.
+//!
 //! Pages of 4 KiB inside a host's huge page are given back when the huge page is free as a whole, and kept until then.
 
 use std::fmt;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use limosa_memory::{GuestMemory, MemoryError, Method};
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use limosa_memory::{GuestMemory, MemoryBlock, MemoryError, Method};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange, holes};
 
 /// Gives memory back.
 pub trait Reclaim: Send + Sync + fmt::Debug {
@@ -86,7 +91,7 @@ impl Reclaim for GuestRam {
     fn host_page(&self, index: usize) -> u64 {
         let region = self.memory.regions().get(index);
         let block = region.and_then(|region| self.memory.block(region.block).ok());
-        block.map_or(PAGE_SIZE, limosa_memory::MemoryBlock::page_size)
+        block.map_or(PAGE_SIZE, MemoryBlock::page_size)
     }
 
     fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
@@ -95,13 +100,10 @@ impl Reclaim for GuestRam {
         let block = self.memory.block(index)?;
         let pages = PageRange::starting_at(first, pages);
         let given_back = match self.strategy {
-            Strategy::Auto => {
-                // Only whole host pages: what is not given back keeps what it has, instead of being written to zero.
-                let host = (block.page_size() / PAGE_SIZE).max(1);
-                let start = PageNumber(pages.start.0.div_ceil(host).saturating_mul(host));
-                let whole = PageRange::new(start, PageNumber(pages.end.0 / host * host));
-                if whole.is_empty() { 0 } else { block.discard(whole)?.given_back }
-            }
+            Strategy::Auto => match block.file() {
+                Some((file, offset)) if !block.is_shared() => discard_holes(block, pages, file, offset)?,
+                _ => discard_whole(block, pages)?,
+            },
             Strategy::By(method) if block.takes(method) => block.release(pages, method)?,
             Strategy::By(_) | Strategy::Nothing => 0,
         };
@@ -109,8 +111,31 @@ impl Reclaim for GuestRam {
     }
 }
 
+/// Only whole host pages: what is not given back keeps what it has, instead of being written to zero.
+fn discard_whole(block: &MemoryBlock, pages: PageRange) -> Result<u64, MemoryError> {
+    let host = (block.page_size() / PAGE_SIZE).max(1);
+    let start = PageNumber(pages.start.0.div_ceil(host).saturating_mul(host));
+    let whole = PageRange::new(start, PageNumber(pages.end.0 / host * host));
+    if whole.is_empty() { Ok(0) } else { Ok(block.discard(whole)?.given_back) }
+}
+
+/// What reads as zero when it is taken away from a private copy of a file.
+fn discard_holes(block: &MemoryBlock, pages: PageRange, file: BorrowedFd<'_>, offset: u64) -> Result<u64, MemoryError> {
+    let kernel =
+        |source| MemoryError::Kernel { block: block.name().to_owned(), operation: "lseek, to find holes", source };
+    let (mut given_back, mut from) = (0, pages.start);
+    for data in holes::data_pages(file, offset, pages).map_err(kernel)? {
+        let data = data.map_err(kernel)?;
+        given_back += discard_whole(block, PageRange::new(from, data.start))?;
+        from = data.end;
+    }
+    Ok(given_back + discard_whole(block, PageRange::new(from, pages.end))?)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt as _;
+
     use limosa_memory::{BlockOptions, GuestRegion};
 
     use super::*;
@@ -165,6 +190,33 @@ mod tests {
         let ram = GuestRam::new(Arc::clone(&memory), Strategy::By(Method::Remove));
         assert_eq!(ram.discard(&(8 * PAGE_SIZE..12 * PAGE_SIZE)).unwrap(), 4 * PAGE_SIZE);
         assert_eq!(zeros(&memory, 0), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn of_a_private_copy_of_a_file_only_what_lies_in_its_holes_is_given_back() {
+        // Pages 4 to 7 of the file are a hole.
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(16 * PAGE_SIZE).unwrap();
+        file.write_all_at(&[5; 4 << 12], 0).unwrap();
+        file.write_all_at(&[5; 8 << 12], 8 << 12).unwrap();
+        let block = BlockOptions::file("pc.ram", 16 * PAGE_SIZE, file.into(), 0).private().map().unwrap();
+        block.write(2 << 12, &[7; 8 << 12]).unwrap();
+        let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
+        let first_bytes = || {
+            (0..16u64).map(|page| {
+                let mut byte = [1];
+                memory.block(0).unwrap().read(page << 12, &mut byte).unwrap();
+                byte[0]
+            })
+        };
+        for strategy in [Strategy::By(Method::DontNeed), Strategy::By(Method::Free)] {
+            let ram = GuestRam::new(Arc::clone(&memory), strategy);
+            assert_eq!(ram.discard(&(0..16 * PAGE_SIZE)).unwrap(), 0, "the file would be seen again");
+        }
+        let ram = GuestRam::new(Arc::clone(&memory), Strategy::Auto);
+        assert_eq!(ram.discard(&(PAGE_SIZE..16 * PAGE_SIZE)).unwrap(), 4 * PAGE_SIZE);
+        let expected = [5, 5, 7, 7, 0, 0, 0, 0, 7, 7, 5, 5, 5, 5, 5, 5];
+        assert!(first_bytes().eq(expected), "{:?}", first_bytes().collect::<Vec<_>>());
     }
 
     #[test]

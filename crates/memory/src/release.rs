@@ -18,7 +18,8 @@ use crate::error::MemoryError;
 pub enum Method {
     /// `fallocate(FALLOC_FL_PUNCH_HOLE)` on the block's file: for all who map it. The pages read as zero.
     PunchHole,
-    /// `madvise(MADV_DONTNEED)`: private memory reads as zero, or as its file. Of shared memory only this process's mapping goes.
+    /// `madvise(MADV_DONTNEED)`: private memory without a file reads as zero. (A private copy of a file would show the file again, and
+    /// of shared memory only this process's mapping goes.)
     DontNeed,
     /// `madvise(MADV_REMOVE)`: punches the hole through the mapping of shared memory. The pages read as zero.
     Remove,
@@ -45,7 +46,7 @@ impl MemoryBlock {
         match method {
             Method::PunchHole => self.is_shared() && self.file().is_some(),
             Method::Remove => self.is_shared(),
-            Method::DontNeed => !self.is_shared(),
+            Method::DontNeed => !self.is_shared() && self.file().is_none(),
             Method::Free => !self.is_shared() && self.file().is_none() && self.page_size() == PAGE_SIZE,
         }
     }
