@@ -5,11 +5,12 @@
 //!    waits for a configuration read or write waits for nobody, and who is told of a write may ask that.
 //! 2. Work on a queue takes that queue's own lock for one look at it, which may last as long as a discard does. Besides only whoever
 //!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`]), to know that nobody is at it any more; so nobody
-//!    who works may wait for a guest.
+//!    who works may wait for a guest. Whoever works on deflating takes the lock of inflating besides his own, in that order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
 //!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called, and from where it is dropped.
 
 mod array;
+mod ballooned;
 mod free_pages;
 mod hinting;
 mod pending;
@@ -22,6 +23,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use limosa_page::PAGE_SIZE;
+
+use ballooned::Ballooned;
 
 use crate::config::Config;
 use crate::counters::{Counters, Counting};
@@ -110,6 +113,8 @@ struct Queue {
     pending: Option<Pending>,
     /// The buffer for statistics, which the device holds.
     held: Option<u16>,
+    /// What is in the balloon, as the queue for inflating knows it.
+    ballooned: Ballooned,
 }
 
 /// The device. Shared by whoever answers the driver, works on the queues, and asks something of the guest.
@@ -131,7 +136,6 @@ pub struct Balloon {
     guest: Mutex<Guest>,
     hinting: Mutex<Hinting>,
     queues: [Mutex<Queue>; Role::ALL.len()],
-    ballooned: Mutex<pending::Ballooned>,
     counters: Counting,
 }
 
@@ -163,7 +167,6 @@ impl Balloon {
             guest: Mutex::default(),
             hinting: Mutex::default(),
             queues: Default::default(),
-            ballooned: Mutex::default(),
             counters: Counting::default(),
         };
         device.config.set_hint_command(device.lock(&device.hinting).handshake.command());
@@ -210,9 +213,11 @@ impl Balloon {
         }
     }
 
-    /// The guest's memory, or another one.
+    /// The guest's memory, or another one. What was in the balloon of memory that is not there any more is forgotten, so this waits
+    /// for whoever works on the queue for inflating, as [`reset`](Self::reset) does.
     pub fn memory(&self, memory: Arc<dyn Reclaim>) {
-        let ram = memory.ram().iter().map(|range| range.end - range.start).sum();
+        let ranges = memory.ram().to_vec();
+        let ram = ranges.iter().map(|range| range.end - range.start).sum();
         let (before, news) = {
             let mut guest = self.lock(&self.guest);
             self.ram.store(ram, Ordering::Release);
@@ -220,6 +225,7 @@ impl Balloon {
         };
         // Unmapping may take a while, and whoever drops memory may do anything.
         drop(before);
+        self.lock(self.inflating()).ballooned.keep(&ranges);
         // A balloon that was wanted before the guest's size was known.
         if news {
             self.config_changed();
@@ -250,7 +256,8 @@ impl Balloon {
         let role = self.numbering.role(self.accepted_features(), queue);
         if let Some(state) = role.and_then(|role| self.queues.get(role.index())) {
             let mut state = self.lock(state);
-            *state = Queue { epoch: state.epoch, ..Queue::default() };
+            let ballooned = std::mem::take(&mut state.ballooned);
+            *state = Queue { epoch: state.epoch, ballooned, ..Queue::default() };
         }
     }
 
@@ -331,6 +338,12 @@ impl Balloon {
             Role::Hint => self.work_on_hints(&mut state, ring).inspect_err(|_| self.end_hinting()),
             Role::Reporting => self.work_on_reports(&mut state, ring),
         }
+    }
+
+    /// The queue for inflating.
+    fn inflating(&self) -> &Mutex<Queue> {
+        let [inflating, ..] = &self.queues;
+        inflating
     }
 
     /// Whether a reset waits for who works with this state: nothing of it is anybody's any more.

@@ -15,7 +15,8 @@ pub struct Features(u64);
 impl Features {
     /// None.
     pub const NONE: Self = Self(0);
-    /// The driver tells before it uses a page that it took out of the balloon.
+    /// The driver tells before it uses a page that it took out of the balloon. Linux does in any case; the memory that the host keeps
+    /// in huge pages is given back in pieces to whoever says so.
     pub const MUST_TELL_HOST: Self = Self(1 << 0);
     /// A queue for statistics of the guest's memory.
     pub const STATS_VQ: Self = Self(1 << 1);
@@ -74,9 +75,9 @@ impl Features {
 }
 
 impl Default for Features {
-    /// What limosa offers: statistics, deflating when memory is short, hinting, page poison and reporting.
+    /// What limosa offers: all of them.
     fn default() -> Self {
-        Self::ALL.without(Self::MUST_TELL_HOST)
+        Self::ALL
     }
 }
 
@@ -202,7 +203,7 @@ mod tests {
         assert_eq!(Features::STATS_VQ.config_len(), 8);
         assert_eq!((Features::FREE_PAGE_HINT | Features::REPORTING).config_len(), 12);
         assert_eq!(Features::PAGE_POISON.config_len(), 16);
-        assert_eq!(Features::default().bits(), 0x3e);
+        assert_eq!(Features::default().bits(), 0x3f);
         assert_eq!(format!("{:?}", Features::STATS_VQ | Features::REPORTING), "STATS_VQ | REPORTING");
     }
 }

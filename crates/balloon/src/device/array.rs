@@ -1,12 +1,12 @@
 //! The queues of the balloon itself: arrays of page numbers.
 
-use std::sync::atomic::Ordering;
+use std::ops::Range;
 use std::time::Instant;
 
 use vm_memory::Bytes as _;
 
 use super::{Balloon, More, Queue};
-use crate::layout::Role;
+use crate::layout::{Features, Role};
 use crate::numbers;
 use crate::ring::Ring;
 
@@ -15,11 +15,25 @@ const NUMBERS: u64 = 1 << 20;
 
 impl Balloon {
     pub(super) fn work_on_arrays<R: Ring>(&self, role: Role, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        self.give_back(state, ring, |chain| self.array(role, chain))
+        let tells = self.accepted_features().has(Features::MUST_TELL_HOST);
+        self.give_back(state, ring, |state, chain| {
+            let Some(memory) = self.guest_memory() else { return Vec::new() };
+            let runs = self.array(role, memory.ram(), chain);
+            if role == Role::Inflate {
+                return state.ballooned.inflate(&*memory, runs, tells);
+            }
+            // What has come out of the balloon is the guest's when it hears of it, also what was still to be given back.
+            let mut inflating = self.lock(self.inflating());
+            inflating.ballooned.deflate(&runs);
+            if let Some(pending) = &mut inflating.pending {
+                pending.leave_out(&runs);
+            }
+            Vec::new()
+        })
     }
 
-    /// What is to be given back for an array.
-    fn array<M>(&self, role: Role, chain: virtio_queue::DescriptorChain<M>) -> Vec<std::ops::Range<u64>>
+    /// The pages of an array, which are in `ram`.
+    fn array<M>(&self, role: Role, ram: &[Range<u64>], chain: virtio_queue::DescriptorChain<M>) -> Vec<Range<u64>>
     where
         M: std::ops::Deref + Clone,
         M::Target: vm_memory::GuestMemory + Sized,
@@ -62,8 +76,7 @@ impl Balloon {
         }
         let mut pages = Vec::new();
         numbers::decode(&bytes, &mut pages);
-        let Some(memory) = self.guest_memory() else { return Vec::new() };
-        let found = numbers::runs(&mut pages, memory.ram());
+        let found = numbers::runs(&mut pages, ram);
         counters.arrays.add(1);
         counters.translating_ns.add(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
         counters.pages_outside.refuse(found.outside, "page numbers of no memory");
@@ -71,10 +84,6 @@ impl Balloon {
             Role::Inflate => counters.inflated_pages.add(found.pages),
             _ => counters.deflated_pages.add(found.pages),
         }
-        let epoch = self.epoch.load(Ordering::Acquire);
-        let mut ballooned = self.lock(&self.ballooned);
-        let changed =
-            found.runs.into_iter().filter_map(|run| ballooned.change(epoch, &*memory, run, role == Role::Inflate));
-        changed.collect()
+        found.runs
     }
 }

@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
-use limosa_page::{PageBitmap, PageNumber, PageRange};
 use virtio_queue::DescriptorChain;
 
 use super::turn::Turn;
 use super::{Balloon, More, Queue};
+use crate::numbers;
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
 
@@ -26,6 +27,29 @@ impl Pending {
     pub(super) fn new(head: u16, runs: Vec<Range<u64>>) -> Self {
         Self { head, runs: runs.into() }
     }
+
+    /// Leaves out what is in `out`; both are ascending and apart.
+    pub(super) fn leave_out(&mut self, out: &[Range<u64>]) {
+        let mut out = out.iter().peekable();
+        let mut left = VecDeque::with_capacity(self.runs.len());
+        for mut run in std::mem::take(&mut self.runs) {
+            while out.next_if(|out| out.end <= run.start).is_some() {}
+            while let Some(first) = out.peek().filter(|out| out.start < run.end) {
+                if run.start < first.start {
+                    left.push_back(run.start..first.start);
+                }
+                run.start = first.end.min(run.end);
+                if first.end > run.end {
+                    break;
+                }
+                out.next();
+            }
+            if !run.is_empty() {
+                left.push_back(run);
+            }
+        }
+        self.runs = left;
+    }
 }
 
 impl Balloon {
@@ -34,7 +58,7 @@ impl Balloon {
         &self,
         state: &mut Queue,
         ring: &R,
-        runs: impl Fn(DescriptorChain<R::Handle>) -> Vec<Range<u64>>,
+        runs: impl Fn(&mut Queue, DescriptorChain<R::Handle>) -> Vec<Range<u64>>,
     ) -> Result<More, R::Error> {
         let mut left = DISCARDS;
         let mut turn = Turn::default();
@@ -44,7 +68,8 @@ impl Balloon {
             }
             let Some(chain) = ring.pop()? else { break More::No };
             turn.take(&chain);
-            state.pending = Some(Pending::new(chain.head_index(), runs(chain)));
+            let head = chain.head_index();
+            state.pending = Some(Pending::new(head, runs(state, chain)));
         };
         self.leave(state, ring, more)
     }
@@ -60,7 +85,10 @@ impl Balloon {
                 return Ok(false);
             }
             *left -= 1;
-            if let Some(memory) = &memory {
+            // It may have been taken away since the run was found in it.
+            let inside =
+                |memory: &Arc<dyn Reclaim>| numbers::inside(run.start, run.end - run.start, memory.ram()).is_some();
+            if let Some(memory) = memory.as_ref().filter(|memory| inside(memory)) {
                 self.discard(&**memory, run);
             }
             pending.runs.pop_front();
@@ -75,106 +103,24 @@ impl Balloon {
     }
 }
 
-/// Which pages are in the balloon, of memory that the host keeps in huge pages: such a page can be given back only when all of
-/// it is in the balloon, and the guest puts it there in pieces. (Nothing is kept of other memory.)
-#[derive(Debug, Default)]
-pub(super) struct Ballooned {
-    epoch: u64,
-    /// A bit for each page of a range of RAM, by the range.
-    ranges: Vec<(Range<u64>, PageBitmap)>,
-}
-
-impl Ballooned {
-    /// Pages came or went. What is to be given back for it: the run, or the huge pages that it completes.
-    pub(super) fn change(
-        &mut self,
-        epoch: u64,
-        memory: &dyn Reclaim,
-        run: Range<u64>,
-        inside: bool,
-    ) -> Option<Range<u64>> {
-        let (index, range) = memory.ram().iter().enumerate().find(|(_, range)| range.contains(&run.start))?;
-        let host = memory.host_page(index).max(limosa_page::PAGE_SIZE);
-        if host == limosa_page::PAGE_SIZE {
-            return inside.then_some(run);
-        }
-        if self.epoch != epoch {
-            *self = Self { epoch, ranges: Vec::new() };
-        }
-        let known = self.ranges.iter().position(|(known, _)| known == range);
-        let known = known.unwrap_or_else(|| {
-            let pages = PageRange::covering(&(0..range.end - range.start)).len();
-            self.ranges.push((range.clone(), PageBitmap::new(pages)));
-            self.ranges.len() - 1
-        });
-        let (_, bitmap) = self.ranges.get_mut(known)?;
-        let pages = PageRange::within(&(run.start - range.start..run.end - range.start));
-        if !inside {
-            bitmap.clear_range(pages);
-            return None;
-        }
-        bitmap.set_range(pages);
-        let host = host / limosa_page::PAGE_SIZE;
-        let (mut first, mut last) = (pages.start.0 / host * host, pages.end.0.div_ceil(host).saturating_mul(host));
-        // Only the huge pages at either end can be incomplete.
-        let complete = |at: u64| {
-            let page = PageRange::starting_at(PageNumber(at), host);
-            page.end <= PageRange::covering(&(0..range.end - range.start)).end && bitmap.count_in(page) == host
-        };
-        while first < last && !complete(first) {
-            first += host;
-        }
-        while first < last && !complete(last - host) {
-            last -= host;
-        }
-        let start = range.start + PageNumber(first).offset();
-        (first < last).then(|| start..range.start + PageNumber(last).offset())
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use limosa_memory::MemoryError;
-
     use super::*;
 
-    /// Ordinary memory up to 1 MiB, and huge pages of 64 KiB from 2 MiB to 2 MiB + 200 KiB.
-    #[derive(Debug)]
-    struct Mixed([Range<u64>; 2]);
-
-    impl Reclaim for Mixed {
-        fn ram(&self) -> &[Range<u64>] {
-            &self.0
-        }
-
-        fn host_page(&self, index: usize) -> u64 {
-            [4096, 64 << 10][index]
-        }
-
-        fn discard(&self, _run: &Range<u64>) -> Result<u64, MemoryError> {
-            Ok(0)
-        }
-    }
-
-    const HUGE: u64 = 2 << 20;
-    const KIB: u64 = 1 << 10;
-
     #[test]
-    fn a_huge_page_is_given_back_when_all_of_it_is_in_the_balloon() {
-        let memory = Mixed([0..1 << 20, HUGE..HUGE + 200 * KIB]);
-        let mut ballooned = Ballooned::default();
-        let mut inflate = |run: Range<u64>| ballooned.change(1, &memory, run, true);
-        assert_eq!(inflate(8 * KIB..12 * KIB), Some(8 * KIB..12 * KIB), "ordinary memory goes as it comes");
-        assert_eq!(inflate(HUGE..HUGE + 60 * KIB), None);
-        assert_eq!(inflate(HUGE + 60 * KIB..HUGE + 68 * KIB), Some(HUGE..HUGE + 64 * KIB));
-        assert_eq!(inflate(HUGE + 68 * KIB..HUGE + 196 * KIB), Some(HUGE + 64 * KIB..HUGE + 192 * KIB));
-        assert_eq!(inflate(HUGE + 192 * KIB..HUGE + 200 * KIB), None, "the last one is not there as a whole");
-
-        assert_eq!(ballooned.change(1, &memory, HUGE + 4 * KIB..HUGE + 8 * KIB, false), None);
-        assert_eq!(ballooned.change(1, &memory, HUGE..HUGE + 4 * KIB, true), None, "a page of it was taken out");
-        assert_eq!(ballooned.change(1, &memory, HUGE + 4 * KIB..HUGE + 8 * KIB, true), Some(HUGE..HUGE + 64 * KIB));
-        // Another driver begins with an empty balloon.
-        assert_eq!(ballooned.change(2, &memory, HUGE..HUGE + 60 * KIB, true), None);
-        assert_eq!(ballooned.change(2, &memory, 1 << 40..(1 << 40) + 4096, true), None);
+    fn what_is_left_out_of_runs_may_lie_anywhere() {
+        let cases = [
+            (vec![], vec![10..20, 30..40]),
+            (vec![0..10, 20..30, 40..50], vec![10..20, 30..40]),
+            (vec![12..14, 16..18], vec![10..12, 14..16, 18..20, 30..40]),
+            (vec![15..35], vec![10..15, 35..40]),
+            (vec![0..12, 18..32, 38..60], vec![12..18, 32..38]),
+            (vec![5..50], vec![]),
+        ];
+        for (out, left) in cases {
+            let mut pending = Pending::new(0, vec![10..20, 30..40]);
+            pending.leave_out(&out);
+            assert_eq!(pending.runs, left, "{out:?}");
+        }
     }
 }

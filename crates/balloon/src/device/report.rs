@@ -22,7 +22,7 @@ impl Balloon {
     }
 
     pub(super) fn work_on_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        self.give_back(state, ring, |chain| {
+        self.give_back(state, ring, |_, chain| {
             let memory = self.guest_memory();
             let ram = memory.as_ref().map_or(&[][..], |memory| memory.ram());
             let wanted = self.reporting() && !self.keeps_free_pages();

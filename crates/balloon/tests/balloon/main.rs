@@ -5,6 +5,7 @@
 mod bare;
 mod bounds;
 mod device;
+mod huge;
 mod machine;
 mod properties;
 mod rings;

@@ -1,0 +1,164 @@
+//! Which pages are in the balloon, of memory that the host keeps in huge pages.
+//!
+//! A huge page can be given back only when all of it is in the balloon, and the guest puts it there in pieces. So there is a bit
+//! for each page, which is worth something only as long as the driver tells before it uses a page again. **Law: where a driver
+//! has not promised that ([`MUST_TELL_HOST`](crate::Features::MUST_TELL_HOST)), nothing is remembered**: only the huge pages that
+//! lie in one array as a whole are given back. Nothing is remembered of ordinary memory, nor of memory that was taken away.
+
+use std::ops::Range;
+
+use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+
+use crate::reclaim::Reclaim;
+
+/// A bit for each page of a range of RAM, by the range.
+#[derive(Debug, Default)]
+pub(super) struct Ballooned(Vec<(Range<u64>, PageBitmap)>);
+
+impl Ballooned {
+    /// Pages have come. What is to be given back for them: the runs themselves, or the huge pages that they complete; ascending and
+    /// apart, as the runs are.
+    pub(super) fn inflate(&mut self, memory: &dyn Reclaim, runs: Vec<Range<u64>>, tells: bool) -> Vec<Range<u64>> {
+        let mut complete: Vec<Range<u64>> = Vec::with_capacity(runs.len());
+        for run in runs.into_iter().filter_map(|run| self.complete(memory, run, tells)) {
+            match complete.last_mut() {
+                // Two runs of one huge page complete the same.
+                Some(last) if run.start < last.end => last.end = last.end.max(run.end),
+                _ => complete.push(run),
+            }
+        }
+        complete
+    }
+
+    /// Pages have gone.
+    pub(super) fn deflate(&mut self, runs: &[Range<u64>]) {
+        for (range, bitmap) in &mut self.0 {
+            for run in runs.iter().filter(|run| range.contains(&run.start)) {
+                bitmap.clear_range(pages_of(range, run));
+            }
+        }
+    }
+
+    /// There is no other RAM any more.
+    pub(super) fn keep(&mut self, ram: &[Range<u64>]) {
+        self.0.retain(|(range, _)| ram.contains(range));
+    }
+
+    fn complete(&mut self, memory: &dyn Reclaim, run: Range<u64>, tells: bool) -> Option<Range<u64>> {
+        let (index, range) = memory.ram().iter().enumerate().find(|(_, range)| range.contains(&run.start))?;
+        let host = memory.host_page(index).max(PAGE_SIZE) / PAGE_SIZE;
+        if host == 1 {
+            return Some(run);
+        }
+        let pages = pages_of(range, &run);
+        let (first, last) = if tells {
+            let bitmap = self.bitmap(range)?;
+            bitmap.set_range(pages);
+            let end = bitmap_end(range);
+            let complete = |at: u64| {
+                let page = PageRange::starting_at(PageNumber(at), host);
+                page.end <= end && bitmap.count_in(page) == host
+            };
+            let (mut first, mut last) = (pages.start.0 / host * host, pages.end.0.div_ceil(host).saturating_mul(host));
+            // Only the huge pages at either end can be incomplete.
+            while first < last && !complete(first) {
+                first += host;
+            }
+            while first < last && !complete(last - host) {
+                last -= host;
+            }
+            (first, last)
+        } else {
+            (pages.start.0.div_ceil(host).saturating_mul(host), pages.end.0 / host * host)
+        };
+        let at = |page: u64| range.start + PageNumber(page).offset();
+        (first < last).then(|| at(first)..at(last))
+    }
+
+    fn bitmap(&mut self, range: &Range<u64>) -> Option<&mut PageBitmap> {
+        let known = self.0.iter().position(|(known, _)| known == range);
+        let known = known.unwrap_or_else(|| {
+            self.0.push((range.clone(), PageBitmap::new(bitmap_end(range).0)));
+            self.0.len() - 1
+        });
+        self.0.get_mut(known).map(|(_, bitmap)| bitmap)
+    }
+}
+
+fn bitmap_end(range: &Range<u64>) -> PageNumber {
+    PageRange::covering(&(0..range.end - range.start)).end
+}
+
+/// The pages of a run in the range's bitmap.
+fn pages_of(range: &Range<u64>, run: &Range<u64>) -> PageRange {
+    PageRange::within(&(run.start - range.start..run.end - range.start))
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_memory::MemoryError;
+
+    use super::*;
+
+    /// Ordinary memory up to 1 MiB, and huge pages of 64 KiB from 2 MiB to 2 MiB + 200 KiB.
+    #[derive(Debug)]
+    struct Mixed([Range<u64>; 2]);
+
+    impl Reclaim for Mixed {
+        fn ram(&self) -> &[Range<u64>] {
+            &self.0
+        }
+
+        fn host_page(&self, index: usize) -> u64 {
+            [4096, 64 << 10][index]
+        }
+
+        fn discard(&self, _run: &Range<u64>) -> Result<u64, MemoryError> {
+            Ok(0)
+        }
+    }
+
+    const HUGE: u64 = 2 << 20;
+    const KIB: u64 = 1 << 10;
+
+    fn mixed() -> Mixed {
+        Mixed([0..1 << 20, HUGE..HUGE + 200 * KIB])
+    }
+
+    #[test]
+    fn a_huge_page_is_given_back_when_all_of_it_is_in_the_balloon() {
+        let memory = mixed();
+        let mut ballooned = Ballooned::default();
+        let mut inflate = |run: Range<u64>| ballooned.inflate(&memory, vec![run], true);
+        assert_eq!(inflate(8 * KIB..12 * KIB), [8 * KIB..12 * KIB], "ordinary memory goes as it comes");
+        assert_eq!(inflate(HUGE..HUGE + 60 * KIB), []);
+        assert_eq!(inflate(HUGE + 60 * KIB..HUGE + 68 * KIB), [HUGE..HUGE + 64 * KIB]);
+        assert_eq!(inflate(HUGE + 68 * KIB..HUGE + 196 * KIB), [HUGE + 64 * KIB..HUGE + 192 * KIB]);
+        assert_eq!(inflate(HUGE + 192 * KIB..HUGE + 200 * KIB), [], "the last one is not there as a whole");
+
+        ballooned.deflate(&[4 * KIB..8 * KIB, HUGE + 4 * KIB..HUGE + 8 * KIB]);
+        let mut inflate = |run: Range<u64>| ballooned.inflate(&memory, vec![run], true);
+        assert_eq!(inflate(HUGE..HUGE + 4 * KIB), [], "a page of it was taken out");
+        assert_eq!(inflate(HUGE + 4 * KIB..HUGE + 8 * KIB), [HUGE..HUGE + 64 * KIB]);
+        assert_eq!(inflate(1 << 40..(1 << 40) + 4096), []);
+        let both = vec![HUGE..HUGE + 4 * KIB, HUGE + 8 * KIB..HUGE + 68 * KIB];
+        assert_eq!(ballooned.inflate(&memory, both, true), [HUGE..HUGE + 128 * KIB], "each of them once");
+    }
+
+    #[test]
+    fn nothing_is_remembered_of_a_driver_that_does_not_tell_and_of_memory_that_has_gone() {
+        let memory = mixed();
+        let mut ballooned = Ballooned::default();
+        assert_eq!(ballooned.inflate(&memory, vec![HUGE..HUGE + 60 * KIB], false), []);
+        assert_eq!(ballooned.inflate(&memory, vec![HUGE + 60 * KIB..HUGE + 64 * KIB], false), []);
+        assert!(ballooned.0.is_empty());
+        let run = HUGE + 4 * KIB..HUGE + 196 * KIB;
+        assert_eq!(ballooned.inflate(&memory, vec![run], false), [HUGE + 64 * KIB..HUGE + 192 * KIB]);
+
+        ballooned.inflate(&memory, vec![HUGE..HUGE + 60 * KIB], true);
+        ballooned.keep(memory.ram());
+        assert_eq!(ballooned.0.len(), 1);
+        ballooned.keep(&[HUGE..HUGE + 208 * KIB]);
+        assert!(ballooned.0.is_empty());
+    }
+}

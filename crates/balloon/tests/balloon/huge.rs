@@ -1,0 +1,133 @@
+//! Memory that the host keeps in huge pages: what of it is given back, for which driver, and what is not any more.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use limosa_balloon::{Features, More, Reclaim};
+use limosa_memory::MemoryError;
+use vm_memory::{Bytes as _, GuestAddress};
+
+use crate::bare::{Bare, BareRing};
+use crate::machine::MIB;
+
+/// Ordinary memory up to 8 MiB, and behind that huge pages of 64 KiB; it notes what is given back.
+#[derive(Debug)]
+struct Noted {
+    ram: Vec<Range<u64>>,
+    given_back: Mutex<Vec<Range<u64>>>,
+}
+
+impl Noted {
+    fn of(ram: &[Range<u64>]) -> Arc<Self> {
+        Arc::new(Self { ram: ram.to_vec(), given_back: Mutex::default() })
+    }
+
+    fn take(&self) -> Vec<Range<u64>> {
+        std::mem::take(&mut self.given_back.lock().unwrap())
+    }
+}
+
+impl Reclaim for Noted {
+    fn ram(&self) -> &[Range<u64>] {
+        &self.ram
+    }
+
+    fn host_page(&self, index: usize) -> u64 {
+        if self.ram[index].start == 8 * MIB { 64 << 10 } else { 4096 }
+    }
+
+    fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
+        assert!(self.ram.iter().any(|range| range.start <= run.start && run.end <= range.end), "{run:x?}");
+        self.given_back.lock().unwrap().push(run.clone());
+        Ok(run.end - run.start)
+    }
+}
+
+/// The first page of the huge ones.
+const HUGE: u32 = 2048;
+
+fn bytes(pages: Range<u32>) -> Range<u64> {
+    u64::from(pages.start) << 12..u64::from(pages.end) << 12
+}
+
+fn both() -> [Range<u64>; 2] {
+    [0..8 * MIB, 8 * MIB..16 * MIB]
+}
+
+/// Sends an array over a queue, whose ring begins anew, and looks at it once.
+fn send(bare: &Bare, queue: usize, pages: impl IntoIterator<Item = u32>) -> More {
+    send_over(bare, &bare.ring(), queue, pages)
+}
+
+fn send_over(bare: &Bare, ring: &BareRing<'_>, queue: usize, pages: impl IntoIterator<Item = u32>) -> More {
+    let pages: Vec<u32> = pages.into_iter().collect();
+    for (page, at) in pages.iter().zip((0x4000..).step_by(4)) {
+        bare.guest.write_obj(page.to_le(), GuestAddress(at)).unwrap();
+    }
+    bare.offer(0, 0x4000, u32::try_from(4 * pages.len()).unwrap(), 0);
+    bare.balloon.work(queue, ring).unwrap()
+}
+
+#[test]
+fn pages_of_a_driver_that_does_not_tell_are_given_back_only_if_they_come_as_a_whole_huge_page() {
+    for tells in [true, false] {
+        let noted = Noted::of(&both());
+        let bare = Bare::with(|_| noted.clone());
+        let features = Features::default();
+        assert!(features.has(Features::MUST_TELL_HOST), "what is relied on is offered");
+        bare.balloon.accepted(if tells { features } else { features.without(Features::MUST_TELL_HOST) });
+        send(&bare, 0, HUGE..HUGE + 8);
+        // A driver that has not promised to tell may use the first of them now.
+        send(&bare, 0, HUGE + 8..HUGE + 16);
+        assert_eq!(noted.take(), if tells { vec![bytes(HUGE..HUGE + 16)] } else { vec![] });
+        send(&bare, 0, HUGE + 30..HUGE + 50);
+        assert_eq!(noted.take(), [bytes(HUGE + 32..HUGE + 48)]);
+    }
+}
+
+#[test]
+fn what_has_come_out_of_the_balloon_is_not_given_back_any_more() {
+    let noted = Noted::of(&both());
+    let bare = Bare::with(|_| noted.clone());
+    // More runs than one look gives back; the last is a huge page.
+    let apart = (1024..).step_by(2).take(128);
+    let ring = bare.ring();
+    assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), More::Yes);
+    assert_eq!(noted.take().len(), 128);
+    // Its other queue may be anywhere: here in the same place, which the device has read.
+    assert_eq!(send(&bare, 1, [HUGE + 3]), More::No);
+    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
+    assert_eq!(noted.take(), [bytes(HUGE..HUGE + 3), bytes(HUGE + 4..HUGE + 16)], "but never the page that was told");
+    send(&bare, 0, HUGE..HUGE + 3);
+    assert_eq!(noted.take(), []);
+}
+
+#[test]
+fn nothing_is_remembered_of_memory_that_was_taken_away() {
+    let (ordinary, noted) = (Noted::of(&both()[..1]), Noted::of(&both()));
+    let bare = Bare::with(|_| noted.clone());
+    send(&bare, 0, HUGE..HUGE + 8);
+    bare.balloon.memory(ordinary.clone());
+    bare.balloon.memory(noted.clone());
+    send(&bare, 0, HUGE + 8..HUGE + 16);
+    assert_eq!(noted.take(), [], "what was in the balloon then is not in it now");
+    send(&bare, 0, HUGE..HUGE + 8);
+    assert_eq!(noted.take(), [bytes(HUGE..HUGE + 16)]);
+    // Beside other memory that comes and goes it is what it was.
+    send(&bare, 0, HUGE + 16..HUGE + 24);
+    bare.balloon.memory(Noted::of(&both()[1..]));
+    bare.balloon.memory(noted.clone());
+    send(&bare, 0, HUGE + 24..HUGE + 32);
+    assert_eq!(noted.take(), [bytes(HUGE + 16..HUGE + 32)]);
+    bare.balloon.reset();
+    send(&bare, 0, HUGE + 24..HUGE + 32);
+    assert_eq!(noted.take(), [], "nor of another driver's balloon");
+
+    // In the middle of an array.
+    let apart = (1024..).step_by(2).take(128);
+    let ring = bare.ring();
+    assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), More::Yes);
+    bare.balloon.memory(ordinary.clone());
+    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
+    assert_eq!(ordinary.take(), []);
+}
