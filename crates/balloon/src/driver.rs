@@ -2,7 +2,8 @@
 //!
 //! It does to the device what the real one does, over real rings: arrays of 256 page numbers, one buffer of statistics that
 //! comes and goes, free blocks that it holds until the device says DONE and that its shrinker takes back *without a word*,
-//! reports of up to 32 blocks. Where the guest's free pages come from, its [`Pages`] say.
+//! reports of up to 32 blocks. For lists it waits for nobody: ids and blocks go onto the ring as long as there is room, and the
+//! id of each list is written over that of the one before. Where the guest's free pages come from, its [`Pages`] say.
 //!
 //! A [`Machine`] stands between driver and device, where a VMM has a bus; its device may be behind a vhost-user server
 //! (`FrontEnd`, with the feature `vhost-user` too). Either somebody works on its queues on a thread
@@ -71,6 +72,11 @@ const ACTUAL: u32 = 4;
 const COMMAND: u32 = 8;
 const STOP: u32 = 0;
 const DONE: u32 = 1;
+
+/// Where the id that begins a list stands: in one place for all lists, so a device that is behind finds the id of the last list in
+/// the buffers of all. And where the one that ends them does.
+const ID: u64 = 0;
+const END: u64 = 8;
 
 /// The driver. What it does, it does in [`poll`](Self::poll), on the caller's thread.
 #[derive(Debug)]
@@ -340,60 +346,69 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
             return Ok(false);
         }
         let command = self.config(COMMAND);
+        if self.telling && command != self.command {
+            self.end_list()?;
+        }
         if command == DONE {
-            self.telling = false;
             let held = self.held.take_back(usize::MAX);
             let some = !held.is_empty();
             let mut pages = self.pages();
             held.into_iter().for_each(|block| pages.free(block));
             return Ok(some);
         }
-        if command == STOP || command != self.command {
-            // A new command begins with its id, and whatever was told before it ends with a stop.
-            if self.telling {
-                self.telling = false;
-                self.send_id(STOP)?;
-            }
-            if command == STOP {
-                return Ok(false);
-            }
+        if command != STOP && command != self.command {
             self.command = command;
             self.telling = true;
-            self.send_id(command)?;
+            self.send_id(ID, command)?;
         }
-        if !self.telling {
-            return Ok(false);
-        }
+        let mut told = false;
         for _ in 0..HINTS {
+            if !self.telling {
+                break;
+            }
             let Some(start) = self.pages().allocate(BLOCK) else {
-                self.telling = false;
-                self.send_id(STOP)?;
+                self.end_list()?;
                 return Ok(true);
             };
-            // It is held from here on, so the shrinker may have it before the device sees it.
-            let machine = Arc::clone(&self.machine);
-            if let Some(queue) = self.queue(Role::Hint) {
-                while queue.used()?.is_some() {}
-                while queue.add(&[Buffer::writable(start, BLOCK)])?.is_none() {
-                    let seen = machine.news();
-                    machine.kick(queue.number());
-                    if !machine.has_device() {
-                        return Err(RingError::gone());
-                    }
-                    machine.wait(seen, LOOK);
-                    while queue.used()?.is_some() {}
-                }
-                machine.kick(queue.number());
+            if !self.send_block(start)? {
+                self.pages().free(start..start + BLOCK);
+                break;
             }
+            // From here on the shrinker may have it, also before the device has seen it.
             self.held.lock().push(start..start + BLOCK);
+            told = true;
         }
-        Ok(true)
+        Ok(told)
     }
 
-    fn send_id(&mut self, id: u32) -> Result<(), RingError> {
+    /// Whether there was room for it.
+    fn send_block(&mut self, start: u64) -> Result<bool, RingError> {
+        let machine = Arc::clone(&self.machine);
+        let Some(queue) = self.queue(Role::Hint) else { return Ok(false) };
+        // The last descriptor is for the end of the list.
+        let room = queue.room()? > 1;
+        if room {
+            queue.add(&[Buffer::writable(start, BLOCK)])?;
+            machine.kick(queue.number());
+        }
+        Ok(room)
+    }
+
+    fn end_list(&mut self) -> Result<(), RingError> {
+        self.telling = false;
+        self.send_id(END, STOP)
+    }
+
+    /// Sends what stands in one of the two fields for ids, and waits for nobody. An id that has no room in the ring is not sent.
+    fn send_id(&mut self, field: u64, id: u32) -> Result<(), RingError> {
+        let machine = Arc::clone(&self.machine);
         let Some(queue) = self.queue(Role::Hint) else { return Ok(()) };
-        let buffer = queue.fill(0, &id.to_le_bytes())?;
-        self.tell(Role::Hint, &[buffer])
+        let buffer = queue.fill(field, &id.to_le_bytes())?;
+        if queue.room()? > 0 {
+            queue.add(&[buffer])?;
+            machine.kick(queue.number());
+        }
+        Ok(())
     }
 }
 

@@ -92,11 +92,25 @@ struct Bus {
 struct State {
     /// Bits of queues that want to be worked on.
     kicked: u64,
+    /// Bits of queues that nobody works on.
+    held: u64,
     /// Counts interrupts and changes of the configuration.
     news: u64,
     /// Threads that work on the queues.
     workers: usize,
     over: bool,
+}
+
+fn bit(queue: usize) -> u64 {
+    1u64.checked_shl(u32::try_from(queue).unwrap_or(u32::MAX)).unwrap_or(0)
+}
+
+impl State {
+    fn take_kicked(&mut self) -> u64 {
+        let kicked = self.kicked & !self.held;
+        self.kicked &= self.held;
+        kicked
+    }
 }
 
 impl Bus {
@@ -116,7 +130,7 @@ impl Transport for Bus {
     }
 
     fn kick(&self, queue: usize) {
-        self.lock().kicked |= 1u64.checked_shl(u32::try_from(queue).unwrap_or(u32::MAX)).unwrap_or(0);
+        self.lock().kicked |= bit(queue);
         self.changed.notify_all();
     }
 }
@@ -144,7 +158,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         let thread = thread::Builder::new().name("balloon".into()).spawn(move || {
             let mut state = machine.bus.lock();
             while !state.over {
-                if state.kicked == 0 {
+                if state.kicked & !state.held == 0 {
                     state = machine.bus.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                     continue;
                 }
@@ -164,6 +178,19 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         if self.bus.lock().workers == 0 {
             self.work();
         }
+    }
+
+    /// Nobody works on a queue of a device that is here until it is held no longer: a device that is behind. What waits for that queue
+    /// waits.
+    pub fn hold(&self, queue: usize, held: bool) {
+        let mut state = self.bus.lock();
+        if held {
+            state.held |= bit(queue);
+        } else {
+            state.held &= !bit(queue);
+        }
+        drop(state);
+        self.bus.changed.notify_all();
     }
 
     pub(super) fn memory(&self) -> &Arc<M> {
@@ -275,7 +302,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     fn work(&self) {
         let Device::Here(balloon) = &self.device else { return };
         loop {
-            let kicked = std::mem::take(&mut self.bus.lock().kicked);
+            let kicked = self.bus.lock().take_kicked();
             if kicked == 0 {
                 return;
             }

@@ -104,6 +104,12 @@ impl<M: GuestMemory> DriverQueue<M> {
         Ok(Buffer { address, length: u32::try_from(bytes.len()).unwrap_or(u32::MAX), writable: false })
     }
 
+    /// How many descriptors nobody has, once those that the device is done with are taken back.
+    pub(super) fn room(&mut self) -> Result<usize, RingError> {
+        while self.used()?.is_some() {}
+        Ok(self.free.len())
+    }
+
     /// Makes a chain of buffers available: its head. `None`: there are not enough descriptors.
     pub(super) fn add(&mut self, buffers: &[Buffer]) -> Result<Option<u16>, RingError> {
         let Some(rest) = self.free.len().checked_sub(buffers.len()) else { return Ok(None) };

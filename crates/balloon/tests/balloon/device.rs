@@ -136,6 +136,38 @@ fn a_list_that_is_stopped_half_way_tells_no_more_and_the_next_one_is_whole() {
     assert_eq!(heard.joined(), [USED..RAM]);
 }
 
+/// As Linux does, which has one field for the ids of all lists; a device that is behind must not take one list for another.
+#[test]
+fn a_driver_waits_for_nobody_while_it_tells() {
+    const LISTS: usize = 3;
+    let guest = Guest::new();
+    let mut driver = guest.probe();
+    let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
+    guest.balloon.request(first.clone()).unwrap();
+    guest.machine.turn();
+    guest.machine.hold(LISTS, true);
+    settle(&mut driver);
+    assert_eq!(
+        (driver.shrinker().held(), first.joined()),
+        (12, vec![]),
+        "all of it is on the ring, and nobody has looked"
+    );
+    guest.balloon.done();
+    settle(&mut driver);
+    let taken = guest.free.lock().unwrap().allocate(4 * MIB).unwrap();
+    guest.balloon.request(second.clone()).unwrap();
+    settle(&mut driver);
+    assert_eq!(second.joined(), []);
+    guest.machine.hold(LISTS, false);
+    settle(&mut driver);
+    assert_eq!(
+        (first.joined(), second.joined()),
+        (vec![], vec![USED..taken]),
+        "of the second list only, and what is free now"
+    );
+    assert!(second.is_complete() && guest.balloon.counters().stale_hints == 12);
+}
+
 #[test]
 fn a_new_request_ends_the_one_before() {
     let guest = Guest::new();

@@ -29,6 +29,7 @@ enum Step {
     Statistics,
     Reload,
     Vanish,
+    Lag(bool),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -49,20 +50,35 @@ fn step() -> impl Strategy<Value = Step> {
         Just(Step::Statistics),
         Just(Step::Reload),
         Just(Step::Vanish),
+        any::<bool>().prop_map(Step::Lag),
     ]
 }
 
-/// What the guest's programs have, with the byte that is in every page of it.
-type Owned = Arc<Mutex<Vec<(Range<u64>, u8)>>>;
+/// The queue of lists.
+const LISTS: usize = 3;
 
-/// Takes a list, and sees to it that nothing is called free that a program has.
-struct Sink(Owned);
+/// What a program of the guest's has.
+#[derive(Debug)]
+struct Block {
+    range: Range<u64>,
+    /// In every page of it.
+    byte: u8,
+    /// Lists that had been asked for when it got it.
+    since: u32,
+}
+
+type Owned = Arc<Mutex<Vec<Block>>>;
+
+/// Takes the list with this number, and sees to it that nothing is called free that a program had already when it was asked for.
+/// (What the guest has used since is of no concern: hints are only hints.)
+struct Sink(Owned, u32);
 
 impl FreePageSink for Sink {
     fn free(&self, range: Range<u64>) {
         let owned = self.0.lock().unwrap();
-        let taken = owned.iter().find(|(block, _)| block.start < range.end && range.start < block.end);
-        assert!(taken.is_none(), "{range:x?} is {taken:x?}");
+        let meets = |block: &Range<u64>| block.start < range.end && range.start < block.end;
+        let taken = owned.iter().find(|block| meets(&block.range) && block.since < self.1);
+        assert!(taken.is_none(), "{range:x?} of list {} is {taken:x?}", self.1);
     }
 
     fn complete(&self) {}
@@ -73,13 +89,14 @@ struct World {
     driver: Option<TestDriver>,
     owned: Owned,
     next: u8,
+    lists: u32,
 }
 
 impl World {
     fn new() -> Self {
         let guest = Guest::new();
         let driver = Some(guest.probe());
-        Self { guest, driver, owned: Arc::default(), next: 8 }
+        Self { guest, driver, owned: Arc::default(), next: 8, lists: 0 }
     }
 
     fn own(&mut self, block: Range<u64>) {
@@ -87,7 +104,7 @@ impl World {
         for page in block.clone().step_by(4096) {
             self.guest.memory.block(0).unwrap().write(page, &[self.next; 4096]).unwrap();
         }
-        self.owned.lock().unwrap().push((block, self.next));
+        self.owned.lock().unwrap().push(Block { range: block, byte: self.next, since: self.lists });
     }
 
     fn step(&mut self, step: Step) {
@@ -97,7 +114,10 @@ impl World {
             Step::Target(pages) => balloon.set_target(pages * 4096).unwrap(),
             Step::Poll => drop(driver.poll().unwrap()),
             Step::Settle => settle(driver),
-            Step::Request => balloon.request(Arc::new(Sink(Arc::clone(&self.owned)))).unwrap(),
+            Step::Request => {
+                self.lists += 1;
+                balloon.request(Arc::new(Sink(Arc::clone(&self.owned), self.lists))).unwrap();
+            }
             Step::Stop => balloon.stop(),
             Step::Done => balloon.done(),
             Step::Shrink(blocks) => {
@@ -117,8 +137,8 @@ impl World {
                 let mut owned = self.owned.lock().unwrap();
                 if !owned.is_empty() {
                     let which = which % owned.len();
-                    let (block, _) = owned.swap_remove(which);
-                    self.guest.free.lock().unwrap().free(block);
+                    let block = owned.swap_remove(which);
+                    self.guest.free.lock().unwrap().free(block.range);
                 }
             }
             Step::Reporting(on) => balloon.set_reporting(on),
@@ -127,6 +147,7 @@ impl World {
                 self.driver.take().unwrap().unload().unwrap();
                 self.driver = Some(self.guest.probe());
             }
+            Step::Lag(lags) => self.guest.machine.hold(LISTS, lags),
             Step::Vanish => {
                 // The guest is reset: everything is free again but what its next programs take at once.
                 self.driver = None;
@@ -142,7 +163,7 @@ impl World {
     fn check(&self) {
         let mut bytes = vec![0; 1 << 20];
         let owned = self.owned.lock().unwrap();
-        for (block, byte) in &*owned {
+        for Block { range: block, byte, .. } in &*owned {
             for start in block.clone().step_by(1 << 20) {
                 let length = usize::try_from((block.end - start).min(MIB)).unwrap();
                 let piece = &mut bytes[..length];
@@ -151,7 +172,7 @@ impl World {
             }
         }
         let driver = self.driver.as_ref().unwrap();
-        let taken: u64 = owned.iter().map(|(block, _)| block.end - block.start).sum();
+        let taken: u64 = owned.iter().map(|block| block.range.end - block.range.start).sum();
         let held = driver.shrinker().held() as u64 * (4 << 20);
         let free = self.guest.free.lock().unwrap().free_bytes();
         assert_eq!(free + taken + held + driver.balloon_pages() as u64 * 4096, RAM - USED, "pages got lost");
@@ -168,6 +189,7 @@ proptest! {
             world.step(step);
             world.check();
         }
+        world.step(Step::Lag(false));
         // Whatever came before, the next list is whole, and the balloon gets as near to its size as there are free pages.
         world.step(Step::Done);
         world.step(Step::Settle);
