@@ -7,10 +7,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use crate::hint::{DONE, STOP};
 use crate::layout::Features;
 
 /// The fields, little-endian, 4 bytes each (virtio 1.2, 5.5.4).
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Config {
     /// Pages of 4 KiB that the balloon should have. Written by the device.
     num_pages: AtomicU32,
@@ -25,6 +26,22 @@ pub(crate) struct Config {
     poison_said: AtomicBool,
     /// The driver was another process's before.
     inherited: AtomicBool,
+    /// What the driver has read last of what is told to it: `num_pages` and `hint_command`.
+    read: [AtomicU32; 2],
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            num_pages: AtomicU32::new(0),
+            actual: AtomicU32::new(0),
+            hint_command: AtomicU32::new(DONE),
+            poison: AtomicU32::new(0),
+            poison_said: AtomicBool::new(false),
+            inherited: AtomicBool::new(false),
+            read: [AtomicU32::new(0), AtomicU32::new(DONE)],
+        }
+    }
 }
 
 /// What a write by the driver came to.
@@ -48,6 +65,22 @@ impl Config {
         let (there, behind) = into.split_at_mut(length);
         there.copy_from_slice(&from[..length]);
         behind.fill(0);
+        let end = offset as usize + length;
+        for (at, known) in [0, 8].into_iter().zip(&self.read) {
+            if let Some(value) = bytes.get(at..at + 4).filter(|_| offset as usize <= at && at + 4 <= end) {
+                known.store(u32::from_le_bytes([value[0], value[1], value[2], value[3]]), Ordering::Release);
+            }
+        }
+    }
+
+    /// Whether the driver knows what it is told: it has read the fields since they became what they are. One that has read
+    /// nothing yet has neither a balloon nor pages that it hints.
+    pub(crate) fn is_known(&self) -> bool {
+        let fields = [&self.num_pages, &self.hint_command];
+        fields
+            .iter()
+            .zip(&self.read)
+            .all(|(field, known)| field.load(Ordering::Acquire) == known.load(Ordering::Acquire))
     }
 
     /// Takes what the driver writes into its own fields, and nothing else. The field for poison is there only if that feature
@@ -108,12 +141,21 @@ impl Config {
     /// The driver was another process's before, which knew what it has written.
     pub(crate) fn inherit(&self) {
         self.inherited.store(true, Ordering::Release);
+        // Nor is it known what that one told it last: something else than this one does.
+        self.know(u32::MAX, STOP);
     }
 
     /// The driver is gone, and its balloon with it. Whether it had one.
     pub(crate) fn forget_driver(&self) -> bool {
         self.inherited.store(false, Ordering::Release);
+        self.know(0, DONE);
         self.actual.swap(0, Ordering::AcqRel) != 0
+    }
+
+    fn know(&self, num_pages: u32, hint_command: u32) {
+        let [known_pages, known_command] = &self.read;
+        known_pages.store(num_pages, Ordering::Release);
+        known_command.store(hint_command, Ordering::Release);
     }
 
     /// Another guest has come.
@@ -148,7 +190,7 @@ mod tests {
             assert!(config.write(all, offset, bytes).refused, "{offset}");
         }
         assert_eq!((config.num_pages(), config.actual(), config.poison()), (0x0102_0304, 7, Some(0xaa)));
-        assert_eq!(read(&config, all, 0, 16), [4, 3, 2, 1, 7, 0, 0, 0, 0, 0, 0, 0, 0xaa, 0, 0, 0]);
+        assert_eq!(read(&config, all, 0, 16), [4, 3, 2, 1, 7, 0, 0, 0, 1, 0, 0, 0, 0xaa, 0, 0, 0]);
         // Where the feature is not offered there is no such field.
         assert!(config.write(Features::STATS_VQ, 12, &[1; 4]).refused);
         assert_eq!(config.poison(), Some(0xaa));
@@ -161,6 +203,33 @@ mod tests {
         assert_eq!(read(&config, Features::FREE_PAGE_HINT, 8, 8), [255, 255, 255, 255, 0, 0, 0, 0]);
         assert_eq!(read(&config, Features::NONE, 8, 4), [0; 4]);
         assert_eq!(read(&config, Features::default(), u32::MAX, 4), [0; 4]);
+    }
+
+    #[test]
+    fn the_driver_knows_what_it_has_read_since_it_became_so() {
+        let (config, all) = (Config::default(), Features::default());
+        assert!(config.is_known(), "a driver that has read nothing has nothing");
+        for (offset, set) in [(0, Config::set_num_pages as fn(&Config, u32)), (8, Config::set_hint_command)] {
+            set(&config, 0x8000_0000);
+            for (part, length) in [(offset, 3), (offset + 1, 4), (4, 4), (12, 4)] {
+                read(&config, all, part, length);
+                assert!(!config.is_known(), "{part} {length}");
+            }
+            read(&config, all, offset, 4);
+            assert!(config.is_known());
+            set(&config, 7);
+            assert!(!config.is_known());
+            // User-mode Linux and QEMU read from the beginning on.
+            read(&config, all, 0, 12);
+            assert!(config.is_known());
+        }
+        config.set_num_pages(0);
+        config.set_hint_command(DONE);
+        assert!(!config.is_known());
+        config.forget_driver();
+        assert!(config.is_known());
+        config.inherit();
+        assert!(!config.is_known());
     }
 
     proptest! {

@@ -152,7 +152,7 @@ impl Balloon {
     /// A device that has neither memory nor driver yet.
     pub fn new(options: Options) -> Self {
         let Options { features, numbering, reporting_off, observer } = options;
-        let device = Self {
+        Self {
             offered: features,
             numbering,
             observer,
@@ -168,9 +168,7 @@ impl Balloon {
             hinting: Mutex::default(),
             queues: Default::default(),
             counters: Counting::default(),
-        };
-        device.config.set_hint_command(device.lock(&device.hinting).handshake.command());
-        device
+        }
     }
 
     /// What it offers to the driver.
@@ -312,6 +310,13 @@ impl Balloon {
     pub fn has_driver(&self) -> bool {
         let connected = self.transport().is_some_and(|transport| transport.is_connected());
         connected && self.has_accepted.load(Ordering::Acquire)
+    }
+
+    /// Whether its driver, if there is one, knows what it is told: it has read the target and the command for free pages since they
+    /// became what they are. Who is about to take the device away waits for that: a driver that has not read DONE keeps the
+    /// pages that it hinted.
+    pub fn is_told(&self) -> bool {
+        self.config.is_known() || !self.has_driver()
     }
 
     /// What was done and refused.

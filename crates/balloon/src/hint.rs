@@ -20,8 +20,10 @@ use std::hash::{BuildHasher as _, RandomState};
 
 /// Ids below are not commands: 0 says stop, 1 says done.
 const FIRST_ID: u32 = 0x8000_0000;
-const STOP: u32 = 0;
-const DONE: u32 = 1;
+/// The command of a device that wants no more blocks, and lets the driver keep those that it has told.
+pub(crate) const STOP: u32 = 0;
+/// The command of a device that wants nothing: the driver may have all of its pages.
+pub(crate) const DONE: u32 = 1;
 
 /// How far a command is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

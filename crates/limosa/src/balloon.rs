@@ -5,21 +5,21 @@
 
 mod commands;
 mod ctl;
+mod ending;
 mod job;
 mod line;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use limosa_balloon::{Balloon, Observer, Options, Strategy, VhostUserBalloon};
 use limosa_memory::Method;
-use limosa_memory::free::FreePages as _;
 use limosa_migrate::ControlSocket;
-use limosa_vhost::{Server, Stopper};
+use limosa_vhost::Server;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -28,6 +28,7 @@ use crate::args::{BalloonArgs, BalloonCommand, BalloonServeArgs, DiscardArg, OnO
 use crate::voice::{print_out, say};
 use crate::words;
 use commands::BalloonCommands;
+use ending::{Ending, Farewell};
 use job::Jobs;
 use line::StatusLine;
 
@@ -42,26 +43,6 @@ pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
         (None, Some(args)) => serve(args),
         // Refused while the arguments are parsed.
         (None, None) => anyhow::bail!("say where the front end connects: --vhost-user SOCK"),
-    }
-}
-
-/// What ends the server, and who is waiting for that.
-#[derive(Default)]
-struct Ending {
-    over: Mutex<bool>,
-    changed: Condvar,
-}
-
-impl Ending {
-    fn end(&self) {
-        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.changed.notify_all();
-    }
-
-    /// Waits for the end, at most for `time`.
-    fn wait(&self, time: Duration) -> bool {
-        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
-        *self.changed.wait_timeout_while(over, time, |over| !*over).unwrap_or_else(PoisonError::into_inner).0
     }
 }
 
@@ -115,7 +96,7 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     });
     let signals = signals.context("cannot start a thread for signals")?;
     let serving = serving(&server, &ending)?;
-    let served = Served { stopper: server.stopper(), balloon: Arc::clone(&balloon) };
+    let farewell = Farewell { stopper: server.stopper(), jobs: Arc::clone(&jobs), balloon: Arc::clone(&balloon) };
     let begun = Instant::now();
     let line = StatusLine::show();
     let mut announced = Instant::now();
@@ -129,10 +110,10 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
             }
         }
     }
-    jobs.give_up(&balloon);
-    drop((line, served));
+    // First the programs, so that nobody asks for more.
+    drop((line, socket));
+    drop(farewell);
     let end = serving.join();
-    drop(socket);
     handle.close();
     let _ = signals.join();
     match end {
@@ -155,19 +136,6 @@ fn serving(
         end
     });
     thread.context("cannot start a thread for the front end")
-}
-
-/// The end of it, however it comes: the guest hears DONE before its device is gone.
-struct Served {
-    stopper: Stopper,
-    balloon: Arc<Balloon>,
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        self.balloon.done();
-        self.stopper.stop();
-    }
 }
 
 fn strategy(discard: DiscardArg) -> Strategy {

@@ -75,13 +75,15 @@ impl Balloon {
     }
 }
 
+type Paused = Arc<Mutex<Option<Box<dyn Fn() -> bool + Send>>>>;
+
 /// A guest whose driver runs on a thread.
 struct Guest {
     memory: Arc<GuestMemory>,
     free: Arc<Mutex<Blocks>>,
     shrinker: Shrinker,
-    /// The driver does nothing while this is so.
-    paused: Arc<AtomicBool>,
+    /// The driver does nothing while this is there and says so.
+    paused: Paused,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -98,19 +100,33 @@ impl Guest {
         let machine = Machine::over(front_end, Arc::new(guest), MIB);
         let free = Arc::new(Mutex::new(Blocks::new(USED..RAM)));
         let mut driver = Driver::probe(machine, Arc::clone(&free), features).unwrap();
-        let (paused, over) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        let (paused, over) = (Paused::default(), Arc::<AtomicBool>::default());
         let shrinker = driver.shrinker();
         let (pause, end) = (Arc::clone(&paused), Arc::clone(&over));
         let thread = std::thread::spawn(move || {
             while !end.load(Ordering::Acquire) {
+                let stands = pause.lock().unwrap().as_ref().is_some_and(|so| so());
                 // A server that has gone has taken the device along.
-                if !pause.load(Ordering::Acquire) && driver.poll().is_err() {
+                if !stands && driver.poll().is_err() {
                     return;
                 }
                 driver.wait(Duration::from_millis(2));
             }
         });
         Self { memory, free, shrinker, paused, over, thread: Some(thread) }
+    }
+
+    /// The driver does nothing from the moment on when this is so.
+    fn pause_when(&self, so: impl Fn() -> bool + Send + 'static) {
+        *self.paused.lock().unwrap() = Some(Box::new(so));
+    }
+
+    fn go_on(&self) {
+        *self.paused.lock().unwrap() = None;
+    }
+
+    fn free_bytes(&self) -> u64 {
+        self.free.lock().unwrap().free_bytes()
     }
 
     fn byte(&self, at: u64) -> u8 {
@@ -155,7 +171,7 @@ fn a_guest_gives_memory_back_and_gets_it_again() {
 
     balloon.ctl(&["target", "1T"]).success();
     wait_for("all of the memory", || (balloon.json(&["query"])["actual"] == RAM).then_some(()));
-    assert_eq!(guest.free.lock().unwrap().free_bytes(), RAM - USED);
+    assert_eq!(guest.free_bytes(), RAM - USED);
 }
 
 #[test]
@@ -208,7 +224,7 @@ fn whoever_breaks_off_a_squeeze_leaves_the_guest_as_it_was() {
     balloon.json(&["stats"]);
     for signal in [Signal::INT, Signal::TERM] {
         // The guest answers nothing, so the job stands where it is.
-        guest.paused.store(true, Ordering::Release);
+        guest.pause_when(|| true);
         let squeezing = Limosa::start(balloon.arguments(&["hint", "--squeeze"]));
         let mut qmp = Qmp::connect(&balloon.control(), SOON).unwrap();
         let mut phase = || qmp.execute("query-balloon-hint", json!({})).unwrap()["phase"].clone();
@@ -217,7 +233,7 @@ fn whoever_breaks_off_a_squeeze_leaves_the_guest_as_it_was() {
         squeezing.signal(signal);
         squeezing.wait().one_line(&["broken off by a signal"]);
         assert_eq!(phase(), "failed");
-        guest.paused.store(false, Ordering::Release);
+        guest.go_on();
         let device = balloon.json(&["query"]);
         assert_eq!((&device["target"], &device["actual"]), (&json!(RAM), &json!(RAM)));
     }
@@ -239,6 +255,54 @@ fn a_server_that_is_ended_takes_its_sockets_along_and_tells_the_guest() {
     assert!(ended.stderr.contains("112 MiB given back in"), "{}", ended.stderr);
     assert!(stage::names(folder.path()).is_empty(), "{:?}", stage::names(folder.path()));
     assert_eq!(guest.shrinker.held(), 0);
+}
+
+/// Ends a server whose guest stands still, and has the guest go on when the server is about to end.
+fn end_while_it_stands(balloon: Balloon, guest: &Guest) {
+    let control = balloon.control();
+    balloon.limosa.signal(Signal::TERM);
+    wait_for("no more programs", || (!control.exists()).then_some(()));
+    guest.go_on();
+    balloon.end();
+}
+
+#[test]
+fn a_guest_amid_a_list_has_its_pages_when_the_server_ends() {
+    let balloon = Balloon::start(&[]);
+    let guest = Guest::boot(&balloon, Features::default());
+    let shrinker = guest.shrinker.clone();
+    guest.pause_when(move || shrinker.held() > 0);
+    let asking = Limosa::start(balloon.arguments(&["hint"]));
+    wait_for("a part of a list", || (guest.shrinker.held() > 0).then_some(()));
+    end_while_it_stands(balloon, &guest);
+    asking.wait().one_line(&[]);
+    wait_for("its pages", || (guest.shrinker.held() == 0).then_some(()));
+    assert_eq!(guest.free_bytes(), RAM - USED);
+}
+
+#[test]
+fn a_guest_amid_a_squeeze_has_its_memory_when_the_server_ends() {
+    let balloon = Balloon::start(&[]);
+    let guest = Guest::boot(&balloon, Features::default());
+    let free = Arc::clone(&guest.free);
+    let half = RAM / 2;
+    guest.pause_when(move || free.lock().unwrap().free_bytes() < half);
+    let asking = Limosa::start(balloon.arguments(&["hint", "--squeeze"]));
+    wait_for("a part of a squeeze", || (guest.free_bytes() < half).then_some(()));
+    end_while_it_stands(balloon, &guest);
+    asking.wait().one_line(&[]);
+    assert_eq!(guest.free_bytes(), RAM - USED);
+}
+
+#[test]
+fn a_guest_that_does_nothing_keeps_no_server_from_ending() {
+    let balloon = Balloon::start(&[]);
+    let guest = Guest::boot(&balloon, Features::default());
+    guest.pause_when(|| true);
+    balloon.ctl(&["target", "256M"]).success();
+    let begun = std::time::Instant::now();
+    balloon.end();
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -299,7 +363,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     let guest = Guest::boot(&balloon, Features::NONE);
     balloon.ctl(&["stats"]).one_line(&["no statistics"]);
     balloon.ctl(&["hint"]).one_line(&["free-page-hint"]);
-    guest.paused.store(true, Ordering::Release);
+    guest.pause_when(|| true);
     balloon.ctl(&["target", "256M", "--wait", "100ms"]).one_line(&["not 256 MiB", "ask for more"]);
 }
 

@@ -1,0 +1,80 @@
+//! The end of the server.
+//!
+//! **Law: the guest hears of it before its device is gone.** What it is to hear it reads for itself, over the very connection that
+//! ends: a message says only that the configuration has changed. So the server goes on serving until the driver has read
+//! that it may have its hinted pages (DONE), and until a balloon that is larger than wanted, as after a squeeze that was
+//! broken off, is as small as it should be: each array of that needs the device's answer.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_balloon::Balloon;
+use limosa_vhost::Stopper;
+
+use super::job::Jobs;
+
+/// How long a guest may let nothing be heard before the server ends all the same: it may be paused.
+const SILENCE: Duration = Duration::from_millis(500);
+/// How long it may take in all.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often it is looked at.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// What ends the server, and who is waiting for that.
+#[derive(Default)]
+pub(super) struct Ending {
+    over: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Ending {
+    /// Ends it.
+    pub(super) fn end(&self) {
+        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for the end, at most for `time`.
+    pub(super) fn wait(&self, time: Duration) -> bool {
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        *self.changed.wait_timeout_while(over, time, |over| !*over).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// Ends the server when it is dropped, however that comes.
+pub(super) struct Farewell {
+    pub(super) stopper: Stopper,
+    pub(super) jobs: Arc<Jobs>,
+    pub(super) balloon: Arc<Balloon>,
+}
+
+impl Farewell {
+    /// Serves on until the guest has what is its own, or does nothing for it.
+    fn wait(&self) {
+        let begun = Instant::now();
+        let mut heard = (begun, None);
+        loop {
+            let size = self.balloon.size();
+            let told = self.balloon.is_told();
+            if !self.balloon.has_driver() || (told && size.actual >= size.target) {
+                return;
+            }
+            if heard.1 != Some((told, size.actual)) {
+                heard = (Instant::now(), Some((told, size.actual)));
+            }
+            if heard.0.elapsed() >= SILENCE || begun.elapsed() >= PATIENCE {
+                return;
+            }
+            thread::sleep(LOOK);
+        }
+    }
+}
+
+impl Drop for Farewell {
+    fn drop(&mut self) {
+        self.jobs.give_up(&self.balloon);
+        self.wait();
+        self.stopper.stop();
+    }
+}
