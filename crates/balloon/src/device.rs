@@ -290,13 +290,28 @@ impl Balloon {
         if bytes < PAGE_SIZE {
             return Err(ZeroTarget);
         }
+        self.want(Some(bytes));
+        Ok(())
+    }
+
+    /// What was [asked for](Self::set_target); `None`: nothing, so the guest is to have all of its memory, however much that
+    /// becomes.
+    pub fn target(&self) -> Option<u64> {
+        self.lock(&self.guest).target
+    }
+
+    /// The guest is to have all of its memory again, also what is plugged into it later.
+    pub fn clear_target(&self) {
+        self.want(None);
+    }
+
+    fn want(&self, target: Option<u64>) {
         {
             let mut guest = self.lock(&self.guest);
-            guest.target = Some(bytes);
+            guest.target = target;
             self.show_target(&guest);
         }
         self.config_changed();
-        Ok(())
     }
 
     /// How much memory the guest has. Takes no lock.

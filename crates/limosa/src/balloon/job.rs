@@ -53,8 +53,10 @@ struct Job {
     begun: Instant,
     /// When the present step began.
     step: Instant,
-    /// What the target is to be again.
-    put_back: Option<u64>,
+    /// The target that was there before, if there was one.
+    before: Option<u64>,
+    /// It is to be the target again.
+    puts_back: bool,
     /// Bytes that the guest had before, and at its smallest.
     squeezed: Option<(u64, u64)>,
     /// When the guest last came nearer to what is waited for, and how far it is then: the more the nearer.
@@ -93,7 +95,8 @@ impl Jobs {
             wanted,
             begun: now,
             step: now,
-            put_back: None,
+            before: None,
+            puts_back: false,
             squeezed: None,
             heard: (now, 0),
             took: None,
@@ -108,7 +111,7 @@ impl Jobs {
         let mut jobs = self.lock();
         balloon.set_target(bytes)?;
         if let Some(job) = jobs.as_mut().filter(|job| job.phase == Phase::Inflating) {
-            job.put_back = None;
+            job.puts_back = false;
             job.begin(Phase::Deflating, Instant::now());
         }
         Ok(())
@@ -227,7 +230,8 @@ impl Job {
         let size = balloon.size();
         let reserve = self.wanted.reserve.unwrap_or_else(|| LEAST_RESERVE.max(size.ram / 16));
         let target = size.actual.saturating_sub(available.saturating_sub(reserve));
-        (self.squeezed, self.put_back) = (Some((size.actual, size.actual)), Some(size.target));
+        self.squeezed = Some((size.actual, size.actual));
+        (self.before, self.puts_back) = (balloon.target(), true);
         self.begin(Phase::Inflating, now);
         // What a guest says of itself is not believed further than its own memory goes; and it is not given what was ordered
         // away from it.
@@ -268,9 +272,14 @@ impl Job {
 
     /// Lets the guest have what it had before it was squeezed.
     fn put_back(&mut self, balloon: &Balloon) {
-        if let Some(before) = self.put_back.take() {
-            // It was a target before, so it is one now.
-            let _ = balloon.set_target(before);
+        if std::mem::take(&mut self.puts_back) {
+            match self.before {
+                // It was a target before, so it is one now.
+                Some(before) => {
+                    let _ = balloon.set_target(before);
+                }
+                None => balloon.clear_target(),
+            }
         }
     }
 }
@@ -302,12 +311,16 @@ mod tests {
         fn kick(&self, _queue: usize) {}
     }
 
+    fn ram(bytes: u64) -> Arc<GuestRam> {
+        let block = BlockOptions::memfd("pc.ram", bytes).map().unwrap();
+        let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
+        Arc::new(GuestRam::new(memory, Strategy::Nothing))
+    }
+
     /// A guest whose driver never answers.
     fn silent() -> Balloon {
         let balloon = Balloon::new(Options::default());
-        let block = BlockOptions::memfd("pc.ram", RAM).map().unwrap();
-        let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
-        balloon.memory(Arc::new(GuestRam::new(memory, Strategy::Nothing)));
+        balloon.memory(ram(RAM));
         balloon.attached(Arc::new(Bus));
         balloon.accepted(Features::default());
         balloon
@@ -435,6 +448,19 @@ mod tests {
             jobs.give_up(&balloon);
             assert_eq!((said(&jobs, &balloon).0.as_str(), balloon.size().target), ("failed", RAM / 2), "{phase:?}");
         }
+    }
+
+    #[test]
+    fn a_guest_without_a_target_has_none_after_a_squeeze() {
+        let (jobs, balloon) = (Jobs::default(), silent());
+        jobs.begin(&balloon, SQUEEZE).unwrap();
+        jobs.lock().as_mut().unwrap().inflate(&balloon, Instant::now(), Some(200 << 20));
+        assert!(balloon.target().is_some());
+        jobs.give_up(&balloon);
+        assert_eq!(balloon.target(), None);
+        // Memory is plugged in, or the next guest has more.
+        balloon.memory(ram(2 * RAM));
+        assert_eq!(balloon.size().target, 2 * RAM);
     }
 
     #[test]
