@@ -58,11 +58,12 @@ impl Bare {
 
     /// Makes a buffer available, the `number`th.
     pub(crate) fn offer(&self, number: u16, address: u64, length: u32, flags: u16) {
-        let at = GuestAddress(DESCRIPTORS + 16 * u64::from(number));
+        let place = number % 16;
+        let at = GuestAddress(DESCRIPTORS + 16 * u64::from(place));
         self.guest.write_obj(address.to_le(), at).unwrap();
         self.guest.write_obj(length.to_le(), GuestAddress(at.0 + 8)).unwrap();
         self.guest.write_obj([flags.to_le(), 0], GuestAddress(at.0 + 12)).unwrap();
-        self.guest.write_obj(number.to_le(), GuestAddress(AVAILABLE + 4 + 2 * u64::from(number))).unwrap();
+        self.guest.write_obj(place.to_le(), GuestAddress(AVAILABLE + 4 + 2 * u64::from(place))).unwrap();
         self.guest.write_obj((number + 1).to_le(), GuestAddress(AVAILABLE + 2)).unwrap();
     }
 

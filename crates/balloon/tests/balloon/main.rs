@@ -8,5 +8,6 @@ mod device;
 mod huge;
 mod machine;
 mod properties;
+mod refused;
 mod rings;
 mod waiting;
