@@ -368,6 +368,20 @@ fn what_cannot_be_done_is_said_in_one_line() {
 }
 
 #[test]
+fn a_guest_that_goes_amid_a_list_ends_it() {
+    let balloon = Balloon::start(&[]);
+    let guest = Guest::boot(&balloon, Features::default());
+    let shrinker = guest.shrinker.clone();
+    guest.pause_when(move || shrinker.held() > 0);
+    let asking = Limosa::start(balloon.arguments(&["hint"]));
+    wait_for("a part of a list", || (guest.shrinker.held() > 0).then_some(()));
+    drop(guest);
+    asking.wait().one_line(&["gone meanwhile"]);
+    let _guest = Guest::boot(&balloon, Features::default());
+    assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED, "the next guest's is its own");
+}
+
+#[test]
 fn a_terminal_shows_one_line_of_how_things_are() {
     let folder = scratch().unwrap();
     let device = folder.path().join("balloon.sock");

@@ -5,6 +5,8 @@
 mod bare;
 mod bounds;
 mod device;
+#[cfg(feature = "vhost-user")]
+mod done;
 mod huge;
 mod machine;
 mod properties;
