@@ -243,3 +243,26 @@ fn a_guest_outlives_its_balloons_server() {
         }
     });
 }
+
+/// Linux 6.1 asks the device also for the pages that it takes out of a balloon whose device is gone, and waits for ever.
+#[test]
+fn a_guest_whose_server_ends_has_what_it_hinted_and_what_is_in_the_balloon_only_if_that_was_emptied() {
+    on_uml(|| {
+        for emptied in [false, true] {
+            let mut guest = Guest::start(256, without(Features::REPORTING));
+            let (ram, before) = (guest.balloon.size().ram, guest.uml.meminfo("MemFree").unwrap() * 1024);
+            guest.resize(ram - 120 * MIB);
+            if emptied {
+                guest.resize(ram);
+                assert!(bytes(&guest.free_pages()) > 120 * MIB);
+                assert!(guest.uml.meminfo("MemFree").unwrap() * 1024 < before - 100 * MIB, "it holds what it hinted");
+            }
+            guest.end_server();
+            guest.uml.shell("sleep 2").unwrap();
+            let lost = before.saturating_sub(guest.uml.meminfo("MemFree").unwrap() * 1024);
+            let expected = if emptied { 0..24 * MIB } else { 96 * MIB..144 * MIB };
+            assert!(expected.contains(&lost), "{lost} bytes, emptied: {emptied}");
+            guest.uml.check_alive().unwrap();
+        }
+    });
+}
