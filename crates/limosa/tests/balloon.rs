@@ -15,7 +15,7 @@ use limosa_balloon::Features;
 use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Shrinker};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_testkit::{Qmp, scratch};
+use limosa_testkit::{LinuxGuest, Machine as Vm, Qmp, scratch};
 use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::{Value, json};
@@ -379,6 +379,23 @@ fn a_guest_that_goes_amid_a_list_ends_it() {
     asking.wait().one_line(&["gone meanwhile"]);
     let _guest = Guest::boot(&balloon, Features::default());
     assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED, "the next guest's is its own");
+}
+
+#[test]
+fn a_stock_qemus_own_balloon_is_resized_and_waited_for() {
+    needs_qemu!();
+    let vm = Vm::linux(LinuxGuest::default()).balloon().start().unwrap();
+    vm.wait_counts(1).unwrap();
+    let qmp = vm.qmp_socket().display().to_string();
+    let ctl = |what: &[&str]| limosa([&["balloon", "ctl", &qmp][..], what].concat());
+    let ram = ctl(&["query", "--json"]).json()["actual"].as_u64().unwrap();
+    // Not whole pages: what a balloon of whole pages comes to.
+    let asked = (ram - 32 * MIB - 1).to_string();
+    let told = ctl(&["target", &asked, "--wait", "120s", "--json"]).json();
+    assert_eq!((&told["actual"], &told["target"]), (&json!(ram - 32 * MIB), &json!(ram - 32 * MIB)));
+    assert_eq!(vm.execute("query-balloon", json!({})).unwrap()["actual"], ram - 32 * MIB);
+    assert_eq!(ctl(&["target", "1T", "--wait", "120s", "--json"]).json()["actual"], ram);
+    ctl(&["stats"]).one_line(&["not limosa's balloon"]);
 }
 
 #[test]

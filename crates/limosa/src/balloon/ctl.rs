@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
+use limosa_page::PAGE_SIZE;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -58,8 +59,7 @@ impl Ctl {
         };
         let (line, broken) = (StatusLine::show(), Break::watch()?);
         loop {
-            let device = self.ask("query-balloon-device", json!({}))?;
-            let (actual, target) = (number(&device, "actual"), number(&device, "target"));
+            let (actual, target) = self.progress(size)?;
             if actual == target {
                 drop(line);
                 if self.json {
@@ -82,6 +82,21 @@ impl Ctl {
             }
             line.say(format!("guest has {}, wanted {}", words::bytes(actual), words::bytes(target)));
             broken.pause(TICK)?;
+        }
+    }
+
+    /// The bytes that the guest has, and is to have when it has done what it was asked for.
+    fn progress(&self, asked: u64) -> anyhow::Result<(u64, u64)> {
+        match self.qmp.execute("query-balloon-device", json!({})) {
+            Ok(device) => Ok((number(&device, "actual"), number(&device, "target"))),
+            // A stock QEMU's own balloon says less. It is of whole pages, and what the guest has not got nobody can give it.
+            Err(error) if error.is_unknown_command() => {
+                let memory = self.ask("query-memory-size-summary", json!({}))?;
+                let ram = number(&memory, "base-memory").saturating_add(number(&memory, "plugged-memory"));
+                let actual = number(&self.ask("query-balloon", json!({}))?, "actual");
+                Ok((actual, asked.checked_next_multiple_of(PAGE_SIZE).unwrap_or(u64::MAX).min(ram)))
+            }
+            Err(error) => Err(told(error)),
         }
     }
 
