@@ -2,10 +2,12 @@
 
 mod stage;
 
+use std::ffi::OsStr;
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -16,7 +18,8 @@ use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Shrinker};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_testkit::{LinuxGuest, Machine as Vm, Qmp, scratch};
-use rustix::process::Signal;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, Signal};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::{Value, json};
 use stage::{Ended, Limosa, SOON, limosa, wait_for};
@@ -90,13 +93,17 @@ struct Guest {
 
 impl Guest {
     fn boot(balloon: &Balloon, features: Features) -> Self {
+        Self::boot_at(&balloon.device(), features)
+    }
+
+    fn boot_at(device: &Path, features: Features) -> Self {
         let block = BlockOptions::memfd("pc.ram", RAM).map().unwrap();
         for at in (0..RAM).step_by(1 << 20) {
             block.write(at, &[7; 4096]).unwrap();
         }
         let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
         let guest: GuestMemoryMmap<DirtyMarks> = export(&memory).unwrap();
-        let front_end = Arc::new(FrontEnd::connect(&balloon.device(), Arc::clone(&memory)).unwrap());
+        let front_end = Arc::new(FrontEnd::connect(device, Arc::clone(&memory)).unwrap());
         let machine = Machine::over(front_end, Arc::new(guest), MIB);
         let free = Arc::new(Mutex::new(Blocks::new(USED..RAM)));
         let mut driver = Driver::probe(machine, Arc::clone(&free), features).unwrap();
@@ -398,26 +405,76 @@ fn a_stock_qemus_own_balloon_is_resized_and_waited_for() {
     ctl(&["stats"]).one_line(&["not limosa's balloon"]);
 }
 
+/// A limosa whose stderr is a terminal.
+struct OnTerminal {
+    master: OwnedFd,
+    child: Child,
+    shown: String,
+}
+
+impl OnTerminal {
+    fn start<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Self {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
+        let terminal = File::options().read(true).write(true).open(name).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.args(arguments).stderr(terminal).stdout(Stdio::null()).stdin(Stdio::null());
+        let child = command.spawn().unwrap();
+        Self { master, child, shown: String::new() }
+    }
+
+    /// Reads on until these words have been shown, and forgets what came before them.
+    fn wait_shown(&mut self, words: &str) {
+        let mut buffer = [0; 4096];
+        while !self.shown.contains(words) {
+            let wanted = &mut [PollFd::new(&self.master, PollFlags::IN)];
+            let ready = poll(wanted, Some(&SOON.try_into().unwrap())).unwrap();
+            assert!(ready > 0, "{words:?} is not shown, but {:?}", self.shown);
+            let count = rustix::io::read(&self.master, &mut buffer).unwrap_or(0);
+            assert!(count > 0, "it has ended, and {words:?} was not shown, but {:?}", self.shown);
+            self.shown.push_str(&String::from_utf8_lossy(&buffer[..count]));
+        }
+        self.shown.clear();
+    }
+
+    fn end(mut self) {
+        // It may have ended by itself.
+        let _ = rustix::process::kill_process(Pid::from_child(&self.child), Signal::INT);
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
 #[test]
 fn a_terminal_shows_one_line_of_how_things_are() {
     let folder = scratch().unwrap();
-    let device = folder.path().join("balloon.sock");
-    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
-    grantpt(&master).unwrap();
-    unlockpt(&master).unwrap();
-    let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
-    let terminal = File::options().read(true).write(true).open(name).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
-    command.args(["balloon", "--vhost-user"]).arg(&device).stderr(terminal).stdout(Stdio::null());
-    let mut child = command.spawn().unwrap();
-    drop(command);
-    let mut shown = Vec::new();
-    let mut buffer = [0; 4096];
-    while !String::from_utf8_lossy(&shown).contains("waiting for a front end") {
-        let count = rustix::io::read(&master, &mut buffer).unwrap();
-        shown.extend_from_slice(&buffer[..count]);
-    }
-    rustix::process::kill_process(rustix::process::Pid::from_child(&child), Signal::INT).unwrap();
-    assert!(child.wait().unwrap().success());
-    assert!(!device.exists());
+    let path = |name: &str| folder.path().join(name).into_os_string().into_string().unwrap();
+    let (device, control) = (path("balloon.sock"), path("control.sock"));
+    let mut server = OnTerminal::start(["balloon", "--vhost-user", &device, "--control", &control]);
+    let ctl = |what: &[&str]| OnTerminal::start([&["balloon", "ctl", &control][..], what].concat());
+    server.wait_shown("waiting for a front end");
+
+    let guest = Guest::boot_at(device.as_ref(), Features::default());
+    server.wait_shown("guest has 512 MiB of 512 MiB; 0");
+    let shrinker = guest.shrinker.clone();
+    guest.pause_when(move || shrinker.held() > 0);
+    let mut asking = ctl(&["hint"]);
+    asking.wait_shown("256 MiB free so far");
+    server.wait_shown("; 256 MiB free so far");
+    guest.go_on();
+    assert!(asking.child.wait().unwrap().success());
+
+    guest.pause_when(|| true);
+    let mut asking = ctl(&["target", "256M", "--wait", "60s"]);
+    asking.wait_shown("guest has 512 MiB, wanted 256 MiB");
+    server.wait_shown("guest has 512 MiB of 512 MiB, wanted 256 MiB;");
+    guest.go_on();
+    asking.wait_shown("the guest has 256 MiB after");
+    asking.end();
+    server.wait_shown("guest has 256 MiB of 512 MiB; 256 MiB given back");
+    drop(guest);
+    server.wait_shown("no driver in the guest");
+    server.end();
+    assert!(!Path::new(&device).exists());
 }
