@@ -8,8 +8,9 @@
 //! - a memory table may change under running rings (QEMU plugs memory): they go on in the new one;
 //! - QEMU stops all rings (`GET_VRING_BASE`) when its VM is stopped for a while as when its guest resets the device, and negotiates
 //!   the same features either way when they go on. What tells one from the other is where the rings go on: the same
-//!   driver's go on where they stopped, another one's at the beginning ([`Session::is_another_driver`]). (A status would tell
-//!   nothing: QEMU sets it to 0 in both cases. So that protocol feature is not offered.)
+//!   driver's go on where they stopped, another one's at the beginning ([`Session::is_another_driver`]). Some of QEMU's devices
+//!   (10.0.2: its vhost-user-blk, seen on the wire) ask for a reset besides, others (its vhost-user-base) never do. (A status
+//!   would tell nothing: QEMU sets it to 0 whenever rings stop. So that protocol feature is not offered.)
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
