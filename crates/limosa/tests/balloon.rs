@@ -17,7 +17,7 @@ use limosa_balloon::Features;
 use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Shrinker};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_testkit::{LinuxGuest, Machine as Vm, Qmp, scratch};
+use limosa_testkit::{LinuxGuest, Machine as Vm, Qmp, UmlGuest, on_uml, scratch};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, Signal};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -222,6 +222,40 @@ fn squeezing_takes_what_is_available_and_gives_it_back_before_the_list() {
     assert_eq!(list["bytes"], (500 - 16) * MIB, "{list}");
     assert_eq!(balloon.json(&["query"])["actual"], 500 * MIB, "the target is what it was");
     assert_eq!(guest.byte(300 * MIB), 0, "what was squeezed out was given back");
+}
+
+#[test]
+fn a_real_guests_page_cache_is_squeezed_out_before_the_list() {
+    on_uml(|| {
+        let balloon = Balloon::start(&["--reporting", "off"]);
+        let disk = balloon.folder.path().join("disk");
+        File::create(&disk).unwrap().set_len(128 * MIB).unwrap();
+        let guest = UmlGuest {
+            memory: 256,
+            devices: vec![(balloon.device(), 5)],
+            modules: vec!["virtio_balloon".into()],
+            kernel_words: format!("init_on_alloc=0 ubd0r={}", disk.display()),
+            programs: Vec::new(),
+        };
+        let guest = guest.start().unwrap();
+        wait_for("the driver", || (balloon.json(&["query"])["driver"] == true).then_some(()));
+        let ram = balloon.json(&["query"])["ram"].clone();
+        let free = || balloon.json(&["hint"])["bytes"].as_u64().unwrap();
+        let before = free();
+        // The cache of a disk goes with the last who has it open.
+        guest.shell("mknod /dev/disk b 98 0; sleep 9999 </dev/disk & dd if=/dev/disk of=/dev/null bs=1M").unwrap();
+        let cached = free();
+        assert!(cached + 100 * MIB < before, "{cached} of {before} bytes are free with 128 MiB in the cache");
+        let list = balloon.json(&["hint", "--squeeze", "--reserve", "32M"]);
+        let squeezed = list["bytes"].as_u64().unwrap();
+        assert!(squeezed > cached + 80 * MIB, "{squeezed} after {cached} of {before}: {list}");
+        assert!(list["squeezed"].as_u64().unwrap() > 80 * MIB, "{list}");
+        let device = balloon.json(&["query"]);
+        assert_eq!((&device["actual"], &device["target"]), (&ram, &ram), "the guest has all of its memory");
+        assert!(guest.meminfo("Buffers").unwrap() < 48 << 10, "the cache is gone");
+        assert!(guest.meminfo("MemFree").unwrap() * 1024 > cached + 80 * MIB, "the guest holds nothing");
+        guest.check_alive().unwrap();
+    });
 }
 
 #[test]
