@@ -77,6 +77,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
         disks: args.disks.into(),
         overlay_dir: args.overlay_dir.clone(),
         durability: args.new.durability(),
+        hint_wait: args.hint_wait,
     }
 }
 

@@ -46,6 +46,24 @@ fn linux_with_a_balloon_that_hints_free_pages_counts_on() {
 }
 
 #[test]
+fn free_pages_that_are_waited_for_are_not_stored_however_fast_memory_goes() {
+    needs_qemu!();
+    let machine = Machine::linux(LinuxGuest::default()).balloon();
+    let vm = machine.start().unwrap();
+    vm.wait_counts(2).unwrap();
+    // 128 MiB that are full of something and free.
+    vm.shell("yes limosa | head -c 134217728 > /tmp/full; rm /tmp/full").unwrap();
+    for options in [&[][..], &["--channels", "2"]] {
+        let (_folder, file) = place();
+        save(&vm, &file, &[&["--via", "socket", "--hint-wait", "20s"], options].concat());
+        let told = limosa(["inspect", "--json", &file.display().to_string()]).json();
+        let pages = &told["manifest"]["pages"];
+        assert!(pages["hinted"].as_u64().unwrap() > 32_768 * 9 / 10, "{options:?}: {pages}");
+        vm.wait_counts(1).unwrap();
+    }
+}
+
+#[test]
 fn a_guest_in_a_memfd_is_saved() {
     needs_qemu!();
     saves_beat(&small().backend(MemoryBackend::Memfd));

@@ -67,6 +67,11 @@ pub(crate) struct SaveArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub(crate) timeout: Option<Duration>,
 
+    /// Send memory slowly at first, for this long at most, until QEMU has heard which pages the guest's balloon hints as free: what
+    /// leaves before that is stored
+    #[arg(long, value_name = "TIME", value_parser = parse_time, conflicts_with = "background")]
+    pub(crate) hint_wait: Option<Duration>,
+
     /// What to do with a VM that changes its memory faster than it is saved
     #[arg(long, value_enum, default_value_t = OnTimeoutArg::Cancel, requires = "timeout")]
     pub(crate) on_timeout: OnTimeoutArg,

@@ -15,6 +15,7 @@ mod background;
 mod by_file;
 mod by_socket;
 mod connection;
+mod hints;
 mod overlay;
 mod preflight;
 mod watcher;
@@ -107,6 +108,9 @@ pub struct SaveOptions {
     pub overlay_dir: Option<PathBuf>,
     /// Whether to wait until a power cut cannot lose the file.
     pub durability: Durability,
+    /// How long memory goes out slowly at the beginning until QEMU has heard which pages the guest's balloon hints as free; `None`:
+    /// it goes as fast as it may from the beginning, and what has left before the list has come is stored.
+    pub hint_wait: Option<Duration>,
 }
 
 impl SaveOptions {
@@ -115,6 +119,12 @@ impl SaveOptions {
         let refused = |why: &str, hint: &str| Err(JobError::refused(why, hint));
         if self.background && self.stop {
             return refused("a VM that is saved in the background goes on", "leave --background or --stop out");
+        }
+        if self.background && self.hint_wait.is_some() {
+            return refused(
+                "QEMU asks no balloon for free pages in the background",
+                "leave --background or --hint-wait out",
+            );
         }
         if self.channels.is_none() && self.compression != Compression::None {
             return refused("only pages on channels of their own are compressed", "say --channels too");
@@ -144,6 +154,11 @@ impl SaveOptions {
             );
         }
         Ok(())
+    }
+
+    /// Whether memory goes out slowly at first. Of a VM that stands still QEMU asks nobody.
+    fn waits_for_hints(&self, before: &Preflight) -> bool {
+        self.hint_wait.is_some() && before.was_running
     }
 }
 
@@ -317,7 +332,9 @@ fn prepare(
         Route::File => by_file::channels(monitor, &pending, options.channels, watch.notice)?,
         _ => options.channels.map(usize::from),
     };
-    let mut wish = settings(route, options, channels, !before.overlays.is_empty(), watch.control.max_bandwidth());
+    let bandwidth = watch.control.max_bandwidth();
+    let bandwidth = if options.waits_for_hints(&before) { hints::slow(bandwidth) } else { bandwidth };
+    let mut wish = settings(route, options, channels, !before.overlays.is_empty(), bandwidth);
     if route == Route::Socket
         && options.channels.is_some()
         && let Some(how) = current.parameters.get("zero-page-detection").filter(|how| **how != "none")

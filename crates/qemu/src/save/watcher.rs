@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::{DeferredStop, MigrateError, Phase, ProgressReading};
 
+use super::hints::{self, HintWait};
 use super::{OnTimeout, SETTLES_WITHIN, SaveJob, overlay};
 use crate::job::JobError;
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
@@ -24,6 +25,8 @@ const LONGEST_DOWNTIME: u64 = 2_000_000;
 pub(super) struct Watcher<'a> {
     job: &'a SaveJob<'a>,
     applied_bandwidth: Option<NonZeroU64>,
+    /// Until it is over memory goes out slowly.
+    hints: Option<HintWait>,
     deadline: Option<Instant>,
     stopped: Option<Event>,
     resumed: Option<Event>,
@@ -59,9 +62,12 @@ impl<'a> Watcher<'a> {
     pub(super) fn new(job: &'a SaveJob<'a>, writes: bool) -> Result<Self, JobError> {
         job.monitor.qmp().take_events()?;
         let state = job.before.manifest.run_state.as_deref().map_or(RunState::Running, RunState::from);
+        let bandwidth = job.watch.control.max_bandwidth();
+        let wait = job.options.hint_wait.filter(|_| job.options.waits_for_hints(&job.before));
         Ok(Self {
             job,
-            applied_bandwidth: job.watch.control.max_bandwidth(),
+            applied_bandwidth: if wait.is_some() { hints::slow(bandwidth) } else { bandwidth },
+            hints: wait.map(|longest| HintWait::begin(Instant::now(), longest)),
             deadline: job.options.timeout.map(|(limit, _)| job.begun + limit),
             stopped: None,
             resumed: None,
@@ -97,8 +103,8 @@ impl<'a> Watcher<'a> {
         if self.completed {
             return Ok(MigrationStatus::Completed);
         }
-        let event =
-            monitor.qmp().wait_event(&["STOP", "RESUME", "SHUTDOWN", "GUEST_PANICKED", "MIGRATION"], ASK_EVERY)?;
+        let tick = if self.hints.is_some() { hints::ASK_EVERY } else { ASK_EVERY };
+        let event = monitor.qmp().wait_event(&["STOP", "RESUME", "SHUTDOWN", "GUEST_PANICKED", "MIGRATION"], tick)?;
         let mut status = None;
         if let Some(event) = event {
             match event.name.as_str() {
@@ -124,6 +130,10 @@ impl<'a> Watcher<'a> {
             let info = monitor.migration()?;
             if let (Some(ram), true) = (&info.ram, self.writes) {
                 self.job.watch.progress.report(&reading(&info.status, ram));
+            }
+            if self.hints.as_mut().is_some_and(|wait| !wait.goes_on(Instant::now(), info.ram.as_ref())) {
+                self.hints = None;
+                self.steer()?;
             }
             status = Some(info.status.clone());
             self.last = Some(info);
@@ -201,6 +211,7 @@ impl<'a> Watcher<'a> {
             return self.cancel();
         }
         let bandwidth = watch.control.max_bandwidth();
+        let bandwidth = if self.hints.is_some() { hints::slow(bandwidth) } else { bandwidth };
         if bandwidth != self.applied_bandwidth {
             monitor.set(&Settings::new().parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get)))?;
             self.applied_bandwidth = bandwidth;
