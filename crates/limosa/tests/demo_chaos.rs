@@ -10,14 +10,14 @@ mod chaos;
 
 use std::time::Duration;
 
+use chaos::bout::Bout;
 use chaos::dice::Dice;
 use chaos::*;
-use limosa_channel::Uri;
 use limosa_demo::Settings;
 use limosa_demo::guest::GuestKind;
 use limosa_demo::settings::LogKind;
 use limosa_demo::state::{Role, State};
-use limosa_testkit::{Direction, Proxy};
+use limosa_testkit::Direction;
 
 /// What happens to a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,34 +42,21 @@ struct Strike {
 
 /// Bytes of an undisturbed migration, both ways.
 fn undisturbed(settings: &Settings) -> (u64, u64) {
-    let mut place = Place::new();
-    let (source, destination) =
-        (place.start(Role::Source, settings, None), place.start(Role::Destination, settings, None));
-    let (mut source, mut destination) = (place.meet(source), place.meet(destination));
-    let proxy = Proxy::start(&place.path("proxy"), &place.path("real")).unwrap();
-    destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("real"))).unwrap();
-    migrate(&source, &Uri::Unix(proxy.path().to_owned()), true);
-    assert_eq!(operate(&mut source, &mut destination, None, true), Whereabouts::Destination);
-    destination.memory();
-    assert_lawful(&place, false);
-    (proxy.passed(Direction::Forward), proxy.passed(Direction::Backward))
+    let mut bout = Bout::new(settings);
+    bout.migrate();
+    assert_eq!(operate(&mut bout.source, &mut bout.destination, None, true), Whereabouts::Destination);
+    bout.destination.memory();
+    assert_lawful(&bout.place, false);
+    (bout.proxy.passed(Direction::Forward), bout.proxy.passed(Direction::Backward))
 }
 
 /// One migration, struck once. Where the guest was in the end.
 fn trial(settings: &Settings, strike: Strike, seed: u64) -> Whereabouts {
     println!("seed {seed}: {strike:?}");
     let mut dice = Dice::new(seed ^ 0xface);
-    let mut place = Place::new();
-    let (source, destination) =
-        (place.start(Role::Source, settings, None), place.start(Role::Destination, settings, None));
-    let (mut source, mut destination) = (place.meet(source), place.meet(destination));
-    let proxy = Proxy::start(&place.path("proxy"), &place.path("real")).unwrap();
-    destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("real"))).unwrap();
-    proxy.stall_at(strike.direction, strike.byte);
-    migrate(&source, &Uri::Unix(proxy.path().to_owned()), true);
-    // It may be over before the byte comes.
-    let is_over = |source: &mut Living| source.status().is_none_or(|status| status.state != State::Sending);
-    while !proxy.wait_stalled(strike.direction, Duration::from_millis(5)) && !is_over(&mut source) {}
+    let mut bout = Bout::new(settings);
+    bout.migrate_up_to(strike.direction, strike.byte);
+    let Bout { place, source, destination, proxy } = &mut bout;
     let killed = match strike.blow {
         Blow::KillSource => {
             source.kill();
@@ -93,35 +80,22 @@ fn trial(settings: &Settings, strike: Strike, seed: u64) -> Whereabouts {
         proxy.go_on(strike.direction);
     }
     let by_hand = |source: &mut Living| source.status().is_some_and(|status| status.state == State::Undecided);
-    settle(&mut source, &mut destination);
-    let resumed_by_hand = by_hand(&mut source);
-    let outcome = operate(&mut source, &mut destination, killed, dice.coin());
+    settle(source, destination);
+    let resumed_by_hand = by_hand(source);
+    let outcome = operate(source, destination, killed, dice.coin());
     match outcome {
         Whereabouts::Lost => {}
         Whereabouts::Destination => drop(destination.memory()),
         Whereabouts::Source => {
             source.memory();
-            retry(&mut place, settings, &mut source, destination, dice.coin());
+            let (place, destination) = bout.retry(settings, dice.coin());
+            destination.memory();
+            assert_lawful(&place, resumed_by_hand);
+            return outcome;
         }
     }
-    assert_lawful(&place, resumed_by_hand);
+    assert_lawful(place, resumed_by_hand);
     outcome
-}
-
-/// Another attempt: into the same destination if it is still there, or into a new one.
-fn retry(place: &mut Place, settings: &Settings, source: &mut Living, mut old: Living, same: bool) {
-    let waits = old.status().is_some_and(|status| status.state == State::Failed);
-    let (mut destination, fresh) = if waits && same {
-        (old, false)
-    } else {
-        let started = place.start(Role::Destination, settings, None);
-        (place.meet(started), true)
-    };
-    let at = destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("again"))).unwrap();
-    migrate(source, &at, fresh);
-    let outcome = operate(source, &mut destination, None, true);
-    assert_eq!(outcome, Whereabouts::Destination, "another attempt: {}", words(&source.control));
-    destination.memory();
 }
 
 /// A guest whose migration is the same bytes each time, so that a byte is a moment.

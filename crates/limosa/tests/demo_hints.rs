@@ -9,6 +9,7 @@ mod chaos;
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
+use chaos::bout::Bout;
 use chaos::dice::Dice;
 use chaos::*;
 use limosa_channel::Uri;
@@ -17,7 +18,7 @@ use limosa_demo::guest::GuestKind;
 use limosa_demo::report::SourceReport;
 use limosa_demo::settings::{LogKind, Postcopy};
 use limosa_demo::state::{Role, State};
-use limosa_testkit::{Direction, Proxy};
+use limosa_testkit::Direction;
 
 /// A guest of which half is a heap, asked in every round, slow enough for lists to come on the way.
 fn hinted(seed: u64) -> Settings {
@@ -59,43 +60,36 @@ struct Sums {
 fn trial(settings: &Settings, seed: u64, sums: &mut Sums) {
     println!("seed {seed}");
     let mut dice = Dice::new(seed ^ 0xb411);
-    let mut place = Place::new();
-    let (source, destination) =
-        (place.start(Role::Source, settings, None), place.start(Role::Destination, settings, None));
-    let (mut source, mut destination) = (place.meet(source), place.meet(destination));
-    let proxy = Proxy::start(&place.path("proxy"), &place.path("real")).unwrap();
-    destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("real"))).unwrap();
+    let mut bout = Bout::new(settings);
     let strikes = dice.below(3) == 0;
-    if strikes {
-        proxy.stall_at(Direction::Forward, 4096 + dice.below(settings.memory / 2));
-    }
-    migrate(&source, &Uri::Unix(proxy.path().to_owned()), true);
     let mut killed = None;
     if strikes {
-        let busy = |source: &mut Living| source.status().is_some_and(|status| status.state == State::Sending);
-        while !proxy.wait_stalled(Direction::Forward, Duration::from_millis(5)) && busy(&mut source) {}
+        bout.migrate_up_to(Direction::Forward, 4096 + dice.below(settings.memory / 2));
         if dice.coin() {
-            destination.kill();
+            bout.destination.kill();
             killed = Some(Role::Destination);
         } else {
-            proxy.cut();
+            bout.proxy.cut();
         }
-        proxy.go_on(Direction::Forward);
+        bout.proxy.go_on(Direction::Forward);
+    } else {
+        bout.migrate();
     }
-    settle(&mut source, &mut destination);
-    while can_recover(&mut source, &mut destination) {
+    let Bout { place, source, destination, .. } = &mut bout;
+    settle(source, destination);
+    while can_recover(source, destination) {
         let at = destination.monitor.listen("migrate-recover", &Uri::Unix(place.path("recovery"))).unwrap();
         let resume = serde_json::json!({ "uri": at.to_string(), "resume": true });
         source.monitor.execute("migrate", resume).unwrap();
-        settle(&mut source, &mut destination);
+        settle(source, destination);
     }
     let stuck = |source: &mut Living| {
         source.status().is_some_and(|status| matches!(status.state, State::Undecided | State::PostcopyPaused))
     };
-    let by_hand = stuck(&mut source);
-    match operate(&mut source, &mut destination, killed, dice.coin()) {
+    let by_hand = stuck(source);
+    match operate(source, destination, killed, dice.coin()) {
         Whereabouts::Destination => {
-            assert_whole(&destination);
+            assert_whole(destination);
             let report: SourceReport = source.monitor.typed("query-report").unwrap_or_default();
             sums.moved += 1;
             sums.pages += report.rounds.iter().map(|round| round.hinted).sum::<u64>();
@@ -103,18 +97,14 @@ fn trial(settings: &Settings, seed: u64, sums: &mut Sums) {
             sums.late += report.hints.as_ref().map_or(0, |hints| hints.late);
         }
         Whereabouts::Source => {
-            assert_whole(&source);
-            let started = place.start(Role::Destination, settings, None);
-            let mut again = place.meet(started);
-            let at = again.monitor.listen("migrate-incoming", &Uri::Unix(place.path("again"))).unwrap();
-            migrate(&source, &at, true);
-            let moved = operate(&mut source, &mut again, None, true);
-            assert_eq!(moved, Whereabouts::Destination, "another attempt: {}", words(&source.control));
+            assert_whole(source);
+            let (place, again) = bout.retry(settings, false);
             assert_whole(&again);
+            return assert_lawful(&place, by_hand);
         }
         Whereabouts::Lost => assert!(killed.is_some(), "nobody was killed"),
     }
-    assert_lawful(&place, by_hand);
+    assert_lawful(place, by_hand);
 }
 
 fn many(count: u64, settings: impl Fn(u64) -> Settings) {

@@ -5,8 +5,8 @@ mod chaos;
 
 use std::collections::BTreeMap;
 use std::process::Command;
-use std::time::Duration;
 
+use chaos::bout::wait_for_byte;
 use chaos::dice::Dice;
 use chaos::*;
 use limosa_channel::Uri;
@@ -21,12 +21,6 @@ enum Blow {
     KillSource,
     KillDestination,
     Cut,
-}
-
-/// Waits until so much has gone through, or the source is settled.
-fn wait_for_byte(proxy: &Proxy, direction: Direction, source: &mut Living) {
-    let busy = |source: &mut Living| source.status().is_some_and(|status| status.state == State::Sending);
-    while !proxy.wait_stalled(direction, Duration::from_millis(5)) && busy(source) {}
 }
 
 struct Trial {

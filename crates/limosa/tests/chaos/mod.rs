@@ -5,6 +5,7 @@
 //! command that the end has printed.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
+pub(crate) mod bout;
 pub(crate) mod dice;
 pub(crate) mod network;
 

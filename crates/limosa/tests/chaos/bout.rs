@@ -1,0 +1,66 @@
+//! One migration through a proxy that holds it where a test says.
+
+use std::time::Duration;
+
+use limosa_channel::Uri;
+use limosa_demo::Settings;
+use limosa_demo::state::{Role, State};
+use limosa_testkit::{Direction, Proxy};
+
+use super::{Living, Place, Whereabouts, migrate, operate, words};
+
+/// Both ends, of which the destination listens behind a proxy.
+pub(crate) struct Bout {
+    pub(crate) place: Place,
+    pub(crate) source: Living,
+    pub(crate) destination: Living,
+    pub(crate) proxy: Proxy,
+}
+
+impl Bout {
+    pub(crate) fn new(settings: &Settings) -> Self {
+        let mut place = Place::new();
+        let (source, destination) =
+            (place.start(Role::Source, settings, None), place.start(Role::Destination, settings, None));
+        let (source, destination) = (place.meet(source), place.meet(destination));
+        let proxy = Proxy::start(&place.path("proxy"), &place.path("real")).unwrap();
+        destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("real"))).unwrap();
+        Self { place, source, destination, proxy }
+    }
+
+    /// Begins to migrate.
+    pub(crate) fn migrate(&self) {
+        migrate(&self.source, &Uri::Unix(self.proxy.path().to_owned()), true);
+    }
+
+    /// The same, held behind so many bytes: waits until they have gone through, or it is over before.
+    pub(crate) fn migrate_up_to(&mut self, direction: Direction, byte: u64) {
+        self.proxy.stall_at(direction, byte);
+        self.migrate();
+        wait_for_byte(&self.proxy, direction, &mut self.source);
+    }
+
+    /// Another attempt: into the same destination if it is still there and that is wanted, or into a new one. Who has the guest
+    /// then.
+    pub(crate) fn retry(self, settings: &Settings, same: bool) -> (Place, Living) {
+        let Self { mut place, mut source, destination: mut old, .. } = self;
+        let waits = old.status().is_some_and(|status| status.state == State::Failed);
+        let (mut destination, fresh) = if waits && same {
+            (old, false)
+        } else {
+            let started = place.start(Role::Destination, settings, None);
+            (place.meet(started), true)
+        };
+        let at = destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("again"))).unwrap();
+        migrate(&source, &at, fresh);
+        let moved = operate(&mut source, &mut destination, None, true);
+        assert_eq!(moved, Whereabouts::Destination, "another attempt: {}", words(&source.control));
+        (place, destination)
+    }
+}
+
+/// Waits until a proxy has let so much through as it is to, or the source is settled.
+pub(crate) fn wait_for_byte(proxy: &Proxy, direction: Direction, source: &mut Living) {
+    let busy = |source: &mut Living| source.status().is_some_and(|status| status.state == State::Sending);
+    while !proxy.wait_stalled(direction, Duration::from_millis(5)) && busy(source) {}
+}
