@@ -4,7 +4,7 @@
 //! 1. The configuration has none ([`crate::config`]), and neither has how much memory there is ([`Balloon::size`]): a guest that
 //!    waits for a configuration read or write waits for nobody, and who is told of a write may ask that.
 //! 2. Work on a queue takes that queue's own lock for one look at it, which may last as long as a discard does. Besides only whoever
-//!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`]), to know that nobody is at it any more; so nobody
+//!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::memory`]), to know that nobody is at it any more; so nobody
 //!    who works may wait for a guest. Whoever works on deflating takes the lock of inflating besides his own, in that order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
 //!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called, and from where it is dropped.
