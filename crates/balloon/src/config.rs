@@ -209,7 +209,8 @@ mod tests {
     fn the_driver_knows_what_it_has_read_since_it_became_so() {
         let (config, all) = (Config::default(), Features::default());
         assert!(config.is_known(), "a driver that has read nothing has nothing");
-        for (offset, set) in [(0, Config::set_num_pages as fn(&Config, u32)), (8, Config::set_hint_command)] {
+        let set_target: fn(&Config, u32) = |config, pages| _ = config.set_num_pages(pages);
+        for (offset, set) in [(0, set_target), (8, Config::set_hint_command)] {
             set(&config, 0x8000_0000);
             for (part, length) in [(offset, 3), (offset + 1, 4), (4, 4), (12, 4)] {
                 read(&config, all, part, length);
