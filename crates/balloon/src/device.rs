@@ -2,12 +2,12 @@
 //!
 //! **Laws of its locks.**
 //! 1. The configuration has none ([`crate::config`]), and neither has how much memory there is ([`Balloon::size`]): a guest that
-//!    waits for a configuration read or write waits for nobody, and who is told of a write may ask that.
+//!    waits for a configuration read or write waits for nobody.
 //! 2. Work on a queue takes that queue's own lock for one look at it, which may last as long as a discard does. Besides only whoever
 //!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::memory`]), to know that nobody is at it any more; so nobody
 //!    who works may wait for a guest. Whoever works on deflating takes the lock of inflating besides his own, in that order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
-//!    a sink of free pages, a [`Reclaim`] or an [`Observer`] may call the device from where it is called, and from where it is dropped.
+//!    a sink of free pages or a [`Reclaim`] may call the device from where it is called, and from where it is dropped.
 
 mod array;
 mod ballooned;
@@ -64,14 +64,8 @@ pub trait Transport: Send + Sync {
     }
 }
 
-/// Who wants to know what becomes of the balloon.
-pub trait Observer: Send + Sync {
-    /// The guest has this much memory now, in bytes, the balloon taken off. Called on the thread that answers the driver.
-    fn actual_changed(&self, bytes: u64);
-}
-
 /// What a device is to be.
-#[derive(Clone, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
     /// What is offered to the driver.
     pub features: Features,
@@ -80,8 +74,6 @@ pub struct Options {
     /// Whether reports of free pages are acknowledged without giving the pages back, until
     /// [`Balloon::set_reporting`] says otherwise.
     pub reporting_off: bool,
-    /// Who is told of changes.
-    pub observer: Option<Arc<dyn Observer>>,
 }
 
 /// How much memory the guest has, in bytes.
@@ -121,10 +113,11 @@ struct Queue {
 pub struct Balloon {
     offered: Features,
     numbering: Numbering,
-    observer: Option<Arc<dyn Observer>>,
     config: Config,
     /// Bytes of the guest's memory.
     ram: AtomicU64,
+    /// Counts sizes of the guest.
+    changes: AtomicU64,
     accepted: AtomicU64,
     /// A driver has accepted something, be it nothing, since the device was connected.
     has_accepted: AtomicBool,
@@ -151,13 +144,13 @@ impl std::fmt::Debug for Balloon {
 impl Balloon {
     /// A device that has neither memory nor driver yet.
     pub fn new(options: Options) -> Self {
-        let Options { features, numbering, reporting_off, observer } = options;
+        let Options { features, numbering, reporting_off } = options;
         Self {
             offered: features,
             numbering,
-            observer,
             config: Config::default(),
             ram: AtomicU64::new(0),
+            changes: AtomicU64::new(0),
             accepted: AtomicU64::new(0),
             has_accepted: AtomicBool::new(false),
             epoch: AtomicU64::new(0),
@@ -200,15 +193,19 @@ impl Balloon {
         self.config.read(self.offered, offset, into);
     }
 
-    /// The driver writes its configuration. Never waits. What is not its own to write is ignored and counted.
+    /// The driver writes its configuration. Takes no lock and never waits. What is not its own to write is ignored and counted.
     pub fn write_config(&self, offset: u32, bytes: &[u8]) {
         let written = self.config.write(self.offered, offset, bytes);
         self.counters
             .refused_config_writes
             .refuse(written.refused.into(), "it writes configuration that is not its own");
-        if written.actual_changed {
-            self.tell_actual();
-        }
+        self.changes.fetch_add(written.actual_changed.into(), Ordering::AcqRel);
+    }
+
+    /// How often the guest's size has become another one ([`Size::actual`]). Who wants to know looks here from time to time: nobody
+    /// is called, because the guest's processor stands still until its word is taken.
+    pub fn actual_changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
     }
 
     /// The guest's memory, or another one. What was in the balloon of memory that is not there any more is forgotten, so this waits
@@ -277,9 +274,7 @@ impl Balloon {
             *self.lock(queue) = Queue::default();
         }
         self.lock(&self.statistics).forget();
-        if had_balloon {
-            self.tell_actual();
-        }
+        self.changes.fetch_add(had_balloon.into(), Ordering::AcqRel);
     }
 
     /// Bytes that the guest is to have: its driver makes the balloon as large as what is beyond. More than it has is all of it.
@@ -403,12 +398,6 @@ impl Balloon {
     fn config_changed(&self) {
         if let Some(transport) = self.transport() {
             transport.config_changed();
-        }
-    }
-
-    fn tell_actual(&self) {
-        if let Some(observer) = &self.observer {
-            observer.actual_changed(self.size().actual);
         }
     }
 

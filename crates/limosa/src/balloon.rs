@@ -11,12 +11,11 @@ mod line;
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use limosa_balloon::{Balloon, Observer, Options, Strategy, VhostUserBalloon};
+use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
 use limosa_memory::Method;
 use limosa_migrate::ControlSocket;
 use limosa_vhost::Server;
@@ -46,16 +45,6 @@ pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Notes that the balloon has changed: whoever answers the guest must not wait for programs.
-#[derive(Default)]
-struct Changes(AtomicBool);
-
-impl Observer for Changes {
-    fn actual_changed(&self, _bytes: u64) {
-        self.0.store(true, Ordering::Release);
-    }
-}
-
 fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     if let Some(name) = [(DiscardArg::Dontneed, "dontneed"), (DiscardArg::Free, "free")]
         .into_iter()
@@ -65,12 +54,8 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
             "--discard {name} gives nothing back of memory that a front end shares: take auto, punch-hole, remove or none"
         );
     }
-    let changes = Arc::new(Changes::default());
-    let balloon = Arc::new(Balloon::new(Options {
-        reporting_off: args.reporting == OnOffArg::Off,
-        observer: Some(Arc::clone(&changes) as _),
-        ..Options::default()
-    }));
+    let balloon =
+        Arc::new(Balloon::new(Options { reporting_off: args.reporting == OnOffArg::Off, ..Options::default() }));
     if let Some(target) = args.target {
         balloon.set_target(target)?;
     }
@@ -99,12 +84,13 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     let farewell = Farewell { stopper: server.stopper(), jobs: Arc::clone(&jobs), balloon: Arc::clone(&balloon) };
     let begun = Instant::now();
     let line = StatusLine::show();
-    let mut announced = Instant::now();
+    let (mut announced, mut told) = (Instant::now(), 0);
     while !ending.wait(TICK) {
         jobs.go_on(&balloon, Instant::now());
         line.tell(&balloon, server.connections());
-        if announced.elapsed() >= CHANGES && changes.0.swap(false, Ordering::AcqRel) {
-            announced = Instant::now();
+        let changes = balloon.actual_changes();
+        if announced.elapsed() >= CHANGES && changes != told {
+            (announced, told) = (Instant::now(), changes);
             if let Some(socket) = &socket {
                 socket.announce("BALLOON_CHANGE", &json!({ "actual": balloon.size().actual }));
             }

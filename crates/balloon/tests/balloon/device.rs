@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::machine::{Guest, Heard, MIB, RAM, USED, settle};
 use limosa_balloon::driver::{Driver, Pages as _};
-use limosa_balloon::{Features, GuestRam, HintState, Numbering, Observer, Options, Strategy};
+use limosa_balloon::{Features, GuestRam, HintState, Numbering, Options, Strategy};
 use limosa_memory::free::{FreePageSink, FreePages as _, FreePagesError};
 
 #[test]
@@ -300,24 +300,25 @@ fn a_driver_that_vanishes_amid_a_list_leaves_nothing_behind() {
 }
 
 #[test]
-fn who_is_told_of_a_change_may_ask_the_device() {
-    #[derive(Default)]
-    struct Asker(Mutex<Vec<u64>>);
-    impl Observer for Asker {
-        fn actual_changed(&self, bytes: u64) {
-            self.0.lock().unwrap().push(bytes);
-        }
-    }
-    let asker = Arc::new(Asker::default());
-    let options = Options { observer: Some(asker.clone()), ..Options::default() };
-    let guest = Guest::with(options, |memory| Arc::new(GuestRam::new(memory, Strategy::Auto)));
+fn who_wants_to_know_of_changes_looks() {
+    let guest = Guest::new();
     let mut driver = guest.probe();
     guest.balloon.set_target(62 * MIB).unwrap();
     settle(&mut driver);
-    assert_eq!(*asker.0.lock().unwrap(), [63 * MIB, 62 * MIB]);
+    assert_eq!(
+        (guest.balloon.actual_changes(), guest.balloon.size().actual),
+        (2, 62 * MIB),
+        "an array after the other"
+    );
+    guest.balloon.write_config(4, &512u32.to_le_bytes());
+    assert_eq!(guest.balloon.actual_changes(), 2, "what is said again is no change");
     guest.balloon.reset();
     guest.balloon.reset();
-    assert_eq!(*asker.0.lock().unwrap(), [63 * MIB, 62 * MIB, RAM], "a balloon goes with its driver");
+    assert_eq!(
+        (guest.balloon.actual_changes(), guest.balloon.size().actual),
+        (3, RAM),
+        "a balloon goes with its driver"
+    );
 }
 
 #[test]

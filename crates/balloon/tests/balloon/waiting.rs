@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use limosa_balloon::{Balloon, GuestRam, More, Observer, Options, Reclaim, Strategy};
+use limosa_balloon::{Balloon, GuestRam, More, Options, Reclaim, Strategy};
 use limosa_memory::free::FreePages as _;
 use limosa_memory::{BlockOptions, GuestMemory, MemoryError};
 use vm_memory::{Bytes as _, GuestAddress};
@@ -164,17 +164,7 @@ fn nobody_waits_for_memory_that_goes() {
             assert!(went_on.is_ok() || thread::panicking(), "somebody waited for it");
         }
     }
-    #[derive(Default)]
-    struct Asker(Mutex<Option<Weak<Balloon>>>);
-    impl Observer for Asker {
-        fn actual_changed(&self, bytes: u64) {
-            let balloon = self.0.lock().unwrap().as_ref().and_then(Weak::upgrade);
-            assert_eq!(balloon.map(|balloon| balloon.size().actual), Some(bytes));
-        }
-    }
-    let asker = Arc::new(Asker::default());
-    let balloon = Arc::new(Balloon::new(Options { observer: Some(asker.clone()), ..Options::default() }));
-    *asker.0.lock().unwrap() = Some(Arc::downgrade(&balloon));
+    let balloon = Arc::new(Balloon::new(Options::default()));
     let (going, goes) = mpsc::sync_channel(1);
     let (gone, go) = mpsc::channel();
     balloon.memory(Arc::new(Going(going, Mutex::new(go))));
