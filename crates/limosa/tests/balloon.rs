@@ -17,7 +17,7 @@ use limosa_balloon::Features;
 use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Shrinker};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_testkit::{LinuxGuest, Machine as Vm, Qmp, UmlGuest, on_uml, scratch};
+use limosa_testkit::{LinuxGuest, Machine as Vm, Qmp, UmlGuest, on_uml, pattern, scratch};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, Signal};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -48,6 +48,14 @@ impl Balloon {
         let balloon = Self { limosa, folder };
         wait_for("a server", || balloon.limosa.stderr().contains("whoever connects").then_some(()));
         balloon
+    }
+
+    /// Starts another one in the place of one that has gone.
+    fn again(&mut self) {
+        let path = |path: PathBuf| path.into_os_string().into_string().unwrap();
+        let (device, control) = (path(self.device()), path(self.control()));
+        self.limosa = Limosa::start(["balloon", "--vhost-user", &device, "--control", &control]);
+        wait_for("a server", || self.limosa.stderr().contains("whoever connects").then_some(()));
     }
 
     fn device(&self) -> PathBuf {
@@ -348,7 +356,7 @@ fn a_guest_that_does_nothing_keeps_no_server_from_ending() {
 
 #[test]
 fn one_guest_after_the_other_is_served_and_the_target_holds_for_all() {
-    let balloon = Balloon::start(&["--target", "500M"]);
+    let mut balloon = Balloon::start(&["--target", "500M"]);
     for _ in 0..2 {
         let _guest = Guest::boot(&balloon, Features::default());
         wait_for("its size", || (balloon.json(&["query"])["actual"] == 500 * MIB).then_some(()));
@@ -357,14 +365,68 @@ fn one_guest_after_the_other_is_served_and_the_target_holds_for_all() {
     // A server that was killed has left its sockets; the next one takes their places.
     balloon.limosa.signal(Signal::KILL);
     wait_for("its end", || (!balloon.limosa.is_running()).then_some(()));
-    let path = |path: PathBuf| path.into_os_string().into_string().unwrap();
-    let (device, control) = (path(balloon.device()), path(balloon.control()));
-    let again = Limosa::start(["balloon", "--vhost-user", &device, "--control", &control]);
-    wait_for("a server", || again.stderr().contains("whoever connects").then_some(()));
+    balloon.again();
     let _guest = Guest::boot(&balloon, Features::default());
     assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED);
-    again.signal(Signal::TERM);
-    again.wait().success();
+    balloon.end();
+}
+
+#[test]
+fn holds_a_pattern_if_it_is_told_to() {
+    pattern::hold_if_told();
+}
+
+/// User-mode Linux 6.1 takes its device away when nobody answers any more, and never looks for another one: so what comes behind
+/// the one that was killed serves another guest.
+#[test]
+fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_once() {
+    on_uml(|| {
+        let mut balloon = Balloon::start(&[]);
+        for inflating in [false, true] {
+            let guest = UmlGuest {
+                memory: 256,
+                devices: vec![(balloon.device(), 5)],
+                modules: vec!["virtio_balloon".into()],
+                kernel_words: "init_on_alloc=0".into(),
+                programs: vec![std::env::current_exe().unwrap()],
+            };
+            let guest = guest.start().unwrap();
+            wait_for("its driver", || (balloon.json(&["query"])["driver"] == true).then_some(()));
+            let name = std::env::current_exe().unwrap().file_name().unwrap().to_string_lossy().into_owned();
+            guest.shell(&pattern::hold_line(&name, "holds_a_pattern_if_it_is_told_to", 60)).unwrap();
+            let ram = balloon.json(&["query"])["ram"].as_u64().unwrap();
+            // What the one before it served for is done for this guest, too.
+            assert!(balloon.json(&["hint"])["bytes"].as_u64().unwrap() > 60 * MIB);
+            let target = (ram - 60 * MIB).to_string();
+            assert_eq!(balloon.json(&["target", &target, "--wait", "60s"])["actual"], ram - 60 * MIB);
+            let device = balloon.json(&["query"]);
+            assert!(device["counters"]["discarded-bytes"].as_u64() >= Some(30 * MIB), "{device}");
+            assert!(device["features"].as_str().unwrap().contains("MUST_TELL_HOST"), "{device}");
+
+            let all = ram.to_string();
+            assert_eq!(balloon.json(&["target", &all, "--wait", "60s"])["actual"], ram);
+
+            // It dies with a list that is going on, or with an array of which nobody knows how far it has come.
+            let free = guest.meminfo("MemFree").unwrap();
+            if inflating {
+                balloon.json(&["target", &(ram - 100 * MIB).to_string()]);
+            } else {
+                let mut qmp = Qmp::connect(&balloon.control(), SOON).unwrap();
+                qmp.execute("balloon-hint-start", json!({})).unwrap();
+            }
+            balloon.limosa.signal(Signal::KILL);
+            wait_for("its end", || (!balloon.limosa.is_running()).then_some(()));
+            if !inflating {
+                // What is in the balloon Linux keeps there: its driver asks the device for it, too.
+                wait_for("its pages", || (guest.meminfo("MemFree").unwrap() > free - 16 * 1024).then_some(()));
+            }
+            let verdict = guest.shell(&pattern::verify_line()).unwrap();
+            assert_eq!(verdict.iter().rfind(|line| line.ends_with("pages lost")).unwrap(), "0 of 15360 pages lost");
+            guest.check_alive().unwrap();
+            drop(guest);
+            balloon.again();
+        }
+    });
 }
 
 #[test]

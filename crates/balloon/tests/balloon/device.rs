@@ -285,6 +285,29 @@ fn a_driver_that_is_unloaded_and_loaded_again_finds_an_empty_balloon() {
     assert_eq!(heard.joined(), [USED..40 * MIB]);
 }
 
+/// A driver holds hinted blocks until it reads DONE, be it from the device that comes after the one that asked for them.
+#[test]
+fn a_device_that_begins_says_that_guests_may_have_their_pages() {
+    const DONE: u32 = 1;
+    let command = |guest: &Guest| {
+        let mut bytes = [0; 4];
+        guest.balloon.read_config(8, &mut bytes);
+        u32::from_le_bytes(bytes)
+    };
+    let guest = Guest::new();
+    assert_eq!(command(&guest), DONE, "before there is a driver");
+    let mut driver = guest.probe();
+    assert_eq!(command(&guest), DONE, "and when there is one");
+    guest.balloon.request(Arc::new(Heard::default())).unwrap();
+    assert_eq!(command(&guest), DONE, "and until its queue was looked at");
+    settle(&mut driver);
+    assert!(command(&guest) != DONE && driver.shrinker().held() == 12);
+    guest.balloon.reset();
+    assert_eq!(command(&guest), DONE);
+    settle(&mut driver);
+    assert_eq!((driver.shrinker().held(), guest.free_ranges()), (0, vec![USED..RAM]));
+}
+
 #[test]
 fn a_driver_that_vanishes_amid_a_list_leaves_nothing_behind() {
     let guest = Guest::new();

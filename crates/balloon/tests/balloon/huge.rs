@@ -3,8 +3,10 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use limosa_balloon::{Features, More, Reclaim};
-use limosa_memory::MemoryError;
+use limosa_balloon::{Features, GuestRam, More, Reclaim, Strategy};
+use limosa_memory::{BlockOptions, GuestMemory, MemoryError, Method};
+use limosa_testkit::{HugePages, skipped};
+use rustix::fs::fstat;
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::bare::{Bare, BareRing};
@@ -130,4 +132,36 @@ fn nothing_is_remembered_of_memory_that_was_taken_away() {
     bare.balloon.memory(ordinary.clone());
     assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
     assert_eq!(ordinary.take(), []);
+}
+
+#[test]
+fn huge_pages_of_the_host_itself_come_back_as_a_whole() {
+    if skipped("LIMOSA_SKIP_HUGETLB") {
+        return;
+    }
+    let _pages = HugePages::reserve(16 * MIB)
+        .unwrap_or_else(|error| panic!("no huge pages: {error:#}; LIMOSA_SKIP_HUGETLB=1 skips this test"));
+    for strategy in [Strategy::Auto, Strategy::By(Method::PunchHole), Strategy::By(Method::Remove)] {
+        let block = BlockOptions::memfd("pc.ram", 16 * MIB).huge_pages(2 * MIB).map().unwrap();
+        block.write(0, &vec![7; 16 << 20]).unwrap();
+        let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
+        // The rings lie in memory of their own, where the guest has the same addresses.
+        let bare = Bare::with(|_| Arc::new(GuestRam::new(Arc::clone(&memory), strategy)));
+        let block = memory.block(0).unwrap();
+        let resident = || fstat(block.file().unwrap().0).unwrap().st_blocks * 512 / (2 << 20);
+        // Linux sends 256 pages at a time; the sixth huge page begins at page 2560.
+        send(&bare, 0, 2560..2816);
+        send(&bare, 0, 2816..3071);
+        assert_eq!(
+            (resident(), bare.balloon.counters().discards),
+            (8, 0),
+            "{strategy:?}: one page of it is the guest's"
+        );
+        send(&bare, 0, [3071]);
+        assert_eq!((resident(), bare.balloon.counters().discarded_bytes), (7, 2 * MIB), "{strategy:?}");
+        let mut bytes = vec![1; 16 << 20];
+        block.read(0, &mut bytes).unwrap();
+        let gone = (10 << 20)..(12 << 20);
+        assert!((0..).zip(&bytes).all(|(at, byte)| *byte == if gone.contains(&at) { 0 } else { 7 }), "{strategy:?}");
+    }
 }
