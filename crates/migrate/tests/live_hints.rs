@@ -511,6 +511,32 @@ fn hints_are_refused_where_nobody_sees_what_the_guest_writes() {
     assert!(vm.runs() && answers.asked.load(Ordering::SeqCst) == 0);
 }
 
+/// A guest whose driver goes amid its list.
+struct Vanishing;
+
+impl FreePages for Vanishing {
+    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        thread::spawn(move || {
+            to.free(8 * PAGE_SIZE..16 * PAGE_SIZE);
+            thread::sleep(Duration::from_millis(30));
+        });
+        Ok(())
+    }
+    fn stop(&self) {}
+    fn done(&self) {}
+}
+
+#[test]
+fn a_list_that_can_come_no_more_is_not_waited_for() {
+    let vm = vm([64, 16]);
+    let params = MigrationParams { hint_wait: Duration::MAX, ..params() };
+    let (outcome, _) = attempt(&vm, vm.logs().0, &Arc::new(Vanishing), params, None, &Control::new());
+    let stats = completed(outcome);
+    let hints = stats.hints.clone().unwrap();
+    assert_eq!((stats.rounds[0].hinted, hints.lists, hints.complete), (8, 1, 0));
+    assert_eq!(hints.list_took, None);
+}
+
 /// A guest whose driver is not there.
 struct Deaf(AtomicU64);
 

@@ -181,5 +181,17 @@ impl FreePageSink for List {
     }
 }
 
+/// Whoever lets go of a list unfinished has nothing more to say: the driver has gone, or its queue broke.
+impl Drop for List {
+    fn drop(&mut self) {
+        let mut lists = self.shared.lock();
+        if lists.number == self.number {
+            lists.over = true;
+            drop(lists);
+            self.shared.changed.notify_all();
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests;
