@@ -52,7 +52,7 @@ impl Discarding<'_> {
 
     /// The kernel takes the pages later, or not at all.
     pub(crate) fn is_lazy(&self) {
-        self.discards.lazy.store(true, Ordering::Relaxed);
+        self.discards.set_lazy();
     }
 }
 
@@ -68,6 +68,10 @@ impl Discards {
     /// Whether any discard was lazy since this was asked last.
     pub(crate) fn take_lazy(&self) -> bool {
         self.lazy.swap(false, Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_lazy(&self) {
+        self.lazy.store(true, Ordering::Relaxed);
     }
 
     // Nothing panics while one of the locks is held.

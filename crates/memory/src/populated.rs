@@ -3,6 +3,7 @@
 use std::io;
 
 use limosa_page::{PageBitmap, PageRange, holes};
+use rustix::fd::BorrowedFd;
 
 use crate::block::MemoryBlock;
 use crate::pagemap::PageMap;
@@ -40,9 +41,15 @@ impl MemoryBlock {
         Ok(found)
     }
 
+    /// Whether [`populated_among`](Self::populated_among) looks at nothing else than it is asked about; if not, at all of the block each
+    /// time. The kernel can tell of a part of private memory, and of a file on tmpfs since Linux 6.5.
+    pub fn can_be_asked_in_parts(&self) -> bool {
+        self.file().is_none_or(|(file, _)| is_asked_in_parts(file))
+    }
+
     /// Tells `found` which pages of these runs may hold something, as [`populated`](Self::populated) says it of all: for a few
-    /// pages of a block whose others are of no interest, and are not looked at where the kernel allows that (tmpfs since Linux
-    /// 6.5, private memory). The runs ascend; what `found` is told lies within them, some of it perhaps twice.
+    /// pages of a block whose others are of no interest, and are [not looked at](Self::can_be_asked_in_parts) if possible. The
+    /// runs ascend; what `found` is told lies within them, some of it perhaps twice.
     ///
     /// # Errors
     /// As [`populated`](Self::populated).
@@ -56,8 +63,11 @@ impl MemoryBlock {
             runs.into_iter().map(within).for_each(found);
             return Ok(());
         }
+        if runs.clone().into_iter().next().is_none() {
+            return Ok(());
+        }
         if let Some((file, offset)) = self.file() {
-            if holes::is_tmpfs(file) && holes::full_length(file).is_none() && few::can_count(file) {
+            if is_asked_in_parts(file) && holes::full_length(file).is_none() {
                 for run in runs.clone() {
                     few::look(file, offset, within(run), &mut found)?;
                 }
@@ -92,4 +102,8 @@ impl MemoryBlock {
             }
         }
     }
+}
+
+fn is_asked_in_parts(file: BorrowedFd<'_>) -> bool {
+    holes::is_tmpfs(file) && few::can_count(file)
 }

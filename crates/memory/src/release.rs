@@ -108,6 +108,15 @@ impl MemoryBlock {
         if !self.discards().take_lazy() {
             return Ok(());
         }
+        let kept = self.keep_populated();
+        if kept.is_err() {
+            // Another attempt has to keep them.
+            self.discards().set_lazy();
+        }
+        kept
+    }
+
+    fn keep_populated(&self) -> io::Result<()> {
         for run in self.populated(self.pages())?.runs() {
             if let Some(place) = self.place(run) {
                 // SAFETY: it changes no contents, and the pages are of this mapping.

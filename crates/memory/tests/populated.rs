@@ -1,10 +1,11 @@
 //! A few pages of a block are asked for, and the answer is the one about all of it.
 
+use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use limosa_memory::{BlockOptions, MemoryBlock, Method};
-use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange, holes};
 use proptest::prelude::*;
 
 const PAGES: u64 = 3000;
@@ -71,6 +72,16 @@ proptest! {
         expected.intersect_with(&wanted);
         prop_assert!(among(&block, &wanted) == expected);
     }
+}
+
+#[test]
+fn a_file_elsewhere_is_asked_as_a_whole() {
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.set_len(PAGES * PAGE_SIZE).unwrap();
+    let is_tmpfs = holes::is_tmpfs(file.as_fd());
+    let there = BlockOptions::file("ram", PAGES * PAGE_SIZE, file.into(), 0).map().unwrap();
+    assert!(is_tmpfs || !there.can_be_asked_in_parts());
+    assert!(BlockOptions::anonymous("ram", PAGES * PAGE_SIZE).map().unwrap().can_be_asked_in_parts());
 }
 
 #[test]

@@ -53,11 +53,13 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
 
     /// Takes what was never populated out of the first round, of what the guest has not called free by now.
     ///
-    /// In pieces: of memory that is full a page costs a tenth of what it costs to send it, and while the list comes less is left
-    /// to be asked of each piece.
+    /// In pieces, where that is possible: of memory that is full a page costs a tenth of what it costs to send it, and while the
+    /// list comes less is left to be asked of each piece.
     pub(super) fn find_holes(&self, round: &mut Round) -> Result<(), MigrateError> {
         for (index, (block, holes)) in self.vm.memory().blocks().iter().zip(&mut round.holes).enumerate() {
-            for piece in block.pages().chunks(PAGES_A_LOOK) {
+            let most = if block.can_be_asked_in_parts() { PAGES_A_LOOK } else { block.pages().len().max(1) };
+            for piece in block.pages().chunks(most) {
+                self.check()?;
                 let left = self.windows.left(index, piece);
                 left.iter().for_each(|run| holes.set_range(*run));
                 let looked = block.populated_among(left.iter().copied(), |run| holes.clear_range(run));
