@@ -338,7 +338,7 @@ impl Balloon {
     ///
     /// # Errors
     /// The ring cannot be worked on. A list of free pages that came over it has ended, and the guest is told that it may have its
-    /// pages back.
+    /// pages back; unless the ring has only [stopped](Ring::is_stopped), and the list goes on with it.
     pub fn work<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
         let Some(role) = self.numbering.role(self.accepted_features(), queue) else { return Ok(More::No) };
         let Some(state) = self.queues.get(role.index()) else { return Ok(More::No) };
@@ -350,7 +350,11 @@ impl Balloon {
         match role {
             Role::Inflate | Role::Deflate => self.work_on_arrays(role, &mut state, ring),
             Role::Statistics => self.work_on_statistics(&mut state, ring),
-            Role::Hint => self.work_on_hints(&mut state, ring).inspect_err(|_| self.end_hinting()),
+            Role::Hint => self.work_on_hints(&mut state, ring).inspect_err(|error| {
+                if !R::is_stopped(error) {
+                    self.end_hinting();
+                }
+            }),
             Role::Reporting => self.work_on_reports(&mut state, ring),
         }
     }

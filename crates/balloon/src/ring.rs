@@ -33,6 +33,12 @@ pub trait Ring {
     /// # Errors
     /// As [`pop`](Self::pop).
     fn notify(&self) -> Result<(), Self::Error>;
+
+    /// Whether that only says that the ring stands still, as when the VM is stopped for a while: what came over it so far
+    /// holds, and the rest comes when it goes on. Not so unless a kind of ring says it.
+    fn is_stopped(_error: &Self::Error) -> bool {
+        false
+    }
 }
 
 /// A queue over `virtio-queue`, for VMMs that keep their queues themselves.

@@ -159,6 +159,10 @@ impl Ring for Vring {
     fn notify(&self) -> Result<(), QueueError> {
         Self::notify(self).map(|_called| ())
     }
+
+    fn is_stopped(error: &QueueError) -> bool {
+        matches!(error, QueueError::Stopped)
+    }
 }
 
 impl Transport for FrontEnd {
@@ -255,6 +259,13 @@ mod tests {
         let hole = (2 << 20) + (16 << 12);
         assert!(bytes[hole..hole + 4096].iter().all(|byte| *byte == 0));
         assert!(bytes[hole - 1] == 7 && bytes[hole + 4096] == 7 && bytes[16 << 12] == 7);
+    }
+
+    #[test]
+    fn a_ring_that_is_broken_is_not_one_that_has_stopped() {
+        assert!(<Vring as Ring>::is_stopped(&QueueError::Stopped));
+        let broken = QueueError::from(virtio_queue::Error::InvalidDescriptorIndex);
+        assert!(!<Vring as Ring>::is_stopped(&broken));
     }
 
     fn ram() -> Arc<Ram> {

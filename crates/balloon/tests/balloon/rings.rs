@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use limosa_balloon::{Features, More, Ring, Transport};
+use limosa_balloon::{Features, HintState, More, Ring, Transport};
 use limosa_memory::free::{FreePageSink, FreePages as _};
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -47,6 +47,10 @@ impl<'m> Ring for Stopping<'m> {
 
     fn notify(&self) -> Result<(), Self::Error> {
         self.ring.notify()
+    }
+
+    fn is_stopped(error: &Self::Error) -> bool {
+        matches!(error, virtio_queue::Error::QueueNotReady)
     }
 }
 
@@ -224,6 +228,34 @@ impl FreePageSink for Told {
     }
 
     fn complete(&self) {}
+}
+
+/// The VM is stopped while somebody looks at the queue: he hears of it at his next step, in the middle of a list.
+#[test]
+fn a_list_whose_ring_stops_goes_on_with_it() {
+    let bare = Bare::new();
+    let ring = Stopping::over(&bare);
+    let told = Arc::new(Told::default());
+    bare.balloon.request(told.clone()).unwrap();
+    bare.balloon.work(3, &ring).unwrap();
+    let id = bare.command();
+    bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
+    bare.guest.write_obj(0u32, GuestAddress(0x4008)).unwrap();
+    bare.offer(0, 0x4000, 4, 0);
+    bare.balloon.work(3, &ring).unwrap();
+    bare.offer(1, 8 * MIB, 4096, WRITABLE);
+    ring.stopped.set(true);
+    assert!(bare.balloon.work(3, &ring).is_err());
+    assert_eq!((bare.command(), bare.balloon.hint_list().state), (id, HintState::Started));
+    // Behind a stop that the device has not heard of yet.
+    assert!(bare.balloon.work(3, &ring).is_err());
+
+    ring.stopped.set(false);
+    bare.offer(2, 12 * MIB, 4096, WRITABLE);
+    bare.offer(3, 0x4008, 4, 0);
+    bare.balloon.work(3, &ring).unwrap();
+    assert_eq!(*told.0.lock().unwrap(), [8 * MIB, 12 * MIB]);
+    assert!(bare.balloon.hint_list().complete && bare.used() == 4);
 }
 
 #[test]
