@@ -4,9 +4,9 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use crate::machine::{Guest, MIB, RAM, Rings, TestDriver, USED, settle};
+use crate::machine::{Guest, Heard, MIB, RAM, Rings, TestDriver, USED, settle};
 use limosa_balloon::driver::Pages as _;
-use limosa_balloon::{Balloon, Features, More, Options, OwnRing, Reclaim};
+use limosa_balloon::{Balloon, Features, HintState, More, Options, OwnRing, Reclaim, Transport};
 use limosa_memory::MemoryError;
 use limosa_memory::free::{FreePageSink, FreePages as _};
 use proptest::prelude::*;
@@ -193,7 +193,7 @@ proptest! {
         // Whatever came before, the next list is whole, and the balloon gets as near to its size as there are free pages.
         world.step(Step::Done);
         world.step(Step::Settle);
-        let heard = Arc::new(crate::machine::Heard::default());
+        let heard = Arc::new(Heard::default());
         world.guest.balloon.request(heard.clone()).unwrap();
         world.step(Step::Settle);
         prop_assert!(heard.is_complete());
@@ -232,6 +232,15 @@ impl Reclaim for Noted {
     }
 }
 
+/// A bus on which nobody listens.
+struct Nowhere;
+
+impl Transport for Nowhere {
+    fn config_changed(&self) {}
+
+    fn kick(&self, _queue: usize) {}
+}
+
 /// A word that is rather an address, an index or a flag of these rings than anything else.
 fn word() -> impl Strategy<Value = u64> {
     prop_oneof![any::<u64>(), 0u64..16, (0u64..64).prop_map(|page| page << 12), Just(0x4000_0000_0000), Just(u64::MAX)]
@@ -252,7 +261,10 @@ proptest! {
         let noted = Arc::new(Noted { ram: vec![0..128 << 10, 1 << 20..(1 << 20) + (128 << 10)], ..Noted::default() });
         let balloon = Arc::new(Balloon::new(Options::default()));
         balloon.memory(noted.clone());
+        balloon.attached(Arc::new(Nowhere));
         balloon.accepted(Features::from_bits(features));
+        let heard = Arc::new(Heard::default());
+        let asked = balloon.request(heard.clone()).is_ok();
         if poison {
             balloon.write_config(12, &[1; 4]);
         }
@@ -273,11 +285,18 @@ proptest! {
                 let before = *noted.given_back.lock().unwrap();
                 let more = balloon.work(number, &ring);
                 prop_assert!(*noted.given_back.lock().unwrap() - before <= 128);
+                let told = balloon.counters();
+                prop_assert_eq!(told.hinted_blocks, heard.ranges.lock().unwrap().len() as u64);
+                prop_assert!(asked || told.hinted_blocks == 0);
                 if !matches!(more, Ok(More::Yes)) {
                     break;
                 }
             }
         }
         balloon.reset();
+        let in_ram = |range: &Range<u64>| noted.ram.iter().any(|ram| ram.start <= range.start && range.end <= ram.end);
+        prop_assert!(heard.ranges.lock().unwrap().iter().all(in_ram));
+        prop_assert_eq!(Arc::strong_count(&heard), 1, "whoever asked is let go");
+        prop_assert_eq!(balloon.hint_list().state, HintState::Done);
     }
 }
