@@ -1,7 +1,8 @@
 //! A unix socket to listen at, and its file.
 //!
 //! The laws of this crate: the file is never accessible to others, not even for a moment (mode 0600 from the first); a file that is
-//! in use, or is no socket, is left alone; what was made is removed with its [`SocketFile`], and nothing else is.
+//! in use, or is no socket, is left alone, also when several processes start at once (the `lock` module); what was made is removed
+//! with its [`SocketFile`], and nothing else is.
 //!
 //! ```
 //! # fn main() -> std::io::Result<()> {
@@ -15,13 +16,21 @@
 //! # Ok(()) }
 //! ```
 
+mod lock;
+
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{self, FileType, Mode};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+
+use lock::Lock;
+
+/// How long others may be about to listen at the same path. Each of them needs a fraction of a millisecond.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A socket's file, removed with this value unless another one stands there by then.
 #[derive(Debug)]
@@ -43,8 +52,10 @@ impl Drop for SocketFile {
 /// Listens at `path`, where nothing may be but a socket that a dead process left behind; so many connections may wait to be
 /// accepted. The socket does not block.
 ///
+/// While it is looked at and bound, and no longer, a file of the same name with `.limosa-lock` behind it stands beside it.
+///
 /// # Errors
-/// The path is in use, too long, or cannot be; or the kernel refuses.
+/// The path is in use, too long, or cannot be; others were about to listen there for seconds; or the kernel refuses.
 pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
     let address = SocketAddrUnix::new(path)?;
     // Absolute, as the working directory may have changed by the time it is removed.
@@ -53,6 +64,8 @@ pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // On Linux bind gives the file the mode of the socket, less the umask (unix(7)): chmod after it would leave a gap.
     fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    // From before the first bind until it listens: a file whose socket is being bound looks as stale as one whose process is gone.
+    let _lock = Lock::take(&path, PATIENCE)?;
     match net::bind(&socket, &address) {
         Err(Errno::ADDRINUSE) if is_stale(&path, &address)? => {
             fs::unlink(&path)?;

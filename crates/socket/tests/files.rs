@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Barrier;
+use std::thread;
 
 use limosa_socket::listen;
 
@@ -47,4 +49,33 @@ fn a_file_that_took_its_place_is_not_removed() {
     let inode = std::fs::metadata(&path).unwrap().ino();
     drop(mine);
     assert_eq!(std::fs::metadata(&path).unwrap().ino(), inode);
+}
+
+#[test]
+fn of_many_that_start_at_once_on_a_stale_path_exactly_one_gets_it_and_can_be_connected_to() {
+    const STARTERS: usize = 4;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    for round in 0..500 {
+        drop(UnixListener::bind(&path).unwrap());
+        let start = Barrier::new(STARTERS);
+        let starter = || {
+            start.wait();
+            listen(&path, 1)
+        };
+        let ends: Vec<_> = thread::scope(|scope| {
+            let starters: Vec<_> = (0..STARTERS).map(|_| scope.spawn(starter)).collect();
+            starters.into_iter().map(|starter| starter.join().unwrap()).collect()
+        });
+        let (one, others): (Vec<_>, Vec<_>) = ends.into_iter().partition(Result::is_ok);
+        assert_eq!(one.len(), 1, "round {round}");
+        for error in others.into_iter().filter_map(Result::err) {
+            assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse, "round {round}: {error}");
+        }
+        let (socket, file) = one.into_iter().next().unwrap().unwrap();
+        let _peer = UnixStream::connect(&path).unwrap();
+        UnixListener::from(socket).accept().unwrap();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing but the socket stays");
+        drop(file);
+    }
 }
