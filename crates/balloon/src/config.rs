@@ -24,8 +24,6 @@ pub(crate) struct Config {
     poison: AtomicU32,
     /// The driver has written that since the device was connected.
     poison_said: AtomicBool,
-    /// The driver was another process's before.
-    inherited: AtomicBool,
     /// What the driver has read last of what is told to it: `num_pages` and `hint_command`.
     read: [AtomicU32; 2],
 }
@@ -38,7 +36,6 @@ impl Default for Config {
             hint_command: AtomicU32::new(DONE),
             poison: AtomicU32::new(0),
             poison_said: AtomicBool::new(false),
-            inherited: AtomicBool::new(false),
             read: [AtomicU32::new(0), AtomicU32::new(DONE)],
         }
     }
@@ -132,22 +129,21 @@ impl Config {
         self.hint_command.store(command, Ordering::Release);
     }
 
-    /// What free pages are filled with; `None`: the driver has said it to another process, and says it once.
+    /// What free pages are filled with; `None`: the driver has not said it since the device was connected. A driver that has accepted
+    /// the feature says it before it gives any page, and once; so one that has said nothing has said it to another process, and
+    /// nothing else need show that it was another's.
     pub(crate) fn poison(&self) -> Option<u32> {
-        let unknown = self.inherited.load(Ordering::Acquire) && !self.poison_said.load(Ordering::Acquire);
-        (!unknown).then(|| self.poison.load(Ordering::Acquire))
+        self.poison_said.load(Ordering::Acquire).then(|| self.poison.load(Ordering::Acquire))
     }
 
     /// The driver was another process's before, which knew what it has written.
     pub(crate) fn inherit(&self) {
-        self.inherited.store(true, Ordering::Release);
-        // Nor is it known what that one told it last: something else than this one does.
+        // What that one told it last is not known: something else than this one does.
         self.know(u32::MAX, STOP);
     }
 
     /// The driver is gone, and its balloon with it. Whether it had one.
     pub(crate) fn forget_driver(&self) -> bool {
-        self.inherited.store(false, Ordering::Release);
         self.know(0, DONE);
         self.actual.swap(0, Ordering::AcqRel) != 0
     }
@@ -161,7 +157,6 @@ impl Config {
     /// Another guest has come.
     pub(crate) fn forget_poison(&self) {
         self.poison_said.store(false, Ordering::Release);
-        self.inherited.store(false, Ordering::Release);
         self.poison.store(0, Ordering::Release);
     }
 }
@@ -183,6 +178,7 @@ mod tests {
         let config = Config::default();
         config.set_num_pages(0x0102_0304);
         let all = Features::default();
+        assert_eq!(config.poison(), None);
         assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), Written { actual_changed: true, refused: false });
         assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), Written::default());
         assert_eq!(config.write(all, 12, &0xaau32.to_le_bytes()), Written::default());

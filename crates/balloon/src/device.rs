@@ -227,7 +227,9 @@ impl Balloon {
         }
     }
 
-    /// Connects it. There is a driver once it has [accepted](Self::accepted) what it wants.
+    /// Connects it. There is a driver once it has [accepted](Self::accepted) what it wants. If that is also to say what it fills free
+    /// pages with, nothing that it reports is given back, and it is asked for no list, until it has said that: a driver that another
+    /// process had before has said it there, and may look like one that begins.
     pub fn attached(&self, transport: Arc<dyn Transport>) {
         self.has_accepted.store(false, Ordering::Release);
         self.config.forget_poison();
@@ -237,8 +239,7 @@ impl Balloon {
 
     /// The driver goes on that another process had, as when a server takes the place of one that was killed. It knows what that one
     /// has told it, so it is told that the configuration has changed: it has its hinted pages back, and makes its balloon as large
-    /// as is wanted here. What it has in the balloon is known when that has changed. What it fills free pages with, if it has accepted
-    /// to say so, it has said to the other process: nothing that it reports is given back, and it is asked for no list.
+    /// as is wanted here. What it has in the balloon is known when that has changed.
     pub fn inherited(&self) {
         self.config.inherit();
         self.config_changed();

@@ -70,6 +70,7 @@ const LOOK: Duration = Duration::from_millis(50);
 const NUM_PAGES: u32 = 0;
 const ACTUAL: u32 = 4;
 const COMMAND: u32 = 8;
+const POISON: u32 = 12;
 const STOP: u32 = 0;
 const DONE: u32 = 1;
 
@@ -129,6 +130,10 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     pub fn probe(machine: Arc<Machine<M>>, pages: Arc<Mutex<P>>, wanted: Features) -> Result<Self, RingError> {
         let features = machine.features().and(wanted);
         machine.begin(features);
+        if features.has(Features::PAGE_POISON) {
+            // Free pages are filled with zeros.
+            machine.write_config(POISON, 0);
+        }
         let mut queues = Role::ALL.map(|_| None);
         let roles = Role::ALL.into_iter().filter(|role| features.has(role.feature()));
         for (number, role) in roles.enumerate() {

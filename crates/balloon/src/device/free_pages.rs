@@ -22,8 +22,8 @@ impl FreePages for Balloon {
             return not_offered(match self.config.poison() {
                 Some(_) => "it fills free pages with a value that they have to keep (page_poison)",
                 None => {
-                    "whether it fills free pages with a value (page_poison) it has said to the process that had the balloon \
-                     before; load virtio_balloon anew there"
+                    "whether it fills free pages with a value (page_poison) it has not said here, but to the process that had \
+                     the balloon before; load virtio_balloon anew there"
                 }
             });
         }

@@ -31,6 +31,8 @@ const DESCRIPTORS: u64 = 0x1000;
 const AVAILABLE: u64 = 0x2000;
 const USED: u64 = 0x3000;
 pub(crate) const WRITABLE: u16 = 2;
+/// Where the driver says what it fills free pages with, once, before it gives any.
+pub(crate) const POISON: u32 = 12;
 
 impl Bare {
     pub(crate) fn new() -> Self {
@@ -44,6 +46,7 @@ impl Bare {
         balloon.memory(reclaim(Arc::clone(&memory)));
         balloon.attached(Arc::new(Bus));
         balloon.accepted(Features::default());
+        balloon.write_config(POISON, &[0; 4]);
         Self { memory, guest, balloon }
     }
 

@@ -13,7 +13,7 @@ use limosa_vhost::Server;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 
-use crate::bare::{Bare, BareRing, Memory, WRITABLE};
+use crate::bare::{Bare, BareRing, Memory, POISON, WRITABLE};
 use crate::machine::{Heard, MIB};
 
 const HINT: usize = 3;
@@ -57,6 +57,7 @@ fn a_ring_that_breaks_amid_a_list_ends_it() {
     let (bare, told, heard) = (Bare::new(), Arc::new(Told::default()), Arc::new(Heard::default()));
     bare.balloon.attached(told.clone());
     bare.balloon.accepted(Features::default());
+    bare.balloon.write_config(POISON, &[0; 4]);
     bare.balloon.request(heard.clone()).unwrap();
     let ring = bare.ring();
     bare.balloon.work(HINT, &ring).unwrap();

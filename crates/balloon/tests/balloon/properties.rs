@@ -4,6 +4,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use crate::bare::POISON;
 use crate::machine::{Guest, Heard, MIB, RAM, Rings, TestDriver, USED, settle};
 use limosa_balloon::driver::Pages as _;
 use limosa_balloon::{Balloon, Features, HintState, More, Options, OwnRing, Reclaim, Transport};
@@ -263,11 +264,10 @@ proptest! {
         balloon.memory(noted.clone());
         balloon.attached(Arc::new(Nowhere));
         balloon.accepted(Features::from_bits(features));
+        balloon.write_config(POISON, &[0; 4]);
         let heard = Arc::new(Heard::default());
         let asked = balloon.request(heard.clone()).is_ok();
-        if poison {
-            balloon.write_config(12, &[1; 4]);
-        }
+        balloon.write_config(POISON, &[u8::from(poison); 4]);
         for (number, count) in counts.into_iter().enumerate() {
             // All rings share what was written; of each, that many buffers are said to be available.
             let available = GuestAddress(0x400 + 0x200 * number as u64);

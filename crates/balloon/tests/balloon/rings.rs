@@ -9,7 +9,7 @@ use limosa_memory::free::{FreePageSink, FreePages as _};
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress};
 
-use crate::bare::{Bare, BareRing, Bus, Memory, WRITABLE};
+use crate::bare::{Bare, BareRing, Bus, Memory, POISON, WRITABLE};
 use crate::machine::MIB;
 
 /// A ring that stops in front of the next buffer that is given back, and one where something happens at its end.
@@ -88,7 +88,7 @@ fn a_buffer_whose_ring_was_stopped_comes_back_when_it_goes_on() {
 fn a_queue_that_stops_and_goes_on_has_the_same_driver() {
     let bare = Bare::new();
     let poison = 0xaaaa_aaaa_u32.to_le_bytes();
-    bare.balloon.write_config(12, &poison);
+    bare.balloon.write_config(POISON, &poison);
     bare.balloon.write_config(4, &77_u32.to_le_bytes());
     bare.offer(0, 0x4000, 10, 0);
     bare.balloon.work(2, &bare.ring()).unwrap();
@@ -138,13 +138,42 @@ fn what_fills_free_pages_may_be_said_before_the_feature_is_accepted() {
     let bare = Bare::new();
     bare.balloon.reset();
     bare.balloon.accepted(Features::FREE_PAGE_HINT);
-    bare.balloon.write_config(12, &[0xaa; 4]);
+    bare.balloon.write_config(POISON, &[0xaa; 4]);
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
     bare.balloon.accepted(Features::default());
     assert!(bare.balloon.request(Arc::new(Told::default())).is_err());
-    // Another guest.
+    // A driver that begins anew over the same connection says it anew; what was said holds until then.
+    bare.balloon.reset();
+    bare.balloon.accepted(Features::default());
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_err());
+    bare.balloon.write_config(POISON, &[0; 4]);
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+}
+
+/// Whose rings have given nothing back yet, a driver that another server had looks like one that begins.
+#[test]
+fn a_driver_that_has_not_said_here_what_fills_its_free_pages_keeps_them() {
+    let bare = Bare::new();
+    bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
     bare.balloon.attached(Arc::new(Bus));
     bare.balloon.accepted(Features::default());
+    let refused = bare.balloon.request(Arc::new(Told::default())).unwrap_err();
+    assert!(refused.to_string().contains("page_poison"), "{refused}");
+    bare.offer(0, 8 * MIB, 4096, WRITABLE);
+    bare.balloon.work(4, &bare.ring()).unwrap();
+    assert_eq!((bare.balloon.counters().ignored_reports, bare.used()), (1, 1));
+    let mut page = [0; 4096];
+    bare.memory.block(0).unwrap().read(8 * MIB, &mut page).unwrap();
+    assert_eq!(page, [7; 4096]);
+
+    bare.balloon.write_config(POISON, &[0; 4]);
+    for queue in 0..5 {
+        bare.balloon.stopped(queue);
+    }
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "what was said holds over a stop");
+    // One that has not accepted the feature has nothing to say.
+    bare.balloon.attached(Arc::new(Bus));
+    bare.balloon.accepted(Features::FREE_PAGE_HINT);
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
 }
 
@@ -159,33 +188,11 @@ fn a_driver_that_another_process_had_is_told_what_the_configuration_is() {
         fn kick(&self, _queue: usize) {}
     }
     let bare = Bare::new();
-    bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
     let line = Arc::new(Line::default());
     bare.balloon.attached(line.clone());
     bare.balloon.accepted(Features::default());
     bare.balloon.inherited();
     assert_eq!(line.0.load(Ordering::SeqCst), 1, "it may hold blocks, and have a balloon that nobody wants");
-    // It has said what its free pages are filled with, and nobody knows it any more.
-    let refused = bare.balloon.request(Arc::new(Told::default())).unwrap_err();
-    assert!(refused.to_string().contains("page_poison"), "{refused}");
-    bare.offer(0, 8 * MIB, 4096, WRITABLE);
-    assert_eq!(bare.balloon.work(4, &bare.ring()).unwrap(), More::No);
-    assert_eq!((bare.balloon.counters().ignored_reports, bare.used()), (1, 1));
-    let mut page = [0; 4096];
-    bare.memory.block(0).unwrap().read(8 * MIB, &mut page).unwrap();
-    assert_eq!(page, [7; 4096]);
-    bare.balloon.write_config(12, &[0; 4]);
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
-
-    // Another one, and one that has not accepted the feature, have nothing that they have not said.
-    bare.balloon.attached(line);
-    bare.balloon.inherited();
-    bare.balloon.reset();
-    bare.balloon.accepted(Features::default());
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
-    bare.balloon.inherited();
-    bare.balloon.accepted(Features::FREE_PAGE_HINT);
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
 }
 
 #[test]
@@ -204,6 +211,7 @@ fn nothing_is_asked_of_a_driver_that_is_gone_or_whose_queue_does_not_run() {
     let why = || bare.balloon.request(Arc::new(Told::default())).unwrap_err().to_string();
     bare.balloon.attached(idle.clone());
     bare.balloon.accepted(Features::default());
+    bare.balloon.write_config(POISON, &[0; 4]);
     idle.0.store(1 << 3, Ordering::SeqCst);
     assert!(why().contains("does not run"), "{}", why());
     assert!(bare.balloon.request_statistics().is_ok());

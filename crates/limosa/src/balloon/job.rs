@@ -323,6 +323,8 @@ mod tests {
         balloon.memory(ram(RAM));
         balloon.attached(Arc::new(Bus));
         balloon.accepted(Features::default());
+        // But for what it fills free pages with.
+        balloon.write_config(12, &[0; 4]);
         balloon
     }
 
