@@ -4,7 +4,7 @@
 //! 1. The configuration has none ([`crate::config`]), and neither has how much memory there is ([`Balloon::size`]): a guest that
 //!    waits for a configuration read or write waits for nobody.
 //! 2. Work on a queue takes that queue's own lock for one look at it, which may last as long as a discard does. Besides only whoever
-//!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::memory`]), to know that nobody is at it any more; so nobody
+//!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::inherited`], [`Balloon::memory`]), to know that nobody is at it any more; so nobody
 //!    who works may wait for a guest. Whoever works on deflating takes the lock of inflating besides his own, in that order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
 //!    a sink of free pages or a [`Reclaim`] may call the device from where it is called, and from where it is dropped.
@@ -105,6 +105,8 @@ struct Queue {
     pending: Option<Pending>,
     /// The buffer for statistics, which the device holds.
     held: Option<u16>,
+    /// The next buffer for statistics was filled at nobody knows what time.
+    outdated: bool,
     /// What is in the balloon, as the queue for inflating knows it.
     ballooned: Ballooned,
 }
@@ -242,18 +244,21 @@ impl Balloon {
     /// as is wanted here. What it has in the balloon is known when that has changed.
     pub fn inherited(&self) {
         self.config.inherit();
+        if let Some(mut state) = self.state(Role::Statistics) {
+            state.outdated = true;
+        }
         self.config_changed();
     }
 
     /// A queue has stopped, as when the VM is stopped for a while: its buffers that are not given back are the driver's again, and
-    /// come anew when it goes on. All that the driver has said holds, and so does a list of free pages that was asked for.
+    /// come anew when it goes on. All that the driver has said holds, and so does a list of free pages that was asked for;
+    /// statistics that come anew are not told again, but asked for once more.
     /// Nobody may [work](Self::work) on that queue meanwhile.
     pub fn stopped(&self, queue: usize) {
         let role = self.numbering.role(self.accepted_features(), queue);
-        if let Some(state) = role.and_then(|role| self.queues.get(role.index())) {
-            let mut state = self.lock(state);
+        if let Some(mut state) = role.and_then(|role| self.state(role)) {
             let ballooned = std::mem::take(&mut state.ballooned);
-            *state = Queue { epoch: state.epoch, ballooned, ..Queue::default() };
+            *state = Queue { epoch: state.epoch, ballooned, outdated: true, ..Queue::default() };
         }
     }
 
@@ -342,12 +347,7 @@ impl Balloon {
     /// pages back; unless the ring has only [stopped](Ring::is_stopped), and the list goes on with it.
     pub fn work<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
         let Some(role) = self.numbering.role(self.accepted_features(), queue) else { return Ok(More::No) };
-        let Some(state) = self.queues.get(role.index()) else { return Ok(More::No) };
-        let mut state = self.lock(state);
-        let epoch = self.epoch.load(Ordering::Acquire);
-        if state.epoch != epoch {
-            *state = Queue { epoch, ..Queue::default() };
-        }
+        let Some(mut state) = self.state(role) else { return Ok(More::No) };
         match role {
             Role::Inflate | Role::Deflate => self.work_on_arrays(role, &mut state, ring),
             Role::Statistics => self.work_on_statistics(&mut state, ring),
@@ -358,6 +358,16 @@ impl Balloon {
             }),
             Role::Reporting => self.work_on_reports(&mut state, ring),
         }
+    }
+
+    /// What was left of a queue of the driver that there is.
+    fn state(&self, role: Role) -> Option<MutexGuard<'_, Queue>> {
+        let mut state = self.lock(self.queues.get(role.index())?);
+        let epoch = self.epoch.load(Ordering::Acquire);
+        if state.epoch != epoch {
+            *state = Queue { epoch, ..Queue::default() };
+        }
+        Some(state)
     }
 
     /// The queue for inflating.

@@ -1,8 +1,14 @@
 //! The queue for statistics: the driver gives one buffer, and fills it anew whenever the device gives it back.
+//!
+//! A buffer does not say when it was filled. The device takes it for new when it comes, which is wrong of one that comes behind a
+//! stop of the queue, or from a driver that another process had: that one may be as old as the VM's pause was long. So **law: the
+//! first buffer behind either is given back unread.** Whoever asked for statistics meanwhile is told what comes for it.
 
+use std::ops::Deref;
 use std::sync::atomic::Ordering;
 
-use vm_memory::Bytes as _;
+use virtio_queue::DescriptorChain;
+use vm_memory::{Bytes as _, GuestMemory};
 
 use super::pending::BUFFERS;
 use super::turn::Turn;
@@ -54,36 +60,26 @@ impl Balloon {
     }
 
     pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        let mut turn = Turn::default();
+        let (mut turn, mut unread) = (Turn::default(), false);
         let more = loop {
             if turn.is_over(BUFFERS) || self.is_reset(state.epoch) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
             turn.take(&chain);
-            let mut bytes = [0; ENTRIES * ENTRY];
-            let mut length = 0;
-            for buffer in chain.clone().readable() {
-                let rest = bytes.get_mut(length..).unwrap_or_default();
-                let wanted = (buffer.len() as usize).min(rest.len());
-                let Some(into) = rest.get_mut(..wanted) else { break };
-                if chain.memory().read_slice(into, buffer.addr()).is_err() {
-                    self.counters.unreadable_buffers.refuse(1, "statistics that are not in its memory");
-                    break;
-                }
-                length += wanted;
+            unread = std::mem::take(&mut state.outdated);
+            if !unread {
+                self.read_statistics(&chain);
             }
-            self.take_statistics(bytes.get(..length).unwrap_or_default());
             // It gives another one although the device still holds one: it has to do with the newer.
             if let Some(older) = state.held.replace(chain.head_index()) {
                 self.counters.unexpected_buffers.refuse(1, "a second buffer for statistics");
                 ring.add_used(older, 0)?;
             }
         };
-        // Asked for while none is held: the next buffer holds what was wanted, and is not given back for it.
+        // Asked for while none is held: the next buffer that is read holds what was wanted, and is not given back for it.
         if !self.is_reset(state.epoch)
-            && self.statistics_wanted.swap(false, Ordering::AcqRel)
-            && turn.is_empty()
+            && ((self.statistics_wanted.swap(false, Ordering::AcqRel) && turn.is_empty()) || unread)
             && let Some(held) = state.held
         {
             let asked_again = |_: &R::Error| self.statistics_wanted.store(true, Ordering::Release);
@@ -91,6 +87,26 @@ impl Balloon {
             state.held = None;
         }
         self.leave(state, ring, more)
+    }
+
+    fn read_statistics<M>(&self, chain: &DescriptorChain<M>)
+    where
+        M: Deref + Clone,
+        M::Target: GuestMemory + Sized,
+    {
+        let mut bytes = [0; ENTRIES * ENTRY];
+        let mut length = 0;
+        for buffer in chain.clone().readable() {
+            let rest = bytes.get_mut(length..).unwrap_or_default();
+            let wanted = (buffer.len() as usize).min(rest.len());
+            let Some(into) = rest.get_mut(..wanted) else { break };
+            if chain.memory().read_slice(into, buffer.addr()).is_err() {
+                self.counters.unreadable_buffers.refuse(1, "statistics that are not in its memory");
+                break;
+            }
+            length += wanted;
+        }
+        self.take_statistics(bytes.get(..length).unwrap_or_default());
     }
 
     fn take_statistics(&self, bytes: &[u8]) {
