@@ -487,11 +487,20 @@ fn a_guest_that_goes_amid_a_list_ends_it() {
 #[test]
 fn a_stock_qemus_own_balloon_is_resized_and_waited_for() {
     needs_qemu!();
-    let vm = Vm::linux(LinuxGuest::default()).balloon().start().unwrap();
+    let machine = Vm::linux(LinuxGuest::default()).balloon();
+    // Of what is plugged its balloon knows DIMMs alone; an NVDIMM stands for what it does not know.
+    let base = machine.memory_bytes();
+    let memory = format!("{}M,slots=2,maxmem={}M", base / MIB, base / MIB + 1024);
+    let plugged = ["-machine", "nvdimm=on", "-m", &memory]
+        .into_iter()
+        .chain("-object memory-backend-ram,id=ram0,size=128M -device pc-dimm,id=dimm0,memdev=ram0".split(' '))
+        .chain("-object memory-backend-ram,id=ram1,size=128M -device nvdimm,id=nvdimm0,memdev=ram1".split(' '));
+    let vm = plugged.fold(machine, |machine, word| machine.argument(word)).start().unwrap();
     vm.wait_counts(1).unwrap();
     let qmp = vm.qmp_socket().display().to_string();
     let ctl = |what: &[&str]| limosa([&["balloon", "ctl", &qmp][..], what].concat());
     let ram = ctl(&["query", "--json"]).json()["actual"].as_u64().unwrap();
+    assert_eq!(ram, base + 128 * MIB);
     // Not whole pages: what a balloon of whole pages comes to.
     let asked = (ram - 32 * MIB - 1).to_string();
     let told = ctl(&["target", &asked, "--wait", "120s", "--json"]).json();

@@ -91,8 +91,10 @@ impl Ctl {
             Ok(device) => Ok((number(&device, "actual"), number(&device, "target"))),
             // A stock QEMU's own balloon says less. It is of whole pages, and what the guest has not got nobody can give it.
             Err(error) if error.is_unknown_command() => {
-                let memory = self.ask("query-memory-size-summary", json!({}))?;
-                let ram = number(&memory, "base-memory").saturating_add(number(&memory, "plugged-memory"));
+                let ram = stock_ram(
+                    &self.ask("query-memory-size-summary", json!({}))?,
+                    &self.ask("query-memory-devices", json!({}))?,
+                );
                 let actual = number(&self.ask("query-balloon", json!({}))?, "actual");
                 Ok((actual, asked.checked_next_multiple_of(PAGE_SIZE).unwrap_or(u64::MAX).min(ram)))
             }
@@ -251,6 +253,16 @@ fn number(answer: &Value, name: &str) -> u64 {
     answer.get(name).and_then(Value::as_u64).unwrap_or(0)
 }
 
+/// The bytes of memory that a stock QEMU's balloon reckons with, of its `query-memory-size-summary` and `query-memory-devices`: what
+/// the VM was started with, and DIMMs. NVDIMMs and virtio-mem, `plugged-memory` to QEMU as well, are no part of it (as 10.0.2 answers
+/// `query-balloon` beside them).
+fn stock_ram(summary: &Value, devices: &Value) -> u64 {
+    let devices = devices.as_array().into_iter().flatten();
+    let dimms = devices.filter(|device| device.get("type").and_then(Value::as_str) == Some("dimm"));
+    let sizes = dimms.filter_map(|dimm| dimm.get("data")).map(|data| number(data, "size"));
+    sizes.fold(number(summary, "base-memory"), u64::saturating_add)
+}
+
 /// Signals that break a command off.
 struct Break(RefCell<Signals>, Cell<bool>);
 
@@ -280,5 +292,29 @@ impl Break {
             }
             std::thread::sleep(rest.min(Duration::from_millis(20)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stock_balloons_memory_is_the_base_and_its_dimms() {
+        const MIB: u64 = 1 << 20;
+        let summary = json!({ "base-memory": 256 * MIB, "plugged-memory": 320 * MIB });
+        let mut devices = json!([
+            { "type": "dimm", "data": { "id": "d", "size": 128 * MIB, "hotpluggable": true } },
+            { "type": "nvdimm", "data": { "id": "n", "size": 64 * MIB } },
+            { "type": "virtio-mem", "data": { "id": "v", "size": 128 * MIB, "max-size": 256 * MIB } },
+            { "type": "virtio-pmem", "data": { "id": "p", "size": 16 * MIB } },
+        ]);
+        assert_eq!(stock_ram(&summary, &devices), 384 * MIB);
+        assert_eq!(stock_ram(&summary, &json!([])), 256 * MIB);
+        // It is somebody else's program that answers.
+        devices[1] = json!({ "type": "dimm", "data": { "size": u64::MAX } });
+        devices[2] = json!({ "type": "dimm" });
+        assert_eq!(stock_ram(&summary, &devices), u64::MAX);
+        assert_eq!(stock_ram(&json!([]), &json!("dimm")), 0);
     }
 }
