@@ -62,7 +62,14 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     let ending = Arc::new(Ending::default());
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
     let device = VhostUserBalloon::new(Arc::clone(&balloon), strategy(args.discard));
-    let server = Arc::new(Server::bind(&args.vhost_user, Arc::new(device))?);
+    if args.control.as_ref() == Some(&args.vhost_user) {
+        anyhow::bail!("--vhost-user and --control are two sockets: give each a path of its own");
+    }
+    let server = Server::bind(&args.vhost_user, Arc::new(device)).with_context(|| {
+        let path = args.vhost_user.display();
+        format!("cannot listen for a front end at {path} (--vhost-user): it needs a folder that is there, and a path that nobody uses")
+    });
+    let server = Arc::new(server?);
     let jobs = Arc::new(Jobs::default());
     let commands = BalloonCommands::new(Arc::clone(&balloon), Arc::clone(&jobs), Arc::clone(&ending));
     let socket = args.control.as_deref().map(|path| {

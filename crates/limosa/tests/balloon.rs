@@ -165,7 +165,7 @@ impl Drop for Guest {
 fn a_guest_gives_memory_back_and_gets_it_again() {
     let balloon = Balloon::start(&[]);
     let none = balloon.ctl(&["query"]).success().stdout;
-    assert!(none.contains("no driver in the guest"), "{none}");
+    assert!(none.contains("no guest has shared its memory"), "{none}");
     let guest = Guest::boot(&balloon, Features::default());
     let mut events = Qmp::connect(&balloon.control(), SOON).unwrap();
 
@@ -461,13 +461,22 @@ fn what_cannot_be_done_is_said_in_one_line() {
         balloon.ctl(what).one_line(&["load virtio_balloon"]);
     }
     balloon.ctl(&["target", "17"]).one_line(&["at least 4096 bytes"]);
+    balloon.ctl(&["target", "256M", "--wait", "50ms"]).one_line(&["no driver has taken the balloon"]);
+    let later = balloon.ctl(&["target", "1T"]).success();
+    assert!(later.stderr.contains("no driver has taken the balloon yet"), "{}", later.stderr);
+    limosa(["balloon", "ctl", "nobody", "query"]).one_line(&["nobody answers at", "--control socket"]);
+    limosa(["balloon", "--vhost-user", "x", "--control", "x"]).one_line(&["a path of its own"]);
     let taken = balloon.device().into_os_string().into_string().unwrap();
-    limosa(["balloon", "--vhost-user", &taken]).one_line(&[&taken]);
+    limosa(["balloon", "--vhost-user", &taken]).one_line(&[&taken, "(--vhost-user)", "nobody uses"]);
     let guest = Guest::boot(&balloon, Features::NONE);
     balloon.ctl(&["stats"]).one_line(&["no statistics"]);
     balloon.ctl(&["hint"]).one_line(&["free-page-hint"]);
     guest.pause_when(|| true);
     balloon.ctl(&["target", "256M", "--wait", "100ms"]).one_line(&["not 256 MiB", "ask for more"]);
+    let asking = Limosa::start(balloon.arguments(&["target", "128M", "--wait", "60s"]));
+    wait_for("the order", || (balloon.json(&["query"])["target"] == 128 * MIB).then_some(()));
+    balloon.ctl(&["target", "200M"]);
+    asking.wait().one_line(&["somebody has asked the guest to do with 200 MiB"]);
 }
 
 #[test]

@@ -78,9 +78,9 @@ pub(crate) enum DiscardArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnOffArg {
-    /// They are
+    /// Give them back to the host
     On,
-    /// They are not
+    /// Leave them alone
     Off,
 }
 

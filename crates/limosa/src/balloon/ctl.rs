@@ -24,7 +24,8 @@ const TICK: Duration = Duration::from_millis(10);
 const ANSWER: Duration = Duration::from_secs(10);
 
 pub(super) fn run(args: &BalloonCtlArgs) -> anyhow::Result<ExitCode> {
-    let ctl = Ctl { qmp: Qmp::connect(&args.control, &Options::default())?, json: args.json };
+    let qmp = Qmp::connect(&args.control, &Options::default()).map_err(told)?;
+    let ctl = Ctl { qmp, json: args.json };
     match &args.what {
         BalloonCtlCommand::Target { size, wait } => ctl.target(*size, *wait)?,
         BalloonCtlCommand::Query => ctl.query()?,
@@ -52,15 +53,23 @@ impl Ctl {
         let Some(patience) = wait else {
             if self.json {
                 print_out!("{}", json!({ "target": size }));
-            } else {
+            } else if self.progress(size)?.driver {
                 say!("limosa: the guest is asked to do with {}", words::bytes(size));
+            } else {
+                say!(
+                    "limosa: no driver has taken the balloon yet: one that does is asked to do with {}",
+                    words::bytes(size)
+                );
             }
             return Ok(());
         };
         let (line, broken) = (StatusLine::show(), Break::watch()?);
         loop {
-            let (actual, target) = self.progress(size)?;
-            if actual == target {
+            let Progress { driver, ram, actual, target } = self.progress(size)?;
+            if ram != 0 && target != whole_pages(size).min(ram) {
+                bail!("somebody has asked the guest to do with {} meanwhile", words::bytes(target));
+            }
+            if driver && actual == target {
                 drop(line);
                 if self.json {
                     print_out!(
@@ -72,9 +81,17 @@ impl Ctl {
                 }
                 return Ok(());
             }
+            if begun.elapsed() >= patience && !driver {
+                bail!(
+                    "no driver has taken the balloon for {}: is virtio_balloon loaded in the guest? What was asked for holds for \
+                     whoever takes it",
+                    words::time(patience)
+                );
+            }
             if begun.elapsed() >= patience {
                 bail!(
-                    "the guest has {} after {}, not {}; it may need what it has: ask for more, or look at `stats`",
+                    "the guest has {} after {}, not {}; it may need what it has (`stats` tells), or stand still. It is still asked to get \
+                     there: ask for more, or for all (1T), to undo that",
                     words::bytes(actual),
                     words::time(patience),
                     words::bytes(target)
@@ -85,10 +102,15 @@ impl Ctl {
         }
     }
 
-    /// The bytes that the guest has, and is to have when it has done what it was asked for.
-    fn progress(&self, asked: u64) -> anyhow::Result<(u64, u64)> {
+    /// How far the guest is.
+    fn progress(&self, asked: u64) -> anyhow::Result<Progress> {
         match self.qmp.execute("query-balloon-device", json!({})) {
-            Ok(device) => Ok((number(&device, "actual"), number(&device, "target"))),
+            Ok(device) => Ok(Progress {
+                driver: device.get("driver") == Some(&Value::Bool(true)),
+                ram: number(&device, "ram"),
+                actual: number(&device, "actual"),
+                target: number(&device, "target"),
+            }),
             // A stock QEMU's own balloon says less. It is of whole pages, and what the guest has not got nobody can give it.
             Err(error) if error.is_unknown_command() => {
                 let ram = stock_ram(
@@ -96,7 +118,7 @@ impl Ctl {
                     &self.ask("query-memory-devices", json!({}))?,
                 );
                 let actual = number(&self.ask("query-balloon", json!({}))?, "actual");
-                Ok((actual, asked.checked_next_multiple_of(PAGE_SIZE).unwrap_or(u64::MAX).min(ram)))
+                Ok(Progress { driver: true, ram, actual, target: whole_pages(asked).min(ram) })
             }
             Err(error) => Err(told(error)),
         }
@@ -118,7 +140,9 @@ impl Ctl {
             return Ok(());
         }
         let (target, ram) = (words::bytes(number(&device, "target")), words::bytes(number(&device, "ram")));
-        if device.get("driver") == Some(&Value::Bool(false)) {
+        if number(&device, "ram") == 0 {
+            print_out!("no guest has shared its memory yet");
+        } else if device.get("driver") == Some(&Value::Bool(false)) {
             print_out!("no driver in the guest has taken the balloon; it is to have {target} of {ram}");
         } else {
             print_out!("the guest has {actual} of {ram}, and is to have {target}");
@@ -213,7 +237,12 @@ impl Ctl {
             return Ok(());
         }
         if let Some(squeezed) = job.get("squeezed").and_then(Value::as_u64) {
-            say!("limosa: squeezed out {}, and given back to the guest", words::bytes(squeezed));
+            let has = words::bytes(number(&job, "actual"));
+            if squeezed == 0 {
+                say!("limosa: nothing squeezed out: the guest has no more available than is left to it (--reserve)");
+            } else {
+                say!("limosa: {} squeezed out; the guest has {has} again", words::bytes(squeezed));
+            }
         }
         print_out!(
             "{} free in {} blocks, listed in {:.1} ms",
@@ -236,7 +265,31 @@ impl Ctl {
     }
 }
 
+/// How far a guest is with what it was asked for.
+struct Progress {
+    /// Whether its driver has taken the balloon.
+    driver: bool,
+    /// Bytes that it was given,
+    ram: u64,
+    /// that it has, the balloon taken off,
+    actual: u64,
+    /// and is to have when it has done what it was asked for.
+    target: u64,
+}
+
 fn told(error: QmpError) -> anyhow::Error {
+    match &error {
+        QmpError::Connect { monitor, source } => {
+            return anyhow::anyhow!(
+                "nobody answers at {monitor}: {source}; give the --control socket of a `limosa balloon` that runs, or a QMP socket of \
+                 QEMU's"
+            );
+        }
+        QmpError::Closed { monitor, .. } => {
+            return anyhow::anyhow!("whoever served the balloon at {monitor} has ended meanwhile");
+        }
+        _ => {}
+    }
     if error.is_unknown_command() {
         return anyhow::anyhow!(
             "this is not limosa's balloon (give the --control socket of `limosa balloon`): {error}"
@@ -247,6 +300,11 @@ fn told(error: QmpError) -> anyhow::Error {
         Some(desc) => anyhow::anyhow!("{desc}"),
         None => error.into(),
     }
+}
+
+/// What a guest is left with that is asked to do with so many bytes, if it has more.
+fn whole_pages(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(PAGE_SIZE).unwrap_or(u64::MAX)
 }
 
 fn number(answer: &Value, name: &str) -> u64 {

@@ -79,7 +79,7 @@ impl Jobs {
     pub(super) fn begin(&self, balloon: &Balloon, wanted: Wanted) -> Result<(), String> {
         let mut jobs = self.lock();
         if jobs.as_ref().is_some_and(|job| job.phase != Phase::Over) {
-            return Err("a list of free pages is being made already: wait for it, or stop it".into());
+            return Err("a list of free pages is being made already: wait for it, or end the `ctl` that asked for it (balloon-hint-stop for programs)".into());
         }
         let now = Instant::now();
         let phase = if wanted.squeeze {
