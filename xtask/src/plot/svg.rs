@@ -11,7 +11,7 @@ use super::Spread;
 /// Width of the picture, in its own units.
 const WIDTH: f64 = 960.0;
 /// Where bars begin.
-const LEFT: f64 = 190.0;
+const LEFT: f64 = 210.0;
 /// Where the longest may end: behind it is room for a number.
 const RIGHT: f64 = WIDTH - 110.0;
 /// Where the first case begins.
