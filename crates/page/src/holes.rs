@@ -47,6 +47,37 @@ pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRang
     Ok(ranges)
 }
 
+/// The first range of data in `range` (bytes of the file), if there is any. It is empty if somebody punched it away between the two system
+/// calls: what comes behind it is not known then.
+///
+/// `SEEK_HOLE` goes on until there is a hole, if need be far beyond `range`.
+///
+/// # Errors
+///
+/// Those of lseek(2), as [`data_ranges`].
+pub fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Option<Range<u64>>> {
+    if range.is_empty() {
+        return Ok(None);
+    }
+    let start = match seek(fd, SeekFrom::Data(range.start)) {
+        // A file system that goes backwards would keep whoever asks here for ever.
+        Ok(start) => start.max(range.start),
+        Err(Errno::NXIO) => return Ok(None),
+        // A file system without SEEK_DATA: nothing is known to be a hole.
+        Err(Errno::INVAL) => return Ok(Some(range.clone())),
+        Err(error) => return Err(error.into()),
+    };
+    if start >= range.end {
+        return Ok(None);
+    }
+    match seek(fd, SeekFrom::Hole(start)) {
+        Ok(end) => Ok(Some(start..end.clamp(start, range.end))),
+        // The file was truncated since: nothing but holes from here on.
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// How long a file on tmpfs is that has no hole, by the room that it takes; `None` if it has some, or is not there. What it takes
 /// behind its end (`fallocate` can do that) would hide a hole, which then passes for data.
 #[must_use]
@@ -89,28 +120,10 @@ pub struct DataRanges<'fd> {
 impl DataRanges<'_> {
     /// The next range of data, which `rest` then begins behind.
     fn find(&mut self) -> io::Result<Option<Range<u64>>> {
-        while self.rest.start < self.rest.end {
-            let start = match seek(self.fd, SeekFrom::Data(self.rest.start)) {
-                // A file system that goes backwards would keep us here for ever.
-                Ok(start) => start.max(self.rest.start),
-                Err(Errno::NXIO) => break,
-                // A file system without SEEK_DATA: nothing is known to be a hole.
-                Err(Errno::INVAL) => return Ok(Some(std::mem::replace(&mut self.rest, 0..0))),
-                Err(error) => return Err(error.into()),
-            };
-            if start >= self.rest.end {
-                break;
-            }
-            let end = match seek(self.fd, SeekFrom::Hole(start)) {
-                Ok(end) => end.min(self.rest.end),
-                // The file was truncated since: nothing but holes from here on.
-                Err(Errno::NXIO) => break,
-                Err(error) => return Err(error.into()),
-            };
-            // If somebody punched the data away between the two calls, `end` is `start`: look behind it.
-            self.rest.start = end.max(start);
-            if start < end {
-                return Ok(Some(start..end));
+        while let Some(data) = next_data(self.fd, &self.rest)? {
+            self.rest.start = data.end;
+            if !data.is_empty() {
+                return Ok(Some(data));
             }
         }
         self.rest = 0..0;

@@ -14,10 +14,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-use limosa_page::{PAGE_SIZE, PageRange};
+use limosa_page::{PAGE_SIZE, PageRange, holes};
 use rustix::fd::BorrowedFd;
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 
 /// The number of cachestat, the same on every architecture that was added to Linux since 2011, and on x86-64.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -69,7 +67,7 @@ pub(super) fn look(
             found(pages(rest));
             break;
         }
-        let Some(data) = next_data(fd, &rest)? else { break };
+        let Some(data) = holes::next_data(fd, &rest)? else { break };
         left = left.saturating_sub((data.end - data.start).div_ceil(PAGE_SIZE));
         rest.start = data.end;
         if !data.is_empty() {
@@ -77,23 +75,6 @@ pub(super) fn look(
         }
     }
     Ok(())
-}
-
-/// The first range of data. An empty one was punched away while it was looked for its end.
-fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Option<Range<u64>>> {
-    let start = match seek(fd, SeekFrom::Data(range.start)) {
-        Ok(start) => start.max(range.start),
-        Err(Errno::NXIO) => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
-    if start >= range.end {
-        return Ok(None);
-    }
-    match seek(fd, SeekFrom::Hole(start)) {
-        Ok(end) => Ok(Some(start..end.clamp(start, range.end))),
-        Err(Errno::NXIO) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }
 
 /// How many pages of a range, which is not empty, are in memory or in swap.
