@@ -22,6 +22,7 @@ mod job;
 mod l1;
 mod layers;
 mod layout;
+mod locks;
 mod look;
 mod metadata;
 mod order;

@@ -4,26 +4,32 @@
 //! itself later on.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
 use futures_util::future::{BoxFuture, FutureExt, join_all};
 
-use super::image::{Inner, lock};
+use super::image::Inner;
+use super::locks::{Rank, RankedMutex};
 use super::slices::Flight;
 use crate::disk::Pending;
 use crate::error::ImageError;
 
-#[derive(Default)]
 pub(super) struct Abandoned {
     any: AtomicBool,
-    flights: Mutex<Vec<Flight>>,
+    flights: RankedMutex<Vec<Flight>>,
+}
+
+impl Default for Abandoned {
+    fn default() -> Self {
+        Self { any: AtomicBool::new(false), flights: Rank::Abandoned.mutex(Vec::new()) }
+    }
 }
 
 impl Abandoned {
     pub(super) fn take(&self) -> Vec<Flight> {
-        std::mem::take(&mut *lock(&self.flights))
+        self.flights.take()
     }
 }
 
@@ -44,9 +50,9 @@ impl Inner {
     /// Ends what was dropped.
     pub(super) async fn end_abandoned(&self) {
         while self.abandoned.any.load(Ordering::Acquire) {
-            let flights = lock(&self.abandoned.flights).clone();
+            let flights = self.abandoned.flights.lock().clone();
             join_all(flights).await;
-            let mut left = lock(&self.abandoned.flights);
+            let mut left = self.abandoned.flights.lock();
             left.retain(|flight| flight.peek().is_none());
             self.abandoned.any.store(!left.is_empty(), Ordering::Release);
         }
@@ -54,10 +60,10 @@ impl Inner {
 
     /// Notes the jobs that nobody waits for.
     fn abandon(&self) {
-        let jobs = lock(&self.jobs);
+        let jobs = self.jobs.lock();
         // One handle is that of the list itself.
         let alone = jobs.flights().into_iter().filter(|flight| flight.strong_count().is_some_and(|count| count <= 2));
-        let mut flights = lock(&self.abandoned.flights);
+        let mut flights = self.abandoned.flights.lock();
         flights.extend(alone);
         self.abandoned.any.store(!flights.is_empty(), Ordering::Release);
     }

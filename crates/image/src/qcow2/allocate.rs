@@ -6,8 +6,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -15,7 +15,8 @@ use limosa_storage::{Buffer, Storage};
 
 use super::counters::Purpose;
 use super::header::REFCOUNT_TABLE_MOST;
-use super::image::{Dropped, Inner, lock};
+use super::image::{Dropped, Inner};
+use super::locks::RankedMutex;
 use super::overlap::Table;
 use super::refcount_array;
 use super::slices::Flight;
@@ -119,7 +120,7 @@ impl Inner {
         let mut runs: Vec<Run> = Vec::new();
         let mut need = count;
         while need > 0 {
-            if let Some(run) = lock(&self.pool).take(need) {
+            if let Some(run) = self.pool.lock().take(need) {
                 need -= run.count;
                 match runs.last_mut() {
                     Some(last) if last.first + last.count == run.first && last.zeroed == run.zeroed => {
@@ -139,7 +140,7 @@ impl Inner {
 
     /// Clusters that were handed out, and to which nothing refers: others may have them.
     pub(super) fn put_back(&self, runs: Vec<Run>) {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         for run in runs.into_iter().rev() {
             pool.ahead.push_front(Run { zeroed: false, ..run });
         }
@@ -147,14 +148,14 @@ impl Inner {
 
     /// All that was taken ahead.
     pub(super) fn all_ahead(&self) -> Vec<Run> {
-        std::mem::take(&mut lock(&self.pool).ahead).into()
+        std::mem::take(&mut self.pool.lock().ahead).into()
     }
 
     fn refill(self: &Arc<Self>, need: u64) -> Flight {
         let inner = Arc::clone(self);
         let work = async move {
             // Somebody before us may have done it.
-            if !lock(&inner.pool).ahead.is_empty() {
+            if !inner.pool.lock().ahead.is_empty() {
                 return Ok(());
             }
             let want = need.max(inner.options.allocate_ahead >> inner.geometry.cluster_bits);
@@ -165,11 +166,11 @@ impl Inner {
             // What lies behind the end of the file is zeros, whatever the storage knows of it afterwards.
             let runs = inner.proven(first, count);
             if let Err(error) = inner.lengthen(bytes).await {
-                lock(&inner.pool).give_back(first, count);
+                inner.pool.lock().give_back(first, count);
                 return Err(error);
             }
             inner.take(first, count).await?;
-            lock(&inner.pool).ahead.extend(runs);
+            inner.pool.lock().ahead.extend(runs);
             Ok(())
         };
         self.exclusively(work.boxed())
@@ -208,19 +209,20 @@ impl Inner {
     /// Up to `want` free clusters.
     async fn find_free(self: &Arc<Self>, need: u64, want: u64) -> Result<(u64, u64), ImageError> {
         // Given back ones are used up first; a run of a request's own length is better than a longer one in parts.
-        if let Some((first, count)) = lock(&self.pool).reuse(need) {
+        let reused = self.pool.lock().reuse(need);
+        if let Some((first, count)) = reused {
             // They are counted slice by slice.
             let left = self.refcount_place(first)?.map_or(0, |place| place.left);
             if left == 0 {
                 return Err(self.corrupt(format!("refcount of cluster {first:#x}"), "its refcount block is gone"));
             }
             if left < count {
-                lock(&self.pool).give_back(first + left, count - left);
+                self.pool.lock().give_back(first + left, count - left);
             }
             return Ok((first, count.min(left)));
         }
         loop {
-            let cursor = lock(&self.pool).cursor;
+            let cursor = self.pool.lock().cursor;
             if cursor.saturating_add(want) >= END >> self.geometry.cluster_bits {
                 let what = "it has no room for another cluster".to_owned();
                 return Err(ImageError::Unsupported { image: Arc::clone(&self.name), what });
@@ -239,7 +241,7 @@ impl Inner {
                     (skipped as u64, (skipped..most).take(ahead).take_while(is_free).count() as u64)
                 })
                 .await?;
-            lock(&self.pool).cursor = cursor + skipped + count;
+            self.pool.lock().cursor = cursor + skipped + count;
             if count > 0 {
                 return Ok((cursor + skipped, count));
             }
@@ -268,7 +270,7 @@ impl Inner {
         let number = at / per_block;
         let index = usize::try_from(number).unwrap_or(usize::MAX);
         let (table_at, entries) = {
-            let refcounts = lock(&self.refcounts);
+            let refcounts = self.refcounts.lock();
             (refcounts.table_at, refcounts.blocks.len())
         };
         if index >= entries {
@@ -281,11 +283,11 @@ impl Inner {
         self.flush_file().await?;
         self.counters.add(Purpose::RefcountWrite, 8);
         self.file.write(table_at + number * 8, Buffer::copied(&host.to_be_bytes()).into()).await?;
-        if let Some(block) = lock(&self.refcounts).blocks.get_mut(index) {
+        if let Some(block) = self.refcounts.lock().blocks.get_mut(index) {
             *block = host;
         }
         self.metadata.add(host, Table::RefcountBlock);
-        lock(&self.pool).cursor = at + 1;
+        self.pool.lock().cursor = at + 1;
         Ok(())
     }
 
@@ -307,7 +309,7 @@ impl Inner {
         let (bits, per_block) = (self.geometry.cluster_bits, self.geometry.refcounts_per_block());
         let per_cluster = self.geometry.cluster_size() / 8;
         let (old_at, mut table) = {
-            let refcounts = lock(&self.refcounts);
+            let refcounts = self.refcounts.lock();
             (refcounts.table_at, refcounts.blocks.clone())
         };
         let old = table.len() as u64;
@@ -351,11 +353,11 @@ impl Inner {
             self.metadata.add((at + block) << bits, Table::RefcountBlock);
         }
         {
-            let mut refcounts = lock(&self.refcounts);
+            let mut refcounts = self.refcounts.lock();
             refcounts.table_at = table_at;
             refcounts.blocks = table;
         }
-        lock(&self.pool).cursor = end;
+        self.pool.lock().cursor = end;
         self.metadata.move_refcount_table(&self.bytes_of(at + blocks, clusters));
         self.give_up(Dropped { first: old_at >> bits, count: old / per_cluster, table: false }).await
     }
@@ -369,14 +371,14 @@ impl Inner {
                 // Whether the storage takes it back is its affair.
                 let _ = self.file.discard(bytes).await;
             }
-            lock(&self.pool).give_back(first, count);
+            self.pool.lock().give_back(first, count);
         }
     }
 }
 
 /// Work that begins when what was begun before it is over. Whoever waits for it drives that, too.
-pub(super) fn behind(last: &Mutex<Option<Flight>>, work: BoxFuture<'static, Result<(), ImageError>>) -> Flight {
-    let mut last = lock(last);
+pub(super) fn behind(last: &RankedMutex<Option<Flight>>, work: BoxFuture<'static, Result<(), ImageError>>) -> Flight {
+    let mut last = last.lock();
     let before = last.take();
     let flight: Flight = async move {
         if let Some(before) = before {
@@ -393,7 +395,7 @@ pub(super) fn behind(last: &Mutex<Option<Flight>>, work: BoxFuture<'static, Resu
 impl Inner {
     /// Cuts off what is free, as far as the file ends with it and was made longer for it.
     pub(super) async fn cut_back(&self) {
-        let last = lock(&self.pool).free.last_key_value().map(|(first, count)| self.bytes_of(*first, *count));
+        let last = self.pool.lock().free.last_key_value().map(|(first, count)| self.bytes_of(*first, *count));
         let (Some(free), Ok(length)) = (last, self.file.length()) else { return };
         let end = free.start.max(self.length_at_open);
         if end < length && length <= free.end && !self.marked_corrupt.load(Ordering::Acquire) {
@@ -431,6 +433,37 @@ mod tests {
         assert_eq!(pool.reuse(1), Some((56, 1)));
         assert_eq!(pool.reuse(2), Some((57, 1)));
         assert_eq!(pool.reuse(1), None);
+    }
+
+    #[test]
+    fn free_clusters_across_the_end_of_a_slice_of_refcounts_are_used_anew() {
+        use limosa_storage::block_on;
+        use limosa_storage::testing::SparseMemory;
+
+        use crate::disk::Disk;
+        use crate::offset::GuestOffset;
+        use crate::qcow2::create::{CreateOptions, create};
+        use crate::qcow2::image::{Parts, Qcow2, Qcow2Options};
+
+        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 4 << 20));
+        let options = CreateOptions { size: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+        let header = block_on(create(&*file, None, &options)).unwrap();
+        let options = Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() };
+        let disk = block_on(Qcow2::open(Parts { file, data_file: None, backing: None, header }, options)).unwrap();
+        let (at, length) = (GuestOffset(0), 512 << 10);
+        block_on(async {
+            disk.write(at, Buffer::copied(&vec![1; length]).into()).await?;
+            disk.discard(at, length as u64).await?;
+            disk.flush().await?;
+            // 256 refcounts are in a slice: some requests want clusters of both sides.
+            let bytes = Buffer::copied(&vec![2; length]);
+            disk.write(at, bytes.into()).await?;
+            let found = Buffer::zeroed(length);
+            disk.read(at, found.clone().into()).await?;
+            assert!(found.to_vec().iter().all(|byte| *byte == 2));
+            disk.close().await
+        })
+        .unwrap();
     }
 
     #[test]

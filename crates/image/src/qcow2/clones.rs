@@ -5,14 +5,15 @@
 //! things it is a write. Two files that cannot share are not tried again, and the guest's write goes on with a copy.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use futures_util::future::join_all;
 use limosa_storage::Storage;
 
 use super::counters::Purpose;
-use super::image::{CloneMode, CowMode, Inner, lock};
+use super::image::{CloneMode, CowMode, Inner};
 use super::job::Place;
+use super::locks::{Rank, RankedMutex};
 use super::plan::{From, Plan, Step, Want};
 use crate::disk::{Disk, MapKind};
 use crate::offset::GuestOffset;
@@ -116,21 +117,27 @@ async fn in_backing(backing: &dyn Disk, at: u64, end: u64) -> Option<(Arc<dyn St
 }
 
 /// What is known of who can share with the data storage.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Sharing {
     /// What clones are aligned to, once it was asked.
     block: OnceLock<u64>,
     /// Those that cannot.
-    refused: Mutex<Vec<Arc<dyn Storage>>>,
+    refused: RankedMutex<Vec<Arc<dyn Storage>>>,
+}
+
+impl Default for Sharing {
+    fn default() -> Self {
+        Self { block: OnceLock::new(), refused: Rank::Refused.mutex(Vec::new()) }
+    }
 }
 
 impl Sharing {
     fn is_refused(&self, storage: &Arc<dyn Storage>) -> bool {
-        lock(&self.refused).iter().any(|refused| is_same(refused, storage))
+        self.refused.lock().iter().any(|refused| is_same(refused, storage))
     }
 
     fn refuse(&self, storage: &Arc<dyn Storage>) {
-        let mut refused = lock(&self.refused);
+        let mut refused = self.refused.lock();
         if !refused.iter().any(|refused| is_same(refused, storage)) {
             refused.push(Arc::clone(storage));
         }

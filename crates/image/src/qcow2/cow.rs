@@ -11,7 +11,7 @@ use limosa_storage::{Buffer, IoVector};
 use super::allocate::{Run, zero_parts};
 use super::counters::Purpose;
 use super::entry::{L2Entry, Subclusters};
-use super::image::{Inner, lock};
+use super::image::Inner;
 use super::job::{Job, Place, State};
 use super::layers::Layers;
 use super::plan::{From, Part, Plan, Step, Want};
@@ -58,7 +58,7 @@ impl Inner {
             Err(error) => Err(error),
         };
         if linked.is_err() {
-            let state = std::mem::replace(&mut *lock(&job.state), State::Sealed);
+            let state = std::mem::replace(&mut *job.state.lock(), State::Sealed);
             if matches!(state, State::Open { shared: true, .. }) {
                 // Others may still be writing there: nobody gets these clusters before they are done.
                 for run in runs {
@@ -95,7 +95,7 @@ impl Inner {
         first: Option<(u64, IoVector)>,
     ) -> Result<(), ImageError> {
         let mut segments: Vec<(u64, IoVector)> = first.into_iter().collect();
-        let data = match &*lock(&job.state) {
+        let data = match &*job.state.lock() {
             State::Gathering(gathered) => union(gathered),
             _ => union(&segments),
         };
@@ -118,7 +118,7 @@ impl Inner {
         if plans.iter().all(|(_, plan)| plan.open) {
             // Whoever comes now writes beside us.
             let state =
-                std::mem::replace(&mut *lock(&job.state), State::Open { places: places.to_vec(), shared: false });
+                std::mem::replace(&mut *job.state.lock(), State::Open { places: places.to_vec(), shared: false });
             if let State::Gathering(gathered) = state {
                 segments = gathered;
             }
@@ -143,7 +143,7 @@ impl Inner {
             let (at, buffer) = read?;
             layers.put(at, buffer.into());
         }
-        if let State::Gathering(gathered) = std::mem::replace(&mut *lock(&job.state), State::Sealed) {
+        if let State::Gathering(gathered) = std::mem::replace(&mut *job.state.lock(), State::Sealed) {
             segments = gathered;
         }
         for (at, bytes) in &segments {
@@ -309,7 +309,7 @@ impl Inner {
     ) -> Result<Vec<L2Entry>, ImageError> {
         let cluster = self.geometry.cluster_size();
         let count = usize::try_from((job.range.end.div_ceil(cluster)) - job.range.start / cluster).unwrap_or(0);
-        let dropped = std::sync::Mutex::new(Vec::new());
+        let mut dropped = Vec::new();
         self.change_entries(job.range.start, count, |index, old| {
             let at = start + index as u64 * cluster;
             let host = places
@@ -317,12 +317,12 @@ impl Inner {
                 .find(|place| place.guest.start < at + cluster && at < place.guest.end)
                 .map(|place| HostOffset(place.host.wrapping_add(at.wrapping_sub(place.guest.start))));
             if new {
-                lock(&dropped).push(old);
+                dropped.push(old);
             }
             relinked(old, host, self.bits(&job.fill, at))
         })
         .await?;
-        Ok(dropped.into_inner().unwrap_or_default())
+        Ok(dropped)
     }
 
     /// The bits of the subclusters of the cluster at `at` that begin in a range; all of them if there are none.

@@ -4,15 +4,17 @@
 //! done. What was dropped from the tables in an epoch is used anew only when everybody who entered up to then has left. Nobody
 //! waits for that: what cannot be used yet stays where it is.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+
+use super::locks::{Rank, RankedMutex};
 
 #[derive(Debug)]
 pub(super) struct Epochs<T> {
     now: AtomicU64,
     /// How many are in the even and in the odd epoch.
     inside: [AtomicU64; 2],
-    limbo: Mutex<Limbo<T>>,
+    limbo: RankedMutex<Limbo<T>>,
 }
 
 #[derive(Debug)]
@@ -46,7 +48,7 @@ impl<T> Guard<T> {
 
 impl<T> Epochs<T> {
     pub(super) fn new() -> Arc<Self> {
-        let limbo = Mutex::new(Limbo { old: Vec::new(), new: Vec::new() });
+        let limbo = Rank::Limbo.mutex(Limbo { old: Vec::new(), new: Vec::new() });
         Arc::new(Self { now: AtomicU64::new(0), inside: [AtomicU64::new(0), AtomicU64::new(0)], limbo })
     }
 
@@ -68,7 +70,7 @@ impl<T> Epochs<T> {
 
     /// Nothing refers to these any more; those that nobody can be using any more come out.
     pub(super) fn pass(&self, dropped: Vec<T>) -> Vec<T> {
-        let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut limbo = self.limbo.lock();
         limbo.new.extend(dropped);
         let mut free = Vec::new();
         // Twice: what was dropped now is free at once if nobody is inside.
@@ -93,7 +95,7 @@ impl<T> Epochs<T> {
 
     /// Everything that is kept: nobody may be inside any more.
     pub(super) fn rest(&self) -> Vec<T> {
-        let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut limbo = self.limbo.lock();
         let mut rest = std::mem::take(&mut limbo.old);
         rest.append(&mut limbo.new);
         rest

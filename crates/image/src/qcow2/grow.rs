@@ -5,7 +5,7 @@
 //! flushes wait while the L1 table is moved. Growths are one at a time: what is new to the first is the guest's when the second begins.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, OnceLock};
 
 use futures_util::FutureExt;
 use limosa_storage::Buffer;
@@ -14,7 +14,7 @@ use super::allocate::behind;
 use super::check::extend;
 use super::counters::Purpose;
 use super::header::{Header, L1_MOST};
-use super::image::{Dropped, Inner, Qcow2, lock};
+use super::image::{Dropped, Inner, Qcow2};
 use super::overlap::Table;
 use super::zero::Zeroing;
 use crate::disk::Pending;
@@ -56,7 +56,7 @@ pub(super) fn fault(header: &Header, size: u64) -> Option<String> {
 impl Inner {
     async fn grow(self: &Arc<Self>, size: u64) -> Result<(), ImageError> {
         let old = self.size.load(Ordering::Acquire);
-        let header = lock(&self.header).clone();
+        let header = self.header.lock().clone();
         let what = if size < old {
             Some(format!("it has {old} bytes; while it is in use it does not become shorter"))
         } else if header.features.raw_data_file() {
@@ -112,19 +112,18 @@ impl Inner {
         if enough(self) {
             return Ok(());
         }
-        let moved = Arc::new(Mutex::new(None));
+        let moved = Arc::new(OnceLock::new());
         let (inner, outcome) = (Arc::clone(self), Arc::clone(&moved));
         let work = async move {
             let flushed = inner.settle_now().await;
             let mover = Arc::clone(&inner);
             let work = async move { if enough(&mover) { Ok(()) } else { mover.move_l1(entries).await } };
             // Whoever waits for a flush is told of the flush.
-            *lock(&outcome) = Some(inner.exclusively(work.boxed()).await);
+            let _ = outcome.set(inner.exclusively(work.boxed()).await);
             flushed
         };
         let flushed = self.instead_of_settling(work.boxed()).await;
-        let moved = lock(&moved).take();
-        moved.unwrap_or(flushed)
+        moved.get().cloned().unwrap_or(flushed)
     }
 
     /// Moves the L1 table to where there is room for `entries`: as it is in the file. What differs in memory is written there by the next
@@ -136,20 +135,20 @@ impl Inner {
         self.write_refcounts().await?;
         let (old_at, old) = self.l1.place();
         let clusters = self.geometry.clusters(entries * 8);
-        let mut header = lock(&self.header).clone();
-        lock(&self.refcounts).forget();
+        let mut header = self.header.lock().clone();
+        self.refcounts.lock().forget();
         let first = match extend::extend(&*self.file, &mut header, clusters).await {
             Ok(first) => first,
             Err(error) => {
                 // The file may have its old refcount table or a new one: the old one is complete, and is said to be it.
                 self.change_header(|_| {}).await?;
-                lock(&self.pool).forget_free(0);
+                self.pool.lock().forget_free(0);
                 return Err(error);
             }
         };
         self.refcounts_anew(&header).await?;
         let bits = self.geometry.cluster_bits;
-        lock(&self.pool).forget_free(first);
+        self.pool.lock().forget_free(first);
         let at = first << bits;
         let table = Buffer::zeroed(usize::try_from(clusters << bits).unwrap_or(0));
         if old > 0 {
@@ -173,12 +172,12 @@ impl Inner {
     async fn refcounts_anew(&self, header: &Header) -> Result<(), ImageError> {
         let table = Buffer::zeroed(usize::try_from(header.refcount_table_bytes()).unwrap_or(0));
         self.file.read(header.refcount_table.0.0, table.clone().into()).await?;
-        lock(&self.refcounts).has_table(header.refcount_table.0.0, &table.to_vec());
-        let blocks: Vec<u64> = lock(&self.refcounts).blocks.iter().copied().filter(|at| *at != 0).collect();
+        self.refcounts.lock().has_table(header.refcount_table.0.0, &table.to_vec());
+        let blocks: Vec<u64> = self.refcounts.lock().blocks.iter().copied().filter(|at| *at != 0).collect();
         blocks.into_iter().for_each(|at| self.metadata.add(at, Table::RefcountBlock));
         let end = header.refcount_table.0.0 + header.refcount_table_bytes();
         self.metadata.move_refcount_table(&(header.refcount_table.0.0..end));
-        lock(&self.header).refcount_table = header.refcount_table;
+        self.header.lock().refcount_table = header.refcount_table;
         Ok(())
     }
 }

@@ -51,8 +51,8 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_lock::OnceCell;
 use futures_util::FutureExt;
@@ -69,6 +69,7 @@ use super::geometry::Geometry;
 use super::header::{Compression, Header};
 use super::job::Jobs;
 use super::l1::L1;
+use super::locks::{Rank, RankedMutex};
 use super::look::{Kind, Piece};
 use super::metadata::tables_of;
 use super::order::Settling;
@@ -185,7 +186,7 @@ pub(super) struct Inner {
     pub(super) options: Qcow2Options,
     pub(super) read_only: bool,
     pub(super) size: AtomicU64,
-    pub(super) header: Mutex<Header>,
+    pub(super) header: RankedMutex<Header>,
     /// Whether clusters that count as contents may be holes in the file; see the module `preallocated`.
     pub(super) preallocated: OnceCell<bool>,
     pub(super) l1: L1,
@@ -195,24 +196,24 @@ pub(super) struct Inner {
     /// How often clusters were zeroed that stay where they are: who read meanwhile may have read what was written there since.
     pub(super) zeroings: AtomicU64,
     /// Requests that change where bytes lie.
-    pub(super) jobs: Mutex<Jobs>,
+    pub(super) jobs: RankedMutex<Jobs>,
     /// L2 tables that are being made, by their L1 entries.
-    pub(super) tables: Mutex<HashMap<u64, Flight>>,
+    pub(super) tables: RankedMutex<HashMap<u64, Flight>>,
     /// L2 tables whose contents in the file mean nothing yet.
-    pub(super) fresh: Mutex<HashSet<u64>>,
+    pub(super) fresh: RankedMutex<HashSet<u64>>,
     /// References that the tables in memory have no more, and those in the file may have.
-    pub(super) drops: Mutex<Vec<Dropped>>,
-    pub(super) refcounts: Mutex<Refcounts>,
-    pub(super) pool: Mutex<Pool>,
+    pub(super) drops: RankedMutex<Vec<Dropped>>,
+    pub(super) refcounts: RankedMutex<Refcounts>,
+    pub(super) pool: RankedMutex<Pool>,
     pub(super) sharing: Sharing,
     /// Where the image's own tables lie; empty if it is only read.
     pub(super) metadata: Tables,
     /// The last thing that was begun with refcounts or the header; see [`Inner::exclusively`].
-    pub(super) last: Mutex<Option<Flight>>,
+    pub(super) last: RankedMutex<Option<Flight>>,
     /// The last time that the disk was to become longer.
-    pub(super) growing: Mutex<Option<Flight>>,
-    pub(super) settling: Mutex<Settling>,
-    pub(super) orphans: Arc<Mutex<Vec<Orphan>>>,
+    pub(super) growing: RankedMutex<Option<Flight>>,
+    pub(super) settling: RankedMutex<Settling>,
+    pub(super) orphans: Arc<RankedMutex<Vec<Orphan>>>,
     pub(super) abandoned: Abandoned,
     /// Refcounts are written late, under the dirty bit.
     pub(super) lazy: bool,
@@ -220,7 +221,7 @@ pub(super) struct Inner {
     pub(super) marked_corrupt: AtomicBool,
     pub(super) requests: Requests,
     /// Its end, once that was begun.
-    pub(super) closing: Mutex<Option<Flight>>,
+    pub(super) closing: RankedMutex<Option<Flight>>,
     /// How long the file was when it was opened, in bytes.
     pub(super) length_at_open: u64,
     /// How long it has been since, as far as anybody looked.
@@ -229,11 +230,6 @@ pub(super) struct Inner {
     pub(super) longest_data: AtomicU64,
     /// A cluster of zeros, to be written from.
     pub(super) zeros: Buffer,
-}
-
-/// A lock that nobody holds while waiting or where anything could panic half-way.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// References to clusters that are no longer there: one for each of `count` clusters from number `first` on.
@@ -321,29 +317,29 @@ impl Qcow2 {
             counters: Counters::default(),
             epochs: Epochs::new(),
             zeroings: AtomicU64::new(0),
-            jobs: Mutex::default(),
-            tables: Mutex::default(),
-            fresh: Mutex::default(),
-            drops: Mutex::default(),
-            refcounts: Mutex::new(refcounts),
-            pool: Mutex::default(),
+            jobs: Rank::Jobs.mutex(Jobs::default()),
+            tables: Rank::Making.mutex(HashMap::new()),
+            fresh: Rank::New.mutex(HashSet::new()),
+            drops: Rank::Drops.mutex(Vec::new()),
+            refcounts: Rank::Refcounts.mutex(refcounts),
+            pool: Rank::Pool.mutex(Pool::default()),
             sharing: Sharing::default(),
             metadata,
-            last: Mutex::default(),
-            growing: Mutex::default(),
-            settling: Mutex::default(),
-            orphans: Arc::default(),
+            last: Rank::Serial.mutex(None),
+            growing: Rank::Growing.mutex(None),
+            settling: Rank::Flushes.mutex(Settling::default()),
+            orphans: Arc::new(Rank::Detached.mutex(Vec::new())),
             abandoned: Abandoned::default(),
             lazy,
             begun: AtomicBool::new(false),
             marked_corrupt: AtomicBool::new(false),
             requests: Requests::default(),
-            closing: Mutex::default(),
+            closing: Rank::Closing.mutex(None),
             length_at_open,
             longest: AtomicU64::new(length_at_open),
             longest_data: AtomicU64::new(longest_data),
             zeros: Buffer::zeroed(usize::try_from(geometry.cluster_size()).unwrap_or(0)),
-            header: Mutex::new(header),
+            header: Rank::Header.mutex(header),
             preallocated: OnceCell::new(),
             options,
         };
@@ -371,7 +367,7 @@ impl Qcow2 {
     /// Its header, as it is now.
     #[must_use]
     pub fn header(&self) -> Header {
-        lock(&self.inner.header).clone()
+        self.inner.header.lock().clone()
     }
 }
 
@@ -515,7 +511,7 @@ impl Inner {
     fn close(self: &Arc<Self>) -> Flight {
         let inner = Arc::clone(self);
         let close = || async move { inner.close_now().await }.boxed().shared();
-        lock(&self.closing).get_or_insert_with(close).clone()
+        self.closing.lock().get_or_insert_with(close).clone()
     }
 
     /// Waits for requests, ends what those that were dropped have begun, gives back what was taken ahead, and makes everything durable.
@@ -526,14 +522,14 @@ impl Inner {
             return Ok(());
         }
         loop {
-            let flights = lock(&self.jobs).flights();
+            let flights = self.jobs.lock().flights();
             if flights.is_empty() {
                 break;
             }
             // Those who waited for them were told what became of them.
             futures_util::future::join_all(flights).await;
         }
-        let orphans = std::mem::take(&mut *lock(&self.orphans));
+        let orphans = self.orphans.take();
         futures_util::future::join_all(orphans).await;
         if !self.begun.load(Ordering::Acquire) {
             return self.flush_all().await;
@@ -549,7 +545,7 @@ impl Inner {
             inner.write_refcounts().await?;
             inner.flush_file().await?;
             inner.cut_back().await;
-            let dirty = lock(&inner.header).features.dirty();
+            let dirty = inner.header.lock().features.dirty();
             if dirty { inner.change_header(|header| header.features.set_dirty(false)).await } else { Ok(()) }
         };
         self.exclusively(give_back.boxed()).await
@@ -562,13 +558,13 @@ impl Drop for Qcow2 {
         self.inner.l2.drop_flights();
         self.inner.drop_settling();
         let under_way = (
-            std::mem::take(&mut *lock(&self.inner.jobs)),
-            std::mem::take(&mut *lock(&self.inner.tables)),
-            lock(&self.inner.last).take(),
-            std::mem::take(&mut *lock(&self.inner.orphans)),
+            self.inner.jobs.take(),
+            self.inner.tables.take(),
+            self.inner.last.take(),
+            self.inner.orphans.take(),
             self.inner.abandoned.take(),
         );
-        let whole = (lock(&self.inner.growing).take(), lock(&self.inner.closing).take());
+        let whole = (self.inner.growing.take(), self.inner.closing.take());
         drop((under_way, whole));
     }
 }

@@ -5,10 +5,11 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use limosa_storage::IoVector;
 
+use super::locks::RankedMutex;
 use super::slices::Flight;
 
 /// A claimed part of the disk.
@@ -18,7 +19,7 @@ pub(super) struct Job {
     pub(super) range: Range<u64>,
     /// What of it will be right when the job is done: others may write along there.
     pub(super) fill: Range<u64>,
-    pub(super) state: Mutex<State>,
+    pub(super) state: RankedMutex<State>,
 }
 
 #[derive(Debug)]

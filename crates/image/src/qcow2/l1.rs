@@ -1,10 +1,10 @@
 //! The active L1 table: all of it, in memory.
 
 use std::collections::BTreeSet;
-use std::sync::{PoisonError, RwLock};
 
 use super::entry::{EntryFault, L1Entry};
 use super::geometry::Geometry;
+use super::locks::{Rank, RankedRwLock};
 
 /// Bytes of the table that are written at once.
 const BLOCK: u64 = 4096;
@@ -13,7 +13,7 @@ const BLOCK_ENTRIES: usize = 512;
 
 #[derive(Debug)]
 pub(super) struct L1 {
-    table: RwLock<Table>,
+    table: RankedRwLock<Table>,
     geometry: Geometry,
 }
 
@@ -38,23 +38,23 @@ pub(super) enum L1Fault {
 impl L1 {
     pub(super) fn new(at: u64, bytes: &[u8], geometry: Geometry) -> Self {
         let words = bytes.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
-        Self { table: RwLock::new(Table { at, words, dirty: BTreeSet::new() }), geometry }
+        Self { table: Rank::L1.rw_lock(Table { at, words, dirty: BTreeSet::new() }), geometry }
     }
 
     /// Where it lies, and how many entries it has.
     pub(super) fn place(&self) -> (u64, usize) {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = self.table.read();
         (table.at, table.words.len())
     }
 
     pub(super) fn get(&self, index: u64) -> Result<L1Entry, L1Fault> {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = self.table.read();
         let word = usize::try_from(index).ok().and_then(|index| table.words.get(index)).ok_or(L1Fault::Short)?;
         L1Entry::decode(*word, &self.geometry).map_err(L1Fault::Entry)
     }
 
     pub(super) fn set(&self, index: u64, entry: L1Entry) {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         if let Some(word) = usize::try_from(index).ok().and_then(|index| table.words.get_mut(index)) {
             *word = entry.encode();
             table.dirty.insert(index / (BLOCK / 8));
@@ -63,21 +63,21 @@ impl L1 {
 
     /// It lies at `at` now, and has as many entries as there is room for.
     pub(super) fn moved(&self, at: u64, entries: usize) {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         table.at = at;
         table.words.resize(entries, 0);
     }
 
     /// All L2 tables.
     pub(super) fn tables(&self) -> Vec<u64> {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = self.table.read();
         let entries = table.words.iter().filter_map(|word| L1Entry::decode(*word, &self.geometry).ok());
         entries.filter_map(|entry| entry.table.map(|at| at.0)).collect()
     }
 
     /// The blocks that differ from the file: numbers for [`L1::not_written`], where they belong, and their bytes.
     pub(super) fn capture(&self) -> Vec<(u64, u64, Vec<u8>)> {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         let dirty = std::mem::take(&mut table.dirty);
         let block = |block: u64| {
             let begin = usize::try_from(block * (BLOCK / 8)).unwrap_or(usize::MAX);
@@ -89,6 +89,6 @@ impl L1 {
     }
 
     pub(super) fn not_written(&self, blocks: impl IntoIterator<Item = u64>) {
-        self.table.write().unwrap_or_else(PoisonError::into_inner).dirty.extend(blocks);
+        self.table.write().dirty.extend(blocks);
     }
 }

@@ -11,7 +11,7 @@ use futures_util::FutureExt;
 
 use super::counters::Purpose;
 use super::header::Header;
-use super::image::{Dropped, Inner, lock};
+use super::image::{Dropped, Inner};
 use super::l1::L1;
 use super::overlap::{Overlap, Table, Tables};
 use super::snapshot_table::Snapshot;
@@ -99,11 +99,11 @@ impl Inner {
 
     /// Changes fields of the header, durably. Only within [`Inner::exclusively`].
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<(), ImageError> {
-        let mut header = lock(&self.header).clone();
+        let mut header = self.header.lock().clone();
         change(&mut header);
         self.counters.add(Purpose::HeaderWrite, header.encode_fields().len() as u64);
         header.write_fields(&*self.file).await?;
-        *lock(&self.header) = header;
+        *self.header.lock() = header;
         self.flush_file().await
     }
 
@@ -125,7 +125,7 @@ impl Inner {
 
     /// Before refcounts are changed: if they are written late, the image says so.
     pub(super) async fn ready_for_refcounts(&self) -> Result<(), ImageError> {
-        let dirty = lock(&self.header).features.dirty();
+        let dirty = self.header.lock().features.dirty();
         if self.lazy && !dirty {
             self.change_header(|header| header.features.set_dirty(true)).await?;
         }
@@ -150,9 +150,9 @@ impl Inner {
         }
         let inner = Arc::clone(self);
         let work = async move {
-            let mut header = lock(&inner.header).clone();
+            let mut header = inner.header.lock().clone();
             header.begin_writing(&*inner.file, false).await?;
-            *lock(&inner.header) = header;
+            *inner.header.lock() = header;
             inner.begun.store(true, Ordering::Release);
             Ok(())
         };

@@ -21,7 +21,7 @@ use futures_util::future::{BoxFuture, join, join_all};
 use limosa_storage::{Buffer, IoVector};
 
 use super::counters::Purpose;
-use super::image::{Inner, lock};
+use super::image::Inner;
 use super::layers::push_zeros;
 use super::slices::{Captured, Flight};
 use crate::error::ImageError;
@@ -36,7 +36,7 @@ pub(super) struct Settling {
 impl Inner {
     /// Makes durable whatever was acknowledged before.
     pub(super) fn settle(self: &Arc<Self>) -> Flight {
-        let mut settling = lock(&self.settling);
+        let mut settling = self.settling.lock();
         if let Some(next) = &settling.next {
             return next.clone();
         }
@@ -86,7 +86,7 @@ impl Inner {
 
     /// Has this be the one that is under way, unless there is one.
     fn runs_now(&self, flight: &Flight) -> Option<Flight> {
-        let mut settling = lock(&self.settling);
+        let mut settling = self.settling.lock();
         if settling.running.is_none() {
             settling.running = Some(flight.clone());
             return None;
@@ -96,7 +96,7 @@ impl Inner {
 
     /// The next one's turn.
     fn settled(&self) {
-        let mut settling = lock(&self.settling);
+        let mut settling = self.settling.lock();
         let done = settling.running.take();
         settling.running = settling.next.take();
         drop(settling);
@@ -104,23 +104,23 @@ impl Inner {
     }
 
     pub(super) fn drop_settling(&self) {
-        let settling = std::mem::take(&mut *lock(&self.settling));
+        let settling = self.settling.take();
         drop(settling);
     }
 
     pub(super) async fn settle_now(self: &Arc<Self>) -> Result<(), ImageError> {
         self.poll_orphans().await;
         // Drops first: their entries were changed before, and are captured after.
-        let drops = std::mem::take(&mut *lock(&self.drops));
+        let drops = self.drops.take();
         let l1 = self.l1.capture();
         let slices = self.l2.capture();
         // After the slices: a table of which one was captured has to be among them, or it would be written as zeros the next time.
-        let fresh: Vec<u64> = lock(&self.fresh).iter().copied().collect();
+        let fresh: Vec<u64> = self.fresh.lock().iter().copied().collect();
         let result = self.write_out(&l1, &fresh, &slices).await;
         self.l2.written(slices.iter().map(|slice| slice.at), result.is_ok());
         if let Err(error) = result {
             self.l1.not_written(l1.iter().map(|(block, ..)| *block));
-            lock(&self.drops).extend(drops);
+            self.drops.lock().extend(drops);
             return Err(error);
         }
         let free = self.epochs.pass(drops);
@@ -169,7 +169,7 @@ impl Inner {
         self.write_all(Purpose::L2Write, writes).await?;
         self.flush_all().await?;
         for table in fresh {
-            lock(&self.fresh).remove(table);
+            self.fresh.lock().remove(table);
         }
         if linked.is_empty() && l1.is_empty() {
             return Ok(());
@@ -220,13 +220,13 @@ impl Inner {
 
     /// Goes on with what was dropped while it was under way, as far as that is possible without waiting.
     async fn poll_orphans(&self) {
-        let mut orphans = std::mem::take(&mut *lock(&self.orphans));
+        let mut orphans = self.orphans.take();
         std::future::poll_fn(|context| {
             orphans.retain_mut(|orphan| orphan.poll_unpin(context).is_pending());
             Poll::Ready(())
         })
         .await;
-        lock(&self.orphans).append(&mut orphans);
+        self.orphans.lock().append(&mut orphans);
     }
 }
 

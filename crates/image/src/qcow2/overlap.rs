@@ -12,7 +12,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock};
+
+use super::locks::{Rank, RankedRwLock};
 
 /// Bits of the filter for each cluster that is known at the beginning, or may become a table later.
 const BITS_EACH: u64 = 16;
@@ -63,11 +64,11 @@ impl fmt::Display for Overlap {
 }
 
 /// Where the tables lie.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Tables {
     cluster_bits: u32,
     filter: Box<[AtomicU64]>,
-    places: RwLock<Places>,
+    places: RankedRwLock<Places>,
     /// Two tables that lie on each other, found at the beginning.
     conflict: Option<(Overlap, Overlap)>,
 }
@@ -97,6 +98,12 @@ impl Places {
                 }
             }
         })
+    }
+}
+
+impl Default for Tables {
+    fn default() -> Self {
+        Self::new(0, Vec::new(), [], [], 0)
     }
 }
 
@@ -154,12 +161,12 @@ impl Tables {
         let bits = wanted.saturating_mul(BITS_EACH).clamp(FILTER.0, FILTER.1).next_power_of_two();
         let filter: Box<[AtomicU64]> =
             (0..bits / 64).map(|_| AtomicU64::new(if long > FILTERED_MOST { u64::MAX } else { 0 })).collect();
-        let tables = Self { cluster_bits, filter, places: RwLock::default(), conflict };
+        let tables = Self { cluster_bits, filter, places: Rank::Metadata.rw_lock(Places::default()), conflict };
         if long <= FILTERED_MOST {
             places.ranges.iter().flat_map(|(first, (end, _))| *first..*end).for_each(|cluster| tables.note(cluster));
         }
         places.single.keys().for_each(|cluster| tables.note(*cluster));
-        Self { places: RwLock::new(places), ..tables }
+        Self { places: Rank::Metadata.rw_lock(places), ..tables }
     }
 
     /// Two tables that lie on each other: the image is not to be written.
@@ -185,13 +192,13 @@ impl Tables {
     /// The cluster at this offset is such a table from now on.
     pub(super) fn add(&self, at: u64, table: Table) {
         let cluster = at >> self.cluster_bits;
-        self.places.write().unwrap_or_else(PoisonError::into_inner).single.insert(cluster, table);
+        self.places.write().single.insert(cluster, table);
         self.note(cluster);
     }
 
     /// The cluster with this number is no L2 table any more.
     pub(super) fn remove_l2(&self, cluster: u64) {
-        let mut places = self.places.write().unwrap_or_else(PoisonError::into_inner);
+        let mut places = self.places.write();
         if places.single.get(&cluster) == Some(&Table::L2) {
             places.single.remove(&cluster);
         }
@@ -209,7 +216,7 @@ impl Tables {
 
     fn move_only(&self, only: Table, to: &Range<u64>) {
         let clusters = to.start >> self.cluster_bits..to.end.div_ceil(1 << self.cluster_bits);
-        let mut places = self.places.write().unwrap_or_else(PoisonError::into_inner);
+        let mut places = self.places.write();
         places.ranges.retain(|_, (_, table)| *table != only);
         places.ranges.insert(clusters.start, (clusters.end, only));
         drop(places);
@@ -226,7 +233,7 @@ impl Tables {
         if !clusters.clone().any(set) {
             return None;
         }
-        let places = self.places.read().unwrap_or_else(PoisonError::into_inner);
+        let places = self.places.read();
         let (first, table) = places.within(&clusters, but)?;
         Some(Overlap { table, at: first << self.cluster_bits })
     }

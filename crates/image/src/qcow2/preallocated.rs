@@ -7,7 +7,7 @@
 use limosa_storage::Buffer;
 
 use super::header::Header;
-use super::image::{Inner, lock};
+use super::image::Inner;
 use super::refcount_array;
 use crate::disk::MapKind;
 use crate::error::ImageError;
@@ -45,7 +45,7 @@ impl Inner {
     async fn is_preallocated(&self) -> bool {
         let Some((taken, length)) = taken(&*self.file).zip(self.file.length().ok()) else { return false };
         let (taken, all) = (self.geometry.clusters(taken), self.geometry.clusters(length));
-        let header = lock(&self.header).clone();
+        let header = self.header.lock().clone();
         match needed(taken, all) {
             Some(needed) => self.counts_to(needed, all, &header).await.unwrap_or(false),
             None => false,

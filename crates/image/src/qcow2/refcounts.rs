@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 use limosa_storage::Buffer;
 
 use super::counters::Purpose;
-use super::image::{Inner, lock};
+use super::image::Inner;
 use super::refcount_array;
 use crate::error::ImageError;
 
@@ -73,7 +73,7 @@ impl Inner {
     /// Where the refcount of a cluster stands; `None`: it has no block.
     pub(super) fn refcount_place(&self, cluster: u64) -> Result<Option<RefcountPlace>, ImageError> {
         let per_block = self.geometry.refcounts_per_block();
-        let refcounts = lock(&self.refcounts);
+        let refcounts = self.refcounts.lock();
         let number = cluster / per_block;
         let Some(block) = usize::try_from(number).ok().and_then(|number| refcounts.blocks.get(number)) else {
             return Ok(None);
@@ -96,7 +96,7 @@ impl Inner {
     /// Looks at a slice's bytes, reading it if need be. Only within [`Inner::exclusively`].
     pub(super) async fn refcount_slice<R>(&self, key: u64, look: impl FnOnce(&[u8]) -> R) -> Result<R, ImageError> {
         self.load_refcounts(key).await?;
-        let refcounts = lock(&self.refcounts);
+        let refcounts = self.refcounts.lock();
         let bytes = refcounts.slots.get(&key).map(|slot| &slot.bytes[..]);
         Ok(look(bytes.unwrap_or_default()))
     }
@@ -108,7 +108,7 @@ impl Inner {
         change: impl FnOnce(&mut [u8]) -> R,
     ) -> Result<R, ImageError> {
         self.load_refcounts(key).await?;
-        let mut refcounts = lock(&self.refcounts);
+        let mut refcounts = self.refcounts.lock();
         Ok(match refcounts.slots.get_mut(&key) {
             Some(slot) => {
                 slot.dirty = true;
@@ -120,7 +120,7 @@ impl Inner {
 
     async fn load_refcounts(&self, key: u64) -> Result<(), ImageError> {
         let full = {
-            let refcounts = lock(&self.refcounts);
+            let refcounts = self.refcounts.lock();
             if refcounts.slots.contains_key(&key) {
                 return Ok(());
             }
@@ -128,28 +128,28 @@ impl Inner {
         };
         if full {
             self.write_refcounts().await?;
-            lock(&self.refcounts).slots.retain(|_, slot| slot.dirty);
+            self.refcounts.lock().slots.retain(|_, slot| slot.dirty);
         }
-        let size = 1_usize << lock(&self.refcounts).bits;
+        let size = 1_usize << self.refcounts.lock().bits;
         let block = key & !(self.geometry.cluster_size() - 1);
         self.admit_table("refcount block", block, &(key..key.saturating_add(size as u64)))?;
         let buffer = Buffer::zeroed(size);
         self.counters.add(Purpose::RefcountRead, size as u64);
         self.file.read(key, buffer.clone().into()).await?;
         let slot = Slot { bytes: buffer.to_vec(), dirty: false };
-        lock(&self.refcounts).slots.entry(key).or_insert(slot);
+        self.refcounts.lock().slots.entry(key).or_insert(slot);
         Ok(())
     }
 
     /// Whether any refcounts have to be written.
     pub(super) fn refcounts_differ(&self) -> bool {
-        lock(&self.refcounts).slots.values().any(|slot| slot.dirty)
+        self.refcounts.lock().slots.values().any(|slot| slot.dirty)
     }
 
     /// Writes all slices that differ from the file. Only within [`Inner::exclusively`].
     pub(super) async fn write_refcounts(&self) -> Result<(), ImageError> {
         let mut captured = Vec::new();
-        for (key, slot) in lock(&self.refcounts).slots.iter_mut().filter(|(_, slot)| slot.dirty) {
+        for (key, slot) in self.refcounts.lock().slots.iter_mut().filter(|(_, slot)| slot.dirty) {
             slot.dirty = false;
             captured.push((*key, slot.bytes.clone()));
         }
@@ -158,7 +158,7 @@ impl Inner {
             self.file.write(*key, Buffer::copied(bytes).into())
         });
         let results = join_all(writes).await;
-        let mut refcounts = lock(&self.refcounts);
+        let mut refcounts = self.refcounts.lock();
         for ((key, _), result) in captured.iter().zip(&results) {
             if let Some(slot) = refcounts.slots.get_mut(key) {
                 slot.dirty |= result.is_err();

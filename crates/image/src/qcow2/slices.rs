@@ -7,11 +7,12 @@
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use futures_util::future::Shared;
 
+use super::locks::{Rank, RankedGuard, RankedMutex};
 use crate::error::ImageError;
 
 /// Something that several requests wait for: whoever of them is polled drives it. It borrows nothing.
@@ -23,7 +24,7 @@ const SHARDS: usize = 16;
 const FEWEST: usize = 32;
 
 pub(super) struct Slices {
-    shards: Box<[Mutex<Shard>]>,
+    shards: Box<[RankedMutex<Shard>]>,
     /// Slices in a shard at most.
     most: usize,
     /// The logarithm of a slice's bytes.
@@ -62,7 +63,7 @@ impl Slices {
     pub(super) fn new(size: u64, bits: u32) -> Self {
         let most = usize::try_from(size >> bits).unwrap_or(usize::MAX).max(FEWEST);
         let shards = (most / FEWEST).clamp(1, SHARDS);
-        let shard = |_| Mutex::new(Shard::default());
+        let shard = |_| Rank::Slices.mutex(Shard::default());
         Self { shards: (0..shards).map(shard).collect(), most: most / shards, bits, dirty: AtomicUsize::new(0) }
     }
 
@@ -71,10 +72,10 @@ impl Slices {
         1 << self.bits
     }
 
-    pub(super) fn shard(&self, key: u64) -> MutexGuard<'_, Shard> {
+    pub(super) fn shard(&self, key: u64) -> RankedGuard<MutexGuard<'_, Shard>> {
         let index = usize::try_from(key >> self.bits).unwrap_or(0) % self.shards.len();
         let [first, ..] = &*self.shards else { unreachable!("there is at least one shard") };
-        self.shards.get(index).unwrap_or(first).lock().unwrap_or_else(PoisonError::into_inner)
+        self.shards.get(index).unwrap_or(first).lock()
     }
 
     /// Looks at a slice, if it is here.
@@ -152,7 +153,7 @@ impl Slices {
     pub(super) fn capture(&self) -> Vec<Captured> {
         let mut captured = Vec::new();
         for shard in &self.shards {
-            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shard = shard.lock();
             for (at, slot) in shard.slots.iter_mut().filter(|(_, slot)| slot.dirty) {
                 slot.dirty = false;
                 slot.writing = true;
@@ -181,7 +182,7 @@ impl Slices {
     /// Lets go of everything that is being read.
     pub(super) fn drop_flights(&self) {
         for shard in &self.shards {
-            let flights = std::mem::take(&mut shard.lock().unwrap_or_else(PoisonError::into_inner).loading);
+            let flights = std::mem::take(&mut shard.lock().loading);
             drop(flights);
         }
     }

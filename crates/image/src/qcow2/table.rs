@@ -8,7 +8,7 @@ use limosa_storage::Buffer;
 use super::allocate::Run;
 use super::counters::Purpose;
 use super::entry::{L1Entry, L2Entry};
-use super::image::{Dropped, Inner, lock};
+use super::image::{Dropped, Inner};
 use super::overlap::Table;
 use super::slices::Flight;
 use crate::error::ImageError;
@@ -27,14 +27,14 @@ impl Inner {
     }
 
     fn make_table(self: &Arc<Self>, index: u64) -> Flight {
-        let mut tables = lock(&self.tables);
+        let mut tables = self.tables.lock();
         if let Some(flight) = tables.get(&index) {
             return flight.clone();
         }
         let inner = Arc::clone(self);
         let flight: Flight = async move {
             let made = inner.make_table_now(index).await;
-            let flight = lock(&inner.tables).remove(&index);
+            let flight = inner.tables.lock().remove(&index);
             drop(flight);
             made
         }
@@ -64,7 +64,7 @@ impl Inner {
             }
         } else {
             // What is there on disk means nothing: the first flush writes all of it.
-            lock(&self.fresh).insert(at.start);
+            self.fresh.lock().insert(at.start);
         }
         self.metadata.add(at.start, Table::L2);
         self.l1.set(index, L1Entry { table: Some(HostOffset(at.start)), copied: true });
@@ -87,14 +87,14 @@ impl Inner {
 
     /// Whether a table in the file means nothing yet: what is not in memory of it is zeros.
     pub(super) fn is_fresh(&self, table: u64) -> bool {
-        lock(&self.fresh).contains(&table)
+        self.fresh.lock().contains(&table)
     }
 
     /// The tables refer to these bytes, an L2 `table` or contents, once less. They are given back when the file says so, too.
     pub(super) fn drop_reference(&self, host: u64, length: u64, table: bool) {
         let first = host >> self.geometry.cluster_bits;
         let last = (host + length - 1) >> self.geometry.cluster_bits;
-        lock(&self.drops).push(Dropped { first, count: last - first + 1, table });
+        self.drops.lock().push(Dropped { first, count: last - first + 1, table });
     }
 
     /// What former entries referred to is dropped; an error if that is where a table lies.
@@ -151,7 +151,7 @@ impl Inner {
         self: &Arc<Self>,
         at: u64,
         count: usize,
-        change: impl Fn(usize, L2Entry) -> L2Entry + Send + Sync,
+        mut change: impl FnMut(usize, L2Entry) -> L2Entry + Send,
     ) -> Result<(), ImageError> {
         let table = self.table_for(at / self.geometry.l2_covers()).await?;
         let start = self.spot(at, table);

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::future::{BoxFuture, join, join_all};
@@ -13,8 +13,9 @@ use super::counters::Purpose;
 use super::cow::Task;
 use super::entry::L2Entry;
 use super::epoch::Guard;
-use super::image::{CowMode, Dropped, Inner, lock};
+use super::image::{CowMode, Dropped, Inner};
 use super::job::{Job, State};
+use super::locks::{Rank, RankedMutex};
 use super::look::{Kind, Look, Piece};
 use super::read::part_of;
 use super::slices::Flight;
@@ -173,7 +174,7 @@ impl Inner {
 
     /// Decides how the bytes from `pos` on are written, and begins it if that is for others to see.
     fn claim(self: &Arc<Self>, pos: u64, end: u64, bytes: &IoVector) -> Result<Claim, ImageError> {
-        let mut jobs = lock(&self.jobs);
+        let mut jobs = self.jobs.lock();
         if let Some((job, flight)) = jobs.at(pos) {
             return Ok(self.along(&job, flight, pos, end, bytes));
         }
@@ -206,7 +207,7 @@ impl Inner {
         let merged = self.options.cow == CowMode::Merged && task != Task::Reserve;
         let (state, first) =
             if merged { (State::Gathering(vec![segment]), None) } else { (State::Sealed, Some(segment)) };
-        let job = Arc::new(Job { range, fill, state: Mutex::new(state) });
+        let job = Arc::new(Job { range, fill, state: Rank::Job.mutex(state) });
         let reserve = task == Task::Reserve;
         let flight = self
             .start(Arc::clone(&job), move |inner, job| async move { inner.carry_out(&job, task, first).await }.boxed());
@@ -224,7 +225,7 @@ impl Inner {
         let inner = Arc::clone(self);
         async move {
             let done = work(Arc::clone(&inner), Arc::clone(&job)).await;
-            let entry = lock(&inner.jobs).remove(job.range.start);
+            let entry = inner.jobs.lock().remove(job.range.start);
             drop(entry);
             done
         }
@@ -236,7 +237,7 @@ impl Inner {
     fn along(&self, job: &Job, flight: Flight, pos: u64, end: u64, bytes: &IoVector) -> Claim {
         if job.fill.contains(&pos) {
             let length = end.min(job.fill.end) - pos;
-            match &mut *lock(&job.state) {
+            match &mut *job.state.lock() {
                 State::Gathering(segments) => {
                     self.counters.joined();
                     segments.push((pos, part_of(bytes, 0, length)));
@@ -309,7 +310,7 @@ impl Inner {
 /// A write in place under way. If it is dropped it goes on elsewhere, and its cluster counts as in use until it is over.
 struct InPlace {
     request: Option<(Request, Guard<Dropped>)>,
-    orphans: Arc<Mutex<Vec<Orphan>>>,
+    orphans: Arc<RankedMutex<Vec<Orphan>>>,
 }
 
 /// Something that nobody waits for any more.
@@ -333,7 +334,7 @@ impl Drop for InPlace {
                 let _ = request.await;
                 drop(guard);
             };
-            lock(&self.orphans).push(Box::pin(rest));
+            self.orphans.lock().push(Box::pin(rest));
         }
     }
 }

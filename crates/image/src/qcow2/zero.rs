@@ -1,8 +1,8 @@
 //! Zeroing and discarding: entries change, contents do not, as far as whole clusters or subclusters are concerned.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -10,9 +10,10 @@ use limosa_storage::{IoVector, ZeroHow};
 
 use super::counters::Purpose;
 use super::entry::{L2Entry, Subclusters};
-use super::image::{Inner, lock};
+use super::image::Inner;
 use super::job::{Job, State};
 use super::layers::push_zeros;
+use super::locks::Rank;
 use super::look::{Kind, Look, Piece};
 use super::slices::Flight;
 use crate::error::ImageError;
@@ -62,7 +63,7 @@ impl Reach {
 
 impl Inner {
     fn zero_rules(&self) -> Rules {
-        let raw_data = self.has_data_file && lock(&self.header).features.raw_data_file();
+        let raw_data = self.has_data_file && self.header.lock().features.raw_data_file();
         Rules { backed: self.backing.is_some(), zero_flag: self.rules.version > 2, raw_data }
     }
 
@@ -121,7 +122,7 @@ impl Inner {
                     _ => true,
                 };
                 // A job may be about to put something there.
-                let claimed = lock(&inner.jobs).overlapping(&(pos..pos + length)).is_some();
+                let claimed = inner.jobs.lock().overlapping(&(pos..pos + length)).is_some();
                 if there || claimed {
                     let mut zeros = IoVector::new();
                     push_zeros(&mut zeros, length, &inner.zeros);
@@ -176,7 +177,7 @@ impl Inner {
         zeroing: Zeroing,
         rules: Rules,
     ) -> Result<Begun, ImageError> {
-        let mut jobs = lock(&self.jobs);
+        let mut jobs = self.jobs.lock();
         if let Some((_, flight)) = jobs.at(pos) {
             return Ok(Begun::Wait(flight));
         }
@@ -191,7 +192,7 @@ impl Inner {
             range.end = if until > pos { until } else { job.range.start };
         }
         let until = range.end;
-        let job = Arc::new(Job { fill: until..until, range, state: Mutex::new(State::Sealed) });
+        let job = Arc::new(Job { fill: until..until, range, state: Rank::Job.mutex(State::Sealed) });
         let flight = self.start(Arc::clone(&job), move |inner, job| {
             async move { inner.zero_entries(&job.range, reach, zeroing, rules).await }.boxed()
         });
@@ -253,7 +254,7 @@ impl Inner {
         }
         let start = range.start & !(cluster - 1);
         let count = usize::try_from(range.end.div_ceil(cluster) - range.start / cluster).unwrap_or(0);
-        let (dropped, kept) = (Mutex::new(Vec::new()), AtomicBool::new(false));
+        let (mut dropped, mut kept) = (Vec::new(), false);
         self.change_entries(range.start, count, |index, old| {
             let at = start + index as u64 * cluster;
             // Here, where nobody finds out meanwhile that he may write there in place.
@@ -265,18 +266,18 @@ impl Inner {
             let bits = if whole { u32::MAX } else { self.bits(&(range.start..until), at) };
             let (new, drops) = zeroed(old, bits, zeroing, rules, self.geometry.extended_l2);
             if drops {
-                lock(&dropped).push(old);
+                dropped.push(old);
             } else if matches!(old, L2Entry::Standard { host: Some(_), .. }) {
-                kept.store(true, Ordering::Relaxed);
+                kept = true;
             }
             new
         })
         .await?;
         // Nobody writes there before this job is over.
-        if kept.into_inner() {
+        if kept {
             self.zeroings.fetch_add(1, Ordering::AcqRel);
         }
-        self.drop_entries(dropped.into_inner().unwrap_or_default()).await
+        self.drop_entries(dropped).await
     }
 
     /// In a data file contents lie where the guest sees them: they are zeroed if somebody may read it raw, else forgotten.
