@@ -1,4 +1,4 @@
-//! `cargo xtask setup|test|demo|bench|fuzz|tsan`: what a developer, and the machine that checks a change, run.
+//! `cargo xtask setup|test|demo|bench|fuzz|tsan|messages`: what a developer, and the machine that checks a change, run.
 //!
 //! Law: every command does its own set-up, needs no input, and ends with a line that says how it went.
 
@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 mod demo;
 mod fuzz;
+mod messages;
 mod plot;
 mod program;
 mod setup;
@@ -26,7 +27,9 @@ usage: cargo xtask COMMAND
   bench --plot       pictures of the records (docs/benchmarks/*.json), beside them
   fuzz [--seconds N] [TARGET...]
                      every fuzz target, or those named, N seconds each (60)
-  tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer";
+  tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer
+  messages [help|CRATE...]
+                     every help text and message of the product in one list, for an editor";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
         ("bench", names) => program::bench(names),
         ("fuzz", rest) => fuzz::run(rest),
         ("tsan", rest) => tsan::run(rest),
+        ("messages", rest) => messages::run(rest),
         ("help" | "--help" | "-h", _) => {
             println!("{USAGE}");
             return ExitCode::SUCCESS;
