@@ -1,4 +1,4 @@
-//! Copy-on-write in qcow2 images: merged, split as it used to be, and by stock QEMU.
+//! Copy-on-write in qcow2 images: merged, in parts (the module `split`), and by stock QEMU.
 //!
 //! Law: the contestants of a case put the same load on images made the same way, direct and through `io_uring`, and the clock of each
 //! begins with its first request and ends with its last one; what closing the image costs stands beside it as `close_ms`. Operations
@@ -10,14 +10,15 @@ mod clones;
 mod convert;
 mod image;
 mod load;
+mod split;
 mod stock;
 
 use std::path::Path;
 
 use anyhow::{Result, ensure};
-use limosa_image::qcow2::image::{CowMode, Qcow2Options};
+use limosa_image::qcow2::image::Qcow2Options;
 
-use self::image::{Base, Shape, Through, Under};
+use self::image::{Base, Copies, Shape, Through, Under};
 use self::load::Load;
 use crate::Options;
 use crate::frame::{Contestant, Frame, Run, Series, interleave};
@@ -73,12 +74,12 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         ..usual
     };
     for cell in &cells {
-        for (variant, cow) in [(MERGED, CowMode::Merged), (SPLIT, CowMode::Split)] {
+        for (variant, copies) in [(MERGED, Copies::Merged), (SPLIT, Copies::Split)] {
             let (base, cell) = (base.clone(), cell.clone());
             let split_matters = cell.shape.under != Under::Own;
             if variant == MERGED || split_matters {
-                let how = Qcow2Options { cow, ..usual.clone() };
-                let run = move |_: &_| load::run(&base, &cell.shape, &cell.load, how.clone());
+                let how = usual.clone();
+                let run = move |_: &_| load::run(&base, &cell.shape, &cell.load, copies, how.clone());
                 add(&cell.case.clone(), variant, Box::new(run));
             }
         }
@@ -97,7 +98,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
             let (base, cell, how) = (base.clone(), cell.clone(), Qcow2Options { clone, ..usual.clone() });
             let run = move |_: &_| {
                 clones::prepare(&base, cell.shape.through)?;
-                load::run(&base, &cell.shape, &cell.load, how.clone())
+                load::run(&base, &cell.shape, &cell.load, Copies::Merged, how.clone())
             };
             add(&cell.case.clone(), variant, Box::new(run));
         }

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 
 use limosa_image::qcow2::create::{CreateOptions, create};
 use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{CloneMode, CowMode, Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::image::{CloneMode, Parts, Qcow2, Qcow2Options};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Chance, Counting, Failing, Fault, Held, SparseMemory};
@@ -229,10 +229,9 @@ fn a_clone_that_fails_does_not_fail_the_guests_write() {
 }
 
 #[test]
-fn little_is_copied_and_so_is_everything_with_clones_off_or_split() {
+fn little_is_copied_and_so_is_everything_with_clones_off() {
     for (options, data) in [
         (Qcow2Options { clone: CloneMode::Off, ..Qcow2Options::default() }, 4096),
-        (Qcow2Options { cow: CowMode::Split, ..Qcow2Options::default() }, 4096),
         // Of the cluster's 1 MiB less than 128 KiB have to be kept.
         (Qcow2Options::default(), 920 << 10),
     ] {

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 use limosa_image::qcow2::check::{CheckOptions, check};
 use limosa_image::qcow2::create::{CreateOptions, create};
 use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{CowMode, Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Chance, Counting, Held, SparseMemory};
@@ -125,23 +125,6 @@ fn over_a_backing_image_it_is_two_operations_and_three_where_more_than_16_kib_wo
         assert_eq!(read(&*bench.disk, at..at + CLUSTER), around(cluster(number), data.start, &new));
         bench.counting.take();
     }
-}
-
-#[test]
-fn split_is_five_operations() {
-    let (storage, bytes) = full();
-    let split = Qcow2Options { cow: CowMode::Split, ..options(1 << 20) };
-    let bench = bench(file(), Some(storage), split, |storage| storage);
-    write(&*bench.disk, 12 * K, &[7; 4096]);
-    let expected = [
-        image(WRITE, 12 * K..16 * K),
-        below(READ, 0..12 * K),
-        image(WRITE, 0..12 * K),
-        below(READ, 16 * K..64 * K),
-        image(WRITE, 16 * K..64 * K),
-    ];
-    assert_eq!(bench.asked(), expected);
-    assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&bytes[..BYTES], 12 * K, &[7; 4096]));
 }
 
 #[test]

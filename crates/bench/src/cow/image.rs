@@ -7,13 +7,15 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
+use limosa_image::qcow2::counters::Counts;
 use limosa_image::qcow2::create::{CreateOptions, create};
 use limosa_image::qcow2::header::Header;
 use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
-use limosa_image::{Disk, GuestOffset};
+use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::HardDisk;
 use limosa_storage::{Buffer, CacheMode, Create, FileCounters, FileOptions, FileStorage, Io, Storage, block_on};
 
+use super::split::Split;
 use crate::content::fill_random;
 
 /// What lies under the clusters that are written.
@@ -48,6 +50,15 @@ impl Through {
     }
 }
 
+/// How a new cluster gets what stands around the bytes that are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Copies {
+    /// As limosa does it.
+    Merged,
+    /// In parts, one after the other.
+    Split,
+}
+
 /// What kind of image.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
@@ -67,7 +78,9 @@ pub(super) struct Base {
 
 /// An open image, and the files under it.
 pub(super) struct Image {
-    pub(super) disk: Arc<Qcow2>,
+    image: Arc<Qcow2>,
+    /// What the load goes through, if that is not the image.
+    split: Option<Split>,
     files: Vec<Arc<FileStorage>>,
 }
 
@@ -127,7 +140,7 @@ impl Base {
     }
 
     /// A fresh image of this shape, open.
-    pub(super) fn open(&self, shape: &Shape, options: Qcow2Options) -> Result<Image> {
+    pub(super) fn open(&self, shape: &Shape, copies: Copies, options: Qcow2Options) -> Result<Image> {
         let path = self.fresh(shape)?;
         let disk = shape.hard_disk.then(|| HardDisk::new(HardDisk::USUAL));
         // The page cache is as fast as nothing beside 8 ms.
@@ -144,7 +157,7 @@ impl Base {
         };
         let image = storage(&path, false)?;
         let base = if shape.under == Under::Backing { Some(storage(&self.path(), true)?) } else { None };
-        let disk = block_on(async {
+        let opened = block_on(async {
             let backing: Option<Arc<dyn Disk>> = match base {
                 None => None,
                 Some(file) => {
@@ -154,13 +167,30 @@ impl Base {
                 }
             };
             let header = Header::read(&*image).await?;
-            Qcow2::open(Parts { file: image, data_file: None, backing, header }, options).await
+            let (backing, apart) = if copies == Copies::Split { (None, backing) } else { (backing, None) };
+            let image = Qcow2::open(Parts { file: image, data_file: None, backing, header }, options).await?;
+            let split = (copies == Copies::Split).then(|| Split::new(Arc::clone(&image), apart));
+            Ok::<_, ImageError>((image, split))
         });
-        Ok(Image { disk: disk.with_context(|| format!("opening {}", path.display()))?, files })
+        let (image, split) = opened.with_context(|| format!("opening {}", path.display()))?;
+        Ok(Image { image, split, files })
     }
 }
 
 impl Image {
+    /// What the load is put on.
+    pub(super) fn disk(&self) -> &dyn Disk {
+        match &self.split {
+            Some(split) => split,
+            None => &*self.image,
+        }
+    }
+
+    /// What the image had its files do.
+    pub(super) fn counts(&self) -> Counts {
+        self.image.counts()
+    }
+
     /// What its files were asked, all together.
     pub(super) fn counters(&self) -> FileCounters {
         let mut sum = FileCounters::default();

@@ -10,7 +10,7 @@ use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, CacheMode, Create, FileCounters, Storage, block_on};
 
 use super::IOPS;
-use super::image::{Base, Shape, open};
+use super::image::{Base, Copies, Shape, open};
 use crate::measure::{Measured, Stopwatch, millis};
 
 /// Writes.
@@ -28,8 +28,9 @@ pub(super) struct Load {
 }
 
 /// Puts it on a fresh image.
-pub(super) fn run(base: &Base, shape: &Shape, load: &Load, how: Qcow2Options) -> Result<Measured> {
-    let image = base.open(shape, how)?;
+pub(super) fn run(base: &Base, shape: &Shape, load: &Load, copies: Copies, how: Qcow2Options) -> Result<Measured> {
+    let image = base.open(shape, copies, how)?;
+    let disk = image.disk();
     let before = image.counters();
     let watch = Stopwatch::start(&[])?;
     match load.step {
@@ -43,18 +44,18 @@ pub(super) fn run(base: &Base, shape: &Shape, load: &Load, how: Qcow2Options) ->
                 write: Some(0x5a),
                 flush: None,
             };
-            block_on(bench(&*image.disk, &options, &|_| std::ops::ControlFlow::Continue(())))?;
+            block_on(bench(disk, &options, &|_| std::ops::ControlFlow::Continue(())))?;
         }
-        None => block_on(anywhere(&*image.disk, load))?,
+        None => block_on(anywhere(disk, load))?,
     }
     if load.durable {
-        block_on(image.disk.flush()).context("flushing")?;
+        block_on(disk.flush()).context("flushing")?;
     }
     let measured = watch.stop()?;
     let after = image.counters();
-    let counts = image.disk.counts();
+    let counts = image.counts();
     let closing = Instant::now();
-    block_on(image.disk.close()).context("closing")?;
+    block_on(disk.close()).context("closing")?;
     let measured = measured
         .with("close_ms", millis(closing.elapsed()))
         .with("joined", counts.joined)

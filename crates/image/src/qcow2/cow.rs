@@ -14,7 +14,7 @@ use super::entry::{L2Entry, Subclusters};
 use super::image::Inner;
 use super::job::{Job, Place, State};
 use super::layers::Layers;
-use super::plan::{From, Part, Plan, Step, Want};
+use super::plan::{Origin, Part, Plan, Want};
 use super::read::{all, part_of};
 use super::table::follow;
 use crate::disk::MapKind;
@@ -33,12 +33,7 @@ pub(super) enum Task {
 }
 
 impl Inner {
-    pub(super) async fn carry_out(
-        self: &Arc<Self>,
-        job: &Job,
-        task: Task,
-        first: Option<(u64, IoVector)>,
-    ) -> Result<(), ImageError> {
+    pub(super) async fn carry_out(self: &Arc<Self>, job: &Job, task: Task) -> Result<(), ImageError> {
         // The table comes first: without it nothing else is of use.
         self.table_for(job.range.start / self.geometry.l2_covers()).await?;
         let (start, entries) = match &task {
@@ -53,7 +48,7 @@ impl Inner {
             _ => self.new_places(&job.range).await?,
         };
         let new = matches!(task, Task::New { .. });
-        let linked = match self.fill(job, start, entries, &places, first).await {
+        let linked = match self.fill(job, start, entries, &places).await {
             Ok(()) => self.link(job, start, &places, new).await,
             Err(error) => Err(error),
         };
@@ -86,18 +81,10 @@ impl Inner {
     }
 
     /// Has all of the job's fill, and what else of its clusters has contents, written to its new places.
-    async fn fill(
-        &self,
-        job: &Job,
-        start: u64,
-        entries: &[L2Entry],
-        places: &[Place],
-        first: Option<(u64, IoVector)>,
-    ) -> Result<(), ImageError> {
-        let mut segments: Vec<(u64, IoVector)> = first.into_iter().collect();
+    async fn fill(&self, job: &Job, start: u64, entries: &[L2Entry], places: &[Place]) -> Result<(), ImageError> {
         let data = match &*job.state.lock() {
             State::Gathering(gathered) => union(gathered),
-            _ => union(&segments),
+            _ => 0..0,
         };
         let contents = self.contents(job, start, entries, &data).await?;
         let mut plans: Vec<(&Place, Plan)> = Vec::with_capacity(places.len());
@@ -111,17 +98,12 @@ impl Inner {
                 contents: contents.iter().filter_map(within).collect(),
                 zeroed: place.zeroed,
                 align: u64::from(self.data.alignment().offset.max(1)),
-                mode: self.options.cow,
             };
             plans.push((place, self.planned(place, &want).await));
         }
         if plans.iter().all(|(_, plan)| plan.open) {
             // Whoever comes now writes beside us.
-            let state =
-                std::mem::replace(&mut *job.state.lock(), State::Open { places: places.to_vec(), shared: false });
-            if let State::Gathering(gathered) = state {
-                segments = gathered;
-            }
+            let segments = job.gathered(State::Open { places: places.to_vec(), shared: false });
             let writes = places.iter().flat_map(|place| {
                 segments.iter().filter_map(|(at, bytes)| {
                     let (from, to) = ((*at).max(place.guest.start), (at + bytes.len() as u64).min(place.guest.end));
@@ -131,26 +113,18 @@ impl Inner {
             return all(writes.collect()).await;
         }
         let mut layers = Layers::default();
-        // With `split` writes come before reads, and nobody's bytes are written along.
-        let Some(merged) = plans.iter().map(|(_, plan)| plan.merged()).collect::<Option<Vec<_>>>() else {
-            for (at, bytes) in &segments {
-                layers.put(*at, bytes.clone());
-            }
-            return self.one_by_one(&plans, entries, start, layers, &data).await;
-        };
-        let reads = merged.iter().flat_map(|(reads, _)| reads.iter()).map(|part| self.read_part(part, entries, start));
+        let reads = plans.iter().flat_map(|(_, plan)| &plan.reads).map(|part| self.read_part(part, entries, start));
         for read in join_all(reads).await {
             let (at, buffer) = read?;
             layers.put(at, buffer.into());
         }
-        if let State::Gathering(gathered) = std::mem::replace(&mut *job.state.lock(), State::Sealed) {
-            segments = gathered;
-        }
+        let segments = job.gathered(State::Sealed);
         for (at, bytes) in &segments {
             layers.put(*at, bytes.clone());
         }
         let whole = union(&segments);
-        let writes = plans.iter().zip(merged).flat_map(|((place, plan), (_, write))| {
+        let writes = plans.iter().flat_map(|(place, plan)| {
+            let write = &plan.write;
             if !plan.clones.is_empty() {
                 // What is between the guests' bytes is there.
                 let runs = runs_of(&segments, &place.guest).into_iter();
@@ -172,30 +146,15 @@ impl Inner {
         all(writes.collect()).await
     }
 
-    /// The old way: each step after the one before it.
-    async fn one_by_one(
-        &self,
-        plans: &[(&Place, Plan)],
-        entries: &[L2Entry],
-        start: u64,
-        mut layers: Layers,
-        data: &Range<u64>,
-    ) -> Result<(), ImageError> {
-        for (place, plan) in plans {
-            for step in &plan.steps {
-                match step {
-                    Step::Read(part) => {
-                        let (at, buffer) = self.read_part(part, entries, start).await?;
-                        layers.put(at, buffer.into());
-                    }
-                    Step::Write(range) => {
-                        let only = data.start <= range.start && range.end <= data.end;
-                        self.write_place(place, range.start, layers.run(range, &self.zeros), only).await?;
-                    }
-                }
-            }
+    /// What is to be done for a new place; clones are done already.
+    async fn planned(&self, place: &Place, want: &Want) -> Plan {
+        if let Some(known) = self.shareable(want).await
+            && let Some(plan) = known.plan(place, want)
+            && self.share(place, &plan, &known).await
+        {
+            return plan;
         }
-        Ok(())
+        want.copying()
     }
 
     /// Writes what belongs at a guest offset to its new place.
@@ -209,10 +168,10 @@ impl Inner {
         let Range { start: at, end } = part.range;
         let buffer = Buffer::zeroed(usize::try_from(end - at).unwrap_or(0));
         self.counters.add(Purpose::CowRead, end - at);
-        match part.from {
-            From::Backing => self.read_backing(at, buffer.clone().into()).await?,
-            From::Host(delta) => self.read_own(at, at.wrapping_add(delta), buffer.clone().into()).await?,
-            From::Compressed(cluster) => {
+        match part.origin {
+            Origin::Backing => self.read_backing(at, buffer.clone().into()).await?,
+            Origin::Host(delta) => self.read_own(at, at.wrapping_add(delta), buffer.clone().into()).await?,
+            Origin::Compressed(cluster) => {
                 let index = (cluster - start) >> self.geometry.cluster_bits;
                 if let Some(L2Entry::Compressed { host, length }) =
                     usize::try_from(index).ok().and_then(|index| entries.get(index))
@@ -240,7 +199,9 @@ impl Inner {
                 let end = (cluster + self.geometry.cluster_size()).min(side.end);
                 let index = usize::try_from((cluster - start) >> self.geometry.cluster_bits).unwrap_or(usize::MAX);
                 match entries.get(index).copied().unwrap_or(L2Entry::NONE) {
-                    L2Entry::Compressed { .. } => parts.push(Part { range: pos..end, from: From::Compressed(cluster) }),
+                    L2Entry::Compressed { .. } => {
+                        parts.push(Part { range: pos..end, origin: Origin::Compressed(cluster) });
+                    }
                     L2Entry::Standard { host, what, .. } => {
                         self.contents_of_units(
                             pos..end,
@@ -273,7 +234,7 @@ impl Inner {
             let bit = if self.geometry.extended_l2 { 1 << ((pos / unit) & 31) } else { 1 };
             if what.allocated & bit != 0 {
                 if let Some(delta) = delta {
-                    add(parts, Part { range: pos..end, from: From::Host(delta) });
+                    add(parts, Part { range: pos..end, origin: Origin::Host(delta) });
                 }
             } else if what.zero & bit == 0 && job.fill.contains(&pos) {
                 self.contents_of_backing(pos..end, parts).await?;
@@ -292,7 +253,7 @@ impl Inner {
             let mapped = backing.map(GuestOffset(pos), end - pos).await?;
             let until = pos + mapped.length.clamp(1, end - pos);
             if matches!(mapped.kind, MapKind::Data | MapKind::Compressed) {
-                add(parts, Part { range: pos..until, from: From::Backing });
+                add(parts, Part { range: pos..until, origin: Origin::Backing });
             }
             pos = until;
         }
@@ -403,7 +364,9 @@ fn runs_of(segments: &[(u64, IoVector)], within: &Range<u64>) -> Vec<Range<u64>>
 /// Adds a part; with what it continues it is one.
 fn add(parts: &mut Vec<Part>, part: Part) {
     match parts.last_mut() {
-        Some(last) if last.from == part.from && last.range.end == part.range.start => last.range.end = part.range.end,
+        Some(last) if last.origin == part.origin && last.range.end == part.range.start => {
+            last.range.end = part.range.end;
+        }
         _ => parts.push(part),
     }
 }

@@ -100,16 +100,6 @@ pub struct Parts {
     pub header: Header,
 }
 
-/// How copies come about when a write needs a new cluster.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum CowMode {
-    /// One read (two, if more than 16 KiB would be read in vain), then one write of everything.
-    #[default]
-    Merged,
-    /// The old way, for comparison: the data, then what is before it, then what is behind it.
-    Split,
-}
-
 /// Whether contents that a new cluster takes over are shared, where the filesystem can, in place of being copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloneMode {
@@ -138,9 +128,7 @@ impl Default for CloneMode {
 pub struct Qcow2Options {
     /// The most memory for L2 slices, in bytes; refcount blocks get a quarter of it on top.
     pub cache_size: u64,
-    /// How new clusters are filled.
-    pub cow: CowMode,
-    /// Whether they are filled by sharing; not with [`CowMode::Split`].
+    /// Whether new clusters are filled by sharing.
     pub clone: CloneMode,
     /// Nothing is written, the header included.
     pub read_only: bool,
@@ -157,7 +145,6 @@ impl Default for Qcow2Options {
     fn default() -> Self {
         Self {
             cache_size: 32 << 20,
-            cow: CowMode::default(),
             clone: CloneMode::default(),
             read_only: false,
             lazy_refcounts: None,

@@ -42,6 +42,16 @@ pub(super) struct Place {
     pub(super) zeroed: bool,
 }
 
+impl Job {
+    /// The bytes that were gathered; from now on it is in another state.
+    pub(super) fn gathered(&self, next: State) -> Vec<(u64, IoVector)> {
+        match std::mem::replace(&mut *self.state.lock(), next) {
+            State::Gathering(segments) => segments,
+            State::Open { .. } | State::Sealed => Vec::new(),
+        }
+    }
+}
+
 /// All jobs under way, by where they begin. They do not overlap.
 #[derive(Default)]
 pub(super) struct Jobs {

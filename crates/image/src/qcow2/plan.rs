@@ -1,20 +1,19 @@
 //! What is read and written for a write that needs space of its own.
 //!
-//! Law: a plan is a pure function of what is wanted and what is known. Merged: contents that have to stand around the guest's
-//! bytes are read at once, with what lies between them if that is no more than 16 KiB; then everything is written by one operation.
-//! What is known to be zeros is not read, and not written where the storage proves zeros already.
+//! Law: a plan is data, and a pure function of what is wanted and what is known: nothing is read, written or asked for it. Contents
+//! that have to stand around the guest's bytes are read at once, with what lies between them if that is no more than 16 KiB; then
+//! everything is written by one operation. What is known to be zeros is not read, and not written where the storage proves zeros already.
+//! Contents that lie where they can be shared are cloned instead ([`Want::cloning`]), which leaves the same bytes, and takes no more
+//! operations.
 
 use std::ops::Range;
-
-use super::clones::Source;
-use super::image::CowMode;
 
 /// The most bytes that are read in vain to save an operation.
 const WASTE: u64 = 16 << 10;
 
-/// Where contents come from. Two parts with the same are neighbours there, too, if they are here.
+/// Where contents come from. Two parts with the same origin are neighbours there, too, if they are here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum From {
+pub(super) enum Origin {
     /// The backing image.
     Backing,
     /// The data storage; guest offset plus this, wrapping, is where.
@@ -27,7 +26,23 @@ pub(super) enum From {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) range: Range<u64>,
-    pub(super) from: From,
+    pub(super) origin: Origin,
+}
+
+/// Contents that lie together: from guest offset `range.start` on, in the storage of this number, `delta` further on (wrapping).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Source {
+    pub(super) range: Range<u64>,
+    /// Which contents: others have their own there.
+    pub(super) origin: Origin,
+    pub(super) delta: u64,
+    pub(super) storage: usize,
+}
+
+impl Source {
+    pub(super) fn holds(&self, origin: Origin, range: &Range<u64>) -> bool {
+        self.origin == origin && self.range.start <= range.start && range.end <= self.range.end
+    }
 }
 
 /// What is wanted. All offsets are the guest's.
@@ -43,56 +58,34 @@ pub(super) struct Want {
     pub(super) zeroed: bool,
     /// What writes should be aligned to; a power of two.
     pub(super) align: u64,
-    pub(super) mode: CowMode,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Step {
-    Read(Part),
-    Write(Range<u64>),
-}
-
-/// The operations: clones are carried out at once and before everything else, reads that stand together at once, a write after what
-/// stands before it.
+/// The operations: all clones or all reads at once, and the write when they are over.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// What is shared: then nothing but the guest's bytes is written.
+    /// What is shared: then nothing is read, and nothing but the guest's bytes is written.
     pub(super) clones: Vec<Source>,
-    pub(super) steps: Vec<Step>,
+    pub(super) reads: Vec<Part>,
+    pub(super) write: Range<u64>,
     /// Nothing but the guest's bytes is written: others may write theirs beside them.
     pub(super) open: bool,
 }
 
-impl Plan {
-    /// What is read at once, and then written at once; `None` if it is not done so.
-    pub(super) fn merged(&self) -> Option<(Vec<Part>, Range<u64>)> {
-        let (Step::Write(range), reads) = self.steps.split_last()? else { return None };
-        let parts = reads.iter().map(|step| match step {
-            Step::Read(part) => Some(part.clone()),
-            Step::Write(_) => None,
-        });
-        Some((parts.collect::<Option<_>>()?, range.clone()))
-    }
-}
-
 impl Want {
-    pub(super) fn plan(&self) -> Plan {
-        let all = self.written();
-        if self.mode == CowMode::Split {
-            return self.split(&all);
-        }
-        let mut steps: Vec<Step> = Vec::new();
+    /// The plan that copies contents.
+    pub(super) fn copying(&self) -> Plan {
+        let mut reads: Vec<Part> = Vec::new();
         for part in &self.contents {
-            match steps.last_mut() {
-                Some(Step::Read(last)) if last.from == part.from && part.range.start <= last.range.end + WASTE => {
+            match reads.last_mut() {
+                Some(last) if last.origin == part.origin && part.range.start <= last.range.end + WASTE => {
                     last.range.end = part.range.end;
                 }
-                _ => steps.push(Step::Read(part.clone())),
+                _ => reads.push(part.clone()),
             }
         }
-        let open = steps.is_empty() && all == self.data && self.zeroed;
-        steps.push(Step::Write(all));
-        Plan { clones: Vec::new(), steps, open }
+        let write = self.written();
+        let open = reads.is_empty() && write == self.data && self.zeroed;
+        Plan { clones: Vec::new(), reads, write, open }
     }
 
     /// What is written, all in all.
@@ -107,18 +100,66 @@ impl Want {
         start..end
     }
 
-    fn split(&self, all: &Range<u64>) -> Plan {
-        let mut steps = vec![Step::Write(self.data.clone())];
-        for side in [all.start..self.data.start, self.data.end..all.end] {
-            let parts =
-                self.contents.iter().filter(|part| side.start <= part.range.start && part.range.end <= side.end);
-            steps.extend(parts.cloned().map(Step::Read));
-            if !side.is_empty() {
-                steps.push(Step::Write(side));
+    /// Whether it is worth it to find out where contents lie: a copy of them would be one of `least` bytes or more.
+    pub(super) fn may_clone(&self, least: u64) -> bool {
+        let copied: u64 = self.contents.iter().map(|part| part.range.end - part.range.start).sum();
+        // Parts of blocks would be filled up by the storage with what it reads.
+        let whole = (self.data.start | self.data.end) & (self.align - 1) == 0;
+        whole && copied > 0 && copied >= least
+    }
+
+    /// The plan that clones all contents in whole blocks, and then writes the guest's bytes only; `None`: they do not lie so, something
+    /// else would have to be written, or it would take more operations. Guest offset plus `to`, wrapping, is the new place.
+    pub(super) fn cloning(&self, sources: &[Source], block: u64, to: u64) -> Option<Plan> {
+        let mut clones: Vec<Source> = Vec::new();
+        for part in &self.contents {
+            let range = whole_blocks(&part.range, block)?;
+            if !self.is_data(&(range.start..part.range.start)) || !self.is_data(&(part.range.end..range.end)) {
+                return None;
+            }
+            let source = sources.iter().find(|source| source.holds(part.origin, &range))?;
+            match clones.last_mut() {
+                // What lies between is written over: to share it, too, costs nothing.
+                Some(last)
+                    if (last.origin, last.storage, last.delta) == (source.origin, source.storage, source.delta)
+                        && self.is_data(&(last.range.end..range.start)) =>
+                {
+                    last.range.end = range.end;
+                }
+                _ => clones.push(Source { range, ..*source }),
             }
         }
-        Plan { clones: Vec::new(), steps, open: false }
+        let reads = self.copying().reads.len();
+        let aligned = clones.iter().all(|clone| (clone.delta | to) & (block - 1) == 0);
+        if clones.is_empty() || clones.len() > reads || !aligned || !(self.zeroed || self.is_filled(&clones)) {
+            return None;
+        }
+        Some(Plan { clones, reads: Vec::new(), write: self.data.clone(), open: false })
     }
+
+    fn is_data(&self, range: &Range<u64>) -> bool {
+        range.start >= range.end || (self.data.start <= range.start && range.end <= self.data.end)
+    }
+
+    /// Whether the clones and the guest's bytes leave nothing to be filled.
+    fn is_filled(&self, clones: &[Source]) -> bool {
+        let mut filled: Vec<&Range<u64>> = clones.iter().map(|clone| &clone.range).collect();
+        filled.push(&self.data);
+        filled.sort_unstable_by_key(|range| range.start);
+        let reached =
+            filled.iter().fold(
+                self.fill.start,
+                |reached, range| {
+                    if range.start <= reached { reached.max(range.end) } else { reached }
+                },
+            );
+        reached >= self.fill.end
+    }
+}
+
+/// The blocks that a range touches.
+pub(super) fn whole_blocks(range: &Range<u64>, block: u64) -> Option<Range<u64>> {
+    Some(range.start & !(block - 1)..range.end.checked_next_multiple_of(block)?)
 }
 
 #[cfg(test)]
@@ -131,11 +172,11 @@ mod tests {
     /// 4 KiB at 16 KiB of a cluster of 64 KiB.
     fn want() -> Want {
         let data = 656 * K..660 * K;
-        Want { fill: CLUSTER, data, contents: Vec::new(), zeroed: false, align: 512, mode: CowMode::Merged }
+        Want { fill: CLUSTER, data, contents: Vec::new(), zeroed: false, align: 512 }
     }
 
     fn backed(range: Range<u64>) -> Part {
-        Part { range, from: From::Backing }
+        Part { range, origin: Origin::Backing }
     }
 
     fn around(want: &Want) -> Vec<Part> {
@@ -145,19 +186,21 @@ mod tests {
 
     /// A plan of one write.
     fn written(range: Range<u64>, open: bool) -> Plan {
-        Plan { clones: Vec::new(), steps: vec![Step::Write(range)], open }
+        Plan { clones: Vec::new(), reads: Vec::new(), write: range, open }
     }
 
-    fn steps(want: &Want) -> Vec<Step> {
-        want.plan().steps
+    /// What is read, and what is written.
+    fn steps(want: &Want) -> (Vec<Part>, Range<u64>) {
+        let plan = want.copying();
+        (plan.reads, plan.write)
     }
 
     #[test]
     fn head_and_tail_are_read_at_once_and_everything_is_written_at_once() {
         let want = Want { contents: around(&want()), ..want() };
-        assert_eq!(steps(&want), [Step::Read(backed(CLUSTER)), Step::Write(CLUSTER)]);
+        assert_eq!(steps(&want), (vec![backed(CLUSTER)], CLUSTER));
         // Space that proves zeros changes nothing about it.
-        assert_eq!(Want { zeroed: true, ..want.clone() }.plan(), want.plan());
+        assert_eq!(Want { zeroed: true, ..want.clone() }.copying(), want.copying());
     }
 
     #[test]
@@ -166,10 +209,10 @@ mod tests {
             let want = Want { data, ..want() };
             Want { contents: around(&want), ..want }
         };
-        assert_eq!(steps(&with(656 * K..672 * K)), [Step::Read(backed(CLUSTER)), Step::Write(CLUSTER)]);
+        assert_eq!(steps(&with(656 * K..672 * K)), (vec![backed(CLUSTER)], CLUSTER));
         assert_eq!(
             steps(&with(656 * K..672 * K + 512)),
-            [Step::Read(backed(640 * K..656 * K)), Step::Read(backed(672 * K + 512..704 * K)), Step::Write(CLUSTER)]
+            (vec![backed(640 * K..656 * K), backed(672 * K + 512..704 * K)], CLUSTER)
         );
     }
 
@@ -179,16 +222,16 @@ mod tests {
             let want = Want { data, ..want() };
             steps(&Want { contents: around(&want), ..want })
         };
-        assert_eq!(with(640 * K..644 * K), [Step::Read(backed(644 * K..704 * K)), Step::Write(CLUSTER)]);
-        assert_eq!(with(700 * K..704 * K), [Step::Read(backed(640 * K..700 * K)), Step::Write(CLUSTER)]);
-        assert_eq!(with(CLUSTER), [Step::Write(CLUSTER)]);
+        assert_eq!(with(640 * K..644 * K), (vec![backed(644 * K..704 * K)], CLUSTER));
+        assert_eq!(with(700 * K..704 * K), (vec![backed(640 * K..700 * K)], CLUSTER));
+        assert_eq!(with(CLUSTER), (vec![], CLUSTER));
     }
 
     #[test]
     fn without_contents_around_it_is_one_write_and_proven_zeros_are_not_written() {
-        assert_eq!(want().plan(), written(CLUSTER, false));
+        assert_eq!(want().copying(), written(CLUSTER, false));
         let data = want().data;
-        assert_eq!(Want { zeroed: true, ..want() }.plan(), written(data, true));
+        assert_eq!(Want { zeroed: true, ..want() }.copying(), written(data, true));
     }
 
     #[test]
@@ -196,40 +239,131 @@ mod tests {
         // The backing image has something in front only, and not up to the data.
         let contents = vec![backed(644 * K..648 * K)];
         let want = Want { contents: contents.clone(), ..want() };
-        assert_eq!(steps(&want), [Step::Read(contents[0].clone()), Step::Write(CLUSTER)]);
+        assert_eq!(steps(&want), (vec![contents[0].clone()], CLUSTER));
         let proven = Want { zeroed: true, ..want };
-        assert_eq!(steps(&proven), [Step::Read(contents[0].clone()), Step::Write(644 * K..660 * K)]);
+        assert_eq!(steps(&proven), (vec![contents[0].clone()], 644 * K..660 * K));
     }
 
     #[test]
     fn contents_from_different_places_are_read_each_on_its_own() {
-        let host = Part { range: 640 * K..656 * K, from: From::Host(0x5_0000) };
+        let host = Part { range: 640 * K..656 * K, origin: Origin::Host(0x5_0000) };
         let tail = backed(660 * K..704 * K);
         let want = Want { contents: vec![host.clone(), tail.clone()], ..want() };
-        assert_eq!(steps(&want), [Step::Read(host), Step::Read(tail), Step::Write(CLUSTER)]);
+        assert_eq!(steps(&want), (vec![host, tail], CLUSTER));
     }
 
     #[test]
     fn zeros_are_written_up_to_whole_blocks_and_nobody_may_write_beside_them() {
         let data = 656 * K + 512..657 * K;
         let want = Want { data: data.clone(), zeroed: true, align: 4096, ..want() };
-        assert_eq!(want.plan(), written(656 * K..660 * K, false));
-        assert_eq!(Want { align: 512, ..want.clone() }.plan(), written(data.clone(), true));
+        assert_eq!(want.copying(), written(656 * K..660 * K, false));
+        assert_eq!(Want { align: 512, ..want.clone() }.copying(), written(data.clone(), true));
         // Never beyond what is to be filled: small clusters on large blocks.
-        assert_eq!(steps(&Want { fill: data.clone(), ..want }), [Step::Write(data)]);
+        assert_eq!(steps(&Want { fill: data.clone(), ..want }), (vec![], data));
+    }
+
+    const LARGE: Range<u64> = 2048 * K..3072 * K;
+    /// Whence from a guest offset to the new place.
+    const TO: u64 = 512 * K;
+
+    /// A write to a cluster of 1 MiB that has contents all around.
+    fn large(data: Range<u64>) -> Want {
+        let sides = [LARGE.start..data.start, data.end..LARGE.end];
+        let contents = sides.into_iter().filter(|side| !side.is_empty());
+        let contents = contents.map(|range| Part { range, origin: Origin::Backing }).collect();
+        Want { fill: LARGE, data, contents, zeroed: false, align: 512 }
+    }
+
+    /// All in one place.
+    fn together() -> Vec<Source> {
+        vec![Source { range: LARGE, origin: Origin::Backing, delta: 64 * K, storage: 0 }]
+    }
+
+    fn clones(want: &Want, sources: &[Source]) -> Option<Vec<Range<u64>>> {
+        let plan = want.cloning(sources, 4 * K, TO)?;
+        assert_eq!((plan.reads, &plan.write, plan.open), (Vec::new(), &want.data, false));
+        Some(plan.clones.into_iter().map(|clone| clone.range).collect())
+    }
+
+    fn one(range: Range<u64>) -> Option<Vec<Range<u64>>> {
+        Some(std::iter::once(range).collect())
     }
 
     #[test]
-    fn split_is_five_operations() {
-        let want = Want { contents: around(&want()), mode: CowMode::Split, ..want() };
-        let (head, data, tail) = (640 * K..656 * K, 656 * K..660 * K, 660 * K..704 * K);
-        let expected = [
-            Step::Write(data),
-            Step::Read(backed(head.clone())),
-            Step::Write(head),
-            Step::Read(backed(tail.clone())),
-            Step::Write(tail),
-        ];
-        assert_eq!(want.plan(), Plan { clones: Vec::new(), steps: expected.into(), open: false });
+    fn a_cluster_is_cloned_as_a_whole_and_the_guests_bytes_are_written_over_it() {
+        // However long they are.
+        for end in [2052, 2052 + 512] {
+            assert_eq!(clones(&large(2048 * K + 4 * K..end * K + 4 * K), &together()), one(LARGE));
+        }
+        assert_eq!(clones(&large(2048 * K..2052 * K), &together()), one(2052 * K..LARGE.end));
+    }
+
+    #[test]
+    fn blocks_are_filled_up_with_what_is_written_over_and_with_nothing_else() {
+        let data = 2048 * K..2052 * K + 512;
+        assert_eq!(clones(&large(data), &together()), one(2052 * K..LARGE.end));
+        // The backing image ends within a block: what would come with it is not the guest's.
+        let mut short = large(2048 * K..2052 * K);
+        short.contents[0].range.end = 2500 * K + 512;
+        short.zeroed = true;
+        assert_eq!(clones(&short, &together()), None);
+        short.contents[0].range.end = 2500 * K;
+        assert_eq!(clones(&short, &together()), one(2052 * K..2500 * K));
+    }
+
+    #[test]
+    fn zeros_beside_what_is_cloned_have_to_be_there_already() {
+        let mut want = large(2048 * K..2052 * K);
+        want.contents[0].range.end = 2500 * K;
+        assert_eq!(clones(&want, &together()), None);
+        want.zeroed = true;
+        assert!(clones(&want, &together()).is_some());
+    }
+
+    #[test]
+    fn what_lies_apart_is_cloned_apart_unless_it_takes_more_operations_than_a_copy() {
+        let apart = |data: &Range<u64>, storage| {
+            let head = Source { range: LARGE.start..data.start, ..together().remove(0) };
+            [head, Source { range: data.end..LARGE.end, storage, ..together().remove(0) }]
+        };
+        let data = 2100 * K..2200 * K;
+        let both = Some(vec![LARGE.start..data.start, data.end..LARGE.end]);
+        assert_eq!(clones(&large(data.clone()), &apart(&data, 1)), both);
+        // In one file, and in their order: one.
+        assert_eq!(clones(&large(data.clone()), &apart(&data, 0)), one(LARGE));
+        // Of a part of it nobody knows where it lies.
+        assert_eq!(clones(&large(data.clone()), &apart(&data, 0)[..1]), None);
+        // Head and tail are one read if little lies between them.
+        let data = 2100 * K..2104 * K;
+        assert_eq!(clones(&large(data.clone()), &apart(&data, 1)), None);
+    }
+
+    #[test]
+    fn contents_are_cloned_from_where_they_are_and_not_from_what_lies_below_them() {
+        let mut want = large(2100 * K..2200 * K);
+        let host = Origin::Host(8 * K);
+        want.contents[1].origin = host;
+        // The backing image has something behind the head, too, which is not seen there.
+        assert_eq!(clones(&want, &together()), None);
+        let own = Source { range: 2200 * K..LARGE.end, origin: host, delta: 8 * K, storage: 0 };
+        let both = vec![LARGE.start..2100 * K, 2200 * K..LARGE.end];
+        assert_eq!(clones(&want, &[together(), vec![own]].concat()), Some(both));
+    }
+
+    #[test]
+    fn what_is_not_in_whole_blocks_on_both_sides_is_copied() {
+        let data = 2048 * K..2052 * K;
+        let odd = vec![Source { delta: 64 * K + 512, ..together().remove(0) }];
+        assert_eq!(clones(&large(data.clone()), &odd), None);
+        assert_eq!(large(data.clone()).cloning(&together(), 4 * K, TO + 512), None);
+        assert!(large(data).cloning(&together(), 512, TO + 512).is_some());
+    }
+
+    #[test]
+    fn little_is_copied_and_so_is_what_is_not_whole_blocks() {
+        let usual = large(2048 * K..2052 * K);
+        assert!(usual.may_clone(1020 * K) && !usual.may_clone(1021 * K));
+        assert!(!Want { align: 8 * K, ..usual.clone() }.may_clone(0));
+        assert!(!Want { contents: Vec::new(), ..usual }.may_clone(0));
     }
 }

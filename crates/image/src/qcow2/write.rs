@@ -13,7 +13,7 @@ use super::counters::Purpose;
 use super::cow::Task;
 use super::entry::L2Entry;
 use super::epoch::Guard;
-use super::image::{CowMode, Dropped, Inner};
+use super::image::{Dropped, Inner};
 use super::job::{Job, State};
 use super::locks::{Rank, RankedMutex};
 use super::look::{Kind, Look, Piece};
@@ -204,13 +204,11 @@ impl Inner {
         let data = pos..pos + length;
         let fill = self.filled(&range, &data, &task);
         let segment = (pos, part_of(bytes, 0, length));
-        let merged = self.options.cow == CowMode::Merged && task != Task::Reserve;
-        let (state, first) =
-            if merged { (State::Gathering(vec![segment]), None) } else { (State::Sealed, Some(segment)) };
-        let job = Arc::new(Job { range, fill, state: Rank::Job.mutex(state) });
         let reserve = task == Task::Reserve;
-        let flight = self
-            .start(Arc::clone(&job), move |inner, job| async move { inner.carry_out(&job, task, first).await }.boxed());
+        let state = if reserve { State::Sealed } else { State::Gathering(vec![segment]) };
+        let job = Arc::new(Job { range, fill, state: Rank::Job.mutex(state) });
+        let flight =
+            self.start(Arc::clone(&job), move |inner, job| async move { inner.carry_out(&job, task).await }.boxed());
         jobs.insert(job, flight.clone());
         // Room that was only reserved is written in a second step.
         Ok(if reserve { Claim::After { length, flight } } else { Claim::Given { length, flight } })

@@ -6,7 +6,7 @@ use std::time::Duration;
 use limosa_image::Disk;
 use limosa_image::qcow2::check::{ResizeOptions, resize};
 use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{CloneMode, CowMode, Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::image::{CloneMode, Parts, Qcow2, Qcow2Options};
 use limosa_storage::testing::{Chance, Delayed, Fault, Held, PowerCut, SparseMemory};
 use limosa_storage::{Storage, block_on};
 
@@ -28,7 +28,6 @@ fn as_it_is(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
 pub(crate) fn open(storages: Storages, chance: &mut Chance) -> Verdict<Arc<dyn Disk>> {
     let options = Qcow2Options {
         cache_size: *chance.of(&[0, 64 << 10, 32 << 20]),
-        cow: if chance.one_in(4) { CowMode::Split } else { CowMode::Merged },
         clone: *chance.of(&[CloneMode::Off, CloneMode::From(0), CloneMode::From(0), CloneMode::AUTO]),
         allocate_ahead: *chance.of(&[0, 64 << 10, 4 << 20]),
         discard: chance.one_in(2),

@@ -16,7 +16,7 @@ use std::time::Duration;
 use limosa_image::chain::{self, OpenOptions as ChainOptions};
 use limosa_image::gate::Policy;
 use limosa_image::qcow2::check::{CheckOptions, Repair, repair};
-use limosa_image::qcow2::image::{CloneMode, CowMode, Qcow2Options};
+use limosa_image::qcow2::image::{CloneMode, Qcow2Options};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::testing::Chance;
@@ -56,7 +56,6 @@ fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
     let mut chance = Chance::new(seed);
     let qcow2 = Qcow2Options {
         cache_size: *chance.of(&[0, 64 << 10, 32 << 20]),
-        cow: if chance.one_in(4) { CowMode::Split } else { CowMode::Merged },
         // Where the filesystem can: nothing else is asked of it twice.
         clone: CloneMode::From(0),
         allocate_ahead: *chance.of(&[0, 64 << 10, 4 << 20]),

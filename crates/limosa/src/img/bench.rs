@@ -17,7 +17,7 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {
         anyhow::bail!("-c 0: there has to be a request; say 1 or more");
     }
-    let qcow2 = Qcow2Options { cow: options.cow, clone: options.clone, ..Qcow2Options::default() };
+    let qcow2 = Qcow2Options { clone: options.clone, ..Qcow2Options::default() };
     let disk = if options.write { open::to_write(&options.source, qcow2)? } else { open::to_read(&options.source)? };
     let load = bench::BenchOptions {
         count: options.count.into(),

@@ -5,7 +5,7 @@ use std::fmt;
 
 use anyhow::Context as _;
 use limosa_image::qcow2::check::Repair;
-use limosa_image::qcow2::image::{CloneMode, CowMode};
+use limosa_image::qcow2::image::CloneMode;
 use limosa_image::qcow2::snapshot_choice::SnapshotChoice;
 use limosa_storage::{CacheMode, Io};
 
@@ -210,8 +210,6 @@ pub(crate) struct BenchOptions {
     pub(crate) flush_interval: u32,
     /// Whether a flush waits for the requests under way.
     pub(crate) drain: bool,
-    /// How clusters are copied that a write covers in part.
-    pub(crate) cow: CowMode,
     /// From where on what is copied is shared.
     pub(crate) clone: CloneMode,
     pub(crate) json: bool,

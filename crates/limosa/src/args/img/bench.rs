@@ -2,22 +2,14 @@
 
 use std::ffi::OsString;
 
-use clap::{Args, ValueEnum};
-use limosa_image::qcow2::image::{CloneMode, CowMode};
+use clap::Args;
+use limosa_image::qcow2::image::CloneMode;
 use limosa_storage::{CacheMode, Io};
 
 use super::super::values::parse_clone;
 use super::image::{ImageArgs, ShareArg, parse_aio};
 use crate::img::options::{BenchOptions, Source};
 use crate::img::size::{parse_request, parse_size};
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum CowArg {
-    /// One read of head and tail, one write
-    Merged,
-    /// Data, head and tail one by one
-    Split,
-}
 
 #[derive(Debug, Args)]
 pub(crate) struct ImgBenchArgs {
@@ -73,12 +65,7 @@ pub(crate) struct ImgBenchArgs {
     #[arg(short, long, conflicts_with = "aio")]
     native: bool,
 
-    /// How clusters are copied that a write covers in part
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = CowArg::Merged)]
-    cow: CowArg,
-
     /// Whether what is copied is shared where the filesystem can: off, auto, or a size from which on
-    // With split there is nothing to choose.
     #[arg(long, value_name = "off|auto|SIZE", default_value = "auto", value_parser = parse_clone)]
     clone: CloneMode,
 
@@ -127,10 +114,6 @@ impl ImgBenchArgs {
             pattern: self.pattern,
             flush_interval: self.flush_interval,
             drain: !self.no_drain,
-            cow: match self.cow {
-                CowArg::Merged => CowMode::Merged,
-                CowArg::Split => CowMode::Split,
-            },
             clone: self.clone,
             json: self.json,
         })
