@@ -5,6 +5,7 @@
 use std::process::ExitCode;
 
 mod demo;
+mod docs;
 mod fuzz;
 mod messages;
 mod plot;

@@ -1,0 +1,102 @@
+//! What the documentation states about this repository is so: links and paths.
+
+#![cfg(test)]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::shell;
+
+/// Every page that people read, relative to the workspace.
+fn pages() -> Vec<PathBuf> {
+    let root = shell::workspace();
+    let mut pages: Vec<PathBuf> = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "fuzz/README.md"]
+        .into_iter()
+        .map(PathBuf::from)
+        .collect();
+    for folder in ["docs", "docs/benchmarks"] {
+        let entries = fs::read_dir(root.join(folder)).unwrap();
+        let names = entries.map(|entry| Path::new(folder).join(entry.unwrap().file_name()));
+        pages.extend(names.filter(|name| name.extension().is_some_and(|extension| extension == "md")));
+    }
+    pages
+}
+
+fn text(page: &Path) -> String {
+    fs::read_to_string(shell::workspace().join(page)).unwrap_or_else(|error| panic!("{}: {error}", page.display()))
+}
+
+/// The anchors of a page, as GitHub makes them of its headings.
+fn anchors(page: &Path) -> BTreeSet<String> {
+    let anchor = |heading: &str| -> String {
+        let kept = heading.trim().to_lowercase().replace(' ', "-");
+        kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_')).collect()
+    };
+    text(page).lines().filter(|line| line.starts_with('#')).map(|line| anchor(line.trim_start_matches('#'))).collect()
+}
+
+/// What stands between `open` and `close`, as often as it does on one line.
+fn between<'t>(text: &'t str, open: &'t str, close: char) -> impl Iterator<Item = &'t str> {
+    text.lines().flat_map(move |line| line.split(open).skip(1).filter_map(move |rest| Some(rest.split_once(close)?.0)))
+}
+
+#[test]
+fn every_link_of_the_documentation_leads_to_a_file_and_a_heading() {
+    let root = shell::workspace();
+    let mut broken = Vec::new();
+    for page in pages() {
+        for link in between(&text(&page), "](", ')').filter(|link| !link.starts_with("http")) {
+            let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if path.is_empty() { page.clone() } else { page.parent().unwrap().join(path) };
+            let found = root.join(&target).exists()
+                && (anchor.is_empty()
+                    || target.extension().is_none_or(|e| e != "md")
+                    || anchors(&target).contains(anchor));
+            if !found {
+                broken.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "links that lead nowhere:\n{}", broken.join("\n"));
+}
+
+/// All source files of the crates, relative to the workspace.
+fn sources(folder: &Path, into: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, into);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            into.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_path_of_the_repository_that_the_documentation_names_exists() {
+    let root = shell::workspace();
+    let mut files = Vec::new();
+    sources(&root.join("crates"), &mut files);
+    let mut missing = Vec::new();
+    // The changelog and the dated records tell what once was.
+    let dated = |page: &Path| {
+        page.ends_with("CHANGELOG.md") || page.starts_with("docs/benchmarks") && !page.ends_with("README.md")
+    };
+    for page in pages().into_iter().filter(|page| !dated(page)) {
+        for code in text(&page).split('`').skip(1).step_by(2) {
+            let path =
+                ["crates/", "docs/", "xtask/", "fuzz/", "contrib/"].iter().any(|folder| code.starts_with(folder));
+            let source = code.ends_with(".rs");
+            if code.contains(|c: char| c.is_whitespace() || c.is_uppercase()) || !(path || source) {
+                continue;
+            }
+            // Behind a full path stand names of files of the same crate.
+            let found = root.join(code).exists() || !path && files.iter().any(|file| file.ends_with(code));
+            if !found {
+                missing.push(format!("{}: {code}", page.display()));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "paths that do not exist:\n{}", missing.join("\n"));
+}
