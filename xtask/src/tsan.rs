@@ -13,12 +13,9 @@ use anyhow::{Context as _, Result, bail};
 use crate::{shell, test};
 
 /// Crates, and which of their tests: those with threads in them. What runs in one thread has nothing to be seen here.
-const RUNS: [(&str, &[&str], &[&str]); 3] = [
-    (
-        "limosa-storage",
-        &["--lib", "--test", "contract", "--test", "files", "--test", "registered", "--test", "without_ring"],
-        &[],
-    ),
+const RUNS: [(&str, &[&str], &[&str]); 4] = [
+    ("limosa-storage", &["--lib", "--test", "contract", "--test", "without_ring"], &[]),
+    ("limosa-storage", &["--test", "storages"], &["files::", "registered::"]),
     ("limosa-image", &["--lib"], &[]),
     ("limosa-image", &["--test", "proof"], &["threads"]),
 ];

@@ -1,0 +1,13 @@
+//! Images that are written, and what reaches their files.
+
+mod allocate_ahead;
+mod clones;
+mod closing;
+mod device;
+mod failed_writes;
+mod first_writes;
+mod growing;
+mod growing_beside;
+mod not_closed;
+mod overlap;
+mod overlapping_requests;

@@ -1,0 +1,10 @@
+//! VMs of all kinds saved and restored: machine types, devices, libvirt, Linux over a network.
+
+#[path = "../stage/mod.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod stage;
+
+mod devices;
+mod libvirt;
+mod matrix;
+mod zero_copy_guest;

@@ -1,0 +1,18 @@
+//! `limosa img` does what qemu-img does, says what that says, and ends as that ends.
+
+#[path = "../stage/mod.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod stage;
+
+mod bed;
+mod bench;
+mod check;
+mod compare;
+mod convert;
+mod create;
+mod info;
+mod interrupt;
+mod locks;
+mod map;
+mod resize;
+mod usage;

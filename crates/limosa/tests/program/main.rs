@@ -1,0 +1,14 @@
+//! The program from outside: what each command prints, refuses and ends with.
+
+#[path = "../stage/mod.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod stage;
+
+mod balloon;
+mod compare;
+mod control;
+mod inspect;
+mod operators;
+mod packaging;
+mod refusals;
+mod run;

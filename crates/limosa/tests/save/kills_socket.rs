@@ -1,0 +1,48 @@
+//! limosa, its guard or both are killed at random moments of a save by socket.
+
+use crate::kills::Victim;
+use crate::needs_qemu;
+
+const VIA: &[&str] = &["--via", "socket"];
+
+#[test]
+fn a_killed_limosa_leaves_a_running_vm_and_no_file_or_a_whole_one() {
+    needs_qemu!();
+    let tally = Victim::new(VIA).survives_kills_of_limosa(20, 12);
+    assert!(tally.files + tally.none >= 30 && tally.none >= 5, "{tally:?}");
+}
+
+#[test]
+fn a_killed_limosa_leaves_a_running_vm_also_when_it_saves_over_channels() {
+    needs_qemu!();
+    let more = ["--via", "socket", "--channels", "4"];
+    let tally = Victim::new(&more).survives_kills_of_limosa(12, 4);
+    assert!(tally.none >= 5, "{tally:?}");
+}
+
+#[test]
+fn an_interrupt_while_qemu_makes_its_channels_leaves_a_vm_that_can_be_saved() {
+    needs_qemu!();
+    let more = ["--via", "socket", "--channels", "4"];
+    let tally = Victim::new(&more).survives_interrupts_at_the_beginning(20);
+    assert!(tally.none >= 10, "{tally:?}");
+}
+
+#[test]
+fn a_save_completes_without_its_guard() {
+    needs_qemu!();
+    Victim::new(VIA).survives_the_death_of_the_guard();
+}
+
+#[test]
+fn when_limosa_and_its_guard_die_resume_repairs_what_they_left() {
+    needs_qemu!();
+    Victim::new(VIA).is_repaired_when_both_die();
+}
+
+#[test]
+fn a_vm_that_is_to_be_stopped_is_never_lost() {
+    needs_qemu!();
+    let tally = Victim::new(VIA).survives_kills_with_stop();
+    assert!(tally.none >= 3, "{tally:?}");
+}

@@ -1,0 +1,293 @@
+//! Both ends of a live migration, and a network between them that is cut at random: at most one of them ever runs the VM,
+//! whoever looks at both can tell what to do, and wherever the VM runs in the end it has its memory.
+
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Duration;
+
+use crate::model::here;
+use crate::model::live::{TestVm, random};
+use crate::model::relay::Relay;
+use crate::model::vm::Vm;
+use limosa_channel::ZeroCopy;
+use limosa_memory::BlockOptions;
+use limosa_memory::dirty::DirtyLogs;
+use limosa_migrate::live::MigrationParams;
+use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, Recoverable};
+use limosa_migrate::source::postcopy::OpenPreempt;
+use limosa_migrate::{
+    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions,
+    PausedArrival, Progress,
+};
+use limosa_stream::multifd::INITIAL_LEN;
+
+const PAGES: u64 = 500;
+
+fn blocks() -> Vec<BlockOptions> {
+    vec![BlockOptions::memfd("ram", PAGES * 4096), BlockOptions::anonymous("rom", 20 * 4096)]
+}
+
+fn leaked<T>(of: T) -> &'static T {
+    Box::leak(Box::new(of))
+}
+
+/// The two ends before an attempt.
+enum Ends<'v> {
+    Whole(DirtyLogs, &'v Vm),
+    Broken(Box<Recoverable<'v, TestVm>>, PausedArrival<'v, Vm>, &'v Vm),
+}
+
+/// How often each thing happened.
+#[derive(Debug, Default)]
+struct Tally {
+    retried: u32,
+    undecided: u32,
+    recovered: u32,
+    completed: u32,
+}
+
+struct Case {
+    number: u64,
+    preempt: bool,
+    /// After so many rounds, or at once.
+    postcopy: Option<Option<u32>>,
+    /// Pages go on two channels beside the main one, in this way.
+    beside: Option<ZeroCopy>,
+}
+
+impl Case {
+    fn next(&mut self, below: u64) -> u64 {
+        self.number = random(self.number);
+        self.number.rotate_left(20) % below
+    }
+
+    fn run(&mut self, tally: &mut Tally) {
+        let source = leaked(TestVm::of(blocks()));
+        let seed = self.number;
+        source.fill(0, |page| !random(page ^ seed).is_multiple_of(4));
+        source.fill(1, |_| true);
+        let (logs, marker) = source.restless_logs(1);
+        thread::scope(|scope| {
+            source.write_on(scope, marker, seed | 1, Duration::from_micros(30));
+            let mut ends = Ends::Whole(logs, leaked(Vm::of(blocks())));
+            let mut attempts = 0;
+            let arrived = loop {
+                attempts += 1;
+                // The last attempts are not disturbed.
+                let limit = if attempts > 5 { u64::MAX } else { self.next(2 << 20) };
+                match self.attempt(source, ends, limit, tally) {
+                    Ok(vm) => break vm,
+                    Err(next) => ends = next,
+                }
+            };
+            source.over.store(true, Ordering::Relaxed);
+            for block in 0..2 {
+                let mut there = vec![0; source.contents(block).len()];
+                arrived.memory.block(block).unwrap().read(0, &mut there).unwrap();
+                let here = source.contents(block);
+                let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
+                assert_eq!(differs, None, "page of block {block}, seed {seed}");
+            }
+            tally.completed += 1;
+        });
+    }
+
+    /// One connection: the VM that runs at the destination with all of its memory, or where both ends stand.
+    fn attempt<'v>(
+        &mut self,
+        source: &'v TestVm,
+        ends: Ends<'v>,
+        limit: u64,
+        tally: &mut Tally,
+    ) -> Result<&'v Vm, Ends<'v>> {
+        let coin = self.next(2) == 0;
+        let (near, far, relay) = Relay::new();
+        let (near_preempt, far_preempt, relay_preempt) = Relay::new();
+        // One of them is cut; the main one carries little else than pages.
+        let (limit, limits) = match (self.beside, limit) {
+            (None, _) | (_, u64::MAX) => (limit, [u64::MAX; 2]),
+            _ => match self.next(4) {
+                0 => (self.next(3000), [u64::MAX; 2]),
+                1 => (u64::MAX, [limit, u64::MAX]),
+                _ => (u64::MAX, [u64::MAX, limit / 2]),
+            },
+        };
+        let (mut beside, mut far_beside, mut relays) = (Vec::new(), Vec::new(), Vec::new());
+        for (near, far, relay) in self.beside.into_iter().flat_map(|way| [way; 2]).map(Relay::lending) {
+            beside.push(near);
+            far_beside.push(far);
+            relays.push(relay);
+        }
+        let (preempt, postcopy) = (self.preempt, self.postcopy);
+        let open_near = preempt.then(|| Box::new(move || Ok(near_preempt)) as OpenPreempt<'static>);
+        let open_far = preempt.then(|| here(far_preempt));
+        let (outcome, arrival, vm) = thread::scope(|scope| {
+            let (relay, relay_preempt) = (&relay, &relay_preempt);
+            scope.spawn(move || {
+                relay.run(limit);
+                relay_preempt.cut();
+            });
+            scope.spawn(move || {
+                relay_preempt.run(limit / 2);
+                if preempt && limit != u64::MAX {
+                    relay.cut();
+                }
+            });
+            for (relay, limit) in relays.iter().zip(limits) {
+                scope.spawn(move || relay.run(limit));
+            }
+            let (whole, broken, vm) = match ends {
+                Ends::Whole(logs, vm) => (Some(logs), None, vm),
+                Ends::Broken(recoverable, paused, vm) => (None, Some((recoverable, paused)), vm),
+            };
+            let (recoverable, paused) = broken.unzip();
+            let receiving = scope.spawn(move || {
+                let (control, progress) = (leaked(Control::new()), leaked(Progress::new()));
+                let options = LiveDestinationOptions {
+                    patience: Some(Duration::from_secs(10)),
+                    ..LiveDestinationOptions::default()
+                };
+                let arrival = match (paused, open_far) {
+                    (Some(paused), open) => paused.recover(far, open),
+                    (None, Some(open)) => {
+                        LiveDestination::new(vm, far, control, progress, options).with_preempt(open).run()
+                    }
+                    (None, None) => {
+                        for channel in &far_beside {
+                            // Who is cut before it has said who it is has no more to say.
+                            let _ = channel.get(&mut [0; INITIAL_LEN]);
+                        }
+                        LiveDestination::new(vm, far, control, progress, options)
+                            .with_channels(far_beside, MultifdOptions::default())
+                            .run()
+                    }
+                };
+                // A destination that is done for closes what it has.
+                relay_preempt.cut();
+                arrival
+            });
+            let (control, progress) = (Control::new(), Progress::new());
+            let outcome = match (whole, recoverable) {
+                (Some(logs), _) => {
+                    let params = MigrationParams {
+                        downtime_limit: Duration::ZERO,
+                        stalled_rounds: Some(5),
+                        give_up: limosa_migrate::live::GiveUp::Pause,
+                        patience: Duration::from_secs(10),
+                        ..MigrationParams::default()
+                    };
+                    let role = LiveSource::new(source, logs, near, &control, &progress, params)
+                        .fresh(true)
+                        .with_channels(beside, MultifdSourceOptions::default())
+                        .unwrap()
+                        .with_postcopy(match postcopy {
+                            None => Postcopy::Off,
+                            Some(None) => Postcopy::AtOnce,
+                            Some(Some(_)) => Postcopy::Allowed,
+                        })
+                        .observe(|round| {
+                            if postcopy == Some(Some(round.number)) {
+                                control.start_postcopy();
+                            }
+                        });
+                    match open_near.filter(|_| postcopy.is_some()) {
+                        Some(open) => role.with_preempt(open).run(),
+                        None => role.run(),
+                    }
+                }
+                (None, Some(recoverable)) => recoverable.recover(near, open_near, &control, &progress),
+                (None, None) => unreachable!("one or the other"),
+            };
+            relay.cut();
+            relays.iter().for_each(Relay::cut);
+            (outcome, receiving.join().unwrap(), vm)
+        });
+        assert!(!(source.runs() && vm.started() > 0), "two run: {outcome:?}, {arrival:?}");
+        let again = || leaked(Vm::of(blocks()));
+        match (outcome, arrival) {
+            (LiveOutcome::Completed(_), ArrivalOutcome::Running(_)) => Ok(vm),
+            // It is done, and the last word about that got lost.
+            (LiveOutcome::Undecided(_) | LiveOutcome::PostcopyBroken(_), ArrivalOutcome::Running(_)) => {
+                tally.undecided += 1;
+                Ok(vm)
+            }
+            // It never left. What may be at the destination is thrown away.
+            (LiveOutcome::Resumed { logs, .. }, ArrivalOutcome::Failed(_) | ArrivalOutcome::Undecided(_)) => {
+                assert!(source.runs() && vm.started() == 0);
+                tally.retried += 1;
+                Err(Ends::Whole(logs.expect("the logs come back"), again()))
+            }
+            // Nobody has it, and both could: here somebody decides.
+            (LiveOutcome::Undecided(undecided), ArrivalOutcome::Undecided(arrived)) => {
+                tally.undecided += 1;
+                if coin {
+                    undecided.discard();
+                    arrived.start().unwrap();
+                    return Ok(vm);
+                }
+                arrived.discard();
+                let logs = undecided.resume().unwrap().expect("the logs come back");
+                Err(Ends::Whole(logs, again()))
+            }
+            (LiveOutcome::Undecided(undecided), ArrivalOutcome::Failed(_)) => {
+                tally.undecided += 1;
+                assert_eq!(vm.started(), 0);
+                let logs = undecided.resume().unwrap().expect("the logs come back");
+                Err(Ends::Whole(logs, again()))
+            }
+            (LiveOutcome::Undecided(undecided), ArrivalOutcome::Paused(paused)) => {
+                tally.recovered += 1;
+                let recoverable = undecided.into_recoverable().expect("it was in postcopy");
+                Err(Ends::Broken(Box::new(recoverable), paused, vm))
+            }
+            (LiveOutcome::PostcopyBroken(recoverable), ArrivalOutcome::Paused(paused)) => {
+                tally.recovered += 1;
+                Err(Ends::Broken(recoverable, paused, vm))
+            }
+            (outcome, arrival) => panic!("{outcome:?}, {arrival:?}"),
+        }
+    }
+}
+
+fn many(seeds: std::ops::Range<u64>, preempt: bool, postcopy: impl Fn(u64) -> Option<Option<u32>>) -> Tally {
+    let mut tally = Tally::default();
+    for seed in seeds {
+        Case { number: number(seed), preempt, postcopy: postcopy(seed), beside: None }.run(&mut tally);
+    }
+    tally
+}
+
+fn number(seed: u64) -> u64 {
+    seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
+}
+
+#[test]
+fn a_precopy_that_is_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
+    let tally = many(0..60, false, |_| None);
+    assert!(tally.completed == 60 && tally.retried > 20, "{tally:?}");
+}
+
+#[test]
+fn a_precopy_whose_channels_lend_or_splice_pages_and_are_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
+    for (way, seeds) in [(ZeroCopy::Msg, 3000..3040), (ZeroCopy::Splice, 4000..4040)] {
+        let mut tally = Tally::default();
+        for seed in seeds {
+            Case { number: number(seed), preempt: false, postcopy: None, beside: Some(way) }.run(&mut tally);
+        }
+        assert!(tally.completed == 40 && tally.retried > 20, "{way}: {tally:?}");
+    }
+}
+
+#[test]
+fn a_postcopy_that_is_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
+    let rounds = |seed: u64| Some(u32::try_from(seed % 4).ok().filter(|rounds| *rounds < 2));
+    let tally = many(1000..1060, false, rounds);
+    assert!(tally.completed == 60 && tally.retried > 10 && tally.recovered > 10, "{tally:?}");
+}
+
+#[test]
+fn a_postcopy_over_two_channels_that_are_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
+    let rounds = |seed: u64| Some(u32::try_from(seed % 4).ok().filter(|rounds| *rounds < 2));
+    let tally = many(2000..2060, true, rounds);
+    assert!(tally.completed == 60 && tally.retried > 10 && tally.recovered > 10, "{tally:?}");
+}

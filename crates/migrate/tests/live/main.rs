@@ -1,0 +1,21 @@
+//! Running VMs, moved by the live engine.
+
+#[path = "../model/mod.rs"]
+mod model;
+
+mod balloon;
+mod cuts;
+mod destination;
+mod discards;
+mod example_vmm;
+mod from_qemu;
+mod hints;
+mod huge_pages;
+mod limited;
+mod postcopy;
+mod postcopy_source;
+mod qemu;
+mod rounds;
+mod shared;
+mod shared_with_qemu;
+mod source;

@@ -1,0 +1,243 @@
+//! Both ends of a live migration: small VMs that write all the time, moved over and over, and compared byte for byte.
+
+use std::num::NonZeroU64;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Duration;
+
+use crate::model::live::{TestVm, random};
+use crate::model::vm::Vm;
+use crate::model::{lending_pair, pair};
+use limosa_channel::ZeroCopy;
+use limosa_memory::BlockOptions;
+use limosa_memory::BlockRole;
+use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, RoundKind};
+use limosa_migrate::live::{GiveUp, MigrationParams, Put, ZeroCheck};
+use limosa_migrate::{
+    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions, Progress,
+};
+use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket};
+
+/// One migration, of which everything follows from a seed.
+#[derive(Debug)]
+struct Case {
+    seed: u64,
+    channels: usize,
+    fresh: bool,
+    zero_check: ZeroCheck,
+    /// How pages leave on the channels beside the main one, and whether that is over TCP.
+    zero_copy: (ZeroCopy, bool),
+    compression: Compression,
+    private: bool,
+    machine: &'static str,
+    pages: [u64; 2],
+    /// It goes on in postcopy after so many rounds, or at once.
+    postcopy: Option<Option<u32>>,
+    put: Put,
+    packet_pages: usize,
+    /// It gets so many bytes a second and so long, and then stops with what is left, or goes on in postcopy.
+    hurried: Option<(NonZeroU64, Duration)>,
+    /// Hardly anything of its memory was ever touched.
+    sparse: bool,
+}
+
+impl Case {
+    fn new(seed: u64) -> Self {
+        let mut number = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut next = |below: u64| {
+            number = random(number);
+            number.rotate_left(20) % below
+        };
+        let machines = ["pc-q35-10.0", "pc-q35-8.2", "pc-q35-8.0", "demo"];
+        let compressions =
+            [Compression::None, Compression::None, Compression::None, Compression::Zstd, Compression::Zlib];
+        let compression = compressions[usize::try_from(next(5)).unwrap()];
+        let ways = [
+            (ZeroCopy::Off, false),
+            (ZeroCopy::Auto, next(2) == 0),
+            (ZeroCopy::Msg, true),
+            (ZeroCopy::Splice, next(2) == 0),
+        ];
+        // What is compressed cannot be sent as it is, and whoever demands it is refused.
+        let most = if compression == Compression::None { 4 } else { 2 };
+        Self {
+            seed,
+            channels: usize::try_from(next(5)).unwrap(),
+            fresh: next(2) == 0,
+            zero_check: [ZeroCheck::Always, ZeroCheck::Bulk, ZeroCheck::Off][usize::try_from(next(3)).unwrap()],
+            zero_copy: ways[usize::try_from(next(most)).unwrap()],
+            compression,
+            private: next(2) == 0,
+            machine: machines[usize::try_from(next(4)).unwrap()],
+            pages: [1 + next(1200), 1 + next(300)],
+            put: [Put::Gathered, Put::Copied][usize::try_from(next(2)).unwrap()],
+            packet_pages: [1, 3, 64, 128][usize::try_from(next(4)).unwrap()],
+            postcopy: None,
+            hurried: None,
+            sparse: false,
+        }
+    }
+
+    fn blocks(&self) -> Vec<BlockOptions> {
+        let of = |name: &str, pages: u64, role| match self.private {
+            true => BlockOptions::anonymous(name, pages * 4096).role(role),
+            false => BlockOptions::memfd(name, pages * 4096).role(role),
+        };
+        vec![of("ram", self.pages[0], BlockRole::Ram), of("vga", self.pages[1], BlockRole::Video)]
+    }
+
+    fn run(&self) {
+        let source = TestVm { machine: self.machine, ..TestVm::of(self.blocks()) };
+        source.fill(0, |page| random(page ^ self.seed).is_multiple_of(if self.sparse { 3000 } else { 3 }));
+        let destination = Vm::of(self.blocks());
+        // Firmware has filled it before a page comes; what is not fresh has more in it.
+        let video = destination.memory.block(1).unwrap();
+        video.write(0, &vec![0xcc; usize::try_from(video.len()).unwrap()]).unwrap();
+        if !self.fresh {
+            let ram = destination.memory.block(0).unwrap();
+            ram.write(0, &vec![0xdd; usize::try_from(ram.len()).unwrap()]).unwrap();
+        }
+        let (logs, marker) = source.restless_logs(self.postcopy.is_some().into());
+        let (near, far) = pair();
+        let (near_beside, far_beside): (Vec<_>, Vec<_>) =
+            (0..self.channels).map(|_| lending_pair(self.zero_copy.0, self.zero_copy.1)).unzip();
+        let (control, progress) = (Control::new(), Progress::new());
+        let params = MigrationParams {
+            zero_check: self.zero_check,
+            put: self.put,
+            // In postcopy never reached: what is restless has always written something.
+            downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(200) },
+            stalled_rounds: Some(6),
+            give_up: if self.postcopy.is_some() { GiveUp::Postcopy } else { GiveUp::Pause },
+            patience: Duration::from_secs(20),
+            max_bandwidth: self.hurried.map(|(bandwidth, _)| bandwidth),
+            timeout: self.hurried.map(|(_, time)| time),
+            ..MigrationParams::default()
+        };
+        let (compression, packet_pages) = (self.compression, self.packet_pages);
+        let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
+        let (outcome, arrival) = thread::scope(|scope| {
+            let receiving = scope.spawn(|| {
+                for channel in &far_beside {
+                    let mut first = [0; INITIAL_LEN];
+                    channel.get(&mut first).unwrap();
+                    InitialPacket::decode(&first).unwrap();
+                }
+                let expected = MultifdOptions { compression: self.compression };
+                let (control, progress) = (Control::new(), Progress::new());
+                let (control, progress) = (Box::leak(Box::new(control)), Box::leak(Box::new(progress)));
+                LiveDestination::new(&destination, far, control, progress, LiveDestinationOptions::default())
+                    .with_channels(far_beside, expected)
+                    .run()
+            });
+            source.write_on(scope, marker, self.seed | 1, Duration::from_micros(random(self.seed | 1) % 40));
+            let postcopy = match self.postcopy {
+                None => Postcopy::Off,
+                Some(None) => Postcopy::AtOnce,
+                Some(Some(_)) => Postcopy::Allowed,
+            };
+            let outcome = LiveSource::new(&source, logs, near, &control, &progress, params)
+                .fresh(self.fresh)
+                .with_postcopy(postcopy)
+                .with_channels(near_beside, options)
+                .unwrap()
+                .observe(|round| {
+                    if self.postcopy == Some(Some(round.number)) {
+                        control.start_postcopy();
+                    }
+                })
+                .run();
+            source.over.store(true, Ordering::Relaxed);
+            (outcome, receiving.join().unwrap())
+        });
+        let LiveOutcome::Completed(stats) = outcome else { panic!("{self:?}: {outcome:?}") };
+        if self.sparse {
+            let untouched = self.pages.iter().sum::<u64>() / 2;
+            assert!(stats.rounds[0].holes < untouched, "it was not looked at the time: {self:?}\n{stats:#?}");
+        }
+        if self.hurried.is_some() && self.postcopy.is_none() {
+            // The first round was broken off, and the last one sent what it did not get to.
+            let kinds: Vec<_> = stats.rounds.iter().map(|round| round.kind).collect();
+            assert_eq!(kinds, [RoundKind::Bulk, RoundKind::Last], "{self:?}");
+            assert!(stats.rounds[1].pages >= stats.rounds[0].rest, "{self:?}");
+        }
+        let ArrivalOutcome::Running(arrived) = arrival else { panic!("{self:?}: {arrival:?}") };
+        assert_eq!(destination.started(), 1);
+        assert!(!source.runs());
+        for block in 0..2 {
+            let mut there = vec![0; usize::try_from(self.pages[block] * 4096).unwrap()];
+            destination.memory.block(block).unwrap().read(0, &mut there).unwrap();
+            let here = source.contents(block);
+            let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
+            assert_eq!(differs, None, "page of block {block}, {self:?}\n{stats:#?}");
+        }
+        let lent = stats.channels.iter().map(|counters| counters.lent).sum::<u64>() != 0;
+        let spliced = stats.channels.iter().map(|counters| counters.spliced).sum::<u64>() != 0;
+        let as_they_are = self.channels != 0 && self.compression == Compression::None;
+        let [by_message, by_splice] = match self.zero_copy.0 {
+            ZeroCopy::Off => [false, false],
+            ZeroCopy::Msg => [as_they_are, false],
+            ZeroCopy::Auto | ZeroCopy::Splice => [false, as_they_are],
+        };
+        let any = stats.sum(|round| round.normal) != 0;
+        assert_eq!((lent, spliced), (by_message && any, by_splice && any), "{self:?}");
+        assert_eq!(stats.postcopy.is_some(), self.postcopy.is_some(), "{self:?}");
+        if self.postcopy.is_none() {
+            assert_eq!(arrived.received.normal_pages, stats.sum(|round| round.normal), "{self:?}");
+            assert_eq!(arrived.received.zero_pages, stats.sum(|round| round.zero), "{self:?}");
+        }
+        let loaded = destination.loaded.lock().unwrap();
+        assert_eq!(loaded[0].2, source.writes.load(Ordering::SeqCst).to_le_bytes(), "{self:?}");
+    }
+}
+
+fn many(seeds: std::ops::Range<u64>) {
+    seeds.for_each(|seed| Case::new(seed).run());
+}
+
+#[test]
+fn a_thousand_small_vms_arrive_as_they_were() {
+    many(0..1000);
+}
+
+#[test]
+fn small_vms_that_run_before_their_memory_has_come_get_all_of_it() {
+    for seed in 0..200 {
+        let postcopy = [None, Some(0), Some(1), Some(3)][usize::try_from(seed % 4).unwrap()];
+        Case { postcopy: Some(postcopy), channels: 0, ..Case::new(seed) }.run();
+    }
+}
+
+#[test]
+fn a_vm_whose_time_is_up_in_the_middle_of_a_round_takes_the_rest_with_it() {
+    for seed in 0..20 {
+        // A megabyte at once, and the next one after a second: which is not waited for.
+        let hurried = NonZeroU64::new(1 << 20).map(|bandwidth| (bandwidth, Duration::from_millis(5)));
+        let channels = usize::try_from(seed % 3).unwrap();
+        Case { hurried, channels, pages: [3000 + seed, 300], ..Case::new(seed) }.run();
+    }
+}
+
+#[test]
+fn a_vm_whose_time_is_up_while_holes_are_told_goes_on_as_was_said_with_the_others_zero() {
+    for seed in 0..4 {
+        let hurried = NonZeroU64::new(1 << 16).map(|bandwidth| (bandwidth, Duration::from_millis(5)));
+        let (channels, postcopy) =
+            [(0, None), (1, None), (2, None), (0, Some(Some(99)))][usize::try_from(seed % 4).unwrap()];
+        let (fresh, pages) = (false, [40_000, 30]);
+        Case { hurried, channels, postcopy, fresh, pages, sparse: true, ..Case::new(seed) }.run();
+    }
+}
+
+#[test]
+fn channels_that_are_to_send_pages_as_they_are_are_refused_where_pages_are_compressed() {
+    for zero_copy in ZeroCopy::ALL {
+        let source = TestVm::of(vec![BlockOptions::memfd("ram", 1 << 20)]);
+        let (logs, _marker) = source.logs();
+        let (control, progress) = (Control::new(), Progress::new());
+        let role = LiveSource::new(&source, logs, pair().0, &control, &progress, MigrationParams::default());
+        let options = MultifdSourceOptions { compression: Compression::Zstd, ..MultifdSourceOptions::default() };
+        let taken = role.with_channels(vec![lending_pair(zero_copy, true).0], options);
+        assert_eq!(taken.is_err(), matches!(zero_copy, ZeroCopy::Msg | ZeroCopy::Splice), "{zero_copy}");
+    }
+}

@@ -1,0 +1,10 @@
+//! Snapshot files, written, read, compared and broken.
+
+mod fixture;
+
+mod adopt;
+mod comparison;
+mod foreign;
+mod hostile;
+mod publish;
+mod round_trip;

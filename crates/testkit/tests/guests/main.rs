@@ -1,0 +1,5 @@
+//! The guests of the tests, tested.
+
+mod beat;
+mod linux;
+mod vm;

@@ -1,0 +1,9 @@
+//! The vhost-user server, with front ends of the tests, of rust-vmm and of user-mode Linux.
+
+mod peer;
+
+mod inflight;
+mod messages;
+mod rings;
+mod rust_vmm;
+mod uml;
