@@ -344,7 +344,7 @@ impl Disk for Raw {
             if self.guarded(&host) > 0 {
                 return Ok(false);
             }
-            Ok(self.file.copy_from(host.start, &from, from_offset.0, length).await?)
+            Ok(self.file.copy_range(host.start, &from, from_offset.0, length).await?)
         })
     }
 

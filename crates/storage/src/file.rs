@@ -269,12 +269,12 @@ impl Storage for FileStorage {
         extents::extents(&self.file, range.clone()).map_err(failed)
     }
 
-    fn clone_from(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
+    fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
         let clone = move |file: &OpenFile, from: &OwnedFd| change::clone(file, offset, from, from_offset, length);
         self.take_over(Operation::Clone, offset..offset.saturating_add(length), from, clone)
     }
 
-    fn copy_from(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
+    fn copy_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
         let copy = move |file: &OpenFile, from: &OwnedFd| change::copy(file, offset, from, from_offset, length);
         self.take_over(Operation::Write, offset..offset.saturating_add(length), from, copy)
     }

@@ -151,7 +151,7 @@ impl Storage for MemoryStorage {
             .collect())
     }
 
-    fn clone_from(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
+    fn clone_range(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
         ready(Ok(false))
     }
 }

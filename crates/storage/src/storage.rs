@@ -72,11 +72,11 @@ pub trait Storage: Send + Sync + Debug {
     /// Takes over `length` bytes at `from_offset` of another storage, or of itself, without copying them, if the filesystem can:
     /// false if it cannot, and nothing has changed then. Both offsets and the length are multiples of [`Storage::clone_block`], and
     /// the bytes are within the other one's length; what is not so may be refused, too.
-    fn clone_from(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool>;
+    fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool>;
 
     /// Has the kernel copy `length` bytes at `from_offset` of another storage: false if it cannot, and what stands there then is
     /// undefined, as after a failed write.
-    fn copy_from(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
+    fn copy_range(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
         Box::pin(std::future::ready(Ok(false)))
     }
 

@@ -77,7 +77,7 @@ struct CloneCall {
 impl CloneCall {
     fn begin(self, storage: &dyn Storage) -> Request {
         let length = self.range.end.saturating_sub(self.range.start);
-        let cloned = storage.clone_from(self.range.start, &self.from, self.from_offset, length);
+        let cloned = storage.clone_range(self.range.start, &self.from, self.from_offset, length);
         Box::pin(async move {
             self.shared.store(cloned.await?, Ordering::Release);
             Ok(())
@@ -208,7 +208,7 @@ impl<B: Behaviour + 'static> Storage for Through<B> {
         self.storage.extents(range)
     }
 
-    fn clone_from(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
+    fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
         let (range, shared) = (offset..offset.saturating_add(length), Arc::<AtomicBool>::default());
         let clone = CloneCall { range, from: Arc::clone(from), from_offset, shared: Arc::clone(&shared) };
         let request = self.request(Call::Clone(clone));

@@ -30,7 +30,7 @@ pub(super) fn can_share(folder: &Path) -> Result<bool> {
     let shared = block_on(async {
         from.write(0, Buffer::zeroed(64 << 10).into()).await?;
         let from: Arc<dyn Storage> = from;
-        (*to).clone_from(0, &from, 0, 64 << 10).await
+        (*to).clone_range(0, &from, 0, 64 << 10).await
     })?;
     for path in &paths {
         std::fs::remove_file(path)?;

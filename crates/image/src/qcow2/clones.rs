@@ -129,7 +129,7 @@ impl Inner {
             let Some(storage) = known.storages.get(clone.storage) else { return false };
             let (at, length) = (clone.range.start, clone.range.end - clone.range.start);
             let to = place.host.wrapping_add(at.wrapping_sub(place.guest.start));
-            match (*self.data).clone_from(to, storage, at.wrapping_add(clone.delta), length).await {
+            match (*self.data).clone_range(to, storage, at.wrapping_add(clone.delta), length).await {
                 Ok(true) => {
                     self.counters.add(Purpose::Clone, length);
                     true

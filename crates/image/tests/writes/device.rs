@@ -66,7 +66,7 @@ impl Storage for Device {
         self.0.extents(range)
     }
 
-    fn clone_from(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
+    fn clone_range(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
         Box::pin(std::future::ready(Ok(false)))
     }
 }

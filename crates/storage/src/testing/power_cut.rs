@@ -259,9 +259,9 @@ mod tests {
         let power = PowerCut::new();
         let storage = power.storage("disk", vec![b'.'; 4096], 1 << 20);
         let from: Arc<dyn Storage> = Arc::new(SparseMemory::file_with("from", vec![b'a'; 4096], 1 << 20));
-        assert!(!block_on((*storage).clone_from(512, &from, 0, 512)).unwrap());
+        assert!(!block_on((*storage).clone_range(512, &from, 0, 512)).unwrap());
         assert_eq!(power.moments(), 0);
-        assert!(block_on((*storage).clone_from(0, &from, 0, 4096)).unwrap());
+        assert!(block_on((*storage).clone_range(0, &from, 0, 4096)).unwrap());
         let cut = |loss| power.cut(1, loss).remove(0);
         assert_eq!((cut(Loss::None), cut(Loss::All)), (vec![b'a'; 4096], vec![b'.'; 4096]));
         let torn = |bytes: Vec<u8>| bytes.contains(&b'a') && bytes.contains(&b'.');

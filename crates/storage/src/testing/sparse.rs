@@ -256,7 +256,7 @@ impl Storage for SparseMemory {
         Ok(extents)
     }
 
-    fn clone_from(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
+    fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
         let to = offset..offset.saturating_add(length);
         let cloned = match from.memory() {
             Some(from) => self.clone_now(from, from_offset, to),
@@ -306,7 +306,7 @@ mod tests {
         let other: Arc<dyn Storage> = Arc::new(SparseMemory::file("other", 1 << 20));
         block_on(other.write(0x1000, Buffer::copied(&[7; 0x2000]).into())).unwrap();
         let clone = |at, from: &Arc<dyn Storage>, from_offset, length| {
-            block_on(Storage::clone_from(&file, at, from, from_offset, length)).unwrap()
+            block_on(Storage::clone_range(&file, at, from, from_offset, length)).unwrap()
         };
         assert!(clone(0x4000, &other, 0, 0x3000));
         assert_eq!(file.contents()[0x4fff..0x7000], [&[0; 1][..], &[7; 0x2000]].concat());
@@ -316,7 +316,7 @@ mod tests {
         let itself: Arc<dyn Storage> = Arc::new(file.clone());
         assert!(clone(0, &itself, 0x5000, 0x1000) && !clone(0x5000, &itself, 0x4000, 0x2000));
         assert_eq!(file.contents()[..0x1001], [&[7; 0x1000][..], &[0; 1]].concat());
-        assert!(!block_on((*other).clone_from(0, &itself, 0, 0x1000)).unwrap(), "it does not clone");
+        assert!(!block_on((*other).clone_range(0, &itself, 0, 0x1000)).unwrap(), "it does not clone");
     }
 
     #[test]

@@ -188,17 +188,17 @@ fn a_clone_shares_what_the_filesystem_can_share_and_says_so_if_it_cannot() {
     block_on(from.write(0, Buffer::copied(&[3; 65536]).into())).unwrap();
     block_on(storage.write(0, Buffer::copied(&[4; 131_072]).into())).unwrap();
     let from: Arc<dyn Storage> = from;
-    let is_shared = block_on((*storage).clone_from(65536, &from, 0, 65536)).unwrap();
+    let is_shared = block_on((*storage).clone_range(65536, &from, 0, 65536)).unwrap();
     let found = Buffer::zeroed(65536);
     block_on(storage.read(65536, found.clone().into())).unwrap();
     assert_eq!(found.to_vec(), [if is_shared { 3 } else { 4 }; 65536]);
     // Not a whole block, and nothing: no error either.
-    assert!(!block_on((*storage).clone_from(1, &from, 0, 100)).unwrap());
-    assert!(block_on((*storage).clone_from(0, &from, 0, 0)).unwrap());
+    assert!(!block_on((*storage).clone_range(1, &from, 0, 100)).unwrap());
+    assert!(block_on((*storage).clone_range(0, &from, 0, 0)).unwrap());
     assert_eq!((storage.counters().clones.operations, storage.counters().clones.bytes), (2, 65636));
     assert!(storage.clone_block().is_power_of_two());
     let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::new(4096));
-    assert!(!block_on((*storage).clone_from(0, &memory, 0, 512)).unwrap());
+    assert!(!block_on((*storage).clone_range(0, &memory, 0, 512)).unwrap());
 }
 
 #[test]
@@ -313,11 +313,11 @@ fn the_kernel_copies_from_file_to_file_and_says_where_it_does_not() {
     };
     let from: Arc<dyn Storage> = file("from", 3, 10_000);
     let into = file("into", 4, 20_000);
-    assert!(block_on((*into).copy_from(5000, &from, 1000, 9000)).unwrap());
+    assert!(block_on((*into).copy_range(5000, &from, 1000, 9000)).unwrap());
     let bytes = fs::read(folder.path().join("into")).unwrap();
     assert_eq!(bytes, [&[4; 5000][..], &[3; 9000], &[4; 6000]].concat());
     // Behind the end of the other one there are zeros, which somebody else writes.
-    assert!(!block_on((*into).copy_from(0, &from, 9999, 2)).unwrap());
+    assert!(!block_on((*into).copy_range(0, &from, 9999, 2)).unwrap());
     let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::new(4096));
-    assert!(!block_on((*into).copy_from(0, &memory, 0, 512)).unwrap());
+    assert!(!block_on((*into).copy_range(0, &memory, 0, 512)).unwrap());
 }
