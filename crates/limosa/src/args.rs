@@ -45,55 +45,55 @@ pub(crate) use send::{SendArgs, SendModeArg};
 pub(crate) use snapshot::NewSnapshotArgs;
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
 
-/// Save a running QEMU VM and bring it back in milliseconds.
+/// Save a running QEMU VM and restore it in milliseconds.
 #[derive(Debug, Parser)]
 #[command(name = "limosa", version, max_term_width = 100)]
-#[command(after_help = "Sizes are written 4K 64M 8G 1T; rates 100M, in bytes per second; times 300ms 30s 5m.\n\
+#[command(after_help = "Sizes: 4K 64M 8G 1T. Rates: 100M, in bytes per second. Times: 300ms 30s 5m.\n\
                         Exit status: 0 done, 1 failed (one line says what, where and what to do), 2 bad usage.\n\
-                        inspect and img have their own, which their --help lists.")]
+                        inspect and img define further values; see their --help.")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
 
-    /// Say more on stderr: -v what is decided and undone, -vv also every message to and from QEMU
+    /// Print more on stderr: -v decisions and cleanup, -vv also every message exchanged with QEMU
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     pub(crate) verbose: u8,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Save a running VM into a file; the VM goes on
+    /// Save a running VM to a file; the VM keeps running
     Save(SaveArgs),
-    /// Restore a VM into a QEMU started with -incoming defer; lazily where possible
+    /// Restore a VM into a QEMU started with -incoming defer; lazily if possible
     Restore(RestoreArgs),
-    /// Receive a migrating VM into a file, without a monitor: a migration destination
+    /// Receive a migrating VM into a file as a migration destination; needs no QEMU monitor
     Receive(ReceiveArgs),
-    /// Send a stored VM to a QEMU that waits for it, without a monitor: a migration source
+    /// Send a stored VM to a waiting QEMU as a migration source; needs no QEMU monitor
     Send(SendArgs),
-    /// Start a QEMU, restore a VM into it, and be that QEMU
+    /// Start a QEMU and restore a VM into it; terminal, signals and exit status are that QEMU's
     Run(RunArgs),
     /// Continue a VM that an interrupted job left paused
     Resume(ResumeArgs),
-    /// Make a snapshot of a recorded migration stream or a libvirt save image
+    /// Convert a recorded migration stream or a libvirt save image into a snapshot
     Import(ImportArgs),
-    /// Write a snapshot as a plain migration stream that stock QEMU loads
+    /// Write a snapshot as a plain migration stream that unmodified QEMU loads
     Export(ExportArgs),
-    /// Show what is in a snapshot, a recorded migration stream or a libvirt save image
+    /// Show the contents of a snapshot, a recorded migration stream or a libvirt save image
     Inspect(InspectArgs),
-    /// Make, look into, check and convert disk images, as qemu-img does
+    /// Create, inspect, check and convert disk images; compatible with qemu-img
     Img(ImgArgs),
-    /// Serve a virtio-balloon over vhost-user, and ask guests for memory and for their free pages
+    /// Serve a virtio-balloon device over vhost-user; take memory from guests and learn their free pages
     Balloon(BalloonArgs),
     /// Move a built-in guest between two processes while it runs
     Demo(DemoArgs),
     /// Measure limosa beside stock QEMU
     Bench(BenchArgs),
-    /// Print a script that makes a shell complete limosa's commands and options
+    /// Print a shell completion script
     Completions(CompletionsArgs),
-    /// Write the manual pages, as packages install them
+    /// Write the manual pages for packaging
     #[command(hide = true)]
     Man(ManArgs),
-    /// Watch over a job and clean up if it dies
+    /// Watch a job and clean up if it is killed
     #[command(hide = true)]
     Guard {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

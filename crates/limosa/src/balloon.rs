@@ -41,7 +41,7 @@ pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
         (Some(BalloonCommand::Ctl(args)), _) => ctl::run(args),
         (None, Some(args)) => serve(args),
         // Refused while the arguments are parsed.
-        (None, None) => anyhow::bail!("say where the front end connects: --vhost-user SOCK"),
+        (None, None) => anyhow::bail!("the socket for the front end is missing: give --vhost-user SOCK"),
     }
 }
 
@@ -51,7 +51,7 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
         .find_map(|(discard, name)| (discard == args.discard).then_some(name))
     {
         anyhow::bail!(
-            "--discard {name} gives nothing back of memory that a front end shares: take auto, punch-hole, remove or none"
+            "--discard {name} does not free memory that a front end shares: use auto, punch-hole, remove or none"
         );
     }
     let balloon =
@@ -60,24 +60,27 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
         balloon.set_target(target)?;
     }
     let ending = Arc::new(Ending::default());
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
     let device = VhostUserBalloon::new(Arc::clone(&balloon), strategy(args.discard));
     if args.control.as_ref() == Some(&args.vhost_user) {
-        anyhow::bail!("--vhost-user and --control are two sockets: give each a path of its own");
+        anyhow::bail!("--vhost-user and --control must be different paths");
     }
     let server = Server::bind(&args.vhost_user, Arc::new(device)).with_context(|| {
         let path = args.vhost_user.display();
-        format!("cannot listen for a front end at {path} (--vhost-user): it needs a folder that is there, and a path that nobody uses")
+        format!(
+            "cannot listen for a front end at {path} (--vhost-user): the directory must exist, and the path must not \
+            be in use"
+        )
     });
     let server = Arc::new(server?);
     let jobs = Arc::new(Jobs::default());
     let commands = BalloonCommands::new(Arc::clone(&balloon), Arc::clone(&jobs), Arc::clone(&ending));
     let socket = args.control.as_deref().map(|path| {
         let socket = ControlSocket::listen_for(path, Arc::new(commands));
-        socket.with_context(|| format!("cannot listen for programs at {} (--control)", path.display()))
+        socket.with_context(|| format!("cannot listen at {} (--control)", path.display()))
     });
     let socket = socket.transpose()?;
-    say!("limosa: a balloon for whoever connects to {} (--vhost-user)", args.vhost_user.display());
+    say!("limosa: serving a balloon at {} (--vhost-user)", args.vhost_user.display());
 
     let handle = signals.handle();
     let told = Arc::clone(&ending);
@@ -111,7 +114,7 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     let _ = signals.join();
     match end {
         Ok(end) => end?,
-        Err(_) => anyhow::bail!("the server for {} broke down; this is a fault of limosa's", args.vhost_user.display()),
+        Err(_) => anyhow::bail!("the server for {} failed; this is a bug in limosa", args.vhost_user.display()),
     }
     tell(args, &balloon, &server, begun);
     Ok(ExitCode::SUCCESS)
@@ -145,7 +148,7 @@ fn strategy(discard: DiscardArg) -> Strategy {
 fn tell(args: &BalloonServeArgs, balloon: &Balloon, server: &Server, begun: Instant) {
     let counters = balloon.counters();
     say!(
-        "limosa: {} front ends served in {}; {} given back in {} calls, {} free pages hinted in {} lists",
+        "limosa: {} front ends served in {}; {} returned to the host in {} calls, {} free pages hinted in {} lists",
         words::count(server.connections()),
         words::time(begun.elapsed()),
         words::bytes(counters.discarded_bytes),

@@ -70,7 +70,7 @@ fn kinds(reading: &ProgressReading) -> String {
     }
     match reading.phase {
         Phase::PostcopyActive => {
-            text.push_str(&format!(", {} asked for; the guest runs", words::count(reading.requests)));
+            text.push_str(&format!(", {} requested; the guest runs", words::count(reading.requests)));
         }
         Phase::Device | Phase::Completing => text.push_str("; finishing"),
         _ => {}

@@ -29,7 +29,7 @@ pub(crate) fn run(args: &InspectArgs) -> ExitCode {
         (Some(monitor), _) => with_qemu(args, monitor),
         (None, Some(other)) => with_file(args, other),
         // The command line asks for one of the two.
-        (None, None) => Err(anyhow::anyhow!("nothing to compare with; name a second file, or --against-qmp SOCK")),
+        (None, None) => Err(anyhow::anyhow!("nothing to compare with: give a second file, or --against-qmp SOCK")),
     };
     let printed = compared.and_then(|(comparison, memory)| {
         print(args, &comparison, memory)?;
@@ -67,7 +67,7 @@ fn with_file(args: &InspectArgs, other: &Path) -> anyhow::Result<Compared> {
     let memory = match (&snapshot, &other_snapshot) {
         (Some(first), Some(second)) => Some(compare_memory(first, second, args.memory)?),
         _ if args.memory => {
-            anyhow::bail!("--memory takes two snapshots: the pages of a recorded stream have no place of their own")
+            anyhow::bail!("--memory needs two snapshots: pages of a recorded stream cannot be looked up")
         }
         _ => None,
     };
@@ -148,7 +148,7 @@ fn class(finding: &Finding) -> &'static str {
 fn memory_line(memory: MemoryComparison) -> String {
     let differing = match memory.differing {
         Some(pages) => format!("{} differ in contents", words::count(pages)),
-        None => "contents were not compared (--memory does)".to_owned(),
+        None => "contents were not compared (use --memory)".to_owned(),
     };
     format!(
         "{:<16}{} pages: {} stored in both, {} in the first only, {} in the second only; {differing}",
@@ -165,13 +165,13 @@ fn verdict(args: &InspectArgs, comparison: &Comparison) -> String {
     let refusing = comparison.findings.iter().filter(|finding| finding.refuses()).count();
     let place = if args.diff { "where the other was saved" } else { "on this QEMU" };
     if refusing > 0 {
-        return format!("{file} would not load {place}: findings that refuse it: {refusing}");
+        return format!("{file} would not load {place}: findings that prevent it: {refusing}");
     }
     let unknown = match unknown {
         0 => String::new(),
-        some => format!("; findings that only loading tells: {some}"),
+        some => format!("; findings that only loading can decide: {some}"),
     };
-    format!("{file} would load {place}, as far as can be told (options inside a device are not compared){unknown}")
+    format!("{file} would load {place}, as far as known (options inside a device are not compared){unknown}")
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use crate::words;
 
 /// The command's side: starts the pager and waits for its word.
 pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
-    let executable = std::env::current_exe().context("cannot find this program to start the pager")?;
+    let executable = std::env::current_exe().context("cannot find the limosa program to start the pager")?;
     // The same words again, but for the first that asks to detach, in whose place another asks to be the pager.
     let mut asked = false;
     let words = std::env::args_os().skip(1).map(|word| {
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
         if replace { OsString::from("--pager") } else { word }
     });
     // Until the guest runs, what is said to this process is meant for the pager, which has left its session.
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
     let mut pager = Command::new(executable)
         .args(words)
         .stdin(Stdio::null())
@@ -50,9 +50,9 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     let heard = BufReader::new(stdout).read_line(&mut line);
     handle.close();
     let _ = passing_on.join();
-    heard.context("cannot hear the pager")?;
+    heard.context("cannot read from the pager")?;
     let Ok(said) = serde_json::from_str::<Value>(&line) else {
-        bail!("the pager died before the guest ran; the snapshot is as it was: start a fresh QEMU and try again");
+        bail!("the pager ended before the guest ran; the snapshot is unchanged: start a new QEMU and try again");
     };
     if let Some(why) = said.get("failed").and_then(Value::as_str) {
         bail!("{why}");
@@ -61,10 +61,10 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     let mode = said.get("mode").and_then(Value::as_str).unwrap_or("lazy");
     let after_words = words::time(Duration::from_secs_f64(after / 1e3));
     let pager = if mode == "lazy" {
-        say!("the guest is back after {after_words}; process {} brings its memory", pager.id());
+        say!("the guest runs after {after_words}; process {} restores its memory", pager.id());
         Some(pager.id())
     } else {
-        say!("restored eagerly after {after_words}; all memory is there");
+        say!("restored eagerly after {after_words}; all memory is restored");
         None
     };
     if args.job.json {

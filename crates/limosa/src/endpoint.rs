@@ -59,7 +59,7 @@ impl Wire {
     /// Reaches a destination, with so many channels beside the main one.
     pub(crate) fn to(uri: &Uri, options: &Options, channels: u8) -> anyhow::Result<Self> {
         if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) {
-            anyhow::bail!("{uri}: several channels have to connect; send to tcp:HOST:PORT or unix:PATH");
+            anyhow::bail!("{uri}: multifd needs several connections: use tcp:HOST:PORT or unix:PATH");
         }
         match uri {
             Uri::Exec(command) => Self::exec(command, options),
@@ -77,8 +77,8 @@ impl Wire {
                     let connected = Channel::connect(uri, options);
                     connected.map_err(|error| {
                         anyhow::anyhow!(
-                            "{error}; it was channel {number} of {channels} beside the main one: the destination needs \
-                             multifd on and multifd-channels {channels} before it listens"
+                            "{error}; multifd channel {number} of {channels}: the destination needs multifd on and \
+                             multifd-channels {channels} before it listens"
                         )
                     })
                 };
@@ -96,7 +96,7 @@ impl Wire {
         surroundings: &Surroundings,
     ) -> anyhow::Result<Self> {
         if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_) | Uri::Fd(_)) {
-            anyhow::bail!("{uri}: several channels have to connect; listen with tcp:HOST:PORT or unix:PATH");
+            anyhow::bail!("{uri}: multifd needs several connections: listen on tcp:HOST:PORT or unix:PATH");
         }
         match uri {
             Uri::Exec(command) => Self::exec(command, options),
@@ -118,8 +118,8 @@ impl Wire {
                 say!("limosa: listening on {}", listener.local_uri());
                 // Strangers that connect are turned away meanwhile.
                 let options = GatheringOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
-                let mut gathering = Gathering::new(&listener, options)
-                    .on_refusal(|why| say!("limosa: a connection was turned away: {why}"));
+                let mut gathering =
+                    Gathering::new(&listener, options).on_refusal(|why| say!("limosa: connection rejected: {why}"));
                 loop {
                     surroundings.control.check()?;
                     if let Some(ChannelSet { main, pages }) = gathering.step(TICK)? {
@@ -189,7 +189,7 @@ impl Other {
 /// Ends with a usage error if standard output has to be two things at once.
 pub(crate) fn keep_stdout(uri: &Uri, json: bool) {
     if json && matches!(uri, Uri::Stdio | Uri::Fd(1)) {
-        misused("--json prints on standard output, where the stream is");
+        misused("--json prints to standard output, which carries the stream");
     }
 }
 

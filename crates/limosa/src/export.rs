@@ -22,10 +22,10 @@ pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     let to_stdout = args.stream == Path::new("-");
     let stdout = std::io::stdout();
     if to_stdout && args.json {
-        bail!("standard output cannot take the stream and --json: leave one of them out");
+        bail!("standard output cannot carry both the stream and --json output: omit one of them");
     }
     if to_stdout && stdout.is_terminal() {
-        bail!("standard output is a terminal: redirect it, or name a file");
+        bail!("standard output is a terminal: redirect it, or give a file");
     }
     let surroundings = Surroundings::over(None, Job::Save, "exporting", to_stdout)?;
     let (control, progress) = (&surroundings.control, &surroundings.progress);
@@ -58,7 +58,7 @@ fn tell(args: &ExportArgs, snapshot: &Snapshot, stats: &PrecopyStats) {
     if let (Some(recorded), Some(state)) = (recorded, snapshot.run_state())
         && recorded != state
     {
-        say!("  QEMU will load it {recorded}, as its stream says; it was {state}: continue it with cont");
+        say!("  QEMU will load it {recorded}, as recorded in the stream; it was {state}: continue it with cont");
     }
 }
 

@@ -52,7 +52,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
 fn refuse(words: &[OsString]) -> anyhow::Result<ExitCode> {
     let name = words.first().map(|word| word.to_string_lossy()).unwrap_or_default();
     if LATER.contains(&name.as_ref()) {
-        anyhow::bail!("img has no {name} yet; use qemu-img {name}");
+        anyhow::bail!("img {name} is not supported yet; use qemu-img {name}");
     }
-    anyhow::bail!("img has no command {name:?}; limosa img --help lists those it has")
+    anyhow::bail!("img {name:?}: unknown command; see limosa img --help")
 }

@@ -24,14 +24,14 @@ use crate::words;
 pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     if args.xml.as_ref() == Some(&args.snapshot) {
-        bail!("{}: the snapshot and the domain XML cannot be one file", args.snapshot.display());
+        bail!("{}: the snapshot and the domain XML must be different files", args.snapshot.display());
     }
     if is_one_file(&args.stream, &args.snapshot) {
-        bail!("{}: what is imported and the snapshot cannot be one file", args.snapshot.display());
+        bail!("{}: the source and the snapshot must be different files", args.snapshot.display());
     }
     let foreign = open(&args.stream)?;
     if args.xml.is_some() && foreign.image().is_none() {
-        bail!("{}: {}, which has no domain XML: leave --xml out", args.stream.display(), foreign.describe());
+        bail!("{}: {}, which has no domain XML: omit --xml", args.stream.display(), foreign.describe());
     }
     // Both are refused before anything is read.
     let pending = PendingFile::create(&args.snapshot, args.new.force)?;
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let done = Done { imported: imported?, what, packer, elapsed: begun.elapsed() };
     if let (Some(pending), Some(image)) = (xml, &image) {
         write_xml(pending, image, durability).with_context(|| {
-            format!("the snapshot {} is whole and in place, but not its XML", args.snapshot.display())
+            format!("the snapshot {} is complete, but its XML was not written", args.snapshot.display())
         })?;
     }
     done.tell();
@@ -74,7 +74,7 @@ fn open(stream: &Path) -> anyhow::Result<Foreign> {
     if stream == Path::new("-") {
         let stdin = std::io::stdin();
         if stdin.is_terminal() {
-            bail!("standard input is a terminal: pipe a migration stream into limosa import, or name a file");
+            bail!("standard input is a terminal: pipe a migration stream into limosa import, or give a file");
         }
         let own = stdin.as_fd().try_clone_to_owned().context("standard input")?;
         return Ok(Foreign::from_fd(own, Path::new("standard input"))?);
@@ -116,7 +116,7 @@ impl Done {
             words::rate(stored, self.elapsed),
             self.what,
         );
-        say!("  pages: {}", words::pages(&manifest.pages, "left out by the source", "came again"));
+        say!("  pages: {}", words::pages(&manifest.pages, "left out by the source", "sent again"));
     }
 
     fn object(&self, xml: Option<&Path>) -> Value {
@@ -150,7 +150,7 @@ fn tell_domain(image: &SaveImage, xml: Option<&Path>) {
         if image.header.was_running { "ran" } else { "was paused" },
         match xml {
             Some(path) => format!("its XML is in {}", path.display()),
-            None => "its XML is not kept (--xml FILE writes it)".to_owned(),
+            None => "its XML was not stored (use --xml FILE)".to_owned(),
         }
     );
 }
@@ -186,7 +186,8 @@ impl Stored {
         let (pending, folder) = temporary(&path)?;
         if !quiet {
             say!(
-                "limosa: {}: {}: converting it into a nameless file in {} {purpose}; limosa import, once, makes lazy restores possible",
+                "limosa: {}: {}: converting it to a temporary file in {} {purpose}; for lazy restores, convert it once \
+                 with limosa import",
                 path.display(),
                 foreign.describe(),
                 folder.display()

@@ -82,10 +82,7 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
     );
     if let Some(hinted @ 1..) = manifest.pages.hinted {
         let memory = words::bytes(hinted.saturating_mul(limosa_page::PAGE_SIZE));
-        print_out!(
-            "left out      {} pages ({memory}) that were never sent: the guest had no use for them",
-            words::count(hinted)
-        );
+        print_out!("left out      {} pages ({memory}) that were never sent: free in the guest", words::count(hinted));
     }
     for disk in &manifest.disks {
         print_out!(

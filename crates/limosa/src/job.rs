@@ -63,5 +63,5 @@ impl Surroundings {
 /// Listens where programs are to watch and steer the job.
 pub(crate) fn listen(path: &Path, job: Job, control: &Control, progress: &Progress) -> anyhow::Result<ControlSocket> {
     ControlSocket::listen(path, job, control.clone(), progress.clone())
-        .with_context(|| format!("cannot listen for programs at {} (--control)", path.display()))
+        .with_context(|| format!("cannot listen at {} (--control)", path.display()))
 }

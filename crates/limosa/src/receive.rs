@@ -106,7 +106,7 @@ fn receive(
 
 fn unreceived(error: MigrateError, end: Other) -> anyhow::Error {
     let hint = match &error {
-        MigrateError::OneWay { .. } => "; a recorded stream is received with --one-way",
+        MigrateError::OneWay { .. } => "; to receive a recorded stream, use --one-way",
         MigrateError::Sink(_) => "",
         _ => "; nothing was kept",
     };
@@ -144,7 +144,7 @@ fn hand_over(incoming: Incoming, path: &Path) -> Result<anyhow::Result<()>, Migr
 
 fn afterwards(path: &Path, error: impl std::fmt::Display) -> anyhow::Error {
     anyhow!(
-        "the snapshot {} is whole and in place, but then: {error}; look at the source whether its VM runs on",
+        "the snapshot {} is complete, but then: {error}; check at the source whether its VM still runs",
         path.display()
     )
 }
@@ -164,7 +164,7 @@ fn tell(args: &ReceiveArgs, received: &Received) {
     );
     say!("  pages: {}", words::pages(pages, "left out by the source", "sent again"));
     if !received.answered {
-        say!("  the source did not wait for an answer: it has taken its last write for success");
+        say!("  the source did not wait for an acknowledgement: it took its last write for success");
     }
 }
 

@@ -49,7 +49,7 @@ struct State {
 impl Relay {
     /// Takes signals from now on; they are kept until [`Relay::aim`].
     pub(crate) fn start() -> anyhow::Result<Self> {
-        let mut signals = SignalsInfo::<WithOrigin>::new(SIGNALS).context("cannot listen to signals")?;
+        let mut signals = SignalsInfo::<WithOrigin>::new(SIGNALS).context("cannot handle signals")?;
         let handle = signals.handle();
         let state = Arc::new(Mutex::new(State::default()));
         let shared = Arc::clone(&state);

@@ -44,12 +44,12 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let converted = stored.is_foreign();
     if converted && (args.recover || args.how.mode == ModeArg::Lazy) {
         bail!(
-            "{}: is no snapshot, and only a snapshot can be restored lazily or recovered from: make one with limosa import",
+            "{}: not a snapshot; lazy restore and --recover need one: convert it with limosa import",
             args.snapshot.display()
         );
     }
     let monitor = job::connect(&args.job.qmp)?;
-    let snapshot = stored.snapshot("and restoring that eagerly", args.pager)?;
+    let snapshot = stored.snapshot("and restoring it eagerly", args.pager)?;
     let options = options(&args.how, converted);
     let surroundings = Surroundings::new(&args.job, Job::Restore, "restoring", args.pager)?;
     let observer = Observer::new(begun, reporter, args.pager, args.how.paused);
@@ -84,11 +84,11 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
     if guest_runs {
         let how = format!("limosa restore --recover {} --qmp {}", args.snapshot.display(), args.job.qmp);
         let what = if matches!(error, JobError::Migrate(MigrateError::Paused)) {
-            "the guest is left without the rest of its memory, and stalls where it needs it"
+            "the rest of the guest's memory is missing; the guest stalls where it accesses it"
         } else {
-            "the guest stalls where it needs memory that is missing"
+            "the guest stalls where it accesses missing memory"
         };
-        return anyhow::anyhow!("{error}; {what}; go on with: {how}");
+        return anyhow::anyhow!("{error}; {what}; recover with: {how}");
     }
     if refused || args.recover {
         return error.into();
@@ -96,9 +96,9 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
     // A QEMU that cannot load a VM closes its end and says why on its own stderr.
     let closed = matches!(error, JobError::Channel(_) | JobError::Migrate(MigrateError::Channel(_)));
     let context = if closed {
-        "not restored; the snapshot is as it was: see what QEMU itself says, start a fresh one and try again"
+        "not restored; the snapshot is unchanged: check QEMU's own messages, start a new one and try again"
     } else {
-        "not restored; the snapshot is as it was: end this QEMU, start a fresh one and try again"
+        "not restored; the snapshot is unchanged: end this QEMU, start a new one and try again"
     };
     anyhow::Error::from(error).context(context)
 }
@@ -157,7 +157,7 @@ impl RestoreObserver for Observer<'_> {
         let after = self.begun.elapsed();
         self.reporter.guest_ready(after, if mode == Mode::Eager { "eager" } else { "lazy" });
         if !self.quiet && mode == Mode::Lazy {
-            let what = if self.paused { "the guest is loaded, paused," } else { "the guest is back" };
+            let what = if self.paused { "the guest is loaded, paused," } else { "the guest runs" };
             say!("{what} after {}; its memory follows", words::time(after));
         }
     }
@@ -165,7 +165,7 @@ impl RestoreObserver for Observer<'_> {
 
 pub(crate) fn tell(report: &RestoreReport) {
     if let Some(lazy) = &report.lazy {
-        say!("restored: all memory is there after {}; the VM is {}", words::time(report.to_resident), report.vm_state);
+        say!("restored: all memory after {}; the VM is {}", words::time(report.to_resident), report.vm_state);
         tell_requests(lazy);
     } else {
         say!("restored after {}; the VM is {}", words::time(report.to_guest), report.vm_state);
@@ -187,10 +187,10 @@ pub(crate) fn tell_requests(lazy: &LazyReport) {
     let latency = &lazy.request_latency;
     let at = |quantile: f64| words::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
     if latency.is_empty() {
-        say!("  no page had to be asked for");
+        say!("  no page had to be requested");
     } else {
         say!(
-            "  {} {} asked for; answered within {} (median), {} (99%), {} (longest)",
+            "  {} {} requested; answered within {} (median), {} (99%), {} (maximum)",
             words::count(latency.len()),
             if latency.len() == 1 { "page was" } else { "pages were" },
             at(0.5),

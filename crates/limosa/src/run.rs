@@ -73,7 +73,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
                 // A QEMU that cannot load a VM may crash over it (found with QEMU 10.0.2); why it could not says more.
                 return Err(error.context(format!("{} ended ({status})", qemu.program)));
             } else {
-                say!("limosa: {} ended ({status}) before it had its VM; the snapshot is as it was", qemu.program);
+                say!("limosa: {} ended ({status}) before its VM was restored; the snapshot is unchanged", qemu.program);
                 return Ok(failed(status));
             }
         }
@@ -130,7 +130,7 @@ fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, 
         .transpose()
         .and_then(|_socket| Ok(restore(&monitor, snapshot, &args.snapshot, &options, watch, &observer, &guard)?));
     let lazy_guest = observer.has_lazy_guest();
-    let result = if lazy_guest { result } else { result.context("not restored; the snapshot is as it was") };
+    let result = if lazy_guest { result } else { result.context("not restored; the snapshot is unchanged") };
     Attempt { result, lazy_guest, monitor: Some(monitor) }
 }
 
@@ -138,7 +138,7 @@ fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, 
 fn not_greeted(error: QmpError, args: &RunArgs, qemu: &Qemu) -> anyhow::Error {
     match error {
         QmpError::Busy { waited, .. } => anyhow::anyhow!(
-            "{} opened no monitor within {} s: is it QEMU? If it needs longer to start, say so with --start-within",
+            "{} opened no monitor within {} s: is it QEMU? If it needs longer to start, use --start-within",
             qemu.program,
             waited.as_secs_f64()
         ),
@@ -152,7 +152,7 @@ fn not_greeted(error: QmpError, args: &RunArgs, qemu: &Qemu) -> anyhow::Error {
 
 fn stalled(error: anyhow::Error, args: &RunArgs) -> anyhow::Error {
     error.context(format!(
-        "the guest stalls where it needs memory that is missing; if its QEMU has another monitor, go on with: limosa restore \
+        "the guest stalls where it accesses missing memory; if its QEMU has another monitor, recover with: limosa restore \
          --recover {} --qmp SOCK; otherwise end it",
         args.snapshot.display()
     ))
@@ -178,7 +178,7 @@ impl Qemu {
 
     /// Whether it has ended. It stays unreaped, so that its number stays its own.
     fn seen_ended(&self, how: WaitIdOptions) -> anyhow::Result<bool> {
-        let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw).context("a process without a number")?;
+        let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw).context("the process has no id")?;
         loop {
             match waitid(WaitId::Pid(id), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | how) {
                 Err(rustix::io::Errno::INTR) => {}

@@ -104,7 +104,7 @@ fn tell(report: &SaveReport) {
     say!("  pages: {}", words::pages(pages, "hinted as free and not sent", "sent again"));
     match report.downtime {
         Some(downtime) => say!(
-            "  the VM stood still for {} and ran on after {}; it is {}",
+            "  the VM was stopped for {} and resumed after {}; it is {}",
             words::time(downtime),
             words::time(report.to_vm_running),
             report.vm_state
@@ -113,10 +113,10 @@ fn tell(report: &SaveReport) {
     }
     for (disk, overlay) in frozen(report) {
         let name = disk.device.as_deref().unwrap_or(&disk.node);
-        say!("  disk {name} goes on in {}, over {}", overlay.display(), disk.path.display());
+        say!("  disk {name} continues in {}, over {}", overlay.display(), disk.path.display());
     }
     if frozen(report).next().is_some() {
-        say!("  nothing may write to the files below as long as the overlays or the snapshot are needed");
+        say!("  do not write to the backing files as long as the overlays or the snapshot are needed");
     }
     if let (Some(channel), Some(file)) = (&report.channel, &report.file) {
         say!("  system calls: {} reads, {} writes", words::count(channel.calls_in), words::count(file.calls_out));

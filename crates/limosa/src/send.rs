@@ -50,12 +50,9 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     let tls = args.tls.read()?;
     let stored = Stored::open(&args.snapshot)?;
     if stored.is_foreign() && args.mode == SendModeArg::Postcopy {
-        bail!(
-            "{}: is no snapshot, and only a snapshot can be sent by postcopy: make one with limosa import",
-            args.snapshot.display()
-        );
+        bail!("{}: not a snapshot; postcopy needs one: convert it with limosa import", args.snapshot.display());
     }
-    let snapshot = stored.snapshot("and sending that", false)?;
+    let snapshot = stored.snapshot("and sending it", false)?;
     snapshot.check_restorable()?;
     snapshot.lock_serving()?;
     let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
@@ -94,7 +91,7 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
     let guest_runs = AtomicBool::new(false);
     let sent = if args.recover || args.mode == SendModeArg::Postcopy {
         if !answers {
-            anyhow::bail!("{}: in postcopy the destination asks for pages, and this carries no answers", args.uri);
+            anyhow::bail!("{}: postcopy needs a return path for page requests, and this URI has none", args.uri);
         }
         postcopy(args, snapshot, channel, &options, surroundings, (begun, &guest_runs))
     } else {
@@ -122,9 +119,7 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
             let finished = if sent.answered { end.finish(patience) } else { end.finish_unanswered(patience) };
             match finished {
                 Err(error) if sent.answered => {
-                    return Err(anyhow!(
-                        "everything was sent and the destination has said that all is well, but {error}"
-                    ));
+                    return Err(anyhow!("everything was sent and the destination reported success, but {error}"));
                 }
                 finished => finished?,
             }
@@ -157,7 +152,7 @@ fn postcopy(
             if milestone == Milestone::DevicesLoaded {
                 guest_runs.store(true, Ordering::Release);
                 let after = *to_guest.get_or_init(|| begun.elapsed());
-                let what = if args.recover { "the destination goes on" } else { "the guest is back" };
+                let what = if args.recover { "the destination continues" } else { "the guest runs" };
                 say!("{what} after {}; its memory follows", words::time(after));
             }
         });
@@ -180,7 +175,7 @@ fn postcopy(
 fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
     if guest_runs || args.recover {
         return format!(
-            "; the guest stalls where it needs memory that is missing: give its QEMU the command migrate-recover, then: \
+            "; the guest stalls where it accesses missing memory: give its QEMU the command migrate-recover, then run: \
              limosa send --recover {} {}",
             args.snapshot.display(),
             args.uri
@@ -195,12 +190,12 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
             | MigrateError::Refused { .. },
             Some(count),
         ) => format!(
-            "; not sent: the destination's own log says why (it needs multifd on, multifd-channels {count} and \
+            "; not sent: see the log of the destination (it needs multifd on, multifd-channels {count} and \
              multifd-compression {})",
             Compression::from(args.channels.compression).name()
         ),
         (MigrateError::Silent { .. }, _) if args.mode == SendModeArg::Precopy => {
-            "; if nobody can answer there, say --one-way".into()
+            "; if the other end cannot answer, use --one-way".into()
         }
         (
             MigrateError::Channel(_)
@@ -209,10 +204,10 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
             | MigrateError::Refused { .. },
             _,
         ) if args.mode == SendModeArg::Postcopy => {
-            "; not sent: the destination's own log says why (it needs the capability postcopy-ram)".into()
+            "; not sent: see the log of the destination (it needs the capability postcopy-ram)".into()
         }
         (MigrateError::Channel(_) | MigrateError::Protocol(_), _) => {
-            "; not sent: the destination's own log says why".into()
+            "; not sent: see the log of the destination".into()
         }
         _ => String::new(),
     }
@@ -234,14 +229,14 @@ fn tell(args: &SendArgs, sent: &Sent) {
     match sent.channel.spliced.min(moved) {
         _ if moved == 0 => {}
         0 => say!("  the pages were read and copied"),
-        spliced if spliced == moved => say!("  the pages were spliced out of the file: not copied on the way out"),
-        spliced => say!("  {} of it were spliced out of the file, the rest was read and copied", words::bytes(spliced)),
+        spliced if spliced == moved => say!("  the pages were spliced from the file, not copied"),
+        spliced => say!("  {} of it were spliced from the file, the rest was read and copied", words::bytes(spliced)),
     }
     if let Some(lazy) = &sent.lazy {
         restore::tell_requests(lazy);
     }
     if !sent.answered {
-        say!("  nobody could answer: whether it has arrived is to be seen at the other end");
+        say!("  no answer was possible: check at the other end whether it has arrived");
     }
 }
 

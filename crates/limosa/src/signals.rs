@@ -21,7 +21,7 @@ pub(crate) struct SignalWatch {
 impl SignalWatch {
     /// Starts to listen on behalf of a job.
     pub(crate) fn start(job: Job, control: &Control, progress: &Progress) -> anyhow::Result<Self> {
-        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
         let handle = signals.handle();
         let (control, progress) = (control.clone(), progress.clone());
         let thread = thread::Builder::new().name("signals".into()).spawn(move || {
@@ -51,7 +51,8 @@ fn heed(signal: i32, heard: &mut u32, job: Job, control: &Control, progress: &Pr
             *heard += 1;
             if *heard == 1 {
                 say!(
-                    "limosa: pushing the rest at full speed; once more leaves the guest without the rest of its memory"
+                    "limosa: sending the rest at full speed; another signal aborts and leaves the guest without the rest \
+                     of its memory"
                 );
                 control.set_max_bandwidth(None);
             } else {

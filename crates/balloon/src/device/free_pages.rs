@@ -13,7 +13,7 @@ impl FreePages for Balloon {
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let not_offered = |why: &str| Err(FreePagesError::NotOffered { why: why.into() });
         if !self.has_driver() {
-            return not_offered("no driver in it has taken the balloon; load virtio_balloon there");
+            return not_offered("no balloon driver is active in it; load virtio_balloon there");
         }
         if !self.accepted_features().has(Features::FREE_PAGE_HINT) {
             return not_offered("its driver did not take the feature free-page-hint");

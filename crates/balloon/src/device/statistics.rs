@@ -39,7 +39,7 @@ impl Balloon {
     /// There is no driver, or it did not accept the feature: why.
     pub fn request_statistics(&self) -> Result<(), &'static str> {
         if !self.has_driver() {
-            return Err("no driver in the guest has taken the balloon: load virtio_balloon there");
+            return Err("no balloon driver is active in the guest: load virtio_balloon there");
         }
         if !self.accepted_features().has(Features::STATS_VQ) {
             return Err("the guest's driver has no statistics");

@@ -12,8 +12,8 @@ use super::values::{parse_size, parse_time};
 #[command(
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true,
-    after_long_help = "The server is a virtio-balloon for one guest after the other; ctl speaks to it, or to a stock QEMU with a \
-balloon of its own (query, target).\n\n  \
+    after_long_help = "The server serves one guest at a time. ctl talks to it, or to the monitor of a QEMU that has its own \
+                       virtio-balloon (query and target only).\n\n  \
   limosa balloon --vhost-user /run/vm/balloon.sock --control /run/vm/balloon-control.sock\n  \
   limosa balloon ctl /run/vm/balloon-control.sock target 2G\n  \
   limosa balloon ctl /run/vm/balloon-control.sock stats --watch\n  \
@@ -29,29 +29,29 @@ pub(crate) struct BalloonArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BalloonCommand {
-    /// Ask something of a balloon that is served
+    /// Query and control a served balloon
     Ctl(BalloonCtlArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct BalloonServeArgs {
-    /// Where the front end connects: a socket, made here, that only its owner can open
+    /// Path of the socket to create for the front end; only the owner can open it
     #[arg(long, value_name = "SOCK")]
     pub(crate) vhost_user: PathBuf,
 
-    /// Listen here for programs and `limosa balloon ctl` (as QMP does: `balloon`, `query-balloon`, `BALLOON_CHANGE`, ...)
+    /// Create a QMP-like socket here for programs and `limosa balloon ctl` (`balloon`, `query-balloon`, `BALLOON_CHANGE`, ...)
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 
-    /// How memory is given back to the host
+    /// How memory is returned to the host
     #[arg(long, value_name = "HOW", value_enum, default_value_t = DiscardArg::Auto)]
     pub(crate) discard: DiscardArg,
 
-    /// Whether pages that the guest reports as free are given back; can be switched later
+    /// Whether pages that the guest reports as free are returned to the host; can be changed later
     #[arg(long, value_name = "on|off", value_enum, default_value_t = OnOffArg::On)]
     pub(crate) reporting: OnOffArg,
 
-    /// Memory that the guest is to have from the beginning, the balloon taken off; all by default
+    /// Initial memory of the guest without the balloon; by default all of it
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) target: Option<u64>,
 
@@ -62,15 +62,15 @@ pub(crate) struct BalloonServeArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DiscardArg {
-    /// By what the memory is
+    /// Chosen by the kind of memory
     Auto,
-    /// `fallocate(PUNCH_HOLE)` on the file behind it
+    /// `fallocate(PUNCH_HOLE)` on the file that backs the memory
     PunchHole,
-    /// `madvise(MADV_DONTNEED)`, for private memory, which no front end shares
+    /// `madvise(MADV_DONTNEED)`, for private memory; not possible with a front end
     Dontneed,
     /// `madvise(MADV_REMOVE)`, for shared memory
     Remove,
-    /// `madvise(MADV_FREE)`, likewise; taken when the host is short of it
+    /// `madvise(MADV_FREE)`, for private memory; not possible with a front end
     Free,
     /// Not at all
     None,
@@ -78,9 +78,9 @@ pub(crate) enum DiscardArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnOffArg {
-    /// Give them back to the host
+    /// Return them to the host
     On,
-    /// Leave them alone
+    /// Keep them
     Off,
 }
 
@@ -100,35 +100,35 @@ pub(crate) struct BalloonCtlArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BalloonCtlCommand {
-    /// Say how much memory the guest is to have
+    /// Set how much memory the guest may use
     Target {
-        /// With the balloon taken off; more than it has means all
+        /// Memory of the guest without the balloon; a size above its RAM means all of it
         #[arg(value_name = "SIZE", value_parser = parse_size)]
         size: u64,
 
-        /// Wait for the guest to get there, at most this long
+        /// Wait until the guest has reached it, at most this long
         #[arg(long, value_name = "TIME", value_parser = parse_time)]
         wait: Option<Duration>,
     },
-    /// Show how large the balloon is and what was done
+    /// Show the size of the balloon and its counters
     Query,
-    /// Ask the guest about its memory
+    /// Show memory statistics of the guest
     Stats {
-        /// Ask again and again, this often
+        /// Repeat at this interval
         #[arg(long, value_name = "TIME", value_parser = parse_time, num_args = 0..=1, default_missing_value = "1s")]
         watch: Option<Duration>,
     },
     /// Ask the guest for a list of its free pages
     Hint {
-        /// Inflate to what is available first, and deflate again: the guest drops its caches for it
+        /// First inflate by the guest's available memory and deflate again, so that the guest drops its caches
         #[arg(long)]
         squeeze: bool,
 
-        /// What is left of the available memory when squeezing; a sixteenth of the guest's memory, at least 64M, by default
+        /// Available memory to leave when squeezing; default: a sixteenth of the guest's memory, at least 64M
         #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "squeeze")]
         reserve: Option<u64>,
     },
-    /// Give back what the guest reports as free, or leave it alone
+    /// Return pages that the guest reports as free to the host, or keep them
     Reporting {
         #[arg(value_enum)]
         what: OnOffArg,

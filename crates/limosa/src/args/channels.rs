@@ -6,11 +6,11 @@ use limosa_stream::multifd::Compression;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CompressionArg {
-    /// As they are
+    /// No compression
     None,
-    /// By zlib
+    /// zlib
     Zlib,
-    /// By zstd
+    /// Zstandard
     Zstd,
 }
 
@@ -42,9 +42,9 @@ pub(crate) enum ZeroCopyArg {
 pub(crate) enum FileZeroCopyArg {
     /// Read and copied
     Off,
-    /// Spliced where that can be, else read
+    /// Spliced if possible, else read and copied
     Auto,
-    /// Out of the file by reference, short runs of pages excepted, or not at all
+    /// Spliced from the file by reference, except short runs of pages; fails if that is not possible
     Splice,
 }
 
@@ -61,11 +61,11 @@ impl From<FileZeroCopyArg> for ZeroCopy {
 /// How many channels there are beside the main one, and what is on them.
 #[derive(Debug, Args)]
 pub(crate) struct ChannelArgs {
-    /// Move memory on N channels beside the main one, 1 to 16 (QEMU's multifd and multifd-channels)
+    /// Move memory on N multifd channels, 1 to 16, in addition to the main channel (QEMU's multifd and multifd-channels)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: Option<u8>,
 
-    /// How pages are compressed on these channels (QEMU's multifd-compression)
+    /// Compression of pages on the multifd channels (QEMU's multifd-compression)
     #[arg(long, value_enum, default_value_t = CompressionArg::None, requires = "channels")]
     pub(crate) compression: CompressionArg,
 }

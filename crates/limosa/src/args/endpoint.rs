@@ -10,19 +10,19 @@ use super::values::{parse_rate, parse_time};
 
 #[derive(Debug, Args)]
 pub(crate) struct EndpointArgs {
-    /// Nothing comes back from the other end: a recorded stream, a pipeline, a command that only takes or only gives
+    /// The other end sends no answers: a recorded stream, a pipeline, a command used in one direction
     #[arg(long)]
     pub(crate) one_way: bool,
 
-    /// Longest wait for the other end: to come or be reached, to go on, to finish
+    /// Longest wait for the other end: to connect, to make progress, to finish
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub(crate) timeout: Option<Duration>,
 
-    /// Most bytes a second, no limit by default
+    /// Maximum bandwidth in bytes per second; unlimited by default
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
-    /// Listen here for programs that watch and steer the job (as QMP does: `query-migrate`, `migrate_cancel`, ...)
+    /// Create a QMP-like socket here to monitor and control the job (`query-migrate`, `migrate_cancel`, ...)
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 

@@ -29,10 +29,10 @@ pub(crate) use map::ImgMapArgs;
 pub(crate) use resize::ImgResizeArgs;
 
 #[derive(Debug, Args)]
-#[command(after_help = "Options, output and exit status are qemu-img's. Sizes are written 512 64k 1.5G 0x10000, with \
+#[command(after_help = "Options, output and exit status are qemu-img's. Sizes: 512 64k 1.5G 0x10000, with \
                         b k M G T P E for powers of 1024.\n\
                         Exit status: 0 done, 1 failed (one line says what, where and what to do) or bad usage; check and \
-                        compare have more, which their --help lists.")]
+                        compare have more, listed in their --help.")]
 pub(crate) struct ImgArgs {
     #[command(subcommand)]
     pub(crate) command: ImgCommand,
@@ -40,19 +40,19 @@ pub(crate) struct ImgArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ImgCommand {
-    /// Make a new image
+    /// Create a new image
     Create(ImgCreateArgs),
     /// Show what an image is: format, sizes, backing file
     Info(ImgInfoArgs),
     /// Check an image's tables and refcounts, and repair them
     Check(ImgCheckArgs),
-    /// Show where an image's contents lie, through its backing files
+    /// Show where an image's contents are stored, including backing files
     Map(ImgMapArgs),
-    /// Copy images into a new one, of another format or not
+    /// Copy images into a new image, of the same or another format
     Convert(Box<ImgConvertArgs>),
-    /// Compare what guests would read from two images
+    /// Compare the guest-visible contents of two images
     Compare(ImgCompareArgs),
-    /// Make an image's disk longer or shorter
+    /// Change the virtual size of an image
     Resize(ImgResizeArgs),
     /// Measure requests to an image
     Bench(Box<ImgBenchArgs>),

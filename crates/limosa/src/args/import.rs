@@ -8,23 +8,23 @@ use super::NewSnapshotArgs;
 
 #[derive(Debug, Args)]
 pub(crate) struct ImportArgs {
-    /// A recorded migration stream, packed or not (PATH, or `file:PATH,offset=N` if it begins later), a libvirt save image, or -
-    /// for standard input
+    /// A recorded migration stream, compressed or not (PATH, or `file:PATH,offset=N` if it does not start at 0), a libvirt
+    /// save image, or - for standard input
     #[arg(value_name = "STREAM")]
     pub(crate) stream: PathBuf,
 
-    /// The file to make
+    /// The file to create
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 
-    /// Write the domain's XML out of a libvirt save image into this file; --force replaces it too
+    /// Write the domain XML of a libvirt save image to this file; --force replaces it too
     #[arg(long, value_name = "FILE")]
     pub(crate) xml: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) new: NewSnapshotArgs,
 
-    /// Listen here for programs that watch and steer the job (as QMP does: `query-migrate`, `migrate_cancel`, ...)
+    /// Create a QMP-like socket here to monitor and control the job (`query-migrate`, `migrate_cancel`, ...)
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 
@@ -39,15 +39,15 @@ pub(crate) struct ExportArgs {
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 
-    /// The file to make, or - for standard output
+    /// The file to create, or - for standard output
     #[arg(value_name = "STREAM")]
     pub(crate) stream: PathBuf,
 
-    /// Replace the file if it is there
+    /// Replace the file if it exists
     #[arg(long)]
     pub(crate) force: bool,
 
-    /// Print one JSON object on stdout when done; not together with -
+    /// Print one JSON object on stdout when done; not with - as STREAM
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -7,7 +7,7 @@ use limosa_qemu::qmp::MonitorAddress;
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "With --diff and --against-qmp the exit status is the verdict: 0 nothing was found that ends a load, \
+    after_help = "With --diff and --against-qmp the exit status is the verdict: 0 no obstacle to loading was found, \
                         1 it would not load, 2 there is no verdict (a file that cannot be read, no monitor, bad usage). \
                         What only loading can tell is listed as \"may\" and does not count."
 )]
@@ -16,11 +16,11 @@ pub(crate) struct InspectArgs {
     #[arg(value_name = "SNAPSHOT|STREAM")]
     pub(crate) file: PathBuf,
 
-    /// With --diff: another one
+    /// With --diff: the file to compare with
     #[arg(value_name = "OTHER", requires = "diff")]
     pub(crate) other: Option<PathBuf>,
 
-    /// Compare two files: what differs, and would the first load where the second was saved
+    /// Compare two files: list differences, and whether the first would load where the second was saved
     #[arg(long, requires = "other", conflicts_with = "against_qmp")]
     pub(crate) diff: bool,
 
@@ -28,12 +28,12 @@ pub(crate) struct InspectArgs {
     #[arg(long, requires = "diff")]
     pub(crate) memory: bool,
 
-    /// Compare with a QEMU: would the file load there. Its state is not changed
+    /// Report whether the file would load in a running QEMU; its state is not changed
     #[arg(long, value_name = "SOCK")]
     pub(crate) against_qmp: Option<MonitorAddress>,
 
-    /// With --against-qmp: the program that this QEMU runs. It is run once more, without a guest, to learn which device
-    /// sections and versions it reads (-dump-vmstate)
+    /// With --against-qmp: the program of this QEMU. It is run without a guest (-dump-vmstate) to learn which device
+    /// sections and versions it can read
     #[arg(long, value_name = "BINARY", requires = "against_qmp")]
     pub(crate) qemu: Option<PathBuf>,
 

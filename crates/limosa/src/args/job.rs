@@ -10,9 +10,9 @@ use super::values::parse_rate;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ViaArg {
-    /// By file where QEMU can (9.0 or newer, on this host), else through a socket
+    /// `file` if QEMU supports it (9.0 or newer, on this host), else `socket`
     Auto,
-    /// QEMU writes or reads the file itself, through a descriptor that limosa passes
+    /// QEMU writes or reads the file itself through a file descriptor that limosa passes
     File,
     /// limosa receives or sends the migration stream
     Socket,
@@ -20,9 +20,9 @@ pub(crate) enum ViaArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DisksArg {
-    /// Refuse where memory and disks could be of different instants
+    /// Refuse if memory and disks could be from different points in time
     Check,
-    /// Somebody else keeps the disks consistent
+    /// Do not check; disks are kept consistent by other means
     Ignore,
 }
 
@@ -44,11 +44,11 @@ pub(crate) struct JobArgs {
 /// How a job is watched and reached into.
 #[derive(Debug, Args)]
 pub(crate) struct SteerArgs {
-    /// Most bytes a second, no limit by default; below a few MiB QEMU keeps it only roughly
+    /// Maximum bandwidth in bytes per second, unlimited by default; QEMU is imprecise below a few MiB
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
-    /// Listen here for programs that watch and steer the job (as QMP does: `query-migrate`, `migrate_cancel`, ...)
+    /// Create a QMP-like socket here to monitor and control the job (`query-migrate`, `migrate_cancel`, ...)
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 }

@@ -13,14 +13,14 @@ pub(crate) enum ShellArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct CompletionsArgs {
-    /// The shell that is to complete limosa's commands and options
+    /// The shell
     #[arg(value_enum)]
     pub(crate) shell: ShellArg,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ManArgs {
-    /// Where the pages are written, limosa.1 and one for each command; made if it is not there
+    /// Directory of the pages: limosa.1 and one for each command; created if missing
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 }

@@ -9,10 +9,10 @@ use super::{ChannelArgs, EndpointArgs, NewSnapshotArgs, TlsServerArgs};
 
 #[derive(Debug, Args)]
 #[command(
-    after_long_help = "A source with a return path (QEMU's capability return-path, or limosa send) gets its answer when \
-the file is durable and has its name; until then its VM can go on there. One without takes its last write for success, \
-whatever happens here.\n\n\
-limosa says on stderr where it listens; with --control, query-migrate tells it as socket-address.\n\n  \
+    after_long_help = "A source with a return path (QEMU's capability return-path, or limosa send) gets its acknowledgement when \
+the file is durable and has its name; until then its VM can go on there. A source without one takes its last \
+write for success, even if this end fails later.\n\n\
+limosa prints the address it listens on to stderr; with --control, query-migrate reports it as socket-address.\n\n  \
   limosa receive tcp:0.0.0.0:4444 vm.limosa\n  \
   limosa receive unix:/run/in.sock vm.limosa\n  \
   limosa receive tcp:0.0.0.0:4444 vm.limosa --tls-creds /etc/pki/qemu\n  \
@@ -25,7 +25,7 @@ pub(crate) struct ReceiveArgs {
     #[arg(value_name = "URI")]
     pub(crate) uri: Uri,
 
-    /// The file to make
+    /// The file to create
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 

@@ -10,34 +10,34 @@ use super::{ChannelArgs, DisksArg, FileZeroCopyArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ModeArg {
-    /// Lazy where the destination can, else eager, with one line why
+    /// `lazy` if the destination supports it, else `eager`; the reason is printed
     Auto,
-    /// The guest runs at once; its pages follow, requested ones first
+    /// The guest runs at once; its pages follow, requested pages first
     Lazy,
-    /// The guest runs when all pages are there
+    /// The guest runs when all pages have arrived
     Eager,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PreemptArg {
-    /// Answer requested pages on a second channel
+    /// Answer page requests on a second channel
     On,
-    /// Answer requested pages between the others
+    /// Answer page requests on the main channel, between other pages
     Off,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ZeroPageDetectionArg {
-    /// Not at all: what a snapshot stores is not zero
+    /// No check: pages stored in a snapshot are not zero
     None,
-    /// In the thread of each channel
+    /// In the thread of each multifd channel
     Multifd,
 }
 
 /// How a snapshot is brought back.
 #[derive(Debug, Args)]
 pub(crate) struct HowArgs {
-    /// When the guest runs
+    /// When the guest starts running
     #[arg(long, value_enum, default_value_t = ModeArg::Auto)]
     pub(crate) mode: ModeArg,
 
@@ -45,27 +45,27 @@ pub(crate) struct HowArgs {
     #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
     pub(crate) via: ViaArg,
 
-    /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default a private socket, or one that it is passed
+    /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default a private socket or a passed file descriptor
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
 
     #[command(flatten)]
     pub(crate) channels: ChannelArgs,
 
-    /// Whether limosa looks if stored pages are zero, before it sends them on the channels
+    /// Whether limosa checks stored pages for zeros before it sends them on the multifd channels
     #[arg(long, value_enum, default_value_t = ZeroPageDetectionArg::None, requires = "channels")]
     pub(crate) zero_page_detection: ZeroPageDetectionArg,
 
-    /// How pages leave the file on these channels
+    /// How pages get from the file to the multifd channels
     #[arg(long, value_enum, value_name = "METHOD", default_value_t = FileZeroCopyArg::Auto, requires = "channels")]
     pub(crate) zero_copy: FileZeroCopyArg,
 
-    /// Answer requested pages on a channel of their own (QEMU's postcopy-preempt): sooner, but a limosa that is killed in
-    /// the very last moment can then leave the VM without an end of its restore
+    /// Answer page requests on a separate channel (QEMU's postcopy-preempt). Lower latency, but if limosa is killed at the
+    /// very end, the restore may never complete
     #[arg(long, value_enum, default_value_t = PreemptArg::Off)]
     pub(crate) preempt: PreemptArg,
 
-    /// Let the guest run, whatever state it was saved in
+    /// Run the guest, whatever state it was saved in
     #[arg(long, conflicts_with = "paused")]
     pub(crate) run: bool,
 
@@ -73,7 +73,7 @@ pub(crate) struct HowArgs {
     #[arg(long)]
     pub(crate) paused: bool,
 
-    /// What to do about disks that have changed since the VM was saved
+    /// What to do if disks have changed since the VM was saved
     #[arg(long, value_enum, default_value_t = DisksArg::Check)]
     pub(crate) disks: DisksArg,
 }
@@ -90,11 +90,11 @@ pub(crate) struct RestoreArgs {
     #[command(flatten)]
     pub(crate) how: HowArgs,
 
-    /// Return as soon as the guest runs; the pages follow in the background
+    /// Return as soon as the guest runs; pages are restored in the background
     #[arg(long, conflicts_with = "recover")]
     pub(crate) detach: bool,
 
-    /// Finish a lazy restore that was interrupted
+    /// Resume an interrupted lazy restore
     #[arg(long, conflicts_with_all = ["mode", "run", "paused", "channels"])]
     pub(crate) recover: bool,
 
@@ -105,7 +105,7 @@ pub(crate) struct RestoreArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ResumeArgs {
-    /// Also take over from a job on another host, or continue a VM that no job of limosa's stopped
+    /// Also take over from a job on another host, or continue a VM that limosa did not stop
     #[arg(long)]
     pub(crate) force: bool,
 

@@ -11,8 +11,8 @@ use super::{HowArgs, SteerArgs};
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Terminal, signals and exit status are QEMU's. limosa says nothing unless it fails, or -v is given.\n\
-                        Give QEMU a -qmp of its own if a restore is to be recovered after limosa was killed."
+    after_help = "Terminal, signals and exit status are QEMU's. limosa prints nothing unless it fails or -v is given.\n\
+                        To be able to recover a restore after limosa was killed, give QEMU a separate -qmp socket."
 )]
 pub(crate) struct RunArgs {
     /// The file to restore from
@@ -29,7 +29,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "60s")]
     pub(crate) start_within: Duration,
 
-    /// The command line that the saved VM was started with; -incoming and a private monitor are added to it
+    /// The command line that the saved VM was started with; limosa adds -incoming and a private monitor
     #[arg(value_name = "QEMU", last = true, required = true)]
     pub(crate) command: Vec<OsString>,
 }

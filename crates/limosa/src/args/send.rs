@@ -10,15 +10,15 @@ use super::{ChannelArgs, EndpointArgs, FileZeroCopyArg, PreemptArg, TlsClientArg
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SendModeArg {
-    /// The guest runs when all pages are there
+    /// The guest runs when all pages have arrived
     Precopy,
-    /// The guest runs at once, its pages follow; the destination must have postcopy-ram on, and answers
+    /// The guest runs at once and its pages follow; the destination must set postcopy-ram and have a return path
     Postcopy,
 }
 
 #[derive(Debug, Args)]
 #[command(
-    after_long_help = "The destination is a QEMU of the saved machine and devices, started with -incoming URI; for \
+    after_long_help = "The destination is a QEMU with the saved machine type and devices, started with -incoming URI; for \
 postcopy and for --channels with -incoming defer, so that its capability postcopy-ram or multifd can be set before \
 migrate-incoming.\n\n  \
   limosa send vm.limosa tcp:host:4444\n  \
@@ -36,19 +36,19 @@ pub(crate) struct SendArgs {
     #[arg(value_name = "URI")]
     pub(crate) uri: Uri,
 
-    /// When the guest runs
+    /// When the guest starts running
     #[arg(long, value_enum, default_value_t = SendModeArg::Precopy)]
     pub(crate) mode: SendModeArg,
 
-    /// With postcopy, the page size of a RAM block on huge pages at the destination; can be given for several
+    /// With postcopy, the page size of a RAM block that is on huge pages at the destination; repeatable
     #[arg(long, value_name = "BLOCK=SIZE", value_parser = parse_page_size)]
     pub(crate) page_size: Vec<(String, u64)>,
 
-    /// With postcopy, answer requested pages on a second connection; the destination must have postcopy-preempt on
+    /// With postcopy, answer page requests on a second connection; the destination must set postcopy-preempt
     #[arg(long, value_enum, default_value_t = PreemptArg::Off)]
     pub(crate) preempt: PreemptArg,
 
-    /// Go on with a postcopy that was interrupted, once the destination was told migrate-recover with this URI
+    /// Resume an interrupted postcopy; first give the destination QEMU the command migrate-recover with this URI
     #[arg(long, conflicts_with = "mode")]
     pub(crate) recover: bool,
 
@@ -58,7 +58,7 @@ pub(crate) struct SendArgs {
     #[command(flatten)]
     pub(crate) channels: ChannelArgs,
 
-    /// How pages leave the file on these channels
+    /// How pages get from the file to the multifd channels
     #[arg(long, value_enum, value_name = "METHOD", default_value_t = FileZeroCopyArg::Auto, requires = "channels")]
     pub(crate) zero_copy: FileZeroCopyArg,
 
@@ -72,15 +72,15 @@ impl SendArgs {
         let postcopy = self.recover || self.mode == SendModeArg::Postcopy;
         let two = self.preempt == PreemptArg::On;
         if !postcopy && (two || !self.page_size.is_empty()) {
-            Some("--page-size and --preempt are for --mode postcopy")
+            Some("--page-size and --preempt need --mode postcopy")
         } else if postcopy && self.endpoint.one_way {
-            Some("in postcopy the destination asks for pages: --one-way is for --mode precopy")
+            Some("--one-way needs --mode precopy: in postcopy the destination requests pages")
         } else if postcopy && self.channels.channels.is_some() {
-            Some("--channels is for --mode precopy: in postcopy all but requested pages go on one channel")
+            Some("--channels needs --mode precopy: postcopy does not use multifd channels")
         } else if two && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_)) {
-            Some("--preempt on needs a second connection: tcp:HOST:PORT or unix:PATH")
+            Some("--preempt on needs a second connection: use tcp:HOST:PORT or unix:PATH")
         } else if self.tls.tls_creds.is_some() && self.zero_copy == FileZeroCopyArg::Splice {
-            Some("--zero-copy splice sends pages as they are in the file, and --tls-creds makes others of them")
+            Some("--zero-copy splice cannot be combined with --tls-creds: splicing sends pages unencrypted")
         } else {
             self.tls.contradiction(&self.uri)
         }
@@ -89,7 +89,7 @@ impl SendArgs {
 
 /// `BLOCK=2M`.
 fn parse_page_size(text: &str) -> Result<(String, u64), String> {
-    let wrong = || format!("{text:?} is no page size of a RAM block: write BLOCK=2M");
+    let wrong = || format!("{text:?} is not a page size of a RAM block: write BLOCK=2M");
     let (block, size) = text.rsplit_once('=').filter(|(block, _)| !block.is_empty()).ok_or_else(wrong)?;
     let size = parse_size(size).ok().filter(|size| size.is_power_of_two()).ok_or_else(wrong)?;
     Ok((block.to_owned(), size))

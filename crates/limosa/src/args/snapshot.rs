@@ -5,15 +5,15 @@ use limosa_snapshot::Durability;
 
 #[derive(Debug, Args)]
 pub(crate) struct NewSnapshotArgs {
-    /// Replace the file if it is there
+    /// Replace the file if it exists
     #[arg(long)]
     pub(crate) force: bool,
 
-    /// Record a checksum of every 1 MiB of memory, verified when it is restored
+    /// Record a checksum for every 1 MiB of memory; restore verifies them
     #[arg(long)]
     pub(crate) checksum: bool,
 
-    /// Do not wait for the file to be durable: a power cut may lose it
+    /// Do not wait until the file is durable; a power failure may lose it
     #[arg(long)]
     pub(crate) no_sync: bool,
 }

@@ -9,20 +9,20 @@ use super::demo::OnOffArg;
 
 /// Said where a connection cannot be encrypted.
 const NOT_THERE: &str =
-    "--tls-creds is for tcp:HOST:PORT and unix:PATH; a command or a descriptor sees to its own secrecy";
+    "--tls-creds needs tcp:HOST:PORT or unix:PATH; encrypt commands and descriptors by their own means";
 
 /// Said where the kernel cannot encrypt one.
-const NO_TCP: &str = "--tls-kernel on is for tcp:HOST:PORT: the kernel encrypts nothing else";
+const NO_TCP: &str = "--tls-kernel on needs tcp:HOST:PORT: the kernel encrypts only TCP";
 
 /// Who seals and opens what goes over an encrypted connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KernelTlsArg {
-    /// Limosa
+    /// No: limosa does
     #[default]
     Off,
-    /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14), else limosa
+    /// Over TCP, if the kernel has TLS and can renew keys (Linux 6.14); else limosa does
     Auto,
-    /// The kernel, or not at all
+    /// Yes; fails if that is not possible
     On,
 }
 
@@ -39,16 +39,16 @@ impl From<KernelTlsArg> for KernelTls {
 /// For the end that connects.
 #[derive(Debug, Args)]
 pub(crate) struct TlsClientArgs {
-    /// Encrypt the connection: a folder with ca-cert.pem and, if the other end verifies this one, client-cert.pem and
+    /// Encrypt the connection by TLS; DIR has ca-cert.pem and, if the server verifies clients, client-cert.pem and
     /// client-key.pem (the dir of QEMU's tls-creds-x509)
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_creds: Option<PathBuf>,
 
-    /// Whom the other end's certificate has to name, if not the host of tcp:HOST:PORT (QEMU's tls-hostname)
+    /// Host name expected in the server's certificate; default: HOST of tcp:HOST:PORT (QEMU's tls-hostname)
     #[arg(long, value_name = "NAME", requires = "tls_creds")]
     pub(crate) tls_hostname: Option<String>,
 
-    /// Who seals and opens what goes over the connection
+    /// Whether the kernel encrypts and decrypts the connection
     #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
     pub(crate) tls_kernel: KernelTlsArg,
 }
@@ -56,16 +56,15 @@ pub(crate) struct TlsClientArgs {
 /// For the end that listens.
 #[derive(Debug, Args)]
 pub(crate) struct TlsServerArgs {
-    /// Take encrypted connections only: a folder with ca-cert.pem, server-cert.pem and server-key.pem (the dir of QEMU's
-    /// tls-creds-x509)
+    /// Accept TLS connections only; DIR has ca-cert.pem, server-cert.pem and server-key.pem (the dir of QEMU's tls-creds-x509)
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_creds: Option<PathBuf>,
 
-    /// Whether who connects has to show a certificate (the verify-peer of QEMU's tls-creds-x509)
+    /// Whether clients must present a certificate (the verify-peer of QEMU's tls-creds-x509)
     #[arg(long, value_enum, default_value_t = OnOffArg::On, requires = "tls_creds")]
     pub(crate) tls_verify_peer: OnOffArg,
 
-    /// Who seals and opens what goes over the connection
+    /// Whether the kernel encrypts and decrypts the connection
     #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
     pub(crate) tls_kernel: KernelTlsArg,
 }
@@ -78,9 +77,7 @@ impl TlsClientArgs {
             Uri::Tcp { .. } => None,
             Uri::Unix(_) if self.tls_kernel == KernelTlsArg::On => Some(NO_TCP),
             Uri::Unix(_) if self.tls_hostname.is_some() => None,
-            Uri::Unix(_) => {
-                Some("--tls-creds over unix:PATH needs --tls-hostname: the path does not say whom to expect")
-            }
+            Uri::Unix(_) => Some("--tls-creds over unix:PATH needs --tls-hostname: a path names no host"),
             _ => Some(NOT_THERE),
         }
     }

@@ -24,13 +24,13 @@ pub(super) fn parse_clone(text: &str) -> Result<CloneMode, String> {
     match text {
         "off" => Ok(CloneMode::Off),
         "auto" => Ok(CloneMode::AUTO),
-        _ => parse_size(text).map(CloneMode::From).map_err(|why| format!("{why}; or off, or auto")),
+        _ => parse_size(text).map(CloneMode::From).map_err(|why| format!("{why}; or off or auto")),
     }
 }
 
 pub(super) fn parse_rate(text: &str) -> Result<NonZeroU64, String> {
     let rate = parse_size(text).map_err(|_| format!("{text:?} is not a rate: write 100M for 100 MiB per second"))?;
-    NonZeroU64::new(rate).ok_or_else(|| "a rate is more than 0".into())
+    NonZeroU64::new(rate).ok_or_else(|| "a rate must be more than 0".into())
 }
 
 /// `300ms`, `30s`, `5m` or plain seconds.
@@ -56,7 +56,7 @@ mod tests {
         assert_eq!(parse_clone("off"), Ok(CloneMode::Off));
         assert_eq!(parse_clone("auto"), Ok(CloneMode::default()));
         assert_eq!(parse_clone("1M"), Ok(CloneMode::From(1 << 20)));
-        assert!(parse_clone("on").unwrap_err().contains("or off, or auto"));
+        assert!(parse_clone("on").unwrap_err().contains("or off or auto"));
     }
 
     #[test]

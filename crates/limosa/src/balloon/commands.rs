@@ -49,7 +49,7 @@ impl BalloonCommands {
     fn begin_list(&self, arguments: &Value) -> Result<Value, String> {
         let reserve = match arguments.get("reserve") {
             None => None,
-            Some(reserve) => Some(reserve.as_u64().ok_or("reserve is a number of bytes")?),
+            Some(reserve) => Some(reserve.as_u64().ok_or("reserve must be a number of bytes")?),
         };
         let squeeze = flag(arguments, "squeeze")?.unwrap_or(false);
         self.jobs.begin(&self.balloon, Wanted { squeeze, reserve })?;
@@ -63,13 +63,13 @@ impl Commands for BalloonCommands {
             "balloon" => {
                 let value = arguments.get("value").and_then(Value::as_u64);
                 let set = value
-                    .ok_or_else(|| "value is missing: the bytes that the guest is to have".to_owned())
+                    .ok_or_else(|| "value is missing: the guest's memory in bytes".to_owned())
                     .and_then(|value| self.jobs.set_target(&self.balloon, value).map_err(|error| error.to_string()));
                 set.map(|()| json!({}))
             }
             // As QEMU: a balloon that nobody has is an error.
             "query-balloon" if !self.balloon.has_driver() => {
-                Err("no driver in the guest has taken the balloon: load virtio_balloon there".into())
+                Err("no balloon driver is active in the guest: load virtio_balloon there".into())
             }
             "query-balloon" => Ok(json!({ "actual": self.balloon.size().actual })),
             "query-balloon-device" => Ok(self.query_device()),
@@ -85,7 +85,7 @@ impl Commands for BalloonCommands {
                     self.balloon.set_reporting(on);
                     Ok(json!({}))
                 }
-                Ok(None) => Err("enable is missing: true or false".into()),
+                Ok(None) => Err("enable is missing: must be true or false".into()),
                 Err(why) => Err(why),
             },
             "quit" => {
@@ -101,7 +101,7 @@ fn flag(arguments: &Value, name: &str) -> Result<Option<bool>, String> {
     match arguments.get(name) {
         None => Ok(None),
         Some(Value::Bool(on)) => Ok(Some(*on)),
-        Some(other) => Err(format!("{name} is true or false, not {other}")),
+        Some(other) => Err(format!("{name} must be true or false, not {other}")),
     }
 }
 

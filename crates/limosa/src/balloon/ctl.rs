@@ -54,12 +54,9 @@ impl Ctl {
             if self.json {
                 print_out!("{}", json!({ "target": size }));
             } else if self.progress(size)?.driver {
-                say!("limosa: the guest is asked to do with {}", words::bytes(size));
+                say!("limosa: target set to {}", words::bytes(size));
             } else {
-                say!(
-                    "limosa: no driver has taken the balloon yet: one that does is asked to do with {}",
-                    words::bytes(size)
-                );
+                say!("limosa: target set to {}; no balloon driver is active in the guest yet", words::bytes(size));
             }
             return Ok(());
         };
@@ -67,7 +64,7 @@ impl Ctl {
         loop {
             let Progress { driver, ram, actual, target } = self.progress(size)?;
             if ram != 0 && target != whole_pages(size).min(ram) {
-                bail!("somebody has asked the guest to do with {} meanwhile", words::bytes(target));
+                bail!("another client has changed the target to {}", words::bytes(target));
             }
             if driver && actual == target {
                 drop(line);
@@ -83,21 +80,21 @@ impl Ctl {
             }
             if begun.elapsed() >= patience && !driver {
                 bail!(
-                    "no driver has taken the balloon for {}: is virtio_balloon loaded in the guest? What was asked for holds for \
-                     whoever takes it",
+                    "no balloon driver became active in the guest within {}: is virtio_balloon loaded there? The target \
+                     stays set",
                     words::time(patience)
                 );
             }
             if begun.elapsed() >= patience {
                 bail!(
-                    "the guest has {} after {}, not {}; it may need what it has (`stats` tells), or stand still. It is still asked to get \
-                     there: ask for more, or for all (1T), to undo that",
+                    "the guest has {} after {}, not {}; it may need that memory (see `stats`), or be paused. The target \
+                     stays set: set a larger one, or all (1T), to undo that",
                     words::bytes(actual),
                     words::time(patience),
                     words::bytes(target)
                 );
             }
-            line.say(format!("guest has {}, wanted {}", words::bytes(actual), words::bytes(target)));
+            line.say(format!("guest has {}, target {}", words::bytes(actual), words::bytes(target)));
             broken.pause(TICK)?;
         }
     }
@@ -143,13 +140,16 @@ impl Ctl {
         if number(&device, "ram") == 0 {
             print_out!("no guest has shared its memory yet");
         } else if device.get("driver") == Some(&Value::Bool(false)) {
-            print_out!("no driver in the guest has taken the balloon; it is to have {target} of {ram}");
+            print_out!("no balloon driver is active in the guest; target {target} of {ram}");
         } else {
-            print_out!("the guest has {actual} of {ram}, and is to have {target}");
+            print_out!("the guest has {actual} of {ram}; target {target}");
             print_out!("  its driver took {}", device.get("features").and_then(Value::as_str).unwrap_or("nothing"));
         }
         let reporting = device.get("reporting") == Some(&Value::Bool(true));
-        print_out!("  pages that it reports as free are {}", if reporting { "given back" } else { "left alone" });
+        print_out!(
+            "  pages that it reports as free are {} to the host",
+            if reporting { "given back" } else { "left alone" }
+        );
         let counters = device.get("counters").and_then(Value::as_object);
         for (name, count) in counters.into_iter().flatten().filter(|(_, count)| count.as_u64() != Some(0)) {
             print_out!("  {name}: {}", words::count(count.as_u64().unwrap_or(0)));
@@ -221,9 +221,8 @@ impl Ctl {
                 Some("hinting") => line.say(format!("{} free so far", bytes("bytes"))),
                 Some("asking") => {}
                 _ => {
-                    let why =
-                        job.get("error").and_then(Value::as_str).unwrap_or("the server knows nothing of it any more");
-                    bail!("no list of free pages: {why}");
+                    let why = job.get("error").and_then(Value::as_str).unwrap_or("the server no longer knows this job");
+                    bail!("cannot get the list of free pages: {why}");
                 }
             }
             if let Err(error) = broken.pause(TICK) {
@@ -239,7 +238,7 @@ impl Ctl {
         if let Some(squeezed) = job.get("squeezed").and_then(Value::as_u64) {
             let has = words::bytes(number(&job, "actual"));
             if squeezed == 0 {
-                say!("limosa: nothing squeezed out: the guest has no more available than is left to it (--reserve)");
+                say!("limosa: nothing was squeezed: the guest has no more memory available than it keeps (--reserve)");
             } else {
                 say!("limosa: {} squeezed out; the guest has {has} again", words::bytes(squeezed));
             }
@@ -281,19 +280,17 @@ fn told(error: QmpError) -> anyhow::Error {
     match &error {
         QmpError::Connect { monitor, source } => {
             return anyhow::anyhow!(
-                "nobody answers at {monitor}: {source}; give the --control socket of a `limosa balloon` that runs, or a QMP socket of \
-                 QEMU's"
+                "{monitor}: cannot connect: {source}; give the --control socket of a running `limosa balloon`, or a QMP \
+                 socket of QEMU"
             );
         }
         QmpError::Closed { monitor, .. } => {
-            return anyhow::anyhow!("whoever served the balloon at {monitor} has ended meanwhile");
+            return anyhow::anyhow!("{monitor}: the server of the balloon has ended");
         }
         _ => {}
     }
     if error.is_unknown_command() {
-        return anyhow::anyhow!(
-            "this is not limosa's balloon (give the --control socket of `limosa balloon`): {error}"
-        );
+        return anyhow::anyhow!("not a balloon of limosa (give the --control socket of `limosa balloon`): {error}");
     }
     match error.desc() {
         // The server's own words say what to do.
@@ -311,8 +308,9 @@ fn number(answer: &Value, name: &str) -> u64 {
     answer.get(name).and_then(Value::as_u64).unwrap_or(0)
 }
 
-/// The bytes of memory that a stock QEMU's balloon reckons with, of its `query-memory-size-summary` and `query-memory-devices`: what
-/// the VM was started with, and DIMMs. NVDIMMs and virtio-mem, `plugged-memory` to QEMU as well, are no part of it (as 10.0.2 answers
+/// The bytes of memory that a stock QEMU's balloon reckons with, of its `query-memory-size-summary` and
+/// `query-memory-devices`: what the VM was started with, and DIMMs. NVDIMMs and virtio-mem, `plugged-memory` to QEMU as
+/// well, are no part of it (as 10.0.2 answers
 /// `query-balloon` beside them).
 fn stock_ram(summary: &Value, devices: &Value) -> u64 {
     let devices = devices.as_array().into_iter().flatten();
@@ -326,7 +324,7 @@ struct Break(RefCell<Signals>, Cell<bool>);
 
 impl Break {
     fn watch() -> anyhow::Result<Self> {
-        Ok(Self(Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?.into(), Cell::default()))
+        Ok(Self(Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?.into(), Cell::default()))
     }
 
     /// Whether there was one.
@@ -342,7 +340,7 @@ impl Break {
         let until = Instant::now() + time;
         loop {
             if self.came() {
-                bail!("it was broken off by a signal");
+                bail!("interrupted by a signal");
             }
             let rest = until.saturating_duration_since(Instant::now());
             if rest.is_zero() {

@@ -1,9 +1,9 @@
 //! What the server asks of the guest in several steps: a list of free pages, squeezing the guest before it or not.
 //!
 //! Steps are taken on the server's clock, never by the program that asked: it may die, and the guest gets its memory back all
-//! the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every job ends**, whatever the guest
-//! says: each step has a time limit, a guest has to come nearer to what it is asked for all the time, and a list names no more than
-//! there is. What people order meanwhile is the target from then on, and nothing is put back over it.
+//! the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every job ends**, whatever
+//! the guest says: each step has a time limit, a guest has to come nearer to what it is asked for all the time, and a list
+//! names no more than there is. What people order meanwhile is the target from then on, and nothing is put back over it.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -79,7 +79,11 @@ impl Jobs {
     pub(super) fn begin(&self, balloon: &Balloon, wanted: Wanted) -> Result<(), String> {
         let mut jobs = self.lock();
         if jobs.as_ref().is_some_and(|job| job.phase != Phase::Over) {
-            return Err("a list of free pages is being made already: wait for it, or end the `ctl` that asked for it (balloon-hint-stop for programs)".into());
+            return Err(
+                "a list of free pages is already in progress: wait for it, or end the `ctl` that requested it \
+                (balloon-hint-stop for programs)"
+                    .into(),
+            );
         }
         let now = Instant::now();
         let phase = if wanted.squeeze {
@@ -105,8 +109,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Somebody orders a target. It holds at once, and is what is there when a job that has squeezed the guest ends; a guest that is
-    /// being squeezed is squeezed no further.
+    /// Somebody orders a target. It holds at once, and is what is there when a job that has squeezed the guest ends; a
+    /// guest that is being squeezed is squeezed no further.
     pub(super) fn set_target(&self, balloon: &Balloon, bytes: u64) -> Result<(), ZeroTarget> {
         let mut jobs = self.lock();
         balloon.set_target(bytes)?;
@@ -176,14 +180,14 @@ impl Job {
 
     fn go_on(&mut self, balloon: &Balloon, now: Instant) {
         if !balloon.has_driver() {
-            return self.fail(balloon, "the guest, or its driver, has gone meanwhile");
+            return self.fail(balloon, "the guest or its balloon driver has disconnected");
         }
         match self.phase {
             Phase::Statistics(before) => match balloon.statistics().filter(|came| came.sequence > before) {
                 Some(statistics) => {
                     self.inflate(balloon, now, statistics.available_memory().or(statistics.free_memory()));
                 }
-                None => self.wait(balloon, now, 0, "the guest does not say how much memory it has available"),
+                None => self.wait(balloon, now, 0, "the guest does not report how much memory it has available"),
             },
             Phase::Inflating => {
                 let size = balloon.size();
@@ -200,7 +204,7 @@ impl Job {
             Phase::Deflating => {
                 let size = balloon.size();
                 if size.actual < size.target {
-                    return self.wait(balloon, now, size.actual, "the guest does not take its memory back");
+                    return self.wait(balloon, now, size.actual, "the guest does not deflate its balloon");
                 }
                 match balloon.request(Arc::new(Counted)) {
                     Ok(()) => self.begin(Phase::Hinting, now),
@@ -214,9 +218,9 @@ impl Job {
                     self.took = Some(self.begun.elapsed());
                     self.phase = Phase::Over;
                 } else if list.bytes > balloon.size().ram {
-                    self.fail(balloon, "the guest's list names more than all of its memory, so it names pages twice");
+                    self.fail(balloon, "the guest's list covers more than its memory, so it names pages twice");
                 } else {
-                    self.wait(balloon, now, list.blocks, "the guest does not answer, or its list has no end");
+                    self.wait(balloon, now, list.blocks, "the guest does not answer, or does not end its list");
                 }
             }
             Phase::Over => {}
@@ -225,7 +229,7 @@ impl Job {
 
     fn inflate(&mut self, balloon: &Balloon, now: Instant, available: Option<u64>) {
         let Some(available) = available else {
-            return self.fail(balloon, "the guest does not say how much memory it has available");
+            return self.fail(balloon, "the guest does not report how much memory it has available");
         };
         let size = balloon.size();
         let reserve = self.wanted.reserve.unwrap_or_else(|| LEAST_RESERVE.max(size.ram / 16));
@@ -243,7 +247,7 @@ impl Job {
     /// Fails if the guest has come no nearer for too long, or takes too long altogether.
     fn wait(&mut self, balloon: &Balloon, now: Instant, heard: u64, why: &str) {
         if self.is_silent(now, heard) {
-            let why = format!("{why}; nothing was heard for {} s", PATIENCE.as_secs());
+            let why = format!("{why}; no answer for {} s", PATIENCE.as_secs());
             self.fail(balloon, &why);
         } else if self.is_late(balloon, now) {
             let why = format!("{why} within {} s", longest(balloon).as_secs());
@@ -344,7 +348,7 @@ mod tests {
             assert!(!["failed", "completed"].contains(&&*said(&jobs, &balloon).0));
             jobs.go_on(&balloon, now + PATIENCE * 2);
             let (phase, error) = said(&jobs, &balloon);
-            assert!(phase == "failed" && error.contains("nothing was heard for 10 s"), "{phase}: {error}");
+            assert!(phase == "failed" && error.contains("no answer for 10 s"), "{phase}: {error}");
             assert_eq!((balloon.hint_list().state, balloon.size().target), (HintState::Done, RAM));
             jobs.begin(&balloon, LIST).unwrap();
         }
@@ -373,7 +377,7 @@ mod tests {
     /// What a guest says of its size every five seconds, however long it is listened to: forth and back, and a page at a time.
     #[test]
     fn a_guest_that_comes_no_nearer_or_takes_for_ever_is_not_waited_for() {
-        for (creeps, expected) in [(false, "nothing was heard for 10 s"), (true, "within 60 s")] {
+        for (creeps, expected) in [(false, "no answer for 10 s"), (true, "within 60 s")] {
             let (jobs, balloon) = (Jobs::default(), silent());
             jobs.begin(&balloon, SQUEEZE).unwrap();
             let mut now = Instant::now();

@@ -43,18 +43,18 @@ fn words_of(balloon: &Balloon, front_ends: u64) -> String {
     if !balloon.has_driver() {
         return match front_ends {
             0 => "waiting for a front end".into(),
-            _ => "no driver in the guest".into(),
+            _ => "no balloon driver in the guest".into(),
         };
     }
     let (size, counters) = (balloon.size(), balloon.counters());
     let mut line = format!("guest has {} of {}", words::bytes(size.actual), words::bytes(size.ram));
     if size.target != size.actual {
-        line.push_str(&format!(", wanted {}", words::bytes(size.target)));
+        line.push_str(&format!(", target {}", words::bytes(size.target)));
     }
     line.push_str(&format!("; {} given back", words::bytes(counters.discarded_bytes)));
     let list = balloon.hint_list();
     match list.state {
-        HintState::Requested => line.push_str("; asked for free pages"),
+        HintState::Requested => line.push_str("; free pages requested"),
         HintState::Started => line.push_str(&format!("; {} free so far", words::bytes(list.bytes))),
         HintState::Stopped => line.push_str(&format!("; {} free, held by the guest", words::bytes(list.bytes))),
         HintState::Done => {}

@@ -15,7 +15,7 @@ use crate::voice::{all_printed, print_out};
 
 pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {
-        anyhow::bail!("-c 0: there has to be a request; say 1 or more");
+        anyhow::bail!("-c 0: the number of requests must be at least 1");
     }
     let qcow2 = Qcow2Options { clone: options.clone, ..Qcow2Options::default() };
     let disk = if options.write { open::to_write(&options.source, qcow2)? } else { open::to_read(&options.source)? };
@@ -41,7 +41,7 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
             load.step
         );
         if let Some(flush) = load.flush {
-            let without = if flush.drain { "" } else { ", without waiting for those under way" };
+            let without = if flush.drain { "" } else { ", without waiting for requests in flight" };
             print_out!("Sending flush every {} requests{without}", flush.requests);
         }
     }

@@ -68,16 +68,19 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
 /// What cannot be, before anything is opened.
 fn check(options: &ConvertOptions) -> anyhow::Result<()> {
     if !options.sparse_size.is_multiple_of(512) || options.sparse_size > SPARSE_MOST {
-        anyhow::bail!("-S {}: a multiple of 512 up to {SPARSE_MOST}; 0 allocates everything", options.sparse_size);
+        anyhow::bail!(
+            "-S {}: must be a multiple of 512 up to {SPARSE_MOST}; 0 allocates everything",
+            options.sparse_size
+        );
     }
     if options.no_create && !options.target.options.is_empty() {
-        anyhow::bail!("-o says how a target is made, and -n that it is not; leave one out");
+        anyhow::bail!("-o and -n exclude each other: -o applies to a new target, -n uses an existing one");
     }
     if options.snapshot.is_some() && options.sources.len() > 1 {
-        anyhow::bail!("-l: a snapshot is one of one source; name no other beside it");
+        anyhow::bail!("-l: needs exactly one source");
     }
     if options.backing.is_some() && options.sources.len() > 1 {
-        anyhow::bail!("-B: what lies below the target can be the same as below one source, not below several");
+        anyhow::bail!("-B: needs exactly one source: the target cannot share the backing file of several");
     }
     Ok(())
 }
@@ -122,7 +125,7 @@ fn make(options: &ConvertOptions, length: u64) -> anyhow::Result<Made> {
     let mut format = FormatOptions::parse(&target.format, &target.options)?;
     format.set("size", length.to_string())?;
     if (options.backing.is_some() || options.backing_format.is_some()) && format.format() == "raw" {
-        anyhow::bail!("{}: images of format raw have no backing file; use -O qcow2", options.name);
+        anyhow::bail!("{}: format raw does not support a backing file; use -O qcow2", options.name);
     }
     if let Some(backing) = &options.backing {
         format.set("backing_file", backing)?;
@@ -132,16 +135,14 @@ fn make(options: &ConvertOptions, length: u64) -> anyhow::Result<Made> {
     }
     let below = match (format.path("backing_file"), format.text("backing_fmt")) {
         (Some(backing), Some(_)) if options.sources.len() > 1 => anyhow::bail!(
-            "-o backing_file={}: it can be what lies below one source, not below several",
+            "-o backing_file={}: needs exactly one source: the target cannot share the backing file of several",
             backing.display()
         ),
         (Some(backing), Some(format)) => Some(below(options, backing, format)?),
-        (Some(backing), None) => anyhow::bail!(
-            "{}: which format does its backing file {} have? Say so with -F",
-            options.name,
-            backing.display()
-        ),
-        (None, Some(_)) => anyhow::bail!("{}: -F is about a backing file; name it with -B", options.name),
+        (Some(backing), None) => {
+            anyhow::bail!("{}: format of the backing file {} not given; use -F", options.name, backing.display())
+        }
+        (None, Some(_)) => anyhow::bail!("{}: -F needs a backing file; give it with -B", options.name),
         (None, None) => None,
     };
     let files = Some(create::make(&options.name, target.cache, &format)?);
@@ -178,7 +179,7 @@ fn below(options: &ConvertOptions, backing: &OsStr, format: &str) -> anyhow::Res
 fn warn(counters: &ConvertCounters) {
     for place in &counters.lost {
         let bytes = place.end - place.start;
-        say!("limosa: warning: {bytes} bytes at {} could not be read; they are zeros in the target", place.start);
+        say!("limosa: warning: {bytes} bytes at {} could not be read; written as zeros to the target", place.start);
     }
     let named: u64 = counters.lost.iter().map(|place| place.end - place.start).sum();
     if named < counters.bytes_lost {

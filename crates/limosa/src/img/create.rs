@@ -35,7 +35,7 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
         }
     }
     if format.number("size").is_none() {
-        anyhow::bail!("{}: a size is missing: limosa img create FILE SIZE", options.name);
+        anyhow::bail!("{}: size not given; use limosa img create FILE SIZE", options.name);
     }
     if !options.quiet {
         print_out!("Formatting '{}', {}", options.name, format.line());
@@ -51,7 +51,9 @@ fn backing_length(options: &CreateOptions, backing: &OsStr, format: Option<&str>
     let policy = if options.untrusted { Policy::Refuse } else { Policy::Follow };
     // Its length alone is asked for, so whoever writes it is not in the way; nor is he for qemu-img.
     let open = OpenOptions { format, read_only: true, lock: LockPolicy::None, policy, ..OpenOptions::default() };
-    let why = || format!("{}: its backing file cannot be opened; -u and a size do without", options.name);
+    let why = || {
+        format!("{}: cannot open its backing file; to create the image anyway, use -u and give a size", options.name)
+    };
     Ok(block_on(chain::open(&reference, &open)).with_context(why)?.len())
 }
 
@@ -60,7 +62,7 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
     let mut format = FormatOptions::parse(&options.target.format, &options.target.options)?;
     if let Some(size) = options.size {
         if format.number("size").is_some() {
-            anyhow::bail!("{}: the size is said twice; leave one out", options.name);
+            anyhow::bail!("{}: size given twice", options.name);
         }
         format.set("size", size.to_string())?;
     }
@@ -68,7 +70,7 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
         && format.format() == "raw"
     {
         anyhow::bail!(
-            "{}: images of format raw have no backing file ({}); use -f qcow2",
+            "{}: format raw does not support a backing file ({}); use -f qcow2",
             options.name,
             value.display()
         );
@@ -80,17 +82,19 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
         format.set("backing_fmt", backing_format)?;
     }
     match (format.path("backing_file"), format.text("backing_fmt")) {
-        (Some(backing), _) if backing.is_empty() => anyhow::bail!("{}: the backing file has no name", options.name),
+        (Some(backing), _) if backing.is_empty() => {
+            anyhow::bail!("{}: the name of the backing file is empty", options.name)
+        }
         (Some(backing), _) if *backing == options.name.0 => {
             anyhow::bail!("{} cannot be its own backing file", options.name);
         }
         (Some(backing), None) => anyhow::bail!(
-            "{}: which format does its backing file {} have? Say so with -F; it is not guessed, because whoever writes \
-             to a raw image could make it look like another",
+            "{}: format of the backing file {} not given; use -F (it is not probed: a guest that writes to a raw \
+             image could make it look like another format)",
             options.name,
             backing.display()
         ),
-        (None, Some(_)) => anyhow::bail!("{}: -F is about a backing file; name it with -b", options.name),
+        (None, Some(_)) => anyhow::bail!("{}: -F needs a backing file; give it with -b", options.name),
         _ => Ok(format),
     }
 }
@@ -100,7 +104,7 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
 /// # Errors
 /// A value that the format cannot have, or the file cannot be made or written.
 pub(crate) fn make(name: &Name, cache: CacheMode, format: &FormatOptions) -> anyhow::Result<NewFiles> {
-    let size = format.number("size").with_context(|| format!("{name}: a size is missing"))?;
+    let size = format.number("size").with_context(|| format!("{name}: size not given"))?;
     let preallocation = parsed(format, "preallocation")?.unwrap_or_default();
     if format.format() == "raw" {
         let file = NewFile::open(name, cache)?;
@@ -139,12 +143,12 @@ fn qcow2_options(
     let version = match format.text("compat") {
         None | Some("v3" | "1.1") => 3,
         Some("v2" | "0.10") => 2,
-        Some(other) => anyhow::bail!("-o compat: {other:?} is none of v2 (0.10) and v3 (1.1)"),
+        Some(other) => anyhow::bail!("-o compat: {other:?} must be v2 (0.10) or v3 (1.1)"),
     };
     let compression = match format.text("compression_type") {
         None | Some("zlib") => Compression::Zlib,
         Some("zstd") => Compression::Zstd,
-        Some(other) => anyhow::bail!("-o compression_type: {other:?} is none of zlib and zstd"),
+        Some(other) => anyhow::bail!("-o compression_type: {other:?} must be zlib or zstd"),
     };
     Ok(qcow2::create::CreateOptions {
         size,
@@ -172,7 +176,7 @@ fn qcow2_options(
 fn path(name: &Name) -> anyhow::Result<PathBuf> {
     anyhow::ensure!(
         !name.0.as_encoded_bytes().starts_with(b"json:"),
-        "{name}: an image is made in a file that is named by its path"
+        "{name}: a new image must be given by the path of its file"
     );
     Ok(Reference::named(name)?.path)
 }

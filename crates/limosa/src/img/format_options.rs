@@ -37,33 +37,31 @@ const fn usually(name: &'static str, kind: Kind, what: &'static str, usual: &'st
     Known { name, kind, what, usual: Some(usual) }
 }
 
-const RAW: [Known; 2] = [
-    known("size", Kind::Size, "The disk's length"),
-    known("preallocation", Kind::Text, "What is done about space: off, falloc, full"),
-];
+const RAW: [Known; 2] =
+    [known("size", Kind::Size, "Virtual size"), known("preallocation", Kind::Text, "Preallocation: off, falloc, full")];
 
 /// In the order in which they are told.
 const QCOW2: [Known; 12] = [
-    usually("cluster_size", Kind::Size, "What space is allocated in: 512 to 2M, a power of two", "64k"),
-    usually("extended_l2", Kind::OnOff, "Clusters have 32 parts that are allocated one by one", "off"),
-    known("preallocation", Kind::Text, "What is done about space: off, metadata, falloc, full"),
-    usually("compression_type", Kind::Text, "How clusters are compressed: zlib, zstd", "zlib"),
-    known("size", Kind::Size, "The disk's length"),
-    known("compat", Kind::Text, "The format's version: v2 (or 0.10), v3 (or 1.1)"),
-    known("backing_file", Kind::Text, "What the image reads as where nothing was written"),
-    known("backing_fmt", Kind::Text, "The backing file's format"),
-    known("data_file", Kind::Text, "A file of its own for the contents"),
-    known("data_file_raw", Kind::OnOff, "The data file is a raw image at all times"),
-    usually("lazy_refcounts", Kind::OnOff, "Refcounts are written when the image is closed", "off"),
-    usually("refcount_bits", Kind::Number, "The width of a refcount: 1 to 64, a power of two", "16"),
+    usually("cluster_size", Kind::Size, "Cluster size: 512 to 2M, a power of two", "64k"),
+    usually("extended_l2", Kind::OnOff, "Extended L2 entries: clusters have 32 subclusters", "off"),
+    known("preallocation", Kind::Text, "Preallocation: off, metadata, falloc, full"),
+    usually("compression_type", Kind::Text, "Compression method: zlib, zstd", "zlib"),
+    known("size", Kind::Size, "Virtual size"),
+    known("compat", Kind::Text, "Version of the format: v2 (or 0.10), v3 (or 1.1)"),
+    known("backing_file", Kind::Text, "File that provides contents not yet written"),
+    known("backing_fmt", Kind::Text, "Format of the backing file"),
+    known("data_file", Kind::Text, "External data file for the contents"),
+    known("data_file_raw", Kind::OnOff, "The external data file is kept valid as a raw image"),
+    usually("lazy_refcounts", Kind::OnOff, "Postpone refcount updates until the image is closed", "off"),
+    usually("refcount_bits", Kind::Number, "Bits of a refcount: 1 to 64, a power of two", "16"),
 ];
 
 /// What QEMU has besides, and why it is refused.
 const REFUSED: [(&str, &str); 4] = [
-    ("encrypt.", "limosa does not encrypt images yet"),
-    ("encryption", "limosa does not encrypt images yet"),
-    ("nocow", "limosa does not set attributes of files; set it on the folder (chattr +C) before"),
-    ("extent_size_hint", "limosa does not set attributes of files; set it on the folder (xfs_io extsize) before"),
+    ("encrypt.", "encryption is not supported yet"),
+    ("encryption", "encryption is not supported yet"),
+    ("nocow", "file attributes are not supported; set it on the directory before (chattr +C)"),
+    ("extent_size_hint", "file attributes are not supported; set it on the directory before (xfs_io extsize)"),
 ];
 
 /// A value that was given.
@@ -84,7 +82,7 @@ impl Value {
             (Kind::Number, _) => text.parse().map(Self::Number).map_err(|_| format!("{given:?} is not a number")),
             (Kind::OnOff, "on" | "yes" | "true" | "y") => Ok(Self::OnOff(true)),
             (Kind::OnOff, "off" | "no" | "false" | "n") => Ok(Self::OnOff(false)),
-            (Kind::OnOff, _) => Err(format!("{given:?} is neither on nor off")),
+            (Kind::OnOff, _) => Err(format!("{given:?} must be on or off")),
         };
         value.map_err(anyhow::Error::msg).with_context(|| format!("-o {}", known.name))
     }
@@ -117,7 +115,7 @@ impl FormatOptions {
         let (format, known): (_, &[Known]) = match format {
             "raw" => ("raw", &RAW),
             "qcow2" => ("qcow2", &QCOW2),
-            _ => anyhow::bail!("no images of format {format:?} are made; there are raw and qcow2"),
+            _ => anyhow::bail!("format {format:?} is not supported; use raw or qcow2"),
         };
         Ok(Self { format, known, given: Vec::new() })
     }
@@ -149,7 +147,7 @@ impl FormatOptions {
             if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| name.starts_with(refused)) {
                 anyhow::bail!("-o {name}: {why}");
             }
-            anyhow::bail!("-o {name}: images of format {} have no such option; -o help lists them", self.format);
+            anyhow::bail!("-o {name}: unknown option of format {}; -o help lists them", self.format);
         };
         let value = Value::parse(known, value.as_ref())?;
         self.given.retain(|(given, _)| *given != name);

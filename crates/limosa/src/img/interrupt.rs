@@ -1,7 +1,8 @@
 //! What SIGINT, SIGTERM and SIGHUP mean to `limosa img`.
 //!
-//! Law: a file that a command has made and not finished is taken away, since it looks like an image; a file that was there stays, and so
-//! does one that is finished. Files are made and noted under one lock, so none is missed. An image is valid at any instant.
+//! Law: a file that a command has made and not finished is taken away, since it looks like an image; a file that was there
+//! stays, and so does one that is finished. Files are made and noted under one lock, so none is missed. An image is valid
+//! at any instant.
 
 use std::fs;
 use std::io;
@@ -62,7 +63,7 @@ pub(crate) fn listen() -> anyhow::Result<()> {
         flag::register_conditional_shutdown(signal, ENDED_BY + signal, Arc::clone(&again))?;
         flag::register(signal, Arc::clone(&again))?;
     }
-    let mut signals = Signals::new(heard).context("cannot listen to signals")?;
+    let mut signals = Signals::new(heard).context("cannot handle signals")?;
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
             // Held to the end: nothing is made any more.

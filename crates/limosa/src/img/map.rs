@@ -60,7 +60,7 @@ impl Run {
                 Ok(Some(format!("{start:<16}{length:<16}{at:<16}{file}")))
             }
             _ => anyhow::bail!(
-                "what is at {} is compressed and lies nowhere as it is; --output json tells what is where",
+                "the cluster at {} is compressed, so its data has no plain location; use --output json",
                 GuestOffset(self.start)
             ),
         }

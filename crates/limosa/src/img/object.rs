@@ -48,37 +48,35 @@ impl Secret {
     /// What is wrong with it.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let mut properties = if text.starts_with('{') { from_json(text)? } else { from_list(text)? };
-        let kind = properties.remove("qom-type").ok_or("which kind of object? Write secret,id=NAME,data=TEXT")?;
+        let kind = properties.remove("qom-type").ok_or("kind of object not given; write secret,id=NAME,data=TEXT")?;
         if kind != "secret" {
             return Err(if OTHERS.contains(&kind.as_str()) {
-                format!("{kind:?}: limosa img has nothing that it would apply to; it takes secret")
+                format!("{kind:?}: not used by limosa img; only secret is supported")
             } else {
-                format!("{kind:?} is no kind of object that limosa img has; it takes secret")
+                format!("{kind:?}: unknown kind of object; only secret is supported")
             });
         }
         let id = properties.remove("id").ok_or("a secret needs a name: id=NAME")?;
         let mut letters = id.chars();
         let begins = letters.next().is_some_and(|first| first.is_ascii_alphabetic());
         if !begins || !letters.all(|letter| letter.is_ascii_alphanumeric() || "-._".contains(letter)) {
-            return Err(format!("id={id}: a name has letters, digits, '-', '.' and '_', and begins with a letter"));
+            return Err(format!("id={id}: must begin with a letter and have only letters, digits, '-', '.' and '_'"));
         }
         let is_base64 = match properties.remove("format").as_deref() {
             None | Some("raw") => false,
             Some("base64") => true,
-            Some(other) => return Err(format!("format={other}: a secret is raw or base64")),
+            Some(other) => return Err(format!("format={other}: must be raw or base64")),
         };
         let from = match (properties.remove("data"), properties.remove("file")) {
             (Some(data), None) => From::Data(data),
             (None, Some(path)) => From::File(path.into()),
             (Some(_), Some(_)) => return Err(format!("secret {id}: data and file exclude each other")),
-            (None, None) => return Err(format!("secret {id}: where is it? Say data=TEXT or file=PATH")),
+            (None, None) => return Err(format!("secret {id}: value not given; use data=TEXT or file=PATH")),
         };
         match properties.keys().next().map(String::as_str) {
             None => Ok(Self { id, from, is_base64 }),
-            Some(name @ ("keyid" | "iv")) => {
-                Err(format!("secret {id}: {name}: secrets that are encrypted themselves are not there yet"))
-            }
-            Some(name) => Err(format!("secret {id}: it has no property {name:?}")),
+            Some(name @ ("keyid" | "iv")) => Err(format!("secret {id}: {name}: encrypted secrets are not supported")),
+            Some(name) => Err(format!("secret {id}: unknown property {name:?}")),
         }
     }
 
@@ -95,11 +93,11 @@ impl Secret {
             }
         };
         if bytes.len() as u64 > LONGEST {
-            bail!("--object: secret {id}: it has more than {LONGEST} bytes");
+            bail!("--object: secret {id}: longer than {LONGEST} bytes");
         }
         let fits = |byte: &u8| byte.is_ascii_alphanumeric() || b"+/=\r\n".contains(byte);
         if self.is_base64 && !bytes.iter().all(fits) {
-            bail!("--object: secret {id}: it is not base64");
+            bail!("--object: secret {id}: not valid base64");
         }
         Ok(())
     }
@@ -112,7 +110,7 @@ impl Secret {
 pub(crate) fn check(secrets: &[Secret]) -> anyhow::Result<()> {
     for (index, secret) in secrets.iter().enumerate() {
         if secrets.iter().take(index).any(|before| before.id == secret.id) {
-            bail!("--object: there are two of the name {}", secret.id);
+            bail!("--object: duplicate id {}", secret.id);
         }
         secret.check()?;
     }
@@ -126,7 +124,7 @@ fn from_list(text: &str) -> Result<BTreeMap<String, String>, String> {
         let (name, value) = match item.split_once('=') {
             Some(pair) => pair,
             None if index == 0 => ("qom-type", item.as_str()),
-            None => return Err(format!("{item:?}: a property is written NAME=VALUE")),
+            None => return Err(format!("{item:?}: must be NAME=VALUE")),
         };
         properties.insert(name.to_owned(), value.to_owned());
     }
@@ -138,7 +136,7 @@ fn from_json(text: &str) -> Result<BTreeMap<String, String>, String> {
     let properties: BTreeMap<String, Value> = serde_json::from_str(text).map_err(|error| error.to_string())?;
     let texts = properties.into_iter().map(|(name, value)| match value {
         Value::String(value) => Ok((name, value)),
-        _ => Err(format!("{name:?}: a secret's properties are texts")),
+        _ => Err(format!("{name:?}: must be a string")),
     });
     texts.collect()
 }
@@ -160,19 +158,19 @@ mod tests {
     #[test]
     fn what_is_no_secret_is_refused_by_name() {
         for (text, says) in [
-            ("", "which kind"),
+            ("", "kind of object not given"),
             ("secret", "id=NAME"),
-            ("secret,id=1,data=x", "begins with a letter"),
+            ("secret,id=1,data=x", "must begin with a letter"),
             ("secret,id=a", "data=TEXT or file=PATH"),
             ("secret,id=a,data", "NAME=VALUE"),
             ("secret,id=a,data=x,file=y", "exclude"),
             ("secret,id=a,data=x,format=hex", "raw or base64"),
             ("secret,id=a,data=x,frob=y", "\"frob\""),
-            ("secret,id=a,data=x,keyid=y,iv=z", "encrypted themselves"),
-            ("id=a,data=x", "which kind"),
-            ("throttle-group,id=a", "nothing that it would apply to"),
-            ("frob,id=a", "\"frob\" is no kind"),
-            ("{\"qom-type\":\"secret\",\"id\":7}", "texts"),
+            ("secret,id=a,data=x,keyid=y,iv=z", "encrypted secrets"),
+            ("id=a,data=x", "kind of object not given"),
+            ("throttle-group,id=a", "not used by limosa img"),
+            ("frob,id=a", "\"frob\": unknown kind"),
+            ("{\"qom-type\":\"secret\",\"id\":7}", "must be a string"),
             ("{", "EOF"),
         ] {
             let said = Secret::parse(text).unwrap_err();
@@ -187,8 +185,8 @@ mod tests {
             check(&secrets).map_err(|error| format!("{error:#}"))
         };
         assert_eq!(check(&["secret,id=a,data=YWJj,format=base64", "secret,id=b,data=!"]), Ok(()));
-        assert!(check(&["secret,id=a,data=x", "secret,id=a,data=x"]).unwrap_err().contains("two"));
-        assert!(check(&["secret,id=a,data=!,format=base64"]).unwrap_err().contains("not base64"));
+        assert!(check(&["secret,id=a,data=x", "secret,id=a,data=x"]).unwrap_err().contains("duplicate id"));
+        assert!(check(&["secret,id=a,data=!,format=base64"]).unwrap_err().contains("not valid base64"));
         assert!(check(&["secret,id=a,file=/nowhere/at/all"]).unwrap_err().contains("/nowhere/at/all"));
     }
 }

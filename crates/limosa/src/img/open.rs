@@ -1,7 +1,7 @@
 //! Opening images for the commands.
 //!
-//! Law: an image that is written below nobody's knowledge is not: without `-U` others are asked by locks, and with `--untrusted` no
-//! file is opened that was not named here.
+//! Law: an image that is written below nobody's knowledge is not: without `-U` others are asked by locks, and with
+//! `--untrusted` no file is opened that was not named here.
 
 use std::sync::Arc;
 
@@ -59,7 +59,7 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
         && let Some(report) = qcow2.repaired()
     {
         say!(
-            "limosa: {}: it had not been closed; its refcounts were repaired before anything was written ({} leaked clusters, {} \
+            "limosa: {}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
              corruptions)",
             source.name,
             report.leaks_fixed,
@@ -76,8 +76,8 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
 /// What whoever changes a raw image is told that nobody called one.
 pub(crate) fn warn_of_guess(source: &Source) {
     say!(
-        "limosa: {}: taken for raw, which nobody said; what would make it look like another format is not written to its \
-         beginning. Say -f raw if it is",
+        "limosa: {}: format not given; probed as raw (use -f raw). Writes that would make its first sector look like \
+         another format are refused",
         source.name
     );
 }

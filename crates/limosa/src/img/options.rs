@@ -19,7 +19,7 @@ impl Name {
     /// # Errors
     /// It is none.
     pub(crate) fn text(&self) -> anyhow::Result<&str> {
-        self.0.to_str().with_context(|| format!("{self}: it is not UTF-8; only a path may be something else"))
+        self.0.to_str().with_context(|| format!("{self}: must be UTF-8 unless it is a path"))
     }
 }
 
@@ -86,7 +86,7 @@ pub(crate) struct CreateOptions {
     /// Empty if the options are asked for.
     pub(crate) name: Name,
     pub(crate) target: Target,
-    /// The disk's length in bytes, if it was said.
+    /// Virtual size in bytes, if it was said.
     pub(crate) size: Option<u64>,
     pub(crate) backing: Option<OsString>,
     pub(crate) backing_format: Option<String>,
@@ -119,7 +119,7 @@ pub(crate) struct CheckOptions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MapOptions {
     pub(crate) source: Source,
-    /// Where to begin, in bytes.
+    /// Start offset in bytes.
     pub(crate) start: u64,
     /// At most so many bytes.
     pub(crate) length: Option<u64>,
@@ -201,7 +201,7 @@ pub(crate) struct BenchOptions {
     pub(crate) buffer_size: u64,
     /// Bytes from one request's beginning to the next one's.
     pub(crate) step_size: u64,
-    /// Where the first request is.
+    /// Offset of the first request.
     pub(crate) offset: u64,
     pub(crate) write: bool,
     /// The value of every byte that is written.

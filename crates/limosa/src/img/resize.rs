@@ -58,15 +58,15 @@ fn new_length(old: u64, options: &ResizeOptions, preallocation: Preallocation) -
         NewSize::More(more) => old.checked_add(more),
         NewSize::Less(less) => Some(old.saturating_sub(less)),
     };
-    let new = new.filter(|size| i64::try_from(*size).is_ok()).context("no disk is that long")?;
+    let new = new.filter(|size| i64::try_from(*size).is_ok()).context("larger than a disk can be")?;
     if new == 0 {
-        bail!("nothing would be left of {old} bytes; the new size has to be more than 0");
+        bail!("cannot shrink {old} bytes to 0 or less: the new size must be more than 0");
     }
     if new < old && !options.shrink {
-        bail!("{} bytes at its end would be lost; say --shrink if nobody needs them", old - new);
+        bail!("the last {} bytes would be lost; use --shrink if they are not needed", old - new);
     }
     if new <= old && preallocation != Preallocation::Off {
-        bail!("--preallocation is about what is added, and nothing is");
+        bail!("--preallocation: applies to added space, but the image does not grow");
     }
     Ok(new)
 }
@@ -103,7 +103,7 @@ mod tests {
         assert!(length(1000, NewSize::Less(2000), true, off).unwrap_err().contains("more than 0"));
         assert!(length(1000, NewSize::Exactly(0), true, off).unwrap_err().contains("more than 0"));
         for more in [i64::MAX as u64, u64::MAX] {
-            assert!(length(1000, NewSize::More(more), false, off).unwrap_err().contains("that long"));
+            assert!(length(1000, NewSize::More(more), false, off).unwrap_err().contains("larger than a disk"));
         }
     }
 
@@ -111,7 +111,7 @@ mod tests {
     fn nothing_is_cut_off_or_preallocated_by_accident() {
         let off = Preallocation::Off;
         assert!(length(1000, NewSize::Exactly(999), false, off).unwrap_err().contains("--shrink"));
-        assert!(length(1000, NewSize::Less(1), false, off).unwrap_err().starts_with("1 bytes"));
+        assert!(length(1000, NewSize::Less(1), false, off).unwrap_err().starts_with("the last 1 bytes"));
         let full = Preallocation::Full;
         assert_eq!(length(1000, NewSize::More(1), false, full), Ok(1001));
         assert!(length(1000, NewSize::Less(1), true, full).unwrap_err().contains("--preallocation"));

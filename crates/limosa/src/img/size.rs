@@ -17,7 +17,7 @@ fn shift(suffix: char) -> Option<u32> {
 /// `512`, `64k`, `1.5G`, `0x10000`: 0 to 2^63 - 1 bytes.
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a size: write 512, 64k, 1.5G or 0x10000 (b k M G T P E)");
-    let beyond = || format!("{text:?}: a size is at most 8E - 1, {} bytes", i64::MAX);
+    let beyond = || format!("{text:?}: must be at most 8E - 1, {} bytes", i64::MAX);
     let size = if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         // A sign would be read as part of the number.
         if digits.is_empty() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
@@ -59,7 +59,7 @@ fn part(fraction: &str, shift: u32) -> u64 {
 pub(crate) fn parse_request(text: &str) -> Result<u64, String> {
     match parse_size(text)? {
         size @ 1..=0x7fff_ffff => Ok(size),
-        _ => Err(format!("{text:?}: a request has 1 to {} bytes", i32::MAX)),
+        _ => Err(format!("{text:?}: must be 1 to {} bytes", i32::MAX)),
     }
 }
 

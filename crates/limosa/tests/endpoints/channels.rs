@@ -67,7 +67,7 @@ fn a_snapshot_travels_from_limosa_to_limosa_on_several_channels() {
         // How its pages left is said: what is compressed has to be read.
         let copied = compression != "none" || channels == "0";
         assert_eq!(report["channel"]["spliced"] == 0, copied, "{report}");
-        assert!(said.contains(if copied { "read and copied" } else { "spliced out of" }), "{said}");
+        assert!(said.contains(if copied { "read and copied" } else { "spliced from" }), "{said}");
         let received = receiver.wait().json();
         assert_eq!(received["pages"]["normal"], report["pages"]["normal"], "{received}");
         load_in_stock_qemu(&beat(), &copy, 0);

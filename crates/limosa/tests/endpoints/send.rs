@@ -124,7 +124,7 @@ fn a_stored_vm_runs_at_once_in_huge_pages_that_its_operator_has_named() {
     let uri = free_port();
     listen(&vm, &uri);
     let ended = start_send(&scene, &saved.snapshot, &uri, &["--mode", "postcopy"]).wait();
-    assert_failed(&ended, &["the destination's own log"]);
+    assert_failed(&ended, &["see the log of the destination"]);
     assert_gives_up(&vm);
 }
 
@@ -205,7 +205,7 @@ fn what_cannot_be_sent_is_refused_before_anybody_is_reached() {
     assert_eq!(start_send(&scene, &saved.snapshot, "-", &["--json"]).wait().status.code(), Some(2));
     for uri in ["-", "fd:0", "exec:touch absent"] {
         let ended = start_send(&scene, &saved.snapshot, uri, &["--channels", "2"]).wait();
-        ended.one_line(&[uri, "several channels have to connect", "tcp:HOST:PORT"]);
+        ended.one_line(&[uri, "multifd needs several connections", "tcp:HOST:PORT"]);
     }
     assert!(!std::path::Path::new("absent").exists());
 }

@@ -115,6 +115,6 @@ fn whoever_writes_to_an_image_that_was_not_closed_is_told_that_it_was_repaired()
     assert!(!writer.output().unwrap().status.success());
     let words = ["bench", "-w", "-c", "1", "-f", "qcow2", "x"];
     let answer = Answer::from(bed.limosa(&words)).success();
-    assert_one_line(&answer, &words, "x: it had not been closed; its refcounts were repaired");
+    assert_one_line(&answer, &words, "x: was not closed properly; its refcounts were repaired");
     assert_eq!(Answer::from(bed.limosa(&words)).success().stderr, "", "it was closed");
 }

@@ -155,7 +155,7 @@ fn what_cannot_be_made_is_refused_as_qemu_img_refuses_it() {
         (&["-f", "qcow2", "-o", "lazy_refcounts=maybe", "x", "1M"], "maybe"),
         (&["-f", "qcow2", "-b", "base", "x"], "-F"),
         (&["-f", "qcow2", "-b", "x", "-F", "qcow2", "x"], "its own backing file"),
-        (&["-f", "qcow2", "-b", "", "-F", "qcow2", "x"], "no name"),
+        (&["-f", "qcow2", "-b", "", "-F", "qcow2", "x"], "is empty"),
         (&["-f", "raw", "-b", "base", "-F", "qcow2", "x"], "raw"),
         (&["-q", "-f", "qcow2", "-F", "qcow2", "x", "1M"], "-b"),
         (&["-q", "-f", "qcow2", "-o", "encryption=on", "x", "1M"], "encrypt"),

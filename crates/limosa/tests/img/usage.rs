@@ -13,9 +13,13 @@ fn what_qemu_img_has_and_limosa_has_not_is_refused_with_one_line() {
     for command in ["amend", "bitmap", "commit", "dd", "measure", "rebase", "snapshot"] {
         let ended = img(&[command, "-f", "qcow2", "--whatever", "x"]);
         assert_eq!(ended.status, Some(1), "{ended:?}");
-        assert_one_line(&ended, &[command], &format!("limosa: img has no {command} yet; use qemu-img {command}"));
+        assert_one_line(
+            &ended,
+            &[command],
+            &format!("limosa: img {command} is not supported yet; use qemu-img {command}"),
+        );
     }
-    assert_one_line(&img(&["frob"]), &["frob"], "no command \"frob\"");
+    assert_one_line(&img(&["frob"]), &["frob"], "img \"frob\": unknown command");
     for (words, says) in
         [(&["convert", "-c", "a", "b"][..], "compressed"), (&["convert", "--bitmaps", "a", "b"], "bitmaps")]
     {
@@ -50,7 +54,7 @@ fn secrets_are_taken_and_checked_by_every_command_and_other_objects_refused() {
         ("secret,id=a,data=x,keyid=b", "keyid"),
         ("iothread,id=a", "iothread"),
         ("frob,id=a", "frob"),
-        ("", "which kind"),
+        ("", "kind of object not given"),
     ];
     let commands: [&[&str]; 7] = [
         &["create", "-f", "raw", "new", "1M"],
@@ -70,7 +74,7 @@ fn secrets_are_taken_and_checked_by_every_command_and_other_objects_refused() {
         }
         let twice = [&with(good[0])[..], &["--object", good[0]]].concat();
         let (ours, stock) = (Answer::from(bed.limosa(&twice)), bed.qemu_img(&twice));
-        assert_one_line(&ours, &twice, "two");
+        assert_one_line(&ours, &twice, "duplicate");
         assert!(ours.status != Some(0) && stock.status != Some(0), "{ours:?} {stock:?}");
     }
     for (object, says) in bad {

@@ -46,7 +46,7 @@ impl Balloon {
         let arguments = ["balloon", "--vhost-user", &device, "--control", &control];
         let limosa = Limosa::start([&arguments[..], more].concat());
         let balloon = Self { limosa, folder };
-        wait_for("a server", || balloon.limosa.stderr().contains("whoever connects").then_some(()));
+        wait_for("a server", || balloon.limosa.stderr().contains("serving a balloon at").then_some(()));
         balloon
     }
 
@@ -55,7 +55,7 @@ impl Balloon {
         let path = |path: PathBuf| path.into_os_string().into_string().unwrap();
         let (device, control) = (path(self.device()), path(self.control()));
         self.limosa = Limosa::start(["balloon", "--vhost-user", &device, "--control", &control]);
-        wait_for("a server", || self.limosa.stderr().contains("whoever connects").then_some(()));
+        wait_for("a server", || self.limosa.stderr().contains("serving a balloon at").then_some(()));
     }
 
     fn device(&self) -> PathBuf {
@@ -278,9 +278,9 @@ fn whoever_breaks_off_a_squeeze_leaves_the_guest_as_it_was() {
         let mut qmp = Qmp::connect(&balloon.control(), SOON).unwrap();
         let mut phase = || qmp.execute("query-balloon-hint", json!({})).unwrap()["phase"].clone();
         wait_for("a job", || (phase() == "asking").then_some(()));
-        balloon.ctl(&["hint"]).one_line(&["being made already"]);
+        balloon.ctl(&["hint"]).one_line(&["already in progress"]);
         squeezing.signal(signal);
-        squeezing.wait().one_line(&["broken off by a signal"]);
+        squeezing.wait().one_line(&["interrupted by a signal"]);
         assert_eq!(phase(), "failed");
         guest.go_on();
         let device = balloon.json(&["query"]);
@@ -301,7 +301,7 @@ fn a_server_that_is_ended_takes_its_sockets_along_and_tells_the_guest() {
     let (ended, folder) = balloon.end();
     let object: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!((&object["front-ends"], &object["counters"]["inflated-pages"]), (&json!(1), &json!(112 * MIB / 4096)));
-    assert!(ended.stderr.contains("112 MiB given back in"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("112 MiB returned to the host in"), "{}", ended.stderr);
     assert!(stage::names(folder.path()).is_empty(), "{:?}", stage::names(folder.path()));
     assert_eq!(guest.shrinker.held(), 0);
 }
@@ -453,7 +453,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     }
 
     for method in ["dontneed", "free"] {
-        limosa(["balloon", "--vhost-user", "x", "--discard", method]).one_line(&[method, "take auto"]);
+        limosa(["balloon", "--vhost-user", "x", "--discard", method]).one_line(&[method, "use auto"]);
     }
 
     let balloon = Balloon::start(&[]);
@@ -461,22 +461,22 @@ fn what_cannot_be_done_is_said_in_one_line() {
         balloon.ctl(what).one_line(&["load virtio_balloon"]);
     }
     balloon.ctl(&["target", "17"]).one_line(&["at least 4096 bytes"]);
-    balloon.ctl(&["target", "256M", "--wait", "50ms"]).one_line(&["no driver has taken the balloon"]);
+    balloon.ctl(&["target", "256M", "--wait", "50ms"]).one_line(&["no balloon driver became active"]);
     let later = balloon.ctl(&["target", "1T"]).success();
-    assert!(later.stderr.contains("no driver has taken the balloon yet"), "{}", later.stderr);
-    limosa(["balloon", "ctl", "nobody", "query"]).one_line(&["nobody answers at", "--control socket"]);
-    limosa(["balloon", "--vhost-user", "x", "--control", "x"]).one_line(&["a path of its own"]);
+    assert!(later.stderr.contains("no balloon driver is active in the guest yet"), "{}", later.stderr);
+    limosa(["balloon", "ctl", "nobody", "query"]).one_line(&["cannot connect", "--control socket"]);
+    limosa(["balloon", "--vhost-user", "x", "--control", "x"]).one_line(&["must be different paths"]);
     let taken = balloon.device().into_os_string().into_string().unwrap();
-    limosa(["balloon", "--vhost-user", &taken]).one_line(&[&taken, "(--vhost-user)", "nobody uses"]);
+    limosa(["balloon", "--vhost-user", &taken]).one_line(&[&taken, "(--vhost-user)", "must not be in use"]);
     let guest = Guest::boot(&balloon, Features::NONE);
     balloon.ctl(&["stats"]).one_line(&["no statistics"]);
     balloon.ctl(&["hint"]).one_line(&["free-page-hint"]);
     guest.pause_when(|| true);
-    balloon.ctl(&["target", "256M", "--wait", "100ms"]).one_line(&["not 256 MiB", "ask for more"]);
+    balloon.ctl(&["target", "256M", "--wait", "100ms"]).one_line(&["not 256 MiB", "set a larger one"]);
     let asking = Limosa::start(balloon.arguments(&["target", "128M", "--wait", "60s"]));
     wait_for("the order", || (balloon.json(&["query"])["target"] == 128 * MIB).then_some(()));
     balloon.ctl(&["target", "200M"]);
-    asking.wait().one_line(&["somebody has asked the guest to do with 200 MiB"]);
+    asking.wait().one_line(&["another client has changed the target to 200 MiB"]);
 }
 
 #[test]
@@ -488,7 +488,7 @@ fn a_guest_that_goes_amid_a_list_ends_it() {
     let asking = Limosa::start(balloon.arguments(&["hint"]));
     wait_for("a part of a list", || (guest.shrinker.held() > 0).then_some(()));
     drop(guest);
-    asking.wait().one_line(&["gone meanwhile"]);
+    asking.wait().one_line(&["has disconnected"]);
     let _guest = Guest::boot(&balloon, Features::default());
     assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED, "the next guest's is its own");
 }
@@ -516,7 +516,7 @@ fn a_stock_qemus_own_balloon_is_resized_and_waited_for() {
     assert_eq!((&told["actual"], &told["target"]), (&json!(ram - 32 * MIB), &json!(ram - 32 * MIB)));
     assert_eq!(vm.execute("query-balloon", json!({})).unwrap()["actual"], ram - 32 * MIB);
     assert_eq!(ctl(&["target", "1T", "--wait", "120s", "--json"]).json()["actual"], ram);
-    ctl(&["stats"]).one_line(&["not limosa's balloon"]);
+    ctl(&["stats"]).one_line(&["not a balloon of limosa"]);
 }
 
 /// A limosa whose stderr is a terminal.
@@ -581,14 +581,14 @@ fn a_terminal_shows_one_line_of_how_things_are() {
 
     guest.pause_when(|| true);
     let mut asking = ctl(&["target", "256M", "--wait", "60s"]);
-    asking.wait_shown("guest has 512 MiB, wanted 256 MiB");
-    server.wait_shown("guest has 512 MiB of 512 MiB, wanted 256 MiB;");
+    asking.wait_shown("guest has 512 MiB, target 256 MiB");
+    server.wait_shown("guest has 512 MiB of 512 MiB, target 256 MiB;");
     guest.go_on();
     asking.wait_shown("the guest has 256 MiB after");
     asking.end();
     server.wait_shown("guest has 256 MiB of 512 MiB; 256 MiB given back");
     drop(guest);
-    server.wait_shown("no driver in the guest");
+    server.wait_shown("no balloon driver in the guest");
     server.end();
     assert!(!Path::new(&device).exists());
 }

@@ -313,7 +313,7 @@ fn a_recorded_stream_stands_on_either_side_but_has_no_pages_to_compare() {
     assert!(verdict(&against(&vm, &stream, &["--json", "--qemu", QEMU])).0);
     let ended = diff(&stream, &file, &["--memory"]);
     assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(2), ""));
-    assert!(ended.stderr.contains("--memory takes two snapshots"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("--memory needs two snapshots"), "{}", ended.stderr);
 }
 
 /// Expects that there is no verdict: status 2, nothing on stdout, one line that holds the words.

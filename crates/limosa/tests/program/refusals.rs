@@ -375,7 +375,7 @@ fn bad_usage_is_exit_status_2_and_touches_nothing() {
 fn the_xml_of_an_import_does_not_take_the_snapshots_place() {
     let (folder, file) = place();
     let file = file.to_str().unwrap();
-    limosa(["import", "stream", file, "--xml", file, "--force"]).one_line(&["vm.snapshot", "cannot be one file"]);
+    limosa(["import", "stream", file, "--xml", file, "--force"]).one_line(&["vm.snapshot", "must be different files"]);
     assert!(names(folder.path()).is_empty());
 }
 
@@ -386,7 +386,7 @@ fn an_import_does_not_take_the_place_of_what_it_reads() {
     std::fs::hard_link(&file, folder.path().join("link")).unwrap();
     let (file, link) = (file.display().to_string(), folder.path().join("link").display().to_string());
     for stream in [file.clone(), link, format!("file:{file}")] {
-        limosa(["import", &stream, &file, "--force"]).one_line(&["vm.snapshot", "cannot be one file"]);
+        limosa(["import", &stream, &file, "--force"]).one_line(&["vm.snapshot", "must be different files"]);
         assert_eq!(std::fs::read(&file).unwrap(), b"precious");
     }
 }

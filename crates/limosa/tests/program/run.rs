@@ -34,10 +34,10 @@ fn said_so_limosa_tells_what_it_does() {
     let scene = Scene::new();
     let run = scene.start(&["-v"], &[]);
     run.wait_laps(1);
-    wait_for("the report", || run.limosa.stderr().contains("all memory is there").then_some(()));
+    wait_for("the report", || run.limosa.stderr().contains("all memory after").then_some(()));
     run.limosa.signal(Signal::TERM);
     let ended = run.wait();
-    assert!(ended.stderr.contains("the guest is back after"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("the guest runs after"), "{}", ended.stderr);
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn a_program_that_is_no_qemu_is_ended_and_named() {
     ended.one_line(&["sh opened no monitor within 5 s", "--start-within"]);
     scene.assert_nobody_left();
     let ended = scene.run_words(&["true"]);
-    ended.one_line(&["true ended", "before it had its VM"]);
+    ended.one_line(&["true ended", "before its VM was restored"]);
     let ended = scene.run_words(&["sh", "-c", "exit 7"]);
     assert_eq!(ended.status.code(), Some(7), "{}", ended.stderr);
     assert!(ended.stderr.contains("exit status: 7"), "{}", ended.stderr);

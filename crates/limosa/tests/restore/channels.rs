@@ -205,7 +205,7 @@ fn a_restore_on_channels_that_is_cancelled_puts_qemu_back_and_one_whose_qemu_die
         if kill {
             limosa_testkit::kill9(destination.pid()).unwrap();
             let ended = limosa.wait();
-            assert_failed(&ended, &["not restored", "the snapshot is as it was"]);
+            assert_failed(&ended, &["not restored", "the snapshot is unchanged"]);
         } else {
             limosa.signal(Signal::INT);
             let ended = limosa.wait();

@@ -39,7 +39,7 @@ fn survives(harm: impl Fn(&Path), says: &str) {
         // It may have noticed, and hung up, already.
         let _ = programs.execute("migrate-set-parameters", json!({ "max-bandwidth": 0 }));
         let ended = limosa.wait();
-        assert_failed(&ended, &[text(&saved.snapshot), says, "go on with: limosa restore --recover"]);
+        assert_failed(&ended, &[text(&saved.snapshot), says, "recover with: limosa restore --recover"]);
         // No end of the stream: QEMU would have completed, and the ballast would be zero.
         wait_migration_status(&destination, "postcopy-paused");
 
@@ -153,7 +153,7 @@ fn damage_that_shows_before_the_guest_runs_leaves_no_guest() {
     for preempt in ["on", "off"] {
         let destination = machine.start_incoming().unwrap();
         let ended = scene.restore(&saved.snapshot, &destination, &["--mode", "lazy", "--preempt", preempt]);
-        assert_failed(&ended, &["checksum of the chunk at block offset", "start a fresh one"]);
+        assert_failed(&ended, &["checksum of the chunk at block offset", "start a new one"]);
         assert!(destination.serial().lines().is_empty());
         scene.assert_tidy();
     }

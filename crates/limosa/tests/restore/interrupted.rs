@@ -298,7 +298,7 @@ fn a_recovery_puts_back_what_the_dead_restore_had_changed() {
         let found = Found::of(&beat().start_incoming().unwrap());
         let destination = orphan(&scene, &saved, &["--preempt", preempt]);
         let said = scene.recover(&saved.snapshot, &destination).success();
-        assert!(said.stderr.contains("all memory is there"), "{}", said.stderr);
+        assert!(said.stderr.contains("all memory after"), "{}", said.stderr);
         found.assert_same_but(&destination, "running");
         assert_consistent(&destination);
         assert_ballast(&destination);

@@ -54,7 +54,7 @@ fn a_device_that_the_destination_lacks_leaves_no_guest_and_qemus_word_for_it() {
         let destination = small_beat().start_incoming().unwrap();
         let ended = scene.restore(&saved.snapshot, &destination, how);
         // QEMU names the device in its log alone, and limosa passes on what there is and where to look.
-        assert_failed(&ended, &["its own log", "start a fresh one"]);
+        assert_failed(&ended, &["its own log", "start a new one"]);
         assert!(destination.log().contains("virtio-balloon"), "{how:?}: {}", destination.log());
         assert!(destination.serial().lines().is_empty());
         scene.assert_tidy();

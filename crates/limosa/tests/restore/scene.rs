@@ -91,10 +91,10 @@ pub(crate) fn wait_said(limosa: &Limosa, what: &str) {
     });
 }
 
-/// Waits until limosa says that the guest is back.
+/// Waits until limosa says that the guest runs.
 #[track_caller]
 pub(crate) fn wait_guest(limosa: &Limosa) {
-    wait_said(limosa, "the guest is back");
+    wait_said(limosa, "the guest runs");
 }
 
 /// Lets limosa send the rest at full speed, as the first Ctrl-C does, and waits for its end.

@@ -50,7 +50,7 @@ fn the_first_interrupt_sends_the_rest_at_full_speed() {
         let (destination, limosa) = under_way(&scene, &saved, &["--preempt", preempt]);
         limosa.signal(signal);
         let said = limosa.wait().success();
-        assert!(said.stderr.contains("pushing the rest at full speed"), "{}", said.stderr);
+        assert!(said.stderr.contains("sending the rest at full speed"), "{}", said.stderr);
         assert_eq!(migration_status(&destination), "completed");
         assert_consistent(&destination);
         assert_ballast(&destination);
@@ -106,7 +106,7 @@ fn a_program_pauses_a_lazy_restore_and_cannot_cancel_it() {
     assert_beats(&destination);
     ask("migrate-pause").unwrap();
     let ended = limosa.wait();
-    assert_failed(&ended, &["go on with: limosa restore --recover"]);
+    assert_failed(&ended, &["recover with: limosa restore --recover"]);
     wait_migration_status(&destination, "postcopy-paused");
     assert!(!socket.exists());
     scene.assert_tidy();

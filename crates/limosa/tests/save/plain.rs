@@ -170,7 +170,7 @@ fn people_are_told_on_stderr_and_programs_on_stdout() {
     vm.wait_beats(1).unwrap();
     let ended = limosa(save_arguments(&vm, &file, &["--via", "socket"])).success();
     assert_eq!(ended.stdout, "");
-    for words in ["saved ", "stood still for", "system calls"] {
+    for words in ["saved ", "was stopped for", "system calls"] {
         assert!(ended.stderr.contains(words), "{}", ended.stderr);
     }
     let report = save(&vm, &file, &["--via", "socket", "--force"]);

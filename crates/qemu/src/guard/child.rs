@@ -27,8 +27,8 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// nobody else to continue its VM then.
 const REPLY: Duration = Duration::from_secs(86_400);
 
-/// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand; nothing may have
-/// been written to stdout before, which is the monitor.
+/// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand; nothing
+/// may have been written to stdout before, which is the monitor.
 #[must_use]
 pub fn run(arguments: &[OsString]) -> ExitCode {
     signals::ignore();
@@ -166,7 +166,7 @@ fn adopt(kept: Kept, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
     let path = kept.path().display();
     let what = match kept.go_on(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
         Rescue::Whole => "its guard has brought the rest of the memory",
-        Rescue::NeverRan => "the guest had not been started: end this QEMU and start a fresh one",
+        Rescue::NeverRan => "the guest had not been started: end this QEMU and start a new one",
         Rescue::Unended => "QEMU has its memory but does not end the transfer (a risk of --preempt on): end this QEMU",
         Rescue::Gone => return Ok(()),
     };

@@ -210,8 +210,8 @@ impl RestoreJob<'_> {
 
     /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has one.
     fn give_up(&self, marker: &JobMarker, error: JobError) -> JobError {
-        // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the page that it
-        // has asked for there, and answers nothing (found with QEMU 10.0.2).
+        // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the page
+        // that it has asked for there, and answers nothing (found with QEMU 10.0.2).
         let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
         if let Err(QmpError::NoReply { .. }) = answer {
             let reason = format!("{error}; this QEMU waits for memory that will not come and answers nothing: kill it");
@@ -243,7 +243,7 @@ impl RestoreJob<'_> {
             return Err(JobError::refused(
                 "not restored: QEMU has the VM's memory but could not start it, most likely because another process has its disks \
                  open (QEMU's log says)",
-                "end this QEMU, free the disks and start a fresh one",
+                "end this QEMU, free the disks and start a new one",
             ));
         }
         Ok(())

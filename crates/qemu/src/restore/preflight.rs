@@ -102,7 +102,7 @@ fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
                 "this QEMU already waits for its VM somewhere else, or has begun to take one ({})",
                 migration.status
             ),
-            "start a fresh one with -incoming defer, not with an address",
+            "start a new one with -incoming defer, not with an address",
         ));
     }
     Err(JobError::refused(

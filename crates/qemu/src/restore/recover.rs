@@ -125,7 +125,7 @@ fn wait_paused(monitor: &Monitor) -> Result<MigrationStatus, JobError> {
             other => {
                 return Err(JobError::refused(
                     format!("this QEMU is not in the middle of a lazy restore ({other})"),
-                    "start a fresh one with -incoming defer and restore without --recover",
+                    "start a new one with -incoming defer and restore without --recover",
                 ));
             }
         }

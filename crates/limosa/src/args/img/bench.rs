@@ -16,23 +16,23 @@ pub(crate) struct ImgBenchArgs {
     #[command(flatten)]
     pub(super) image: ImageArgs,
 
-    /// How many requests are carried out
+    /// Number of requests
     #[arg(short, long, value_name = "N", default_value_t = 75_000, value_parser = clap::value_parser!(u32).range(..=0x7fff_ffff))]
     count: u32,
 
-    /// How many requests are under way at the same time
+    /// Number of requests in flight
     #[arg(short, long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     depth: u32,
 
-    /// Bytes of a request
+    /// Size of a request
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4k", value_parser = parse_request)]
     buffer_size: u64,
 
-    /// How many bytes further each request is than the one before; a request's bytes if it is not said, or 0
+    /// Distance between consecutive requests; 0, the default, means the size of a request
     #[arg(short = 'S', long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     step_size: u64,
 
-    /// Where the first request is
+    /// Offset of the first request
     #[arg(short, long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
     offset: u64,
 
@@ -41,7 +41,7 @@ pub(crate) struct ImgBenchArgs {
     #[arg(short, long, conflicts_with = "force_share")]
     write: bool,
 
-    /// Write bytes of this value
+    /// Fill written buffers with this byte
     #[arg(long, value_name = "BYTE", default_value_t = 0)]
     pattern: u8,
 
@@ -49,7 +49,7 @@ pub(crate) struct ImgBenchArgs {
     #[arg(long, value_name = "N", default_value_t = 0, requires = "write")]
     flush_interval: u32,
 
-    /// Do not wait for the requests under way before a flush
+    /// Do not wait for requests in flight before a flush
     #[arg(long, requires = "flush_interval")]
     no_drain: bool,
 
@@ -57,7 +57,7 @@ pub(crate) struct ImgBenchArgs {
     #[arg(short = 't', long, value_name = "MODE", default_value = "writeback")]
     cache: CacheMode,
 
-    /// What reads and writes; native is Linux's older interface, for which limosa takes the newer one
+    /// Asynchronous I/O backend; native means the same as `io_uring` here
     #[arg(short = 'i', long, value_name = "threads|native|io_uring", value_parser = parse_aio)]
     aio: Option<Io>,
 
@@ -65,14 +65,14 @@ pub(crate) struct ImgBenchArgs {
     #[arg(short, long, conflicts_with = "aio")]
     native: bool,
 
-    /// Whether what is copied is shared where the filesystem can: off, auto, or a size from which on
+    /// Whether copied data is shared (reflinked) if the file system can: off, auto, or a minimum size
     #[arg(long, value_name = "off|auto|SIZE", default_value = "auto", value_parser = parse_clone)]
     clone: CloneMode,
 
     #[command(flatten)]
     share: ShareArg,
 
-    /// Changes nothing, as with qemu-img: what was measured is said all the same
+    /// No effect, as in qemu-img: results are always printed
     #[arg(short = 'q', long = "quiet")]
     _quiet: bool,
 
@@ -93,7 +93,7 @@ impl ImgBenchArgs {
     pub(crate) fn resolve(self) -> anyhow::Result<BenchOptions> {
         if self.flush_interval > 0 && self.flush_interval < self.depth {
             anyhow::bail!(
-                "--flush-interval {} is less than the depth of {}: requests under way would wait for several flushes",
+                "--flush-interval {} is less than the depth of {}: requests in flight would wait for several flushes",
                 self.flush_interval,
                 self.depth
             );

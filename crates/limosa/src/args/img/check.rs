@@ -11,15 +11,15 @@ use crate::img::options::{CheckOptions, Source};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RepairArg {
-    /// Give back space that nothing refers to
+    /// Free leaked clusters
     Leaks,
-    /// Everything that can be
+    /// All errors that can be repaired
     All,
 }
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Exit status: 0 no errors, or all were repaired; 1 the check did not come to its end, or bad usage; \
+    after_help = "Exit status: 0 no errors, or all were repaired; 1 the check could not be completed, or bad usage; \
                         2 the image is corrupt; 3 space is lost, but the image is not corrupt; 63 images of this format have \
                         nothing to check."
 )]
@@ -27,7 +27,7 @@ pub(crate) struct ImgCheckArgs {
     #[command(flatten)]
     pub(super) image: ImageArgs,
 
-    /// Repair what is wrong
+    /// Repair errors
     #[arg(short, long, value_enum, value_name = "WHAT", conflicts_with = "force_share")]
     repair: Option<RepairArg>,
 

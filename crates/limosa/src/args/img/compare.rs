@@ -10,11 +10,11 @@ use crate::img::options::{CompareOptions, Source};
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Exit status: 0 they are alike, 1 they differ, 2 an image cannot be opened, or bad usage, 3 what is allocated \
-                        cannot be found out, 4 contents cannot be read."
+    after_help = "Exit status: 0 the images are identical, 1 they differ, 2 an image cannot be opened, or bad usage, 3 \
+        allocation cannot be determined, 4 contents cannot be read."
 )]
 pub(crate) struct ImgCompareArgs {
-    /// The first image's format; found out by its first bytes if it is not said
+    /// The first image's format; probed by default
     #[arg(short = 'f', long, value_name = "FMT", conflicts_with = "image_opts")]
     a_format: Option<String>,
 
@@ -26,7 +26,7 @@ pub(crate) struct ImgCompareArgs {
     #[arg(long)]
     image_opts: bool,
 
-    /// They differ also if their sizes do, or if one has allocated what the other has not
+    /// Strict mode: different virtual sizes or allocation also count as differences
     #[arg(short, long)]
     strict: bool,
 
@@ -34,7 +34,7 @@ pub(crate) struct ImgCompareArgs {
     #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
     cache: CacheMode,
 
-    /// Show progress, also where there is no terminal
+    /// Show progress, even without a terminal
     #[arg(short, long)]
     progress: bool,
 

@@ -14,11 +14,11 @@ use crate::img::size::parse_size;
 #[derive(Debug, Args)]
 #[command(override_usage = "limosa img convert [OPTIONS] SOURCE... TARGET")]
 pub(crate) struct ImgConvertArgs {
-    /// The images' format; found out by their first bytes if it is not said
+    /// The images' format; probed by default
     #[arg(short = 'f', long, value_name = "FMT", conflicts_with = "source_image_opts")]
     source_format: Option<String>,
 
-    /// A snapshot in SOURCE that is read in its place: its id or name, or snapshot.id=ID,snapshot.name=NAME
+    /// Read this internal snapshot of SOURCE: its id or name, or snapshot.id=ID,snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = parse_snapshot, overrides_with = "source_snapshot")]
     source_snapshot: Option<SnapshotChoice>,
 
@@ -34,11 +34,11 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'O', long, value_name = "FMT", default_value = "raw")]
     target_format: String,
 
-    /// TARGET is a list of options, as with --source-image-opts; it exists
+    /// TARGET is a list of options, as with --source-image-opts; the image must exist
     #[arg(long, requires = "no_create", conflicts_with = "target_format")]
     target_image_opts: bool,
 
-    /// Options of the target's format: NAME=VALUE[,NAME=VALUE...]; -o help lists them. May be given several times
+    /// Options of the target's format: NAME=VALUE[,NAME=VALUE...]; -o help lists them. Repeatable
     #[arg(short = 'o', long, value_name = "OPTIONS")]
     target_options: Vec<String>,
 
@@ -46,7 +46,8 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe")]
     target_cache: CacheMode,
 
-    /// The target's backing file: what SOURCE reads from its own backing file is not copied, and has to be the same there
+    /// The target's backing file; contents that SOURCE has from its own backing file are not copied, so both must be the
+    /// same there
     #[arg(short = 'B', long, value_name = "FILE", conflicts_with = "no_create")]
     backing: Option<OsString>,
 
@@ -54,39 +55,39 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
 
-    /// Do not make the target: it is there, and at least as long as the sources
+    /// Do not create the target; it must exist and be at least as large as the sources
     #[arg(short, long)]
     no_create: bool,
 
-    /// The target reads as zeros already
+    /// The target already reads as zeros
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
 
-    /// How many bytes of zeros in a row are worth a hole, 4k if it is not said; 0: none, the target has space for everything
+    /// How many consecutive zero bytes become a hole; default 4k; 0: no holes, the target is fully allocated
     #[arg(short = 'S', long, value_name = "SIZE", value_parser = parse_size)]
     sparse_size: Option<u64>,
 
-    /// How many requests are under way at the same time, 1 to 16
+    /// Number of requests in flight, 1 to 16
     #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
     parallel: u8,
 
-    /// Write out of order where that is faster, which is past the page cache (-t none); space is taken in any order then
+    /// Write out of order where that is faster, which is with -t none; clusters are then allocated in any order
     #[arg(short = 'W', long)]
     oob_writes: bool,
 
-    /// Have the kernel copy contents from file to file where they lie as they are, which is in raw targets; zeros are not looked for
+    /// Let the kernel copy between files where contents are stored unchanged (raw targets); zeros are not detected
     #[arg(short = 'C', long = "copy-range-offloading", conflicts_with_all = ["sparse_size", "salvage"])]
     copy_range: bool,
 
-    /// Most bytes a second
+    /// Maximum bandwidth in bytes per second
     #[arg(short = 'r', long, value_name = "RATE", value_parser = parse_size)]
     rate: Option<u64>,
 
-    /// Go on where a source cannot be read; that place reads as zeros
+    /// Continue after read errors of a source; unreadable parts become zeros
     #[arg(long)]
     salvage: bool,
 
-    /// Show progress, also where there is no terminal
+    /// Show progress, even without a terminal
     #[arg(short, long)]
     progress: bool,
 
@@ -107,7 +108,7 @@ pub(crate) struct ImgConvertArgs {
     #[command(flatten)]
     later: LaterArgs,
 
-    /// The images, one behind the other, and what to copy them into
+    /// The source images, which are concatenated, and the target
     #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required_unless_present = "target_options")]
     files: Vec<OsString>,
 }
@@ -126,10 +127,10 @@ struct LaterArgs {
 impl LaterArgs {
     fn refuse(&self) -> anyhow::Result<()> {
         if self.compress {
-            anyhow::bail!("-c: limosa does not write compressed clusters yet; leave it out, or use qemu-img");
+            anyhow::bail!("-c: writing compressed clusters is not supported yet; omit it, or use qemu-img");
         }
         if self.bitmaps || self.skip_broken_bitmaps {
-            anyhow::bail!("--bitmaps: limosa does not copy bitmaps yet; leave it out, or use qemu-img");
+            anyhow::bail!("--bitmaps: copying bitmaps is not supported yet; omit it, or use qemu-img");
         }
         Ok(())
     }
@@ -156,7 +157,7 @@ impl ImgConvertArgs {
         let (name, sources) = match self.files.split_last() {
             Some((name, sources)) if !sources.is_empty() => (Name(name.clone()), sources),
             _ if target.asks_for_help() => (Name::default(), self.files.as_slice()),
-            _ => anyhow::bail!("which image is to be copied into which file? limosa img convert SOURCE TARGET"),
+            _ => anyhow::bail!("source or target not given; use limosa img convert SOURCE TARGET"),
         };
         Ok(ConvertOptions {
             sources: sources.iter().map(source).collect(),

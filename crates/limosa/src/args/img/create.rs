@@ -14,19 +14,19 @@ pub(crate) struct ImgCreateArgs {
     #[arg(short, long, value_name = "FMT", default_value = "raw")]
     format: String,
 
-    /// Options of the format: NAME=VALUE[,NAME=VALUE...]; -o help lists them. May be given several times
+    /// Options of the format: NAME=VALUE[,NAME=VALUE...]; -o help lists them. Repeatable
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
 
-    /// The backing file: what the image reads as where nothing has been written to it
+    /// The backing file: provides the contents of clusters not yet written
     #[arg(short, long, value_name = "FILE")]
     backing: Option<OsString>,
 
-    /// The backing file's format
+    /// Format of the backing file
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
 
-    /// Do not look at the backing file, which need not exist
+    /// Do not open the backing file; it need not exist
     #[arg(short = 'u', long)]
     backing_unsafe: bool,
 
@@ -36,11 +36,11 @@ pub(crate) struct ImgCreateArgs {
     #[command(flatten)]
     pub(super) open: OpenArgs,
 
-    /// The image; what is there already is overwritten
+    /// The image; an existing file is overwritten
     #[arg(value_name = "FILE", required_unless_present = "options")]
     file: Option<OsString>,
 
-    /// The disk's size; the backing file's if it is not said
+    /// The virtual size; default: that of the backing file
     #[arg(value_name = "SIZE", value_parser = parse_size, allow_hyphen_values = true)]
     size: Option<u64>,
 }
@@ -53,7 +53,7 @@ impl ImgCreateArgs {
     pub(crate) fn resolve(self) -> anyhow::Result<CreateOptions> {
         let target = Target { format: self.format, options: self.options.join(","), ..Target::default() };
         if self.file.is_none() && !target.asks_for_help() {
-            anyhow::bail!("which image is to be made? limosa img create FILE [SIZE]");
+            anyhow::bail!("file not given; use limosa img create FILE [SIZE]");
         }
         Ok(CreateOptions {
             target,

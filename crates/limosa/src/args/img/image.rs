@@ -10,8 +10,7 @@ use crate::img::options::{Name, Source};
 
 #[derive(Debug, Args)]
 pub(crate) struct ObjectArg {
-    /// A secret: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]; nothing needs one before images are encrypted. May be
-    /// given several times
+    /// A secret: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]; not used yet (encryption is not supported). Repeatable
     #[arg(long, value_name = "OBJDEF", value_parser = Secret::parse, action = ArgAction::Append)]
     object: Vec<Secret>,
 }
@@ -26,7 +25,7 @@ impl ObjectArg {
 /// How images that exist are opened.
 #[derive(Debug, Args)]
 pub(crate) struct OpenArgs {
-    /// Refuse every file that an image refers to (backing file, data file), unless it is named here
+    /// Do not open files that an image refers to (backing file, data file) unless they are named on the command line
     #[arg(long)]
     pub(crate) untrusted: bool,
 
@@ -37,7 +36,7 @@ pub(crate) struct OpenArgs {
 /// One image that exists, but for its name.
 #[derive(Debug, Args)]
 pub(crate) struct ImageArgs {
-    /// The image's format: raw or qcow2; found out by its first bytes if it is not said
+    /// The image's format: raw or qcow2; probed by default
     #[arg(short, long, value_name = "FMT")]
     format: Option<String>,
 
@@ -51,14 +50,14 @@ pub(crate) struct ImageArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ShareArg {
-    /// Open it although another process may be writing it: what is read may not be consistent
+    /// Open the image even if another process is writing to it; contents may be inconsistent
     #[arg(short = 'U', long)]
     pub(crate) force_share: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct QuietArg {
-    /// Say nothing but errors
+    /// Print errors only
     #[arg(short, long)]
     pub(crate) quiet: bool,
 }
@@ -71,7 +70,7 @@ pub(crate) enum FormArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct OutputArgs {
-    /// For people, or for programs
+    /// Output format
     #[arg(long, value_enum, value_name = "FORM", default_value_t = FormArg::Human)]
     output: FormArg,
 
@@ -115,6 +114,6 @@ pub(crate) fn parse_aio(text: &str) -> Result<Io, String> {
         "threads" => Io::Threads,
         // Linux's older interface for the same; limosa has the newer one alone.
         "native" | "io_uring" => Io::Uring,
-        _ => return Err(format!("{text:?} is no back end: write threads, native or io_uring")),
+        _ => return Err(format!("{text:?} is not an I/O backend: write threads, native or io_uring")),
     })
 }

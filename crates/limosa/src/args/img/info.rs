@@ -12,7 +12,7 @@ pub(crate) struct ImgInfoArgs {
     #[command(flatten)]
     pub(super) image: ImageArgs,
 
-    /// Also what lies below it, down to the last backing file; no other file is opened without this
+    /// Also show its backing files, recursively; without this option no other file is opened
     #[arg(short, long)]
     backing_chain: bool,
 

@@ -13,11 +13,11 @@ pub(crate) struct ImgMapArgs {
     #[command(flatten)]
     pub(super) image: ImageArgs,
 
-    /// Where to begin, in bytes
+    /// Start offset in bytes
     #[arg(short, long, value_name = "SIZE", default_value = "0", value_parser = parse_size, allow_hyphen_values = true)]
     start_offset: u64,
 
-    /// How many bytes to look at; up to the end if it is not said
+    /// Number of bytes to map; default: to the end
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size, allow_hyphen_values = true)]
     max_length: Option<u64>,
 

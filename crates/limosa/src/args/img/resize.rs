@@ -13,11 +13,11 @@ pub(crate) struct ImgResizeArgs {
     #[command(flatten)]
     pub(super) image: ImageArgs,
 
-    /// Allow the disk to become shorter; what lies behind its new end is lost
+    /// Allow the disk to become smaller; data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
 
-    /// What is done about space for what is added: off, metadata, falloc, full
+    /// Preallocation of the added space: off, metadata, falloc, full
     #[arg(long, value_name = "MODE", default_value = "off")]
     preallocation: String,
 
@@ -28,7 +28,7 @@ pub(crate) struct ImgResizeArgs {
     #[arg(value_name = "FILE")]
     file: OsString,
 
-    /// The new size, or with + or - by how much it changes
+    /// The new size, or with + or - the change
     #[arg(value_name = "[+-]SIZE", value_parser = parse_new_size, allow_hyphen_values = true)]
     size: NewSize,
 }
