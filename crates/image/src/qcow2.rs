@@ -18,7 +18,7 @@ pub mod geometry;
 mod grow;
 pub mod header;
 pub mod image;
-mod job;
+mod jobs;
 mod l1;
 mod layers;
 mod layout;

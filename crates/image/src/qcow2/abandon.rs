@@ -60,9 +60,7 @@ impl Inner {
 
     /// Notes the jobs that nobody waits for.
     fn abandon(&self) {
-        let jobs = self.jobs.lock();
-        // One handle is that of the list itself.
-        let alone = jobs.flights().into_iter().filter(|flight| flight.strong_count().is_some_and(|count| count <= 2));
+        let alone = self.jobs.alone();
         let mut flights = self.abandoned.flights.lock();
         flights.extend(alone);
         self.abandoned.any.store(!flights.is_empty(), Ordering::Release);

@@ -11,7 +11,7 @@ use limosa_storage::Storage;
 
 use super::counters::Purpose;
 use super::image::{CloneMode, Inner};
-use super::job::Place;
+use super::jobs::Place;
 use super::locks::{Rank, RankedMutex};
 use super::plan::{Origin, Plan, Source, Want, whole_blocks};
 use crate::disk::{Disk, MapKind};

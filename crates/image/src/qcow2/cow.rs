@@ -12,7 +12,7 @@ use super::allocate::{Run, zero_parts};
 use super::counters::Purpose;
 use super::entry::{L2Entry, Subclusters};
 use super::image::Inner;
-use super::job::{Job, Place, State};
+use super::jobs::{Job, Place, State};
 use super::layers::Layers;
 use super::plan::{Origin, Part, Plan, Want};
 use super::read::{all, part_of};

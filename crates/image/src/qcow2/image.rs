@@ -67,7 +67,7 @@ use super::entry::EntryRules;
 use super::epoch::Epochs;
 use super::geometry::Geometry;
 use super::header::{Compression, Header};
-use super::job::Jobs;
+use super::jobs::Jobs;
 use super::l1::L1;
 use super::locks::{Rank, RankedMutex};
 use super::look::{Kind, Piece};
@@ -183,7 +183,7 @@ pub(super) struct Inner {
     /// How often clusters were zeroed that stay where they are: who read meanwhile may have read what was written there since.
     pub(super) zeroings: AtomicU64,
     /// Requests that change where bytes lie.
-    pub(super) jobs: RankedMutex<Jobs>,
+    pub(super) jobs: Jobs,
     /// L2 tables that are being made, by their L1 entries.
     pub(super) tables: RankedMutex<HashMap<u64, Flight>>,
     /// L2 tables whose contents in the file mean nothing yet.
@@ -304,7 +304,7 @@ impl Qcow2 {
             counters: Counters::default(),
             epochs: Epochs::new(),
             zeroings: AtomicU64::new(0),
-            jobs: Rank::Jobs.mutex(Jobs::default()),
+            jobs: Jobs::new((geometry.l2_entries() << geometry.cluster_bits) >> (geometry.cluster_bits - slice_bits)),
             tables: Rank::Making.mutex(HashMap::new()),
             fresh: Rank::New.mutex(HashSet::new()),
             drops: Rank::Drops.mutex(Vec::new()),
@@ -509,7 +509,7 @@ impl Inner {
             return Ok(());
         }
         loop {
-            let flights = self.jobs.lock().flights();
+            let flights = self.jobs.flights();
             if flights.is_empty() {
                 break;
             }
@@ -544,13 +544,9 @@ impl Drop for Qcow2 {
         // What is under way holds the image, and the image holds it.
         self.inner.l2.drop_flights();
         self.inner.drop_settling();
-        let under_way = (
-            self.inner.jobs.take(),
-            self.inner.tables.take(),
-            self.inner.last.take(),
-            self.inner.orphans.take(),
-            self.inner.abandoned.take(),
-        );
+        self.inner.jobs.clear();
+        let under_way =
+            (self.inner.tables.take(), self.inner.last.take(), self.inner.orphans.take(), self.inner.abandoned.take());
         let whole = (self.inner.growing.take(), self.inner.closing.take());
         drop((under_way, whole));
     }

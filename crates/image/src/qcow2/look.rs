@@ -163,7 +163,7 @@ impl Inner {
     }
 
     /// What the bytes from `pos` on are, as many as are alike in one cluster, up to `end`.
-    fn alike(&self, entry: L2Entry, pos: u64, end: u64) -> (u64, Kind) {
+    pub(super) fn alike(&self, entry: L2Entry, pos: u64, end: u64) -> (u64, Kind) {
         let cluster = self.geometry.cluster_size();
         let (host, copied, what) = match entry {
             L2Entry::Compressed { host, length } => return (end - pos, Kind::Compressed { host, packed: length }),

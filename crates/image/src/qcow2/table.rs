@@ -115,9 +115,14 @@ impl Inner {
         dropped
     }
 
-    /// The entries of the clusters from that of `at` on, up to `end`, as many as one slice has; `Err` is the slice that has to be
-    /// read.
-    pub(super) fn entries(&self, at: u64, end: u64) -> Result<Result<Vec<L2Entry>, u64>, ImageError> {
+    /// What `visit` makes of the entries of the clusters from that of `at` on, up to `end`, as many as one slice has: each is decoded when it
+    /// is asked for. `Err` is the slice that has to be read.
+    pub(super) fn visit_entries<R>(
+        &self,
+        at: u64,
+        end: u64,
+        visit: impl FnOnce(&mut dyn Iterator<Item = Result<L2Entry, ImageError>>) -> Result<R, ImageError>,
+    ) -> Result<Result<R, u64>, ImageError> {
         let covers = self.geometry.l2_covers();
         let cluster = self.geometry.cluster_size();
         let table = self.l1_entry(at / covers)?.table;
@@ -127,22 +132,19 @@ impl Inner {
         let wanted = usize::try_from((end.div_ceil(cluster)).saturating_sub(at / cluster)).unwrap_or(usize::MAX);
         let count = in_slice.min(wanted);
         if table.is_none() {
-            return Ok(Ok(vec![L2Entry::NONE; count]));
+            return visit(&mut std::iter::repeat_n(L2Entry::NONE, count).map(Ok)).map(Ok);
         }
         let key = spot.key;
-        let decoded: Option<Result<Vec<L2Entry>, ImageError>> = self.l2.get(key, |words| {
-            let mut entries = Vec::with_capacity(count);
-            for _ in 0..count {
-                entries.push(self.entry(words, spot)?);
+        let visited = self.l2.get(key, |words| {
+            let mut entries = (0..count).map(|_| {
+                let entry = self.entry(words, spot);
                 spot.word += width;
                 spot.number += 1;
-            }
-            Ok(entries)
+                entry
+            });
+            visit(&mut entries)
         });
-        match decoded {
-            None => Ok(Err(key)),
-            Some(entries) => Ok(Ok(entries?)),
-        }
+        visited.map_or(Ok(Err(key)), |visited| visited.map(Ok))
     }
 
     /// Changes the entries of `count` clusters from that of `at` on, which one slice has: all of them, or, if it fails, none. The table
@@ -186,12 +188,12 @@ impl Inner {
 }
 
 /// Clusters as bytes of guest and host, for runs that follow each other.
-pub(super) fn follow(runs: &[Run], start: u64, bits: u32) -> Vec<super::job::Place> {
+pub(super) fn follow(runs: &[Run], start: u64, bits: u32) -> Vec<super::jobs::Place> {
     let mut guest = start;
     let place = |run: &Run| {
         let range = guest..guest + (run.count << bits);
         guest = range.end;
-        super::job::Place { guest: range, host: run.first << bits, zeroed: run.zeroed }
+        super::jobs::Place { guest: range, host: run.first << bits, zeroed: run.zeroed }
     };
     runs.iter().map(place).collect()
 }

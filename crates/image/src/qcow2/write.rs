@@ -14,7 +14,7 @@ use super::cow::Task;
 use super::entry::L2Entry;
 use super::epoch::Guard;
 use super::image::{Dropped, Inner};
-use super::job::{Job, State};
+use super::jobs::{Job, State};
 use super::locks::{Rank, RankedMutex};
 use super::look::{Kind, Look, Piece};
 use super::read::part_of;
@@ -38,6 +38,14 @@ enum Claim {
     After { length: u64, flight: Flight },
     /// First a slice has to be read.
     Load(u64),
+}
+
+/// What some bytes need to be written.
+enum Needed {
+    /// Nothing: they have their place.
+    InPlace { host: u64, length: u64 },
+    /// A job.
+    Job { range: Range<u64>, task: Task },
 }
 
 /// What an entry means for who wants to write.
@@ -174,22 +182,16 @@ impl Inner {
 
     /// Decides how the bytes from `pos` on are written, and begins it if that is for others to see.
     fn claim(self: &Arc<Self>, pos: u64, end: u64, bytes: &IoVector) -> Result<Claim, ImageError> {
-        let mut jobs = self.jobs.lock();
+        // Of this region only: until the claim is noted nobody else makes one there.
+        let mut jobs = self.jobs.shard(pos);
         if let Some((job, flight)) = jobs.at(pos) {
             return Ok(self.along(&job, flight, pos, end, bytes));
         }
-        match self.look(pos, end)? {
-            Look::Load(key) => return Ok(Claim::Load(key)),
-            Look::Piece(Piece { length, kind: Kind::Own { host, copied: true } }) => {
-                return Ok(Claim::InPlace { host, length });
-            }
-            Look::Piece(_) => {}
-        }
-        let entries = match self.entries(pos, end)? {
+        let (range, task) = match self.visit_entries(pos, end, |entries| self.needed(pos, end, entries))? {
             Err(key) => return Ok(Claim::Load(key)),
-            Ok(entries) => entries,
+            Ok(Needed::InPlace { host, length }) => return Ok(Claim::InPlace { host, length }),
+            Ok(Needed::Job { range, task }) => (range, task),
         };
-        let (range, task) = self.extent_of(pos, end, entries);
         if let Some((job, flight)) = jobs.overlapping(&range) {
             let unit = self.geometry.cluster_size();
             let until = job.range.start & !(unit - 1);
@@ -223,7 +225,7 @@ impl Inner {
         let inner = Arc::clone(self);
         async move {
             let done = work(Arc::clone(&inner), Arc::clone(&job)).await;
-            let entry = inner.jobs.lock().remove(job.range.start);
+            let entry = inner.jobs.shard(job.range.start).remove(job.range.start);
             drop(entry);
             done
         }
@@ -255,7 +257,45 @@ impl Inner {
         Claim::Wait { length: end.min(job.range.end) - pos, flight }
     }
 
-    /// What a job that begins with the byte at `pos` has to claim, and what it does.
+    /// What the bytes from `pos` on need to be written, by the entries of their clusters; no more of them are looked at than it takes.
+    fn needed(
+        &self,
+        pos: u64,
+        end: u64,
+        entries: &mut dyn Iterator<Item = Result<L2Entry, ImageError>>,
+    ) -> Result<Needed, ImageError> {
+        let cluster = self.geometry.cluster_size();
+        let start = pos & !(cluster - 1);
+        let first = entries.next().unwrap_or(Ok(L2Entry::NONE))?;
+        let (mut length, kind) = self.alike(first, pos, (start + cluster).min(end));
+        if let Kind::Own { host, copied: true } = kind {
+            while pos + length < end && (pos + length) & (cluster - 1) == 0 {
+                let Some(entry) = entries.next().transpose()? else { break };
+                match self.alike(entry, pos + length, (pos + length + cluster).min(end)) {
+                    (more, Kind::Own { host: next, copied: true }) if next == host + length => length += more,
+                    _ => break,
+                }
+            }
+            return Ok(Needed::InPlace { host, length });
+        }
+        let goes_on = |entry: L2Entry, number: u64| match (class(first), class(entry)) {
+            (Class::Own(host), next) => next == Class::Own(host + number * cluster),
+            (_, Class::Own(_)) => false,
+            (before, next) => !self.geometry.extended_l2 || before == next,
+        };
+        let mut alike = vec![first];
+        for entry in entries {
+            let entry = entry?;
+            if !goes_on(entry, alike.len() as u64) {
+                break;
+            }
+            alike.push(entry);
+        }
+        let (range, task) = self.extent_of(pos, end, alike);
+        Ok(Needed::Job { range, task })
+    }
+
+    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one job can be about.
     fn extent_of(&self, pos: u64, end: u64, entries: Vec<L2Entry>) -> (Range<u64>, Task) {
         let cluster = self.geometry.cluster_size();
         let start = pos & !(cluster - 1);
@@ -277,13 +317,7 @@ impl Inner {
             }
             return (begin..until.max(begin + unit), Task::InOwn { host: host + (begin - start), start, entries });
         }
-        let alike = |entry: &&L2Entry| match (class(**entry), self.geometry.extended_l2) {
-            (Class::Own(_), _) => false,
-            (_, false) => true,
-            (other, true) => other == class(first),
-        };
-        let count = entries.iter().take_while(alike).count();
-        let range = start..start + ((count.max(1) as u64) << self.geometry.cluster_bits);
+        let range = start..start + ((entries.len().max(1) as u64) << self.geometry.cluster_bits);
         if self.geometry.extended_l2 && class(first) == Class::Bare {
             return (range, Task::Reserve);
         }

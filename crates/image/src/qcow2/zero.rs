@@ -11,7 +11,7 @@ use limosa_storage::{IoVector, ZeroHow};
 use super::counters::Purpose;
 use super::entry::{L2Entry, Subclusters};
 use super::image::Inner;
-use super::job::{Job, State};
+use super::jobs::{Job, State};
 use super::layers::push_zeros;
 use super::locks::Rank;
 use super::look::{Kind, Look, Piece};
@@ -122,7 +122,7 @@ impl Inner {
                     _ => true,
                 };
                 // A job may be about to put something there.
-                let claimed = inner.jobs.lock().overlapping(&(pos..pos + length)).is_some();
+                let claimed = inner.jobs.claims(&(pos..pos + length));
                 if there || claimed {
                     let mut zeros = IoVector::new();
                     push_zeros(&mut zeros, length, &inner.zeros);
@@ -177,7 +177,7 @@ impl Inner {
         zeroing: Zeroing,
         rules: Rules,
     ) -> Result<Begun, ImageError> {
-        let mut jobs = self.jobs.lock();
+        let mut jobs = self.jobs.shard(pos);
         if let Some((_, flight)) = jobs.at(pos) {
             return Ok(Begun::Wait(flight));
         }
@@ -224,21 +224,25 @@ impl Inner {
                 }
             }
         }
-        let entries = match self.entries(pos, end)? {
-            Err(key) => return Ok(Err(key)),
-            Ok(entries) => entries,
-        };
         let start = pos & !(cluster - 1);
-        let whole = |index: usize| pos <= start + index as u64 * cluster && start + (index as u64 + 1) * cluster <= end;
-        // Subclusters of compressed clusters cannot be zeroed on their own.
-        if let Some(L2Entry::Compressed { .. }) = entries.first()
-            && !whole(0)
-        {
-            return Ok(Ok(ZeroClaim::Write(pos..(start + cluster).min(end))));
-        }
-        let partly = |(index, entry): (usize, &L2Entry)| !whole(index) && matches!(entry, L2Entry::Compressed { .. });
-        let count = entries.iter().enumerate().position(partly).unwrap_or(entries.len());
-        Ok(Ok(ZeroClaim::Entries(pos..(start + count as u64 * cluster).min(end))))
+        let whole = |index: u64| pos <= start + index * cluster && start + (index + 1) * cluster <= end;
+        // Subclusters of compressed clusters cannot be zeroed on their own: up to the first one that is not zeroed as a whole, and how many
+        // clusters that is.
+        let count = self.visit_entries(pos, end, |entries| {
+            let mut count = 0;
+            for entry in entries {
+                if matches!(entry?, L2Entry::Compressed { .. }) && !whole(count) {
+                    break;
+                }
+                count += 1;
+            }
+            Ok(count)
+        })?;
+        Ok(match count {
+            Err(key) => Err(key),
+            Ok(0) => Ok(ZeroClaim::Write(pos..(start + cluster).min(end))),
+            Ok(count) => Ok(ZeroClaim::Entries(pos..(start + count * cluster).min(end))),
+        })
     }
 
     async fn zero_entries(

@@ -1,0 +1,191 @@
+//! Requests that change where bytes lie, one for any cluster at a time.
+//!
+//! Law: the entries of claimed clusters are changed by the job that claimed them, and by nothing else. A request that wants them waits for
+//! that job, and drives it; or has its bytes written along.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, MutexGuard};
+
+use limosa_storage::IoVector;
+
+use super::locks::{Rank, RankedGuard, RankedMutex};
+use super::slices::Flight;
+
+/// A claimed part of the disk.
+#[derive(Debug)]
+pub(super) struct Job {
+    /// Guest offsets, of whole clusters or subclusters.
+    pub(super) range: Range<u64>,
+    /// What of it will be right when the job is done: others may write along there.
+    pub(super) fill: Range<u64>,
+    pub(super) state: RankedMutex<State>,
+}
+
+#[derive(Debug)]
+pub(super) enum State {
+    /// Nothing is written yet: these bytes will be, and more may be added.
+    Gathering(Vec<(u64, IoVector)>),
+    /// Nothing but guests' bytes is written, and here is where; `shared`: others have begun to, beside the job.
+    Open { places: Vec<Place>, shared: bool },
+    /// Everybody else waits.
+    Sealed,
+}
+
+/// Where a part of a job's range comes to lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) guest: Range<u64>,
+    /// In the data storage.
+    pub(super) host: u64,
+    /// The storage proves that it reads as zeros.
+    pub(super) zeroed: bool,
+}
+
+impl Job {
+    /// The bytes that were gathered; from now on it is in another state.
+    pub(super) fn gathered(&self, next: State) -> Vec<(u64, IoVector)> {
+        match std::mem::replace(&mut *self.state.lock(), next) {
+            State::Gathering(segments) => segments,
+            State::Open { .. } | State::Sealed => Vec::new(),
+        }
+    }
+}
+
+/// All jobs under way, in shards.
+///
+/// A job claims clusters whose L2 entries are in one slice, so the bytes that such entries are about are a region, and all jobs of a region
+/// are in one shard. Who wants to change entries holds the shard of their region from the look at them until its claim is noted: jobs
+/// that are under way may change entries of that region meanwhile, but they let go of their claims only under the same lock, so whatever
+/// was seen of their clusters, they are still found to be claimed.
+#[derive(Debug)]
+pub(super) struct Jobs {
+    shards: [RankedMutex<Shard>; SHARDS],
+    /// The logarithm of a region's bytes.
+    region_bits: u32,
+}
+
+/// Few requests at a time meet in one shard.
+const SHARDS: usize = 16;
+
+/// The jobs of some regions, by where they begin. They do not overlap.
+#[derive(Debug, Default)]
+pub(super) struct Shard {
+    map: BTreeMap<u64, (Arc<Job>, Flight)>,
+}
+
+impl Jobs {
+    /// `region`: bytes of the disk whose L2 entries are in one slice, a power of two.
+    pub(super) fn new(region: u64) -> Self {
+        let shards = std::array::from_fn(|_| Rank::Jobs.mutex(Shard::default()));
+        Self { shards, region_bits: region.trailing_zeros() }
+    }
+
+    fn number(&self, region: u64) -> usize {
+        usize::try_from(region % SHARDS as u64).unwrap_or(0)
+    }
+
+    /// The jobs of a byte's region.
+    pub(super) fn shard(&self, at: u64) -> RankedGuard<MutexGuard<'_, Shard>> {
+        let [first, ..] = &self.shards;
+        self.shards.get(self.number(at >> self.region_bits)).unwrap_or(first).lock()
+    }
+
+    /// Whether any job has claimed a part of a range, which may be of several regions.
+    pub(super) fn claims(&self, range: &Range<u64>) -> bool {
+        let regions = range.start >> self.region_bits..=range.end.saturating_sub(1) >> self.region_bits;
+        if range.is_empty() {
+            return false;
+        }
+        // After so many all shards have been looked at.
+        regions.take(SHARDS).any(|region| self.shard(region << self.region_bits).overlapping(range).is_some())
+    }
+
+    /// All that are to be waited for.
+    pub(super) fn flights(&self) -> Vec<Flight> {
+        let flights = |shard: &RankedMutex<Shard>| shard.lock().flights().cloned().collect::<Vec<_>>();
+        self.shards.iter().flat_map(flights).collect()
+    }
+
+    /// Those that nobody waits for: there is no handle but that of the list.
+    pub(super) fn alone(&self) -> Vec<Flight> {
+        let alone = |shard: &RankedMutex<Shard>| {
+            let shard = shard.lock();
+            shard.flights().filter(|flight| flight.strong_count().is_some_and(|count| count <= 1)).cloned().collect()
+        };
+        self.shards.iter().flat_map(|shard| -> Vec<Flight> { alone(shard) }).collect()
+    }
+
+    /// Lets go of all.
+    pub(super) fn clear(&self) {
+        for shard in &self.shards {
+            drop(shard.take());
+        }
+    }
+}
+
+impl Shard {
+    /// The job that has claimed this byte.
+    pub(super) fn at(&self, at: u64) -> Option<(Arc<Job>, Flight)> {
+        self.overlapping(&(at..at.saturating_add(1)))
+    }
+
+    /// The first job that has claimed a part of a range.
+    pub(super) fn overlapping(&self, range: &Range<u64>) -> Option<(Arc<Job>, Flight)> {
+        let before = self.map.range(..=range.start).next_back().map(|(_, entry)| entry);
+        let entry = before.filter(|(job, _)| job.range.end > range.start);
+        entry.or_else(|| self.map.range(range.start..range.end).next().map(|(_, entry)| entry)).cloned()
+    }
+
+    pub(super) fn insert(&mut self, job: Arc<Job>, flight: Flight) {
+        self.map.insert(job.range.start, (job, flight));
+    }
+
+    pub(super) fn remove(&mut self, start: u64) -> Option<(Arc<Job>, Flight)> {
+        self.map.remove(&start)
+    }
+
+    fn flights(&self) -> impl Iterator<Item = &Flight> {
+        self.map.values().map(|(_, flight)| flight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    fn claimed(jobs: &Jobs, range: Range<u64>) -> Flight {
+        let flight: Flight = std::future::pending().boxed().shared();
+        let job = Job { fill: range.clone(), range: range.clone(), state: Rank::Job.mutex(State::Sealed) };
+        jobs.shard(range.start).insert(Arc::new(job), flight.clone());
+        flight
+    }
+
+    #[test]
+    fn a_claim_is_found_by_whoever_touches_it_and_from_other_regions_too() {
+        let jobs = Jobs::new(1 << 20);
+        // The last region of a round of shards, and the first of the next one.
+        let last = (SHARDS as u64 - 1) << 20;
+        let _flights =
+            [claimed(&jobs, last + 4096..last + 8192), claimed(&jobs, last + (1 << 20)..last + (1 << 20) + 512)];
+        assert!(jobs.shard(last).at(last + 8191).is_some() && jobs.shard(last).at(last + 8192).is_none());
+        assert!(jobs.claims(&(last + 8191..last + 9000)) && !jobs.claims(&(last + 8192..last + (1 << 20))));
+        assert!(jobs.claims(&(0..u64::MAX)) && jobs.claims(&(last + 8192..last + (1 << 20) + 1)));
+        assert!(!jobs.claims(&(last + 5000..last + 5000)) && !jobs.claims(&(0..4096)));
+        drop(jobs.shard(last).remove(last + 4096));
+        assert!(!jobs.claims(&(0..last + (1 << 20))));
+    }
+
+    #[test]
+    fn a_job_is_alone_when_nobody_else_has_a_handle_of_it() {
+        let jobs = Jobs::new(1 << 20);
+        let (first, _second) = (claimed(&jobs, 0..512), claimed(&jobs, 1 << 30..(1 << 30) + 512));
+        assert!(jobs.alone().is_empty());
+        drop(first);
+        assert_eq!((jobs.alone().len(), jobs.flights().len()), (1, 2));
+        jobs.clear();
+        assert!(jobs.flights().is_empty());
+    }
+}
