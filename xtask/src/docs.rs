@@ -1,10 +1,11 @@
-//! What the documentation states about this repository is so: links and paths.
+//! What the documentation states about this repository is so: links, paths, and the drawing of the crates.
 
 #![cfg(test)]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use crate::shell;
 
@@ -99,4 +100,50 @@ fn every_path_of_the_repository_that_the_documentation_names_exists() {
         }
     }
     assert!(missing.is_empty(), "paths that do not exist:\n{}", missing.join("\n"));
+}
+
+/// The crates each crate is built on, as the manifests say, `limosa-` left out.
+fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let arguments = ["metadata", "--no-deps", "--offline", "--format-version", "1"];
+    let output = Command::new(cargo).args(arguments).current_dir(shell::workspace()).output().unwrap();
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let short = |name: &serde_json::Value| name.as_str().unwrap().trim_start_matches("limosa-").to_owned();
+    let ours = |package: &serde_json::Value| package["name"].as_str().unwrap().starts_with("limosa");
+    let packages = metadata["packages"].as_array().unwrap().iter().filter(|package| ours(package));
+    packages
+        .map(|package| {
+            let dependencies = package["dependencies"].as_array().unwrap().iter();
+            let built_on = dependencies.filter(|one| one["kind"].is_null() && ours(one)).map(|one| short(&one["name"]));
+            (short(&package["name"]), built_on.collect())
+        })
+        .collect()
+}
+
+/// Everything below a crate.
+fn below(name: &str, all: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<String> {
+    let direct = all[name].iter();
+    direct.flat_map(|one| below(one, all).into_iter().chain([one.clone()])).collect()
+}
+
+#[test]
+fn the_drawing_of_the_crates_has_the_arrows_of_their_manifests() {
+    let all = dependencies();
+    let mut wanted = BTreeSet::new();
+    for (name, direct) in all.iter().filter(|(name, _)| *name != "testkit") {
+        for one in direct.iter().filter(|one| *one != "testkit") {
+            // An arrow that follows from others is left out.
+            if !direct.iter().any(|other| other != one && below(other, &all).contains(one)) {
+                wanted.insert((name.clone(), one.clone()));
+            }
+        }
+    }
+    let architecture = text(Path::new("ARCHITECTURE.md"));
+    let drawing = architecture.split("graph TD").nth(1).unwrap().split("```").next().unwrap();
+    let name = |node: &str| node.trim().split('[').next().unwrap().to_owned();
+    let mut drawn = BTreeSet::new();
+    for (from, to) in drawing.lines().filter_map(|line| line.split_once(" --> ")) {
+        drawn.extend(to.split(" & ").map(|to| (name(from), name(to))));
+    }
+    assert_eq!(drawn, wanted, "left: ARCHITECTURE.md, right: the manifests");
 }

@@ -24,7 +24,7 @@ usage: cargo xtask COMMAND
   test               format, lints, documentation, all tests and model checks; LIMOSA_SKIP_QEMU=1 leaves out what
                      needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm, LIMOSA_SKIP_REFLINK=1 what mounts XFS
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
-  bench NAME ...     release build, then `limosa bench NAME ...`
+  bench NAME ...     release builds, then `limosa-bench NAME ...`
   bench --plot       pictures of the records (docs/benchmarks/*.json), beside them
   fuzz [--seconds N] [TARGET...]
                      every fuzz target, or those named, N seconds each (60)

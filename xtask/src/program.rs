@@ -31,16 +31,18 @@ fn build_one(package: &str, name: &str) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// `cargo xtask bench ...`: set-up, release build, `limosa bench ...`.
+/// `cargo xtask bench ...`: set-up, release builds, `limosa-bench ...`.
 pub(crate) fn bench(arguments: &[String]) -> Result<()> {
     if arguments.is_empty() {
-        bail!("which one? `cargo xtask bench save`, or restore; the rest of the line goes to `limosa bench`");
+        bail!("which one? `cargo xtask bench save`, or restore; the rest of the line goes to `limosa-bench`");
     }
     setup::run()?;
-    let mut bench = Command::new(build()?);
+    // The program that is measured lies beside the one that measures.
+    build()?;
+    let mut bench = Command::new(build_one("limosa-bench", "limosa-bench")?);
     if arguments.iter().any(|word| word == "free-page") {
         // A program of its own, so that limosa needs nothing of what the tests need.
         bench.env("LIMOSA_GUEST", build_one("limosa-testkit", "limosa-guest")?);
     }
-    shell::run(bench.arg("bench").args(arguments))
+    shell::run(bench.args(arguments))
 }

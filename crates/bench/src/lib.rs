@@ -1,4 +1,4 @@
-//! What `limosa bench` runs.
+//! What limosa-bench runs.
 //!
 //! A bench is a set of contestants that do the same thing in different ways. They take turns, round after round, and are
 //! compared by the runs of the same round, because a shared machine is never equally fast twice. See [`frame`] for how
@@ -10,11 +10,11 @@
 //! ```
 //! use limosa_bench::{Options, run};
 //!
-//! let options = Options { rounds: 1, size: Some(1 << 20), only: Some("tmpfs linear 256K".into()), ..Options::default() };
-//! let report = run("landing", &options)?;
+//! let options = Options { rounds: 1, size: Some(1 << 20), only: Some("cold, zero is_zero".into()), ..Options::default() };
+//! let report = run("zero-page", &options)?;
 //! println!("{report}");
 //! assert!(report.targets_met(), "no target is missed");
-//! assert!(report.to_json()?.starts_with(r#"{"bench":"landing","machine":{"#));
+//! assert!(report.to_json()?.starts_with(r#"{"bench":"zero-page","machine":{"#));
 //! # anyhow::Ok(())
 //! ```
 
@@ -24,7 +24,6 @@ mod cow;
 pub mod frame;
 mod free_page;
 mod guest;
-mod landing;
 mod limosa;
 pub mod machine;
 pub mod measure;
@@ -44,16 +43,13 @@ mod zero_page;
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use limosa_image::qcow2::image::CloneMode;
 
 pub use report::Report;
 
-/// The variant that the others of a landing case are compared with.
-const PLAIN: &str = "linear 1M";
-
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["cow", "free-page", "landing", "restore", "save", "stream", "zero-copy", "zero-page"];
+pub const NAMES: &[&str] = &["cow", "free-page", "restore", "save", "stream", "zero-copy", "zero-page"];
 
 /// How a bench is to be run.
 #[derive(Debug, Clone)]
@@ -78,7 +74,7 @@ pub struct Options {
     pub against_qemu: bool,
     /// The QEMU to run.
     pub qemu: String,
-    /// The limosa to run; none for the running program.
+    /// The limosa to run; none for the one beside the running program.
     pub limosa: Option<PathBuf>,
     /// Told a line for each run, for people who wait.
     pub progress: fn(&str),
@@ -117,6 +113,24 @@ impl Options {
         )
     }
 
+    /// The limosa program to measure.
+    ///
+    /// # Errors
+    /// None was named, and there is none beside the running program.
+    fn limosa(&self) -> Result<PathBuf> {
+        if let Some(named) = &self.limosa {
+            return Ok(named.clone());
+        }
+        let own = std::env::current_exe().context("the path of limosa-bench itself")?;
+        let program = own.with_file_name("limosa");
+        ensure!(
+            program.is_file(),
+            "{}: no such program; build it (cargo build --release -p limosa) or name one with --limosa",
+            program.display()
+        );
+        Ok(program)
+    }
+
     fn wants(&self, case: &str, variant: &str) -> bool {
         self.only.as_ref().is_none_or(|only| format!("{case} {variant}").starts_with(only))
     }
@@ -132,7 +146,6 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
     let mut report = match name {
         "cow" => cow::run(options)?,
         "free-page" => free_page::run(options)?,
-        "landing" => landing::run(options)?,
         "restore" => restore::run(options)?,
         "save" => save::run(options)?,
         "stream" => stream::run(options)?,

@@ -1,4 +1,4 @@
-//! The limosa that is measured: a child process that runs this very program.
+//! The limosa that is measured: a child process.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -29,7 +29,7 @@ impl Prepared {
     /// limosa with the command `name`, and `--json`.
     pub(crate) fn new(options: &Options, name: &str) -> Result<Self> {
         let folder = Scratch::new_in(&std::env::temp_dir())?;
-        let mut command = Command::new(options.limosa.as_deref().unwrap_or(Path::new("/proc/self/exe")));
+        let mut command = Command::new(options.limosa()?);
         let file = |name: &str| File::create(folder.path().join(name)).context("a file for limosa's output");
         command.stdin(Stdio::null()).stdout(file("stdout")?).stderr(file("stderr")?);
         // What it makes beside its file is gone with the folder, even if it is killed.

@@ -93,16 +93,6 @@ impl Drop for Mapping {
     }
 }
 
-/// Starts writing dirty pages of a file range to the disk without waiting for them.
-pub(crate) fn start_write_back(file: &File, offset: u64, len: u64) -> io::Result<()> {
-    let signed = |value: u64| i64::try_from(value).map_err(io::Error::other);
-    // SAFETY: the call takes no pointers; the descriptor is valid for its duration.
-    let result = unsafe {
-        libc::sync_file_range(file.as_fd().as_raw_fd(), signed(offset)?, signed(len)?, libc::SYNC_FILE_RANGE_WRITE)
-    };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
 /// Makes the child of `command` die when the thread that starts it does, and hands it a descriptor under its number here.
 /// The descriptor has to stay open until the child has been started.
 pub(crate) fn bind_child(command: &mut Command, hand: Option<BorrowedFd<'_>>) {

@@ -178,9 +178,9 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool, network: Option<
     let content = random_memory(memory)?;
     let any = |wanted| cells.iter().any(|(_, _, pair)| *pair == wanted);
     let limosa = [Pair::Limosa, Pair::Copying, Pair::Faulting].into_iter().any(any);
-    let limosa = limosa.then(|| Source::start(options, &content, memory, None));
+    let limosa = limosa.then(|| Source::start(&content, memory, None));
     let limosa = limosa.transpose()?.map(RefCell::new);
-    let plain = any(Pair::Plain).then(|| Source::start_plain(options, &content, memory));
+    let plain = any(Pair::Plain).then(|| Source::start_plain(&content, memory));
     let plain = plain.transpose()?.map(RefCell::new);
     let qemu_in = |network| Vm::start_in(network, &options.qemu, memory, Ram::Shared(&content), Role::Source);
     let qemu = any(Pair::Qemu).then(|| qemu_in(None)).transpose()?.map(RefCell::new);
@@ -198,9 +198,7 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool, network: Option<
             (Pair::QemuReno, _, _, Some(source)) => {
                 Box::new(move |_| qemu::run(options, memory, (source, network), transport, channels, &frame))
             }
-            (_, Some(source), _, _) => {
-                Box::new(move |_| source.borrow_mut().send(options, transport, way, || frame.touch()))
-            }
+            (_, Some(source), _, _) => Box::new(move |_| source.borrow_mut().send(transport, way, || frame.touch())),
             _ => continue,
         };
         contestants.push(Contestant { case, variant, run });

@@ -68,12 +68,12 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     options.tell(&format!("filling {}", words(memory)));
     let content = random_memory(memory)?;
     let stage = Stage::new(options, &content, memory, cable.as_ref().ok())?;
-    let stress = RefCell::new(Stress::start(options)?);
+    let stress = RefCell::new(Stress::start()?);
     let mut contestants = Vec::new();
     for cell in cells.iter().filter(|cell| stage.has(cell.link)) {
         for channels in CHANNELS {
             for method in cell.methods().filter(|method| options.wants(&cell.case(), &variant(*method, channels))) {
-                contestants.push(contestant(options, &stage, &stress, *cell, method, channels));
+                contestants.push(contestant(&stage, &stress, *cell, method, channels));
             }
         }
     }
@@ -87,7 +87,6 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 }
 
 fn contestant<'s>(
-    options: &'s Options,
     stage: &'s Stage<'_>,
     stress: &'s RefCell<Stress>,
     cell: Cell,
@@ -97,7 +96,7 @@ fn contestant<'s>(
     let way = Way::beside(channels).leaving(method);
     let run = move |_: &Frame| {
         let begin = || if cell.stressed { stress.borrow_mut().begin() } else { Ok(()) };
-        let measured = stage.send(options, cell.link, way, Caches::Cold, begin);
+        let measured = stage.send(cell.link, way, Caches::Cold, begin);
         if cell.stressed {
             stress.borrow_mut().end()?;
         }

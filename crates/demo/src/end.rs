@@ -57,7 +57,7 @@ struct Migration {
 /// The guest cannot be made, or the control socket.
 pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     let [role, control, witness, settings] = arguments else {
-        return Err(DemoError::Settings("an end of a demonstration is started by limosa demo live".into()));
+        return Err(DemoError::Settings("an end of a demonstration is started by limosa-demo live".into()));
     };
     let role = match role.as_str() {
         "source" => Role::Source,

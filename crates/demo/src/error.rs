@@ -33,7 +33,7 @@ pub enum DemoError {
     /// An end is not there any more.
     #[error(
         "the end at {control} is gone: its process has ended, and whatever guest ran in it with it; what the other end has, \
-         limosa demo status tells"
+         limosa-demo status tells"
     )]
     Gone {
         /// Its control socket.

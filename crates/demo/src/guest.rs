@@ -27,6 +27,7 @@
 //! assert!(other.verify().is_err());
 //! # Ok(()) }
 //! ```
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 mod gate;
@@ -55,13 +56,13 @@ pub use state::STATE_VERSION;
 pub const HEAP: &str = "heap";
 
 /// Which of the built-in guests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestKind {
-    /// Threads of this process write the memory.
+    /// Threads of the demonstration's own process
     #[default]
     Threads,
-    /// vCPUs under /dev/kvm run a few instructions of 32-bit code.
+    /// A flat guest under /dev/kvm
     Kvm,
 }
 

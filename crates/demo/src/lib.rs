@@ -1,4 +1,4 @@
-//! Built-in guests, and the two processes between which they move: what `limosa demo` runs.
+//! Built-in guests, and the two processes between which they move: what `limosa-demo` runs.
 
 mod axis;
 mod cpu;

@@ -28,7 +28,7 @@ const SETTLE: Duration = Duration::from_secs(30);
 /// How a demonstration is run.
 pub struct LiveOptions<'a> {
     /// This program, or a command that becomes it.
-    pub limosa: &'a dyn Fn() -> Command,
+    pub program: &'a dyn Fn() -> Command,
     /// What it is to be.
     pub settings: &'a Settings,
     /// Where the source's control socket is to be, if somewhere; the destination's is beside it.
@@ -83,7 +83,7 @@ pub fn run(options: &LiveOptions<'_>) -> Result<LiveReport, DemoError> {
     };
     let start = |role, control: &Path| {
         let ends = EndOptions { settings: options.settings, control, witness: &witness };
-        End::start((options.limosa)(), role, &ends)
+        End::start((options.program)(), role, &ends)
     };
     let (mut source_end, mut destination_end) = (start(Role::Source, &here)?, start(Role::Destination, &there)?);
     let (source, destination) = (source_end.connect()?, destination_end.connect()?);

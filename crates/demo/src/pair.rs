@@ -38,16 +38,16 @@ pub struct EndOptions<'a> {
 }
 
 impl End {
-    /// Starts an end: `limosa` is this program, or a command that becomes it.
+    /// Starts an end: `program` is this program, or a command that becomes it.
     ///
     /// # Errors
     /// It cannot be started.
-    pub fn start(mut limosa: Command, role: Role, options: &EndOptions<'_>) -> Result<Self, DemoError> {
+    pub fn start(mut program: Command, role: Role, options: &EndOptions<'_>) -> Result<Self, DemoError> {
         let settings =
             serde_json::to_string(options.settings).map_err(|error| DemoError::Settings(error.to_string()))?;
-        limosa.arg("demo-end").arg(role.name()).arg(options.control).arg(options.witness).arg(settings);
-        limosa.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let child = limosa.spawn().map_err(DemoError::system(format!("cannot start the {}", role.name())))?;
+        program.arg("end").arg(role.name()).arg(options.control).arg(options.witness).arg(settings);
+        program.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let child = program.spawn().map_err(DemoError::system(format!("cannot start the {}", role.name())))?;
         Ok(Self { child, control: options.control.to_owned() })
     }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::guest::{GuestKind, LogChoice};
+use clap::ValueEnum;
 use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
 use limosa_migrate::live::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
 use limosa_page::zero::Method;
@@ -12,26 +13,26 @@ use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
 
 /// Who says which pages were written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogKind {
-    /// userfaultfd's asynchronous write-protect, read by `PAGEMAP_SCAN`.
+    /// userfaultfd's asynchronous write-protect, read by `PAGEMAP_SCAN` (Linux 6.7)
     WpAsync,
-    /// userfaultfd's write-protect with a thread that answers.
+    /// userfaultfd's write-protect with a thread that answers (Linux 5.19)
     WpThread,
-    /// KVM's dirty log.
+    /// KVM's dirty log, cleared in slices
     KvmLog,
-    /// KVM's dirty ring.
+    /// KVM's dirty ring
     KvmRing,
 }
 
 /// How the ends reach each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transport {
-    /// TCP over the loopback device.
+    /// TCP over the loopback device
     Tcp,
-    /// A socket of the file system.
+    /// A unix socket
     Unix,
 }
 
@@ -48,65 +49,43 @@ pub enum Postcopy {
 }
 
 /// What becomes of a migration that does not converge.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum WhenStuck {
-    /// The guest goes on at the source.
+    /// The guest goes on at the source
     Cancel,
-    /// It is paused however long that takes.
+    /// It is paused, however long that takes
     Pause,
-    /// It runs ahead of its pages.
+    /// It runs ahead of its pages
     Postcopy,
 }
 
 /// When pages are looked at if they are zero.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ZeroCheckKind {
-    /// In every round.
+    /// Every page, in every round
     Always,
-    /// In the first.
+    /// In the first round only: a page that was written is rarely zero
     Bulk,
-    /// Never.
+    /// Never
     Off,
 }
 
-/// How pages are packed on channels beside the main one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Packing {
-    /// Not at all.
-    None,
-    /// By zlib.
-    Zlib,
-    /// By zstd.
-    Zstd,
-}
+/// Settings that are enumerations of the libraries travel by their names.
+mod named {
+    use std::fmt::Display;
+    use std::str::FromStr;
 
-/// How pages leave on channels beside the main one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ZeroCopyKind {
-    /// They are copied.
-    Off,
-    /// As it is best there.
-    Auto,
-    /// Lent to the kernel by `MSG_ZEROCOPY`.
-    Msg,
-    /// Spliced.
-    Splice,
-}
+    use serde::{Deserialize as _, Deserializer, Serializer};
 
-/// Who seals and opens what is encrypted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum KernelTlsKind {
-    /// The ends themselves.
-    Off,
-    /// The kernel, where it can renew keys.
-    Auto,
-    /// The kernel, or not at all.
-    On,
+    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(value)
+    }
+
+    pub(super) fn deserialize<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(from: D) -> Result<T, D::Error> {
+        String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
+    }
 }
 
 /// All of it.
@@ -124,10 +103,12 @@ pub struct Settings {
     pub transport: Transport,
     /// Channels beside the main one; 0: none.
     pub channels: u8,
-    /// How pages are packed on them.
-    pub compression: Packing,
+    /// How pages are compressed on them.
+    #[serde(with = "named")]
+    pub compression: Compression,
     /// How they leave there.
-    pub zero_copy: ZeroCopyKind,
+    #[serde(with = "named")]
+    pub zero_copy: ZeroCopy,
     /// When the guest runs ahead of its pages.
     pub postcopy: Postcopy,
     /// Requested pages have a channel of their own.
@@ -162,8 +143,9 @@ pub struct Settings {
     pub tls_creds: Option<PathBuf>,
     /// Whom the destination's certificate names.
     pub tls_hostname: Option<String>,
-    /// Whose work that is.
-    pub tls_kernel: KernelTlsKind,
+    /// Whether the kernel encrypts.
+    #[serde(with = "named")]
+    pub tls_kernel: KernelTls,
 }
 
 impl Default for Settings {
@@ -175,8 +157,8 @@ impl Default for Settings {
             dirty_rate: 50 << 20,
             transport: Transport::Tcp,
             channels: 0,
-            compression: Packing::None,
-            zero_copy: ZeroCopyKind::Auto,
+            compression: Compression::None,
+            zero_copy: ZeroCopy::Auto,
             postcopy: Postcopy::Off,
             preempt: false,
             same_host: false,
@@ -194,7 +176,7 @@ impl Default for Settings {
             patience_ms: 10_000,
             tls_creds: None,
             tls_hostname: None,
-            tls_kernel: KernelTlsKind::Off,
+            tls_kernel: KernelTls::Off,
         }
     }
 }
@@ -223,9 +205,9 @@ impl Settings {
             Some(
                 "--zero-copy msg and splice are for --channels: on the main channel pages stand between headers, and are copied",
             )
-        } else if self.demands_zero_copy() && self.compression != Packing::None {
+        } else if self.demands_zero_copy() && self.compression != Compression::None {
             Some("--zero-copy msg and splice send pages as they are, and --compression makes others of them")
-        } else if self.zero_copy == ZeroCopyKind::Msg && self.transport == Transport::Unix {
+        } else if self.zero_copy == ZeroCopy::Msg && self.transport == Transport::Unix {
             Some("--zero-copy msg is for --transport tcp; through a unix socket splice saves the copy")
         } else if self.zero_method.is_some() && self.zero_method().is_none() {
             Some("this processor does not have what --zero-method names (plain and portable are everywhere)")
@@ -247,7 +229,7 @@ impl Settings {
             Some("--tls-creds over a unix socket needs --tls-hostname: the path does not say whom to expect")
         } else if self.tls_hostname.is_some() && self.tls_creds.is_none() {
             Some("--tls-hostname is for --tls-creds")
-        } else if self.tls_kernel == KernelTlsKind::On && self.transport == Transport::Unix {
+        } else if self.tls_kernel == KernelTls::On && self.transport == Transport::Unix {
             Some("--tls-kernel on is for --transport tcp: the kernel encrypts nothing else")
         } else {
             None
@@ -261,17 +243,7 @@ impl Settings {
     }
 
     fn demands_zero_copy(&self) -> bool {
-        matches!(self.zero_copy, ZeroCopyKind::Msg | ZeroCopyKind::Splice)
-    }
-
-    /// How pages leave, as channels have it.
-    pub fn zero_copy(&self) -> ZeroCopy {
-        match self.zero_copy {
-            ZeroCopyKind::Off => ZeroCopy::Off,
-            ZeroCopyKind::Auto => ZeroCopy::Auto,
-            ZeroCopyKind::Msg => ZeroCopy::Msg,
-            ZeroCopyKind::Splice => ZeroCopy::Splice,
-        }
+        matches!(self.zero_copy, ZeroCopy::Msg | ZeroCopy::Splice)
     }
 
     /// The credentials of the end that connects.
@@ -279,7 +251,7 @@ impl Settings {
     /// # Errors
     /// They are missing, or of no use.
     pub fn client_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.kernel_tls()));
+        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
     }
 
@@ -288,16 +260,8 @@ impl Settings {
     /// # Errors
     /// As [`client_tls`](Self::client_tls).
     pub fn server_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::server(folder, true)?.kernel(self.kernel_tls()));
+        let read = |folder| Ok(Tls::server(folder, true)?.kernel(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
-    }
-
-    fn kernel_tls(&self) -> KernelTls {
-        match self.tls_kernel {
-            KernelTlsKind::Off => KernelTls::Off,
-            KernelTlsKind::Auto => KernelTls::Auto,
-            KernelTlsKind::On => KernelTls::On,
-        }
     }
 
     /// What the engine is told.
@@ -339,15 +303,6 @@ impl Settings {
             LogKind::KvmRing => LogChoice::KvmRing,
         }
     }
-
-    /// How pages are packed, as the engine has it.
-    pub fn packing(&self) -> Compression {
-        match self.compression {
-            Packing::None => Compression::None,
-            Packing::Zlib => Compression::Zlib,
-            Packing::Zstd => Compression::Zstd,
-        }
-    }
 }
 
 #[cfg(test)]
@@ -377,15 +332,15 @@ mod tests {
             Settings { preempt: true, ..usual() },
             Settings { channels: 2, postcopy: Postcopy::AtOnce, ..usual() },
             Settings { same_host: true, ..usual() },
-            Settings { zero_copy: ZeroCopyKind::Splice, ..usual() },
+            Settings { zero_copy: ZeroCopy::Splice, ..usual() },
             Settings { zero_method: Some("sse3".into()), ..usual() },
-            Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, compression: Packing::Zstd, ..usual() },
-            Settings { zero_copy: ZeroCopyKind::Msg, channels: 1, transport: Transport::Unix, ..usual() },
+            Settings { zero_copy: ZeroCopy::Msg, channels: 1, compression: Compression::Zstd, ..usual() },
+            Settings { zero_copy: ZeroCopy::Msg, channels: 1, transport: Transport::Unix, ..usual() },
             Settings { same_host: true, transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
             Settings { transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
             Settings { tls_hostname: Some("x".into()), ..usual() },
-            Settings { tls_kernel: KernelTlsKind::On, transport: Transport::Unix, ..usual() },
-            Settings { zero_copy: ZeroCopyKind::Splice, channels: 1, tls_creds: Some("x".into()), ..usual() },
+            Settings { tls_kernel: KernelTls::On, transport: Transport::Unix, ..usual() },
+            Settings { zero_copy: ZeroCopy::Splice, channels: 1, tls_creds: Some("x".into()), ..usual() },
         ] {
             assert!(wrong.contradiction().is_some(), "{wrong:?}");
         }

@@ -83,7 +83,7 @@ pub struct Status {
 
 /// What is to be typed at an end that has to be decided, with what to look at before.
 pub fn decisions(role: Role, state: State, control: &str) -> Vec<String> {
-    let command = |verb: &str| format!("limosa demo {verb} --control {}", quoted(control));
+    let command = |verb: &str| format!("limosa-demo {verb} --control {}", quoted(control));
     match (role, state) {
         (Role::Source, State::Undecided | State::PostcopyPaused) => vec![command("resume"), command("discard")],
         (Role::Destination, State::Undecided) => vec![command("start"), command("discard")],
@@ -99,31 +99,31 @@ pub fn advice(role: Role, state: State, control: &str, why: &str) -> String {
         (Role::Source, State::Undecided) => format!(
             "source: undecided: {why}\n  \
              The guest stands still here, with all of its memory. Whether it runs at the destination is not known.\n  \
-             Look at the destination first: limosa demo status --control <its socket>, or whether its process lives at all.\n  \
-             If it runs there, or all of it is there and you start it:  limosa demo discard --control {control}\n  \
-             If it waits there for pages (postcopy-paused):             limosa demo recover --control {control} --destination <its socket>\n  \
-             If it does not run there and never will:                   limosa demo resume --control {control}"
+             Look at the destination first: limosa-demo status --control <its socket>, or whether its process lives at all.\n  \
+             If it runs there, or all of it is there and you start it:  limosa-demo discard --control {control}\n  \
+             If it waits there for pages (postcopy-paused):             limosa-demo recover --control {control} --destination <its socket>\n  \
+             If it does not run there and never will:                   limosa-demo resume --control {control}"
         ),
         (Role::Destination, State::Undecided) => format!(
             "destination: undecided: {why}\n  \
              All of the guest is here, and the source's last word is missing: it has not been started.\n  \
-             Look at the source first: limosa demo status --control <its socket>, or whether its process lives at all.\n  \
-             If it runs there, or you resume it there:  limosa demo discard --control {control}\n  \
-             If it does not run there and never will:   limosa demo start --control {control}"
+             Look at the source first: limosa-demo status --control <its socket>, or whether its process lives at all.\n  \
+             If it runs there, or you resume it there:  limosa-demo discard --control {control}\n  \
+             If it does not run there and never will:   limosa-demo start --control {control}"
         ),
         (Role::Source, State::PostcopyPaused) => format!(
             "source: the connection is gone while pages were missing: {why}\n  \
              The guest runs at the destination and waits there for the pages it touches; they are here, and none is lost.\n  \
-             To go on:  limosa demo recover --control {control} --destination <its socket>\n  \
+             To go on:  limosa-demo recover --control {control} --destination <its socket>\n  \
              If the destination's process is dead, what the guest did there is lost; here it stands where it left:\n    \
-             to run it again from there:  limosa demo resume --control {control}\n    \
-             to give it up:               limosa demo discard --control {control}"
+             to run it again from there:  limosa-demo resume --control {control}\n    \
+             to give it up:               limosa-demo discard --control {control}"
         ),
         (Role::Destination, State::PostcopyPaused) => format!(
             "destination: the connection is gone while pages were missing: {why}\n  \
              The guest runs here and waits for the pages it touches; the source has them, and none is lost.\n  \
-             To go on:  limosa demo recover --control <the source's socket> --destination {control}\n  \
-             If the source's process is dead, the guest can go no further:  limosa demo discard --control {control}"
+             To go on:  limosa-demo recover --control <the source's socket> --destination {control}\n  \
+             If the source's process is dead, the guest can go no further:  limosa-demo discard --control {control}"
         ),
         (role, _) => format!("{}: {why}", role.name()),
     }
@@ -148,7 +148,7 @@ mod tests {
         for (role, verbs) in [(Role::Source, ["resume", "discard"]), (Role::Destination, ["start", "discard"])] {
             let words = advice(role, State::Undecided, "/tmp/a b/source", "the network is gone");
             for (verb, command) in verbs.iter().zip(decisions(role, State::Undecided, "/tmp/a b/source")) {
-                assert_eq!(command, format!("limosa demo {verb} --control '/tmp/a b/source'"));
+                assert_eq!(command, format!("limosa-demo {verb} --control '/tmp/a b/source'"));
                 assert!(words.contains(&command), "{words}");
             }
         }

@@ -3,9 +3,7 @@
 //! Parsing ends here: each command turns its arguments into what the libraries take, and no library sees clap.
 
 mod balloon;
-mod bench;
 mod channels;
-mod demo;
 mod endpoint;
 mod img;
 mod import;
@@ -19,7 +17,6 @@ mod save;
 mod send;
 mod snapshot;
 mod tls;
-mod values;
 
 use std::ffi::OsString;
 
@@ -28,9 +25,7 @@ use clap::{Parser, Subcommand};
 pub(crate) use balloon::{
     BalloonArgs, BalloonCommand, BalloonCtlArgs, BalloonCtlCommand, BalloonServeArgs, DiscardArg, OnOffArg,
 };
-pub(crate) use bench::BenchArgs;
-pub(crate) use channels::{ChannelArgs, CompressionArg, FileZeroCopyArg, ZeroCopyArg};
-pub(crate) use demo::{DecideArgs, DemoArgs, DemoCommand, DemoLiveArgs, RecoverArgs};
+pub(crate) use channels::ChannelArgs;
 pub(crate) use endpoint::EndpointArgs;
 pub(crate) use img::{ImgArgs, ImgCommand};
 pub(crate) use import::{ExportArgs, ImportArgs};
@@ -84,10 +79,6 @@ pub(crate) enum Command {
     Img(ImgArgs),
     /// Serve a virtio-balloon device over vhost-user; take memory from guests and learn their free pages
     Balloon(BalloonArgs),
-    /// Move a built-in guest between two processes while it runs
-    Demo(DemoArgs),
-    /// Measure limosa beside stock QEMU
-    Bench(BenchArgs),
     /// Print a shell completion script
     Completions(CompletionsArgs),
     /// Write the manual pages for packaging
@@ -98,12 +89,6 @@ pub(crate) enum Command {
     Guard {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
-    },
-    /// Be one of the two processes of a demonstration
-    #[command(hide = true)]
-    DemoEnd {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        arguments: Vec<String>,
     },
 }
 

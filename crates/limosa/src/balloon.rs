@@ -9,6 +9,7 @@ mod ending;
 mod job;
 mod line;
 
+use limosa_console::quantity;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
@@ -24,11 +25,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::args::{BalloonArgs, BalloonCommand, BalloonServeArgs, DiscardArg, OnOffArg};
-use crate::voice::{print_out, say};
-use crate::words;
 use commands::BalloonCommands;
 use ending::{Ending, Farewell};
 use job::Jobs;
+use limosa_console::{print_out, say};
 use line::StatusLine;
 
 /// How often jobs go on, and changes are told.
@@ -149,12 +149,12 @@ fn tell(args: &BalloonServeArgs, balloon: &Balloon, server: &Server, begun: Inst
     let counters = balloon.counters();
     say!(
         "limosa: {} front ends served in {}; {} returned to the host in {} calls, {} free pages hinted in {} lists",
-        words::count(server.connections()),
-        words::time(begun.elapsed()),
-        words::bytes(counters.discarded_bytes),
-        words::count(counters.discards),
-        words::bytes(counters.hinted_bytes),
-        words::count(counters.hint_lists),
+        quantity::count(server.connections()),
+        quantity::time(begun.elapsed()),
+        quantity::bytes(counters.discarded_bytes),
+        quantity::count(counters.discards),
+        quantity::bytes(counters.hinted_bytes),
+        quantity::count(counters.hint_lists),
     );
     if args.json {
         print_out!("{}", json!({ "front-ends": server.connections(), "counters": commands::counters(balloon) }));

@@ -1,5 +1,6 @@
 //! The progress bar of a running job, on a terminal only.
 
+use limosa_console::quantity;
 use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,8 +10,6 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 use limosa_migrate::{Phase, Progress, ProgressReading};
 use limosa_page::PAGE_SIZE;
-
-use crate::words;
 
 /// A bar that is drawn until it is dropped.
 pub(crate) struct Bar {
@@ -64,13 +63,14 @@ fn done(reading: &ProgressReading) -> u64 {
 }
 
 fn kinds(reading: &ProgressReading) -> String {
-    let mut text = format!("{} pages, {} zero", words::count(reading.normal_pages), words::count(reading.zero_pages));
+    let mut text =
+        format!("{} pages, {} zero", quantity::count(reading.normal_pages), quantity::count(reading.zero_pages));
     if reading.resent_pages > 0 {
-        text.push_str(&format!(", {} again", words::count(reading.resent_pages)));
+        text.push_str(&format!(", {} again", quantity::count(reading.resent_pages)));
     }
     match reading.phase {
         Phase::PostcopyActive => {
-            text.push_str(&format!(", {} requested; the guest runs", words::count(reading.requests)));
+            text.push_str(&format!(", {} requested; the guest runs", quantity::count(reading.requests)));
         }
         Phase::Device | Phase::Completing => text.push_str("; finishing"),
         _ => {}

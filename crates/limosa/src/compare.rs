@@ -1,5 +1,6 @@
 //! `limosa inspect --diff` and `limosa inspect --against-qmp`.
 
+use limosa_console::quantity;
 use std::collections::HashMap;
 use std::path::Path;
 use std::process::ExitCode;
@@ -16,8 +17,7 @@ use serde_json::json;
 
 use crate::args::InspectArgs;
 use crate::job;
-use crate::voice::{all_printed, print_out, say};
-use crate::words;
+use limosa_console::{all_printed, print_out, say};
 
 /// Status of "no verdict", as of diff(1) and of bad usage.
 const NO_VERDICT: u8 = 2;
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &InspectArgs) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            say!("limosa: {}", words::one_line(&error));
+            say!("limosa: {}", limosa_console::one_line(&error));
             ExitCode::from(NO_VERDICT)
         }
     }
@@ -147,16 +147,16 @@ fn class(finding: &Finding) -> &'static str {
 
 fn memory_line(memory: MemoryComparison) -> String {
     let differing = match memory.differing {
-        Some(pages) => format!("{} differ in contents", words::count(pages)),
+        Some(pages) => format!("{} differ in contents", quantity::count(pages)),
         None => "contents were not compared (use --memory)".to_owned(),
     };
     format!(
         "{:<16}{} pages: {} stored in both, {} in the first only, {} in the second only; {differing}",
         "memory",
-        words::count(memory.pages),
-        words::count(memory.both),
-        words::count(memory.only_first),
-        words::count(memory.only_second)
+        quantity::count(memory.pages),
+        quantity::count(memory.both),
+        quantity::count(memory.only_first),
+        quantity::count(memory.only_second)
     )
 }
 

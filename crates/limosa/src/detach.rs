@@ -3,6 +3,7 @@
 //! The command starts itself again as the pager, in a session of its own, and waits for one line on the pager's stdout. The
 //! pager says it when the guest runs or when it failed, and is silent afterwards.
 
+use limosa_console::quantity;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, ExitCode, Stdio};
@@ -15,8 +16,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::args::RestoreArgs;
-use crate::voice::{print_out, say};
-use crate::words;
+use limosa_console::{print_out, say};
 
 /// The command's side: starts the pager and waits for its word.
 pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     }
     let after = said.get("to_guest_ms").and_then(Value::as_f64).unwrap_or_default();
     let mode = said.get("mode").and_then(Value::as_str).unwrap_or("lazy");
-    let after_words = words::time(Duration::from_secs_f64(after / 1e3));
+    let after_words = quantity::time(Duration::from_secs_f64(after / 1e3));
     let pager = if mode == "lazy" {
         say!("the guest runs after {after_words}; process {} restores its memory", pager.id());
         Some(pager.id())
@@ -91,7 +91,7 @@ impl Reporter {
 
     /// The guest runs.
     pub(crate) fn guest_ready(&self, after: Duration, mode: &str) {
-        self.say(&json!({ "mode": mode, "to_guest_ms": words::millis(after) }));
+        self.say(&json!({ "mode": mode, "to_guest_ms": quantity::millis(after) }));
     }
 
     /// It does not; `true` if that was heard.

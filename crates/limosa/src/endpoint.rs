@@ -15,7 +15,7 @@ use limosa_migrate::destination::{ChannelSet, Gathering, GatheringOptions};
 
 use crate::args::Cli;
 use crate::job::Surroundings;
-use crate::voice::say;
+use limosa_console::say;
 
 /// How long a command whose stream has broken off may take to end, so that its exit status can be told.
 const EXPLAIN_WITHIN: Duration = Duration::from_secs(2);

@@ -1,5 +1,6 @@
 //! `limosa export`.
 
+use limosa_console::quantity;
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -13,8 +14,8 @@ use serde_json::json;
 
 use crate::args::ExportArgs;
 use crate::job::Surroundings;
-use crate::voice::{print_out, say};
 use crate::words;
+use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     let snapshot = Snapshot::open(&args.snapshot)?;
@@ -49,11 +50,11 @@ fn tell(args: &ExportArgs, snapshot: &Snapshot, stats: &PrecopyStats) {
     let moved = stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE);
     say!(
         "exported to {to} ({}) in {}, {:.2} GiB/s",
-        words::bytes(stats.channel.bytes_out),
-        words::time(stats.elapsed),
-        words::rate(moved, stats.elapsed)
+        quantity::bytes(stats.channel.bytes_out),
+        quantity::time(stats.elapsed),
+        quantity::rate(moved, stats.elapsed)
     );
-    say!("  pages: {} with contents, {} zero", words::count(stats.normal_pages), words::count(stats.zero_pages));
+    say!("  pages: {} with contents, {} zero", quantity::count(stats.normal_pages), quantity::count(stats.zero_pages));
     let recorded = snapshot.devices().global_state(snapshot.device_tail()).ok().flatten().map(|state| state.run_state);
     if let (Some(recorded), Some(state)) = (recorded, snapshot.run_state())
         && recorded != state
@@ -65,8 +66,8 @@ fn tell(args: &ExportArgs, snapshot: &Snapshot, stats: &PrecopyStats) {
 fn object(args: &ExportArgs, stats: &PrecopyStats) -> serde_json::Value {
     json!({
         "stream": args.stream.to_string_lossy(),
-        "elapsed_ms": words::millis(stats.elapsed),
-        "gib_per_s": words::rate(stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE), stats.elapsed),
+        "elapsed_ms": quantity::millis(stats.elapsed),
+        "gib_per_s": quantity::rate(stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE), stats.elapsed),
         "length": stats.channel.bytes_out,
         "pages": { "normal": stats.normal_pages, "zero": stats.zero_pages },
         "channel": words::counters(&stats.channel),

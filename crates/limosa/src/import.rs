@@ -1,5 +1,6 @@
 //! `limosa import`, and other programs' files where a snapshot is wanted.
 
+use limosa_console::quantity;
 use std::fs;
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
@@ -18,8 +19,8 @@ use serde_json::{Value, json};
 
 use crate::args::ImportArgs;
 use crate::job::Surroundings;
-use crate::voice::{print_out, say};
 use crate::words;
+use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
@@ -110,10 +111,10 @@ impl Done {
         say!(
             "imported {} ({} of {} memory) in {}, {:.2} GiB/s, from {}{packed}",
             self.imported.published.path.display(),
-            words::bytes(stored),
-            words::bytes(manifest.ram_bytes),
-            words::time(self.elapsed),
-            words::rate(stored, self.elapsed),
+            quantity::bytes(stored),
+            quantity::bytes(manifest.ram_bytes),
+            quantity::time(self.elapsed),
+            quantity::rate(stored, self.elapsed),
             self.what,
         );
         say!("  pages: {}", words::pages(&manifest.pages, "left out by the source", "sent again"));
@@ -131,8 +132,8 @@ impl Done {
             "vm_uuid": manifest.vm_uuid,
             "run_state": manifest.run_state,
             "xml": xml.map(|path| path.to_string_lossy().into_owned()),
-            "elapsed_ms": words::millis(self.elapsed),
-            "gib_per_s": words::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, self.elapsed),
+            "elapsed_ms": quantity::millis(self.elapsed),
+            "gib_per_s": quantity::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, self.elapsed),
             "ram_bytes": manifest.ram_bytes,
             "file_length": published.length,
             "pages": manifest.pages,

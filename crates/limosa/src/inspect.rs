@@ -1,5 +1,6 @@
 //! `limosa inspect`.
 
+use limosa_console::quantity;
 use std::process::ExitCode;
 
 use comfy_table::{Cell, CellAlignment, Table, presets};
@@ -7,8 +8,8 @@ use limosa_snapshot::{BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImag
 
 use crate::args::InspectArgs;
 use crate::compare;
-use crate::voice::{all_printed, print_out};
 use crate::words;
+use limosa_console::{all_printed, print_out};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     if args.diff || args.against_qmp.is_some() {
@@ -25,7 +26,12 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn show(summary: &Summary) {
-    print_out!("{}: {} ({} on disk)", summary.path, words::bytes(summary.length), words::bytes(summary.allocated));
+    print_out!(
+        "{}: {} ({} on disk)",
+        summary.path,
+        quantity::bytes(summary.length),
+        quantity::bytes(summary.allocated)
+    );
     print_out!("machine       {}", summary.machine);
     if !summary.capabilities.is_empty() {
         print_out!("capabilities  {}", summary.capabilities.join(", "));
@@ -78,11 +84,14 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
     print_out!(
         "saved         {}, {} pages sent again",
         words::date(manifest.finished),
-        words::count(manifest.pages.resent)
+        quantity::count(manifest.pages.resent)
     );
     if let Some(hinted @ 1..) = manifest.pages.hinted {
-        let memory = words::bytes(hinted.saturating_mul(limosa_page::PAGE_SIZE));
-        print_out!("left out      {} pages ({memory}) that were never sent: free in the guest", words::count(hinted));
+        let memory = quantity::bytes(hinted.saturating_mul(limosa_page::PAGE_SIZE));
+        print_out!(
+            "left out      {} pages ({memory}) that were never sent: free in the guest",
+            quantity::count(hinted)
+        );
     }
     for disk in &manifest.disks {
         print_out!(
@@ -90,7 +99,7 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
             disk.device.as_deref().unwrap_or(&disk.node),
             disk.path.display(),
             disk.format,
-            words::bytes(disk.size)
+            quantity::bytes(disk.size)
         );
         if let Some(overlay) = &disk.overlay {
             print_out!("              frozen; the VM went on in {}", overlay.display());
@@ -109,13 +118,13 @@ fn table(header: &[&str], numbers: usize) -> Table {
 }
 
 fn number(value: u64) -> Cell {
-    Cell::new(words::count(value)).set_alignment(CellAlignment::Right)
+    Cell::new(quantity::count(value)).set_alignment(CellAlignment::Right)
 }
 
 fn blocks(blocks: &[BlockSummary]) -> Table {
     let mut table = table(&["RAM block", "used", "pages", "stored", "zero"], 1);
     for block in blocks {
-        let used = Cell::new(words::bytes(block.used)).set_alignment(CellAlignment::Right);
+        let used = Cell::new(quantity::bytes(block.used)).set_alignment(CellAlignment::Right);
         table.add_row([Cell::new(&block.name), used, number(block.pages), number(block.stored), number(block.zero)]);
     }
     table

@@ -13,7 +13,7 @@ use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 use crate::args::JobArgs;
 use crate::bars::Bar;
 use crate::signals::SignalWatch;
-use crate::voice::say;
+use limosa_console::say;
 
 /// This program, for guards: through /proc, so that it is this one even if its file was replaced meanwhile.
 pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";

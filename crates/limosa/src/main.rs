@@ -6,9 +6,7 @@
 mod args;
 mod balloon;
 mod bars;
-mod bench;
 mod compare;
-mod demo;
 mod detach;
 mod endpoint;
 mod export;
@@ -25,7 +23,6 @@ mod run;
 mod save;
 mod send;
 mod signals;
-mod voice;
 mod words;
 
 use std::io::IsTerminal;
@@ -33,8 +30,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use crate::voice::say;
 use args::{Cli, Command};
+use limosa_console::say;
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -42,11 +39,8 @@ fn main() -> ExitCode {
         Err(error) => return usage(&error),
     };
     log(cli.verbose);
-    // A core dump would hold pages of the guest. If it cannot be forbidden, the jobs are still worth doing. Built-in guests
-    // have no secrets, and the kernel shows a process that must not be dumped no map of its own pages, unless it is root's.
-    if !matches!(cli.command, Command::DemoEnd { .. } | Command::Bench(_)) {
-        let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
-    }
+    // A core dump would hold pages of the guest. If it cannot be forbidden, the jobs are still worth doing.
+    let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
     let result = match cli.command {
         Command::Save(args) => save::run(&args),
         Command::Restore(args) => restore::run(args),
@@ -59,17 +53,14 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Img(args) => img::run(args),
         Command::Balloon(args) => balloon::run(&args),
-        Command::Demo(args) => demo::run(args),
-        Command::Bench(args) => bench::run(args),
         Command::Completions(args) => packaging::completions(&args),
         Command::Man(args) => packaging::man(&args),
-        Command::DemoEnd { arguments } => return demo::end(&arguments),
         Command::Guard { arguments } => return limosa_qemu::guard::run(&arguments),
     };
     match result {
         Ok(code) => code,
         Err(error) => {
-            say!("limosa: {}", words::one_line(&error));
+            say!("limosa: {}", limosa_console::one_line(&error));
             ExitCode::FAILURE
         }
     }

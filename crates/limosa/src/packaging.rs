@@ -13,7 +13,7 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 
 use crate::args::{Cli, CompletionsArgs, ManArgs, ShellArg};
-use crate::voice::say;
+use limosa_console::say;
 
 /// `limosa completions SHELL`: the script on stdout.
 pub(crate) fn completions(args: &CompletionsArgs) -> anyhow::Result<ExitCode> {

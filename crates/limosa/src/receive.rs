@@ -3,6 +3,7 @@
 //! The law: a source that waits for a word gets it when the file is durable and has its name, and not before; until then its
 //! VM is its own. One that does not wait cannot be helped, and is only told apart.
 
+use limosa_console::quantity;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -18,8 +19,8 @@ use serde_json::json;
 use crate::args::ReceiveArgs;
 use crate::endpoint::{self, Other, Wire};
 use crate::job::Surroundings;
-use crate::voice::{print_out, say};
 use crate::words;
+use limosa_console::{print_out, say};
 
 /// Longest silence of a source that is there.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -78,7 +79,7 @@ fn receive(
         recorded: end.recorded || args.endpoint.one_way,
         ..DestinationOptions::default()
     };
-    let multifd = MultifdOptions { compression: args.channels.compression.into() };
+    let multifd = MultifdOptions { compression: args.channels.compression };
     let destination = Destination::new(channel, control, &surroundings.progress, options).with_channels(pages, multifd);
     let incoming = match destination.receive(&mut writer) {
         Ok(incoming) => incoming,
@@ -111,7 +112,7 @@ fn unreceived(error: MigrateError, end: Other) -> anyhow::Error {
         _ => "; nothing was kept",
     };
     let explained = end.explain(error);
-    anyhow!("{}{hint}", words::one_line(&explained))
+    anyhow!("{}{hint}", limosa_console::one_line(&explained))
 }
 
 /// Gives the file its name, or tells the source that this side failed.
@@ -156,10 +157,10 @@ fn tell(args: &ReceiveArgs, received: &Received) {
     say!(
         "received {} ({} of {} memory) in {}, {:.2} GiB/s, from {}",
         received.published.path.display(),
-        words::bytes(stored),
-        words::bytes(manifest.ram_bytes),
-        words::time(received.elapsed),
-        words::rate(stored, received.elapsed),
+        quantity::bytes(stored),
+        quantity::bytes(manifest.ram_bytes),
+        quantity::time(received.elapsed),
+        quantity::rate(stored, received.elapsed),
         args.uri,
     );
     say!("  pages: {}", words::pages(pages, "left out by the source", "sent again"));
@@ -176,8 +177,8 @@ fn object(received: &Received) -> serde_json::Value {
         "machine": manifest.machine,
         "run_state": manifest.run_state,
         "answered": received.answered,
-        "elapsed_ms": words::millis(received.elapsed),
-        "gib_per_s": words::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, received.elapsed),
+        "elapsed_ms": quantity::millis(received.elapsed),
+        "gib_per_s": quantity::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, received.elapsed),
         "ram_bytes": manifest.ram_bytes,
         "file_length": received.published.length,
         "pages": manifest.pages,

@@ -1,5 +1,6 @@
 //! `limosa restore`.
 
+use limosa_console::quantity;
 use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -18,8 +19,8 @@ use crate::args::{HowArgs, ModeArg, PreemptArg, RestoreArgs, ZeroPageDetectionAr
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, Surroundings};
-use crate::voice::{print_out, say};
 use crate::words;
+use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
@@ -32,7 +33,7 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let reporter = Reporter::new(args.pager);
     let result = work(&args, begun, &reporter);
     if let Err(error) = &result
-        && reporter.failed(&words::one_line(error))
+        && reporter.failed(&limosa_console::one_line(error))
     {
         return Ok(ExitCode::FAILURE);
     }
@@ -116,9 +117,9 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
         listen: args.listen.clone(),
         channels: args.channels.channels.map(|count| RestoreChannels {
             count,
-            compression: args.channels.compression.into(),
+            compression: args.channels.compression,
             detect_zero: args.zero_page_detection == ZeroPageDetectionArg::Multifd,
-            zero_copy: args.zero_copy.into(),
+            zero_copy: args.zero_copy,
         }),
         preempt: args.preempt == PreemptArg::On,
         run: match (args.run, args.paused) {
@@ -158,26 +159,26 @@ impl RestoreObserver for Observer<'_> {
         self.reporter.guest_ready(after, if mode == Mode::Eager { "eager" } else { "lazy" });
         if !self.quiet && mode == Mode::Lazy {
             let what = if self.paused { "the guest is loaded, paused," } else { "the guest runs" };
-            say!("{what} after {}; its memory follows", words::time(after));
+            say!("{what} after {}; its memory follows", quantity::time(after));
         }
     }
 }
 
 pub(crate) fn tell(report: &RestoreReport) {
     if let Some(lazy) = &report.lazy {
-        say!("restored: all memory after {}; the VM is {}", words::time(report.to_resident), report.vm_state);
+        say!("restored: all memory after {}; the VM is {}", quantity::time(report.to_resident), report.vm_state);
         tell_requests(lazy);
     } else {
-        say!("restored after {}; the VM is {}", words::time(report.to_guest), report.vm_state);
+        say!("restored after {}; the VM is {}", quantity::time(report.to_guest), report.vm_state);
     }
     if let (Some(normal), Some(zero)) = (report.normal_pages, report.zero_pages) {
         let moved = normal.saturating_mul(limosa_page::PAGE_SIZE);
         say!(
             "  pages: {} with contents, {} zero; {} at {:.2} GiB/s",
-            words::count(normal),
-            words::count(zero),
-            words::bytes(moved),
-            words::rate(moved, report.to_resident)
+            quantity::count(normal),
+            quantity::count(zero),
+            quantity::bytes(moved),
+            quantity::rate(moved, report.to_resident)
         );
     }
 }
@@ -185,17 +186,17 @@ pub(crate) fn tell(report: &RestoreReport) {
 /// How long a guest waited for pages that it asked for.
 pub(crate) fn tell_requests(lazy: &LazyReport) {
     let latency = &lazy.request_latency;
-    let at = |quantile: f64| words::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
+    let at = |quantile: f64| quantity::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
     if latency.is_empty() {
         say!("  no page had to be requested");
     } else {
         say!(
             "  {} {} requested; answered within {} (median), {} (99%), {} (maximum)",
-            words::count(latency.len()),
+            quantity::count(latency.len()),
             if latency.len() == 1 { "page was" } else { "pages were" },
             at(0.5),
             at(0.99),
-            words::time(Duration::from_nanos(latency.max()))
+            quantity::time(Duration::from_nanos(latency.max()))
         );
     }
 }
@@ -215,8 +216,8 @@ fn object(report: &RestoreReport) -> Value {
     json!({
         "mode": if report.mode == Mode::Eager { "eager" } else { "lazy" },
         "vm_state": report.vm_state,
-        "to_guest_ms": words::millis(report.to_guest),
-        "to_resident_ms": words::millis(report.to_resident),
+        "to_guest_ms": quantity::millis(report.to_guest),
+        "to_resident_ms": quantity::millis(report.to_resident),
         "pages": { "normal": report.normal_pages, "zero": report.zero_pages },
         "lazy": report.lazy.as_ref().map(lazy_object),
         "channel": report.channel.as_ref().map(words::counters),
@@ -224,5 +225,5 @@ fn object(report: &RestoreReport) -> Value {
 }
 
 fn millis(nanos: u64) -> f64 {
-    words::millis(Duration::from_nanos(nanos))
+    quantity::millis(Duration::from_nanos(nanos))
 }

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::args::ResumeArgs;
 use crate::job;
-use crate::voice::{print_out, say};
+use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.qmp)?;

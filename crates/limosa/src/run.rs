@@ -27,10 +27,10 @@ use serde_json::Value;
 
 use crate::args::RunArgs;
 use crate::detach::Reporter;
+use crate::job;
 use crate::relay::Relay;
 use crate::restore::{Observer, options, tell};
-use crate::voice::say;
-use crate::{job, words};
+use limosa_console::say;
 
 /// How long a QEMU may take to end, once it has been asked to.
 const END_WITHIN: Duration = Duration::from_secs(5);
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             let status = qemu.wait()?;
             if attempt.lazy_guest || qemu.relay.end_was_asked() {
                 // It had its VM, or was told to end: that is no failure of the restore.
-                tracing::info!("{}", words::one_line(&error));
+                tracing::info!("{}", limosa_console::one_line(&error));
                 status
             } else if greeted {
                 // A QEMU that cannot load a VM may crash over it (found with QEMU 10.0.2); why it could not says more.
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         }
         Err(error) if attempt.lazy_guest => {
             drop(attempt.monitor);
-            say!("limosa: {}", words::one_line(&stalled(error, args)));
+            say!("limosa: {}", limosa_console::one_line(&stalled(error, args)));
             return Ok(failed(qemu.wait()?));
         }
         Err(error) => {

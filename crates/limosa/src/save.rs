@@ -1,5 +1,6 @@
 //! `limosa save`.
 
+use limosa_console::quantity;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -11,8 +12,8 @@ use serde_json::json;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, ViaArg};
 use crate::job::{self, Surroundings};
-use crate::voice::{print_out, say};
 use crate::words;
+use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
@@ -67,7 +68,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
         route: args.via.into(),
         listen: args.listen.clone(),
         channels: args.channels.channels,
-        compression: args.channels.compression.into(),
+        compression: args.channels.compression,
         stop: args.stop,
         background: args.background,
         replace: args.new.force,
@@ -95,18 +96,18 @@ fn tell(report: &SaveReport) {
     say!(
         "saved {} ({} of {} memory) in {}, {:.2} GiB/s, via {}",
         report.published.path.display(),
-        words::bytes(stored),
-        words::bytes(manifest.ram_bytes),
-        words::time(report.elapsed),
-        words::rate(stored, report.elapsed),
+        quantity::bytes(stored),
+        quantity::bytes(manifest.ram_bytes),
+        quantity::time(report.elapsed),
+        quantity::rate(stored, report.elapsed),
         via(report),
     );
     say!("  pages: {}", words::pages(pages, "hinted as free and not sent", "sent again"));
     match report.downtime {
         Some(downtime) => say!(
             "  the VM was stopped for {} and resumed after {}; it is {}",
-            words::time(downtime),
-            words::time(report.to_vm_running),
+            quantity::time(downtime),
+            quantity::time(report.to_vm_running),
             report.vm_state
         ),
         None => say!("  the VM is {}", report.vm_state),
@@ -119,7 +120,7 @@ fn tell(report: &SaveReport) {
         say!("  do not write to the backing files as long as the overlays or the snapshot are needed");
     }
     if let (Some(channel), Some(file)) = (&report.channel, &report.file) {
-        say!("  system calls: {} reads, {} writes", words::count(channel.calls_in), words::count(file.calls_out));
+        say!("  system calls: {} reads, {} writes", quantity::count(channel.calls_in), quantity::count(file.calls_out));
     }
 }
 
@@ -135,10 +136,10 @@ fn object(report: &SaveReport) -> serde_json::Value {
         "id": manifest.id,
         "via": via(report),
         "vm_state": report.vm_state,
-        "downtime_ms": report.downtime.map(words::millis),
-        "to_vm_running_ms": words::millis(report.to_vm_running),
-        "elapsed_ms": words::millis(report.elapsed),
-        "gib_per_s": words::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, report.elapsed),
+        "downtime_ms": report.downtime.map(quantity::millis),
+        "to_vm_running_ms": quantity::millis(report.to_vm_running),
+        "elapsed_ms": quantity::millis(report.elapsed),
+        "gib_per_s": quantity::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, report.elapsed),
         "ram_bytes": manifest.ram_bytes,
         "file_length": report.published.length,
         "pages": manifest.pages,

@@ -1,5 +1,6 @@
 //! `limosa send`: a migration source whose VM is a file.
 
+use limosa_console::quantity;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,7 +13,6 @@ use limosa_migrate::{
 };
 use limosa_qemu::restore::LazyReport;
 use limosa_snapshot::Snapshot;
-use limosa_stream::multifd::Compression;
 use serde_json::json;
 
 use crate::args::{PreemptArg, SendArgs, SendModeArg};
@@ -20,8 +20,8 @@ use crate::endpoint::{self, Wire};
 use crate::import::Stored;
 use crate::job::Surroundings;
 use crate::restore;
-use crate::voice::{print_out, say};
 use crate::words;
+use limosa_console::{print_out, say};
 
 /// How long a destination may take to be reached, and to answer for the first time.
 const REACH_WITHIN: Duration = Duration::from_secs(60);
@@ -78,10 +78,10 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
         ..Options::default()
     };
     let multifd = MultifdSourceOptions {
-        compression: args.channels.compression.into(),
+        compression: args.channels.compression,
         uuid: snapshot.manifest().and_then(|manifest| manifest.vm_uuid).map(|uuid| uuid.into_bytes()),
         detect_zero: false,
-        zero_copy: args.zero_copy.into(),
+        zero_copy: args.zero_copy,
         ..MultifdSourceOptions::default()
     };
     // What several channels are made to can answer, if it is asked.
@@ -128,7 +128,7 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
         }
         Err(error) => {
             let advice = advice(args, &error, guest_runs.load(Ordering::Acquire));
-            Err(anyhow!("{}{advice}", words::one_line(&end.explain(error))))
+            Err(anyhow!("{}{advice}", limosa_console::one_line(&end.explain(error))))
         }
     }
 }
@@ -153,7 +153,7 @@ fn postcopy(
                 guest_runs.store(true, Ordering::Release);
                 let after = *to_guest.get_or_init(|| begun.elapsed());
                 let what = if args.recover { "the destination continues" } else { "the guest runs" };
-                say!("{what} after {}; its memory follows", words::time(after));
+                say!("{what} after {}; its memory follows", quantity::time(after));
             }
         });
     if args.preempt == PreemptArg::On {
@@ -192,7 +192,7 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
         ) => format!(
             "; not sent: see the log of the destination (it needs multifd on, multifd-channels {count} and \
              multifd-compression {})",
-            Compression::from(args.channels.compression).name()
+            args.channels.compression.name()
         ),
         (MigrateError::Silent { .. }, _) if args.mode == SendModeArg::Precopy => {
             "; if the other end cannot answer, use --one-way".into()
@@ -219,18 +219,20 @@ fn tell(args: &SendArgs, sent: &Sent) {
         "sent {} to {} in {}: {} pages with contents, {} zero; {} at {:.2} GiB/s",
         args.snapshot.display(),
         args.uri,
-        words::time(sent.elapsed),
-        words::count(sent.normal),
-        words::count(sent.zero),
-        words::bytes(moved),
-        words::rate(moved, sent.elapsed)
+        quantity::time(sent.elapsed),
+        quantity::count(sent.normal),
+        quantity::count(sent.zero),
+        quantity::bytes(moved),
+        quantity::rate(moved, sent.elapsed)
     );
     // What the kernel has of it besides pages, headers, was copied in any case.
     match sent.channel.spliced.min(moved) {
         _ if moved == 0 => {}
         0 => say!("  the pages were read and copied"),
         spliced if spliced == moved => say!("  the pages were spliced from the file, not copied"),
-        spliced => say!("  {} of it were spliced from the file, the rest was read and copied", words::bytes(spliced)),
+        spliced => {
+            say!("  {} of it were spliced from the file, the rest was read and copied", quantity::bytes(spliced));
+        }
     }
     if let Some(lazy) = &sent.lazy {
         restore::tell_requests(lazy);
@@ -245,9 +247,9 @@ fn object(sent: &Sent) -> serde_json::Value {
     json!({
         "mode": if sent.lazy.is_some() { "postcopy" } else { "precopy" },
         "answered": sent.answered,
-        "to_guest_ms": sent.to_guest.map(words::millis),
-        "elapsed_ms": words::millis(sent.elapsed),
-        "gib_per_s": words::rate(moved, sent.elapsed),
+        "to_guest_ms": sent.to_guest.map(quantity::millis),
+        "elapsed_ms": quantity::millis(sent.elapsed),
+        "gib_per_s": quantity::rate(moved, sent.elapsed),
         "pages": { "normal": sent.normal, "zero": sent.zero },
         "lazy": sent.lazy.as_ref().map(restore::lazy_object),
         "channel": words::counters(&sent.channel),

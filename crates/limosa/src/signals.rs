@@ -6,8 +6,8 @@
 
 use std::thread;
 
-use crate::voice::say;
 use anyhow::Context;
+use limosa_console::say;
 use limosa_migrate::{Control, Job, Phase, Progress, Stop};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};

@@ -5,7 +5,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -434,8 +434,8 @@ fn a_user_who_may_not_is_told_what_to_do() {
     if std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|value| value.trim() == "1") {
         return note_skip("every user may use userfaultfd here");
     }
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "unprivileged_process", "--nocapture"]).env(UNPRIVILEGED, "1");
+    let mut command = limosa_testkit::own_test!(unprivileged_process);
+    command.env(UNPRIVILEGED, "1");
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
@@ -491,8 +491,8 @@ fn a_pager_in_another_process_goes_on_with_a_passed_descriptor() {
         assert_eq!(faults(&own).len(), 1);
         drop(own);
         let (here, there) = UnixStream::pair().unwrap();
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "pager_process", "--nocapture"]).env(PAGER, "1").stdin(OwnedFd::from(there));
+        let mut command = limosa_testkit::own_test!(pager_process);
+        command.env(PAGER, "1").stdin(OwnedFd::from(there));
         let mut pager = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         drop(command);
         let address = held.layout().block(0).unwrap().address;

@@ -8,6 +8,11 @@
 //!
 //! Facts: magic 0x11223344, version 1, big-endian; 128 pages of 4 KiB at most, offsets always sent in full.
 
+use std::fmt;
+use std::str::FromStr;
+
+use thiserror::Error;
+
 use crate::cursor::{Cursor, Stop};
 use crate::error::{EncodeError, Fault, Feature, StreamError};
 use crate::ram::{PAGE_LEN, PAGE_SIZE};
@@ -84,8 +89,11 @@ pub enum Compression {
 }
 
 impl Compression {
-    /// QEMU's name of it.
-    pub fn name(self) -> &'static str {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::None, Self::Zlib, Self::Zstd];
+
+    /// QEMU's name of it, as [`FromStr`] reads it.
+    pub const fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Zlib => "zlib",
@@ -111,6 +119,29 @@ impl Compression {
             0x20 => Err(Fault::Unsupported(Feature::MultifdCompression { method: "qatzip" })),
             other => Err(Fault::expected("at most one compression method", format_args!("flags {other:#x}"))),
         }
+    }
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A name that no compression has.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("compression {name:?}: expected none, zlib or zstd")]
+pub struct UnknownCompression {
+    /// The name.
+    pub name: String,
+}
+
+impl FromStr for Compression {
+    type Err = UnknownCompression;
+
+    fn from_str(name: &str) -> Result<Self, UnknownCompression> {
+        let found = Self::ALL.into_iter().find(|compression| compression.name() == name);
+        found.ok_or_else(|| UnknownCompression { name: name.to_owned() })
     }
 }
 

@@ -14,8 +14,7 @@ const WORDS: [&str; 9] = ["convert", "-f", "qcow2", "-O", "qcow2", "-t", "none",
 
 /// By limosa.
 pub(super) fn limosa(base: &Base, options: &Options) -> Result<Measured> {
-    let program = options.limosa.as_deref().unwrap_or(std::path::Path::new("/proc/self/exe"));
-    let mut command = Command::new(program);
+    let mut command = Command::new(options.limosa()?);
     command.arg("img").args(WORDS).arg(base.path()).arg(target(base)?).stdin(Stdio::null());
     let watch = Stopwatch::start(&[])?;
     let output = command.output().context("limosa img convert")?;

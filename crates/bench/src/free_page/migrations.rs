@@ -86,12 +86,12 @@ fn migrate(options: &Options, guest: &mut uml::Guest, hints: bool) -> Result<Mea
     let (file, place) = guest.file()?;
     let about = file.metadata().context("the guest's memory")?;
     let resident = about.blocks() * 512;
-    let mut source = Source::start(options, &file, about.len(), None)?;
+    let mut source = Source::start(&file, about.len(), None)?;
     let frame = Frame { touch: options.touch.unwrap_or(if hints { 0 } else { resident }) };
     let asked = if hints { Some(guest.ask()?) } else { None };
     let (list, took) = asked.unwrap_or_default();
     let free = list.iter().map(|range| place(range.start)..place(range.end)).collect();
-    let sent = source.send_but(options, Transport::Tcp, Way::beside(CHANNELS), free, || frame.touch());
+    let sent = source.send_but(Transport::Tcp, Way::beside(CHANNELS), free, || frame.touch());
     if hints {
         guest.done()?;
     }

@@ -11,7 +11,6 @@ use std::io::{BufRead, BufReader, Write};
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
-use std::path::Path;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -24,7 +23,6 @@ use serde::{Deserialize, Serialize};
 pub use served::serve;
 
 use super::{PER_PAGE, RECEIVER, SENDER, SENDER_PER_GIB, Transport};
-use crate::Options;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::namespaces::{Cable, End};
 use crate::process::Process;
@@ -176,9 +174,9 @@ struct Child {
 }
 
 impl Child {
-    fn start(options: &Options, setup: &Setup, file: Option<&File>, at: Option<(&Cable, End)>) -> Result<Self> {
-        let mut command = Command::new(options.limosa.as_deref().unwrap_or(Path::new("/proc/self/exe")));
-        command.args(["bench", super::END]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    fn start(setup: &Setup, file: Option<&File>, at: Option<(&Cable, End)>) -> Result<Self> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg(super::END).stdin(Stdio::piped()).stdout(Stdio::piped());
         if let Some((cable, end)) = at {
             cable.plug(end, &mut command)?;
         }
@@ -198,7 +196,7 @@ impl Child {
     fn answer(&mut self) -> Result<Answer> {
         let mut line = String::new();
         let got = self.from.read_line(&mut line).context("the answer of a child")?;
-        ensure!(got > 0, "limosa bench {} ended; it has said why", super::END);
+        ensure!(got > 0, "limosa-bench {} ended; it has said why", super::END);
         serde_json::from_str(&line).with_context(|| format!("the answer of a child: {line:?}"))
     }
 }
@@ -216,26 +214,26 @@ pub(crate) struct Source<'c> {
 
 impl<'c> Source<'c> {
     /// A process that maps the first `memory` bytes of `content`, at the near end of `cable` if there is one.
-    pub(crate) fn start(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
-        Self::start_as(options, content, memory, cable, false)
+    pub(crate) fn start(content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
+        Self::start_as(content, memory, cable, false)
     }
 
     /// The same without limosa: its way is plain write calls.
-    pub(super) fn start_plain(options: &Options, content: &File, memory: u64) -> Result<Self> {
-        Self::start_as(options, content, memory, None, true)
+    pub(super) fn start_plain(content: &File, memory: u64) -> Result<Self> {
+        Self::start_as(content, memory, None, true)
     }
 
-    fn start_as(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>, plain: bool) -> Result<Self> {
+    fn start_as(content: &File, memory: u64, cable: Option<&'c Cable>, plain: bool) -> Result<Self> {
         let file = format!("/proc/self/fd/{}", content.as_fd().as_raw_fd());
         let at = cable.map(|cable| (cable, End::Near));
-        let mut child = Child::start(options, &Setup::Source { file, memory, plain }, Some(content), at)?;
+        let mut child = Child::start(&Setup::Source { file, memory, plain }, Some(content), at)?;
         let Answer::Ready = child.answer()? else { bail!("the source is not ready") };
         Ok(Self { child, memory, cable, plain })
     }
 
     /// A process that is a guest.
-    pub(crate) fn start_guest(options: &Options, guest: Guest, memory: u64) -> Result<Self> {
-        let mut child = Child::start(options, &Setup::Guest { guest, memory }, None, None)?;
+    pub(crate) fn start_guest(guest: Guest, memory: u64) -> Result<Self> {
+        let mut child = Child::start(&Setup::Guest { guest, memory }, None, None)?;
         let Answer::Ready = child.answer()? else { bail!("the guest is not ready") };
         Ok(Self { child, memory, cable: None, plain: false })
     }
@@ -249,18 +247,16 @@ impl<'c> Source<'c> {
     /// rounds is taken out of all figures.
     pub(crate) fn send(
         &mut self,
-        options: &Options,
         transport: Transport,
         way: Way,
         ready: impl FnOnce() -> Result<()>,
     ) -> Result<Measured> {
-        self.send_but(options, transport, way, Vec::new(), ready)
+        self.send_but(transport, way, Vec::new(), ready)
     }
 
     /// The same, of a guest that has no use for these bytes of its memory, and says so.
     pub(crate) fn send_but(
         &mut self,
-        options: &Options,
         transport: Transport,
         way: Way,
         free: Vec<Range<u64>>,
@@ -275,7 +271,7 @@ impl<'c> Source<'c> {
         let (memory, plain, Way { channels, faulting, .. }) = (self.memory, self.plain, way);
         let setup = Setup::Destination { memory, uri, channels, plain, faulting };
         let at = self.cable.map(|cable| (cable, End::Far));
-        let mut destination = Child::start(options, &setup, None, at)?;
+        let mut destination = Child::start(&setup, None, at)?;
         let Answer::Listening(uri) = destination.answer()? else { bail!("the destination does not listen") };
         ready()?;
         let (sender, receiver) = (self.child.process.pid(), destination.process.pid());
@@ -316,8 +312,8 @@ pub(crate) struct Stress {
 
 impl Stress {
     /// Starts it; it does nothing yet.
-    pub(crate) fn start(options: &Options) -> Result<Self> {
-        let mut child = Child::start(options, &Setup::Stress, None, None)?;
+    pub(crate) fn start() -> Result<Self> {
+        let mut child = Child::start(&Setup::Stress, None, None)?;
         let Answer::Ready = child.answer()? else { bail!("the stress is not ready") };
         Ok(Self { child })
     }
@@ -345,8 +341,8 @@ pub(super) struct Neighbour {
 
 impl Neighbour {
     /// Starts it on a core, where it stays.
-    pub(super) fn start(options: &Options, core: usize) -> Result<Self> {
-        let mut child = Child::start(options, &Setup::Neighbour, None, None)?;
+    pub(super) fn start(core: usize) -> Result<Self> {
+        let mut child = Child::start(&Setup::Neighbour, None, None)?;
         let Answer::Ready = child.answer()? else { bail!("the neighbour is not ready") };
         child.process.pin(Some(core))?;
         Ok(Self { child })

@@ -29,7 +29,7 @@ pub(super) fn contestants<'s>(options: &'s Options, stage: &'s Stage<'_>, memory
         .map(|(variant, way)| Contestant {
             case: case(memory),
             variant: variant.into(),
-            run: Box::new(move |_: &Frame| stage.send(options, Link::Tcp, way, Caches::Cold, || Ok(()))),
+            run: Box::new(move |_: &Frame| stage.send(Link::Tcp, way, Caches::Cold, || Ok(()))),
         })
         .collect()
 }

@@ -74,7 +74,7 @@ pub(super) fn contestants<'s>(
         let way = Way { max_bandwidth: GIGABIT, ..way };
         stage.pin(Some(first_core()?))?;
         let mut neighbour = neighbour.borrow_mut();
-        let measured = stage.send(options, Link::Tcp, way, Caches::Cold, || neighbour.begin());
+        let measured = stage.send(Link::Tcp, way, Caches::Cold, || neighbour.begin());
         stage.pin(None)?;
         let (steps, cpu) = neighbour.end()?;
         Ok(measured?.with(STEP, per_step(steps, cpu)))

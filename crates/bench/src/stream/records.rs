@@ -86,7 +86,7 @@ pub(super) fn contestants<'s>(options: &'s Options, stage: &'s Stage<'_>, cells:
             Contestant {
                 case: cell.case(),
                 variant: variant.into(),
-                run: Box::new(move |_: &Frame| stage.send(options, cell.link, way, cell.caches, || Ok(()))),
+                run: Box::new(move |_: &Frame| stage.send(cell.link, way, cell.caches, || Ok(()))),
             }
         })
         .collect()

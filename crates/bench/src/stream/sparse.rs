@@ -37,11 +37,11 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
     let mut sources = Vec::new();
     for size in sizes.into_iter().filter(|size| options.wants(&case(*size), VARIANT)) {
         options.tell(&format!("filling one page of {EVERY} of {}", words(size)));
-        sources.push((size, RefCell::new(Source::start(options, &sparse(size)?, size, None)?)));
+        sources.push((size, RefCell::new(Source::start(&sparse(size)?, size, None)?)));
     }
     let run = |size: u64, source: &RefCell<Source<'_>>| {
         let frame = Frame { touch: options.touch.unwrap_or(size / EVERY) };
-        source.borrow_mut().send(options, Transport::Tcp, Way::beside(CHANNELS), || frame.touch())
+        source.borrow_mut().send(Transport::Tcp, Way::beside(CHANNELS), || frame.touch())
     };
     let mut contestants: Vec<_> = sources
         .iter()

@@ -54,8 +54,8 @@ impl<'c> Stage<'c> {
     pub(crate) fn new(options: &Options, content: &File, memory: u64, cable: Option<&'c Cable>) -> Result<Self> {
         let len = usize::try_from(memory).context("--size")?;
         let mapping = Mapping::of_file(content, len).with_context(|| format!("mapping {memory} bytes"))?;
-        let here = Source::start(options, content, memory, None)?;
-        let apart = cable.map(|cable| Source::start(options, content, memory, Some(cable)));
+        let here = Source::start(content, memory, None)?;
+        let apart = cable.map(|cable| Source::start(content, memory, Some(cable)));
         let apart = apart.transpose()?.map(RefCell::new);
         // The kernel's buffers take some besides.
         let frame = Frame { touch: options.touch.unwrap_or(memory + SPARE) };
@@ -70,7 +70,6 @@ impl<'c> Stage<'c> {
     /// Sends the memory once, the caches being as said when the clock starts; `ready` is called before.
     pub(crate) fn send(
         &self,
-        options: &Options,
         link: Link,
         way: Way,
         caches: Caches,
@@ -83,8 +82,8 @@ impl<'c> Stage<'c> {
         };
         let ready = || caches.prepare(&self.mapping, &self.frame).and_then(|()| ready());
         match apart {
-            Some(source) => source.borrow_mut().send(options, transport, way, ready),
-            None => self.here.borrow_mut().send(options, transport, way, ready),
+            Some(source) => source.borrow_mut().send(transport, way, ready),
+            None => self.here.borrow_mut().send(transport, way, ready),
         }
     }
 

@@ -79,7 +79,7 @@ impl Vectors {
             options.tell(&format!("filling {}", words(memory)));
             let content = content(memory, group.contents)?;
             let stage = Stage::new(options, &content, memory, self.cable.as_ref().ok())?;
-            let beside = chased.then(|| Neighbour::start(options, first_core()?)).transpose()?.map(RefCell::new);
+            let beside = chased.then(|| Neighbour::start(first_core()?)).transpose()?.map(RefCell::new);
             let mut contestants = records::contestants(options, &stage, &group.cells);
             if by_header {
                 contestants.extend(headers::contestants(options, &stage, memory));

@@ -45,9 +45,9 @@ pub(super) fn rounds(options: &Options) -> Result<Vec<Series>> {
                         run: Box::new(move |_: &Frame| {
                             // One that has been migrated is not what it was.
                             let memory = guest.memory(options.size);
-                            let mut source = Source::start_guest(options, guest, memory)?;
+                            let mut source = Source::start_guest(guest, memory)?;
                             let frame = Frame { touch: options.touch.unwrap_or(guest.takes(memory, zeros)) };
-                            source.send(options, Transport::Tcp, way, || frame.touch())
+                            source.send(Transport::Tcp, way, || frame.touch())
                         }),
                     });
                 }

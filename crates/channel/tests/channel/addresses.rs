@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::thread;
 use std::time::Duration;
 
@@ -299,8 +299,7 @@ fn child_of_standard_streams() {
 
 #[test]
 fn standard_streams_are_taken_over_entirely() {
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_of_standard_streams", "--ignored", "--nocapture"])
+    let mut child = limosa_testkit::own_test!(child_of_standard_streams)
         .env("LIMOSA_CHANNEL_CHILD", "1")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -111,8 +111,8 @@ fn as_a_child_it_echoes_what_it_gets() {
 }
 
 fn child() -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "as_a_child_it_echoes_what_it_gets", "--nocapture"]).env("LIMOSA_TEST_CHILD", "1");
+    let mut command = limosa_testkit::own_test!(as_a_child_it_echoes_what_it_gets);
+    command.env("LIMOSA_TEST_CHILD", "1");
     command
 }
 

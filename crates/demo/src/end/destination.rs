@@ -39,7 +39,7 @@ impl End {
             ..LiveDestinationOptions::default()
         };
         let (control, progress) = (&migration.control, &migration.progress);
-        let multifd = MultifdOptions { compression: self.settings.packing() };
+        let multifd = MultifdOptions { compression: self.settings.compression };
         let mut destination =
             LiveDestination::new(&self.vm, set.main, control, progress, options).with_channels(set.pages, multifd);
         if self.settings.preempt {
@@ -133,7 +133,7 @@ impl End {
     fn arrived(&self, migration: &Migration, stats: &ArrivalStats) {
         let unheard = stats.unheard.as_ref().map(|error| {
             let why = format!("the guest runs here, but the source may not have heard of it: {error}");
-            tell(&format!("destination: {why}\n  Tell the source: limosa demo discard --control <its socket>"));
+            tell(&format!("destination: {why}\n  Tell the source: limosa-demo discard --control <its socket>"));
             why
         });
         self.told_destination(migration, "running", Some(stats), unheard.clone());

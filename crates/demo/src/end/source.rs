@@ -123,13 +123,14 @@ impl End {
         let logs = self.vm.logs().map_err(|error| error.to_string())?;
         // The main one first: who has no other means to tell them apart goes by their order.
         let main = self.connect(uri).map_err(|error| error.to_string())?;
-        let zero_copy = self.settings.zero_copy();
+        let zero_copy = self.settings.zero_copy;
         // Over TLS it has shaken hands then; the others do so on their own threads.
         let tls = self.tls.clone().map(Tls::deferred);
         let beside = (0..self.settings.channels).map(|_| connect(uri, zero_copy, tls.clone()));
         let beside = beside.collect::<Result<Vec<_>, _>>();
         let beside = beside.map_err(|error| error.to_string())?;
-        let multifd = MultifdSourceOptions { compression: self.settings.packing(), ..MultifdSourceOptions::default() };
+        let multifd =
+            MultifdSourceOptions { compression: self.settings.compression, ..MultifdSourceOptions::default() };
         let (control, progress) = (&migration.control, &migration.progress);
         let source = LiveSource::new(&self.vm, logs, main, control, progress, self.settings.params())
             .shared_memory(self.settings.shared_memory());

@@ -8,7 +8,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -220,8 +220,8 @@ fn kill_one(folder: &Path, seed: u64, cluster: u64, chance: &mut Chance, end: &E
     let kept = scratch().unwrap();
     let [record, said] = ["record", "said"].map(|name| kept.path().join(name));
     std::fs::write(&record, "").unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--ignored", "--exact", "kill::the_process_that_is_killed", "--nocapture", "--test-threads=1"]);
+    let mut command = limosa_testkit::own_test!(the_process_that_is_killed);
+    command.arg("--test-threads=1");
     command.env(CALL, format!("{seed}:{}", folder.display())).env("LIMOSA_PROOF_CLUSTER", cluster.to_string());
     let output = File::create(&said).unwrap();
     command.env(RECORD, &record);

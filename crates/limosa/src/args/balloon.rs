@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::values::{parse_size, parse_time};
+use limosa_console::parse;
 
 #[derive(Debug, Args)]
 #[command(
@@ -52,7 +52,7 @@ pub(crate) struct BalloonServeArgs {
     pub(crate) reporting: OnOffArg,
 
     /// Initial memory of the guest without the balloon; by default all of it
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) target: Option<u64>,
 
     /// Print one JSON object on stdout when done
@@ -103,11 +103,11 @@ pub(crate) enum BalloonCtlCommand {
     /// Set how much memory the guest may use
     Target {
         /// Memory of the guest without the balloon; a size above its RAM means all of it
-        #[arg(value_name = "SIZE", value_parser = parse_size)]
+        #[arg(value_name = "SIZE", value_parser = parse::size)]
         size: u64,
 
         /// Wait until the guest has reached it, at most this long
-        #[arg(long, value_name = "TIME", value_parser = parse_time)]
+        #[arg(long, value_name = "TIME", value_parser = parse::time)]
         wait: Option<Duration>,
     },
     /// Show the size of the balloon and its counters
@@ -115,7 +115,7 @@ pub(crate) enum BalloonCtlCommand {
     /// Show memory statistics of the guest
     Stats {
         /// Repeat at this interval
-        #[arg(long, value_name = "TIME", value_parser = parse_time, num_args = 0..=1, default_missing_value = "1s")]
+        #[arg(long, value_name = "TIME", value_parser = parse::time, num_args = 0..=1, default_missing_value = "1s")]
         watch: Option<Duration>,
     },
     /// Ask the guest for a list of its free pages
@@ -125,7 +125,7 @@ pub(crate) enum BalloonCtlCommand {
         squeeze: bool,
 
         /// Available memory to leave when squeezing; default: a sixteenth of the guest's memory, at least 64M
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "squeeze")]
+        #[arg(long, value_name = "SIZE", value_parser = parse::size, requires = "squeeze")]
         reserve: Option<u64>,
     },
     /// Return pages that the guest reports as free to the host, or keep them

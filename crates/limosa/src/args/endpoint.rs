@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::values::{parse_rate, parse_time};
+use limosa_console::parse;
 
 #[derive(Debug, Args)]
 pub(crate) struct EndpointArgs {
@@ -15,11 +15,11 @@ pub(crate) struct EndpointArgs {
     pub(crate) one_way: bool,
 
     /// Longest wait for the other end: to connect, to make progress, to finish
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) timeout: Option<Duration>,
 
     /// Maximum bandwidth in bytes per second; unlimited by default
-    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    #[arg(long, value_name = "RATE", value_parser = parse::rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
     /// Create a QMP-like socket here to monitor and control the job (`query-migrate`, `migrate_cancel`, ...)

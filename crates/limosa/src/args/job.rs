@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::values::parse_rate;
+use limosa_console::parse;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ViaArg {
@@ -45,7 +45,7 @@ pub(crate) struct JobArgs {
 #[derive(Debug, Args)]
 pub(crate) struct SteerArgs {
     /// Maximum bandwidth in bytes per second, unlimited by default; QEMU is imprecise below a few MiB
-    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    #[arg(long, value_name = "RATE", value_parser = parse::rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
     /// Create a QMP-like socket here to monitor and control the job (`query-migrate`, `migrate_cancel`, ...)

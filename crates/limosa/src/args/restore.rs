@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
+use super::channels::file_zero_copy;
 use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
+use limosa_channel::ZeroCopy;
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::{ChannelArgs, DisksArg, FileZeroCopyArg, JobArgs, ViaArg};
+use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ModeArg {
@@ -57,8 +59,8 @@ pub(crate) struct HowArgs {
     pub(crate) zero_page_detection: ZeroPageDetectionArg,
 
     /// How pages get from the file to the multifd channels
-    #[arg(long, value_enum, value_name = "METHOD", default_value_t = FileZeroCopyArg::Auto, requires = "channels")]
-    pub(crate) zero_copy: FileZeroCopyArg,
+    #[arg(long, value_parser = file_zero_copy(), value_name = "METHOD", default_value = "auto", requires = "channels")]
+    pub(crate) zero_copy: ZeroCopy,
 
     /// Answer page requests on a separate channel (QEMU's postcopy-preempt). Lower latency, but if limosa is killed at the
     /// very end, the restore may never complete

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::values::parse_time;
 use super::{HowArgs, SteerArgs};
+use limosa_console::parse;
 
 #[derive(Debug, Args)]
 #[command(
@@ -26,7 +26,7 @@ pub(crate) struct RunArgs {
     pub(crate) steer: SteerArgs,
 
     /// How long QEMU may take to start
-    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "60s")]
+    #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "60s")]
     pub(crate) start_within: Duration,
 
     /// The command line that the saved VM was started with; limosa adds -incoming and a private monitor

@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
-use super::values::parse_time;
 use super::{ChannelArgs, JobArgs, NewSnapshotArgs, ViaArg};
+use limosa_console::parse;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnTimeoutArg {
@@ -61,16 +61,16 @@ pub(crate) struct SaveArgs {
     pub(crate) new: NewSnapshotArgs,
 
     /// Longest downtime of the VM that QEMU aims for (its downtime-limit)
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) downtime: Option<Duration>,
 
     /// How long the VM may keep running while it is saved
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) timeout: Option<Duration>,
 
     /// Send memory slowly at first, at most this long, until the guest's balloon has told QEMU which pages are free. Pages
     /// sent before that are stored
-    #[arg(long, value_name = "TIME", value_parser = parse_time, conflicts_with = "background")]
+    #[arg(long, value_name = "TIME", value_parser = parse::time, conflicts_with = "background")]
     pub(crate) hint_wait: Option<Duration>,
 
     /// What to do when --timeout expires: the VM changes its memory faster than it is saved

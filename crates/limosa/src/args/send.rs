@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
+use super::channels::file_zero_copy;
 use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
+use limosa_channel::ZeroCopy;
 
-use super::values::parse_size;
-use super::{ChannelArgs, EndpointArgs, FileZeroCopyArg, PreemptArg, TlsClientArgs};
+use super::{ChannelArgs, EndpointArgs, PreemptArg, TlsClientArgs};
+use limosa_console::parse;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SendModeArg {
@@ -59,8 +61,8 @@ pub(crate) struct SendArgs {
     pub(crate) channels: ChannelArgs,
 
     /// How pages get from the file to the multifd channels
-    #[arg(long, value_enum, value_name = "METHOD", default_value_t = FileZeroCopyArg::Auto, requires = "channels")]
-    pub(crate) zero_copy: FileZeroCopyArg,
+    #[arg(long, value_parser = file_zero_copy(), value_name = "METHOD", default_value = "auto", requires = "channels")]
+    pub(crate) zero_copy: ZeroCopy,
 
     #[command(flatten)]
     pub(crate) tls: TlsClientArgs,
@@ -79,7 +81,7 @@ impl SendArgs {
             Some("--channels needs --mode precopy: postcopy does not use multifd channels")
         } else if two && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_)) {
             Some("--preempt on needs a second connection: use tcp:HOST:PORT or unix:PATH")
-        } else if self.tls.tls_creds.is_some() && self.zero_copy == FileZeroCopyArg::Splice {
+        } else if self.tls.tls_creds.is_some() && self.zero_copy == ZeroCopy::Splice {
             Some("--zero-copy splice cannot be combined with --tls-creds: splicing sends pages unencrypted")
         } else {
             self.tls.contradiction(&self.uri)
@@ -91,7 +93,7 @@ impl SendArgs {
 fn parse_page_size(text: &str) -> Result<(String, u64), String> {
     let wrong = || format!("{text:?} is not a page size of a RAM block: write BLOCK=2M");
     let (block, size) = text.rsplit_once('=').filter(|(block, _)| !block.is_empty()).ok_or_else(wrong)?;
-    let size = parse_size(size).ok().filter(|size| size.is_power_of_two()).ok_or_else(wrong)?;
+    let size = parse::size(size).ok().filter(|size| size.is_power_of_two()).ok_or_else(wrong)?;
     Ok((block.to_owned(), size))
 }
 

@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::builder::TypedValueParser;
+use clap::{ArgAction, Args};
 use limosa_channel::{ChannelError, KernelTls, Tls, Uri};
-
-use super::demo::OnOffArg;
+use limosa_console::{on_off, one_of};
 
 /// Said where a connection cannot be encrypted.
 const NOT_THERE: &str =
@@ -14,26 +14,13 @@ const NOT_THERE: &str =
 /// Said where the kernel cannot encrypt one.
 const NO_TCP: &str = "--tls-kernel on needs tcp:HOST:PORT: the kernel encrypts only TCP";
 
-/// Who seals and opens what goes over an encrypted connection.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum KernelTlsArg {
-    /// No: limosa does
-    #[default]
-    Off,
-    /// Over TCP, if the kernel has TLS and can renew keys (Linux 6.14); else limosa does
-    Auto,
-    /// Yes; fails if that is not possible
-    On,
-}
-
-impl From<KernelTlsArg> for KernelTls {
-    fn from(kernel: KernelTlsArg) -> Self {
-        match kernel {
-            KernelTlsArg::Off => Self::Off,
-            KernelTlsArg::Auto => Self::Auto,
-            KernelTlsArg::On => Self::On,
-        }
-    }
+/// Whether the kernel encrypts and decrypts.
+fn kernel_tls() -> impl TypedValueParser<Value = KernelTls> {
+    one_of([
+        (KernelTls::Off, "off", "No: limosa does"),
+        (KernelTls::Auto, "auto", "Over TCP, if the kernel has TLS and can renew keys (Linux 6.14); else limosa does"),
+        (KernelTls::On, "on", "Yes; fails if that is not possible"),
+    ])
 }
 
 /// For the end that connects.
@@ -49,8 +36,8 @@ pub(crate) struct TlsClientArgs {
     pub(crate) tls_hostname: Option<String>,
 
     /// Whether the kernel encrypts and decrypts the connection
-    #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
-    pub(crate) tls_kernel: KernelTlsArg,
+    #[arg(long, value_parser = kernel_tls(), value_name = "WHEN", default_value = "off", requires = "tls_creds")]
+    pub(crate) tls_kernel: KernelTls,
 }
 
 /// For the end that listens.
@@ -61,12 +48,12 @@ pub(crate) struct TlsServerArgs {
     pub(crate) tls_creds: Option<PathBuf>,
 
     /// Whether clients must present a certificate (the verify-peer of QEMU's tls-creds-x509)
-    #[arg(long, value_enum, default_value_t = OnOffArg::On, requires = "tls_creds")]
-    pub(crate) tls_verify_peer: OnOffArg,
+    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "TLS_VERIFY_PEER", default_value = "on", requires = "tls_creds")]
+    pub(crate) tls_verify_peer: bool,
 
     /// Whether the kernel encrypts and decrypts the connection
-    #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
-    pub(crate) tls_kernel: KernelTlsArg,
+    #[arg(long, value_parser = kernel_tls(), value_name = "WHEN", default_value = "off", requires = "tls_creds")]
+    pub(crate) tls_kernel: KernelTls,
 }
 
 impl TlsClientArgs {
@@ -75,7 +62,7 @@ impl TlsClientArgs {
         match uri {
             _ if self.tls_creds.is_none() => None,
             Uri::Tcp { .. } => None,
-            Uri::Unix(_) if self.tls_kernel == KernelTlsArg::On => Some(NO_TCP),
+            Uri::Unix(_) if self.tls_kernel == KernelTls::On => Some(NO_TCP),
             Uri::Unix(_) if self.tls_hostname.is_some() => None,
             Uri::Unix(_) => Some("--tls-creds over unix:PATH needs --tls-hostname: a path names no host"),
             _ => Some(NOT_THERE),
@@ -84,7 +71,7 @@ impl TlsClientArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.tls_kernel.into()));
+        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
     }
 }
@@ -94,7 +81,7 @@ impl TlsServerArgs {
     pub(crate) fn contradiction(&self, uri: &Uri) -> Option<&'static str> {
         match uri {
             _ if self.tls_creds.is_none() => None,
-            Uri::Unix(_) if self.tls_kernel == KernelTlsArg::On => Some(NO_TCP),
+            Uri::Unix(_) if self.tls_kernel == KernelTls::On => Some(NO_TCP),
             Uri::Tcp { .. } | Uri::Unix(_) => None,
             _ => Some(NOT_THERE),
         }
@@ -102,8 +89,7 @@ impl TlsServerArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        let verify_peer = self.tls_verify_peer == OnOffArg::On;
-        let read = |folder| Ok(Tls::server(folder, verify_peer)?.kernel(self.tls_kernel.into()));
+        let read = |folder| Ok(Tls::server(folder, self.tls_verify_peer)?.kernel(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
     }
 }
@@ -118,10 +104,10 @@ mod tests {
         let client = |tls_hostname: Option<&str>| TlsClientArgs {
             tls_creds: folder.clone(),
             tls_hostname: tls_hostname.map(str::to_owned),
-            tls_kernel: KernelTlsArg::Auto,
+            tls_kernel: KernelTls::Auto,
         };
-        let tls_kernel = KernelTlsArg::Auto;
-        let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: OnOffArg::On, tls_kernel };
+        let tls_kernel = KernelTls::Auto;
+        let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: true, tls_kernel };
         for (uri, named, unnamed, listening) in [
             ("tcp:host:1", true, true, true),
             ("unix:/a", true, false, true),
@@ -135,13 +121,13 @@ mod tests {
             assert_eq!(server.contradiction(&uri).is_none(), listening, "{uri}");
             assert_eq!(TlsClientArgs { tls_creds: None, tls_hostname: None, tls_kernel }.contradiction(&uri), None);
             let tcp = matches!(uri, Uri::Tcp { .. });
-            let tls_kernel = KernelTlsArg::On;
+            let tls_kernel = KernelTls::On;
             assert_eq!(
                 TlsClientArgs { tls_kernel, ..client(Some("host")) }.contradiction(&uri).is_none(),
                 tcp,
                 "{uri}"
             );
-            let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: OnOffArg::On, tls_kernel };
+            let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: true, tls_kernel };
             assert_eq!(server.contradiction(&uri).is_none(), tcp, "{uri}");
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! Law: what was begun for somebody who breaks it off is broken off; the server puts everything back.
 
+use limosa_console::quantity;
 use std::cell::{Cell, RefCell};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -15,8 +16,7 @@ use signal_hook::iterator::Signals;
 
 use super::line::StatusLine;
 use crate::args::{BalloonCtlArgs, BalloonCtlCommand, OnOffArg};
-use crate::voice::{all_printed, print_out, say};
-use crate::words;
+use limosa_console::{all_printed, print_out, say};
 
 /// How often the server is asked again.
 const TICK: Duration = Duration::from_millis(10);
@@ -54,9 +54,9 @@ impl Ctl {
             if self.json {
                 print_out!("{}", json!({ "target": size }));
             } else if self.progress(size)?.driver {
-                say!("limosa: target set to {}", words::bytes(size));
+                say!("limosa: target set to {}", quantity::bytes(size));
             } else {
-                say!("limosa: target set to {}; no balloon driver is active in the guest yet", words::bytes(size));
+                say!("limosa: target set to {}; no balloon driver is active in the guest yet", quantity::bytes(size));
             }
             return Ok(());
         };
@@ -64,17 +64,17 @@ impl Ctl {
         loop {
             let Progress { driver, ram, actual, target } = self.progress(size)?;
             if ram != 0 && target != whole_pages(size).min(ram) {
-                bail!("another client has changed the target to {}", words::bytes(target));
+                bail!("another client has changed the target to {}", quantity::bytes(target));
             }
             if driver && actual == target {
                 drop(line);
                 if self.json {
                     print_out!(
                         "{}",
-                        json!({ "target": target, "actual": actual, "ms": words::millis(begun.elapsed()) })
+                        json!({ "target": target, "actual": actual, "ms": quantity::millis(begun.elapsed()) })
                     );
                 } else {
-                    say!("limosa: the guest has {} after {}", words::bytes(actual), words::time(begun.elapsed()));
+                    say!("limosa: the guest has {} after {}", quantity::bytes(actual), quantity::time(begun.elapsed()));
                 }
                 return Ok(());
             }
@@ -82,19 +82,19 @@ impl Ctl {
                 bail!(
                     "no balloon driver became active in the guest within {}: is virtio_balloon loaded there? The target \
                      stays set",
-                    words::time(patience)
+                    quantity::time(patience)
                 );
             }
             if begun.elapsed() >= patience {
                 bail!(
                     "the guest has {} after {}, not {}; it may need that memory (see `stats`), or be paused. The target \
                      stays set: set a larger one, or all (1T), to undo that",
-                    words::bytes(actual),
-                    words::time(patience),
-                    words::bytes(target)
+                    quantity::bytes(actual),
+                    quantity::time(patience),
+                    quantity::bytes(target)
                 );
             }
-            line.say(format!("guest has {}, target {}", words::bytes(actual), words::bytes(target)));
+            line.say(format!("guest has {}, target {}", quantity::bytes(actual), quantity::bytes(target)));
             broken.pause(TICK)?;
         }
     }
@@ -131,12 +131,12 @@ impl Ctl {
             print_out!("{device}");
             return Ok(());
         }
-        let actual = words::bytes(number(&device, "actual"));
+        let actual = quantity::bytes(number(&device, "actual"));
         if device.get("ram").is_none() {
             print_out!("the guest has {actual}");
             return Ok(());
         }
-        let (target, ram) = (words::bytes(number(&device, "target")), words::bytes(number(&device, "ram")));
+        let (target, ram) = (quantity::bytes(number(&device, "target")), quantity::bytes(number(&device, "ram")));
         if number(&device, "ram") == 0 {
             print_out!("no guest has shared its memory yet");
         } else if device.get("driver") == Some(&Value::Bool(false)) {
@@ -152,7 +152,7 @@ impl Ctl {
         );
         let counters = device.get("counters").and_then(Value::as_object);
         for (name, count) in counters.into_iter().flatten().filter(|(_, count)| count.as_u64() != Some(0)) {
-            print_out!("  {name}: {}", words::count(count.as_u64().unwrap_or(0)));
+            print_out!("  {name}: {}", quantity::count(count.as_u64().unwrap_or(0)));
         }
         Ok(())
     }
@@ -172,7 +172,7 @@ impl Ctl {
                 let parts = stats.into_iter().flatten().map(|(name, value)| {
                     let value = value.as_u64().unwrap_or(0);
                     let is_bytes = name.ends_with("-memory") || name.starts_with("swap-") || name == "disk-caches";
-                    format!("{name} {}", if is_bytes { words::bytes(value) } else { words::count(value) })
+                    format!("{name} {}", if is_bytes { quantity::bytes(value) } else { quantity::count(value) })
                 });
                 let parts: Vec<_> = parts.collect();
                 print_out!("{}", if watch.is_some() { parts.join(", ") } else { parts.join("\n") });
@@ -213,7 +213,7 @@ impl Ctl {
         self.ask("balloon-hint-start", arguments)?;
         let job = loop {
             let job = self.ask("query-balloon-hint", json!({}))?;
-            let bytes = |name| words::bytes(number(&job, name));
+            let bytes = |name| quantity::bytes(number(&job, name));
             match job.get("phase").and_then(Value::as_str) {
                 Some("completed") => break job,
                 Some("inflating") => line.say(format!("squeezing: the guest has {}", bytes("actual"))),
@@ -236,17 +236,17 @@ impl Ctl {
             return Ok(());
         }
         if let Some(squeezed) = job.get("squeezed").and_then(Value::as_u64) {
-            let has = words::bytes(number(&job, "actual"));
+            let has = quantity::bytes(number(&job, "actual"));
             if squeezed == 0 {
                 say!("limosa: nothing was squeezed: the guest has no more memory available than it keeps (--reserve)");
             } else {
-                say!("limosa: {} squeezed out; the guest has {has} again", words::bytes(squeezed));
+                say!("limosa: {} squeezed out; the guest has {has} again", quantity::bytes(squeezed));
             }
         }
         print_out!(
             "{} free in {} blocks, listed in {:.1} ms",
-            words::bytes(number(&job, "bytes")),
-            words::count(number(&job, "blocks")),
+            quantity::bytes(number(&job, "bytes")),
+            quantity::count(number(&job, "blocks")),
             job.get("list-ms").and_then(Value::as_f64).unwrap_or(0.0)
         );
         Ok(())

@@ -154,13 +154,13 @@ impl Jobs {
             let took = list.asked.zip(list.last).map(|(asked, last)| last.duration_since(asked));
             fields.insert("blocks".into(), list.blocks.into());
             fields.insert("bytes".into(), list.bytes.into());
-            fields.insert("list-ms".into(), took.map_or(0.0, crate::words::millis).into());
+            fields.insert("list-ms".into(), took.map_or(0.0, limosa_console::quantity::millis).into());
         }
         if let Some((before, smallest)) = job.squeezed {
             fields.insert("squeezed".into(), before.saturating_sub(smallest).into());
         }
         if let Some(took) = job.took {
-            fields.insert("total-ms".into(), crate::words::millis(took).into());
+            fields.insert("total-ms".into(), limosa_console::quantity::millis(took).into());
         }
         if let Some(error) = &job.error {
             fields.insert("error".into(), error.as_str().into());

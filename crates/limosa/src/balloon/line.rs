@@ -1,11 +1,10 @@
 //! The live status line, on a terminal only.
 
+use limosa_console::quantity;
 use std::io::IsTerminal as _;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use limosa_balloon::{Balloon, HintState};
-
-use crate::words;
 
 /// A line that is drawn until it is dropped.
 pub(super) struct StatusLine(Option<ProgressBar>);
@@ -47,16 +46,16 @@ fn words_of(balloon: &Balloon, front_ends: u64) -> String {
         };
     }
     let (size, counters) = (balloon.size(), balloon.counters());
-    let mut line = format!("guest has {} of {}", words::bytes(size.actual), words::bytes(size.ram));
+    let mut line = format!("guest has {} of {}", quantity::bytes(size.actual), quantity::bytes(size.ram));
     if size.target != size.actual {
-        line.push_str(&format!(", target {}", words::bytes(size.target)));
+        line.push_str(&format!(", target {}", quantity::bytes(size.target)));
     }
-    line.push_str(&format!("; {} given back", words::bytes(counters.discarded_bytes)));
+    line.push_str(&format!("; {} given back", quantity::bytes(counters.discarded_bytes)));
     let list = balloon.hint_list();
     match list.state {
         HintState::Requested => line.push_str("; free pages requested"),
-        HintState::Started => line.push_str(&format!("; {} free so far", words::bytes(list.bytes))),
-        HintState::Stopped => line.push_str(&format!("; {} free, held by the guest", words::bytes(list.bytes))),
+        HintState::Started => line.push_str(&format!("; {} free so far", quantity::bytes(list.bytes))),
+        HintState::Stopped => line.push_str(&format!("; {} free, held by the guest", quantity::bytes(list.bytes))),
         HintState::Done => {}
     }
     line

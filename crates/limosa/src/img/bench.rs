@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::open;
 use super::options::BenchOptions;
-use crate::voice::{all_printed, print_out};
+use limosa_console::{all_printed, print_out};
 
 pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {

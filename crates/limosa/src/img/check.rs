@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::open;
 use super::options::CheckOptions;
 use super::pretty::pretty;
-use crate::voice::{all_printed, print_out, say};
+use limosa_console::{all_printed, print_out, say};
 
 /// The image has references that are wrong, or lacks space that it uses.
 const CORRUPT: u8 = 2;

@@ -12,8 +12,7 @@ use serde_json::json;
 use super::meter::Meter;
 use super::open;
 use super::options::CompareOptions;
-use crate::voice::{all_printed, print_out, say};
-use crate::words;
+use limosa_console::{all_printed, print_out, say};
 
 /// An image cannot be opened.
 const OPEN: u8 = 2;
@@ -52,7 +51,7 @@ pub(crate) fn run(options: &CompareOptions) -> anyhow::Result<ExitCode> {
 
 /// Says why nothing was compared.
 pub(crate) fn refuse(error: &anyhow::Error) -> ExitCode {
-    failed(&words::one_line(error), OPEN)
+    failed(&limosa_console::one_line(error), OPEN)
 }
 
 fn failed(line: &str, status: u8) -> ExitCode {

@@ -24,7 +24,7 @@ use super::format_options::FormatOptions;
 use super::meter::Meter;
 use super::options::{ConvertOptions, Name, Source};
 use super::{create, open};
-use crate::voice::{all_printed, print_out, say};
+use limosa_console::{all_printed, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
 const SPARSE_MOST: u64 = 16 << 20;

@@ -19,7 +19,7 @@ use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, LockPolicy, St
 use super::format_options::FormatOptions;
 use super::interrupt;
 use super::options::{CreateOptions, Name};
-use crate::voice::{all_printed, print_out};
+use limosa_console::{all_printed, print_out};
 
 pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     if options.target.asks_for_help() {

@@ -13,8 +13,8 @@ use super::open;
 use super::options::InfoOptions;
 use super::pretty::pretty;
 use super::size::for_people;
-use crate::voice::{all_printed, print_out};
 use crate::words;
+use limosa_console::{all_printed, print_out};
 
 pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
     let chain = if options.backing_chain {

@@ -9,7 +9,7 @@ use limosa_storage::block_on;
 
 use super::open;
 use super::options::MapOptions;
-use crate::voice::{all_printed, print_out};
+use limosa_console::{all_printed, print_out};
 
 /// Bytes of a disk that are alike.
 #[derive(Debug, Clone, PartialEq, Eq)]

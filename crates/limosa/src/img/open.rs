@@ -14,7 +14,7 @@ use limosa_image::reference::Reference;
 use limosa_storage::{LockPolicy, block_on};
 
 use super::options::Source;
-use crate::voice::say;
+use limosa_console::say;
 
 /// What names an image.
 ///

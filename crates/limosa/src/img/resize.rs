@@ -15,7 +15,7 @@ use limosa_storage::{Storage, block_on};
 
 use super::open;
 use super::options::{NewSize, ResizeOptions};
-use crate::voice::print_out;
+use limosa_console::print_out;
 
 pub(crate) fn run(options: &ResizeOptions) -> anyhow::Result<ExitCode> {
     let source = &options.source;

@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::ends::{assert_is_the_instant_of, assert_runs_on, migrate, source, start_receive, start_with_input};
 use crate::needs_qemu;
 use crate::scene::{Scene, assert_failed, beat, migration_status, text, wait_said};
-use crate::stage::{Ended, Limosa, names, wait_for};
+use crate::stage::{Ended, names, start_command, wait_for};
 
 /// A folder that must stay empty.
 fn files(scene: &Scene) -> PathBuf {
@@ -98,7 +98,7 @@ fn nobody_and_silence_are_waited_for_as_long_as_was_said() {
     beginner.write_all(b"QEVM\0\0\0").unwrap();
     assert_failed(&limosa.wait(), &["nothing moved for 1s"]);
     let words = ["receive", "exec:exec sleep 1000", text(&snapshot), "--timeout", "300ms"];
-    Limosa::start_command(scene.command(&words)).wait().one_line(&["nothing moved for 300ms", "nothing was kept"]);
+    start_command(scene.command(&words)).wait().one_line(&["nothing moved for 300ms", "nothing was kept"]);
     // Waiting for nobody in particular can be given up at any moment.
     let (limosa, _) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &[]);
     limosa.signal(rustix::process::Signal::INT);
@@ -120,7 +120,7 @@ fn a_command_that_fails_behind_a_whole_stream_is_not_believed() {
         let uri = format!("exec:{}", command.replace("STREAM", text(&stream)));
         let mut words = vec!["receive", &uri, text(&snapshot)];
         words.extend(more);
-        Limosa::start_command(scene.command(&words)).wait()
+        start_command(scene.command(&words)).wait()
     };
     receive("cat STREAM; exit 9", &[]).one_line(&["the command failed (exit status: 9)", "nothing was kept"]);
     receive("head -c 1000000 STREAM; exit 9", &[]).one_line(&["exit status: 9", "nothing was kept"]);
@@ -141,7 +141,7 @@ fn a_source_that_wants_answers_over_a_pipe_is_told_what_to_do() {
     // A sender that believes that somebody answers: what it says first is recorded.
     let uri = format!("exec:head -c 300 > {}", stream.display());
     let words = ["send", text(&saved.snapshot), &uri, "--timeout", "1s"];
-    assert!(!Limosa::start_command(scene.command(&words)).wait().status.success());
+    assert!(!start_command(scene.command(&words)).wait().status.success());
     let folder = files(&scene);
     let bytes = std::fs::read(&stream).unwrap();
     assert!(!bytes.is_empty());
@@ -161,7 +161,7 @@ fn a_full_disk_leaves_the_vm_running_and_no_file() {
         let script = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" receive unix:$1 $2");
         let socket = scene.path("in.sock");
         command.args(["-c", &script, crate::ends::LIMOSA, text(&socket), text(&snapshot)]);
-        let limosa = Limosa::start_command(command);
+        let limosa = start_command(command);
         wait_said(&limosa, "listening on ");
         let vm = source(&beat());
         migrate(&vm, &format!("unix:{}", socket.display()), true);
@@ -182,7 +182,7 @@ fn what_is_no_place_for_a_file_is_refused_before_anybody_is_waited_for() {
     let receive = |uri: &str, file: &std::path::Path, more: &[&str]| {
         let mut words = vec!["receive", uri, text(file)];
         words.extend(more);
-        Limosa::start_command(scene.command(&words)).wait()
+        start_command(scene.command(&words)).wait()
     };
     receive("tcp:127.0.0.1:0", &taken, &[]).one_line(&["taken", "exists already", "--force"]);
     receive("tcp:127.0.0.1:0", &scene.path("missing/vm"), &[]).one_line(&["missing", "does not exist"]);

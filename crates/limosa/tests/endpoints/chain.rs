@@ -10,7 +10,7 @@ use limosa_snapshot::Snapshot;
 use crate::ends::LIMOSA;
 use crate::needs_qemu;
 use crate::scene::{Saved, Scene, beat, saved_beat, text};
-use crate::stage::{Ended, Limosa, load_in_stock_qemu, names};
+use crate::stage::{Ended, load_in_stock_qemu, names, start_command};
 
 /// Expects two snapshots of one VM at one instant: layout, memory, device state.
 #[track_caller]
@@ -40,7 +40,7 @@ fn assert_same(a: &Path, b: &Path) {
 fn shell(scene: &Scene, script: &str) -> Ended {
     let mut command = Command::new("/bin/bash");
     command.args(["-o", "pipefail", "-c", script]).env("TMPDIR", scene.path("tmp"));
-    Limosa::start_command(command).wait()
+    start_command(command).wait()
 }
 
 fn travels(scene: &Scene, saved: &Saved, script: &str) {

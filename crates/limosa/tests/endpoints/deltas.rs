@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::ends::{assert_is_the_instant_of, migrate, source, start_receive};
 use crate::needs_qemu;
 use crate::scene::{Scene, text};
-use crate::stage::{Limosa, wait_for};
+use crate::stage::{start_command, wait_for};
 
 /// So many deltas that some pages got a delta on top of a delta, if the guest was quick enough for QEMU to need so many rounds.
 const MANY: u64 = 3 * 2048;
@@ -56,7 +56,7 @@ fn a_recorded_stream_of_what_changed_in_pages_is_imported() {
     let (stream, snapshot) = (scene.path("stream"), scene.path("snapshot"));
     let vm = sent_in_deltas(&format!("exec:cat > {}", stream.display()), false);
     let words = ["import", text(&stream), text(&snapshot), "--json", "--no-sync"];
-    Limosa::start_command(scene.command(&words)).wait().json();
+    start_command(scene.command(&words)).wait().json();
     assert_is_the_instant_of(&scene, &snapshot, &vm);
     let destination = vm.machine().start_incoming().unwrap();
     scene.restore(&snapshot, &destination, &["--mode", "lazy", "--paused"]).success();

@@ -8,23 +8,23 @@ use limosa_testkit::{Beat, Machine, Vm};
 use serde_json::json;
 
 use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, load_ballast, text, wait_said};
-use crate::stage::{Limosa, SOON, wait_for};
+use crate::stage::{Program, SOON, start_command, wait_for};
 
 /// The real limosa, for shells.
 pub(crate) const LIMOSA: &str = env!("CARGO_BIN_EXE_limosa");
 
 /// Starts limosa with a descriptor as its standard input, as a socket that was inherited would be.
-pub(crate) fn start_with_input(scene: &Scene, words: &[&str], input: OwnedFd) -> Limosa {
+pub(crate) fn start_with_input(scene: &Scene, words: &[&str], input: OwnedFd) -> Program {
     let mut command = Command::new(LIMOSA);
     command.args(words).env("TMPDIR", scene.path("tmp")).stdin(Stdio::from(input));
-    Limosa::start_with_own_input(command)
+    Program::start_with_input("limosa", command)
 }
 
 /// Starts `limosa receive` at `uri` and waits until it listens; returns it and where that is.
-pub(crate) fn start_receive(scene: &Scene, uri: &str, snapshot: &Path, more: &[&str]) -> (Limosa, String) {
+pub(crate) fn start_receive(scene: &Scene, uri: &str, snapshot: &Path, more: &[&str]) -> (Program, String) {
     let mut words = vec!["receive", uri, text(snapshot)];
     words.extend(more);
-    let limosa = Limosa::start_command(scene.command(&words));
+    let limosa = start_command(scene.command(&words));
     wait_said(&limosa, "listening on ");
     // The line is whole when it has an end.
     let at = wait_for("the address", || {
@@ -85,8 +85,8 @@ pub(crate) fn assert_is_back(vm: &Vm, saved: &Saved) {
     saved.assert_is_back(vm);
 }
 
-pub(crate) fn start_send(scene: &Scene, snapshot: &Path, uri: &str, more: &[&str]) -> Limosa {
+pub(crate) fn start_send(scene: &Scene, snapshot: &Path, uri: &str, more: &[&str]) -> Program {
     let mut words = vec!["send", text(snapshot), uri];
     words.extend(more);
-    Limosa::start_command(scene.command(&words))
+    start_command(scene.command(&words))
 }

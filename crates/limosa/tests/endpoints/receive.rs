@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::ends::{LIMOSA, assert_is_the_instant_of, assert_runs_on, migrate, source, start_receive, start_with_input};
 use crate::needs_qemu;
 use crate::scene::{Scene, beat, control, migration_status, small_beat, text, wait_migration_status};
-use crate::stage::{Limosa, load_in_stock_qemu, names, wait_for};
+use crate::stage::{load_in_stock_qemu, names, start_command, wait_for};
 
 /// Expects what `--json` says of a whole reception.
 #[track_caller]
@@ -109,7 +109,7 @@ fn a_recorded_stream_is_received_from_a_file_a_command_and_a_pipe() {
     for (name, uri) in [("a", file.as_str()), ("b", exec.as_str())] {
         let snapshot = scene.path(name);
         let words = ["receive", uri, text(&snapshot), "--json", "--no-sync"];
-        assert_report(&Limosa::start_command(scene.command(&words)).wait().json(), false);
+        assert_report(&start_command(scene.command(&words)).wait().json(), false);
         assert_is_the_instant_of(&scene, &snapshot, &vm);
     }
     for (name, input) in [("c", std::fs::File::open(&stream).unwrap().into()), ("d", piped(&stream))] {

@@ -162,7 +162,7 @@ fn domains_that_virsh_has_saved_come_back_however_they_are_packed() {
         // A path in which there is no such program.
         let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
         command.args(["import", &text(&file), &text(&none)]).env("PATH", libvirt.path("nothing"));
-        Limosa::start_command(command).wait().one_line(&[program, "install the package"]);
+        start_command(command).wait().one_line(&[program, "install the package"]);
         assert!(!none.exists());
     }
 }

@@ -1,4 +1,4 @@
-//! VMs of all kinds saved and restored: machine types, devices, libvirt, Linux over a network.
+//! VMs of all kinds saved and restored: machine types, devices, libvirt.
 
 #[path = "../stage/mod.rs"]
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
@@ -7,4 +7,3 @@ mod stage;
 mod devices;
 mod libvirt;
 mod matrix;
-mod zero_copy_guest;

@@ -9,7 +9,7 @@ use limosa_testkit::{qemu_img_output, scratch};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::stage::{Ended, Limosa};
+use crate::stage::{Ended, Program};
 
 /// What a program answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,10 +58,10 @@ impl Bed {
     }
 
     /// `limosa img WORDS`, run there.
-    pub(crate) fn start(&self, words: &[&str]) -> Limosa {
+    pub(crate) fn start(&self, words: &[&str]) -> Program {
         let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
         command.arg("img").args(words).current_dir(self.folder.path());
-        Limosa::start_command(command)
+        crate::stage::start_command(command)
     }
 
     /// `limosa img WORDS`, run there to its end.

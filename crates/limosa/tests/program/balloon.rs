@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::stage::{Ended, Limosa, SOON, limosa, wait_for};
+use crate::stage::{Ended, Program, SOON, limosa, start, wait_for};
 use limosa_balloon::Features;
 use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Shrinker};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
@@ -34,7 +34,7 @@ const USED: u64 = 16 * MIB;
 
 /// A server, and where it is.
 struct Balloon {
-    limosa: Limosa,
+    limosa: Program,
     folder: TempDir,
 }
 
@@ -44,7 +44,7 @@ impl Balloon {
         let path = |name: &str| folder.path().join(name).into_os_string().into_string().unwrap();
         let (device, control) = (path("balloon.sock"), path("control.sock"));
         let arguments = ["balloon", "--vhost-user", &device, "--control", &control];
-        let limosa = Limosa::start([&arguments[..], more].concat());
+        let limosa = start([&arguments[..], more].concat());
         let balloon = Self { limosa, folder };
         wait_for("a server", || balloon.limosa.stderr().contains("serving a balloon at").then_some(()));
         balloon
@@ -54,7 +54,7 @@ impl Balloon {
     fn again(&mut self) {
         let path = |path: PathBuf| path.into_os_string().into_string().unwrap();
         let (device, control) = (path(self.device()), path(self.control()));
-        self.limosa = Limosa::start(["balloon", "--vhost-user", &device, "--control", &control]);
+        self.limosa = start(["balloon", "--vhost-user", &device, "--control", &control]);
         wait_for("a server", || self.limosa.stderr().contains("serving a balloon at").then_some(()));
     }
 
@@ -201,7 +201,7 @@ fn a_guest_says_how_much_memory_it_has() {
     assert!(words.lines().any(|line| line == "free-memory 496 MiB"), "{words}");
 
     // Watching goes on until it is ended, and that is no failure.
-    let watching = Limosa::start(balloon.arguments(&["stats", "--watch", "10ms", "--json"]));
+    let watching = start(balloon.arguments(&["stats", "--watch", "10ms", "--json"]));
     wait_for("three reports", || (watching.stdout().lines().count() >= 3).then_some(()));
     watching.signal(Signal::INT);
     let lines = watching.wait().success().stdout;
@@ -274,7 +274,7 @@ fn whoever_breaks_off_a_squeeze_leaves_the_guest_as_it_was() {
     for signal in [Signal::INT, Signal::TERM] {
         // The guest answers nothing, so the job stands where it is.
         guest.pause_when(|| true);
-        let squeezing = Limosa::start(balloon.arguments(&["hint", "--squeeze"]));
+        let squeezing = start(balloon.arguments(&["hint", "--squeeze"]));
         let mut qmp = Qmp::connect(&balloon.control(), SOON).unwrap();
         let mut phase = || qmp.execute("query-balloon-hint", json!({})).unwrap()["phase"].clone();
         wait_for("a job", || (phase() == "asking").then_some(()));
@@ -321,7 +321,7 @@ fn a_guest_amid_a_list_has_its_pages_when_the_server_ends() {
     let guest = Guest::boot(&balloon, Features::default());
     let shrinker = guest.shrinker.clone();
     guest.pause_when(move || shrinker.held() > 0);
-    let asking = Limosa::start(balloon.arguments(&["hint"]));
+    let asking = start(balloon.arguments(&["hint"]));
     wait_for("a part of a list", || (guest.shrinker.held() > 0).then_some(()));
     end_while_it_stands(balloon, &guest);
     asking.wait().one_line(&[]);
@@ -336,7 +336,7 @@ fn a_guest_amid_a_squeeze_has_its_memory_when_the_server_ends() {
     let free = Arc::clone(&guest.free);
     let half = RAM / 2;
     guest.pause_when(move || free.lock().unwrap().free_bytes() < half);
-    let asking = Limosa::start(balloon.arguments(&["hint", "--squeeze"]));
+    let asking = start(balloon.arguments(&["hint", "--squeeze"]));
     wait_for("a part of a squeeze", || (guest.free_bytes() < half).then_some(()));
     end_while_it_stands(balloon, &guest);
     asking.wait().one_line(&[]);
@@ -393,7 +393,9 @@ fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_onc
             let guest = guest.start().unwrap();
             wait_for("its driver", || (balloon.json(&["query"])["driver"] == true).then_some(()));
             let name = std::env::current_exe().unwrap().file_name().unwrap().to_string_lossy().into_owned();
-            guest.shell(&pattern::hold_line(&name, "holds_a_pattern_if_it_is_told_to", 60)).unwrap();
+            guest
+                .shell(&pattern::hold_line(&name, limosa_testkit::own_test_name!(holds_a_pattern_if_it_is_told_to), 60))
+                .unwrap();
             let ram = balloon.json(&["query"])["ram"].as_u64().unwrap();
             // What the one before it served for is done for this guest, too.
             assert!(balloon.json(&["hint"])["bytes"].as_u64().unwrap() > 60 * MIB);
@@ -473,7 +475,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     balloon.ctl(&["hint"]).one_line(&["free-page-hint"]);
     guest.pause_when(|| true);
     balloon.ctl(&["target", "256M", "--wait", "100ms"]).one_line(&["not 256 MiB", "set a larger one"]);
-    let asking = Limosa::start(balloon.arguments(&["target", "128M", "--wait", "60s"]));
+    let asking = start(balloon.arguments(&["target", "128M", "--wait", "60s"]));
     wait_for("the order", || (balloon.json(&["query"])["target"] == 128 * MIB).then_some(()));
     balloon.ctl(&["target", "200M"]);
     asking.wait().one_line(&["another client has changed the target to 200 MiB"]);
@@ -485,7 +487,7 @@ fn a_guest_that_goes_amid_a_list_ends_it() {
     let guest = Guest::boot(&balloon, Features::default());
     let shrinker = guest.shrinker.clone();
     guest.pause_when(move || shrinker.held() > 0);
-    let asking = Limosa::start(balloon.arguments(&["hint"]));
+    let asking = start(balloon.arguments(&["hint"]));
     wait_for("a part of a list", || (guest.shrinker.held() > 0).then_some(()));
     drop(guest);
     asking.wait().one_line(&["has disconnected"]);

@@ -35,9 +35,9 @@ impl Busy {
 
     /// Starts a save that can never end by itself: at 4 MiB per second, and less than a third of a second's worth may be left
     /// for the end.
-    fn endless(&self, more: &[&str]) -> Limosa {
+    fn endless(&self, more: &[&str]) -> Program {
         let slow = ["--max-bandwidth", "4M"];
-        let saving = Limosa::start(save_arguments(&self.vm, &self.file, &[&slow, more].concat()));
+        let saving = start(save_arguments(&self.vm, &self.file, &[&slow, more].concat()));
         wait_moving_or_end(&self.vm, &saving);
         saving
     }
@@ -119,7 +119,7 @@ fn every_signal_that_ends_programs_cancels() {
     for via in ROUTES {
         for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
             let saving = busy.endless(&["--via", via]);
-            let guard = saving.guard().unwrap();
+            let guard = guard(&saving).unwrap();
             saving.signal(signal);
             saving.wait().one_line(&["cancelled"]);
             wait_gone(guard);
@@ -141,7 +141,7 @@ fn a_signal_at_any_moment_leaves_either_a_whole_file_or_none() {
     let mut cancelled = 0;
     for (n, stop) in (0..20).zip([false, true].into_iter().cycle()) {
         let more: &[&str] = &["--via", ROUTES[n as usize / 2 % 2], "--stop"];
-        let saving = Limosa::start(save_arguments(&busy.vm, &busy.file, &more[..if stop { 3 } else { 2 }]));
+        let saving = start(save_arguments(&busy.vm, &busy.file, &more[..if stop { 3 } else { 2 }]));
         std::thread::sleep(lasts * n / 16);
         saving.signal(Signal::TERM);
         let ended = saving.wait();
@@ -299,7 +299,7 @@ fn the_sockets_of_a_killed_save_do_not_stand_in_the_way_of_the_next() {
     let listen = format!("unix:{}", listen.display());
     let more = ["--via", "socket", "--listen", &listen, "--control", &control];
     let saving = busy.endless(&more);
-    let guard = saving.guard().unwrap();
+    let guard = guard(&saving).unwrap();
     drop(saving); // SIGKILL
     wait_gone(guard);
     busy.assert_untouched();

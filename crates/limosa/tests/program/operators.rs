@@ -96,14 +96,14 @@ impl Scene {
     }
 
     /// limosa with a temporary directory of its own.
-    fn limosa(&self, before: &[&str], words: &[&str]) -> Limosa {
+    fn limosa(&self, before: &[&str], words: &[&str]) -> Program {
         let words = [before, &[env!("CARGO_BIN_EXE_limosa")], words].concat();
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).env("TMPDIR", self.ours.path().join("tmp")).env_remove("XDG_RUNTIME_DIR");
-        Limosa::start_command(command)
+        start_command(command)
     }
 
-    fn restore(&self, vm: &Qemu, options: &[&str]) -> Limosa {
+    fn restore(&self, vm: &Qemu, options: &[&str]) -> Program {
         let (socket, snapshot) = (vm.socket(), self.snapshot());
         self.limosa(&[], &[&["restore", text(&snapshot), "--qmp", &socket], options].concat())
     }
@@ -181,7 +181,7 @@ fn a_lazy_restore_into_a_qemu_of_another_user_is_recovered() {
     // Memory that QEMU's main loop needs comes first; a guest that beats has it.
     wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
     // With its guard, which would go on by itself.
-    let guard = limosa.guard().and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?)).unwrap();
+    let guard = guard(&limosa).and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?)).unwrap();
     kill_process(guard, Signal::KILL).unwrap();
     limosa.signal(Signal::KILL);
     limosa.wait();
@@ -270,7 +270,7 @@ fn a_guard_that_has_no_place_to_meet_qemu_says_so_and_a_recovery_needs_none() {
     let vm = scene.start("vm", &["unshare", "-m", "sh", "-c", &script, "sh"], &incoming(&[]));
     let limosa = scene.restore(&vm, &["--mode", "lazy", "--max-bandwidth", "4K"]);
     wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
-    let guard = limosa.guard().unwrap();
+    let guard = guard(&limosa).unwrap();
     limosa.signal(Signal::KILL);
     wait_gone(guard);
     let said = limosa.wait().stderr;

@@ -87,7 +87,7 @@ fn a_file_that_is_being_served_is_not_replaced() {
     let mut restore = vec!["restore".to_owned(), "--mode".to_owned(), "lazy".to_owned()];
     restore.extend(["--max-bandwidth".to_owned(), "4K".to_owned(), "--qmp".to_owned()]);
     restore.extend([destination.qmp_socket().display().to_string(), file.display().to_string()]);
-    let pager = Limosa::start(restore);
+    let pager = start(restore);
     destination.wait_run_state("running", SOON).unwrap();
     bystander.refuses(&file, &["--force"], &["vm.snapshot", "in use", "another name"]);
     assert!(pager.is_running(), "{}", pager.stderr());
@@ -120,7 +120,7 @@ fn a_folder_without_permission_is_refused() {
             Command::new(env!("CARGO_BIN_EXE_limosa"))
         };
         command.args(save_arguments(&bystander.vm, &closed.join("vm"), &["--via", via]));
-        Limosa::start_command(command).wait().one_line(&["closed", "ermission denied"]);
+        start_command(command).wait().one_line(&["closed", "ermission denied"]);
         assert!(names(&closed).is_empty());
         bystander.found.assert_same(&bystander.vm);
     }
@@ -144,7 +144,7 @@ fn an_unprivileged_user_saves_a_vm_whose_monitor_is_open_to_it() {
         let mut command = Command::new("setpriv");
         command.args(["--reuid=65534", "--regid=65534", "--clear-groups", env!("CARGO_BIN_EXE_limosa")]);
         command.args(save_arguments(&bystander.vm, &file, &["--via", via]));
-        Limosa::start_command(command).wait().success();
+        start_command(command).wait().success();
         bystander.found.assert_same(&bystander.vm);
         load_in_stock_qemu(&small(), &file, 0);
     }
@@ -320,7 +320,7 @@ fn a_second_save_of_the_same_vm_is_turned_away_while_the_first_goes_on() {
         .fold(small(), |machine, word| machine.argument(word));
     let bystander = Bystander::new(&machine);
     let (first, other) = (place(), place());
-    let saving = Limosa::start(save_arguments(&bystander.vm, &first.1, &["--via", "socket", "--max-bandwidth", "1M"]));
+    let saving = start(save_arguments(&bystander.vm, &first.1, &["--via", "socket", "--max-bandwidth", "1M"]));
     // It has its guard before it has left its record in QEMU.
     wait_moving(&bystander.vm);
     let mut arguments = save_arguments(&bystander.vm, &other.1, &[]);
@@ -339,9 +339,9 @@ fn a_qemu_that_is_killed_in_the_middle_of_a_save_leaves_no_file() {
         let (folder, file) = place();
         let vm = small().start().unwrap();
         vm.wait_beats(1).unwrap();
-        let saving = Limosa::start(save_arguments(&vm, &file, &["--via", via, "--max-bandwidth", "1M"]));
+        let saving = start(save_arguments(&vm, &file, &["--via", via, "--max-bandwidth", "1M"]));
         wait_moving(&vm);
-        let guard = saving.guard().unwrap();
+        let guard = guard(&saving).unwrap();
         vm.process().kill();
         saving.wait().one_line(&["QEMU closed the monitor"]);
         wait_gone(guard);

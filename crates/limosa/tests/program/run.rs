@@ -109,7 +109,7 @@ fn qemu_outlives_a_limosa_that_is_killed_and_the_guard_brings_the_rest() {
     let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "512K"], &[]);
     run.wait_laps(1);
     let (qemu, qmp) = (run.qemu(), run.qmp());
-    run.limosa.guard();
+    guard(&run.limosa);
     run.limosa.signal(Signal::KILL);
     wait_gone(run.limosa.pid());
     let status = || qmp.lock().unwrap().execute("query-migrate", json!({})).unwrap()["status"].clone();
@@ -125,7 +125,7 @@ fn a_guest_whose_limosa_and_guard_were_killed_is_recovered_over_a_monitor_of_its
     let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "4K"], &[]);
     run.wait_laps(1);
     let qmp = run.qmp();
-    let guard = run.limosa.guard().unwrap();
+    let guard = guard(&run.limosa).unwrap();
     send(guard, Signal::KILL);
     run.limosa.signal(Signal::KILL);
     wait_gone(run.limosa.pid());

@@ -13,10 +13,10 @@ use crate::scene::{
     BALLAST, Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, ballast_page, beat, control,
     saved_beat, small_beat, text, wait_guest, wait_migration_status,
 };
-use crate::stage::{Limosa, assert_beats};
+use crate::stage::{Program, assert_beats};
 
 /// A lazy restore whose ballast is missing, and that a program lets go on.
-fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Limosa, limosa_testkit::Qmp) {
+fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Program, limosa_testkit::Qmp) {
     let destination = beat().start_incoming().unwrap();
     let socket = scene.path("control");
     let words = [&["--mode", "lazy", "--control", text(&socket)], &TRICKLE[..], more].concat();

@@ -11,11 +11,11 @@ use serde_json::json;
 
 use crate::needs_qemu;
 use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, assert_failed, beat, load_ballast, text};
-use crate::stage::{Ended, Limosa, SOON, names};
+use crate::stage::{Ended, SOON, names, start_command};
 
 /// Runs limosa in the scene.
 fn limosa(scene: &Scene, words: &[&str]) -> Ended {
-    Limosa::start_command(scene.command(words)).wait()
+    start_command(scene.command(words)).wait()
 }
 
 /// Runs `machine`'s guest, and has QEMU migrate it, running, to `uri`.

@@ -12,7 +12,8 @@ use crate::scene::{
     saved_beat, text, wait_guest, wait_migration_status,
 };
 use crate::stage::{
-    Found, Limosa, SOON, assert_beats, guard_left_by, guard_of, kill_guard_left_by, wait_for, wait_gone,
+    Found, Program, SOON, assert_beats, guard, guard_left_by, guard_of, kill_guard_left_by, start_command, wait_for,
+    wait_gone,
 };
 
 /// A walk that is long enough to fault all the time while the rest comes: 16 MiB without rest.
@@ -241,7 +242,7 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
         // A processor that waits for a page in the middle of an interrupt keeps the main loop from coming to the ballast. A
         // guest that beats has what it needs.
         assert_beats(&destination);
-        let guard = limosa.guard().unwrap();
+        let guard = guard(&limosa).unwrap();
         limosa.signal(Signal::STOP);
         std::thread::scope(|scope| {
             // QEMU reads the ballast in its main loop, and limosa does not answer.
@@ -267,8 +268,8 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
 }
 
 /// Kills limosa with its guard, so that nobody goes on.
-fn kill_both(limosa: Limosa) {
-    let guard = limosa.guard();
+fn kill_both(limosa: Program) {
+    let guard = guard(&limosa);
     if let Some(guard) = guard {
         kill9(guard).unwrap();
     }
@@ -383,8 +384,7 @@ fn a_recovery_of_what_needs_none_is_refused() {
     let monitor = format!("unix:{},server=on,wait=off", second.display());
     let destination = beat().argument("-qmp").argument(&monitor).start_incoming().unwrap();
     let recover = || {
-        Limosa::start_command(scene.command(&["restore", text(&saved.snapshot), "--recover", "--qmp", text(&second)]))
-            .wait()
+        start_command(scene.command(&["restore", text(&saved.snapshot), "--recover", "--qmp", text(&second)])).wait()
     };
     let none = "no lazy restore by limosa was interrupted in this QEMU";
     recover().one_line(&[none, "without --recover"]);

@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 use crate::needs_qemu;
 use crate::scene::{Scene, TRICKLE, assert_consistent, beat, wait_guest};
-use crate::stage::Limosa;
+use crate::stage::Program;
 
 /// The guest's memory, in GiB: mapped, but not there.
 const GIB: u64 = 256;
@@ -24,7 +24,7 @@ fn machine() -> Machine {
 }
 
 /// The most memory that a process has had at a time, in bytes; `None` once it has ended.
-fn peak(limosa: &Limosa) -> Option<u64> {
+fn peak(limosa: &Program) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", limosa.pid())).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10)

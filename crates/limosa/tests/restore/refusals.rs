@@ -9,7 +9,7 @@ use limosa_testkit::{Disk, DiskFormat, LinuxGuest, Machine, PAGE, Qmp};
 
 use crate::needs_qemu;
 use crate::scene::{Scene, assert_consistent, assert_failed, migration_status, saved_beat, small_beat, text};
-use crate::stage::{Found, Limosa, SOON};
+use crate::stage::{Found, SOON, start_command};
 
 /// Restores into a fresh QEMU of `machine`, in every mode, and expects the refusal, and a QEMU that can still be used.
 fn refused(scene: &Scene, snapshot: &Path, machine: &Machine, words: &[&str]) {
@@ -119,7 +119,7 @@ fn a_monitor_that_greets_but_never_answers_is_given_up() {
     let snapshot = scene.path("snapshot");
     std::fs::write(&snapshot, b"").unwrap();
     let words = ["resume", "--qmp", text(&socket)];
-    let ended = Limosa::start_command(scene.command(&words)).wait();
+    let ended = start_command(scene.command(&words)).wait();
     ended.one_line(&["answers nothing", text(&socket), "end this QEMU"]);
     assert!(greeter.join().unwrap() > 0);
 }

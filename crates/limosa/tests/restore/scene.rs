@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::stage::{Ended, Limosa, SOON, assert_beats, names, save, wait_for};
+use crate::stage::{Ended, Program, SOON, assert_beats, names, save, start_command, wait_for};
 
 /// A rate so low that pages that nobody asks for do not come before the test lets them.
 pub(crate) const TRICKLE: [&str; 2] = ["--max-bandwidth", "4K"];
@@ -42,11 +42,11 @@ impl Scene {
     }
 
     /// Starts `limosa restore SNAPSHOT --qmp SOCK MORE` for `vm`.
-    pub(crate) fn start_restore(&self, snapshot: &Path, vm: &Vm, more: &[&str]) -> Limosa {
+    pub(crate) fn start_restore(&self, snapshot: &Path, vm: &Vm, more: &[&str]) -> Program {
         let socket = vm.qmp_socket();
         let mut words = vec!["restore", text(snapshot), "--qmp", text(&socket)];
         words.extend(more);
-        Limosa::start_command(self.command(&words))
+        start_command(self.command(&words))
     }
 
     /// Runs `limosa restore` to its end.
@@ -82,7 +82,7 @@ pub(crate) fn text(path: &Path) -> &str {
 
 /// Waits until limosa has said this on stderr.
 #[track_caller]
-pub(crate) fn wait_said(limosa: &Limosa, what: &str) {
+pub(crate) fn wait_said(limosa: &Program, what: &str) {
     wait_for(what, || {
         let running = limosa.is_running();
         let said = limosa.stderr();
@@ -93,13 +93,13 @@ pub(crate) fn wait_said(limosa: &Limosa, what: &str) {
 
 /// Waits until limosa says that the guest runs.
 #[track_caller]
-pub(crate) fn wait_guest(limosa: &Limosa) {
+pub(crate) fn wait_guest(limosa: &Program) {
     wait_said(limosa, "the guest runs");
 }
 
 /// Lets limosa send the rest at full speed, as the first Ctrl-C does, and waits for its end.
 #[track_caller]
-pub(crate) fn release(limosa: Limosa) -> Ended {
+pub(crate) fn release(limosa: Program) -> Ended {
     limosa.signal(Signal::INT);
     limosa.wait().success()
 }

@@ -11,10 +11,10 @@ use crate::scene::{
     Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, migration_status,
     saved_beat, text, wait_guest, wait_migration_status,
 };
-use crate::stage::{Found, Limosa, assert_beats, wait_for, wait_gone};
+use crate::stage::{Found, Program, assert_beats, wait_for, wait_gone};
 
 /// A destination, and a limosa that has the guest running there and the ballast still to send.
-fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Limosa) {
+fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Program) {
     let destination = beat().start_incoming().unwrap();
     let words = [&["--mode", "lazy"], &TRICKLE[..], more].concat();
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);

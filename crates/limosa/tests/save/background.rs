@@ -23,7 +23,7 @@ fn the_snapshot_is_of_the_moment_at_which_the_save_began() {
         let found = Found::of(&vm);
         let before = vm.last_lap().unwrap();
         // Slow enough for the guest to change all of its memory meanwhile.
-        let saving = Limosa::start(save_arguments(&vm, &file, &["--background", "--json", "--max-bandwidth", "4M"]));
+        let saving = start(save_arguments(&vm, &file, &["--background", "--json", "--max-bandwidth", "4M"]));
         wait_moving(&vm);
         vm.wait_beats(1).unwrap();
         let meanwhile = vm.last_lap().unwrap();
@@ -76,7 +76,7 @@ fn a_background_save_that_is_killed_or_cancelled_leaves_nothing() {
     let (folder, file) = place();
     let found = Found::of(&vm);
     for kill in [false, true] {
-        let saving = Limosa::start(save_arguments(&vm, &file, &["--background", "--max-bandwidth", "1M"]));
+        let saving = start(save_arguments(&vm, &file, &["--background", "--max-bandwidth", "1M"]));
         wait_for("a migration", || {
             (vm.execute("query-migrate", serde_json::json!({})).unwrap()["status"] == "active").then_some(())
         });

@@ -88,7 +88,7 @@ fn a_save_over_channels_that_is_cancelled_leaves_the_vm_as_it_was_found() {
     for _ in 0..6 {
         let (folder, file) = place();
         let more = ["--via", "socket", "--channels", "4", "--max-bandwidth", "1M"];
-        let job = Limosa::start(save_arguments(&vm, &file, &more));
+        let job = start(save_arguments(&vm, &file, &more));
         wait_moving(&vm);
         job.signal(Signal::INT);
         job.wait().one_line(&[]);

@@ -268,7 +268,7 @@ fn when_qemu_dies_the_overlays_that_hold_nothing_go_with_it() {
         let vm = small().disk(disk.clone()).start().unwrap();
         vm.wait_beats(1).unwrap();
         let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "1M"];
-        let saving = Limosa::start(save_arguments(&vm, &folder.path().join("snapshot"), &more));
+        let saving = start(save_arguments(&vm, &folder.path().join("snapshot"), &more));
         wait_active(&vm);
         assert!(names(folder.path()).iter().any(|name| name.contains(".overlay-")));
         limosa_testkit::kill9(vm.pid()).unwrap();
@@ -289,7 +289,7 @@ fn a_save_that_fails_after_the_disks_were_frozen_puts_them_back() {
     for via in ["file", "socket"] {
         let snapshot = folder.path().join("snapshot");
         let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "1M"];
-        let saving = Limosa::start(save_arguments(&vm, &snapshot, &more));
+        let saving = start(save_arguments(&vm, &snapshot, &more));
         wait_active(&vm);
         std::fs::write(&snapshot, "theirs").unwrap();
         vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 0 })).unwrap();
@@ -304,7 +304,7 @@ fn a_save_that_fails_after_the_disks_were_frozen_puts_them_back() {
     // One that is interrupted while the memory moves never comes to freeze them.
     for via in ["file", "socket"] {
         let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "8M"];
-        let saving = Limosa::start(save_arguments(&vm, &folder.path().join("snapshot"), &more));
+        let saving = start(save_arguments(&vm, &folder.path().join("snapshot"), &more));
         wait_active(&vm);
         saving.signal(rustix::process::Signal::INT);
         saving.wait().one_line(&["cancelled"]);

@@ -44,9 +44,9 @@ impl Victim {
         self.folder.path().join("snapshot")
     }
 
-    fn start(&self) -> Limosa {
+    fn start(&self) -> Program {
         let more = ["--disks", "overlay", "--via", self.via, "--max-bandwidth", "96M"];
-        Limosa::start(save_arguments(&self.vm, &self.snapshot(), &more))
+        start(save_arguments(&self.vm, &self.snapshot(), &more))
     }
 
     fn top(&self) -> PathBuf {
@@ -128,7 +128,7 @@ fn killed_with_its_guard(via: &'static str) {
         let top = victim.top();
         let begun = Instant::now();
         let saving = victim.start();
-        let Some(guard) = saving.guard() else { panic!("no guard: {}", saving.stderr()) };
+        let Some(guard) = guard(&saving) else { panic!("no guard: {}", saving.stderr()) };
         std::thread::sleep(victim.lasts * (n % 5 + 3) / 9);
         if saving.is_running() {
             // limosa reaps its guard when it ends by itself, at any moment: then there is nothing to kill.

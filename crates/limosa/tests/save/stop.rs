@@ -85,7 +85,7 @@ fn with_stop_the_vm_is_given_up_only_when_the_file_is_in_place() {
         let vm = small().start().unwrap();
         vm.wait_beats(1).unwrap();
         let found = Found::of(&vm);
-        let saving = Limosa::start(save_arguments(&vm, &file, &["--stop", "--via", via, "--max-bandwidth", "1M"]));
+        let saving = start(save_arguments(&vm, &file, &["--stop", "--via", via, "--max-bandwidth", "1M"]));
         take_the_name(&vm, &file);
         saving.wait().one_line(&["vm.snapshot", "exists already"]);
         found.assert_same(&vm);
@@ -103,7 +103,7 @@ fn a_vm_that_goes_on_outlives_a_file_that_gets_no_name() {
         let vm = small().start().unwrap();
         vm.wait_beats(1).unwrap();
         let found = Found::of(&vm);
-        let saving = Limosa::start(save_arguments(&vm, &file, &["--via", via, "--max-bandwidth", "1M"]));
+        let saving = start(save_arguments(&vm, &file, &["--via", via, "--max-bandwidth", "1M"]));
         take_the_name(&vm, &file);
         saving.wait().one_line(&["vm.snapshot", "exists already"]);
         found.assert_same(&vm);
@@ -183,7 +183,7 @@ fn disks_are_recorded_as_the_guest_left_them_not_as_the_save_found_them() {
         let vm = Machine::linux(LinuxGuest::default()).disk(disk).start().unwrap();
         vm.wait_counts(1).unwrap();
         let before = modified(&path);
-        let saving = Limosa::start(save_arguments(&vm, &file, &["--stop", "--via", via, "--max-bandwidth", "1M"]));
+        let saving = start(save_arguments(&vm, &file, &["--stop", "--via", via, "--max-bandwidth", "1M"]));
         wait_moving(&vm);
         vm.shell("dd if=/dev/urandom of=/dev/vda bs=4k count=3 conv=fsync").unwrap();
         assert!(modified(&path) > before && saving.is_running());

@@ -62,8 +62,8 @@ impl Victim {
         this
     }
 
-    fn start(&self) -> Limosa {
-        Limosa::start(save_arguments(&self.vm, &self.file, &self.more))
+    fn start(&self) -> Program {
+        start(save_arguments(&self.vm, &self.file, &self.more))
     }
 
     /// Moments from the first to the last of a save, and then some about its beginning, when the record of the job is made,
@@ -120,7 +120,7 @@ impl Victim {
     pub(crate) fn survives_the_death_of_the_guard(&self) {
         for part in 0..4 {
             let saving = self.start();
-            let Some(guard) = saving.guard() else { panic!("no guard: {}", saving.stderr()) };
+            let Some(guard) = guard(&saving) else { panic!("no guard: {}", saving.stderr()) };
             // At its rate the second half of the memory is still to come. It is not our child, but limosa does not reap it before its
             // own end.
             self.wait_moved(part * (FILLED.end - FILLED.start) / 8);
@@ -149,7 +149,7 @@ impl Victim {
             let window = self.window(&share);
             let begun = Instant::now();
             let saving = self.start();
-            let Some(guard) = saving.guard() else { panic!("no guard: {}", saving.stderr()) };
+            let Some(guard) = guard(&saving) else { panic!("no guard: {}", saving.stderr()) };
             std::thread::sleep(window.start + (window.end - window.start) * u32::try_from(seed % 5).unwrap() / 5);
             if saving.is_running() {
                 // limosa reaps its guard when it ends by itself, at any moment: then there is nothing to kill.

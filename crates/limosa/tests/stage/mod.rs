@@ -8,14 +8,12 @@ pub(crate) mod channels;
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::File;
-use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
-use limosa_testkit::{BeatGuest, Machine, Process, Vm, is_alive, kill9, scratch};
-use rustix::process::Signal;
+use limosa_testkit::{BeatGuest, Machine, Vm, kill9, scratch};
+pub(crate) use limosa_testkit::{Ended, Program, wait_for, wait_gone};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -32,86 +30,30 @@ macro_rules! needs_qemu {
     };
 }
 
-/// A running limosa. Its output goes to files, so that a guard that outlives it holds up no pipe. Killed when dropped.
-#[derive(Debug)]
-pub(crate) struct Limosa {
-    process: Process,
-    folder: TempDir,
+/// Starts limosa with these arguments.
+pub(crate) fn start<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Program {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+    command.args(arguments);
+    start_command(command)
 }
 
-/// How a limosa ended and what it said.
-#[derive(Debug)]
-pub(crate) struct Ended {
-    pub(crate) status: ExitStatus,
-    pub(crate) stdout: String,
-    pub(crate) stderr: String,
-}
-
-impl Limosa {
-    /// Starts limosa with these arguments.
-    pub(crate) fn start<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
-        command.args(arguments);
-        Self::start_command(command)
-    }
-
-    /// Starts a command that becomes limosa (`setpriv ... limosa ...`).
-    pub(crate) fn start_command(mut command: Command) -> Self {
-        command.stdin(Stdio::null());
-        Self::start_with_own_input(command)
-    }
-
-    /// As [`start_command`](Self::start_command), with the standard input that the command was given.
-    pub(crate) fn start_with_own_input(mut command: Command) -> Self {
-        let folder = scratch().unwrap();
-        let file = |name: &str| Stdio::from(File::create(folder.path().join(name)).unwrap());
-        command.stdout(file("stdout")).stderr(file("stderr"));
-        let process = Process::spawn("limosa", command).unwrap();
-        Self { process, folder }
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.process.pid()
-    }
-
-    pub(crate) fn signal(&self, signal: Signal) {
-        self.process.signal(signal);
-    }
-
-    pub(crate) fn is_running(&self) -> bool {
-        self.process.try_wait().unwrap().is_none()
-    }
-
-    /// What it has said on stderr so far.
-    pub(crate) fn stderr(&self) -> String {
-        std::fs::read_to_string(self.folder.path().join("stderr")).unwrap()
-    }
-
-    /// What it, or what it started, has said on stdout so far.
-    pub(crate) fn stdout(&self) -> String {
-        std::fs::read_to_string(self.folder.path().join("stdout")).unwrap()
-    }
-
-    /// The guard that it has started, once there is one; `None` if limosa ended before.
-    pub(crate) fn guard(&self) -> Option<u32> {
-        wait_for("the guard of limosa", || match guard_of(self.pid()) {
-            Some(pid) => Some(Some(pid)),
-            None if self.is_running() => None,
-            None => Some(None),
-        })
-    }
-
-    /// Waits for the end.
-    pub(crate) fn wait(self) -> Ended {
-        let status = self.process.wait(SOON).unwrap_or_else(|error| panic!("{error:#}; it said: {}", self.stderr()));
-        let stdout = std::fs::read_to_string(self.folder.path().join("stdout")).unwrap();
-        Ended { status, stdout, stderr: self.stderr() }
-    }
+/// Starts a command that becomes limosa (`setpriv ... limosa ...`).
+pub(crate) fn start_command(command: Command) -> Program {
+    Program::start("limosa", command)
 }
 
 /// Runs limosa to its end.
 pub(crate) fn limosa<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Ended {
-    Limosa::start(arguments).wait()
+    start(arguments).wait()
+}
+
+/// The guard that this limosa has started, once there is one; `None` if limosa ended before.
+pub(crate) fn guard(limosa: &Program) -> Option<u32> {
+    wait_for("the guard of limosa", || match guard_of(limosa.pid()) {
+        Some(pid) => Some(Some(pid)),
+        None if limosa.is_running() => None,
+        None => Some(None),
+    })
 }
 
 /// The arguments of a save of this VM: `more` stands before the file.
@@ -126,40 +68,6 @@ pub(crate) fn save_arguments(vm: &Vm, snapshot: &Path, more: &[&str]) -> Vec<Str
 pub(crate) fn save(vm: &Vm, snapshot: &Path, more: &[&str]) -> Value {
     let more: Vec<&str> = ["--json"].iter().chain(more).copied().collect();
     limosa(save_arguments(vm, snapshot, &more)).json()
-}
-
-impl Ended {
-    /// Expects exit status 0.
-    #[track_caller]
-    pub(crate) fn success(self) -> Self {
-        assert!(self.status.success(), "limosa: {}: {}", self.status, self.stderr);
-        self
-    }
-
-    /// Expects exit status 0 and one JSON object on stdout.
-    #[track_caller]
-    pub(crate) fn json(self) -> Value {
-        let this = self.success();
-        let value: Value = serde_json::from_str(&this.stdout).unwrap_or_else(|e| panic!("{e}: {:?}", this.stdout));
-        assert!(value.is_object() && this.stdout.trim_end().lines().count() == 1, "{:?}", this.stdout);
-        value
-    }
-
-    /// Expects a failure as users should see it: exit status 1, nothing on stdout, one line on stderr that holds all of
-    /// `words`. Returns the line.
-    #[track_caller]
-    pub(crate) fn one_line(self, words: &[&str]) -> String {
-        let said = &self.stderr;
-        assert_eq!(self.status.signal(), None, "killed instead of failed: {said}");
-        assert_eq!(self.status.code(), Some(1), "{said}");
-        assert_eq!(self.stdout, "");
-        assert!(said.ends_with('\n') && said.lines().count() == 1, "not one line: {said:?}");
-        assert!(said.starts_with("limosa: ") && !said.contains("panicked"), "{said:?}");
-        for word in words {
-            assert!(said.contains(word), "{word:?} is not in {said:?}");
-        }
-        self.stderr.trim_end().to_owned()
-    }
 }
 
 /// The guard that this limosa has started, whether limosa still lives or not: its last word is limosa's process id.
@@ -189,25 +97,6 @@ pub(crate) fn kill_guard_left_by(limosa: u32) {
         let _ = kill9(guard);
         wait_gone(guard);
     }
-}
-
-/// Asks again and again until there is an answer.
-#[track_caller]
-pub(crate) fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + SOON;
-    loop {
-        if let Some(answer) = ask() {
-            return answer;
-        }
-        assert!(Instant::now() < end, "waited {SOON:?} in vain for {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
-/// Waits until a process is gone.
-#[track_caller]
-pub(crate) fn wait_gone(pid: u32) {
-    wait_for("the end of a process", || (!is_alive(pid)).then_some(()));
 }
 
 /// QEMU as a job found it: what has to be the same afterwards.
@@ -273,7 +162,7 @@ fn moves(vm: &Vm) -> bool {
 
 /// As [`wait_moving`], for a save that may be over before that is seen.
 #[track_caller]
-pub(crate) fn wait_moving_or_end(vm: &Vm, saving: &Limosa) {
+pub(crate) fn wait_moving_or_end(vm: &Vm, saving: &Program) {
     wait_for("memory to move", || (moves(vm) || !saving.is_running()).then_some(()));
 }
 

@@ -1,7 +1,7 @@
 //! Populating with threads: all of it, up to a stop, and not beyond what a control group may have.
 
 use std::io::{Read as _, Write as _};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use limosa_memory::populate::{Headroom, PopulateStats, Populator};
 use limosa_memory::{BlockOptions, GuestMemory};
@@ -162,8 +162,8 @@ fn limited_process() {
 #[test]
 fn a_process_in_a_control_group_populates_what_it_may_have_and_is_not_killed() {
     let group = MemoryGroup::create("populate", 128 << 20).unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "limited_process", "--nocapture"]).env(LIMITED, "1");
+    let mut command = limosa_testkit::own_test!(limited_process);
+    command.env(LIMITED, "1");
     let mut limited = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     group.add(limited.id()).unwrap();
     limited.stdin.take().unwrap().write_all(&[1]).unwrap();

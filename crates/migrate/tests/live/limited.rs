@@ -2,7 +2,7 @@
 //! refused while the source still has the VM. Needs control groups, so root.
 
 use std::io::{Read as _, Write as _};
-use std::process::{Command as Program, Stdio};
+use std::process::Stdio;
 use std::thread;
 
 use crate::model::pair;
@@ -104,8 +104,8 @@ fn limited_process() {
 
 fn limited(case: &str) {
     let group = MemoryGroup::create(&format!("live-{}", case.replace(' ', "-")), LIMIT).unwrap();
-    let mut command = Program::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "limited_process", "--nocapture"]).env(CASE, case);
+    let mut command = limosa_testkit::own_test!(limited_process);
+    command.env(CASE, case);
     let mut limited = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     group.add(limited.id()).unwrap();
     limited.stdin.take().unwrap().write_all(&[1]).unwrap();

@@ -1,6 +1,7 @@
 //! Under the target's name there is nothing new, or a whole file.
 
 use crate::fixture;
+use limosa_testkit::own_test_name;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, symlink};
@@ -265,7 +266,7 @@ fn child(test: &str, directory: &Path, wrapper: &[&str]) -> Child {
 fn a_save_killed_at_any_moment_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
     for delay in [0, 3, 10, 30] {
-        let mut child = child("child_that_saves_until_it_is_killed", directory.path(), &[]);
+        let mut child = child(own_test_name!(child_that_saves_until_it_is_killed), directory.path(), &[]);
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert!(lines.any(|line| line.unwrap().contains("saving")), "the child did not begin");
         std::thread::sleep(Duration::from_millis(delay));
@@ -297,7 +298,8 @@ fn a_full_disk_is_named_and_nothing_is_left_on_it() {
         &["sh", "-c", limit, "sh"],
     ];
     for way in ways {
-        let output = child("child_that_fills_its_disk", directory.path(), way).wait_with_output().unwrap();
+        let output =
+            child(own_test_name!(child_that_fills_its_disk), directory.path(), way).wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         if said.contains("child_that_fills_its_disk") {
             assert!(output.status.success() && said.contains("filled it"), "{said}");

@@ -12,6 +12,7 @@ use std::time::Duration;
 use limosa_storage::{
     Buffer, CacheMode, Create, FileOptions, FileStorage, Io, LockPolicy, Storage, StorageError, block_on,
 };
+use limosa_testkit::own_test_name;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use tempfile::TempDir;
@@ -315,7 +316,7 @@ fn a_process_that_may_not_pin_memory_goes_on_without() {
         return;
     }
     const FILE: &str = "LIMOSA_TEST_PINNING_FILE";
-    let this = "a_process_that_may_not_pin_memory_goes_on_without";
+    let this = own_test_name!(a_process_that_may_not_pin_memory_goes_on_without);
     if let Ok(path) = std::env::var(FILE) {
         // What root may pin in spite of the limit.
         let mut sets = capabilities(None).unwrap();
@@ -354,8 +355,9 @@ fn a_process_that_is_killed_leaves_no_lock() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("disk.raw");
     for _ in 0..5 {
-        let mut child =
-            alone("a_process_that_is_killed_leaves_no_lock", FILE, &path.to_string_lossy()).spawn().unwrap();
+        let mut child = alone(own_test_name!(a_process_that_is_killed_leaves_no_lock), FILE, &path.to_string_lossy())
+            .spawn()
+            .unwrap();
         let (mut told, mut byte) = (Vec::new(), [0]);
         let stdout = child.stdout.as_mut().unwrap();
         while !told.ends_with(b"\nready\n") {

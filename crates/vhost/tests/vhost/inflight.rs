@@ -5,7 +5,7 @@
 use crate::peer;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -19,8 +19,8 @@ const HOLDS: &str = "LIMOSA_VHOST_HOLDS";
 
 /// A process of its own, which runs the test of this file that is a server.
 fn server(path: &Path, holds: bool) -> Process {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "serves_if_it_is_told_to", "--nocapture"]).env(SOCKET, path);
+    let mut command = limosa_testkit::own_test!(serves_if_it_is_told_to);
+    command.env(SOCKET, path);
     if holds {
         command.env(HOLDS, "1");
     }

@@ -44,7 +44,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 pub fn serve() -> Result<()> {
     let mut lines = io::stdin().lock().lines();
     let mut next = || lines.next().transpose().context("standard input");
-    let setup = next()?.context("no setup on standard input: this command is a part of limosa bench stream")?;
+    let setup = next()?.context("no setup on standard input: this command is a part of limosa-bench stream")?;
     match serde_json::from_str(&setup).context("the setup on standard input")? {
         Setup::Source { file, memory, plain: true } => {
             let memory = plain::mapped(&open(&file)?, memory)?;

@@ -6,10 +6,10 @@ use clap::Args;
 use limosa_image::qcow2::image::CloneMode;
 use limosa_storage::{CacheMode, Io};
 
-use super::super::values::parse_clone;
 use super::image::{ImageArgs, ShareArg, parse_aio};
 use crate::img::options::{BenchOptions, Source};
 use crate::img::size::{parse_request, parse_size};
+use limosa_console::parse;
 
 #[derive(Debug, Args)]
 pub(crate) struct ImgBenchArgs {
@@ -66,7 +66,7 @@ pub(crate) struct ImgBenchArgs {
     native: bool,
 
     /// Whether copied data is shared (reflinked) if the file system can: off, auto, or a minimum size
-    #[arg(long, value_name = "off|auto|SIZE", default_value = "auto", value_parser = parse_clone)]
+    #[arg(long, value_name = "off|auto|SIZE", default_value = "auto", value_parser = clone_mode)]
     clone: CloneMode,
 
     #[command(flatten)]
@@ -118,4 +118,9 @@ impl ImgBenchArgs {
             json: self.json,
         })
     }
+}
+
+/// `off`, `auto`, or the size from which on what would be copied is cloned.
+fn clone_mode(text: &str) -> Result<CloneMode, String> {
+    parse::threshold(text, CloneMode::Off, CloneMode::AUTO, CloneMode::From)
 }

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::stage::{Ended, Limosa, SOON, names, save, wait_for};
+use crate::stage::{Ended, Program, SOON, names, save, start_command, wait_for};
 
 /// Where the beat guest keeps the number of its lap.
 const LAP: u64 = 0x7e00;
@@ -71,7 +71,7 @@ impl Scene {
     pub(crate) fn start_behind(&self, wrapper: &[&str], options: &[&str], more: &[&str]) -> Run<'_> {
         let words = [wrapper, &words_of(&self.line), more].concat();
         let _ = std::fs::remove_file(self.path("qmp"));
-        Run { limosa: Limosa::start_command(self.command(options, &self.snapshot, &words)), scene: self }
+        Run { limosa: start_command(self.command(options, &self.snapshot, &words)), scene: self }
     }
 
     /// Runs the saved guest with a command line that is not expected to work.
@@ -81,12 +81,12 @@ impl Scene {
 
     /// The same with another file.
     pub(crate) fn run_snapshot(&self, snapshot: &Path, words: &[&str]) -> Ended {
-        Limosa::start_command(self.command(&[], snapshot, words)).wait()
+        start_command(self.command(&[], snapshot, words)).wait()
     }
 
     /// Runs what never opens a monitor, and is not waited for long.
     pub(crate) fn run_in_vain(&self, words: &[&str]) -> Ended {
-        Limosa::start_command(self.command(&["--start-within", "5s"], &self.snapshot, words)).wait()
+        start_command(self.command(&["--start-within", "5s"], &self.snapshot, words)).wait()
     }
 
     /// Expects that limosa has left nothing in its temporary directory.
@@ -124,7 +124,7 @@ impl Drop for Scene {
 
 /// A limosa in front of its QEMU.
 pub(crate) struct Run<'a> {
-    pub(crate) limosa: Limosa,
+    pub(crate) limosa: Program,
     scene: &'a Scene,
 }
 

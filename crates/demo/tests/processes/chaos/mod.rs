@@ -31,7 +31,7 @@ pub(crate) const SOON: Duration = Duration::from_secs(60);
 const TICK: Duration = Duration::from_millis(1);
 
 /// The program under test.
-pub(crate) const LIMOSA: &str = env!("CARGO_BIN_EXE_limosa");
+pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_limosa-demo");
 
 /// How many trials of a kind, and the first seed.
 pub(crate) fn trials(usual: u64) -> std::ops::Range<u64> {
@@ -100,10 +100,10 @@ impl Place {
         let control = self.path(&format!("{}{}", role.name(), self.count));
         let witness = self.path("witness");
         let mut command = match namespace {
-            None => Command::new(LIMOSA),
+            None => Command::new(PROGRAM),
             Some(name) => {
                 let mut command = Command::new("ip");
-                command.args(["netns", "exec", name, LIMOSA]);
+                command.args(["netns", "exec", name, PROGRAM]);
                 command
             }
         };
@@ -166,11 +166,11 @@ pub(crate) fn settle(source: &mut Living, destination: &mut Living) -> (Option<S
 #[track_caller]
 pub(crate) fn decide(end: &mut Living, verb: &str) {
     let status = end.status().expect("an end that can be told something");
-    let command = status.decide.iter().find(|command| command.starts_with(&format!("limosa demo {verb} ")));
+    let command = status.decide.iter().find(|command| command.starts_with(&format!("limosa-demo {verb} ")));
     let command = command.unwrap_or_else(|| panic!("no {verb} among {:?}", status.decide));
     assert!(words(&end.control).contains(command.as_str()), "it was not printed: {command}");
     let arguments = command.split_whitespace().skip(1);
-    let output = Command::new(LIMOSA).args(arguments).output().unwrap();
+    let output = Command::new(PROGRAM).args(arguments).output().unwrap();
     assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
     if verb == "discard" {
         end.end.wait(SOON).unwrap();

@@ -7,9 +7,7 @@
 use std::io::Write as _;
 use std::process::{Command, Stdio};
 
-use crate::needs_qemu;
-use crate::stage::*;
-use limosa_testkit::{LinuxGuest, Machine, Vm, skipped};
+use limosa_testkit::{LinuxGuest, Machine, Program, Vm, own_test, qemu_skipped, skipped, wait_for};
 use serde_json::{Value, json};
 
 /// Memory that is sent.
@@ -29,10 +27,8 @@ fn lay_tap() {
 }
 
 /// Runs a test of this program in a network of its own, which goes with it, however it ends.
-fn run_apart(test: &str) {
-    let me = std::env::current_exe().unwrap();
-    let arguments = ["--ignored", "--exact", test, "--nocapture"];
-    let output = Command::new("unshare").arg("--net").arg(me).args(arguments).output().unwrap();
+fn run_apart(test: &Command) {
+    let output = Command::new("unshare").arg("--net").arg(test.get_program()).args(test.get_args()).output().unwrap();
     let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(
         output.status.success() && said.contains("1 passed"),
@@ -44,9 +40,9 @@ fn run_apart(test: &str) {
 /// Sends the guest's memory to this machine, in this way: what the guest says that came of it.
 fn send(vm: &Vm, zero_copy: &str) -> Value {
     let (input, mut to) = std::io::pipe().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
-    command.args(["bench", "stream-end"]).stdin(Stdio::from(input));
-    let destination = Limosa::start_with_own_input(command);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa-bench"));
+    command.arg("stream-end").stdin(Stdio::from(input));
+    let destination = Program::start_with_input("limosa-bench", command);
     let setup = json!({ "Destination": {
         "memory": BYTES, "uri": format!("tcp:{HOST}:0"), "channels": 2, "plain": false, "faulting": false,
     } });
@@ -58,7 +54,7 @@ fn send(vm: &Vm, zero_copy: &str) -> Value {
         "zeros": "Always", "zero_copy": zero_copy,
     });
     let order = json!({ "uri": listening["Listening"], "way": way });
-    let said = vm.shell(&format!("printf '%s\\n' '{source}' '{order}' | host limosa bench stream-end")).unwrap();
+    let said = vm.shell(&format!("printf '%s\\n' '{source}' '{order}' | host limosa-bench stream-end")).unwrap();
     drop(to);
     let ended = destination.wait().success();
     assert!(ended.stdout.contains("Running"), "{ended:?}");
@@ -68,18 +64,17 @@ fn send(vm: &Vm, zero_copy: &str) -> Value {
 
 #[test]
 fn a_guest_with_a_network_card_copies_nothing_of_what_is_lent() {
-    needs_qemu!();
-    if skipped("LIMOSA_SKIP_NETNS") {
+    if qemu_skipped() || skipped("LIMOSA_SKIP_NETNS") {
         return;
     }
-    run_apart("from_a_guest");
+    run_apart(&own_test!(from_a_guest));
 }
 
 #[test]
 #[ignore = "needs a network of its own: run by the test above"]
 fn from_a_guest() {
     lay_tap();
-    let guest = LinuxGuest { programs: vec![env!("CARGO_BIN_EXE_limosa").into()], ..LinuxGuest::default() };
+    let guest = LinuxGuest { programs: vec![env!("CARGO_BIN_EXE_limosa-bench").into()], ..LinuxGuest::default() };
     let machine = Machine::linux(guest).memory(512 << 20);
     let card = ["-netdev", "tap,id=net0,ifname=tap0,script=no,downscript=no", "-device", "virtio-net-pci,netdev=net0"];
     let vm = card.into_iter().fold(machine, Machine::argument).start().unwrap();

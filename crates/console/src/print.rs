@@ -1,4 +1,4 @@
-//! Talking to people (stderr) and to programs (stdout).
+//! Lines for people (stderr) and for programs (stdout).
 //!
 //! Law: a job does not fail because nobody listens. A terminal that has hung up or a pipe that was closed loses words, not
 //! VMs; `println!` would panic. But a command whose only work is what it prints has failed if that did not get out.
@@ -11,6 +11,7 @@ use std::sync::OnceLock;
 static LOST: OnceLock<io::Error> = OnceLock::new();
 
 /// A line for people.
+#[macro_export]
 macro_rules! say {
     ($($words:tt)*) => {{
         let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("{}\n", format_args!($($words)*)));
@@ -18,13 +19,14 @@ macro_rules! say {
 }
 
 /// A line of what was asked for.
+#[macro_export]
 macro_rules! print_out {
-    () => { print_out!("") };
-    ($($words:tt)*) => { $crate::voice::print_line(format_args!($($words)*)) };
+    () => { $crate::print_out!("") };
+    ($($words:tt)*) => { $crate::print_line(format_args!($($words)*)) };
 }
 
 /// What `print_out!` does.
-pub(crate) fn print_line(words: fmt::Arguments<'_>) {
+pub fn print_line(words: fmt::Arguments<'_>) {
     let mut out = io::stdout().lock();
     if let Err(error) = out.write_fmt(format_args!("{words}\n")).and_then(|()| out.flush()) {
         // Somebody who closes a pipe has read enough.
@@ -35,11 +37,38 @@ pub(crate) fn print_line(words: fmt::Arguments<'_>) {
 }
 
 /// Whether everything that was printed got out: for commands that do nothing else.
-pub(crate) fn all_printed() -> anyhow::Result<()> {
+pub fn all_printed() -> anyhow::Result<()> {
     match LOST.get() {
         None => Ok(()),
         Some(error) => Err(anyhow::anyhow!("standard output: {error}")),
     }
 }
 
-pub(crate) use {print_out, say};
+/// An error and its causes in one line, none of them said twice.
+pub fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain() {
+        let said = cause.to_string();
+        if !line.contains(&said) {
+            if !line.is_empty() {
+                line.push_str(": ");
+            }
+            line.push_str(&said);
+        }
+    }
+    line.replace('\n', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_one_line_and_says_nothing_twice() {
+        let inner = anyhow::anyhow!("no space left");
+        let error = inner.context("cannot write x: no space left");
+        assert_eq!(one_line(&error), "cannot write x: no space left");
+        let inner = anyhow::anyhow!("no space left");
+        assert_eq!(one_line(&inner.context("x: no space left; free some")), "x: no space left; free some");
+    }
+}

@@ -3,10 +3,11 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use limosa_image::qcow2::image::CloneMode;
-
 /// `4K`, `64M`, `8G`, `1T` or plain bytes.
-pub(super) fn parse_size(text: &str) -> Result<u64, String> {
+///
+/// # Errors
+/// What was expected instead.
+pub fn size(text: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a size: write 4K, 64M, 8G, 1T or a number of bytes");
     let (digits, shift) = match text.char_indices().last().ok_or_else(wrong)? {
         (at, 'K' | 'k') => (text.get(..at).ok_or_else(wrong)?, 10),
@@ -19,22 +20,32 @@ pub(super) fn parse_size(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).filter(|size| *size > 0).ok_or_else(wrong)
 }
 
-/// `off`, `auto`, or the size from which on what would be copied is cloned.
-pub(super) fn parse_clone(text: &str) -> Result<CloneMode, String> {
+/// `off`, `auto`, or the size from which on something is done.
+///
+/// # Errors
+/// What was expected instead.
+pub fn threshold<T>(text: &str, off: T, auto: T, from: impl FnOnce(u64) -> T) -> Result<T, String> {
     match text {
-        "off" => Ok(CloneMode::Off),
-        "auto" => Ok(CloneMode::AUTO),
-        _ => parse_size(text).map(CloneMode::From).map_err(|why| format!("{why}; or off or auto")),
+        "off" => Ok(off),
+        "auto" => Ok(auto),
+        _ => size(text).map(from).map_err(|why| format!("{why}; or off or auto")),
     }
 }
 
-pub(super) fn parse_rate(text: &str) -> Result<NonZeroU64, String> {
-    let rate = parse_size(text).map_err(|_| format!("{text:?} is not a rate: write 100M for 100 MiB per second"))?;
+/// `100M`: bytes a second.
+///
+/// # Errors
+/// What was expected instead.
+pub fn rate(text: &str) -> Result<NonZeroU64, String> {
+    let rate = size(text).map_err(|_| format!("{text:?} is not a rate: write 100M for 100 MiB per second"))?;
     NonZeroU64::new(rate).ok_or_else(|| "a rate must be more than 0".into())
 }
 
 /// `300ms`, `30s`, `5m` or plain seconds.
-pub(super) fn parse_time(text: &str) -> Result<Duration, String> {
+///
+/// # Errors
+/// What was expected instead.
+pub fn time(text: &str) -> Result<Duration, String> {
     let wrong = || format!("{text:?} is not a time: write 300ms, 30s or 5m");
     let (digits, millis) = if let Some(digits) = text.strip_suffix("ms") {
         (digits, 1)
@@ -52,28 +63,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clones_are_off_or_made_from_a_size_on() {
-        assert_eq!(parse_clone("off"), Ok(CloneMode::Off));
-        assert_eq!(parse_clone("auto"), Ok(CloneMode::default()));
-        assert_eq!(parse_clone("1M"), Ok(CloneMode::From(1 << 20)));
-        assert!(parse_clone("on").unwrap_err().contains("or off or auto"));
+    fn a_threshold_is_off_automatic_or_a_size() {
+        let read = |text| threshold(text, None, Some(128), Some);
+        assert_eq!(read("off"), Ok(None));
+        assert_eq!(read("auto"), Ok(Some(128)));
+        assert_eq!(read("1M"), Ok(Some(1 << 20)));
+        assert!(read("on").unwrap_err().contains("or off or auto"));
     }
 
     #[test]
     fn sizes_have_binary_suffixes_and_never_overflow() {
-        assert_eq!(parse_size("4K"), Ok(4096));
-        assert_eq!(parse_size("1T"), Ok(1 << 40));
-        assert_eq!(parse_size("17"), Ok(17));
+        assert_eq!(size("4K"), Ok(4096));
+        assert_eq!(size("1T"), Ok(1 << 40));
+        assert_eq!(size("17"), Ok(17));
         for wrong in ["", "K", "0", "-1", "4KB", "99999999999T", "1.5G", "é"] {
-            assert!(parse_size(wrong).is_err(), "{wrong}");
+            assert!(size(wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn times_are_seconds_unless_they_say_otherwise() {
-        assert_eq!(parse_time("300ms"), Ok(Duration::from_millis(300)));
-        assert_eq!(parse_time("5m"), Ok(Duration::from_secs(300)));
-        assert_eq!(parse_time("30s"), parse_time("30"));
-        assert!(parse_time("0").is_err() && parse_time("m").is_err());
+        assert_eq!(time("300ms"), Ok(Duration::from_millis(300)));
+        assert_eq!(time("5m"), Ok(Duration::from_secs(300)));
+        assert_eq!(time("30s"), time("30"));
+        assert!(time("0").is_err() && time("m").is_err());
     }
 }

@@ -1,12 +1,17 @@
-//! `limosa bench` from outside, with as little memory as it takes: every cell runs, and every target that it has has a figure.
+//! limosa-bench from outside, with as little memory as it takes: every cell runs, and every target that it has has a figure.
 
-mod stage;
-
+use std::ffi::OsStr;
 use std::process::Command;
 
-use limosa_testkit::skipped;
+use limosa_testkit::{Ended, Program, qemu_skipped, skipped};
 use serde_json::Value;
-use stage::{Limosa, limosa};
+
+/// Runs limosa-bench to its end.
+fn bench<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Ended {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa-bench"));
+    command.args(arguments);
+    Program::start("limosa-bench", command).wait()
+}
 
 /// Whether this is measured between network namespaces, which not every machine lets one make.
 fn over_veth(case: &Value) -> bool {
@@ -22,10 +27,9 @@ fn by_reno(case: &Value) -> bool {
 /// less than the clock shows, and nothing is divided by them then.)
 #[track_caller]
 fn runs(words: &[&str], contestants: usize, targets: usize) -> Value {
-    let mut all = vec!["bench"];
-    all.extend(words);
+    let mut all = words.to_vec();
     all.extend(["--rounds", "1", "--json"]);
-    let report = limosa(all).json();
+    let report = bench(all).json();
     let cases = report["cases"].as_array().unwrap();
     assert_eq!(cases.iter().filter(|case| !over_veth(case) && !by_reno(case)).count(), contestants, "{report}");
     let shown = report["targets"].as_array().unwrap().iter().filter(|target| target["met"].is_boolean()).count();
@@ -35,7 +39,9 @@ fn runs(words: &[&str], contestants: usize, targets: usize) -> Value {
 
 #[test]
 fn both_senders_of_an_eager_restore_are_measured_on_every_number_of_channels() {
-    needs_qemu!();
+    if qemu_skipped() {
+        return;
+    }
     let report = runs(&["restore", "--size", "256M", "--only", "64 MiB eagerly"], 8, 4);
     for case in report["cases"].as_array().unwrap() {
         let pages = case["counters"]["pages"].as_u64().unwrap();
@@ -46,7 +52,9 @@ fn both_senders_of_an_eager_restore_are_measured_on_every_number_of_channels() {
 
 #[test]
 fn a_save_is_measured_on_several_channels() {
-    needs_qemu!();
+    if qemu_skipped() {
+        return;
+    }
     let report = runs(&["save", "--size", "64M", "--only", "tmpfs"], 8, 2);
     let with = |word: &str| {
         report["cases"]
@@ -86,7 +94,9 @@ fn every_way_of_sending_pages_is_measured_idle_and_under_stress() {
 
 #[test]
 fn both_pairs_are_measured_on_every_number_of_channels_and_transport() {
-    needs_qemu!();
+    if qemu_skipped() {
+        return;
+    }
     let report = runs(&["stream", "--size", "64M", "--against", "qemu", "--only", "64 MiB over"], 18, 2);
     let by_reno = report["cases"].as_array().unwrap().iter().filter(|case| by_reno(case)).count();
     if !skipped("LIMOSA_SKIP_NETNS") {
@@ -137,7 +147,7 @@ fn limosa_streams_by_itself_where_there_is_no_qemu() {
 #[test]
 fn pages_in_memory_and_in_cache_are_looked_at_in_every_way() {
     for place in ["cold", "hot"] {
-        let report = limosa(["bench", "zero-page", "--size", "4M", "--only", place, "--rounds", "1", "--json"]).json();
+        let report = bench(["zero-page", "--size", "4M", "--only", place, "--rounds", "1", "--json"]).json();
         let cases = report["cases"].as_array().unwrap();
         for contents in ["zero", "random bytes", "differs early", "differs in the middle", "differs late", "mixed"] {
             for variant in
@@ -182,10 +192,10 @@ fn what_cannot_be_measured_without_network_namespaces_is_no_error_and_says_why()
         // Nobody else could make them anyway.
         command.args(["--bounding-set", "-sys_admin"]);
     }
-    command.arg(env!("CARGO_BIN_EXE_limosa"));
-    command.args(["bench", "stream", "--size", "32M", "--rounds", "1", "--json"]);
+    command.arg(env!("CARGO_BIN_EXE_limosa-bench"));
+    command.args(["stream", "--size", "32M", "--rounds", "1", "--json"]);
     command.args(["--only", "records, 32 MiB, cold, over veth"]);
-    let report = Limosa::start_command(command).wait().json();
+    let report = Program::start("limosa-bench", command).wait().json();
     assert_eq!(report["cases"].as_array().unwrap().len(), 0, "{report}");
     let targets = report["targets"].as_array().unwrap().iter();
     let over_veth: Vec<_> = targets.filter(|target| target["name"].as_str().unwrap().contains("over veth")).collect();

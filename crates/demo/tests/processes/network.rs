@@ -13,7 +13,7 @@ use crate::chaos::network::{Cable, skipped};
 use crate::chaos::*;
 use limosa_channel::{Channel, Listener, Options, Uri, ZeroCopy};
 use limosa_demo::Settings;
-use limosa_demo::settings::{Transport, ZeroCopyKind};
+use limosa_demo::settings::Transport;
 use limosa_demo::state::{Role, State};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
@@ -41,7 +41,7 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
         // On every other journey the kernel is lent the pages, on channels of their own.
         let settings = match seed % 2 {
             0 => settings(),
-            _ => Settings { channels: 2, zero_copy: ZeroCopyKind::Msg, ..settings() },
+            _ => Settings { channels: 2, zero_copy: ZeroCopy::Msg, ..settings() },
         };
         let mut dice = Dice::new(seed ^ 0xcab1e);
         let (moment, pause) = (Duration::from_millis(dice.below(330)), dice.coin().then(|| dice.below(400)));

@@ -57,10 +57,10 @@ impl Trial {
     /// Goes on by the command that is printed for that.
     fn recover_by_hand(&self) {
         let (source, destination) = (self.source.control.display(), self.destination.control.display());
-        let printed = format!("limosa demo recover --control {source}");
+        let printed = format!("limosa-demo recover --control {source}");
         assert!(words(&self.source.control).contains(&printed), "{printed}");
-        let arguments = format!("demo recover --control {source} --destination {destination}");
-        let output = Command::new(LIMOSA).args(arguments.split(' ')).output().unwrap();
+        let arguments = format!("recover --control {source} --destination {destination}");
+        let output = Command::new(PROGRAM).args(arguments.split(' ')).output().unwrap();
         assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
     }
 

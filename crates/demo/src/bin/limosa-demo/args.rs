@@ -1,22 +1,24 @@
-//! The arguments of `limosa demo`.
+//! The arguments of `limosa-demo`.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::builder::TypedValueParser;
+use clap::{ArgAction, Args, Parser, Subcommand};
+use limosa_channel::{KernelTls, ZeroCopy};
+use limosa_console::{on_off, one_of, parse};
 use limosa_demo::guest::GuestKind;
-use limosa_demo::settings::{
-    KernelTlsKind, LogKind, Packing, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind, ZeroCopyKind,
-};
+use limosa_demo::settings::{LogKind, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind};
 use limosa_page::zero::Method;
+use limosa_stream::multifd::Compression;
 
-use super::tls::KernelTlsArg;
-use super::values::{parse_rate, parse_size, parse_time};
-use super::{CompressionArg, ZeroCopyArg};
-
-#[derive(Debug, Args)]
-pub(crate) struct DemoArgs {
+/// Built-in guests that move between two processes of this machine; needs no QEMU.
+#[derive(Debug, Parser)]
+#[command(name = "limosa-demo", version, max_term_width = 100)]
+#[command(after_help = "Sizes: 4K 64M 8G 1T. Rates: 100M, in bytes per second. Times: 300ms 30s 5m.\n\
+                        Exit status: 0 done, 1 failed, 2 bad usage.")]
+pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: DemoCommand,
 }
@@ -35,83 +37,35 @@ pub(crate) enum DemoCommand {
     Recover(RecoverArgs),
     /// Show what an end of a demonstration does: what to look at before deciding
     Status(DecideArgs),
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum GuestArg {
-    /// Threads of the demonstration's own process
-    Threads,
-    /// A flat guest under /dev/kvm
-    Kvm,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum LogArg {
-    /// userfaultfd's asynchronous write-protect, read by `PAGEMAP_SCAN` (Linux 6.7)
-    WpAsync,
-    /// userfaultfd's write-protect with a thread that answers (Linux 5.19)
-    WpThread,
-    /// KVM's dirty log, cleared in slices
-    KvmLog,
-    /// KVM's dirty ring
-    KvmRing,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TransportArg {
-    /// TCP over the loopback device
-    Tcp,
-    /// A unix socket
-    Unix,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnOffArg {
-    On,
-    Off,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ZeroCheckArg {
-    /// Every page, in every round
-    Always,
-    /// In the first round only: a page that was written is rarely zero
-    Bulk,
-    /// Never
-    Off,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum GiveUpArg {
-    /// The guest goes on at the source
-    Cancel,
-    /// It is paused, however long that takes
-    Pause,
-    /// It runs ahead of its pages
-    Postcopy,
+    /// Be one of the two processes of a demonstration
+    #[command(hide = true)]
+    End {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
 }
 
 #[derive(Debug, Args)]
 #[command(
     after_long_help = "Two processes are started: one with a running guest, one that waits. The guest moves while it runs \
 and goes on there; both ends compare its memory.\n\n  \
-  limosa demo live\n  \
-  limosa demo live --guest kvm --log kvm-ring --memory 64M --dirty-rate 200M\n  \
-  limosa demo live --dirty-rate 2G --timeout 2s --give-up postcopy --write-trace rounds.svg\n  \
-  limosa demo live --transport unix --same-host\n  \
-  limosa demo live --hints on --hint-wait 100ms"
+  limosa-demo live\n  \
+  limosa-demo live --guest kvm --log kvm-ring --memory 64M --dirty-rate 200M\n  \
+  limosa-demo live --dirty-rate 2G --timeout 2s --give-up postcopy --write-trace rounds.svg\n  \
+  limosa-demo live --transport unix --same-host\n  \
+  limosa-demo live --hints on --hint-wait 100ms"
 )]
 pub(crate) struct DemoLiveArgs {
     /// What the guest is
-    #[arg(long, value_enum, default_value_t = GuestArg::Threads)]
-    pub(crate) guest: GuestArg,
+    #[arg(long, value_enum, default_value_t = GuestKind::Threads)]
+    pub(crate) guest: GuestKind,
 
     /// Who tells which pages the guest has written; wp-async for threads and kvm-log for KVM by default
     #[arg(long, value_enum)]
-    pub(crate) log: Option<LogArg>,
+    pub(crate) log: Option<LogKind>,
 
     /// The guest's memory
-    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse::size)]
     pub(crate) memory: u64,
 
     /// How much of it the guest writes a second; 0 for none
@@ -119,21 +73,21 @@ pub(crate) struct DemoLiveArgs {
     pub(crate) dirty_rate: u64,
 
     /// How the two processes reach each other
-    #[arg(long, value_enum, default_value_t = TransportArg::Tcp)]
-    pub(crate) transport: TransportArg,
+    #[arg(long, value_enum, default_value_t = Transport::Tcp)]
+    pub(crate) transport: Transport,
 
     /// Move memory on N channels beside the main one, 1 to 16 (QEMU's multifd and multifd-channels)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: Option<u8>,
 
     /// How pages are compressed on these channels (QEMU's multifd-compression)
-    #[arg(long, value_enum, default_value_t = CompressionArg::None, requires = "channels")]
-    pub(crate) compression: CompressionArg,
+    #[arg(long, value_parser = compression(), default_value = "none", requires = "channels")]
+    pub(crate) compression: Compression,
 
     /// How pages leave on these channels: copied, lent to the kernel (msg: `MSG_ZEROCOPY`), or spliced. auto splices, as both ends
     /// are on one machine
-    #[arg(long, value_enum, value_name = "METHOD", default_value_t = ZeroCopyArg::Auto)]
-    pub(crate) zero_copy: ZeroCopyArg,
+    #[arg(long, value_parser = zero_copy(), value_name = "METHOD", default_value = "auto")]
+    pub(crate) zero_copy: ZeroCopy,
 
     /// When the guest runs ahead of its pages: off, at-once, or after-rounds=N
     #[arg(long, value_name = "WHEN", default_value = "off", value_parser = parse_postcopy)]
@@ -148,20 +102,20 @@ pub(crate) struct DemoLiveArgs {
     pub(crate) same_host: bool,
 
     /// How long the guest may stand still for the rest of its memory (QEMU's downtime-limit)
-    #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = parse::time)]
     pub(crate) downtime_limit: Duration,
 
     /// Most bytes a second while it runs, no limit by default (QEMU's max-bandwidth)
-    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    #[arg(long, value_name = "RATE", value_parser = parse::rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
     /// When pages are looked at if they are zero
-    #[arg(long, value_enum, default_value_t = ZeroCheckArg::Always)]
-    pub(crate) zero_check: ZeroCheckArg,
+    #[arg(long, value_enum, default_value_t = ZeroCheckKind::Always)]
+    pub(crate) zero_check: ZeroCheckKind,
 
     /// Send hundreds of pages of the main channel by one call, from where they are; off copies them into a buffer of 16 KiB
-    #[arg(long, value_enum, default_value_t = OnOffArg::On)]
-    pub(crate) vectors: OnOffArg,
+    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "VECTORS", default_value = "on")]
+    pub(crate) vectors: bool,
 
     /// By which instructions they are looked at: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon; the best there are
     /// by default
@@ -169,26 +123,26 @@ pub(crate) struct DemoLiveArgs {
     pub(crate) zero_method: Option<Method>,
 
     /// Make room at the destination ahead of arriving pages
-    #[arg(long, value_enum, default_value_t = OnOffArg::On)]
-    pub(crate) populate: OnOffArg,
+    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "POPULATE", default_value = "on")]
+    pub(crate) populate: bool,
 
     /// Ask the guest which of its memory is free, and do not send that: half of the memory is then a heap that programs allocate,
     /// write and give back, and a balloon's driver tells what of it is free
-    #[arg(long, value_enum, default_value_t = OnOffArg::Off)]
-    pub(crate) hints: OnOffArg,
+    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "HINTS", default_value = "off")]
+    pub(crate) hints: bool,
 
     /// How long the first round, or the stop of `--postcopy at-once`, may wait for the list of what is free; by default the list takes
     /// pages out while they are sent
-    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "hints")]
+    #[arg(long, value_name = "TIME", value_parser = parse::time, requires = "hints")]
     pub(crate) hint_wait: Option<Duration>,
 
     /// How long it may take until the guest changes over
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) timeout: Option<Duration>,
 
     /// What becomes of it after that time
-    #[arg(long, value_enum, default_value_t = GiveUpArg::Cancel, requires = "timeout")]
-    pub(crate) give_up: GiveUpArg,
+    #[arg(long, value_enum, default_value_t = WhenStuck::Cancel, requires = "timeout")]
+    pub(crate) give_up: WhenStuck,
 
     /// Encrypt the connections: a folder with ca-cert.pem and both ends' certificates and keys, server-cert.pem,
     /// server-key.pem, client-cert.pem, client-key.pem (the dir of QEMU's tls-creds-x509); the server's names 127.0.0.1
@@ -200,8 +154,8 @@ pub(crate) struct DemoLiveArgs {
     pub(crate) tls_hostname: Option<String>,
 
     /// Who seals and opens what goes over the connections
-    #[arg(long, value_enum, value_name = "WHEN", default_value_t, requires = "tls_creds")]
-    pub(crate) tls_kernel: KernelTlsArg,
+    #[arg(long, value_parser = kernel_tls(), value_name = "WHEN", default_value = "off", requires = "tls_creds")]
+    pub(crate) tls_kernel: KernelTls,
 
     /// Draw the rounds over time: memory that is left, rates, the pause
     #[arg(long, value_name = "F.svg")]
@@ -243,67 +197,63 @@ pub(crate) struct RecoverArgs {
 impl DemoLiveArgs {
     /// What both ends get.
     pub(crate) fn settings(&self) -> Settings {
-        let guest = match self.guest {
-            GuestArg::Threads => GuestKind::Threads,
-            GuestArg::Kvm => GuestKind::Kvm,
-        };
         Settings {
-            guest,
-            log: self.log.map_or(Settings::usual_log(guest), |log| match log {
-                LogArg::WpAsync => LogKind::WpAsync,
-                LogArg::WpThread => LogKind::WpThread,
-                LogArg::KvmLog => LogKind::KvmLog,
-                LogArg::KvmRing => LogKind::KvmRing,
-            }),
+            guest: self.guest,
+            log: self.log.unwrap_or(Settings::usual_log(self.guest)),
             memory: self.memory,
             dirty_rate: self.dirty_rate,
-            transport: match self.transport {
-                TransportArg::Tcp => Transport::Tcp,
-                TransportArg::Unix => Transport::Unix,
-            },
+            transport: self.transport,
             channels: self.channels.unwrap_or(0),
-            compression: match self.compression {
-                CompressionArg::None => Packing::None,
-                CompressionArg::Zlib => Packing::Zlib,
-                CompressionArg::Zstd => Packing::Zstd,
-            },
-            zero_copy: match self.zero_copy {
-                ZeroCopyArg::Off => ZeroCopyKind::Off,
-                ZeroCopyArg::Auto => ZeroCopyKind::Auto,
-                ZeroCopyArg::Msg => ZeroCopyKind::Msg,
-                ZeroCopyArg::Splice => ZeroCopyKind::Splice,
-            },
+            compression: self.compression,
+            zero_copy: self.zero_copy,
             postcopy: self.postcopy,
             preempt: self.preempt,
             same_host: self.same_host,
             downtime_limit_ms: millis(self.downtime_limit),
             max_bandwidth: self.max_bandwidth,
-            zero_check: match self.zero_check {
-                ZeroCheckArg::Always => ZeroCheckKind::Always,
-                ZeroCheckArg::Bulk => ZeroCheckKind::Bulk,
-                ZeroCheckArg::Off => ZeroCheckKind::Off,
-            },
-            vectors: self.vectors == OnOffArg::On,
+            zero_check: self.zero_check,
+            vectors: self.vectors,
             zero_method: self.zero_method.map(|method| method.name().to_owned()),
-            populate: self.populate == OnOffArg::On,
-            hints: self.hints == OnOffArg::On,
+            populate: self.populate,
+            hints: self.hints,
             hint_wait_ms: self.hint_wait.map_or(0, millis),
             timeout_ms: self.timeout.map(millis),
-            give_up: match self.give_up {
-                GiveUpArg::Cancel => WhenStuck::Cancel,
-                GiveUpArg::Pause => WhenStuck::Pause,
-                GiveUpArg::Postcopy => WhenStuck::Postcopy,
-            },
+            give_up: self.give_up,
             tls_creds: self.tls_creds.clone(),
             tls_hostname: self.tls_hostname.clone(),
-            tls_kernel: match self.tls_kernel {
-                KernelTlsArg::Off => KernelTlsKind::Off,
-                KernelTlsArg::Auto => KernelTlsKind::Auto,
-                KernelTlsArg::On => KernelTlsKind::On,
-            },
+            tls_kernel: self.tls_kernel,
             ..Settings::default()
         }
     }
+}
+
+fn compression() -> impl TypedValueParser<Value = Compression> {
+    one_of([
+        (Compression::None, "none", "No compression"),
+        (Compression::Zlib, "zlib", "zlib"),
+        (Compression::Zstd, "zstd", "Zstandard"),
+    ])
+}
+
+fn zero_copy() -> impl TypedValueParser<Value = ZeroCopy> {
+    one_of([
+        (ZeroCopy::Off, "off", "Copied into the kernel, like everything else"),
+        (ZeroCopy::Auto, "auto", "The best that the connection allows"),
+        (ZeroCopy::Msg, "msg", "Lent to the kernel by `MSG_ZEROCOPY`, over TCP"),
+        (ZeroCopy::Splice, "splice", "By reference, over TCP and unix sockets"),
+    ])
+}
+
+fn kernel_tls() -> impl TypedValueParser<Value = KernelTls> {
+    one_of([
+        (KernelTls::Off, "off", "No: the two processes do"),
+        (
+            KernelTls::Auto,
+            "auto",
+            "Over TCP, if the kernel has TLS and can renew keys (Linux 6.14); else the processes do",
+        ),
+        (KernelTls::On, "on", "Yes; fails if that is not possible"),
+    ])
 }
 
 fn millis(time: Duration) -> u64 {
@@ -312,7 +262,7 @@ fn millis(time: Duration) -> u64 {
 
 /// `50M`, or `0` for a guest that writes nothing.
 fn parse_dirty_rate(text: &str) -> Result<u64, String> {
-    if text == "0" { Ok(0) } else { parse_rate(text).map(NonZeroU64::get) }
+    if text == "0" { Ok(0) } else { parse::rate(text).map(NonZeroU64::get) }
 }
 
 /// `off`, `at-once`, `after-rounds=3`.
@@ -331,6 +281,12 @@ fn parse_postcopy(text: &str) -> Result<Postcopy, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        use clap::CommandFactory as _;
+        Cli::command().debug_assert();
+    }
 
     #[test]
     fn postcopy_is_off_at_once_or_after_a_number_of_rounds() {

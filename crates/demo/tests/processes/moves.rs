@@ -1,14 +1,32 @@
-//! `limosa demo live`, run as people run it.
+//! `limosa-demo live`, run as people run it.
 
-use crate::stage::*;
-use limosa_testkit::{Authority, Qmp, kill9, scratch};
+use std::ffi::OsStr;
+use std::process::Command;
+use std::time::Duration;
+
+use limosa_testkit::{Authority, Ended, Program, Qmp, kill9, scratch, wait_for, wait_gone};
 use serde_json::{Value, json};
+
+/// For what should take moments on any machine: a limit for the stuck, not a measure.
+const SOON: Duration = Duration::from_secs(120);
+
+/// Starts limosa-demo with these arguments.
+fn start<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Program {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa-demo"));
+    command.args(arguments);
+    Program::start("limosa-demo", command)
+}
+
+/// Runs limosa-demo to its end.
+fn demo<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Ended {
+    start(arguments).wait()
+}
 
 /// Runs a demonstration of a small guest: what it prints for programs.
 #[track_caller]
 fn live(more: &[&str]) -> (Value, Ended) {
-    let arguments = [&["demo", "live", "--memory", "16M", "--json"], more].concat();
-    let ended = limosa(arguments).success();
+    let arguments = [&["live", "--memory", "16M", "--json"], more].concat();
+    let ended = demo(arguments).success();
     let report = serde_json::from_str(&ended.stdout).unwrap_or_else(|error| panic!("{error}: {ended:?}"));
     (report, ended)
 }
@@ -61,7 +79,7 @@ fn a_guest_that_tells_its_free_pages_moves_without_them() {
         (&["--hints", "on", "--postcopy", "at-once"], "stops the guest before it could tell its free pages"),
         (&["--hints", "on", "--same-host", "--transport", "unix"], "--hints has nothing to leave out"),
     ] {
-        let ended = limosa([&["demo", "live"][..], wrong].concat());
+        let ended = demo([&["live"][..], wrong].concat());
         assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
         assert!(ended.stderr.contains(said), "{}", ended.stderr);
     }
@@ -127,7 +145,7 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
         assert_eq!((&channels["lent"], &channels["spliced"]), (&json!(0), &json!(0)), "{channels}");
     }
     // What an end refuses when it is told to listen is told at once, and not that it did not listen in time.
-    let ended = limosa([&["demo", "live", "--memory", "16M"][..], &creds, &["--tls-kernel", "on"]].concat());
+    let ended = demo([&["live", "--memory", "16M"][..], &creds, &["--tls-kernel", "on"]].concat());
     assert!(ended.status.success() || ended.stderr.contains("this kernel has no TLS"), "{}", ended.stderr);
     assert!(!ended.stderr.contains("in time"), "{}", ended.stderr);
     for (wrong, said) in [
@@ -136,12 +154,12 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
         (&["--channels", "2", "--zero-copy", "msg"], "--tls-creds makes others of them"),
         (&["--channels", "2", "--zero-copy", "splice"], "--tls-creds makes others of them"),
     ] {
-        let ended = limosa([&["demo", "live"][..], &creds, wrong].concat());
+        let ended = demo([&["live"][..], &creds, wrong].concat());
         assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
         assert!(ended.stderr.contains(said), "{}", ended.stderr);
     }
     // The guest stays where it is, and it is said why.
-    let ended = limosa([&["demo", "live", "--memory", "16M", "--tls-hostname", "other.example"][..], &creds].concat());
+    let ended = demo([&["live", "--memory", "16M", "--tls-hostname", "other.example"][..], &creds].concat());
     assert!(!ended.status.success());
     let said = "its certificate is for localhost, 127.0.0.1, 0::1, not for other.example";
     assert!(
@@ -150,7 +168,7 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
         ended.stderr
     );
     std::fs::remove_file(folder.path().join("server-key.pem")).unwrap();
-    limosa([&["demo", "live"][..], &creds].concat()).one_line(&["server-key.pem"]);
+    demo([&["live"][..], &creds].concat()).one_line(&["server-key.pem"]);
 }
 
 #[test]
@@ -167,7 +185,7 @@ fn a_guest_under_kvm_moves_with_either_of_its_logs() {
 #[test]
 fn what_this_machine_cannot_do_is_said_once() {
     // More than any process has addresses for.
-    limosa(["demo", "live", "--memory", "1000T"]).one_line(&["RAM block", "Cannot allocate memory"]);
+    demo(["live", "--memory", "1000T"]).one_line(&["RAM block", "Cannot allocate memory"]);
 }
 
 #[test]
@@ -184,7 +202,7 @@ fn the_rounds_are_drawn() {
 #[test]
 fn a_guest_that_writes_faster_than_it_is_sent_goes_on_at_the_source_and_the_exit_status_tells() {
     let fast = ["--dirty-rate", "200M", "--max-bandwidth", "4M", "--downtime-limit", "1ms", "--timeout", "500ms"];
-    let ended = limosa([&["demo", "live", "--memory", "16M", "--json"][..], &fast].concat());
+    let ended = demo([&["live", "--memory", "16M", "--json"][..], &fast].concat());
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
     let report: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!((&report["runs_at"], &report["memory"]["error"]), (&"source".into(), &Value::Null), "{report}");
@@ -192,12 +210,12 @@ fn a_guest_that_writes_faster_than_it_is_sent_goes_on_at_the_source_and_the_exit
 }
 
 /// A demonstration that can never end by itself, and the monitor of its source once it sends.
-fn endless() -> (tempfile::TempDir, Limosa, Qmp) {
+fn endless() -> (tempfile::TempDir, Program, Qmp) {
     let folder = scratch().unwrap();
     let control = folder.path().join("source");
     let slow = ["--memory", "64M", "--dirty-rate", "40M", "--max-bandwidth", "8M", "--downtime-limit", "1ms"];
     let socket = control.display().to_string();
-    let running = Limosa::start([&["demo", "live", "--json", "--control", &socket][..], &slow].concat());
+    let running = start([&["live", "--json", "--control", &socket][..], &slow].concat());
     let mut source = wait_for("the source", || Qmp::connect(&control, SOON).ok());
     wait_for("pages", || {
         let told = source.execute("query-migrate", json!({})).unwrap();
@@ -212,7 +230,7 @@ fn a_migration_is_watched_and_steered_by_its_control_sockets() {
     let status = source.execute("query-status", json!({})).unwrap();
     assert_eq!((&status["status"], &status["state"]), (&json!("running"), &json!("sending")), "{status}");
     let socket = folder.path().join("source.destination").display().to_string();
-    let there = limosa(["demo", "status", "--control", &socket, "--json"]).success();
+    let there = demo(["status", "--control", &socket, "--json"]).success();
     assert!(there.stderr.contains("the guest does not run here (inmigrate)"), "{}", there.stderr);
     assert!(source.execute("cont", json!({})).is_err(), "it is being sent");
     // Whoever lets go of the limits lets it end.
@@ -260,7 +278,7 @@ fn what_does_not_go_together_is_bad_usage() {
         &["--zero-copy", "msg", "--channels", "2", "--compression", "zlib"],
         &["--zero-copy", "msg", "--channels", "2", "--transport", "unix"],
     ] {
-        let ended = limosa([&["demo", "live"][..], wrong].concat());
+        let ended = demo([&["live"][..], wrong].concat());
         assert_eq!(ended.status.code(), Some(2), "{wrong:?}: {ended:?}");
     }
 }
@@ -268,7 +286,7 @@ fn what_does_not_go_together_is_bad_usage() {
 #[test]
 fn deciding_about_an_end_that_is_not_there_fails_in_one_line() {
     for verb in ["resume", "start", "discard", "status"] {
-        let ended = limosa(["demo", verb, "--control", "/nonexistent/socket"]);
+        let ended = demo([verb, "--control", "/nonexistent/socket"]);
         ended.one_line(&["/nonexistent/socket"]);
     }
 }

@@ -1,35 +1,44 @@
-//! `limosa demo`.
+//! limosa-demo: moves built-in guests between two processes while they run.
 
+mod args;
 mod live;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::Parser as _;
 use limosa_channel::Uri;
+use limosa_console::{print_out, say};
 use limosa_demo::monitor::EndMonitor;
 use limosa_demo::state::{Role, State, Status};
 use serde_json::{Value, json};
 
-use crate::args::{DecideArgs, DemoArgs, DemoCommand, RecoverArgs};
-use crate::voice::{print_out, say};
+use args::{Cli, DecideArgs, DemoCommand, RecoverArgs};
 
 /// How long an end may take to do what it was told.
 const SOON: Duration = Duration::from_secs(60);
 
-pub(crate) fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
-    match args.command {
+fn main() -> ExitCode {
+    let cli = Cli::try_parse().unwrap_or_else(|error| error.exit());
+    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).without_time().init();
+    let result = match cli.command {
         DemoCommand::Live(args) => live::run(&args),
         DemoCommand::Resume(args) => go(&args, Role::Source),
         DemoCommand::Start(args) => go(&args, Role::Destination),
         DemoCommand::Discard(args) => discard(&args),
         DemoCommand::Recover(args) => recover(&args),
         DemoCommand::Status(args) => status(&args),
-    }
+        DemoCommand::End { arguments } => return end(&arguments),
+    };
+    result.unwrap_or_else(|error| {
+        say!("limosa-demo: {}", limosa_console::one_line(&error));
+        ExitCode::FAILURE
+    })
 }
 
 /// One of the two processes. Why it cannot be one goes to who started it, who says it once for both.
-pub(crate) fn end(arguments: &[String]) -> ExitCode {
+fn end(arguments: &[String]) -> ExitCode {
     match limosa_demo::end::run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -45,7 +54,7 @@ fn go(args: &DecideArgs, role: Role) -> anyhow::Result<ExitCode> {
     let status = end.status()?;
     if status.role != role {
         let other = if role == Role::Source { "start" } else { "resume" };
-        anyhow::bail!("this is the {}: there it is limosa demo {other}", status.role.name());
+        anyhow::bail!("this is the {}: there it is limosa-demo {other}", status.role.name());
     }
     if !status.running {
         end.execute("cont", Value::Null)?;
@@ -74,7 +83,7 @@ fn discard(args: &DecideArgs) -> anyhow::Result<ExitCode> {
         anyhow::bail!("the guest runs at this end: nothing is discarded");
     }
     end.execute("quit", Value::Null)?;
-    say!("limosa: the {} gives the guest up and ends", status.role.name());
+    say!("limosa-demo: the {} gives the guest up and ends", status.role.name());
     if args.json {
         print_out!("{}", json!({ "discarded": status.role.name() }));
     }
@@ -92,7 +101,7 @@ fn recover(args: &RecoverArgs) -> anyhow::Result<ExitCode> {
     if status.state != State::Running {
         anyhow::bail!("the postcopy goes on no further: {}", status.why.unwrap_or(status.status));
     }
-    say!("limosa: all of the guest's memory is at the destination");
+    say!("limosa-demo: all of the guest's memory is at the destination");
     Ok(ExitCode::SUCCESS)
 }
 
@@ -103,7 +112,7 @@ fn status(args: &DecideArgs) -> anyhow::Result<ExitCode> {
 
 fn tell(args: &DecideArgs, status: &Status) {
     let runs = if status.running { "the guest runs here" } else { "the guest does not run here" };
-    say!("limosa: {}: {runs} ({}); it has counted {}", status.role.name(), status.status, status.beats);
+    say!("limosa-demo: {}: {runs} ({}); it has counted {}", status.role.name(), status.status, status.beats);
     if let Some(why) = &status.why {
         say!("  {why}");
     }

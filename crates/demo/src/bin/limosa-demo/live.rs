@@ -1,41 +1,36 @@
-//! `limosa demo live`: runs it, and puts what it came to into words.
+//! `limosa-demo live`: runs it, and reports the outcome.
 
 use std::fs::File;
 use std::io::Write as _;
 use std::process::{Command, ExitCode};
-use std::thread;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use clap::CommandFactory as _;
 use comfy_table::{CellAlignment, Table, presets};
+use limosa_console::{all_printed, at_signal, print_out, quantity, say};
 use limosa_demo::live::{LiveOptions, LiveReport, run as demonstrate};
 use limosa_demo::report::Round;
 use limosa_demo::state::Role;
 use serde_json::json;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 
-use crate::args::DemoLiveArgs;
-use crate::endpoint;
-use crate::job::THIS_PROGRAM;
-use crate::voice::{all_printed, print_out, say};
-use crate::words;
+use crate::args::{Cli, DemoLiveArgs};
 
 pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
     let settings = args.settings();
     if let Some(why) = settings.contradiction() {
-        endpoint::misused(why);
+        Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit()
     }
     // Each end reads its own; what is wrong with them is told once, and before anything runs.
     settings.client_tls()?;
     settings.server_tls()?;
     let options = LiveOptions {
-        limosa: &|| Command::new(THIS_PROGRAM),
+        program: &|| Command::new("/proc/self/exe"),
         settings: &settings,
         control: args.control.as_deref(),
-        notice: &|line| say!("limosa: {line}"),
+        notice: &|line| say!("limosa-demo: {line}"),
     };
-    leave_nothing_behind()?;
+    at_signal(limosa_demo::live::remove_folders)?;
     // Before anything runs: whoever cannot have the picture is to know it now.
     let picture = args.write_trace.as_deref().map(|path| {
         let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
@@ -56,25 +51,12 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
     Ok(if report.succeeded() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Has a signal that ends the demonstration remove its sockets first. Its processes end with it in any case.
-fn leave_nothing_behind() -> anyhow::Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen to signals")?;
-    let wait = move || {
-        if let Some(signal) = signals.forever().next() {
-            limosa_demo::live::remove_folders();
-            std::process::exit(128 + signal);
-        }
-    };
-    thread::Builder::new().name("signals".into()).spawn(wait).context("cannot start a thread for signals")?;
-    Ok(())
-}
-
 fn tell(report: &LiveReport) {
     let source = &report.source;
     match (report.runs_at, &source.error) {
-        (Role::Destination, _) => say!("limosa: the guest has moved while it ran, in {}", time(source.total_ms)),
-        (Role::Source, Some(why)) => say!("limosa: the guest goes on at the source: {why}"),
-        (Role::Source, None) => say!("limosa: the guest goes on at the source"),
+        (Role::Destination, _) => say!("limosa-demo: the guest has moved while it ran, in {}", time(source.total_ms)),
+        (Role::Source, Some(why)) => say!("limosa-demo: the guest goes on at the source: {why}"),
+        (Role::Source, None) => say!("limosa-demo: the guest goes on at the source"),
     }
     if !source.rounds.is_empty() {
         say!("{}", table(&source.rounds));
@@ -86,10 +68,10 @@ fn tell(report: &LiveReport) {
     let sum = |of: fn(&Round) -> u64| source.rounds.iter().map(of).sum::<u64>();
     say!(
         "  pages: {} with contents, {} zero, {} zero and left out, {} of those never touched",
-        words::count(sum(|round| round.normal)),
-        words::count(sum(|round| round.zero)),
-        words::count(sum(|round| round.left_out)),
-        words::count(sum(|round| round.holes)),
+        quantity::count(sum(|round| round.normal)),
+        quantity::count(sum(|round| round.zero)),
+        quantity::count(sum(|round| round.left_out)),
+        quantity::count(sum(|round| round.holes)),
     );
     if let Some(hints) = &source.hints {
         let list = hints.list_ms.map_or("no list was complete in time".to_owned(), |ms| {
@@ -98,25 +80,25 @@ fn tell(report: &LiveReport) {
         let refused = hints.refused.as_ref().map_or(String::new(), |why| format!("; {why}"));
         say!(
             "  {} pages were free, and not sent; the guest was asked {} times: {list}; {} ranges came too late{refused}",
-            words::count(sum(|round| round.hinted)),
-            words::count(hints.lists.into()),
-            words::count(hints.late),
+            quantity::count(sum(|round| round.hinted)),
+            quantity::count(hints.lists.into()),
+            quantity::count(hints.late),
         );
     }
     say!(
         "  {} went out with {} system calls, and came in with {}",
-        words::bytes(source.channels.bytes_out),
-        words::count(source.channels.calls_out),
-        words::count(report.destination.channels.calls_in),
+        quantity::bytes(source.channels.bytes_out),
+        quantity::count(source.channels.calls_out),
+        quantity::count(report.destination.channels.calls_in),
     );
     if source.channels.spliced > 0 {
-        say!("  {} of it were spliced: not copied on the way out", words::bytes(source.channels.spliced));
+        say!("  {} of it were spliced: not copied on the way out", quantity::bytes(source.channels.spliced));
     }
     if source.channels.lent > 0 {
         say!(
             "  {} of the calls lent their pages to the kernel, which copied those of {} after all",
-            words::count(source.channels.lent),
-            words::count(source.channels.lent_copied)
+            quantity::count(source.channels.lent),
+            quantity::count(source.channels.lent_copied)
         );
     }
     say!(
@@ -127,15 +109,15 @@ fn tell(report: &LiveReport) {
     if let Some(sent) = source.postcopy {
         say!(
             "  {} pages followed while it ran there, for {}; {} of them were asked for",
-            words::count(sent.pages),
+            quantity::count(sent.pages),
             time(sent.took_ms),
-            words::count(sent.requested)
+            quantity::count(sent.requested)
         );
     }
     if let Some(faults) = report.destination.faults.filter(|faults| faults.requests > 0) {
         say!(
             "  {} faults waited for their pages: {} (median), {} (99%), {} (longest)",
-            words::count(faults.faults),
+            quantity::count(faults.faults),
             time(faults.median_us / 1e3),
             time(faults.p99_us / 1e3),
             time(faults.longest_us / 1e3)
@@ -146,15 +128,15 @@ fn tell(report: &LiveReport) {
         let Some(found) = found else { continue };
         let free = match found.free_pages + found.held_pages {
             0 => String::new(),
-            free => format!("; {} are free", words::count(free)),
+            free => format!("; {} are free", quantity::count(free)),
         };
         match &found.error {
-            None => say!("  memory at the {end}: all {} pages hold what they must{free}", words::count(found.pages)),
+            None => say!("  memory at the {end}: all {} pages hold what they must{free}", quantity::count(found.pages)),
             Some(why) => say!("  memory at the {end}: {why}"),
         }
     }
     let (before, after) = report.writes;
-    say!("  the guest goes on: {} pages written since", words::count(after.saturating_sub(before)));
+    say!("  the guest goes on: {} pages written since", quantity::count(after.saturating_sub(before)));
 }
 
 /// Where pages that were free stand, behind those that were zero and left out.
@@ -184,20 +166,20 @@ fn table(rounds: &[Round]) -> Table {
             }
             continue;
         }
-        let rate = round.bandwidth.map_or(String::new(), words::bytes);
+        let rate = round.bandwidth.map_or(String::new(), quantity::bytes);
         let cells = vec![
             if round.last { "  paused".to_owned() } else { format!("  {}", round.number) },
-            words::count(round.pages),
-            words::count(round.normal),
-            words::count(round.zero),
-            words::count(round.left_out),
-            words::bytes(round.bytes),
+            quantity::count(round.pages),
+            quantity::count(round.normal),
+            quantity::count(round.zero),
+            quantity::count(round.left_out),
+            quantity::bytes(round.bytes),
             time(round.took_ms),
-            if round.last { String::new() } else { words::bytes(round.dirty_rate) },
+            if round.last { String::new() } else { quantity::bytes(round.dirty_rate) },
             rate,
             round.expected_downtime_ms.map_or(String::new(), time),
         ];
-        table.add_row(row(cells, words::count(round.hinted)));
+        table.add_row(row(cells, quantity::count(round.hinted)));
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -206,5 +188,5 @@ fn table(rounds: &[Round]) -> Table {
 }
 
 fn time(millis: f64) -> String {
-    words::time(Duration::from_secs_f64((millis / 1e3).max(0.0)))
+    quantity::time(Duration::from_secs_f64((millis / 1e3).max(0.0)))
 }

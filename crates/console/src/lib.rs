@@ -1,0 +1,24 @@
+//! What the programs of limosa have in common on a terminal.
+//!
+//! [`parse`] reads sizes, rates and times from the command line, [`quantity`] writes them for people, [`say!`] and [`print_out!`]
+//! print lines for people (standard error) and for programs (standard output), [`one_of`] is an option with named values, and
+//! [`at_signal`] cleans up when a signal ends the program.
+//!
+//! # Example
+//!
+//! ```
+//! use limosa_console::{parse, quantity};
+//!
+//! assert_eq!(parse::size("64M"), Ok(64 << 20));
+//! assert_eq!(quantity::bytes(3 << 29), "1.5 GiB");
+//! ```
+
+mod ending;
+mod named;
+pub mod parse;
+mod print;
+pub mod quantity;
+
+pub use ending::at_signal;
+pub use named::{on_off, one_of};
+pub use print::{all_printed, one_line, print_line};
