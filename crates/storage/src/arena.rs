@@ -1,10 +1,10 @@
-//! Memory that rings know beforehand.
+//! Memory that is registered with the rings.
 //!
-//! **Law: a page is one buffer's, from the take to the drop.** There is one arena in a process. Each word stands for 64 pages in a row, a
-//! bit for each, and a piece lies within one word: it is taken by one exchange, and given back by another. What is taken has somebody
-//! else's contents; who hands it out makes it zero. The memory stays for as long as the process, so that what the kernel was told of it
-//! stays true; a page of it that nobody took is not there.
-#![allow(unsafe_code, reason = "memory is asked for, and named by address")]
+//! **Law: a page is one buffer's, from the take to the drop.** There is one arena in a process. A word of the bitmap covers 64 consecutive pages, one
+//! bit each, and a piece lies within one word: it is taken by one atomic exchange, and given back by another. A piece still has the
+//! contents of its previous owner; the caller of [`take`] zeroes it. The mapping lives as long as the process, so that its registration
+//! with the kernel stays valid. A page that was never taken is not populated.
+#![allow(unsafe_code, reason = "memory is mapped, and passed by address")]
 
 use std::cell::Cell;
 use std::ptr;
@@ -13,21 +13,21 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// Bytes of the arena: a quarter of what the processes of a user without privileges may have pinned by default (`RLIMIT_MEMLOCK`, 8 MiB
 /// since Linux 5.16), of which rings themselves take some 40 KiB each; and 32 requests of 64 KiB at once.
-pub(crate) const LENGTH: usize = WORDS * WORD;
+pub(crate) const LENGTH: usize = WORDS * WORD_BYTES;
 /// Pages are those of the processor's smallest size, or a part of one.
 const PAGE: usize = 4096;
-/// Bytes that a word stands for: the largest piece.
-const WORD: usize = 64 * PAGE;
+/// Bytes that a word of the bitmap covers: the largest piece.
+const WORD_BYTES: usize = 64 * PAGE;
 const WORDS: usize = 8;
 
-/// One in a cache line: threads that begin at different words are not in each other's way.
+/// The bitmap of 64 pages. Each has a cache line for itself: threads that begin at different words do not share one.
 #[repr(align(64))]
-struct Word(AtomicU64);
+struct PageBits(AtomicU64);
 
 struct Arena {
     start: *mut u8,
     /// Pages that are taken.
-    words: [Word; WORDS],
+    words: [PageBits; WORDS],
 }
 
 // SAFETY: the memory is only handed out in pieces, which `words` keeps apart.
@@ -41,30 +41,30 @@ fn arena() -> Option<&'static Arena> {
     ARENA.get_or_init(Arena::new).as_ref()
 }
 
-/// Where it begins, if it is there.
+/// The start of the arena, if there is one.
 pub(crate) fn start() -> Option<*mut u8> {
     arena().map(|arena| arena.start)
 }
 
-/// Whether all of this memory is in it.
+/// Whether all of this memory lies in the arena.
 pub(crate) fn holds(start: *const u8, len: usize) -> bool {
     let Some(arena) = arena() else { return false };
     let offset = start.addr().wrapping_sub(arena.start.addr());
     offset <= LENGTH && len <= LENGTH - offset
 }
 
-/// Takes a piece for so many bytes, if there is one: at the beginning of a page, with any contents.
+/// Takes a piece of at least `len` bytes, if one is free. It begins at a page; its contents are arbitrary.
 pub(crate) fn take(len: usize) -> Option<Piece> {
-    if len > WORD { None } else { arena()?.take(len.max(1).div_ceil(PAGE)) }
+    if len > WORD_BYTES { None } else { arena()?.take(len.max(1).div_ceil(PAGE)) }
 }
 
 impl Arena {
     fn new() -> Option<Self> {
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new mapping, which is in nobody's way.
+        // SAFETY: a new mapping, at an address that the kernel chooses.
         let start = unsafe { libc::mmap(ptr::null_mut(), LENGTH, protection, flags, -1, 0) };
         (start != libc::MAP_FAILED)
-            .then(|| Self { start: start.cast(), words: [const { Word(AtomicU64::new(0)) }; WORDS] })
+            .then(|| Self { start: start.cast(), words: [const { PageBits(AtomicU64::new(0)) }; WORDS] })
     }
 
     fn take(&self, pages: usize) -> Option<Piece> {
@@ -77,13 +77,13 @@ impl Arena {
     }
 }
 
-impl Word {
-    /// Takes so many pages in a row, at least one; their bits.
+impl PageBits {
+    /// Takes `pages` consecutive pages, at least one. Returns their bits.
     fn take(&self, pages: u32) -> Option<u64> {
         let mut taken = self.0.load(Ordering::Relaxed);
         loop {
             let bits = row(!taken, pages)?;
-            // Acquire: what the former owner did to the memory was before.
+            // Acquire: the previous owner's accesses to the memory happen before.
             match self.0.compare_exchange_weak(taken, taken | bits, Ordering::Acquire, Ordering::Relaxed) {
                 Ok(_) => return Some(bits),
                 Err(now) => taken = now,
@@ -96,9 +96,9 @@ impl Word {
     }
 }
 
-/// The first so many ones in a row.
+/// The first `count` consecutive ones.
 fn row(free: u64, count: u32) -> Option<u64> {
-    // A bit is left where a row of `len` begins.
+    // A bit remains set where a row of `len` ones begins.
     let (mut begins, mut len) = (free, 1);
     while len < count {
         let more = len.min(count - len);
@@ -109,7 +109,7 @@ fn row(free: u64, count: u32) -> Option<u64> {
     (begins != 0).then(|| ones << begins.trailing_zeros())
 }
 
-/// The word at which this thread begins to look.
+/// The word at which this thread begins its search.
 fn preferred() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
@@ -122,14 +122,14 @@ fn preferred() -> usize {
     })
 }
 
-/// Pages that are somebody's, until this is dropped.
+/// Pages that are taken until this is dropped.
 pub(crate) struct Piece {
     start: *mut u8,
     index: usize,
     bits: u64,
 }
 
-// SAFETY: stands for memory, and does nothing with it.
+// SAFETY: only names the memory; it does not access it.
 unsafe impl Send for Piece {}
 // SAFETY: as above.
 unsafe impl Sync for Piece {}
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn a_word_is_used_up_and_used_again() {
-        let word = Word(AtomicU64::new(0));
+        let word = PageBits(AtomicU64::new(0));
         let all: Vec<_> = std::iter::from_fn(|| word.take(3)).collect();
         assert_eq!((all.len(), all.iter().fold(0, |sum, bits| sum | bits)), (21, u64::MAX >> 1));
         assert_eq!((word.take(2), word.take(1), word.take(1)), (None, Some(1 << 63), None));
@@ -210,6 +210,6 @@ mod tests {
         assert!(holds(start, LENGTH) && holds(start.wrapping_add(LENGTH), 0));
         assert!(!holds(start, LENGTH + 1) && !holds(start.wrapping_add(1), LENGTH) && !holds(start.wrapping_sub(1), 1));
         assert!(!holds(start.wrapping_add(LENGTH), 1) && !holds(start.wrapping_add(8), usize::MAX));
-        assert!(take(WORD + 1).is_none());
+        assert!(take(WORD_BYTES + 1).is_none());
     }
 }

@@ -1,9 +1,9 @@
 //! Memory for input and output.
 //!
-//! **Law: its bytes are never a `&[u8]`.** The kernel, a device or a guest may be writing them while we look: they are
-//! copied in and out, by raw pointers, and named to the kernel by address. Whoever decides by what is in a buffer copies it
-//! first. A buffer is cheap to clone, a clone is the same memory, and the memory stays as long as one of them.
-#![allow(unsafe_code, reason = "memory that others write is read and written by raw pointers")]
+//! **Law: its bytes are never a `&[u8]`.** The kernel, a device or a guest may write them at any time: they are
+//! copied in and out, by raw pointers, and passed to the kernel by address. Code that makes a decision by the contents of a buffer copies
+//! them first. A clone of a buffer is cheap and names the same memory, which lives as long as any of them.
+#![allow(unsafe_code, reason = "memory with other writers is accessed by raw pointers")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
@@ -13,10 +13,13 @@ use std::sync::Arc;
 
 use crate::arena;
 
-/// What memory made here is aligned to: enough for direct I/O on every device with blocks of up to 4 KiB.
+/// Alignment of the memory that is allocated here: enough for direct I/O on every device with blocks of up to 4 KiB.
 const ALIGN: usize = 4096;
 
-/// A run of bytes; see the module's law.
+/// A range of memory for input and output.
+///
+/// The kernel, a device or a guest may write it at any time, so there is no access to it as `&[u8]`: bytes are copied in and out. A clone
+/// names the same memory, which lives as long as any of its clones.
 #[derive(Clone)]
 pub struct Buffer {
     start: *mut u8,
@@ -29,7 +32,7 @@ unsafe impl Send for Buffer {}
 // SAFETY: as above.
 unsafe impl Sync for Buffer {}
 
-/// Memory of ours.
+/// Memory from the global allocator.
 struct Owned {
     start: *mut u8,
     layout: Layout,
@@ -48,12 +51,12 @@ impl Drop for Owned {
 }
 
 impl Buffer {
-    /// Zeros, aligned for direct I/O. Up to 256 KiB come from memory that rings know beforehand, while there is some left.
+    /// Zeroed memory, aligned for direct I/O. Up to 256 KiB come from memory that is registered with the rings, while some is free.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
         if let Some(piece) = arena::take(len) {
             let buffer = Self { start: piece.start(), len, keep: Arc::new(piece) };
-            // Somebody else's contents, until now.
+            // A piece has the contents of its previous owner.
             buffer.clear();
             return buffer;
         }
@@ -75,11 +78,11 @@ impl Buffer {
         buffer
     }
 
-    /// Memory of somebody else: a guest's.
+    /// Memory that belongs to another owner, such as guest memory.
     ///
     /// # Safety
-    /// The `len` bytes at `start` stay mapped, readable and writable as long as `keep` lives, and nobody has a reference to
-    /// them.
+    /// The `len` bytes at `start` stay mapped, readable and writable as long as `keep` lives, and no reference to them
+    /// exists.
     #[must_use]
     pub unsafe fn from_raw(start: *mut u8, len: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { start, len, keep }
@@ -97,13 +100,13 @@ impl Buffer {
         self.len == 0
     }
 
-    /// Where it begins, for the kernel.
+    /// Its address, for the kernel.
     #[must_use]
     pub fn start(&self) -> *mut u8 {
         self.start
     }
 
-    /// A part of it: the same memory. What lies behind its end is cut off.
+    /// A part of it: the same memory. The range is cut off at the buffer's end.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {
         let end = range.end.min(self.len);
@@ -111,7 +114,7 @@ impl Buffer {
         Self { start: self.start.wrapping_add(begin), len: end - begin, keep: Arc::clone(&self.keep) }
     }
 
-    /// Copies bytes in at `offset`; what does not fit is left out. How many were copied.
+    /// Copies bytes in at `offset`, as many as fit. Returns how many were copied.
     pub fn copy_from(&self, offset: usize, bytes: &[u8]) -> usize {
         let len = self.len.saturating_sub(offset).min(bytes.len());
         // SAFETY: `offset + len` is inside memory that `keep` keeps; `bytes` is a reference, so it is other memory.
@@ -119,7 +122,7 @@ impl Buffer {
         len
     }
 
-    /// Copies bytes out from `offset`; how many there were.
+    /// Copies bytes out from `offset`, as many as there are. Returns how many were copied.
     pub fn copy_to(&self, offset: usize, bytes: &mut [u8]) -> usize {
         let len = self.len.saturating_sub(offset).min(bytes.len());
         // SAFETY: as in `copy_from`.
@@ -127,7 +130,7 @@ impl Buffer {
         len
     }
 
-    /// Copies bytes into another buffer, from the beginning of both; how many fitted.
+    /// Copies bytes into another buffer, from the beginning of both. Returns how many fitted.
     pub fn copy_into(&self, into: &Self) -> usize {
         let len = self.len.min(into.len);
         // SAFETY: both are memory that its `keep` keeps, which may be the same.
@@ -135,7 +138,7 @@ impl Buffer {
         len
     }
 
-    /// Makes all of it zero.
+    /// Zeroes all of it.
     pub fn clear(&self) {
         // SAFETY: inside memory that `keep` keeps.
         unsafe { self.start.write_bytes(0, self.len) };
@@ -151,7 +154,7 @@ impl Buffer {
     /// Whether both have the same bytes.
     #[must_use]
     pub fn same_as(&self, other: &Self) -> bool {
-        // SAFETY: `len` bytes of both are inside memory that their `keep` keeps; they are compared behind the compiler's back.
+        // SAFETY: `len` bytes of both are inside memory that their `keep` keeps; the compiler gets no reference to them.
         self.len == other.len && unsafe { libc::memcmp(self.start.cast(), other.start.cast(), self.len) } == 0
     }
 
@@ -170,7 +173,7 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Buffers one after the other: what one request reads into or writes out of.
+/// A list of buffers: what one request reads into or writes from.
 #[derive(Clone, Debug, Default)]
 pub struct IoVector {
     buffers: Vec<Buffer>,
@@ -178,7 +181,7 @@ pub struct IoVector {
 }
 
 impl IoVector {
-    /// None yet.
+    /// An empty list.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -198,13 +201,13 @@ impl IoVector {
         self.buffers.extend(other.buffers);
     }
 
-    /// Bytes in all of them.
+    /// Total length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the total length is zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -216,7 +219,7 @@ impl IoVector {
         &self.buffers
     }
 
-    /// A part of them: the same memory.
+    /// A part of it: the same memory.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {
         let mut part = Self::new();
@@ -231,7 +234,7 @@ impl IoVector {
         part
     }
 
-    /// Copies bytes in at `offset`; how many fitted.
+    /// Copies bytes in at `offset`. Returns how many fitted.
     pub fn copy_from(&self, offset: usize, bytes: &[u8]) -> usize {
         let mut done = 0;
         for buffer in self.slice(offset..self.len).buffers {
@@ -240,7 +243,7 @@ impl IoVector {
         done
     }
 
-    /// Copies bytes into other buffers, from the beginning of both; how many fitted.
+    /// Copies bytes into other buffers, from the beginning of both. Returns how many fitted.
     pub fn copy_into(&self, into: &Self) -> usize {
         let mut done = 0;
         for buffer in &self.buffers {
@@ -259,7 +262,7 @@ impl IoVector {
         self.buffers.iter().flat_map(Buffer::to_vec).collect()
     }
 
-    /// Makes all of it zero.
+    /// Zeroes all of it.
     pub fn clear(&self) {
         self.buffers.iter().for_each(Buffer::clear);
     }

@@ -1,8 +1,8 @@
-//! Driving a future on a thread that has no runtime.
+//! Runs a future on a thread that has no async runtime.
 //!
-//! **Law: a thread in [`block_on`] sleeps only when nothing can go on, and then in one call, which hands what was gathered to the
-//! kernel, waits, and takes what is done.** Requests of files that its future polls go into its own ring. It leaves with none under way:
-//! whoever a request was handed to, or nobody, need not come back to this thread.
+//! **Law: a thread in [`block_on`] sleeps only when nothing can make progress, and then in one system call, which submits the
+//! gathered requests, waits, and reaps completions.** File requests that its future polls go into the thread's own ring. It returns with
+//! none in flight, so a future may move to another thread afterwards, or be dropped, without this thread's help.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -22,39 +22,38 @@ use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread::{self, Thread};
 
 use crate::request::Work;
-use crate::ring::{Begun, Done, Ring};
+use crate::ring::{Completed, InFlight, Ring};
 
-/// Polls in a row after which requests are begun although more may be coming.
+/// Consecutive polls after which gathered requests are submitted although more may follow.
 const GATHERED: u32 = 16;
 
-/// Sleeps after a wake-up that came during a call and had to wait for it, in which no such call is made.
-const WARY: u32 = 1000;
+/// After a wake-up that came during a blocking call and had to wait for it: sleeps during which no blocking call is made.
+const BACKOFF: u32 = 1000;
 
 /// What a thread in [`block_on`] does at the moment.
 mod state {
     /// It polls, and will look for wake-ups before it sleeps.
     pub(super) const AWAKE: u32 = 0;
-    /// Somebody woke it.
+    /// It was woken.
     pub(super) const WOKEN: u32 = 1;
     /// It sleeps without a ring.
     pub(super) const PARKED: u32 = 2;
     /// It sleeps in its ring.
     pub(super) const IN_RING: u32 = 3;
-    /// It is in a call that nobody can end.
+    /// It is in a blocking call that a wake-up cannot interrupt.
     pub(super) const IN_CALL: u32 = 4;
 }
 
-/// How a thread is woken.
-pub(crate) struct Bell {
+/// Wakes a thread that is in [`block_on`].
+pub(crate) struct ThreadWaker {
     state: AtomicU32,
     thread: Thread,
     /// Ends a sleep in the ring.
     event: OnceLock<OwnedFd>,
 }
 
-impl Bell {
-    /// The descriptor that is readable when the bell was rung during a sleep in the ring; `event` is it from now on, if there was
-    /// none.
+impl ThreadWaker {
+    /// The descriptor that becomes readable when the thread is woken during a sleep in its ring. `event` makes it, if there is none yet.
     pub(crate) fn event(&self, event: impl FnOnce() -> std::io::Result<OwnedFd>) -> std::io::Result<&OwnedFd> {
         match self.event.get() {
             Some(event) => Ok(event),
@@ -70,7 +69,7 @@ impl Bell {
     }
 }
 
-impl Wake for Bell {
+impl Wake for ThreadWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -95,29 +94,32 @@ thread_local! {
 
 /// What a thread needs to drive futures.
 struct Driver {
-    /// Calls of [`block_on`] that are in each other.
+    /// Nesting depth of calls of [`block_on`].
     depth: Cell<u32>,
-    bell: Arc<Bell>,
+    wake: Arc<ThreadWaker>,
     waker: Waker,
     ring: RefCell<Option<Ring>>,
-    /// Whether the kernel gave this thread no ring.
-    is_without: Cell<bool>,
-    /// Sleeps that have to be such that they can be ended.
-    wary: Cell<u32>,
+    /// Whether the kernel refused this thread a ring.
+    ring_refused: Cell<bool>,
+    /// Sleeps that must be interruptible before a blocking call may be made again.
+    backoff: Cell<u32>,
 }
 
 impl Driver {
     fn new() -> Self {
-        let bell =
-            Arc::new(Bell { state: AtomicU32::new(state::AWAKE), thread: thread::current(), event: OnceLock::new() });
-        let waker = Waker::from(Arc::clone(&bell));
+        let wake = Arc::new(ThreadWaker {
+            state: AtomicU32::new(state::AWAKE),
+            thread: thread::current(),
+            event: OnceLock::new(),
+        });
+        let waker = Waker::from(Arc::clone(&wake));
         Self {
             depth: Cell::new(0),
-            bell,
+            wake,
             waker,
             ring: RefCell::new(None),
-            is_without: Cell::new(false),
-            wary: Cell::new(0),
+            ring_refused: Cell::new(false),
+            backoff: Cell::new(0),
         }
     }
 
@@ -127,7 +129,7 @@ impl Driver {
         let _inside = Inside::enter(self);
         let mut polls = 0;
         loop {
-            self.bell.state.store(state::AWAKE, Ordering::Release);
+            self.wake.state.store(state::AWAKE, Ordering::Release);
             if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
                 return output;
             }
@@ -135,7 +137,7 @@ impl Driver {
             if polls % GATHERED == 0 {
                 self.turn(false);
             }
-            while self.bell.state.load(Ordering::Acquire) == state::AWAKE {
+            while self.wake.state.load(Ordering::Acquire) == state::AWAKE {
                 self.sleep();
                 polls = 0;
             }
@@ -144,58 +146,58 @@ impl Driver {
 
     /// Sleeps until something happened.
     fn sleep(&self) {
-        let (has_requests, is_alone) =
-            self.ring.borrow().as_ref().map_or((false, false), |ring| (ring.has_requests(), ring.is_alone()));
-        let wary = self.wary.get();
-        self.wary.set(wary.saturating_sub(1));
-        if is_alone && wary == 0 {
-            if self.bell.turn(state::AWAKE, state::IN_CALL) && self.with_ring(Ring::block) {
-                self.wary.set(WARY);
+        let (has_requests, should_block) =
+            self.ring.borrow().as_ref().map_or((false, false), |ring| (ring.has_requests(), ring.should_block()));
+        let backoff = self.backoff.get();
+        self.backoff.set(backoff.saturating_sub(1));
+        if should_block && backoff == 0 {
+            if self.wake.turn(state::AWAKE, state::IN_CALL) && self.with_ring(Ring::block) {
+                self.backoff.set(BACKOFF);
             }
         } else if has_requests {
-            if self.bell.turn(state::AWAKE, state::IN_RING) {
+            if self.wake.turn(state::AWAKE, state::IN_RING) {
                 self.turn(true);
             }
-        } else if self.bell.turn(state::AWAKE, state::PARKED) {
+        } else if self.wake.turn(state::AWAKE, state::PARKED) {
             thread::park();
-            self.bell.turn(state::PARKED, state::AWAKE);
+            self.wake.turn(state::PARKED, state::AWAKE);
         }
     }
 
-    /// Hands the kernel what was gathered, waits for something to be done if so asked, and tells those who wait for what is.
+    /// Submits gathered requests, waits for a completion if `wait` is set, and wakes the tasks whose requests are complete.
     fn turn(&self, wait: bool) {
         self.with_ring(|ring| ring.turn(wait));
     }
 
-    /// Lets the ring do something, and tells of what is done. Whether the thread was woken meanwhile.
-    fn with_ring(&self, turn: impl FnOnce(&mut Ring) -> Done) -> bool {
+    /// Calls `turn` with the ring, and wakes the tasks whose requests are complete. Returns whether the thread was woken meanwhile.
+    fn with_ring(&self, turn: impl FnOnce(&mut Ring) -> Completed) -> bool {
         let mut done = {
             let mut ring = self.ring.borrow_mut();
             let Some(ring) = ring.as_mut() else { return false };
             turn(ring)
         };
-        let is_woken = ![state::IN_RING, state::IN_CALL].iter().any(|from| self.bell.turn(*from, state::AWAKE));
-        // The ring is free again: who is woken, or dropped, may do as it likes.
-        done.announce();
+        let is_woken = ![state::IN_RING, state::IN_CALL].iter().any(|from| self.wake.turn(*from, state::AWAKE));
+        // The borrow of the ring has ended: tasks that are woken, or dropped, may use it.
+        done.wake_all();
         if let Some(ring) = self.ring.borrow_mut().as_mut() {
             ring.reuse(done);
         }
         is_woken
     }
 
-    /// Begins a request in this thread's ring; gives it back if there is none.
-    fn begin(&self, work: Work, waker: &Waker) -> Result<Begun, Work> {
-        if self.depth.get() == 0 || self.is_without.get() {
+    /// Begins a request in this thread's ring. Gives it back if there is none.
+    fn begin(&self, work: Work, waker: &Waker) -> Result<InFlight, Work> {
+        if self.depth.get() == 0 || self.ring_refused.get() {
             return Err(work);
         }
         let Ok(mut ring) = self.ring.try_borrow_mut() else { return Err(work) };
         if ring.is_none() {
-            *ring = Ring::new(&self.bell).ok();
+            *ring = Ring::new(&self.wake).ok();
         }
         match ring.as_mut() {
             Some(ring) => Ok(ring.begin(work, waker)),
             None => {
-                self.is_without.set(true);
+                self.ring_refused.set(true);
                 Err(work)
             }
         }
@@ -220,28 +222,28 @@ impl Drop for Inside<'_> {
                 driver.turn(true);
             }
         } else {
-            // What woke the outer call while this one ran, this one has taken note of.
-            driver.bell.state.store(state::WOKEN, Ordering::Release);
+            // A wake-up of the outer call may have been consumed by this one: let the outer call poll again.
+            driver.wake.state.store(state::WOKEN, Ordering::Release);
         }
         driver.depth.set(driver.depth.get() - 1);
     }
 }
 
-/// Begins a request in this thread's ring; gives it back if the thread has none, or is not in [`block_on`] to look after it.
-pub(crate) fn begin(work: Work, waker: &Waker) -> Result<Begun, Work> {
+/// Begins a request in this thread's ring. Gives it back if the thread has none, or is not in [`block_on`] to drive it.
+pub(crate) fn begin(work: Work, waker: &Waker) -> Result<InFlight, Work> {
     match DRIVER.try_with(Rc::clone) {
         Ok(driver) => driver.begin(work, waker),
         Err(_) => Err(work),
     }
 }
 
-/// Waits for a future on this thread. Requests of files that it polls are carried out meanwhile; those it leaves behind are
-/// finished before this returns.
+/// Runs a future to completion on this thread. File requests that it polls are executed by this thread's ring; requests that it drops
+/// unfinished are complete before this returns.
 ///
-/// A future may itself wait with `block_on`. With another executor inside of it, it may not: that one would sleep while its requests
-/// are done.
+/// Calls may be nested. The future must not block this thread with another executor: that executor would sleep, and nothing would reap
+/// its completions.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    // A thread that ends has no driver any more.
+    // Thread-local storage may already be destroyed.
     let driver = DRIVER.try_with(Rc::clone).unwrap_or_else(|_| Rc::new(Driver::new()));
     driver.run(future)
 }
@@ -308,7 +310,7 @@ mod tests {
     }
 }
 
-/// For the model checker alone; `cargo xtask test` runs it.
+/// Compiled for the model checker loom only; run by `cargo xtask test`.
 #[cfg(all(test, loom))]
 mod models {
     use std::future::poll_fn;

@@ -1,10 +1,10 @@
-//! What a storage fails with.
+//! The error of storage requests.
 
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-/// What was to be done.
+/// The operation that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operation {
@@ -16,17 +16,17 @@ pub enum Operation {
     Write,
     /// Writing zeros.
     WriteZeroes,
-    /// Giving space back.
+    /// Deallocating space.
     Discard,
-    /// Making durable.
+    /// Making written data durable.
     Flush,
-    /// Making sure of space.
+    /// Allocating space.
     Allocate,
     /// Changing the length.
     SetLength,
-    /// Sharing another file's space.
+    /// Sharing extents with another file.
     Clone,
-    /// Asking for holes, or for the length.
+    /// Querying holes or the length.
     Extents,
     /// Locking.
     Lock,
@@ -50,40 +50,41 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Why a request was not carried out.
+/// Why a request failed.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("cannot {operation} {name}{}: {source}", place(*offset, *length))]
+#[non_exhaustive]
+#[error("cannot {operation} {name}{}: {source}", location(*offset, *length))]
 pub struct StorageError {
-    /// What was to be done.
+    /// The operation that failed.
     pub operation: Operation,
-    /// The storage: a path.
+    /// Name of the storage: a path.
     pub name: Arc<str>,
-    /// Bytes into it, where the request has a place.
+    /// Offset of the request in bytes; `None` if it concerns the whole storage.
     pub offset: Option<u64>,
-    /// Its length in bytes.
+    /// Length of the request in bytes.
     pub length: u64,
-    /// The kernel's reason. Shared, because several requests can fail for one reason.
+    /// The error from the kernel. Shared, because several requests can fail for one reason.
     #[source]
     pub source: Arc<io::Error>,
 }
 
 impl StorageError {
-    /// A failure at a place.
+    /// A failure of a request for `length` bytes at `offset`.
     pub fn at(operation: Operation, name: &Arc<str>, offset: u64, length: u64, source: impl Into<io::Error>) -> Self {
         Self { operation, name: Arc::clone(name), offset: Some(offset), length, source: Arc::new(source.into()) }
     }
 
-    /// A failure of the whole.
+    /// A failure that concerns the whole storage.
     pub fn of(operation: Operation, name: &Arc<str>, source: impl Into<io::Error>) -> Self {
         Self { operation, name: Arc::clone(name), offset: None, length: 0, source: Arc::new(source.into()) }
     }
 
-    /// The kernel's reason, as a kind.
+    /// The kind of the underlying error.
     pub fn kind(&self) -> io::ErrorKind {
         self.source.kind()
     }
 }
 
-fn place(offset: Option<u64>, length: u64) -> String {
+fn location(offset: Option<u64>, length: u64) -> String {
     offset.map(|offset| format!(" at {offset:#x} ({length} bytes)")).unwrap_or_default()
 }

@@ -29,15 +29,15 @@ use crate::file::bounce::Fit;
 use crate::file::open::OpenFile;
 use crate::file::transfer::{Direction, MAX_OFFSET, Transfer};
 use crate::pool;
-use crate::request::{Carried, Work};
+use crate::request::{FileRequest, Work};
 use crate::ring;
 use crate::storage::{Alignment, Extent, Request, Storage, ZeroHow};
 
-/// Bytes from which on a request through the page cache is first of all a copy. In a ring the thread that waits makes one after the
-/// other; threads make several at a time.
+/// Length in bytes from which copying dominates a request through the page cache. In a ring the waiting thread copies for one request
+/// after the other; a pool copies for several at a time.
 const LARGE: usize = 256 << 10;
 
-/// Whether there is `io_uring`. It is asked for once.
+/// Whether `io_uring` is available; probed once.
 fn has_ring() -> &'static io::Result<()> {
     static FOUND: OnceLock<io::Result<()>> = OnceLock::new();
     FOUND.get_or_init(ring::probe)
@@ -45,13 +45,13 @@ fn has_ring() -> &'static io::Result<()> {
 
 /// A file or a block device.
 ///
-/// A request is begun by its first poll. What was begun is finished, even if its future is dropped, and keeps the file open
+/// A request begins with its first poll. A request that has begun is completed even if its future is dropped, and keeps the file open
 /// (and locked) until then.
 #[derive(Debug)]
 pub struct FileStorage {
     file: Arc<OpenFile>,
     io: Io,
-    /// Whether large requests are spread over threads.
+    /// Whether large requests go to the thread pool.
     is_spread: bool,
 }
 
@@ -59,17 +59,18 @@ impl FileStorage {
     /// Opens the file at a path.
     ///
     /// # Errors
-    /// The kernel's; [`io::ErrorKind::ResourceBusy`] if another process has it open in a way that does not go with ours (see
-    /// [`LockPolicy`]); [`io::ErrorKind::InvalidInput`] if it is neither a regular file nor a block device.
+    /// Errors of the kernel; [`io::ErrorKind::ResourceBusy`] if another process holds a conflicting lock (see [`LockPolicy`]);
+    /// [`io::ErrorKind::InvalidInput`] if it is neither a regular file nor a block device; [`io::ErrorKind::Unsupported`] if direct I/O
+    /// or [`Io::Uring`] is requested and unavailable.
     pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
         Self::with(OpenFile::at(path.as_ref(), options)?, options)
     }
 
-    /// Takes over a file that is open. Its name is for people. Its flags (`O_DIRECT`) and its locks belong to all who share the open
-    /// file with it.
+    /// Uses an open file. `name` appears in messages. Flags (`O_DIRECT`) and locks belong to the open file description: they affect every
+    /// descriptor that shares it.
     ///
     /// # Errors
-    /// As [`FileStorage::open`]; the descriptor has to allow what the options ask for.
+    /// As [`FileStorage::open`]; [`io::ErrorKind::PermissionDenied`] if the descriptor does not allow the access that the options ask for.
     pub fn from_fd(fd: OwnedFd, name: &str, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
         Self::with(OpenFile::of(fd, name.into(), options)?, options)
     }
@@ -81,7 +82,7 @@ impl FileStorage {
                 (Ok(()), _) => Io::Uring,
                 (Err(_), Io::Auto) => Io::Threads,
                 (Err(reason), _) => {
-                    let reason = format!("there is no io_uring here ({reason}): use threads");
+                    let reason = format!("io_uring is not available ({reason}): use threads");
                     return Err(file.failed(Operation::Open, io::Error::new(io::ErrorKind::Unsupported, reason)));
                 }
             },
@@ -90,13 +91,13 @@ impl FileStorage {
         Ok(Arc::new(Self { file: Arc::new(file), io, is_spread }))
     }
 
-    /// What was asked of it since it was opened.
+    /// Operations and bytes since it was opened.
     #[must_use]
     pub fn counters(&self) -> FileCounters {
-        self.file.tallies.counters()
+        self.file.counters.snapshot()
     }
 
-    /// What it is known by, whatever its path.
+    /// Identity of the file, whatever its path.
     #[must_use]
     pub fn identity(&self) -> FileIdentity {
         self.file.identity
@@ -108,30 +109,30 @@ impl FileStorage {
         self.file.is_block_device
     }
 
-    /// What is between a write and the medium.
+    /// The cache mode.
     #[must_use]
     pub fn cache(&self) -> CacheMode {
         self.file.cache
     }
 
-    /// Who carries requests out: [`Io::Uring`], [`Io::Threads`] or [`Io::Caller`].
+    /// What executes requests: [`Io::Uring`], [`Io::Threads`] or [`Io::Caller`].
     #[must_use]
     pub fn io(&self) -> Io {
         self.io
     }
 
-    fn carry_transfer(&self, direction: Direction, offset: u64, vector: IoVector) -> Request {
+    fn execute_transfer(&self, direction: Direction, offset: u64, vector: IoVector) -> Request {
         let io = if self.is_spread && vector.len() >= LARGE { Io::Threads } else { self.io };
-        carry(io, Work::Transfer(Transfer::new(Arc::clone(&self.file), direction, offset, vector)))
+        execute(io, Work::Transfer(Transfer::new(Arc::clone(&self.file), direction, offset, vector)))
     }
 
-    /// A read whose blocks, or whose memory, are not aligned.
+    /// A read with unaligned offset, length or memory.
     fn read_around(&self, offset: u64, into: IoVector) -> Request {
-        self.file.tallies.bounced.add(into.len() as u64);
+        self.file.counters.bounced.add(into.len() as u64);
         let (file, io) = (Arc::clone(&self.file), self.io);
         Box::pin(async move {
             let Some(end) = offset.checked_add(into.len() as u64).filter(|end| *end <= MAX_OFFSET) else {
-                return carry(io, Work::Transfer(Transfer::new(file, Direction::Read, offset, into))).await;
+                return execute(io, Work::Transfer(Transfer::new(file, Direction::Read, offset, into))).await;
             };
             let around = bounce::around(file.alignment, &(offset..end));
             let length = into.len() as u64;
@@ -140,40 +141,40 @@ impl FileStorage {
             let from = usize::try_from(offset - around.start).unwrap_or_default();
             let part = memory.slice(from..from + into.len());
             let read = Transfer::new(file, Direction::Read, around.start, memory.into());
-            carry(io, Work::Transfer(read)).await?;
+            execute(io, Work::Transfer(read)).await?;
             IoVector::from(part).copy_into(&into);
             Ok(())
         })
     }
 
-    /// A write of whole blocks whose memory is not aligned.
+    /// A write of whole blocks from unaligned memory.
     fn write_copied(&self, offset: u64, from: IoVector) -> Request {
-        self.file.tallies.bounced.add(from.len() as u64);
+        self.file.counters.bounced.add(from.len() as u64);
         let (file, io) = (Arc::clone(&self.file), self.io);
         Box::pin(async move {
             let write = Transfer::new(file, Direction::Write, offset, bounce::copied(&from));
-            carry(io, Work::Transfer(write)).await
+            execute(io, Work::Transfer(write)).await
         })
     }
 
-    /// A write of parts of blocks.
+    /// A write with partial blocks.
     fn write_parts(&self, offset: u64, from: IoVector) -> Request {
-        self.file.tallies.bounced.add(from.len() as u64);
+        self.file.counters.bounced.add(from.len() as u64);
         let file = Arc::clone(&self.file);
         Box::pin(pool::run(move || bounce::write(&file, offset, &from)))
     }
 
-    /// A change that takes bytes from another file: false if the other storage is none.
-    fn take_over(
+    /// A change that clones or copies from another file. False if the other storage is not a file.
+    fn with_source(
         &self,
         operation: Operation,
         range: Range<u64>,
         from: &Arc<dyn Storage>,
-        take: impl FnOnce(&OpenFile, &OwnedFd) -> io::Result<bool> + Send + 'static,
+        transfer: impl FnOnce(&OpenFile, &OwnedFd) -> io::Result<bool> + Send + 'static,
     ) -> Request<bool> {
         let Some(from) = from.file() else { return Box::pin(ready(Ok(false))) };
         match from.try_clone_to_owned() {
-            Ok(from) => self.change(operation, range, move |file| take(file, &from)),
+            Ok(from) => self.change(operation, range, move |file| transfer(file, &from)),
             Err(error) => {
                 let length = range.end - range.start;
                 let error = StorageError::at(operation, &self.file.name, range.start, length, error);
@@ -182,7 +183,7 @@ impl FileStorage {
         }
     }
 
-    /// A change that blocks, on a thread of the pool.
+    /// A blocking change, on a thread of the pool.
     fn change<T: Send + 'static>(
         &self,
         operation: Operation,
@@ -197,11 +198,11 @@ impl FileStorage {
     }
 }
 
-fn carry(io: Io, work: Work) -> Request {
+fn execute(io: Io, work: Work) -> Request {
     match io {
         Io::Threads => Box::pin(pool::run(move || work.block())),
         Io::Caller => Box::pin(async move { work.block() }),
-        Io::Uring | Io::Auto => Box::pin(Carried::new(work)),
+        Io::Uring | Io::Auto => Box::pin(FileRequest::new(work)),
     }
 }
 
@@ -223,17 +224,17 @@ impl Storage for FileStorage {
     }
 
     fn read(&self, offset: u64, into: IoVector) -> Request {
-        self.file.tallies.reads.add(into.len() as u64);
+        self.file.counters.reads.add(into.len() as u64);
         match bounce::fit(self.file.alignment, offset, &into) {
-            Fit::Direct => self.carry_transfer(Direction::Read, offset, into),
+            Fit::Direct => self.execute_transfer(Direction::Read, offset, into),
             Fit::Memory | Fit::Parts => self.read_around(offset, into),
         }
     }
 
     fn write(&self, offset: u64, from: IoVector) -> Request {
-        self.file.tallies.writes.add(from.len() as u64);
+        self.file.counters.writes.add(from.len() as u64);
         match bounce::fit(self.file.alignment, offset, &from) {
-            Fit::Direct => self.carry_transfer(Direction::Write, offset, from),
+            Fit::Direct => self.execute_transfer(Direction::Write, offset, from),
             Fit::Memory => self.write_copied(offset, from),
             Fit::Parts => self.write_parts(offset, from),
         }
@@ -251,8 +252,8 @@ impl Storage for FileStorage {
         if !self.file.flushes() {
             return Box::pin(ready(Ok(())));
         }
-        self.file.tallies.flushes.add(0);
-        carry(self.io, Work::Flush(Arc::clone(&self.file)))
+        self.file.counters.flushes.add(0);
+        execute(self.io, Work::Flush(Arc::clone(&self.file)))
     }
 
     fn set_len(&self, len: u64) -> Request {
@@ -271,12 +272,12 @@ impl Storage for FileStorage {
 
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
         let clone = move |file: &OpenFile, from: &OwnedFd| change::clone(file, offset, from, from_offset, length);
-        self.take_over(Operation::Clone, offset..offset.saturating_add(length), from, clone)
+        self.with_source(Operation::Clone, offset..offset.saturating_add(length), from, clone)
     }
 
     fn copy_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
         let copy = move |file: &OpenFile, from: &OwnedFd| change::copy(file, offset, from, from_offset, length);
-        self.take_over(Operation::Write, offset..offset.saturating_add(length), from, copy)
+        self.with_source(Operation::Write, offset..offset.saturating_add(length), from, copy)
     }
 
     fn clone_block(&self) -> u64 {

@@ -1,8 +1,7 @@
 //! Bytes at offsets, under disk images and snapshots.
 //!
-//! A [`Storage`] is what an image lies in: a file, a block device, memory. Its requests are futures that need no runtime; a thread
-//! that has none drives them with [`block_on`]. What they read and write are [`Buffer`]s, memory that the kernel or a guest
-//! may be writing while we look.
+//! A [`Storage`] is a file, a block device or memory. Its requests are futures that need no async runtime: [`block_on`] runs them on the
+//! calling thread. They read into and write from [`Buffer`]s: memory that the kernel or a guest may write at any time.
 //!
 //! ```
 //! use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};

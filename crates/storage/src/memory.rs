@@ -8,25 +8,25 @@ use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
 use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
 
-/// Bytes in memory, which grow as they are written, up to a limit: behind it there is no space left.
+/// Bytes in memory. Writes make it longer, up to a limit; beyond it they fail with [`io::ErrorKind::StorageFull`].
 #[derive(Debug, Clone)]
 pub struct MemoryStorage {
     name: Arc<str>,
     bytes: Arc<Mutex<Vec<u8>>>,
-    most: u64,
+    limit: u64,
 }
 
 impl MemoryStorage {
-    /// Empty, with room for so many bytes.
+    /// An empty storage, which can grow to `limit` bytes.
     #[must_use]
-    pub fn new(most: u64) -> Self {
-        Self { name: "memory".into(), bytes: Arc::default(), most }
+    pub fn new(limit: u64) -> Self {
+        Self { name: "memory".into(), bytes: Arc::default(), limit }
     }
 
-    /// With these contents, and no room for more than `most` bytes.
+    /// A storage with these contents, which can grow to `limit` bytes.
     #[must_use]
-    pub fn with(bytes: Vec<u8>, most: u64) -> Self {
-        Self { bytes: Arc::new(Mutex::new(bytes)), ..Self::new(most) }
+    pub fn with(bytes: Vec<u8>, limit: u64) -> Self {
+        Self { bytes: Arc::new(Mutex::new(bytes)), ..Self::new(limit) }
     }
 
     /// A copy of all its bytes.
@@ -39,12 +39,12 @@ impl MemoryStorage {
         self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes of a range as indices, lengthening for it: `Err` if there is no room.
+    /// A range as indices. Lengthens `bytes` to its end; fails behind the limit.
     fn room(&self, bytes: &mut Vec<u8>, range: &Range<u64>) -> io::Result<Range<usize>> {
         if range.is_empty() {
             return Ok(0..0);
         }
-        if range.end > self.most {
+        if range.end > self.limit {
             return Err(io::ErrorKind::StorageFull.into());
         }
         let index = |at: u64| usize::try_from(at).map_err(io::Error::other);
@@ -73,8 +73,7 @@ impl MemoryStorage {
     fn read_now(&self, offset: u64, into: &IoVector) {
         let bytes = self.lock();
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        let there = bytes.get(start..).unwrap_or_default();
-        let got = into.copy_from(0, there);
+        let got = into.copy_from(0, bytes.get(start..).unwrap_or_default());
         into.slice(got..into.len()).clear();
     }
 }

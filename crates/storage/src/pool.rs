@@ -1,8 +1,7 @@
-//! Threads for calls that block.
+//! A thread pool for blocking calls.
 //!
-//! **Law: whoever polls never waits here, and what was begun is finished.** A job is queued by the first poll of its future and
-//! carried out even if the future is dropped. There is one pool for the process; its threads come as jobs wait for one, and
-//! go when they had nothing to do for a while.
+//! **Law: polling never blocks, and a job that has begun is completed.** The first poll of a future queues its job, which is executed even if
+//! the future is dropped. There is one pool per process. Threads are started when jobs wait, and exit after a while without work.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -13,11 +12,11 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
-/// The most threads: as many calls can be in the kernel at a time.
-pub(crate) const MOST: usize = 64;
-/// How long a thread waits for another job.
+/// Maximum number of threads, and so of concurrent calls.
+pub(crate) const MAX_THREADS: usize = 64;
+/// Time without work after which a thread exits.
 const IDLE: Duration = Duration::from_secs(10);
-/// Their stacks, in bytes: the calls are shallow.
+/// Stack size of a thread, in bytes: the calls are shallow.
 const STACK: usize = 256 << 10;
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -40,11 +39,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Queues a job. Without any thread, and without memory for one, the caller does it.
+/// Queues a job. The caller executes it if there is no thread and none can be started.
 fn queue(job: Job) {
     let mut queue = lock(&POOL.queue);
     queue.jobs.push_back(job);
-    if queue.idle >= queue.jobs.len() || queue.threads >= MOST {
+    if queue.idle >= queue.jobs.len() || queue.threads >= MAX_THREADS {
         drop(queue);
         POOL.work.notify_one();
         return;
@@ -63,7 +62,7 @@ fn queue(job: Job) {
     }
 }
 
-/// What a thread does.
+/// Main loop of a thread.
 fn work() {
     let mut queue = lock(&POOL.queue);
     loop {
@@ -84,13 +83,13 @@ fn work() {
     }
 }
 
-/// What became of a job, and who wants to know.
+/// The result of a job, and the task that waits for it.
 struct Outcome<T> {
     result: Option<thread::Result<T>>,
     waker: Option<Waker>,
 }
 
-/// A job under way.
+/// A queued job.
 struct Pooled<T>(Arc<Mutex<Outcome<T>>>);
 
 impl<T> Future for Pooled<T> {
@@ -109,7 +108,7 @@ impl<T> Future for Pooled<T> {
     }
 }
 
-/// Does this on a thread of the pool. It is begun by the first poll.
+/// Executes `job` on a thread of the pool. The first poll queues it.
 pub(crate) async fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> T {
     let outcome = Arc::new(Mutex::new(Outcome { result: None, waker: None }));
     let ours = Arc::clone(&outcome);
@@ -134,7 +133,7 @@ mod tests {
     use crate::block_on;
 
     #[test]
-    fn jobs_run_beside_each_other_and_return_what_they_found() {
+    fn jobs_run_in_parallel_and_return_their_results() {
         let barrier = Arc::new(Barrier::new(3));
         let mut jobs: Vec<_> = (0..3)
             .map(|number| {
@@ -145,7 +144,7 @@ mod tests {
                 }))
             })
             .collect();
-        // None of the three ends unless all have begun.
+        // None of the three completes before all have begun.
         let mut found = Vec::new();
         block_on(std::future::poll_fn(|context| {
             jobs.retain_mut(|job| match job.as_mut().poll(context) {
@@ -162,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_whose_future_is_dropped_is_finished() {
+    fn a_job_whose_future_is_dropped_is_completed() {
         let (go, wait) = channel::<()>();
         let (done, finished) = channel();
         let mut job = Box::pin(run(move || {
@@ -176,8 +175,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "the job's own words")]
+    #[should_panic(expected = "the job's message")]
     fn a_job_that_panics_panics_where_it_is_awaited() {
-        block_on(run(|| panic!("the job's own words")));
+        block_on(run(|| panic!("the job's message")));
     }
 }

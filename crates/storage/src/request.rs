@@ -1,7 +1,6 @@
-//! A request on its way to whoever carries it out.
+//! A file request on its way to its executor: a ring or the thread pool.
 //!
-//! **Law: a request that nobody polls any more settles all the same.** What was begun is not held by its future, but by the ring or
-//! the job that carries it out.
+//! **Law: a request that has begun completes even if its future is dropped.** It is owned by the ring or the pool's job, not by the future.
 
 use std::future::Future;
 use std::io;
@@ -14,19 +13,19 @@ use crate::error::StorageError;
 use crate::file::open::OpenFile;
 use crate::file::transfer::Transfer;
 use crate::pool;
-use crate::ring::Begun;
+use crate::ring::InFlight;
 use crate::storage::Request;
 
-/// What a ring can do.
+/// A request that a ring can execute.
 pub(crate) enum Work {
-    /// Reading or writing.
+    /// A read or a write.
     Transfer(Transfer),
-    /// Making durable.
+    /// A flush.
     Flush(Arc<OpenFile>),
 }
 
 impl Work {
-    /// The outcome, if no call is needed.
+    /// The outcome, if it is known without a call.
     pub(crate) fn early(&self) -> Option<Result<(), StorageError>> {
         match self {
             Self::Transfer(transfer) => transfer.early(),
@@ -34,7 +33,7 @@ impl Work {
         }
     }
 
-    /// Whether it may be begun by a ring: what may have to wait for others is for the pool.
+    /// Whether a ring may execute it. A request that may have to wait for others goes to the pool.
     fn is_ready(&mut self) -> bool {
         match self {
             Self::Transfer(transfer) => transfer.count(),
@@ -42,7 +41,7 @@ impl Work {
         }
     }
 
-    /// Takes [`Work::is_ready`] back, for a work that waits in a queue: others may be waiting for what is counted.
+    /// Undoes [`Work::is_ready`] for a request that waits in a queue: others may wait for counted writes.
     fn put_off(&mut self) {
         match self {
             Self::Transfer(transfer) => transfer.uncount(),
@@ -50,16 +49,16 @@ impl Work {
         }
     }
 
-    /// Takes the kernel's answer: the outcome, or none if there is more to do.
-    pub(crate) fn settle(&mut self, answer: io::Result<usize>) -> Option<Result<(), StorageError>> {
+    /// Handles the kernel's result. Returns the outcome; `None` if another call is needed.
+    pub(crate) fn advance(&mut self, answer: io::Result<usize>) -> Option<Result<(), StorageError>> {
         match self {
-            Self::Transfer(transfer) => transfer.settle(answer),
+            Self::Transfer(transfer) => transfer.advance(answer),
             Self::Flush(_) if answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) => None,
             Self::Flush(file) => Some(file.flushed(answer.map(drop))),
         }
     }
 
-    /// Carries it out on this thread.
+    /// Executes it on this thread.
     pub(crate) fn block(self) -> Result<(), StorageError> {
         match self {
             Self::Transfer(transfer) => transfer.block(),
@@ -68,33 +67,33 @@ impl Work {
     }
 }
 
-/// A request of a file, begun by its first poll: in the ring of the thread that polls it, if that one is in
-/// [`block_on`](crate::block_on), else by the pool.
-pub(crate) struct Carried(State);
+/// A file request. The first poll begins it: in the ring of the polling thread, if that is in [`block_on`](crate::block_on), else in the
+/// pool.
+pub(crate) struct FileRequest(State);
 
 enum State {
-    Fresh(Work),
-    InRing(Begun),
+    New(Work),
+    InRing(InFlight),
     InPool(Request),
-    Over,
+    Complete,
 }
 
-impl Carried {
+impl FileRequest {
     pub(crate) fn new(work: Work) -> Self {
-        Self(State::Fresh(work))
+        Self(State::New(work))
     }
 }
 
-impl Future for Carried {
+impl Future for FileRequest {
     type Output = Result<(), StorageError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
             State::InRing(begun) => return begun.poll(context),
             State::InPool(pooled) => return pooled.as_mut().poll(context),
-            State::Fresh(_) | State::Over => {}
+            State::New(_) | State::Complete => {}
         }
-        let State::Fresh(mut work) = std::mem::replace(&mut self.0, State::Over) else { return Poll::Pending };
+        let State::New(mut work) = std::mem::replace(&mut self.0, State::Complete) else { return Poll::Pending };
         if let Some(outcome) = work.early() {
             return Poll::Ready(outcome);
         }
@@ -130,24 +129,24 @@ mod tests {
         if storage.alignment().offset == 1 {
             return;
         }
-        let mut nobody = Context::from_waker(Waker::noop());
-        // All threads of the pool are kept until everything is queued: parts first, then whole blocks.
+        let mut no_waker = Context::from_waker(Waker::noop());
+        // All threads of the pool are busy until everything is queued: partial blocks first, then whole blocks.
         let (go, wait) = channel::<()>();
         let wait = Arc::new(std::sync::Mutex::new(wait));
-        let kept: Vec<_> = (0..pool::MOST)
+        let kept: Vec<_> = (0..pool::MAX_THREADS)
             .map(|_| {
                 let wait = Arc::clone(&wait);
                 let mut job = Box::pin(pool::run(move || wait.lock().unwrap().recv().unwrap_err()));
-                assert!(job.as_mut().poll(&mut nobody).is_pending());
+                assert!(job.as_mut().poll(&mut no_waker).is_pending());
                 job
             })
             .collect();
-        let count = pool::MOST as u64;
+        let count = pool::MAX_THREADS as u64;
         let parts = (0..count).map(|part| storage.write(part * 8, Buffer::copied(&[7; 8]).into()));
         let whole = storage.write(8192, Buffer::copied(&[8; 4096]).into());
         let mut writes: Vec<_> = parts.chain([whole]).collect();
         for write in &mut writes {
-            assert!(write.as_mut().poll(&mut nobody).is_pending());
+            assert!(write.as_mut().poll(&mut no_waker).is_pending());
         }
         drop(go);
         for job in kept {
@@ -156,7 +155,7 @@ mod tests {
         writes.into_iter().try_for_each(block_on).unwrap();
         let found = Buffer::zeroed(8192 + 4096);
         block_on(storage.read(0, found.clone().into())).unwrap();
-        assert_eq!(found.slice(0..pool::MOST * 8).to_vec(), [7; pool::MOST * 8]);
+        assert_eq!(found.slice(0..pool::MAX_THREADS * 8).to_vec(), [7; pool::MAX_THREADS * 8]);
         assert_eq!(found.slice(8192..8192 + 4096).to_vec(), [8; 4096]);
     }
 }

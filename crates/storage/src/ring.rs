@@ -1,16 +1,16 @@
 //! A thread's own `io_uring`.
 //!
-//! **Law: a request costs its share of one call.** Requests are gathered until the thread has nothing else to do; one call hands all of
-//! them to the kernel and waits for the first that is done. What is under way lies in slots of the ring, not in futures, so a dropped
-//! future takes nothing away; the slots, and their room for vectors, are used again. Only the ring's thread submits and takes
-//! answers; others may look into a slot, so there is a lock around them, which nobody else wants as a rule.
+//! **Law: requests share system calls.** Requests are gathered until the thread has nothing else to do; one call submits all of them and
+//! waits for the first completion. Requests in flight are owned by slots of the ring, not by futures, so dropping a future is safe; slots
+//! and their vectors are reused. Only the ring's thread submits requests and reaps completions. Other threads may access a slot, so a lock
+//! protects the slots; it is rarely contended.
 //!
 //! Files that are read often are registered with the ring ([`files`]), and memory of the arena ([`memory`]). The figures are in
 //! `docs/benchmarks/2026-11-22-storage.md`.
 //!
-//! A direct write, or a flush, that the thread would wait for and for nothing else is a plain call: the kernel finishes one that is
-//! under way on its own by yet another thread, and it takes longer.
-#![allow(unsafe_code, reason = "the kernel is given addresses of memory that slots keep")]
+//! A single direct write or flush, with nothing else in flight, is a blocking call: the ring would complete it through another kernel
+//! thread, which takes longer.
+#![allow(unsafe_code, reason = "the kernel is passed addresses of memory that slots keep alive")]
 
 mod files;
 mod handle;
@@ -26,45 +26,45 @@ use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::drive::Bell;
+use crate::drive::ThreadWaker;
 use crate::error::StorageError;
 use crate::file::transfer::Direction;
 use crate::request::Work;
-pub(crate) use crate::ring::files::Places;
+pub(crate) use crate::ring::files::Registrations;
 use crate::ring::handle::Handle;
 
-/// Requests that are handed over by one call.
-const GATHERED: u32 = 256;
-/// Answers that have room before the kernel keeps them for later.
-const ANSWERS: u32 = 1024;
-/// What the bell's answer is known by.
-const BELL: u64 = u64::MAX;
+/// Entries of the submission queue.
+const SUBMISSIONS: u32 = 256;
+/// Entries of the completion queue; the kernel buffers completions beyond them.
+const COMPLETIONS: u32 = 1024;
+/// User data of the poll for wake-ups.
+const WAKE_UP: u64 = u64::MAX;
 
-/// What may become of a slot.
+/// State of a slot.
 enum Stage {
-    /// Nobody's: the next free one.
+    /// Free; index of the next free slot.
     Free(Option<usize>),
-    /// Under way; who is told.
-    Under(Option<Waker>),
-    /// Under way, and nobody waits for it.
-    Left,
-    /// Done; nobody has taken note yet.
-    Done(Result<(), StorageError>),
+    /// In flight; the task to wake.
+    InFlight(Option<Waker>),
+    /// In flight; its future was dropped.
+    Abandoned,
+    /// Complete; its future was not polled since.
+    Complete(Result<(), StorageError>),
 }
 
 struct Slot {
     stage: Stage,
     work: Option<Work>,
-    /// The vector that the kernel was given. Kept from request to request.
+    /// The vector passed to the kernel; its allocation is reused.
     pieces: Vec<libc::iovec>,
 }
 
-// SAFETY: the addresses in `pieces` are only handed to the kernel; the memory they name is kept by `work`.
+// SAFETY: the addresses in `pieces` are only passed to the kernel; `work` keeps their memory alive.
 unsafe impl Send for Slot {}
 
 impl Slot {
-    /// Whether its request is one that takes the kernel longer if nobody waits in it.
-    fn blocks_well(&self) -> bool {
+    /// Whether its request is faster as a blocking call than in the ring.
+    fn is_faster_blocking(&self) -> bool {
         match &self.work {
             Some(Work::Transfer(transfer)) => transfer.direction == Direction::Write && transfer.file.cache.is_direct(),
             Some(Work::Flush(_)) => true,
@@ -80,9 +80,9 @@ struct Slots {
 }
 
 impl Slots {
-    /// A slot for a request.
+    /// Puts a request into a free slot. Returns its index.
     fn put(&mut self, work: Work, waker: &Waker) -> usize {
-        let stage = Stage::Under(Some(waker.clone()));
+        let stage = Stage::InFlight(Some(waker.clone()));
         let free = self.free.and_then(|index| Some((index, self.slots.get_mut(index)?)));
         let Some((index, slot)) = free else {
             self.slots.push(Slot { stage, work: Some(work), pieces: Vec::new() });
@@ -95,11 +95,11 @@ impl Slots {
         index
     }
 
-    /// Takes note of an outcome, if anybody waits for it.
-    fn settle(&mut self, index: usize, outcome: Result<(), StorageError>, done: &mut Done) {
+    /// Stores the outcome of a request, if its future still exists.
+    fn complete(&mut self, index: usize, outcome: Result<(), StorageError>, done: &mut Completed) {
         let Some(slot) = self.slots.get_mut(index) else { return };
-        match mem::replace(&mut slot.stage, Stage::Done(outcome)) {
-            Stage::Under(waker) => done.wakers.extend(waker),
+        match mem::replace(&mut slot.stage, Stage::Complete(outcome)) {
+            Stage::InFlight(waker) => done.wakers.extend(waker),
             _ => self.release(index),
         }
     }
@@ -115,38 +115,38 @@ fn lock(slots: &Mutex<Slots>) -> MutexGuard<'_, Slots> {
     slots.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A request in a slot, for the future that waits for it.
-pub(crate) struct Begun {
+/// A future's handle of a request in a slot.
+pub(crate) struct InFlight {
     slots: Arc<Mutex<Slots>>,
     index: usize,
     is_over: bool,
 }
 
-impl Begun {
+impl InFlight {
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), StorageError>> {
         let mut slots = lock(&self.slots);
         let Some(slot) = slots.slots.get_mut(self.index).filter(|_| !self.is_over) else { return Poll::Pending };
         match &mut slot.stage {
-            Stage::Under(Some(waker)) if waker.will_wake(context.waker()) => {}
-            Stage::Under(waker) => {
+            Stage::InFlight(Some(waker)) if waker.will_wake(context.waker()) => {}
+            Stage::InFlight(waker) => {
                 let old = waker.replace(context.waker().clone());
-                // A waker is somebody else's: it is dropped without our lock.
+                // Dropping a waker runs foreign code: not under the lock.
                 drop(slots);
                 drop(old);
             }
-            Stage::Done(result) => {
+            Stage::Complete(result) => {
                 let result = mem::replace(result, Ok(()));
                 slots.release(self.index);
                 self.is_over = true;
                 return Poll::Ready(result);
             }
-            Stage::Free(_) | Stage::Left => {}
+            Stage::Free(_) | Stage::Abandoned => {}
         }
         Poll::Pending
     }
 }
 
-impl Drop for Begun {
+impl Drop for InFlight {
     fn drop(&mut self) {
         if self.is_over {
             return;
@@ -154,26 +154,26 @@ impl Drop for Begun {
         let mut slots = lock(&self.slots);
         let Some(slot) = slots.slots.get_mut(self.index) else { return };
         let stage = match &slot.stage {
-            Stage::Done(_) => {
+            Stage::Complete(_) => {
                 slots.release(self.index);
                 return;
             }
-            _ => mem::replace(&mut slot.stage, Stage::Left),
+            _ => mem::replace(&mut slot.stage, Stage::Abandoned),
         };
         drop(slots);
         drop(stage);
     }
 }
 
-/// What a turn brought: to be told, and dropped, when the ring is free for others.
+/// Completions of a turn. Tasks are woken, and requests dropped, when the ring is no longer borrowed.
 #[derive(Default)]
-pub(crate) struct Done {
+pub(crate) struct Completed {
     wakers: Vec<Waker>,
     works: Vec<Work>,
 }
 
-impl Done {
-    pub(crate) fn announce(&mut self) {
+impl Completed {
+    pub(crate) fn wake_all(&mut self) {
         self.works.clear();
         self.wakers.drain(..).for_each(Waker::wake);
     }
@@ -183,93 +183,95 @@ impl Done {
 pub(crate) struct Ring {
     handle: Arc<Handle>,
     slots: Arc<Mutex<Slots>>,
-    /// Requests that are not done.
-    under: usize,
-    /// Slots whose requests the kernel was not asked for yet.
+    /// Number of requests that are not complete.
+    in_flight: usize,
+    /// Slots whose requests are not submitted yet.
     gathered: Vec<usize>,
-    /// Entries that found no room in the queue of submissions.
+    /// Entries that did not fit into the submission queue.
     waiting: Vec<squeue::Entry>,
-    bell: RawFd,
-    bell_is_set: bool,
-    _bell: Arc<Bell>,
-    done: Done,
+    /// Readable after a wake-up; owned by `_waker`.
+    event: RawFd,
+    /// Whether a poll of `event` is in flight.
+    polls_event: bool,
+    _waker: Arc<ThreadWaker>,
+    done: Completed,
 }
 
-/// Asks the kernel for a ring, with what it has of what makes one cheap.
+/// Creates a ring, with the cheapest setup that the kernel supports.
 fn build() -> io::Result<IoUring> {
-    // A thread that is not interrupted for answers: Linux 5.19. (To have it take them only when it asks for them, DEFER_TASKRUN, costs a
-    // third more CPU time of the kernel's with 16 rewrites at once, and a tenth of their rate.)
+    // COOP_TASKRUN: completions do not interrupt the thread (Linux 5.19). DEFER_TASKRUN costs a third more CPU time in the kernel with 16
+    // concurrent rewrites, and a tenth of their rate.
     let mut best = IoUring::builder();
-    best.setup_cqsize(ANSWERS).setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
-    let uring = best.build(GATHERED).or_else(|_| IoUring::builder().setup_cqsize(ANSWERS).build(GATHERED))?;
+    best.setup_cqsize(COMPLETIONS).setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+    let uring = best.build(SUBMISSIONS).or_else(|_| IoUring::builder().setup_cqsize(COMPLETIONS).build(SUBMISSIONS))?;
     let features = uring.params();
-    // Vectors need not outlive the call that hands them over, and no answer is dropped: Linux 5.5.
+    // Vectors need not outlive the submitting call, and no completion is dropped: Linux 5.5.
     if features.is_feature_nodrop() && features.is_feature_submit_stable() && features.is_feature_rw_cur_pos() {
         return Ok(uring);
     }
     Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's io_uring is too old"))
 }
 
-/// Whether the kernel has `io_uring`, and lets us.
+/// Checks that `io_uring` is available and permitted.
 pub(crate) fn probe() -> io::Result<()> {
     build().map(drop)
 }
 
 impl Ring {
-    /// A ring for this thread, whose sleep the bell ends.
-    pub(crate) fn new(bell: &Arc<Bell>) -> io::Result<Self> {
+    /// A ring for this thread. A wake-up ends its sleep in the ring.
+    pub(crate) fn new(waker: &Arc<ThreadWaker>) -> io::Result<Self> {
         let uring = build()?;
-        let event = bell.event(|| Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))?.as_raw_fd();
+        let event = waker.event(|| Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))?.as_raw_fd();
         let slots = Arc::new(Mutex::new(Slots { slots: Vec::new(), free: None }));
         Ok(Self {
             handle: Arc::new(Handle::new(uring)),
             slots,
-            under: 0,
+            in_flight: 0,
             gathered: Vec::new(),
             waiting: Vec::new(),
-            bell: event,
-            bell_is_set: false,
-            _bell: Arc::clone(bell),
-            done: Done::default(),
+            event,
+            polls_event: false,
+            _waker: Arc::clone(waker),
+            done: Completed::default(),
         })
     }
 
-    /// Whether requests are not done.
+    /// Whether requests are in flight.
     pub(crate) fn has_requests(&self) -> bool {
-        self.under > 0
+        self.in_flight > 0
     }
 
-    /// Takes a request: it is begun by the next turn, at the latest.
-    pub(crate) fn begin(&mut self, work: Work, waker: &Waker) -> Begun {
+    /// Accepts a request. The next turn submits it at the latest.
+    pub(crate) fn begin(&mut self, work: Work, waker: &Waker) -> InFlight {
         let index = lock(&self.slots).put(work, waker);
-        self.under += 1;
+        self.in_flight += 1;
         self.gathered.push(index);
-        Begun { slots: Arc::clone(&self.slots), index, is_over: false }
+        InFlight { slots: Arc::clone(&self.slots), index, is_over: false }
     }
 
-    /// Whether there is one request and no other, which is done sooner by a call that blocks.
-    pub(crate) fn is_alone(&self) -> bool {
+    /// Whether there is only one request, and it is faster as a blocking call.
+    pub(crate) fn should_block(&self) -> bool {
         let [index] = *self.gathered.as_slice() else { return false };
-        self.under == 1 && lock(&self.slots).slots.get(index).is_some_and(Slot::blocks_well)
+        self.in_flight == 1 && lock(&self.slots).slots.get(index).is_some_and(Slot::is_faster_blocking)
     }
 
-    /// Carries that request out.
-    pub(crate) fn block(&mut self) -> Done {
+    /// Executes that request by a blocking call.
+    pub(crate) fn block(&mut self) -> Completed {
         let mut done = mem::take(&mut self.done);
         let Some(index) = self.gathered.pop() else { return done };
         let work = lock(&self.slots).slots.get_mut(index).and_then(|slot| slot.work.take());
         let Some(work) = work else { return done };
         let outcome = work.block();
-        self.under -= 1;
-        lock(&self.slots).settle(index, outcome, &mut done);
+        self.in_flight -= 1;
+        lock(&self.slots).complete(index, outcome, &mut done);
         done
     }
 
     fn push(&mut self, entry: squeue::Entry) {
-        // SAFETY: what the entry names is kept by the slot that it is known by, until its answer has come. Only this thread takes the
-        // queues of its ring.
+        // SAFETY: the slot in the entry's user data keeps its memory and file alive until its completion is reaped. Only this thread accesses
+        // the queues of its ring.
         if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
-            // Full: hand over what is there. If the kernel has no room either, the next turn does.
+            // Full: submit the queue. If the kernel has no room either, the next turn submits.
             _ = self.handle.uring.submit();
             // SAFETY: as above.
             if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
@@ -278,49 +280,49 @@ impl Ring {
         }
     }
 
-    /// Hands over what was gathered, waits for an answer or the bell if so asked, and takes the answers there are.
-    pub(crate) fn turn(&mut self, wait: bool) -> Done {
+    /// Submits gathered requests, waits for a completion or a wake-up if `wait` is set, and reaps completions.
+    pub(crate) fn turn(&mut self, wait: bool) -> Completed {
         let mut gathered = mem::take(&mut self.gathered);
         for index in gathered.drain(..) {
             let entry = lock(&self.slots).slots.get_mut(index).and_then(|slot| entry(&self.handle, slot, index));
             entry.into_iter().for_each(|entry| self.push(entry));
         }
         self.gathered = gathered;
-        if wait && !self.bell_is_set {
-            self.bell_is_set = true;
-            let poll = opcode::PollAdd::new(Fd(self.bell), libc::POLLIN as u32);
-            self.push(poll.build().user_data(BELL));
+        if wait && !self.polls_event {
+            self.polls_event = true;
+            let poll = opcode::PollAdd::new(Fd(self.event), libc::POLLIN as u32);
+            self.push(poll.build().user_data(WAKE_UP));
         }
-        // Interrupted, or short of memory or room: what is there is taken, and the next turn tries again.
+        // On an error (interrupted, out of memory or room) completions are reaped all the same, and the next turn submits again.
         _ = self.handle.uring.submit_and_wait(usize::from(wait));
         let mut done = mem::take(&mut self.done);
         let mut again = mem::take(&mut self.waiting);
         let mut slots = lock(&self.slots);
-        // SAFETY: only this thread takes the queues of its ring.
+        // SAFETY: only this thread accesses the queues of its ring.
         for answer in unsafe { self.handle.uring.completion_shared() } {
-            if answer.user_data() == BELL {
-                self.bell_is_set = false;
+            if answer.user_data() == WAKE_UP {
+                self.polls_event = false;
                 let mut count = [0; 8];
-                // SAFETY: the descriptor lives as long as the bell.
-                let bell = unsafe { std::os::fd::BorrowedFd::borrow_raw(self.bell) };
-                _ = rustix::io::read(bell, &mut count);
+                // SAFETY: the descriptor is open as long as `_waker`.
+                let event = unsafe { std::os::fd::BorrowedFd::borrow_raw(self.event) };
+                _ = rustix::io::read(event, &mut count);
                 continue;
             }
             let index = usize::try_from(answer.user_data()).unwrap_or(usize::MAX);
             let Some(slot) = slots.slots.get_mut(index) else { continue };
             let result = answer.result();
             let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
-            // The kernel would have to wait, and does not want to do it for us: threads of its own do.
+            // EAGAIN: the kernel would have to block. IOSQE_ASYNC makes it use its worker threads.
             let is_busy = result.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
-            let outcome = if is_busy { None } else { slot.work.as_mut().and_then(|work| work.settle(result)) };
+            let outcome = if is_busy { None } else { slot.work.as_mut().and_then(|work| work.advance(result)) };
             let Some(outcome) = outcome else {
                 let flags = if is_busy { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
                 again.extend(entry(&self.handle, slot, index).map(|entry| entry.flags(flags)));
                 continue;
             };
-            self.under -= 1;
+            self.in_flight -= 1;
             done.works.extend(slot.work.take());
-            slots.settle(index, outcome, &mut done);
+            slots.complete(index, outcome, &mut done);
         }
         drop(slots);
         again.drain(..).for_each(|entry| self.push(entry));
@@ -330,32 +332,33 @@ impl Ring {
         done
     }
 
-    /// Takes the room of what was told back.
-    pub(crate) fn reuse(&mut self, done: Done) {
+    /// Takes the allocations back for reuse.
+    pub(crate) fn reuse(&mut self, done: Completed) {
         self.done = done;
     }
 }
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // It fails if there are none.
-        _ = self.handle.forget_files();
+        // It fails if no files are registered.
+        _ = self.handle.unregister_files();
     }
 }
 
-/// What the kernel is asked for in a slot's name: what is left of its request.
+/// The submission entry for the rest of a slot's request.
 fn entry(ring: &Arc<Handle>, slot: &mut Slot, index: usize) -> Option<squeue::Entry> {
     let entry = match slot.work.as_ref()? {
         Work::Flush(file) => opcode::Fsync::new(Fd(file.fd.as_raw_fd())).flags(FsyncFlags::DATASYNC).build(),
         Work::Transfer(transfer) => {
-            let known = if transfer.direction == Direction::Read { files::slot(ring, &transfer.file) } else { None };
-            let fixed = known.and_then(|slot| RawFd::try_from(slot).ok());
+            let registered =
+                if transfer.direction == Direction::Read { files::slot(ring, &transfer.file) } else { None };
+            let fixed = registered.and_then(|slot| RawFd::try_from(slot).ok());
             let fd = Fd(fixed.unwrap_or_else(|| transfer.file.fd.as_raw_fd()));
             let (at, flags) = (transfer.at(), transfer.flags());
             let entry = match (transfer.piece(), transfer.direction) {
                 (Some((start, len)), direction) => {
-                    let is_known = memory::knows(ring, start, len as usize);
-                    match (direction, is_known) {
+                    let is_registered = memory::is_registered(ring, start, len as usize);
+                    match (direction, is_registered) {
                         (Direction::Read, false) => opcode::Read::new(fd, start, len).offset(at).build(),
                         (Direction::Read, true) => {
                             opcode::ReadFixed::new(fd, start, len, memory::INDEX).offset(at).build()
@@ -377,7 +380,7 @@ fn entry(ring: &Arc<Handle>, slot: &mut Slot, index: usize) -> Option<squeue::En
                     }
                 }
             };
-            // A slot is named in place of a descriptor.
+            // The index of a registered file, in place of a descriptor.
             if fixed.is_some() { entry.flags(squeue::Flags::FIXED_FILE) } else { entry }
         }
     };

@@ -1,4 +1,4 @@
-//! What images lie in.
+//! The trait [`Storage`].
 
 use std::fmt::Debug;
 use std::future::Future;
@@ -9,83 +9,81 @@ use std::sync::Arc;
 use crate::buffer::IoVector;
 use crate::error::StorageError;
 
-/// A request under way. It owns what it needs: nothing is borrowed. One that is dropped is not taken back: it settles by
-/// itself, its buffers stay until then, and nobody is told what became of it. It may be begun by the call that returned it or by the
-/// first poll.
+/// A request in flight. It owns everything that it needs. Dropping it does not cancel it: it completes on its own, keeps its buffers until
+/// then, and its result is lost. It may begin with the call that returns it or with its first poll.
 pub type Request<T = ()> = Pin<Box<dyn Future<Output = Result<T, StorageError>> + Send + 'static>>;
 
 /// Bytes at offsets.
 ///
-/// The contract of all storages:
+/// The contract of every storage:
 ///
-/// * Requests under way at the same time may be carried out in any order; two that overlap, one of them a write, leave of each
-///   byte one or the other.
-/// * A request is complete or an error. After a failed write, what was to be written is undefined there, and nowhere else.
-/// * What is read behind the end is zeros; what is written there makes the storage longer, with zeros up to it (a block
-///   device refuses).
-/// * A flush makes everything durable whose request had completed when the flush was begun; nothing else promises to.
-/// * A request that is dropped settles by itself.
+/// * Requests in flight may be executed in any order. If two overlap and one of them is a write, each byte is that of one or the other.
+/// * A request completes fully or fails. After a failed write, the contents of its range are undefined; nothing else changes.
+/// * Reads beyond the end return zeros. Writes beyond the end make the storage longer, with zeros in between (a block device fails).
+/// * A flush makes all requests durable that had completed when it began; nothing else guarantees durability.
+/// * A request that is dropped completes on its own.
 pub trait Storage: Send + Sync + Debug {
-    /// Its name for people: a path.
+    /// Its name in messages: a path.
     fn name(&self) -> &Arc<str>;
 
     /// Its length in bytes, now.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Errors of the kernel.
     fn length(&self) -> Result<u64, StorageError>;
 
-    /// Whether nothing may be written.
+    /// Whether writes fail.
     fn is_read_only(&self) -> bool;
 
-    /// What requests have to be aligned to. [`Storage`]s take any request all the same, and copy where they must.
+    /// Alignment with which requests are executed without a copy. Requests of any alignment are accepted.
     fn alignment(&self) -> Alignment;
 
-    /// Fills `into` with what is at `offset`.
+    /// Reads from `offset` into all of `into`.
     fn read(&self, offset: u64, into: IoVector) -> Request;
 
     /// Writes all of `from` at `offset`.
     fn write(&self, offset: u64, from: IoVector) -> Request;
 
-    /// Has `range` read as zeros.
+    /// Makes `range` read as zeros.
     fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request;
 
-    /// Tells that nobody needs what is in `range`: it reads as zeros or as what was there. What cannot be discarded is left.
+    /// Declares that the contents of `range` are not needed: it reads as zeros or as before. Where discard is not supported, nothing
+    /// changes.
     fn discard(&self, range: Range<u64>) -> Request;
 
-    /// Makes durable what was written.
+    /// Makes completed writes durable.
     fn flush(&self) -> Request;
 
-    /// Makes it so long: shorter, or longer with zeros.
+    /// Sets the length in bytes. New bytes are zeros.
     fn set_len(&self, len: u64) -> Request;
 
-    /// Makes sure that there is space for `range`, lengthening it if need be; the contents stay (zeros where there were none).
+    /// Allocates space for `range`, and makes the storage longer if needed. Contents stay; new bytes are zeros.
     fn allocate(&self, range: Range<u64>) -> Request;
 
-    /// What is in `range`, as far as it can be known without reading: neighbours that differ, from its beginning to its
-    /// end or further. What is not known is [`ExtentKind::Data`].
+    /// The extents of `range`, as far as they are known without reading. They cover it without gaps, may reach beyond its end, and adjacent
+    /// ones differ in kind. Unknown contents are [`ExtentKind::Data`].
     ///
     /// # Errors
-    /// The kernel's.
+    /// Errors of the kernel.
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError>;
 
-    /// Takes over `length` bytes at `from_offset` of another storage, or of itself, without copying them, if the filesystem can:
-    /// false if it cannot, and nothing has changed then. Both offsets and the length are multiples of [`Storage::clone_block`], and
-    /// the bytes are within the other one's length; what is not so may be refused, too.
+    /// Clones `length` bytes at `from_offset` of another storage, or of itself, to `offset`, by sharing extents. False if the filesystem
+    /// does not support it; nothing has changed then. Offsets and length should be multiples of [`Storage::clone_block`], and the source
+    /// range within the other storage's length; otherwise the result may be false, too.
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool>;
 
-    /// Has the kernel copy `length` bytes at `from_offset` of another storage: false if it cannot, and what stands there then is
+    /// Has the kernel copy `length` bytes at `from_offset` of another storage to `offset`. False if it cannot; the contents are then
     /// undefined, as after a failed write.
     fn copy_range(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
         Box::pin(std::future::ready(Ok(false)))
     }
 
-    /// What clones have to be aligned to, in bytes: a power of two.
+    /// Alignment of clones in bytes: a power of two.
     fn clone_block(&self) -> u64 {
         4096
     }
 
-    /// The descriptor of the file, for those who clone from it.
+    /// The descriptor of the file, for clones and copies from it.
     fn file(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         None
     }
@@ -97,46 +95,46 @@ pub trait Storage: Send + Sync + Debug {
     }
 }
 
-/// How zeros may come about.
+/// How a range may be zeroed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ZeroHow {
-    /// Space may be given back.
+    /// Space may be deallocated.
     pub unmap: bool,
-    /// An error, with [`std::io::ErrorKind::Unsupported`], in place of writing zeros one by one.
+    /// Fail with [`std::io::ErrorKind::Unsupported`] rather than write zeros.
     pub only_fast: bool,
 }
 
-/// What requests have to be aligned to, in bytes: powers of two.
+/// Alignment of requests in bytes: powers of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alignment {
     /// Of offsets and lengths.
     pub offset: u32,
-    /// Of addresses in memory.
+    /// Of memory addresses.
     pub memory: u32,
 }
 
-/// Bytes of a storage of one kind.
+/// A range of one kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extent {
-    /// From where to where.
+    /// Its offsets in bytes.
     pub range: Range<u64>,
-    /// What is there.
+    /// Its kind.
     pub kind: ExtentKind,
 }
 
-/// What is in a part of a storage.
+/// Kind of an extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtentKind {
-    /// Bytes that have to be read to be known.
+    /// Data, or unknown.
     Data,
-    /// Space without contents: allocated, reads as zeros.
+    /// Allocated space that reads as zeros.
     Unwritten,
-    /// No space: reads as zeros. Behind the end, too.
+    /// No space; reads as zeros. Also everything beyond the end.
     Hole,
 }
 
 impl ExtentKind {
-    /// Whether it is known to read as zeros.
+    /// Whether it reads as zeros.
     #[must_use]
     pub fn is_zero(self) -> bool {
         self != Self::Data

@@ -1,10 +1,10 @@
-//! What direct I/O has to be aligned to.
+//! Alignment requirements of direct I/O.
 //!
-//! **Law: who is not sure asks for more.** The kernel says it (statx(2), `STATX_DIOALIGN`, since Linux 6.1; a block device its
-//! sector size). Where it does not, reads that succeed show it; a file with nothing to read gets the largest. On a filesystem whose files
-//! share space it is a block of it at least: what is written to part of a shared block the kernel takes through its cache, which collides
-//! with direct I/O beside it, and then the next flush fails (`dio_warn_stale_pagecache` of Linux's mm/filemap.c: EIO).
-#![allow(unsafe_code, reason = "the sizes that direct I/O takes are probed by reading")]
+//! **Law: when in doubt, the larger alignment.** The kernel reports it (statx(2), `STATX_DIOALIGN`, since Linux 6.1; a block device reports
+//! its sector size). Where it does not, trial reads find it; an empty file gets the largest. On a filesystem whose files share extents it
+//! is at least a filesystem block: a write to part of a shared block goes through the page cache, which collides with concurrent direct
+//! I/O next to it, and then the next flush fails (`dio_warn_stale_pagecache` of Linux's mm/filemap.c: EIO).
+#![allow(unsafe_code, reason = "the sizes that direct I/O accepts are probed with pread")]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -14,39 +14,39 @@ use rustix::fs::{AtFlags, StatxFlags, fstatfs, ioctl_blksszget, statx};
 use crate::buffer::Buffer;
 use crate::storage::Alignment;
 
-/// Enough for every device that can be had.
+/// Enough for every known device.
 const LARGEST: u32 = 4096;
-/// What is tried.
+/// Sizes of the trial reads, in bytes.
 const TRIED: [u32; 3] = [1, 512, 4096];
 /// `TMPFS_MAGIC` of linux/magic.h.
 const TMPFS: i64 = 0x0102_1994;
-/// Filesystems whose files share space: `XFS_SUPER_MAGIC` and `BTRFS_SUPER_MAGIC` there.
+/// Filesystems whose files share extents: `XFS_SUPER_MAGIC` and `BTRFS_SUPER_MAGIC` of linux/magic.h.
 const SHARING: [i64; 2] = [0x5846_5342, 0x9123_683e];
 
-/// What direct I/O on this file, opened for it, has to be aligned to.
+/// Alignment that direct I/O on this file needs. The file is open with `O_DIRECT`.
 pub(crate) fn direct(fd: &OwnedFd, is_block_device: bool) -> io::Result<Alignment> {
     let found = fstatfs(fd.as_fd()).ok().filter(|_| !is_block_device);
-    #[allow(clippy::useless_conversion, reason = "its type is the machine's")]
+    #[allow(clippy::useless_conversion, reason = "the type depends on the architecture")]
     let kind = found.and_then(|found| i64::try_from(found.f_type).ok());
     let block = found.and_then(|found| u32::try_from(found.f_bsize).ok());
     let shared = block.filter(|block| block.is_power_of_two() && kind.is_some_and(|kind| SHARING.contains(&kind)));
     let least = |found: Alignment| Alignment { offset: found.offset.max(shared.unwrap_or(1)), ..found };
-    if let Some(said) = said(fd) {
-        return Ok(least(said));
+    if let Some(reported) = reported(fd) {
+        return Ok(least(reported));
     }
     if is_block_device {
         let sector = ioctl_blksszget(fd)?.clamp(512, 1 << 16).next_power_of_two();
         return Ok(Alignment { offset: sector, memory: sector.max(LARGEST) });
     }
-    // All of it is in memory: there is no device.
+    // tmpfs keeps files in memory only: there is no device.
     if kind == Some(TMPFS) {
         return Ok(Alignment { offset: 1, memory: 1 });
     }
     Ok(least(Alignment { offset: probed(fd), memory: LARGEST }))
 }
 
-/// What the kernel says.
-fn said(fd: &OwnedFd) -> Option<Alignment> {
+/// The alignment that the kernel reports.
+fn reported(fd: &OwnedFd) -> Option<Alignment> {
     let found = statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
     if found.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
         return None;
@@ -56,7 +56,7 @@ fn said(fd: &OwnedFd) -> Option<Alignment> {
     is_usable.then_some(Alignment { offset: sizes[0], memory: sizes[1] })
 }
 
-/// The smallest read that succeeds.
+/// Length of the smallest read that succeeds.
 fn probed(fd: &OwnedFd) -> u32 {
     let buffer = Buffer::zeroed(LARGEST as usize);
     let succeeds = |len: &&u32| {

@@ -1,11 +1,12 @@
-//! Writes of parts of blocks.
+//! Writes of partial blocks.
 //!
-//! **Law: nobody's neighbours are lost.** Direct I/O writes whole blocks. A request that has only a part of one reads the rest first
-//! and writes it back; what another request writes there meanwhile would be undone. So a write of parts has its blocks for itself.
+//! **Law: a write of a partial block never loses the neighbouring bytes.** Direct I/O writes whole blocks. A request for part of a block
+//! reads the rest first and writes it back, which would undo a concurrent write to the rest. So a partial write holds its blocks
+//! exclusively.
 //!
-//! Writes of whole blocks only count themselves while there are no others, in one atomic step. A write of parts makes itself
-//! known, so that whoever comes later looks for the ranges that are held, and waits until those that only counted themselves are
-//! done. Waiting is done by threads of the pool: writes under way never wait for them.
+//! While there are no partial writes, writes of whole blocks only increment a counter. A partial write announces itself, so that later
+//! writes check the held ranges, and waits until all counted writes are complete. Only threads of the pool wait: writes in flight never wait
+//! for them.
 
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -19,22 +20,22 @@ use loom::sync::atomic::{AtomicUsize, Ordering, fence};
 #[cfg(loom)]
 use loom::sync::{Condvar, Mutex, MutexGuard};
 
-/// Who writes which blocks of a file.
+/// Writes in flight to the blocks of a file.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
-    /// Writes of whole blocks that only counted themselves.
+    /// Writes of whole blocks in flight that hold no range.
     counted: AtomicUsize,
-    /// Writes of parts, waiting ones among them.
+    /// Partial writes, including those that wait.
     parts: AtomicUsize,
     held: Mutex<Vec<Range<u64>>>,
     changed: Condvar,
 }
 
 impl Blocks {
-    /// Counts a write of whole blocks, unless there are writes of parts: then its range has to be held.
+    /// Counts a write of whole blocks. False if there are partial writes: then its range must be held.
     pub(crate) fn count(&self) -> bool {
         self.counted.fetch_add(1, Ordering::Relaxed);
-        // Either we see a write of parts, or it sees our count: the fences of both are in one order.
+        // Either this thread sees the partial write, or the partial write sees this count: both fences are sequentially consistent.
         fence(Ordering::SeqCst);
         if self.parts.load(Ordering::Acquire) == 0 {
             return true;
@@ -43,10 +44,10 @@ impl Blocks {
         false
     }
 
-    /// A counted write is done.
+    /// Ends a counted write.
     pub(crate) fn uncount(&self) {
         let was = self.counted.fetch_sub(1, Ordering::Release);
-        // As above: who waits sees that we are done, or we see that it waits.
+        // As above: the waiting thread sees the new count, or this thread sees that it waits.
         fence(Ordering::SeqCst);
         if was == 1 && self.parts.load(Ordering::Relaxed) > 0 {
             drop(self.lock());
@@ -54,7 +55,7 @@ impl Blocks {
         }
     }
 
-    /// Waits until no held range overlaps this one, and holds it: for who changes whole blocks.
+    /// Waits until no held range overlaps this one, and holds it. For changes of whole blocks.
     pub(crate) fn hold(&self, range: Range<u64>) -> Held<'_> {
         let mut held = self.lock();
         while held.iter().any(|other| other.start < range.end && range.start < other.end) {
@@ -64,7 +65,7 @@ impl Blocks {
         Held { blocks: self, range, is_part: false }
     }
 
-    /// Holds a range, and waits until nobody else writes blocks without holding them: for who writes parts of blocks.
+    /// Holds a range, and waits until no counted write is in flight. For partial writes.
     pub(crate) fn hold_for_parts(&self, range: Range<u64>) -> Held<'_> {
         self.parts.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -83,7 +84,7 @@ impl Blocks {
     }
 }
 
-/// A range that nobody else writes parts of.
+/// A range that no other write may change partially.
 #[derive(Debug)]
 pub(crate) struct Held<'a> {
     blocks: &'a Blocks,
@@ -122,7 +123,7 @@ mod tests {
         blocks.uncount();
         let part = blocks.hold_for_parts(0..512);
         assert!(!blocks.count());
-        // Elsewhere nobody waits.
+        // Another range does not wait.
         drop(blocks.hold(512..1024));
         drop(part);
         assert!(blocks.count());
@@ -140,14 +141,14 @@ mod tests {
                 let _held = blocks.hold_for_parts(0..512);
                 begun.store(true, Ordering::SeqCst);
                 thread::sleep(Duration::from_millis(20));
-                assert!(!changed.load(Ordering::SeqCst), "a whole block was written under a part");
+                assert!(!changed.load(Ordering::SeqCst), "a whole block was written during a partial write");
             })
         };
         while blocks.count() {
             blocks.uncount();
             thread::yield_now();
         }
-        assert!(!begun.load(Ordering::SeqCst), "a part was begun beside a write that was under way");
+        assert!(!begun.load(Ordering::SeqCst), "a partial write began while a counted write was in flight");
         blocks.uncount();
         while !begun.load(Ordering::SeqCst) {
             thread::yield_now();
@@ -160,7 +161,7 @@ mod tests {
     }
 }
 
-/// For the model checker alone; `cargo xtask test` runs it.
+/// Compiled for the model checker loom only; run by `cargo xtask test`.
 #[cfg(all(test, loom))]
 mod models {
     use loom::sync::Arc;
@@ -168,7 +169,7 @@ mod models {
 
     use super::*;
 
-    /// A block of two bytes, as the device has it: a byte at a time.
+    /// A block of two bytes; the device writes it byte by byte.
     struct Block([AtomicUsize; 2]);
 
     impl Block {
@@ -205,7 +206,7 @@ mod models {
                 .collect();
             threads.into_iter().for_each(|thread| thread.join().unwrap());
             check([0, 1].map(|byte| shared.0.0[byte].load(Ordering::Relaxed)));
-            assert!(shared.1.count(), "somebody is still in");
+            assert!(shared.1.count(), "a write is still counted or held");
         });
     }
 

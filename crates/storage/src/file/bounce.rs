@@ -1,7 +1,7 @@
-//! Requests that are not aligned for direct I/O, through memory that is.
+//! Unaligned requests with direct I/O, through aligned bounce buffers.
 //!
-//! **Law: a request may be of any alignment, and changes only its own bytes.** Reads, and writes of whole blocks out of memory that is
-//! not aligned, are copied. Writes of parts of blocks read what surrounds them first, with their blocks held (see
+//! **Law: a request may have any alignment, and changes only its own bytes.** Reads, and writes of whole blocks from unaligned memory, are
+//! copied. Partial writes read the surrounding bytes first, with their blocks held (see
 //! [`blocks`](crate::file::blocks)).
 
 use std::io;
@@ -14,18 +14,18 @@ use crate::file::open::OpenFile;
 use crate::file::transfer::{Direction, MAX_OFFSET, Transfer};
 use crate::storage::Alignment;
 
-/// What has to be done with a request.
+/// How a request fits the alignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fit {
-    /// Nothing.
+    /// It is aligned.
     Direct,
-    /// Its memory has to be other memory.
+    /// Offset and length are aligned; its memory is not.
     Memory,
-    /// It has parts of blocks.
+    /// It covers partial blocks.
     Parts,
 }
 
-/// What has to be done with a request for `vector` at `offset`.
+/// How a request for `vector` at `offset` fits the alignment.
 pub(crate) fn fit(alignment: Alignment, offset: u64, vector: &IoVector) -> Fit {
     let (block, memory) = (u64::from(alignment.offset), alignment.memory as usize);
     if block == 1 && memory == 1 {
@@ -34,7 +34,7 @@ pub(crate) fn fit(alignment: Alignment, offset: u64, vector: &IoVector) -> Fit {
     if !offset.is_multiple_of(block) || !(vector.len() as u64).is_multiple_of(block) {
         return Fit::Parts;
     }
-    // Each part has to be whole blocks: some devices take no others.
+    // Each buffer must be whole blocks: some devices accept no others.
     let is_fit =
         |buffer: &Buffer| buffer.start().addr().is_multiple_of(memory) && (buffer.len() as u64).is_multiple_of(block);
     if vector.buffers().iter().all(is_fit) { Fit::Direct } else { Fit::Memory }
@@ -46,19 +46,19 @@ pub(crate) fn around(alignment: Alignment, range: &Range<u64>) -> Range<u64> {
     range.start - range.start % block..range.end.checked_next_multiple_of(block).unwrap_or(MAX_OFFSET)
 }
 
-/// Memory for blocks: zeros.
+/// Zeroed memory for blocks.
 pub(crate) fn memory(blocks: &Range<u64>) -> io::Result<Buffer> {
     Ok(Buffer::zeroed(usize::try_from(blocks.end - blocks.start).map_err(io::Error::other)?))
 }
 
-/// Memory of the same contents that is aligned.
+/// An aligned copy.
 pub(crate) fn copied(vector: &IoVector) -> IoVector {
     let copy = IoVector::from(Buffer::zeroed(vector.len()));
     vector.copy_into(&copy);
     copy
 }
 
-/// Writes `vector`, whose memory is aligned, at `offset`, on this thread, whatever parts of blocks it has.
+/// Writes `vector`, whose memory is aligned, at any `offset`, on this thread.
 pub(crate) fn write(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> Result<(), StorageError> {
     let whole = Transfer::new(Arc::clone(file), Direction::Write, offset, vector.clone());
     if let Some(outcome) = whole.early() {
@@ -67,7 +67,7 @@ pub(crate) fn write(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> Res
     if fit(file.alignment, offset, vector) != Fit::Parts {
         return whole.block();
     }
-    file.tallies.merged.add(vector.len() as u64);
+    file.counters.merged.add(vector.len() as u64);
     write_parts(file, offset, vector).map_err(|error| whole.failed(error))
 }
 
@@ -80,7 +80,7 @@ fn write_parts(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> io::Resu
     let mut held = file.blocks.hold_for_parts(around.clone());
     let mut length = file.length()?;
     if around.end > length && !file.is_block_device {
-        // The last block will be cut off where the request ends: nobody may write behind it meanwhile.
+        // The file will be truncated to the end of the request: hold everything behind it.
         drop(held);
         held = file.blocks.hold_for_parts(around.start..u64::MAX);
         length = file.length()?;
@@ -105,7 +105,7 @@ fn write_parts(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> io::Resu
     Ok(())
 }
 
-/// Reads or writes some of the blocks that are in memory.
+/// Reads or writes `part` of the blocks `around`, whose memory is `blocks`.
 fn transfer(
     file: &Arc<OpenFile>,
     direction: Direction,
@@ -113,8 +113,8 @@ fn transfer(
     blocks: &Buffer,
     part: &Range<u64>,
 ) -> io::Result<()> {
-    let place = |at: u64| usize::try_from(at - around.start).unwrap_or(usize::MAX);
-    let memory = blocks.slice(place(part.start)..place(part.end));
+    let index = |at: u64| usize::try_from(at - around.start).unwrap_or(usize::MAX);
+    let memory = blocks.slice(index(part.start)..index(part.end));
     let done = Transfer::new(Arc::clone(file), direction, part.start, memory.into()).all();
     done.map_err(|error| error.source.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error))
 }

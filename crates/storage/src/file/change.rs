@@ -1,7 +1,7 @@
-//! Zeros, discard, space, length and clones: calls that block, made by threads of the pool.
+//! Zeroing, discard, allocation, length and clones: blocking calls, made by threads of the pool.
 //!
-//! **Law: only what was named changes, and nobody's bytes are cut off.** A file is lengthened by giving its new end space, never by
-//! setting a length: another request may have made it longer meanwhile.
+//! **Law: only the given range changes, and no concurrent request's bytes are cut off.** A file grows by allocating its new end, never by
+//! setting a length: a concurrent request may have made it longer.
 #![allow(unsafe_code, reason = "FICLONERANGE and BLKZEROOUT are ioctls")]
 
 use std::io;
@@ -18,28 +18,28 @@ use crate::file::open::OpenFile;
 use crate::file::transfer::MAX_OFFSET;
 use crate::storage::ZeroHow;
 
-/// Bytes of zeros that are written by one call, where the filesystem has no way to make them.
+/// Zeros written by one call, in bytes, where the filesystem has no other way to zero a range.
 const ZEROS: u64 = 1 << 20;
-/// Bytes of a block of most filesystems.
+/// Block size of most filesystems, in bytes.
 const USUAL_BLOCK: u64 = 4096;
 /// `BLKZEROOUT` of linux/fs.h.
 const BLKZEROOUT: libc::c_ulong = 0x127f;
 /// `FICLONERANGE` of linux/fs.h.
 const FICLONERANGE: libc::c_ulong = 0x4020_940d;
 
-/// Whether a call failed because there is no such thing here.
+/// Whether a call failed because kernel, filesystem or device do not support it.
 fn is_unsupported(error: &io::Error) -> bool {
     let missing = [libc::EOPNOTSUPP, libc::ENOSYS, libc::ENOTTY, libc::ENODEV, libc::EINVAL];
     error.raw_os_error().is_some_and(|number| missing.contains(&number))
 }
 
-/// A range that may be changed: `None` if it is empty.
+/// Checks that a range may be changed. Returns the file's length; `None` if the range is empty.
 fn changeable(file: &OpenFile, range: &Range<u64>) -> io::Result<Option<u64>> {
     if range.is_empty() {
         return Ok(None);
     }
     if file.read_only {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it was opened for reading only"));
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is open read-only"));
     }
     if range.end > MAX_OFFSET {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -59,10 +59,10 @@ fn punch(file: &OpenFile, range: &Range<u64>) -> io::Result<()> {
     call(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, range)
 }
 
-/// Has a range read as zeros.
+/// Makes a range read as zeros.
 pub(crate) fn write_zeroes(file: &Arc<OpenFile>, range: Range<u64>, how: ZeroHow) -> io::Result<()> {
     let Some(length) = changeable(file, &range)? else { return Ok(()) };
-    file.tallies.zeroes.add(range.end - range.start);
+    file.counters.zeroes.add(range.end - range.start);
     let held = file.hold(&range);
     let fast = if file.is_block_device { zero_device(file, &range, how) } else { zero_file(file, &range, length, how) };
     drop(held);
@@ -72,7 +72,7 @@ pub(crate) fn write_zeroes(file: &Arc<OpenFile>, range: Range<u64>, how: ZeroHow
         Err(error) if is_unsupported(&error) => zero_plainly(file, range).map_err(|error| plain(&error))?,
         Err(error) => return Err(error),
     }
-    file.settle()
+    file.sync_if_synchronous()
 }
 
 fn zero_file(file: &OpenFile, range: &Range<u64>, length: u64, how: ZeroHow) -> io::Result<()> {
@@ -93,9 +93,9 @@ fn zero_file(file: &OpenFile, range: &Range<u64>, length: u64, how: ZeroHow) -> 
     }
 }
 
-/// A device's zeros: by a command of its own if it has one, else, unless it has to be fast, written by the kernel.
+/// Zeroes a range of a block device: by a command of the device, or, unless it has to be fast, by writes of the kernel.
 fn zero_device(file: &OpenFile, range: &Range<u64>, how: ZeroHow) -> io::Result<()> {
-    // A hole in a device may have no space any more.
+    // A discarded range of a device may have no space behind it.
     if how.unmap {
         match punch(file, range) {
             Err(error) if is_unsupported(&error) && !how.only_fast => {}
@@ -103,16 +103,16 @@ fn zero_device(file: &OpenFile, range: &Range<u64>, how: ZeroHow) -> io::Result<
         }
     }
     if how.only_fast {
-        // The kernel does not say whether it has a command for it, or writes.
+        // The kernel does not report whether it uses a command or writes.
         return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
     }
-    let place = [range.start, range.end - range.start];
+    let start_and_length = [range.start, range.end - range.start];
     // SAFETY: reads the two numbers.
-    let result = unsafe { libc::ioctl(file.fd.as_raw_fd(), BLKZEROOUT, place.as_ptr()) };
+    let result = unsafe { libc::ioctl(file.fd.as_raw_fd(), BLKZEROOUT, start_and_length.as_ptr()) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Writes zeros.
+/// Writes zeros, a buffer at a time.
 fn zero_plainly(file: &Arc<OpenFile>, range: Range<u64>) -> Result<(), StorageError> {
     let len = usize::try_from(ZEROS.min(range.end - range.start)).unwrap_or_default();
     let zeros = Buffer::zeroed(len);
@@ -126,56 +126,56 @@ fn zero_plainly(file: &Arc<OpenFile>, range: Range<u64>) -> Result<(), StorageEr
     Ok(())
 }
 
-/// The kernel's reason alone: the request that asked has a name and a place of its own.
+/// The kernel's error alone: the caller adds its own operation and offset.
 fn plain(error: &StorageError) -> io::Error {
     error.source.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
 }
 
-/// Gives space back, where it can be.
+/// Deallocates space, where it is supported.
 pub(crate) fn discard(file: &OpenFile, range: Range<u64>) -> io::Result<()> {
     let Ok(length) = file.length() else { return Ok(()) };
     let range = range.start..range.end.min(length);
     if changeable(file, &range)?.is_none() {
         return Ok(());
     }
-    file.tallies.discards.add(range.end - range.start);
+    file.counters.discards.add(range.end - range.start);
     let _held = file.hold(&range);
     match punch(file, &range) {
         Err(error) if !is_unsupported(&error) => Err(error),
         Err(_) => Ok(()),
-        Ok(()) => file.settle(),
+        Ok(()) => file.sync_if_synchronous(),
     }
 }
 
-/// Makes sure of space.
+/// Allocates space.
 pub(crate) fn allocate(file: &OpenFile, range: Range<u64>) -> io::Result<()> {
     if changeable(file, &range)?.is_none() {
         return Ok(());
     }
-    file.tallies.allocations.add(range.end - range.start);
+    file.counters.allocations.add(range.end - range.start);
     if file.is_block_device {
         return Ok(());
     }
     let _held = file.hold(&range);
     call(file, FallocateFlags::empty(), &range)?;
-    file.settle()
+    file.sync_if_synchronous()
 }
 
-/// Makes the file so long.
+/// Sets the file's length.
 pub(crate) fn set_len(file: &OpenFile, len: u64) -> io::Result<()> {
     if file.read_only {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it was opened for reading only"));
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is open read-only"));
     }
     if file.is_block_device {
-        let reason = "a block device has the length it has";
+        let reason = "the length of a block device cannot be changed";
         return if file.length()? == len { Ok(()) } else { Err(io::Error::new(io::ErrorKind::Unsupported, reason)) };
     }
     let _held = file.hold(&(0..MAX_OFFSET));
     ftruncate(&file.fd, len)?;
-    file.settle()
+    file.sync_if_synchronous()
 }
 
-/// Whether two files cannot share space: they are on two filesystems, or one of them is swapped to.
+/// Whether two files cannot share extents: they are on different filesystems, or one of them is a swap file.
 fn cannot_share(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|number| [libc::EXDEV, libc::ETXTBSY].contains(&number))
 }
@@ -189,55 +189,55 @@ struct CloneRange {
     offset: u64,
 }
 
-/// The blocks of the filesystem: what it shares is whole ones.
+/// Block size of the filesystem, which shares whole blocks.
 pub(crate) fn block(file: &OpenFile) -> u64 {
     let size = rustix::fs::fstatfs(&file.fd).ok().and_then(|found| u64::try_from(found.f_bsize).ok());
     size.filter(|size| size.is_power_of_two()).unwrap_or(USUAL_BLOCK)
 }
 
-/// Shares the space of another file's bytes: false if that cannot be.
+/// Shares extents of another file. False if that is not supported.
 pub(crate) fn clone(file: &OpenFile, offset: u64, from: &OwnedFd, from_offset: u64, length: u64) -> io::Result<bool> {
     let end = offset.checked_add(length).ok_or(io::ErrorKind::InvalidInput)?;
     if file.is_block_device || changeable(file, &(offset..end))?.is_none() {
         return Ok(length == 0);
     }
-    file.tallies.clones.add(length);
-    // Direct I/O on parts of blocks must not meet shared ones (the module `align`).
+    file.counters.clones.add(length);
+    // Direct I/O on partial blocks must not meet shared blocks (see the module `align`).
     if file.cache.is_direct() && u64::from(file.alignment.offset) < block(file) {
         return Ok(false);
     }
     let range = CloneRange { from: i64::from(from.as_raw_fd()), from_offset, length, offset };
     let _held = file.hold(&(offset..end));
-    // SAFETY: reads the structure, which is as the kernel has it.
+    // SAFETY: reads the structure, whose layout is the kernel's.
     let result = unsafe { libc::ioctl(file.fd.as_raw_fd(), FICLONERANGE, &raw const range) };
     match io::Error::last_os_error() {
-        _ if result == 0 => file.settle().map(|()| true),
+        _ if result == 0 => file.sync_if_synchronous().map(|()| true),
         error if is_unsupported(&error) || cannot_share(&error) => Ok(false),
         error => Err(error),
     }
 }
 
-/// Has the kernel copy another file's bytes, or share them if the filesystem can: false if it cannot, or if the other one ends.
+/// Has the kernel copy from another file, or share extents if the filesystem can. False if it cannot, or if the other file ends.
 pub(crate) fn copy(file: &OpenFile, offset: u64, from: &OwnedFd, from_offset: u64, length: u64) -> io::Result<bool> {
     let end = offset.checked_add(length).ok_or(io::ErrorKind::InvalidInput)?;
     if file.is_block_device || changeable(file, &(offset..end))?.is_none() {
         return Ok(length == 0);
     }
     let _held = file.hold(&(offset..end));
-    let (mut at, mut place) = (from_offset, offset);
-    while place < end {
-        let left = usize::try_from(end - place).unwrap_or(usize::MAX);
-        match rustix::fs::copy_file_range(from, Some(&mut at), &file.fd, Some(&mut place), left)
+    let (mut from_at, mut to_at) = (from_offset, offset);
+    while to_at < end {
+        let left = usize::try_from(end - to_at).unwrap_or(usize::MAX);
+        match rustix::fs::copy_file_range(from, Some(&mut from_at), &file.fd, Some(&mut to_at), left)
             .map_err(io::Error::from)
         {
             Ok(0) => return Ok(false),
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // Of files that are not two plain ones: copy_file_range(2).
+            // One of them is not a regular file: copy_file_range(2).
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Ok(false),
             Err(error) if is_unsupported(&error) || cannot_share(&error) => return Ok(false),
             Err(error) => return Err(error),
         }
     }
-    file.settle().map(|()| true)
+    file.sync_if_synchronous().map(|()| true)
 }

@@ -1,47 +1,48 @@
-//! What was asked of a file, counted.
+//! Counters of the requests to a file.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Operations and bytes of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Count {
-    /// Operations that were begun.
+    /// Operations begun.
     pub operations: u64,
-    /// Their bytes.
+    /// Their bytes in total.
     pub bytes: u64,
 }
 
-/// What was asked of a file since it was opened, whether it succeeded or not.
+/// Requests to a file since it was opened, successful or not.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FileCounters {
-    /// Reads, of whatever alignment.
+    /// Reads.
     pub reads: Count,
     /// Writes.
     pub writes: Count,
-    /// Ranges that were made to read as zeros.
+    /// Ranges zeroed.
     pub zeroes: Count,
-    /// Ranges given back.
+    /// Ranges discarded.
     pub discards: Count,
-    /// Ranges for which space was made sure of.
+    /// Ranges allocated.
     pub allocations: Count,
-    /// Ranges that were cloned from another file, or were to be.
+    /// Ranges cloned from another file, including attempts.
     pub clones: Count,
-    /// Flushes that the kernel was asked for.
+    /// Flushes that reached the kernel.
     pub flushes: u64,
-    /// Reads and writes that were copied, because they were not aligned for direct I/O.
+    /// Reads and writes that were copied because they were not aligned for direct I/O.
     pub bounced: Count,
-    /// Those of them that were writes of parts of blocks: each reads what surrounds it first.
+    /// Of those, writes of partial blocks: each reads the surrounding bytes first.
     pub merged: Count,
 }
 
-/// A [`Count`] that many threads add to.
+/// A [`Count`] with atomic fields.
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct Counter {
     operations: AtomicU64,
     bytes: AtomicU64,
 }
 
-impl Tally {
+impl Counter {
     pub(crate) fn add(&self, bytes: u64) {
         self.operations.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -56,22 +57,22 @@ impl Tally {
     }
 }
 
-/// [`FileCounters`] that many threads add to.
+/// [`FileCounters`] with atomic fields.
 #[derive(Debug, Default)]
-pub(crate) struct Tallies {
-    pub(crate) reads: Tally,
-    pub(crate) writes: Tally,
-    pub(crate) zeroes: Tally,
-    pub(crate) discards: Tally,
-    pub(crate) allocations: Tally,
-    pub(crate) clones: Tally,
-    pub(crate) flushes: Tally,
-    pub(crate) bounced: Tally,
-    pub(crate) merged: Tally,
+pub(crate) struct Counters {
+    pub(crate) reads: Counter,
+    pub(crate) writes: Counter,
+    pub(crate) zeroes: Counter,
+    pub(crate) discards: Counter,
+    pub(crate) allocations: Counter,
+    pub(crate) clones: Counter,
+    pub(crate) flushes: Counter,
+    pub(crate) bounced: Counter,
+    pub(crate) merged: Counter,
 }
 
-impl Tallies {
-    pub(crate) fn counters(&self) -> FileCounters {
+impl Counters {
+    pub(crate) fn snapshot(&self) -> FileCounters {
         FileCounters {
             reads: self.reads.count(),
             writes: self.writes.count(),

@@ -1,8 +1,8 @@
-//! What a file has no contents for.
+//! Holes and unwritten extents of a file.
 //!
-//! **Law: zeros are only promised where the kernel promises them.** Whether a place reads as zeros is lseek(2)'s word
-//! (`SEEK_DATA`, `SEEK_HOLE`), which knows what is in the page cache; whether there is space under such zeros is FIEMAP's, which
-//! alone knows unwritten extents, and does not know what the cache has for them.
+//! **Law: a range is reported as zeros only where the kernel guarantees it.** lseek(2) (`SEEK_DATA`, `SEEK_HOLE`) decides whether a range
+//! reads as zeros, because it takes the page cache into account. FIEMAP decides whether such zeros have space: only it reports unwritten
+//! extents, but it does not know which of them have data in the cache.
 #![allow(unsafe_code, reason = "FIEMAP is an ioctl")]
 
 use std::io;
@@ -19,7 +19,7 @@ const FIEMAP: libc::c_ulong = 0xc020_660b;
 /// `FIEMAP_EXTENT_LAST` and `FIEMAP_EXTENT_UNWRITTEN` of linux/fiemap.h.
 const LAST: u32 = 0x1;
 const UNWRITTEN: u32 = 0x800;
-/// Extents asked for at a time.
+/// Extents queried per call.
 const AT_A_TIME: usize = 32;
 
 /// `struct fiemap_extent`.
@@ -46,7 +46,7 @@ struct Map {
     extents: [MapExtent; AT_A_TIME],
 }
 
-/// What is in `range`.
+/// The extents of `range`.
 pub(crate) fn extents(file: &OpenFile, range: Range<u64>) -> io::Result<Vec<Extent>> {
     let mut found = Found(Vec::new());
     let end = file.length()?.clamp(range.start, range.end.max(range.start));
@@ -66,7 +66,7 @@ pub(crate) fn extents(file: &OpenFile, range: Range<u64>) -> io::Result<Vec<Exte
     Ok(found.0)
 }
 
-/// Extents that were found: neighbours differ.
+/// A list of extents; adjacent ones differ in kind.
 struct Found(Vec<Extent>);
 
 impl Found {
@@ -79,7 +79,7 @@ impl Found {
     }
 }
 
-/// Tells the space under a range of zeros from none.
+/// Splits a range that reads as zeros into unwritten extents and holes.
 fn zeros(file: &OpenFile, range: Range<u64>, found: &mut Found) {
     let mut at = range.start;
     while at < range.end {
@@ -89,12 +89,12 @@ fn zeros(file: &OpenFile, range: Range<u64>, found: &mut Found) {
             let begin = extent.logical.clamp(at, range.end);
             let end = extent.logical.saturating_add(extent.length).clamp(begin, range.end);
             found.push(at..begin, ExtentKind::Hole);
-            // An extent with contents by now was written since lseek looked: its zeros are not promised.
+            // An extent with data was written after lseek: it is not guaranteed to read as zeros.
             let kind = if extent.flags & UNWRITTEN != 0 { ExtentKind::Unwritten } else { ExtentKind::Data };
             found.push(begin..end, kind);
             at = end;
         }
-        // A filesystem that does not get on would keep us here for ever.
+        // A filesystem that makes no progress would loop forever.
         if is_last || at == before {
             break;
         }
@@ -102,7 +102,7 @@ fn zeros(file: &OpenFile, range: Range<u64>, found: &mut Found) {
     found.push(at..range.end, ExtentKind::Hole);
 }
 
-/// The extents of a range, and whether there are no more; none if the filesystem does not say.
+/// The extents of a range, and whether the last one is the file's last. `None` if the filesystem does not support FIEMAP.
 fn map(file: &OpenFile, range: Range<u64>) -> Option<(Vec<MapExtent>, bool)> {
     let mut map = Map {
         start: range.start,
@@ -113,7 +113,7 @@ fn map(file: &OpenFile, range: Range<u64>) -> Option<(Vec<MapExtent>, bool)> {
         reserved: 0,
         extents: [MapExtent::default(); AT_A_TIME],
     };
-    // SAFETY: the structure is as the kernel has it, with room for as many extents as it says, and lives.
+    // SAFETY: the structure has the kernel's layout and room for `count` extents, and outlives the call.
     let result = unsafe { libc::ioctl(file.fd.as_raw_fd(), FIEMAP, &raw mut map) };
     if result != 0 {
         return None;

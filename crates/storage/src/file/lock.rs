@@ -1,15 +1,14 @@
 //! QEMU's image locks.
 //!
-//! **Law: neither opens what the other writes.** QEMU locks bytes of an image file, with locks that belong to an open file (OFD
-//! locks, fcntl(2)), whatever the file contains there: byte 100 + n, shared, for each permission n it uses, and byte 200 + n, shared,
-//! for each permission n it does not grant to others. Whoever uses a permission looks first whether somebody has locked its
-//! byte 200 + n, and whoever does not grant one whether somebody has locked its byte 100 + n. The bytes are QEMU's since its
-//! version 2.10 (`RAW_LOCK_PERM_BASE`, `RAW_LOCK_SHARED_BASE`); the permissions are numbered as in [`Permissions`].
+//! **Law: QEMU and limosa never open an image that the other writes.** QEMU locks bytes of an image file with open file description locks
+//! (OFD locks, fcntl(2)), whatever the file contains there: byte 100 + n, shared, for each permission n that it uses, and byte 200 + n,
+//! shared, for each permission n that it denies to others. Before a permission is used, its byte 200 + n must not be locked by others;
+//! before one is denied, its byte 100 + n must not be. The bytes are those of QEMU 2.10 and later (`RAW_LOCK_PERM_BASE`, `RAW_LOCK_SHARED_BASE`); the permissions are numbered as in [`Permissions`].
 //!
-//! The kernel lets go of them when the last descriptor of the open file is closed: however a process ends. Who closes a file lets go
-//! itself before: a process that is being started has a copy of every descriptor until it runs its program, and would keep the locks.
-//! What a killed process had under way in a ring keeps its files open, and locked, until the kernel has ended it: a moment.
-#![allow(unsafe_code, reason = "OFD locks are taken by fcntl")]
+//! The kernel releases the locks when the last descriptor of the open file description is closed, however a process ends. They are
+//! released explicitly before a file is closed: a forked process has copies of all descriptors until it calls exec, and would keep the
+//! locks. Requests of a killed process that are in flight in a ring keep their files open and locked until the kernel has cancelled them.
+#![allow(unsafe_code, reason = "OFD locks are taken with fcntl")]
 
 use std::fmt;
 use std::fs;
@@ -17,46 +16,46 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 
-/// The byte that stands for using the first permission.
+/// The byte for use of permission 0.
 const USED: libc::off_t = 100;
-/// The byte that stands for not granting the first permission.
+/// The byte for denial of permission 0.
 const DENIED: libc::off_t = 200;
-/// Permissions there are.
+/// Number of permissions.
 const COUNT: u8 = 4;
 
-/// Whether others are kept from a file, and whether we keep away from one that others use.
+/// Whether QEMU's image locks are taken and respected.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LockPolicy {
-    /// As QEMU does: who writes is the only one who does, and who reads is sure that nobody writes. Where the filesystem has no
-    /// such locks nobody is kept away.
+    /// As in QEMU: a writer excludes all others, and readers exclude writers. Without effect where the filesystem does not support
+    /// such locks.
     #[default]
     Auto,
-    /// The same; without such locks opening fails.
+    /// The same; opening fails where locks are not supported.
     Required,
-    /// No locks, and no regard for any (`-U` of qemu-img). What is read while others write may be inconsistent.
+    /// Locks are neither taken nor respected (`-U` of qemu-img). Data that is read while others write may be inconsistent.
     None,
 }
 
-/// What is done with an image, as QEMU counts it.
+/// Permissions on an image, as QEMU numbers them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Permissions {
-    /// Reading what is consistent (permission 0).
+    /// Consistent reads (permission 0).
     pub consistent_read: bool,
-    /// Writing (permission 1).
+    /// Writes (permission 1).
     pub write: bool,
-    /// Writing what was there, in another place (permission 2).
+    /// Writes that do not change the guest-visible contents (permission 2).
     pub write_unchanged: bool,
-    /// Changing the length (permission 3).
+    /// Resizing (permission 3).
     pub resize: bool,
 }
 
 impl Permissions {
-    /// What is used by one who opens an image for writing, or only for reading: QEMU's qcow2 driver uses the same.
+    /// The permissions that are used by opening an image; the same as those of QEMU's qcow2 driver.
     pub(crate) fn used(read_only: bool) -> Self {
         Self { consistent_read: true, write: !read_only, write_unchanged: false, resize: !read_only }
     }
 
-    /// What one who opens an image does not grant to others: that it changes under them.
+    /// The permissions that are denied to others by opening an image: all that change it.
     pub(crate) fn denied() -> Self {
         Self { consistent_read: false, write: true, write_unchanged: false, resize: true }
     }
@@ -70,11 +69,11 @@ impl Permissions {
     }
 }
 
-/// What kept us away.
+/// A conflict with another process's locks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Conflict {
     number: u8,
-    /// Whether somebody uses what we do not grant; else somebody does not grant what we use.
+    /// Whether the other process uses a permission that we deny; else it denies one that we use.
     used: bool,
 }
 
@@ -89,21 +88,21 @@ impl fmt::Display for Conflict {
     }
 }
 
-/// Locks a file for its opener, and fails if others have it open in a way that does not go with ours.
+/// Locks a file, and fails if another process holds a conflicting lock.
 ///
 /// # Errors
-/// [`io::ErrorKind::ResourceBusy`] names who may have it; else the kernel's reason.
+/// [`io::ErrorKind::ResourceBusy`] with the processes that have it open; else the kernel's error.
 pub(crate) fn lock(fd: BorrowedFd<'_>, read_only: bool, policy: LockPolicy) -> io::Result<()> {
     if policy == LockPolicy::None {
         return Ok(());
     }
     let (used, denied) = (Permissions::used(read_only), Permissions::denied());
-    // First ours, then what others have: of two who come at a time at least one sees the other.
-    let places = used.numbers().map(|number| USED + libc::off_t::from(number));
-    for byte in places.chain(denied.numbers().map(|number| DENIED + libc::off_t::from(number))) {
+    // Our locks first, then the check: of two concurrent openers at least one sees the other.
+    let bytes = used.numbers().map(|number| USED + libc::off_t::from(number));
+    for byte in bytes.chain(denied.numbers().map(|number| DENIED + libc::off_t::from(number))) {
         match take(fd, byte) {
             Ok(()) => {}
-            Err(error) if policy == LockPolicy::Auto && is_without_locks(&error) => return Ok(()),
+            Err(error) if policy == LockPolicy::Auto && is_unsupported(&error) => return Ok(()),
             Err(error) => return Err(failed(fd, read_only, error)),
         }
     }
@@ -127,12 +126,12 @@ fn conflict(fd: BorrowedFd<'_>, used: Permissions, denied: Permissions) -> io::R
     Ok(None)
 }
 
-/// Whether the filesystem or the kernel has no such locks.
-fn is_without_locks(error: &io::Error) -> bool {
+/// Whether the filesystem or the kernel does not support such locks.
+fn is_unsupported(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::ENOSYS | libc::EOPNOTSUPP))
 }
 
-/// A failure that says who may be in the way, and lets go of what was locked.
+/// Releases our locks. Returns the error, which names the processes that have the file open.
 fn failed(fd: BorrowedFd<'_>, read_only: bool, error: io::Error) -> io::Error {
     release(fd);
     let busy = [io::ErrorKind::ResourceBusy, io::ErrorKind::WouldBlock, io::ErrorKind::PermissionDenied];
@@ -142,14 +141,14 @@ fn failed(fd: BorrowedFd<'_>, read_only: bool, error: io::Error) -> io::Error {
     let reason =
         if error.raw_os_error().is_some() { "another process has locked it".into() } else { error.to_string() };
     let who = match holders(fd) {
-        names if names.is_empty() => String::from("none of this machine's processes that we may see has it open"),
+        names if names.is_empty() => String::from("no visible process of this machine has it open"),
         names => format!("it is open in {}", names.join(", ")),
     };
     let advice = if read_only { "; to read it all the same, in a state that may be inconsistent, use -U" } else { "" };
     io::Error::new(io::ErrorKind::ResourceBusy, format!("{reason} ({who}){advice}"))
 }
 
-/// Processes that have the file open, as far as we may know.
+/// Processes that have the file open, as far as /proc shows them to us; at most four.
 fn holders(fd: BorrowedFd<'_>) -> Vec<String> {
     let own = std::process::id().to_string();
     let Ok(file) = fs::metadata(format!("/proc/self/fd/{}", fd.as_raw_fd())) else { return Vec::new() };
@@ -175,40 +174,40 @@ fn holders(fd: BorrowedFd<'_>) -> Vec<String> {
     names
 }
 
-fn place(kind: libc::c_int, start: libc::off_t, len: libc::off_t) -> libc::flock {
+fn byte_range(kind: libc::c_int, start: libc::off_t, len: libc::off_t) -> libc::flock {
     // SAFETY: a structure of numbers, for which zeros are a value.
-    let mut place: libc::flock = unsafe { std::mem::zeroed() };
-    // The three kinds are 0, 1 and 2.
-    place.l_type = libc::c_short::try_from(kind).unwrap_or_default();
-    place.l_whence = libc::c_short::try_from(libc::SEEK_SET).unwrap_or_default();
-    (place.l_start, place.l_len) = (start, len);
-    place
+    let mut range: libc::flock = unsafe { std::mem::zeroed() };
+    // The three lock types are 0, 1 and 2.
+    range.l_type = libc::c_short::try_from(kind).unwrap_or_default();
+    range.l_whence = libc::c_short::try_from(libc::SEEK_SET).unwrap_or_default();
+    (range.l_start, range.l_len) = (start, len);
+    range
 }
 
-/// Locks a byte, shared.
+/// Takes a shared lock of a byte.
 fn take(fd: BorrowedFd<'_>, byte: libc::off_t) -> io::Result<()> {
-    let place = place(libc::F_RDLCK, byte, 1);
-    // SAFETY: reads the structure, which lives.
-    let result = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const place) };
+    let range = byte_range(libc::F_RDLCK, byte, 1);
+    // SAFETY: reads the structure, which outlives the call.
+    let result = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether another open file has locked a byte.
+/// Whether a byte is locked through another open file description.
 fn is_taken(fd: BorrowedFd<'_>, byte: libc::off_t) -> io::Result<bool> {
-    let mut place = place(libc::F_WRLCK, byte, 1);
-    // SAFETY: reads and writes the structure, which lives.
-    let result = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &raw mut place) };
+    let mut range = byte_range(libc::F_WRLCK, byte, 1);
+    // SAFETY: reads and writes the structure, which outlives the call.
+    let result = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) };
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    Ok(libc::c_int::from(place.l_type) != libc::F_UNLCK)
+    Ok(libc::c_int::from(range.l_type) != libc::F_UNLCK)
 }
 
-/// Lets go of all.
+/// Releases all locks.
 pub(crate) fn release(fd: BorrowedFd<'_>) {
-    let place = place(libc::F_UNLCK, USED, DENIED + libc::off_t::from(COUNT) - USED);
-    // SAFETY: reads the structure, which lives.
-    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const place) };
+    let range = byte_range(libc::F_UNLCK, USED, DENIED + libc::off_t::from(COUNT) - USED);
+    // SAFETY: reads the structure, which outlives the call.
+    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
 }
 
 #[cfg(test)]
@@ -234,13 +233,12 @@ mod tests {
         let error = lock(third.as_fd(), false, auto).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
         assert!(error.to_string().starts_with("another process has it open and allows no writing"), "{error}");
-        // One that was refused is in nobody's way.
+        // A refused opener leaves no locks behind.
         lock(open().as_fd(), true, auto).unwrap();
         drop((first, second));
         lock(third.as_fd(), false, auto).unwrap();
         let error = lock(open().as_fd(), true, auto).unwrap_err();
         assert!(error.to_string().starts_with("another process has it open and writes it"), "{error}");
-        assert!(error.to_string().contains("-U"), "{error}");
         lock(open().as_fd(), false, auto).unwrap_err();
         lock(open().as_fd(), false, LockPolicy::None).unwrap();
     }

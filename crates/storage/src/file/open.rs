@@ -1,4 +1,4 @@
-//! A file that is open: what it is, and how it may be used.
+//! An open file.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -15,22 +15,22 @@ use crate::error::{Operation, StorageError};
 use crate::file::align;
 use crate::file::blocks::{Blocks, Held};
 use crate::file::bounce;
-use crate::file::counters::Tallies;
+use crate::file::counters::Counters;
 use crate::file::lock::{self, LockPolicy};
 use crate::file::options::{CacheMode, Create, FileOptions};
-use crate::ring::Places;
+use crate::ring::Registrations;
 use crate::storage::Alignment;
 
-/// What a file is known by, whatever its path: for finding out whether two are the same.
+/// Identity of a file, whatever its path: equal for two paths of one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileIdentity {
-    /// The device: of the filesystem, or the block device itself.
+    /// Device number of the filesystem, or of the block device itself.
     pub device: u64,
-    /// The inode; 0 for a block device.
+    /// Inode number; 0 for a block device.
     pub inode: u64,
 }
 
-/// A file that is open. What was begun with it keeps it open, with its locks.
+/// An open file. Requests in flight keep it open and locked.
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     pub(crate) fd: OwnedFd,
@@ -41,20 +41,20 @@ pub(crate) struct OpenFile {
     pub(crate) identity: FileIdentity,
     pub(crate) alignment: Alignment,
     pub(crate) blocks: Blocks,
-    pub(crate) tallies: Tallies,
-    /// Where rings know it.
-    pub(crate) places: Places,
-    /// Whether locks were asked for.
+    pub(crate) counters: Counters,
+    /// Its registrations with rings.
+    pub(crate) registrations: Registrations,
+    /// Whether locks were taken.
     locked: bool,
-    /// Why making durable failed: what it was for may be lost, so nothing later is durable either.
-    lost: Mutex<Option<Arc<io::Error>>>,
+    /// The first failure of a flush. Writes before it may be lost, so later flushes fail, too.
+    flush_error: Mutex<Option<Arc<io::Error>>>,
 }
 
-/// Says what a file was to be opened for, where that may be why it could not be.
-fn to_be_written(error: io::Error) -> io::Error {
+/// Adds that the file was opened for writing, where that may be why it failed.
+fn for_writing(error: io::Error) -> io::Error {
     match error.kind() {
         kind @ (io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem) => {
-            io::Error::new(kind, format!("{error}; it was to be opened for writing"))
+            io::Error::new(kind, format!("{error}; it was opened for writing"))
         }
         _ => error,
     }
@@ -70,19 +70,19 @@ impl OpenFile {
         match options.create {
             Create::No => {}
             _ if options.read_only => {
-                let reason = "a file that is made has to be opened for writing";
+                let reason = "a file that is created must be opened for writing";
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, reason)));
             }
             Create::IfMissing => _ = open.create(true),
             Create::New => _ = open.create_new(true),
         }
-        // A pipe in its place does not keep us waiting for the other end.
+        // O_NONBLOCK: opening a FIFO must not wait for the other end.
         let fd = open.custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open(path);
-        let fd = fd.map_err(|error| failed(if options.read_only { error } else { to_be_written(error) }))?;
+        let fd = fd.map_err(|error| failed(if options.read_only { error } else { for_writing(error) }))?;
         Self::of(fd.into(), name, options)
     }
 
-    /// Takes over a file that is open.
+    /// Uses an open file.
     pub(crate) fn of(fd: OwnedFd, name: Arc<str>, options: &FileOptions) -> Result<Self, StorageError> {
         let failed = |error: io::Error| StorageError::of(Operation::Open, &name, error);
         let found = fstat(&fd).map_err(|error| failed(error.into()))?;
@@ -90,7 +90,7 @@ impl OpenFile {
             FileType::RegularFile => false,
             FileType::BlockDevice => true,
             kind => {
-                let reason = format!("a regular file or a block device is needed, and this is neither ({kind:?})");
+                let reason = format!("must be a regular file or a block device, not {kind:?}");
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, reason)));
             }
         };
@@ -98,12 +98,12 @@ impl OpenFile {
         let can_read = !flags.contains(OFlags::WRONLY);
         let can_write = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
         if !can_read || (!can_write && !options.read_only) {
-            let reason = "the descriptor does not allow what it is to be used for";
+            let reason = "the descriptor does not allow the requested access";
             return Err(failed(io::Error::new(io::ErrorKind::PermissionDenied, reason)));
         }
         let direct = if options.cache.is_direct() { OFlags::DIRECT } else { OFlags::empty() };
         fcntl_setfl(&fd, (flags - OFlags::NONBLOCK - OFlags::DIRECT) | direct).map_err(|error| {
-            let reason = "its filesystem has no direct I/O; another cache mode (writeback) does without";
+            let reason = "the filesystem does not support direct I/O; use another cache mode (writeback)";
             failed(if error == Errno::INVAL {
                 io::Error::new(io::ErrorKind::Unsupported, reason)
             } else {
@@ -131,10 +131,10 @@ impl OpenFile {
             identity,
             alignment,
             blocks: Blocks::default(),
-            tallies: Tallies::default(),
-            places: Places::default(),
+            counters: Counters::default(),
+            registrations: Registrations::default(),
             locked: options.lock != LockPolicy::None,
-            lost: Mutex::new(None),
+            flush_error: Mutex::new(None),
         })
     }
 
@@ -150,46 +150,46 @@ impl OpenFile {
         Ok(u64::try_from(fstat(&self.fd)?.st_size).unwrap_or_default())
     }
 
-    /// Whether an offset or a length is a multiple of what direct I/O asks for.
+    /// Whether an offset or a length is aligned.
     pub(crate) fn is_aligned(&self, bytes: u64) -> bool {
         bytes & (u64::from(self.alignment.offset) - 1) == 0
     }
 
-    /// Whether writes are of whole blocks, so that parts of them need care.
+    /// Whether only whole blocks can be written, so that partial writes need care.
     pub(crate) fn has_blocks(&self) -> bool {
         self.alignment.offset > 1
     }
 
-    /// Holds the blocks that a range touches, where writes of parts of them could undo what is changed there.
+    /// Holds the blocks that a range touches, where partial writes could undo a change to it.
     pub(crate) fn hold(&self, range: &Range<u64>) -> Option<Held<'_>> {
         self.has_blocks().then(|| self.blocks.hold(bounce::around(self.alignment, range)))
     }
 
-    /// Whether a flush has something to do.
+    /// Whether a flush reaches the kernel.
     pub(crate) fn flushes(&self) -> bool {
         !self.read_only && !self.cache.ignores_flush()
     }
 
-    /// Makes durable what was written, on this thread.
+    /// Flushes on this thread.
     pub(crate) fn flush(&self) -> Result<(), StorageError> {
         self.flushed(self.sync())
     }
 
-    /// Makes a change durable, in the cache modes that want it.
-    pub(crate) fn settle(&self) -> io::Result<()> {
+    /// Makes a change durable in the synchronous cache modes.
+    pub(crate) fn sync_if_synchronous(&self) -> io::Result<()> {
         if !self.cache.is_synchronous() {
             return Ok(());
         }
-        self.kept(self.sync()).map_err(|lost| plain(&lost))
+        self.remember(self.sync()).map_err(|error| plain(&error))
     }
 
     fn sync(&self) -> io::Result<()> {
         Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(&self.fd))?)
     }
 
-    /// Takes the kernel's answer to a flush.
+    /// Handles the kernel's result of a flush.
     pub(crate) fn flushed(&self, answer: io::Result<()>) -> Result<(), StorageError> {
-        self.kept(answer).map_err(|source| StorageError {
+        self.remember(answer).map_err(|source| StorageError {
             operation: Operation::Flush,
             name: Arc::clone(&self.name),
             offset: None,
@@ -198,22 +198,21 @@ impl OpenFile {
         })
     }
 
-    /// Takes note of an answer to making durable. The kernel tells of lost writes once, to whoever asks first, and drops them from its
-    /// cache: we go on telling. Direct I/O is no exception: a filesystem may take it through its cache, and what a device that
-    /// failed to empty its own had there is not known either.
-    fn kept(&self, answer: io::Result<()>) -> Result<(), Arc<io::Error>> {
-        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        if let (Err(error), None) = (answer, lost.as_ref()) {
-            *lost = Some(Arc::new(error));
+    /// Remembers the first failure, and returns it from then on. The kernel reports lost writes once, to the first caller, and drops them
+    /// from its cache; every later flush must fail, too. This includes direct I/O: a filesystem may use its cache for it, and a device that
+    /// failed to flush its write cache may have lost any of its contents.
+    fn remember(&self, answer: io::Result<()>) -> Result<(), Arc<io::Error>> {
+        let mut first = self.flush_error.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (Err(error), None) = (answer, first.as_ref()) {
+            *first = Some(Arc::new(error));
         }
-        lost.as_ref().map_or(Ok(()), |lost| Err(Arc::clone(lost)))
+        first.as_ref().map_or(Ok(()), |error| Err(Arc::clone(error)))
     }
 
-    /// Takes note of a write that failed, if it was one that makes itself durable: what the kernel lost of others may be what it told
-    /// this one.
+    /// Remembers the failure of a synchronous write: the kernel may have reported the loss of other writes with it.
     pub(crate) fn write_failed(&self, error: &io::Error) {
         if self.cache.is_synchronous() && error.raw_os_error() == Some(libc::EIO) {
-            _ = self.kept(Err(plain(error)));
+            _ = self.remember(Err(plain(error)));
         }
     }
 }
@@ -226,7 +225,7 @@ impl Drop for OpenFile {
     }
 }
 
-/// The kernel's reason once more.
+/// A copy of the kernel's error.
 fn plain(error: &io::Error) -> io::Error {
     error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
 }
@@ -251,7 +250,7 @@ mod tests {
         let kept = tempfile::NamedTempFile::new().unwrap();
         let open = || OpenFile::at(kept.path(), &FileOptions::default());
         let file = open().unwrap();
-        // As a process has it that is forked off at the wrong moment.
+        // As in a process that forked while the file was open.
         let copy = file.fd.try_clone().unwrap();
         assert_eq!(open().unwrap_err().source.kind(), io::ErrorKind::ResourceBusy);
         drop(file);
@@ -260,17 +259,17 @@ mod tests {
     }
 
     #[test]
-    fn who_may_not_open_a_file_is_told_if_it_was_for_writing() {
+    fn an_error_of_opening_says_if_it_was_for_writing() {
         for errno in [libc::EACCES, libc::EPERM, libc::EROFS] {
-            let error = to_be_written(io::Error::from_raw_os_error(errno));
-            assert!(error.to_string().ends_with("it was to be opened for writing"), "{error}");
+            let error = for_writing(io::Error::from_raw_os_error(errno));
+            assert!(error.to_string().ends_with("it was opened for writing"), "{error}");
         }
-        assert_eq!(to_be_written(io::Error::from_raw_os_error(libc::ENOENT)).raw_os_error(), Some(libc::ENOENT));
-        // Nobody may write to it, whoever he is; in a container all of it is read-only.
-        let place = Path::new("/sys/kernel/uevent_seqnum");
-        if place.exists() {
+        assert_eq!(for_writing(io::Error::from_raw_os_error(libc::ENOENT)).raw_os_error(), Some(libc::ENOENT));
+        // Not writable for any user; in a container /sys is read-only as a whole.
+        let path = Path::new("/sys/kernel/uevent_seqnum");
+        if path.exists() {
             let said = |read_only| {
-                OpenFile::at(place, &FileOptions { read_only, ..FileOptions::default() })
+                OpenFile::at(path, &FileOptions { read_only, ..FileOptions::default() })
                     .map(drop)
                     .map_err(|e| e.to_string())
             };
@@ -296,12 +295,12 @@ mod tests {
         for cache in [CacheMode::Writethrough, CacheMode::Directsync] {
             let file = opened(cache);
             file.write_failed(&io::Error::from_raw_os_error(libc::ENOSPC));
-            file.settle().unwrap();
+            file.sync_if_synchronous().unwrap();
             file.write_failed(&io::Error::from_raw_os_error(libc::EIO));
-            assert_eq!(file.settle().unwrap_err().raw_os_error(), Some(libc::EIO));
+            assert_eq!(file.sync_if_synchronous().unwrap_err().raw_os_error(), Some(libc::EIO));
             file.flush().unwrap_err();
         }
-        // Where a write does not make itself durable it speaks for nobody else.
+        // In other modes the failure of a write concerns that write only.
         let file = opened(CacheMode::Writeback);
         file.write_failed(&io::Error::from_raw_os_error(libc::EIO));
         file.flush().unwrap();

@@ -5,45 +5,45 @@ use std::str::FromStr;
 
 use crate::file::lock::LockPolicy;
 
-/// What is between a write and the medium, by QEMU's names (`-t` of qemu-img, `cache=` of QEMU).
+/// Cache mode, with QEMU's names (`-t` of qemu-img, `cache=` of QEMU).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CacheMode {
-    /// Direct: past the host's page cache, durable by a flush.
+    /// Direct I/O, bypassing the host's page cache; a flush makes writes durable.
     None,
-    /// Through the host's page cache, durable by a flush.
+    /// Through the host's page cache; a flush makes writes durable.
     #[default]
     Writeback,
-    /// Through the host's page cache; whatever changes the file is durable when it is complete.
+    /// Through the host's page cache; each change is durable when it completes.
     Writethrough,
-    /// Direct; whatever changes the file is durable when it is complete.
+    /// Direct I/O; each change is durable when it completes.
     Directsync,
-    /// Through the host's page cache, never made durable: flushing does nothing.
+    /// Through the host's page cache; flushes do nothing.
     Unsafe,
 }
 
 impl CacheMode {
-    /// All of them.
+    /// All modes.
     pub const ALL: [Self; 5] = [Self::None, Self::Writeback, Self::Writethrough, Self::Directsync, Self::Unsafe];
 
-    /// Whether the host's page cache is passed by (`O_DIRECT`).
+    /// Whether the host's page cache is bypassed (`O_DIRECT`).
     #[must_use]
     pub fn is_direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }
 
-    /// Whether each change is made durable before it is complete.
+    /// Whether each change is durable when it completes.
     #[must_use]
     pub fn is_synchronous(self) -> bool {
         matches!(self, Self::Writethrough | Self::Directsync)
     }
 
-    /// Whether flushing does nothing.
+    /// Whether flushes do nothing.
     #[must_use]
     pub fn ignores_flush(self) -> bool {
         self == Self::Unsafe
     }
 
-    /// QEMU's name of it.
+    /// Its name in QEMU.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -62,7 +62,7 @@ impl fmt::Display for CacheMode {
     }
 }
 
-/// There is no cache mode of that name.
+/// The name is not a cache mode's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invalid cache mode '{0}': none, writeback, writethrough, directsync and unsafe are known")]
 pub struct UnknownCacheMode(String);
@@ -77,51 +77,50 @@ impl FromStr for CacheMode {
     }
 }
 
-/// Who carries requests out.
+/// What executes requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Io {
-    /// `io_uring` where the kernel has it and lets us, else threads. Large requests through the page cache, which are copies that
-    /// processors make, are spread over threads.
+    /// `io_uring` where it is available, else threads. Large requests through the page cache mostly copy memory; they go to threads,
+    /// which copy in parallel.
     #[default]
     Auto,
-    /// `io_uring`. Opening fails where there is none.
+    /// `io_uring`. Opening fails where it is not available.
     Uring,
-    /// A pool of threads, and calls that block.
+    /// Blocking calls on a thread pool.
     Threads,
-    /// The thread that polls a read or a write waits for it: for callers with a thread for each request, which spare handing it
-    /// to another.
+    /// Blocking calls on the thread that polls. For callers that have a thread per request: it saves a switch to another thread.
     Caller,
 }
 
-/// Whether a file may be made.
+/// Whether a file is created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Create {
-    /// It has to be there.
+    /// It must exist.
     #[default]
     No,
-    /// It is made if it is not there; one that is there keeps its contents.
+    /// It is created if it does not exist; an existing file keeps its contents.
     IfMissing,
-    /// It is made; one that is there is an error.
+    /// It is created; an existing file is an error.
     New,
 }
 
 /// How a file is opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FileOptions {
-    /// What is between a write and the medium.
+    /// Cache mode.
     pub cache: CacheMode,
-    /// Who carries requests out.
+    /// What executes requests.
     pub io: Io,
-    /// Whether nothing may be written.
+    /// Whether the file is opened read-only.
     pub read_only: bool,
-    /// Whether the file may be made. An image's caller decides about that, not what is written in another image.
+    /// Whether the file is created. This is the caller's decision; the contents of another image must not decide it.
     pub create: Create,
-    /// Whether others are kept from it, and whether we keep away.
+    /// Whether QEMU's image locks are taken and respected.
     pub lock: LockPolicy,
 }
 
 impl FileOptions {
-    /// Opened for reading.
+    /// Options to open a file read-only.
     #[must_use]
     pub fn reading() -> Self {
         Self { read_only: true, ..Self::default() }

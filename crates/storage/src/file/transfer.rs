@@ -1,8 +1,8 @@
-//! One read or write, however many calls it takes.
+//! One read or write, in as many calls as it takes.
 //!
-//! **Law: all of it or an error.** The kernel may do a part: the rest is asked for again, by whoever carries the request out (a
-//! thread, a ring), until all is done. What a read finds behind the end is zeros.
-#![allow(unsafe_code, reason = "the kernel is given addresses of memory that others write")]
+//! **Law: complete or an error.** The kernel may transfer a part: the executor of the request (a thread, a ring) asks for the rest again,
+//! until all is done. A read beyond the end returns zeros.
+#![allow(unsafe_code, reason = "the kernel is passed addresses of memory with other writers")]
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -12,14 +12,14 @@ use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
 use crate::file::open::OpenFile;
 
-/// The most buffers that the kernel takes at a time (`IOV_MAX`).
-const MOST_BUFFERS: usize = 1024;
-/// The most bytes asked for at a time: less than the kernel's own limit of 2 GiB, and a multiple of every block.
-const MOST_BYTES: usize = 1 << 30;
-/// The largest offset that a file can have.
+/// Maximum number of buffers per call (`IOV_MAX`).
+const MAX_BUFFERS: usize = 1024;
+/// Maximum number of bytes per call: less than the kernel's limit of 2 GiB, and a multiple of every block size.
+const MAX_BYTES: usize = 1 << 30;
+/// Maximum offset in a file.
 pub(crate) const MAX_OFFSET: u64 = i64::MAX as u64;
 
-/// Which way.
+/// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     /// From the file.
@@ -28,7 +28,7 @@ pub(crate) enum Direction {
     Write,
 }
 
-/// A read or a write, and how far it has come.
+/// A read or a write, and its progress.
 pub(crate) struct Transfer {
     pub(crate) file: Arc<OpenFile>,
     pub(crate) direction: Direction,
@@ -52,13 +52,13 @@ impl Transfer {
         StorageError::at(operation, &self.file.name, self.offset, self.vector.len() as u64, error)
     }
 
-    /// The outcome, if no call is needed: nothing to do, or nothing that can be done.
+    /// The outcome, if it is known without a call.
     pub(crate) fn early(&self) -> Option<Result<(), StorageError>> {
         let end = self.offset.checked_add(self.vector.len() as u64);
         match self.direction {
             _ if self.vector.is_empty() => Some(Ok(())),
             Direction::Write if self.file.read_only => {
-                let reason = "it was opened for reading only";
+                let reason = "it is open read-only";
                 Some(Err(self.failed(io::Error::new(io::ErrorKind::PermissionDenied, reason))))
             }
             Direction::Read if self.offset > MAX_OFFSET => {
@@ -70,7 +70,7 @@ impl Transfer {
         }
     }
 
-    /// Counts it among the writes of whole blocks, if it has to be: false if its blocks have to be held.
+    /// Counts it among the writes of whole blocks, if it needs to be. False if its blocks must be held instead.
     pub(crate) fn count(&mut self) -> bool {
         if self.direction == Direction::Read || !self.file.has_blocks() || self.is_counted {
             return true;
@@ -79,38 +79,38 @@ impl Transfer {
         self.is_counted
     }
 
-    /// Takes that back: whoever carries it out counts it anew, when it is sure not to wait.
+    /// Undoes [`Transfer::count`], for a write that may wait in a queue.
     pub(crate) fn uncount(&mut self) {
         if std::mem::take(&mut self.is_counted) {
             self.file.blocks.uncount();
         }
     }
 
-    /// Where the next call reads or writes.
+    /// Offset of the next call.
     pub(crate) fn at(&self) -> u64 {
         self.offset + self.done as u64
     }
 
-    /// The next call's memory, if it is in one piece.
+    /// Memory of the next call, if it is contiguous.
     pub(crate) fn piece(&self) -> Option<(*mut u8, u32)> {
         match self.vector.buffers() {
             [buffer] => {
-                let len = u32::try_from((buffer.len() - self.done).min(MOST_BYTES)).ok()?;
+                let len = u32::try_from((buffer.len() - self.done).min(MAX_BYTES)).ok()?;
                 Some((buffer.start().wrapping_add(self.done), len))
             }
             _ => None,
         }
     }
 
-    /// What the calls of a write are told: to be durable when they are done, in the cache modes that want it.
+    /// Flags of write calls: `RWF_DSYNC` in the synchronous cache modes.
     pub(crate) fn flags(&self) -> libc::c_int {
         if self.file.cache.is_synchronous() { libc::RWF_DSYNC } else { 0 }
     }
 
-    /// The next call's memory, in as many pieces as the kernel takes.
+    /// Memory of the next call, in as many pieces as the kernel accepts.
     pub(crate) fn pieces(&self, pieces: &mut Vec<libc::iovec>) {
         pieces.clear();
-        let (mut skip, mut room) = (self.done, MOST_BYTES);
+        let (mut skip, mut room) = (self.done, MAX_BYTES);
         for buffer in self.vector.buffers() {
             let begin = skip.min(buffer.len());
             skip -= begin;
@@ -119,14 +119,14 @@ impl Transfer {
                 pieces.push(libc::iovec { iov_base: buffer.start().wrapping_add(begin).cast(), iov_len: len });
                 room -= len;
             }
-            if room == 0 || pieces.len() == MOST_BUFFERS {
+            if room == 0 || pieces.len() == MAX_BUFFERS {
                 break;
             }
         }
     }
 
-    /// Takes the kernel's answer to a call: the outcome, or none if there is more to do.
-    pub(crate) fn settle(&mut self, answer: io::Result<usize>) -> Option<Result<(), StorageError>> {
+    /// Handles the kernel's result of a call. Returns the outcome; `None` if another call is needed.
+    pub(crate) fn advance(&mut self, answer: io::Result<usize>) -> Option<Result<(), StorageError>> {
         match answer {
             Ok(0) if self.direction == Direction::Read => {
                 self.vector.slice(self.done..self.vector.len()).clear();
@@ -135,7 +135,7 @@ impl Transfer {
             Ok(0) => Some(Err(self.failed(io::ErrorKind::WriteZero.into()))),
             Ok(bytes) => {
                 self.done = self.done.saturating_add(bytes).min(self.vector.len());
-                // Direct reads end inside of a block only at the end of the file, and could not go on there.
+                // A direct read ends within a block only at the end of the file, and could not continue there.
                 if self.direction == Direction::Read && !self.file.is_aligned(self.done as u64) {
                     self.vector.slice(self.done..self.vector.len()).clear();
                     self.done = self.vector.len();
@@ -152,7 +152,7 @@ impl Transfer {
         }
     }
 
-    /// Carries it out on this thread.
+    /// Executes it on this thread.
     pub(crate) fn block(mut self) -> Result<(), StorageError> {
         if let Some(outcome) = self.early() {
             return outcome;
@@ -165,7 +165,7 @@ impl Transfer {
         self.all()
     }
 
-    /// Makes all calls, on this thread, which holds its blocks if there is need.
+    /// Makes all calls on this thread. The caller holds the blocks if that is needed.
     pub(crate) fn all(mut self) -> Result<(), StorageError> {
         let mut pieces = Vec::new();
         loop {
@@ -173,13 +173,13 @@ impl Transfer {
             let (fd, at) = (self.file.fd.as_raw_fd(), self.at().cast_signed());
             let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
             let answer = match self.direction {
-                // SAFETY: each piece is memory that the vector's buffers keep, which nobody has a reference to.
+                // SAFETY: each piece is memory that the vector's buffers keep alive, and to which no reference exists.
                 Direction::Read => unsafe { libc::preadv2(fd, pieces.as_ptr(), count, at, 0) },
                 // SAFETY: as above.
                 Direction::Write => unsafe { libc::pwritev2(fd, pieces.as_ptr(), count, at, self.flags()) },
             };
             let answer = usize::try_from(answer).map_err(|_| io::Error::last_os_error());
-            if let Some(outcome) = self.settle(answer) {
+            if let Some(outcome) = self.advance(answer) {
                 return outcome;
             }
         }
