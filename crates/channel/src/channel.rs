@@ -86,8 +86,8 @@ impl Channel {
         Self::over(fd, peer, options)
     }
 
-    /// A channel to a new descriptor of this process: a socket pair with buffers for a hundred pages. The other end is meant to be
-    /// handed to another process.
+    /// A channel to a new descriptor of this process: a socket pair with buffers for a hundred pages. The other end is
+    /// meant to be handed to another process.
     ///
     /// # Errors
     /// If the kernel has no descriptors left.
@@ -112,9 +112,7 @@ impl Channel {
                 let transport = match &options.tls {
                     None => Transport::Socket(fd, Arc::default()),
                     Some(tls) if !tls.knows_its_peer() => {
-                        return Err(unsupported(
-                            "TLS checks whom it reaches, and nobody said who that is (tls-hostname)",
-                        ));
+                        return Err(unsupported("TLS needs the expected host name (tls-hostname)"));
                     }
                     Some(tls) => Transport::Tls(Arc::new(
                         Session::over(fd, tls, options.connect_timeout)
@@ -242,7 +240,7 @@ impl Channel {
             Err(ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.shared.peer), why })
         };
         if !self.passes_descriptors() {
-            return unsupported("descriptors can be passed through a unix socket only");
+            return unsupported("descriptors can be passed only over a unix socket");
         }
         if bytes.is_empty() || descriptors.len() > PASSED_MAX {
             return unsupported("at most 253 descriptors can be passed, with at least one byte");
@@ -283,8 +281,9 @@ impl Channel {
         matches!(self.transport, Transport::Tls(_))
     }
 
-    /// Whether the kernel seals what is put ([`How::Write`]), opens what is got ([`How::Read`]), or both ([`crate::KernelTls`]). Only
-    /// known once both ends have shaken hands; where bytes came with the end of that, it opens what comes behind them.
+    /// Whether the kernel seals what is put ([`How::Write`]), opens what is got ([`How::Read`]), or both
+    /// ([`crate::KernelTls`]). Only known once both ends have shaken hands; where bytes came with the end of that, it opens
+    /// what comes behind them.
     pub fn is_sealed_by_kernel(&self, how: How) -> bool {
         let Transport::Tls(session) = &self.transport else { return false };
         let (seals, opens) = session.by_kernel().map_or((false, false), ByKernel::directions);
@@ -624,7 +623,8 @@ impl Channel {
 }
 
 /// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who reads or
-/// writes it goes around the counters and the encryption; and bytes that came with others may have been read already from an encrypted channel that is not ready.
+/// writes it goes around the counters and the encryption; and bytes that came with others may have been read already from
+/// an encrypted channel that is not ready.
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.transport.input()

@@ -40,7 +40,7 @@ impl Channel {
         }
         let timeout = options.connect_timeout.map(|time| time.max(Duration::from_millis(1)));
         if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(|tls| !tls.is_client()) {
-            let why = "who connects needs TLS credentials of a client, which say whom to expect";
+            let why = "a connecting end needs TLS credentials of a client, with the expected host name";
             return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
         }
         let connected = match uri {
@@ -53,7 +53,7 @@ impl Channel {
                 return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
             }
             Uri::File { .. } => {
-                let why = "a file is no stream; it has to be opened as a file";
+                let why = "a file is not a stream; open it as a file";
                 return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
             }
         };
@@ -78,8 +78,11 @@ impl Channel {
         let peer: Arc<str> = "standard input and output".into();
         let failed = |source: io::Error| ChannelError::setup(OPERATION, peer.clone(), source);
         for (fd, why) in [
-            (rustix::stdio::stdin(), "standard input is no pipe or socket; say fd:1 to send to standard output alone"),
-            (rustix::stdio::stdout(), "standard output is no pipe or socket; say fd:0 to read standard input alone"),
+            (
+                rustix::stdio::stdin(),
+                "standard input is not a pipe or socket; use fd:1 to send to standard output only",
+            ),
+            (rustix::stdio::stdout(), "standard output is not a pipe or socket; use fd:0 to read standard input only"),
         ] {
             // Nothing would answer from a file or /dev/null, and a terminal is no place for a stream.
             let found = rustix::fs::fstat(fd).map_err(|errno| failed(errno.into()))?;

@@ -25,7 +25,7 @@ pub(crate) fn take(number: RawFd, operation: Operation) -> Result<OwnedFd, Chann
     let failed = |source: io::Error| ChannelError::setup(operation, peer(), source);
     let unsupported = |why| ChannelError::Unsupported { operation, peer: peer(), why };
     if number < 0 {
-        return Err(unsupported("a descriptor's number is not negative"));
+        return Err(unsupported("a descriptor number must not be negative"));
     }
     // SAFETY: only asked for its flags; if it is closed, the kernel says so (EBADF).
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };

@@ -60,7 +60,7 @@ pub enum ChannelError {
     #[error(transparent)]
     Uri(#[from] UriError),
     /// Nobody listens there (yet).
-    #[error("{operation} {peer}: refused, nobody listens there")]
+    #[error("{operation} {peer}: connection refused")]
     Refused {
         /// What was being done.
         operation: Operation,

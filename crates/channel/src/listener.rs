@@ -61,7 +61,7 @@ impl Listener {
             return Err(unsupported(why));
         }
         if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(Tls::is_client) {
-            return Err(unsupported("who listens needs TLS credentials of a server"));
+            return Err(unsupported("a listening end needs TLS credentials of a server"));
         }
         let mut local = uri.clone();
         let source = match uri {
@@ -87,9 +87,9 @@ impl Listener {
                 }
             }
             Uri::Exec(_) | Uri::Stdio => {
-                return Err(unsupported("it is connected from the beginning; nobody else comes"));
+                return Err(unsupported("it is already connected and accepts no further connections"));
             }
-            Uri::File { .. } => return Err(unsupported("nobody connects to a file; it has to be opened as a file")),
+            Uri::File { .. } => return Err(unsupported("a file cannot be connected to; open it as a file")),
         };
         if let Source::Socket { socket, .. } = &source {
             // Between readiness and accept a peer may give up; accept must not wait for the next one then.

@@ -32,8 +32,7 @@ pub struct Options {
 }
 
 /// Why zero-copy cannot be had with TLS.
-pub(crate) const COPIED_BY_TLS: &str =
-    "what is encrypted does not leave from where it lies: zero-copy and TLS exclude each other";
+pub(crate) const COPIED_BY_TLS: &str = "zero-copy and TLS exclude each other";
 
 impl Options {
     /// What does not go together: told before anybody is reached.

@@ -60,9 +60,9 @@ impl Passed {
         let more = descriptors.len() > wanted || message.msg_flags & libc::MSG_CTRUNC != 0;
         if more {
             let why = if descriptors.len() < wanted {
-                "descriptors that the peer passes were lost: this process may not have as many (raise ulimit -n)".into()
+                "descriptors passed by the peer were lost: too many open files in this process (raise ulimit -n)".into()
             } else {
-                format!("the peer passes more than the {wanted} descriptors that it may")
+                format!("the peer passes more than {wanted} descriptors")
             };
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }

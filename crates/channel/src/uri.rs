@@ -64,7 +64,7 @@ pub enum Uri {
 
 /// Why a string is no [`Uri`]. The message repeats the string and says what would be accepted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{text:?} is no address: {reason}")]
+#[error("{text:?} is not an address: {reason}")]
 pub struct UriError {
     text: String,
     reason: Reason,
@@ -76,13 +76,13 @@ enum Reason {
     Form,
     #[error("tcp: needs a host and a port, as in tcp:localhost:4444")]
     TcpParts,
-    #[error("the host is empty; to listen on every interface say tcp:0.0.0.0:PORT or tcp:[::]:PORT")]
+    #[error("the host is empty; to listen on every interface use tcp:0.0.0.0:PORT or tcp:[::]:PORT")]
     HostEmpty,
-    #[error("the host has a character that no host name has")]
+    #[error("the host has a character that is not allowed in host names")]
     HostCharacter,
-    #[error("an IPv6 address stands in brackets, as in tcp:[::1]:4444")]
+    #[error("an IPv6 address must be in brackets, as in tcp:[::1]:4444")]
     HostBrackets,
-    #[error("what stands in the brackets is no IPv6 address")]
+    #[error("the text in brackets is not an IPv6 address")]
     HostAddress,
     #[error("the port is a decimal number from 0 to 65535")]
     Port,

@@ -1,7 +1,7 @@
 //! Opening an image with all that lies below it.
 //!
-//! Law: a chain has an end. No file stands in it twice, by device and inode, whatever its names; its length has a limit; only its first
-//! file is written, and every other one is opened only if the [`Policy`] says so.
+//! Law: a chain has an end. No file stands in it twice, by device and inode, whatever its names; its length has a limit;
+//! only its first file is written, and every other one is opened only if the [`Policy`] says so.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -115,8 +115,8 @@ struct Level {
 /// written late, is repaired first: [`Qcow2::repaired`] of [`open_image`]'s tells.
 ///
 /// # Errors
-/// [`ImageError::Refused`]: it refers to a file that may not be opened, that stands in the chain already, or that cannot be named;
-/// what is wrong with any of its images; what the kernel says.
+/// [`ImageError::Refused`]: it refers to a file that may not be opened, that stands in the chain already, or that cannot be
+/// named; what is wrong with any of its images; what the kernel says.
 pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Arc<dyn Disk>, ImageError> {
     Ok(open_image(reference, options).await?.disk())
 }
@@ -130,8 +130,8 @@ pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<
     top.put_on(below, options).await
 }
 
-/// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::check::resize) does, with all that lies below it: the image itself
-/// is not in use.
+/// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::check::resize) does, with all that lies below it:
+/// the image itself is not in use.
 ///
 /// # Errors
 /// As [`open`]; it is not qcow2.
@@ -190,7 +190,7 @@ impl<'a> Walk<'a> {
         if let Some(by) = by
             && self.depth >= DEPTH_MOST
         {
-            let why = format!("a chain has at most {DEPTH_MOST} files; put some of them together");
+            let why = format!("a chain has at most {DEPTH_MOST} files; merge some of them");
             return Err(refused(by, reference.path.as_os_str(), why));
         }
         self.depth += 1;
@@ -225,7 +225,7 @@ impl Level {
         let data_file = match (&file.reference.data_file, &header.extensions.data_file) {
             _ if !header.features.data_file() => {
                 if file.reference.data_file.is_some() {
-                    return Err(unsupported("it has no data file, and was given one"));
+                    return Err(unsupported("it has no data file, but one was given"));
                 }
                 None
             }
@@ -235,7 +235,7 @@ impl Level {
                 let named = Reference::named(name).map_err(|error| refused(image, name, error.why))?;
                 Some(admit(&walk.options.policy, Purpose::DataFile, image, &named.path)?)
             }
-            (None, None) => return Err(unsupported("it does not name its data file; say data-file.filename=NAME")),
+            (None, None) => return Err(unsupported("it does not name its data file; use data-file.filename=NAME")),
         };
         let data_file = match data_file {
             Some(path) => {
@@ -349,7 +349,7 @@ impl Seen {
     fn check(&self, by: Option<&Arc<str>>, name: &OsStr, identity: FileIdentity) -> Result<(), ImageError> {
         match by {
             Some(by) if self.0.contains(&identity) => {
-                Err(refused(by, name, "that file stands in the chain already; a chain has an end".into()))
+                Err(refused(by, name, "that file is already part of the chain".into()))
             }
             _ => Ok(()),
         }

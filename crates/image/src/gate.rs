@@ -53,7 +53,7 @@ impl Policy {
                 if folders.iter().any(inside) {
                     return Ok(real);
                 }
-                Err(format!("{purpose} has to lie in one of the folders that are allowed"))
+                Err(format!("{purpose} must be in one of the allowed directories"))
             }
         }
     }
@@ -78,7 +78,7 @@ mod tests {
         assert_eq!(admit("base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
         assert_eq!(admit("../inner/base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
         for outside in ["link", "../secret"] {
-            assert_eq!(admit(outside).unwrap_err(), "a backing file has to lie in one of the folders that are allowed");
+            assert_eq!(admit(outside).unwrap_err(), "a backing file must be in one of the allowed directories");
         }
         assert!(admit("absent").is_err());
     }

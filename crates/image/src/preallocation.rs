@@ -44,6 +44,6 @@ impl FromStr for Preallocation {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|preallocation| preallocation.name() == name);
-        found.ok_or_else(|| format!("{name:?} is none of off, metadata, falloc and full"))
+        found.ok_or_else(|| format!("{name:?} must be off, metadata, falloc or full"))
     }
 }

@@ -40,7 +40,7 @@ impl fmt::Display for Format {
 
 /// limosa does not have this format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("limosa has no format {0:?}; it has raw and qcow2")]
+#[error("format {0:?} is not supported; use raw or qcow2")]
 pub struct UnknownFormat(pub String);
 
 impl FromStr for Format {
@@ -103,9 +103,7 @@ pub async fn probe(storage: &dyn Storage) -> Result<Format, ImageError> {
         Guess::Known(format) => Ok(format),
         Guess::Foreign(name) => Err(ImageError::Unsupported {
             image: storage.name().clone(),
-            what: format!(
-                "it looks like {name}, which limosa does not have; convert it with qemu-img, or say that it is raw"
-            ),
+            what: format!("it looks like {name}, which is not supported; convert it with qemu-img, or open it as raw"),
         }),
     }
 }
@@ -137,7 +135,7 @@ mod tests {
         }
         assert_eq!(
             "vmdk".parse::<Format>().unwrap_err().to_string(),
-            r#"limosa has no format "vmdk"; it has raw and qcow2"#
+            r#"format "vmdk" is not supported; use raw or qcow2"#
         );
     }
 }

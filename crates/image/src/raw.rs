@@ -1,7 +1,7 @@
 //! Raw images: the bytes of the disk, as they are.
 //!
-//! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote there what another format begins
-//! with, the next one who guesses would open that, with whatever files it names. Such a write fails.
+//! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote there what another
+//! format begins with, the next one who guesses would open that, with whatever files it names. Such a write fails.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -85,21 +85,21 @@ impl Raw {
         self.first_sector.is_some()
     }
 
-    /// Makes the file `len` bytes long, and the disk as many, rounded up to a sector. What comes to it reads as zeros. If the space
-    /// that is asked for is not there, the file is as long as before.
+    /// Makes the file `len` bytes long, and the disk as many, rounded up to a sector. What comes to it reads as zeros. If
+    /// the space that is asked for is not there, the file is as long as before.
     ///
     /// # Errors
-    /// [`ImageError::Unsupported`]: it is a part of a file, or metadata are to be allocated, of which it has none; what the storage
-    /// says.
+    /// [`ImageError::Unsupported`]: it is a part of a file, or metadata are to be allocated, of which it has none; what the
+    /// storage says.
     pub async fn resize(&self, len: u64, preallocation: Preallocation) -> Result<(), ImageError> {
         let _inside = self.admit_write(GuestOffset(0), 0)?;
         let old = self.len();
         let what = if self.windowed {
-            "it is a part of a file, whose length is not changed; resize the file"
+            "it is a part of a file, which cannot be resized; resize the file"
         } else if len.checked_next_multiple_of(SECTOR).is_none() {
             "no disk is that long"
         } else if preallocation == Preallocation::Metadata || (preallocation != Preallocation::Off && len < old) {
-            "preallocation is for what comes to a raw image: falloc, full"
+            "preallocation of a raw image must be falloc or full"
         } else {
             ""
         };
@@ -148,8 +148,8 @@ impl Raw {
         end.saturating_sub(host.start).min(host.end - host.start)
     }
 
-    /// Writes into the first sector, unless it would look like another format then. `bytes` are ours: nobody changes them between the
-    /// look and the write.
+    /// Writes into the first sector, unless it would look like another format then. `bytes` are ours: nobody changes them
+    /// between the look and the write.
     async fn write_first(&self, at: u64, bytes: &[u8]) -> Result<(), ImageError> {
         let _changing = match &self.first_sector {
             Some(lock) => Some(lock.lock().await),
@@ -195,15 +195,15 @@ async fn reserve(file: &dyn Storage, range: Range<u64>, how: Preallocation) -> R
     Ok(())
 }
 
-/// Makes a raw image of `size` bytes, rounded up to a sector, in `file`, whose contents are lost. A block device has to be large enough,
-/// and keeps what it has.
+/// Makes a raw image of `size` bytes, rounded up to a sector, in `file`, whose contents are lost. A block device has to be
+/// large enough, and keeps what it has.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: a device is too small, or metadata are to be allocated; what the storage says.
 pub async fn create(file: &dyn Storage, size: u64, preallocation: Preallocation) -> Result<(), ImageError> {
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(file.name()), what };
     if preallocation == Preallocation::Metadata {
-        return Err(unsupported("a raw image has no metadata; preallocation is off, falloc or full".into()));
+        return Err(unsupported("a raw image has no metadata; preallocation must be off, falloc or full".into()));
     }
     let size = size.checked_next_multiple_of(SECTOR).ok_or_else(|| unsupported(format!("a disk of {size} bytes")))?;
     match file.set_len(0).await {

@@ -130,7 +130,8 @@ impl Reference {
         let fault = |why: String| ReferenceError { name: name.to_string_lossy().into_owned(), why };
         let bytes = name.as_bytes();
         if let Some(json) = bytes.strip_prefix(b"json:") {
-            let json: Value = serde_json::from_slice(json).map_err(|error| fault(format!("no JSON: {error}")))?;
+            let json: Value =
+                serde_json::from_slice(json).map_err(|error| fault(format!("not valid JSON: {error}")))?;
             let mut options = Options::default();
             options.flatten("", &json).map_err(fault)?;
             return options.image("").and_then(|image| options.all_taken(image)).map_err(fault);
@@ -142,13 +143,13 @@ impl Reference {
                 _ => {
                     let protocol = String::from_utf8_lossy(protocol);
                     Err(fault(format!(
-                        "limosa opens files, and has no protocol {protocol:?}; a file of that name is written ./NAME"
+                        "protocol {protocol:?} is not supported, only files; write ./NAME for a file of that name"
                     )))
                 }
             };
         }
         if bytes.is_empty() {
-            return Err(fault("a file has a name".into()));
+            return Err(fault("the file name is missing".into()));
         }
         let path = Path::new(name);
         Ok(Self::file(folder.map_or_else(|| path.to_owned(), |folder| folder.join(path))))
@@ -164,7 +165,7 @@ impl Reference {
         for option in split(list) {
             let (name, value) = option
                 .split_once('=')
-                .ok_or_else(|| fault(format!("{option:?} is no option; a file is named file.filename=NAME")))?;
+                .ok_or_else(|| fault(format!("{option:?} is not an option; use file.filename=NAME to name a file")))?;
             options.0.insert(name.to_owned(), Some(value.to_owned()));
         }
         options.image("").and_then(|image| options.all_taken(image)).map_err(fault)
@@ -216,14 +217,14 @@ impl Options {
                     .enumerate()
                     .try_for_each(|(at, value)| self.flatten(&inner(&at.to_string()), value));
             }
-            _ if name.is_empty() => return Err("there are braces around the options of an image".into()),
+            _ if name.is_empty() => return Err("the options of an image must be in braces".into()),
             Value::Null => None,
             Value::Bool(on) => Some(if *on { "on" } else { "off" }.to_owned()),
             Value::Number(number) => Some(number.to_string()),
             Value::String(text) => Some(text.clone()),
         };
         match self.0.insert(name.to_owned(), text) {
-            Some(_) => Err(format!("{name} is said twice")),
+            Some(_) => Err(format!("{name} is given twice")),
             None => Ok(()),
         }
     }
@@ -241,13 +242,13 @@ impl Options {
             None => Ok(None),
             Some("on" | "true" | "yes" | "y") => Ok(Some(true)),
             Some("off" | "false" | "no" | "n") => Ok(Some(false)),
-            Some(other) => Err(format!("{node}{name} is on or off, not {other:?}")),
+            Some(other) => Err(format!("{node}{name} must be on or off, not {other:?}")),
         }
     }
 
     fn take_number(&mut self, node: &str, name: &str) -> Result<Option<u64>, String> {
         let parse =
-            |text: String| bytes(&text).ok_or_else(|| format!("{node}{name} is a number of bytes, not {text:?}"));
+            |text: String| bytes(&text).ok_or_else(|| format!("{node}{name} must be a number of bytes, not {text:?}"));
         self.take(node, name)?.map(parse).transpose()
     }
 
@@ -260,11 +261,11 @@ impl Options {
         if let Some(name) = node.strip_suffix('.')
             && self.0.contains_key(name)
         {
-            return Err(format!("{name} is the name of a node, and there are none; say {node}filename=NAME"));
+            return Err(format!("{name} is the name of a node, which is not supported; use {node}filename=NAME"));
         }
         match self.take(node, "driver")?.as_deref() {
             None | Some("file" | "host_device") => {}
-            Some(other) => return Err(format!("{node}driver={other}: limosa opens files (file, host_device)")),
+            Some(other) => return Err(format!("{node}driver={other}: not supported; use file or host_device")),
         }
         self.settings(node, settings)?;
         let name = self.take(node, "filename")?.ok_or_else(|| format!("{node}filename is missing"))?;
@@ -278,14 +279,14 @@ impl Options {
         match self.take(node, "locking")?.as_deref() {
             None | Some("auto" | "on") => {}
             Some("off") => settings.unlocked = true,
-            Some(other) => return Err(format!("{node}locking is auto, on or off, not {other:?}")),
+            Some(other) => return Err(format!("{node}locking must be auto, on or off, not {other:?}")),
         }
         match self.take(node, "aio")?.as_deref() {
             None => {}
             Some("threads") => settings.io = Some(Io::Threads),
             Some("io_uring") => settings.io = Some(Io::Uring),
             Some("native") => settings.io = Some(Io::Auto),
-            Some(other) => return Err(format!("{node}aio is threads, io_uring or native, not {other:?}")),
+            Some(other) => return Err(format!("{node}aio must be threads, io_uring or native, not {other:?}")),
         }
         Ok(())
     }
@@ -308,7 +309,7 @@ impl Options {
             Some(name) if !self.has(&format!("{node}file.")) => {
                 Reference::named(name).map_err(|error| error.to_string())?.path
             }
-            Some(_) => return Err(format!("{node}filename and {node}file say the same twice")),
+            Some(_) => return Err(format!("{node}filename and {node}file exclude each other")),
             None => self.file(&format!("{node}file."), &mut settings)?,
         };
         let mut image = Reference { format, settings, ..Reference::file(path) };
@@ -334,13 +335,13 @@ impl Options {
             Some(None) => Ok(Below::Nothing),
             Some(Some(name)) if name.is_empty() => Ok(Below::Nothing),
             Some(Some(_)) => Err(format!(
-                "{node}backing is the name of a node, and there are none; say {node}backing.file.filename=NAME"
+                "{node}backing is the name of a node, which is not supported; use {node}backing.file.filename=NAME"
             )),
             None => {
                 let inner = format!("{node}backing.");
                 // Names are as long as nodes are deep.
                 if node.len() > 1024 {
-                    return Err("more backing files than anybody can mean".into());
+                    return Err("too many backing files".into());
                 }
                 if self.has(&inner) { Ok(Below::Other(Box::new(self.image(&inner)?))) } else { Ok(Below::AsWritten) }
             }
@@ -350,7 +351,7 @@ impl Options {
     fn all_taken(&self, image: Reference) -> Result<Reference, String> {
         match self.0.keys().next() {
             None => Ok(image),
-            Some(name) => Err(format!("limosa has no option {name:?} here")),
+            Some(name) => Err(format!("unknown option {name:?}")),
         }
     }
 }
@@ -387,9 +388,9 @@ mod tests {
         {
             assert_eq!(Reference::named(name), Ok(Reference::file(path)), "{name}");
         }
-        assert!(refused("nbd://host/disk").contains(r#"no protocol "nbd""#));
+        assert!(refused("nbd://host/disk").contains(r#"protocol "nbd" is not supported"#));
         assert!(refused("a:b").contains("./NAME"));
-        assert!(refused("").contains("a file has a name"));
+        assert!(refused("").contains("the file name is missing"));
     }
 
     #[test]
@@ -429,16 +430,16 @@ mod tests {
 
         let said = |list: &str| Reference::from_options(list).unwrap_err().why;
         assert_eq!(said("driver=qcow2"), "file.filename is missing");
-        assert_eq!(said("file.filename=a,l2-size=1"), r#"limosa has no option "l2-size" here"#);
-        assert_eq!(said("driver=vmdk,file.filename=a"), r#"driver: limosa has no format "vmdk"; it has raw and qcow2"#);
+        assert_eq!(said("file.filename=a,l2-size=1"), r#"unknown option "l2-size""#);
+        assert_eq!(said("driver=vmdk,file.filename=a"), r#"driver: format "vmdk" is not supported; use raw or qcow2"#);
         assert_eq!(
             said("driver=raw,file.driver=nbd,file.host=a"),
-            "file.driver=nbd: limosa opens files (file, host_device)"
+            "file.driver=nbd: not supported; use file or host_device"
         );
         assert_eq!(said("driver=qcow2,offset=1,file.filename=a"), "offset and size are for driver=raw");
-        assert_eq!(said("disk.img"), r#""disk.img" is no option; a file is named file.filename=NAME"#);
+        assert_eq!(said("disk.img"), r#""disk.img" is not an option; use file.filename=NAME to name a file"#);
         assert!(said("driver=qcow2,file=node0").contains("name of a node"));
-        assert!(refused("json:[1]").contains("limosa has no option") || refused("json:[1]").contains("missing"));
+        assert!(refused("json:[1]").contains("unknown option") || refused("json:[1]").contains("missing"));
         assert!(refused("json:7").contains("braces"));
         assert!(refused(r#"json:{"file":{"filename":"a"},"file.filename":"b"}"#).contains("twice"));
     }

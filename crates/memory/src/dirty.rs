@@ -5,14 +5,14 @@
 //! that ended after the write *and* before anybody read the page on the strength of that fetch. A log may name pages that
 //! were not written; it may never miss one.
 //!
-//! One exception: what a vCPU writes while it runs may reach KVM's dirty ring only when it leaves `KVM_RUN`, so such a log may name
-//! it in a later fetch; the first one after all vCPUs have left it has named everything. A VM that is paused has no vCPU
-//! inside, and the fetch that decides a switchover is of a paused VM.
+//! One exception: what a vCPU writes while it runs may reach KVM's dirty ring only when it leaves `KVM_RUN`, so such a log
+//! may name it in a later fetch; the first one after all vCPUs have left it has named everything. A VM that is paused has
+//! no vCPU inside, and the fetch that decides a switchover is of a paused VM.
 //!
-//! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written, to every log:
-//! its contents are others. Of what is given back in another way, by another process (a balloon behind vhost-user) or a VMM's own
-//! call, no log hears, and [`WriteFaultLog`] does not even see what is written there next. What a device writes into pages
-//! that were pinned before a fetch no page table knows of: it marks them in an [`ExplicitLog`].
+//! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written, to
+//! every log: its contents are others. Of what is given back in another way, by another process (a balloon behind
+//! vhost-user) or a VMM's own call, no log hears, and [`WriteFaultLog`] does not even see what is written there next. What
+//! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an [`ExplicitLog`].
 //!
 //! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd sees
 //! what this process writes through the mapping, not what another process writes through its own. So each log says which
@@ -21,7 +21,8 @@
 //! | log | sees | needs |
 //! |---|---|---|
 //! | [`WriteProtectLog`] | vCPUs and devices of this process | kernel 6.7 |
-//! | [`WriteFaultLog`] | the same, at a higher price for the guest | kernel 5.19 (private memory: 6.4), and the right to the kernel's faults |
+//! | [`WriteFaultLog`] | the same, at a higher price for the guest | kernel 5.19 (private memory: 6.4), and the right to
+//! the kernel's faults |
 //! | `kvm::KvmLog` | vCPUs of KVM | feature `kvm` |
 //! | `kvm::KvmRingLog` | the same; costs what was written, not what there is | feature `kvm`; chosen before the first vCPU |
 //! | [`VhostLog`] | vhost back ends that log | back ends with `VHOST_F_LOG_ALL` |
@@ -194,14 +195,14 @@ pub enum LogError {
     },
 
     /// A fetch from a log that is not on.
-    #[error("{log} has not been started: nobody knows what was written")]
+    #[error("{log} has not been started: writes are not recorded")]
     NotStarted {
         /// The log.
         log: &'static str,
     },
 
     /// Somebody writes whom no log covers.
-    #[error("guest memory is written by {0}, and no dirty log sees that: the VM cannot be moved while it runs")]
+    #[error("guest memory is written by {0} without a dirty log: the VM cannot be migrated while it runs")]
     Uncovered(Writers),
 }
 

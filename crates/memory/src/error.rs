@@ -40,7 +40,7 @@ pub enum MemoryError {
     },
 
     /// There is no such block.
-    #[error("there is no RAM block number {index}")]
+    #[error("RAM block number {index} does not exist")]
     NoBlock {
         /// Its index.
         index: usize,

@@ -66,8 +66,8 @@ pub trait FreePages: Send + Sync {
     fn done(&self);
 }
 
-/// Where a list of free pages goes. Told by one thread after the other, in the order of the list. A list that is dropped before it
-/// is complete is over: whoever told it cannot go on, and nobody need wait for it.
+/// Where a list of free pages goes. Told by one thread after the other, in the order of the list. A list that is dropped
+/// before it is complete is over: whoever told it cannot go on, and nobody need wait for it.
 pub trait FreePageSink: Send + Sync {
     /// Bytes of guest-physical address space that were free when they were looked at: in any order, and, of a guest that is not
     /// to be trusted, any numbers.
@@ -82,7 +82,7 @@ pub trait FreePageSink: Send + Sync {
 #[non_exhaustive]
 pub enum FreePagesError {
     /// The guest has no driver for it, or the one that it has did not take the feature.
-    #[error("the guest does not tell its free pages: {why}")]
+    #[error("the guest does not report its free pages: {why}")]
     NotOffered {
         /// What is missing, and on which side.
         why: String,

@@ -216,7 +216,7 @@ struct Receiver<'a> {
     advised: Option<PageSizes>,
     /// The source was told that everything is in its place: it may have given its word since.
     answered: bool,
-    /// Bytes that had come on the channels beside the main one when this one was last found silent.
+    /// Bytes that had come on the multifd channels when this one was last found silent.
     heard: u64,
 }
 
@@ -328,7 +328,7 @@ impl<'a> Receiver<'a> {
             match loose {
                 None => Ok(package),
                 Some(id) => {
-                    let what = "it carries pages behind the last join point, so nobody knows whether all have come";
+                    let what = "it carries pages after the last synchronization point, so it may be incomplete";
                     Err(MigrateError::Multifd { id, source: Box::new(MigrateError::Protocol(what.into())) })
                 }
             }
@@ -579,7 +579,7 @@ impl<'a> Receiver<'a> {
                 Some(TailStep::Foreign) => told = None,
                 Some(TailStep::More) if self.answered => {
                     if self.more()? == 0 {
-                        let what = "the source ended its stream before its word that the VM may run".into();
+                        let what = "the source ended its stream before it allowed the VM to run".into();
                         return Err(MigrateError::Protocol(what));
                     }
                     tail.extend_from_slice(self.buffer.arrived());

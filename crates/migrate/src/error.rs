@@ -53,7 +53,7 @@ pub enum MigrateError {
     Thread(#[source] io::Error),
 
     /// Pages cannot leave in the way that was named.
-    #[error("zero-copy cannot be had: {0}")]
+    #[error("zero-copy is not available: {0}")]
     ZeroCopy(&'static str),
 
     /// The guest cannot be asked for its free pages in such a migration.

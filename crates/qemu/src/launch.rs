@@ -50,7 +50,7 @@ pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
     }
     if has("-daemonize") {
         return Err(JobError::refused(
-            "a QEMU that daemonizes leaves nobody to wait for",
+            "a QEMU that daemonizes cannot be waited for",
             "leave -daemonize out and put limosa run in the background, or use limosa restore --detach",
         ));
     }
@@ -96,7 +96,8 @@ pub fn launch(words: &[OsString]) -> Result<Launched, JobError> {
 /// What `-readconfig` reads, as a file without a name.
 fn configuration(monitor: RawFd) -> io::Result<OwnedFd> {
     let text = format!(
-        "[chardev \"{ID}\"]\n  backend = \"socket\"\n  fd = \"{monitor}\"\n[mon \"{ID}\"]\n  chardev = \"{ID}\"\n  mode = \"control\"\n"
+        "[chardev \"{ID}\"]\n  backend = \"socket\"\n  fd = \"{monitor}\"\n[mon \"{ID}\"]\n  chardev = \"{ID}\"\n  mode = \
+         \"control\"\n"
     );
     let mut file = std::fs::File::from(memfd_create("limosa-run", MemfdFlags::CLOEXEC)?);
     file.write_all(text.as_bytes())?;

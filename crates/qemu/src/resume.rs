@@ -41,7 +41,8 @@ impl Resumed {
         let Self { why, marker, takeover } = self;
         match (takeover.outcome, marker) {
             (Outcome::NeedsRecovery, Some(marker)) => format!(
-                "{why}: a part of the VM's memory is still in the snapshot; go on with 'limosa restore --recover {} --qmp {monitor}'",
+                "{why}: a part of the VM's memory is still in the snapshot; go on with 'limosa restore --recover {} --qmp \
+                 {monitor}'",
                 marker.path
             ),
             (Outcome::Running, None) if takeover.remarks.is_empty() => format!("{why}; nothing to do"),
@@ -133,8 +134,8 @@ pub fn explain(marker: Option<&JobMarker>, seen: &Seen) -> String {
     let Some(marker) = marker else {
         return match &seen.run {
             RunState::Running => "the VM runs".to_owned(),
-            RunState::Postmigrate => format!("{now}: it was migrated or saved and nobody continued it"),
-            RunState::Paused => format!("{now}: somebody stopped it"),
+            RunState::Postmigrate => format!("{now}: it was migrated or saved and not continued"),
+            RunState::Paused => format!("{now}: it was stopped"),
             RunState::Prelaunch => format!("{now}: it was started with -S and never continued"),
             RunState::Inmigrate => format!("{now}: it waits to be loaded"),
             _ => now,
@@ -170,6 +171,6 @@ mod tests {
         for part in ["being saved", "/snap", &std::process::id().to_string(), "postmigrate", "completed"] {
             assert!(text.contains(part), "{text}");
         }
-        assert!(explain(None, &seen).contains("nobody continued it"));
+        assert!(explain(None, &seen).contains("not continued"));
     }
 }

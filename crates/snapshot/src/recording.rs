@@ -235,7 +235,7 @@ impl<'a> Recording<'a> {
             block.zero = block.pages - block.stored;
         }
         if self.resent > 0 {
-            self.summary.warnings.push(format!("{} pages stand in it more than once", self.resent));
+            self.summary.warnings.push(format!("{} pages are in it more than once", self.resent));
         }
         self.summary
     }

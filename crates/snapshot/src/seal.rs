@@ -62,7 +62,7 @@ pub(crate) fn append_trailer(
         }),
     };
     let bytes = trailer::encode(manifest, checksums.as_ref(), stream_end)
-        .map_err(|e| file.misuse(format!("a manifest that is no JSON: {e}")))?;
+        .map_err(|e| file.misuse(format!("a manifest that is not valid JSON: {e}")))?;
     file.write("limosa's trailer", stream_end, &bytes)?;
     Ok(stream_end.saturating_add(bytes.len() as u64))
 }

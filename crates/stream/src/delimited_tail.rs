@@ -152,7 +152,7 @@ impl DelimitedTail {
     }
 
     fn unexpected(&self, at: usize, found: String) -> StreamError {
-        let what = "the source's word that the VM may run (PING 7), the end byte and a description";
+        let what = "the source's permission to run the VM (PING 7), the end byte and a description";
         self.fail(at, Fault::Expected { what: what.into(), found })
     }
 
@@ -247,6 +247,6 @@ mod tests {
         section::encode_eof(&mut tail);
         let mut search = DelimitedTail::new(0, 1 << 20);
         assert!(matches!(search.look(&tail), Ok(TailStep::Ready { .. })));
-        assert!(search.look(&tail).unwrap_err().to_string().contains("the source's word"));
+        assert!(search.look(&tail).unwrap_err().to_string().contains("the source's permission"));
     }
 }

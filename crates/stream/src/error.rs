@@ -165,7 +165,7 @@ pub enum Feature {
     #[error("the stream carries block dirty bitmaps; turn the capability dirty-bitmaps off at the source")]
     DirtyBitmaps,
     /// An iterable section of another device, for example of an assigned one (vfio).
-    #[error("iterable section {name:?} has no length of its own, so it cannot be passed over")]
+    #[error("iterable section {name:?} does not record its length, so it cannot be skipped")]
     IterableSection {
         /// The section's name.
         name: String,

@@ -253,7 +253,7 @@ impl<'a> Folder<'a> {
     /// It is there.
     fn of(path: &'a Path) -> Result<Self> {
         let folder = Self(path);
-        if path.is_dir() { Ok(folder) } else { Err(folder.wrong("", "there is no such folder")) }
+        if path.is_dir() { Ok(folder) } else { Err(folder.wrong("", "no such directory")) }
     }
 
     fn wrong_key(self, side: &str, error: &Error) -> ChannelError {
@@ -301,7 +301,7 @@ impl<'a> Folder<'a> {
 
     fn authorities(self) -> Result<Arc<RootCertStore>> {
         let found: Option<Vec<CertificateDer<'static>>> = self.objects(AUTHORITIES)?;
-        let found = found.ok_or_else(|| self.wrong(AUTHORITIES, "a certificate of an authority is needed here"))?;
+        let found = found.ok_or_else(|| self.wrong(AUTHORITIES, "a CA certificate is needed here"))?;
         let mut store = RootCertStore::empty();
         let (mut good, mut expired) = (false, None);
         for certificate in found {
@@ -309,8 +309,7 @@ impl<'a> Folder<'a> {
                 Standing::Good => good = true,
                 Standing::Expired(failure) => expired = Some(failure),
                 Standing::Subject => {
-                    let why = "one of its certificates is no authority's (basicConstraints=CA:TRUE); an end's own certificate \
-                               belongs elsewhere";
+                    let why = "one of its certificates is not a CA certificate (basicConstraints=CA:TRUE)";
                     return Err(self.wrong(AUTHORITIES, why));
                 }
             }
@@ -318,7 +317,7 @@ impl<'a> Folder<'a> {
         }
         match expired.filter(|_| !good) {
             None => Ok(Arc::new(store)),
-            Some(expired) => Err(self.wrong(AUTHORITIES, format!("nobody can be trusted by it: {expired}"))),
+            Some(expired) => Err(self.wrong(AUTHORITIES, format!("no peer can be verified with it: {expired}"))),
         }
     }
 
@@ -336,7 +335,7 @@ impl<'a> Folder<'a> {
                     .map_or(true, |list| known.iter().any(|subject| subject.as_ref() == list.issuer()))
             };
             if !lists.iter().any(applies) {
-                let why = format!("it is of no authority in {AUTHORITIES}, so that nobody would be kept out by it");
+                let why = format!("it is not issued by a CA in {AUTHORITIES}");
                 return Err(self.wrong(REVOKED, why));
             }
             return Ok(lists);

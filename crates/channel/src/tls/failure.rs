@@ -14,7 +14,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum TlsFailure {
     /// The peer's certificate leads to no authority that this end trusts.
-    #[error("its certificate is of no authority in {authorities}; both ends need certificates of one authority")]
+    #[error("its certificate is not issued by a CA in {authorities}; both ends need certificates of the same CA")]
     UnknownAuthority {
         /// The file with the authorities.
         authorities: Arc<str>,
@@ -26,16 +26,13 @@ pub enum TlsFailure {
         ago: Duration,
     },
     /// The peer's certificate is not valid yet.
-    #[error("its certificate is not valid yet (in {}); look at the clocks of both machines", Span(*ahead))]
+    #[error("its certificate is not valid yet (in {}); check the clocks of both machines", Span(*ahead))]
     NotYetValid {
         /// For how long.
         ahead: Duration,
     },
     /// The peer's certificate is of somebody else.
-    #[error(
-        "its certificate is for {}, not for {expected}; if that is the right one, say so (tls-hostname)",
-        names(presented)
-    )]
+    #[error("its certificate is for {}, not for {expected}; if that is correct, set tls-hostname", names(presented))]
     WrongName {
         /// Who was to be reached.
         expected: String,
@@ -49,13 +46,13 @@ pub enum TlsFailure {
     #[error("it has shown no certificate; it needs client-cert.pem and client-key.pem of this end's authority")]
     NoCertificate,
     /// Anything else that is wrong with the peer's certificate.
-    #[error("its certificate is of no use: {0}")]
+    #[error("its certificate is invalid: {0}")]
     BadCertificate(String),
     /// The peer's words.
     #[error("it has refused: {0}")]
     Refused(String),
     /// The peer does not speak TLS.
-    #[error("what it says is no TLS; it has to be told to use it as well (tls-creds)")]
+    #[error("its data is not TLS; enable TLS there as well (tls-creds)")]
     NotTls,
     /// The peer closed the connection instead of shaking hands.
     #[error(
@@ -67,14 +64,14 @@ pub enum TlsFailure {
     #[error("no TLS handshake within {0:?}; it may not use TLS")]
     Late(Duration),
     /// The connection ended, and the peer had not said that this was the end.
-    #[error("the connection has ended without TLS's word that this is the end{}", early(*first))]
+    #[error("the connection ended without a TLS close notification{}", early(*first))]
     Truncated {
         /// Not a byte had come: many a server refuses a client's certificate so.
         first: bool,
     },
     /// The connection was reset. That is no end that anybody has meant: a peer that goes with bytes unread does so, and whoever
     /// stands between the two ends can.
-    #[error("the connection was reset without TLS's word that this is the end{}", early(*first))]
+    #[error("the connection was reset without a TLS close notification{}", early(*first))]
     Reset {
         /// As for [`Truncated`](Self::Truncated).
         first: bool,
@@ -132,13 +129,14 @@ impl TlsFailure {
     /// The peer's word that it will not go on.
     pub(super) fn of_alert(alert: AlertDescription) -> Self {
         Self::Refused(match alert {
-            AlertDescription::UnknownCA => "this end's certificate is of no authority that it trusts".into(),
+            AlertDescription::UnknownCA => "this end's certificate is not issued by a CA that it trusts".into(),
             AlertDescription::CertificateRequired => {
-                "it wants a certificate, and this end has none; put client-cert.pem and client-key.pem beside ca-cert.pem"
+                "it requires a certificate, and this end has none; put client-cert.pem and client-key.pem next to ca-cert.pem"
                     .into()
             }
             // An authority of the same name, and another key.
-            AlertDescription::DecryptError => "it cannot verify this end's certificate; both need one authority".into(),
+            AlertDescription::DecryptError => "it cannot verify this end's certificate; both ends need certificates of the \
+                same CA".into(),
             AlertDescription::CertificateExpired => "this end's certificate has expired".into(),
             AlertDescription::CertificateRevoked => "this end's certificate has been revoked".into(),
             AlertDescription::BadCertificate
@@ -178,7 +176,7 @@ impl fmt::Display for Span {
 }
 
 fn names(presented: &[String]) -> String {
-    if presented.is_empty() { "nobody by name".into() } else { presented.join(", ") }
+    if presented.is_empty() { "no name".into() } else { presented.join(", ") }
 }
 
 fn early(first: bool) -> &'static str {

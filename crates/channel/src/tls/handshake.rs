@@ -120,7 +120,7 @@ impl Handshake {
         let wrong = |error: Error| TlsFailure::of(error, &authorities);
         let connection = match &tls.side {
             Side::Client { config, name, .. } => {
-                let nobody = || TlsFailure::Protocol("nobody said whom to expect (tls-hostname)".into());
+                let nobody = || TlsFailure::Protocol("the expected host name is not given (tls-hostname)".into());
                 let name = name.clone().ok_or_else(nobody)?;
                 Connection::Client(UnbufferedClientConnection::new(Arc::clone(config), name).map_err(wrong)?)
             }
@@ -268,7 +268,7 @@ impl Handshake {
     fn fill(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
         let have = self.incoming.len();
         if have >= INCOMING_MAX {
-            return Err(TlsFailure::Protocol("a handshake without an end".into()).into());
+            return Err(TlsFailure::Protocol("a handshake that does not end".into()).into());
         }
         self.incoming.resize(have + PIECE, 0);
         let got = loop {

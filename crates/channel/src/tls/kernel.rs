@@ -1,11 +1,12 @@
 //! TLS in the kernel (kernel docs: networking/tls): who has shaken hands gives it the keys, and it seals and opens.
 //!
 //! The laws of this module. **A key is in one place**: a direction is the kernel's or this process's, and changes hands
-//! between two records. **It is off unless somebody says otherwise, and `auto` uses it only where it can renew keys** (Linux 6.14): a
-//! kernel that cannot ends a channel at its cipher's limit, and when the peer renews its own, so who wants that one has to say so.
-//! **Nothing gets to its place that was not verified**: the kernel is not asked to open records right where they are to go (`TLS_RX_EXPECT_NO_PAD`), which
-//! would leave there what turns out to be forged. **A word of the peer's is never read from the caller's memory**, which may be a guest's:
-//! it is left in the kernel until there is a buffer for it.
+//! between two records. **It is off unless somebody says otherwise, and `auto` uses it only where it can renew keys**
+//! (Linux 6.14): a kernel that cannot ends a channel at its cipher's limit, and when the peer renews its own, so who wants
+//! that one has to say so.
+//! **Nothing gets to its place that was not verified**: the kernel is not asked to open records right where they are to go
+//! (`TLS_RX_EXPECT_NO_PAD`), which would leave there what turns out to be forged. **A word of the peer's is never read from
+//! the caller's memory**, which may be a guest's: it is left in the kernel until there is a buffer for it.
 //!
 //! | file | subject |
 //! |---|---|
@@ -45,8 +46,8 @@ pub enum KernelTls {
     Off,
     /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14); else this process.
     Auto,
-    /// The kernel; a channel for which it cannot is refused. Where it cannot renew keys the channel fails when that is due: after 16
-    /// million records of AES-GCM, and when the peer does so.
+    /// The kernel; a channel for which it cannot is refused. Where it cannot renew keys the channel fails when that is due:
+    /// after 16 million records of AES-GCM, and when the peer does so.
     On,
 }
 
@@ -89,10 +90,10 @@ impl FromStr for KernelTls {
 
 /// What is said of a kernel that has no TLS.
 pub(crate) const NONE: &str =
-    "this kernel has no TLS, or its module is not loaded (modprobe tls); auto does without it";
+    "this kernel has no TLS, or its module is not loaded (modprobe tls); auto falls back without kernel TLS";
 
-const CUT: &str = "the peer has cut the word that it goes on with a new key into two records, and the kernel opens no second one; \
-                   without the kernel it works";
+const CUT: &str =
+    "the peer split a key update over two records, which the kernel cannot open; it works without kernel TLS";
 
 /// Whether it is known that this kernel has no TLS.
 pub(crate) fn is_missing() -> bool {
@@ -121,7 +122,7 @@ impl Kernel {
         let refused = |why: &str| if demanded { Err(TlsFailure::Kernel(why.to_owned())) } else { Ok(None) };
         // What the kernel has sealed and could not send it would throw away when the socket is closed.
         if fcntl_getfl(socket).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK)) {
-            return refused("its socket is in non-blocking mode; auto does without it");
+            return refused("its socket is in non-blocking mode; auto falls back without kernel TLS");
         }
         match option::attach(socket) {
             Ok(()) => Ok(Some(Self { demanded })),
@@ -129,7 +130,7 @@ impl Kernel {
             Err(Errno::NOTCONN) => Ok(None),
             Err(Errno::NOENT) => refused(NONE),
             Err(Errno::OPNOTSUPP | Errno::NOPROTOOPT) => {
-                refused("its socket is no TCP connection; auto does without it")
+                refused("its socket is not a TCP connection; auto falls back without kernel TLS")
             }
             Err(errno) => refused(&format!("{errno}; auto does without it")),
         }
@@ -228,7 +229,7 @@ mod tests {
             assert!(Kernel::prepare(near.as_fd(), wanted).unwrap().is_none());
         }
         let line = Kernel::prepare(near.as_fd(), KernelTls::On).unwrap_err().to_string();
-        assert!(line.contains("no TCP connection") && !line.contains('\n'), "{line}");
+        assert!(line.contains("not a TCP connection") && !line.contains('\n'), "{line}");
         near.set_nonblocking(true).unwrap();
         let line = Kernel::prepare(near.as_fd(), KernelTls::On).unwrap_err().to_string();
         assert!(line.contains("non-blocking"), "{line}");

@@ -311,7 +311,7 @@ impl Messages {
             } else if HandshakeType::from(self.head[0]) == HandshakeType::KeyUpdate {
                 // What follows it is sealed with another key (RFC 8446, section 5.1).
                 if first > 1 || !rest.is_empty() {
-                    return Err(TlsFailure::Protocol("an update of keys that is none".into()));
+                    return Err(TlsFailure::Protocol("an invalid key update".into()));
                 }
                 (self.known, self.left) = (0, 0);
                 return Ok(Told::NewKey { answer: first == 1 });
@@ -446,7 +446,7 @@ mod tests {
         let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
         for (alert, opened) in [
             (&[1, 90][..], Ok(Opened::Word { renew: false })),
-            (&[2, 48], Err("it has refused: this end's certificate is of no authority that it trusts")),
+            (&[2, 48], Err("it has refused: this end's certificate is not issued by a CA that it trusts")),
             (&[2], Err("an alert of 1 bytes")),
             (&[1, 0], Ok(Opened::Close)),
         ] {

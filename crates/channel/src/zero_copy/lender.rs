@@ -1,10 +1,11 @@
 //! What a channel does with memory that is lent to it.
 //!
 //! The law of this module: a put under any method has the same outcome as a plain one, errors, time-outs, rate limit and
-//! shutdown included. If the kernel has no room to remember another loan (`ENOBUFS`: `RLIMIT_MEMLOCK`, `net.core.optmem_max`), it is
-//! asked for what it has finished, then offered less at a time, and in the end, with nothing of this channel under way that
-//! could make room, the rest is copied, and so is more and more of what follows before it is tried again. Memory that the kernel can
-//! copy but not lend (`EFAULT`: secret memory, devices') is copied too. That is slower, and right.
+//! shutdown included. If the kernel has no room to remember another loan (`ENOBUFS`: `RLIMIT_MEMLOCK`,
+//! `net.core.optmem_max`), it is asked for what it has finished, then offered less at a time, and in the end, with nothing
+//! of this channel under way that could make room, the rest is copied, and so is more and more of what follows before it is
+//! tried again. Memory that the kernel can copy but not lend (`EFAULT`: secret memory, devices') is copied too. That is
+//! slower, and right.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -415,7 +416,7 @@ fn reap(completions: &mut Completions, lane: &Lane, queue: &impl ErrorQueue) -> 
     let before = completions.totals();
     while let Some(completion) = queue.next().map_err(Stop::Failed)? {
         completions.take(completion).map_err(|Unexpected| {
-            let why = format!("the kernel says that it has finished sends that were not made: {completion:?}");
+            let why = format!("the kernel reports completion of sends that were not made: {completion:?}");
             Stop::Failed(io::Error::new(io::ErrorKind::InvalidData, why))
         })?;
     }
@@ -480,7 +481,8 @@ mod tests {
     use super::*;
     use crate::zero_copy::completions::Completion;
 
-    /// A kernel that takes what it is lent, up to a number of calls and bytes at a time, and gives it back in an order of its own.
+    /// A kernel that takes what it is lent, up to a number of calls and bytes at a time, and gives it back in an order of
+    /// its own.
     struct Kernel {
         /// Calls that it remembers at most, and bytes of each.
         room: usize,

@@ -79,7 +79,7 @@ fn nobody_there_is_refused() {
     let uri: Uri = format!("tcp:{address}").parse().unwrap();
     let error = Channel::connect(&uri, &options()).unwrap_err();
     assert!(matches!(error, ChannelError::Refused { .. }), "{error:?}");
-    assert_eq!(error.to_string(), format!("connecting to {uri}: refused, nobody listens there"));
+    assert_eq!(error.to_string(), format!("connecting to {uri}: connection refused"));
 
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("dead");
@@ -271,8 +271,8 @@ fn what_is_no_stream_is_refused_with_a_reason() {
     refused(std::net::TcpListener::bind("127.0.0.1:0").unwrap().into(), "waits for connections");
     refused(std::fs::File::open("/").unwrap().into(), "directory");
     let file: Uri = "file:x".parse().unwrap();
-    assert!(Channel::connect(&file, &options()).unwrap_err().to_string().contains("opened as a file"));
-    assert!(Listener::bind(&file, &options()).unwrap_err().to_string().contains("opened as a file"));
+    assert!(Channel::connect(&file, &options()).unwrap_err().to_string().contains("open it as a file"));
+    assert!(Listener::bind(&file, &options()).unwrap_err().to_string().contains("open it as a file"));
 }
 
 /// Runs in a child process only: copies standard input to standard output through channels.

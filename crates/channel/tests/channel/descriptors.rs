@@ -118,7 +118,7 @@ fn more_descriptors_than_were_asked_for_are_the_peers_error_and_closed() {
         source.put_with(b"bytes", &vec![one.as_fd(); passed]).unwrap();
         let error = destination.get(&mut [0; 5]).unwrap_err();
         let text = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-        assert!(format!("{error} {text}").contains(&format!("more than the {asked} descriptors")), "{error} {text}");
+        assert!(format!("{error} {text}").contains(&format!("more than {asked} descriptors")), "{error} {text}");
         drop(destination);
         assert_eq!(open_files(), before, "{passed} for {asked}");
     }

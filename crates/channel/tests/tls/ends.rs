@@ -51,7 +51,10 @@ fn an_end_that_was_not_announced_is_none() {
         let error = server.get_some(&mut got).unwrap_err();
         assert!(error.is_cut() && error.is_closed(), "{error}");
         assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }));
-        assert!(error.to_string().contains("at byte 5: TLS: the connection has ended without TLS's word"), "{error}");
+        assert!(
+            error.to_string().contains("at byte 5: TLS: the connection ended without a TLS close notification"),
+            "{error}"
+        );
     }
     assert_eq!(server.peek(&mut got).unwrap(), Some(0));
 }

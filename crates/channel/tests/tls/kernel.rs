@@ -171,7 +171,7 @@ fn a_key_is_used_no_longer_than_it_may() {
         assert!(error.is_none(), "{error:?}");
     } else {
         let line = error.unwrap().to_string();
-        assert!(line.contains("its key has sealed all that it may") && !line.contains('\n'), "{line}");
+        assert!(line.contains("its key has reached its usage limit") && !line.contains('\n'), "{line}");
         // The bed's put is one as well; and the last ones are not begun, because each might be a record for each of its bytes.
         assert!(put + 1 < LIMIT && put + 1 >= LIMIT - 1 - PIECE.len() as u64, "{put}");
     }
@@ -244,7 +244,7 @@ fn a_peer_that_renews_its_key_is_followed_or_refused_in_plain_words() {
     assert_eq!(have, 18 * 1000, "{error}");
     assert!(got[..have] == data[..have]);
     let line = error.to_string();
-    assert!(line.contains("the peer goes on with a new key") && !line.contains('\n'), "{line}");
+    assert!(line.contains("the peer renewed its key") && !line.contains('\n'), "{line}");
     // And again, whoever asks.
     assert!(server.get(&mut [0]).is_err() && server.peek(&mut [0]).unwrap() == Some(0));
 }
@@ -634,7 +634,7 @@ fn what_is_no_tcp_connection_is_refused_if_the_kernel_is_demanded() {
     let (near, _far) = std::os::unix::net::UnixStream::pair().unwrap();
     let named = Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(KernelTls::On);
     let line = Channel::from_fd_with(near.into(), &with(named)).unwrap_err().to_string();
-    assert!(line.contains("its socket is no TCP connection") && !line.contains('\n'), "{line}");
+    assert!(line.contains("its socket is not a TCP connection") && !line.contains('\n'), "{line}");
 }
 
 /// All of the above, where the kernel has TLS for certain.

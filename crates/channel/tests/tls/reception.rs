@@ -46,7 +46,7 @@ fn strangers_are_not_taken_for_who_says_nothing_and_hold_nobody_up() {
         // Each reason once.
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told.iter().any(|why| why.contains("it has shown no certificate")), "{told:?}");
-        assert!(told.iter().any(|why| why.contains("what it says is no TLS")), "{told:?}");
+        assert!(told.iter().any(|why| why.contains("its data is not TLS")), "{told:?}");
     });
 }
 

@@ -48,10 +48,13 @@ fn unverifying(folder: &Path) -> Options {
 fn a_server_of_another_authority_is_refused() {
     let (bed, other) = (Bed::new(), Bed::new());
     let (client, server) = words(&unverifying(other.folder()), &bed.client());
-    assert!(client.contains("its certificate is of no authority in") && client.contains("ca-cert.pem"), "{client}");
+    assert!(client.contains("its certificate is not issued by a CA in") && client.contains("ca-cert.pem"), "{client}");
     assert!(client.starts_with("connecting to tcp:127.0.0.1:"), "{client}");
     assert!(
-        server.contains("TLS: it has refused: it cannot verify this end's certificate; both need one authority"),
+        server.contains(
+            "TLS: it has refused: it cannot verify this end's certificate; both ends need certificates of the \
+            same CA"
+        ),
         "{server}"
     );
 }
@@ -66,7 +69,7 @@ fn a_client_of_another_authority_is_refused() {
     Authority::new().unwrap().issue(&certificates, TlsEnd::Client, &[], Validity::Now).unwrap();
     // This end itself says that its own certificate does not fit.
     let error = Tls::client(&certificates, None).unwrap_err().to_string();
-    assert!(error.contains("client-cert.pem: a peer would say: its certificate is of no authority"), "{error}");
+    assert!(error.contains("client-cert.pem: a peer would say: its certificate is not issued by a CA"), "{error}");
     // With an authority of its own beside the server's it goes on, and is refused there.
     let both = format!("{}{}", std::fs::read_to_string(bed.folder().join("ca-cert.pem")).unwrap(), {
         let own = Authority::new().unwrap();
@@ -77,9 +80,11 @@ fn a_client_of_another_authority_is_refused() {
     std::fs::write(certificates.join("ca-cert.pem"), both).unwrap();
     let client = with(Tls::client(&certificates, None).unwrap());
     let (client, server) = words(&bed.server(), &client);
-    assert!(server.contains("its certificate is of no authority in"), "{server}");
+    assert!(server.contains("its certificate is not issued by a CA in"), "{server}");
     assert!(
-        client.contains("it has refused: it cannot verify this end's certificate; both need one authority"),
+        client.contains(
+            "it has refused: it cannot verify this end's certificate; both ends need certificates of the same CA"
+        ),
         "{client}"
     );
 }
@@ -122,7 +127,7 @@ fn a_client_without_a_certificate_is_refused_by_who_verifies() {
     let client = with(Tls::client(bed.another("anonymous"), None).unwrap());
     let (said, server) = words(&bed.server(), &client);
     assert!(server.contains("it has shown no certificate") && server.contains("client-cert.pem"), "{server}");
-    assert!(said.contains("it wants a certificate, and this end has none"), "{said}");
+    assert!(said.contains("it requires a certificate, and this end has none"), "{said}");
     connected(&unverifying(bed.folder()), &client).unwrap();
 }
 
@@ -154,7 +159,7 @@ fn a_peer_that_speaks_no_tls_is_told_apart() {
         let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
         let error = look(&server).unwrap_err();
         assert_eq!(error.tls_failure(), Some(&TlsFailure::NotTls), "{error}");
-        assert!(error.to_string().contains("what it says is no TLS; it has to be told to use it as well"), "{error}");
+        assert!(error.to_string().contains("its data is not TLS; enable TLS there as well"), "{error}");
         // And again, whoever asks.
         assert!(server.get(&mut [0]).is_err() && server.put(b"?").is_err());
     }
@@ -179,10 +184,10 @@ fn credentials_that_are_missing_or_damaged_are_named_by_their_file() {
     std::fs::create_dir(&empty).unwrap();
     let said = |tls: Result<Tls, ChannelError>| tls.unwrap_err().to_string();
     for end in [Tls::client(&empty, None), Tls::server(&empty, true)] {
-        assert!(said(end).contains("empty/ca-cert.pem: a certificate of an authority is needed"));
+        assert!(said(end).contains("empty/ca-cert.pem: a CA certificate is needed"));
     }
     assert!(said(Tls::server(bed.another("bare"), true)).contains("bare/server-cert.pem: a server needs it"));
-    assert!(said(Tls::server(bed.folder().join("none"), false)).ends_with("none: there is no such folder"));
+    assert!(said(Tls::server(bed.folder().join("none"), false)).ends_with("none: no such directory"));
     for side in ["client", "server"] {
         let (bed, other) = (Bed::new(), Bed::new());
         let key = format!("{side}-key.pem");
@@ -223,7 +228,7 @@ fn a_list_of_another_authority_is_refused_unless_one_of_its_own_is_with_it() {
     let foreign = std::fs::read_to_string(&list).unwrap();
     for end in [Tls::client(bed.folder(), None), Tls::server(bed.folder(), true)] {
         let error = end.unwrap_err().to_string();
-        assert!(error.contains("ca-crl.pem: it is of no authority in ca-cert.pem"), "{error}");
+        assert!(error.contains("ca-crl.pem: it is not issued by a CA in ca-cert.pem"), "{error}");
     }
     bed.authority.revoke(bed.folder(), TlsEnd::Client).unwrap();
     std::fs::write(&list, foreign + &std::fs::read_to_string(&list).unwrap()).unwrap();
@@ -239,7 +244,10 @@ fn authorities_that_have_all_expired_or_are_none_are_refused_before_anybody_is_r
         authority.trusted_in(bed.folder()).unwrap();
         for end in [Tls::client(bed.folder(), None), Tls::server(bed.folder(), true)] {
             let error = end.unwrap_err().to_string();
-            assert!(error.contains("ca-cert.pem: nobody can be trusted by it: ") && error.contains(said), "{error}");
+            assert!(
+                error.contains("ca-cert.pem: no peer can be verified with it: ") && error.contains(said),
+                "{error}"
+            );
         }
         // An old one beside it that nobody needs.
         std::fs::write(&file, good + &std::fs::read_to_string(&file).unwrap()).unwrap();
@@ -248,7 +256,7 @@ fn authorities_that_have_all_expired_or_are_none_are_refused_before_anybody_is_r
     let bed = Bed::new();
     std::fs::copy(bed.folder().join("server-cert.pem"), bed.folder().join("ca-cert.pem")).unwrap();
     let error = Tls::client(bed.folder(), None).unwrap_err().to_string();
-    assert!(error.contains("ca-cert.pem: one of its certificates is no authority's"), "{error}");
+    assert!(error.contains("ca-cert.pem: one of its certificates is not a CA certificate"), "{error}");
 }
 
 #[test]
@@ -256,9 +264,9 @@ fn credentials_of_the_other_end_are_refused_before_anybody_is_reached() {
     let bed = Bed::new();
     // Nobody listens there, which would be said otherwise.
     let error = Channel::connect(&"tcp:127.0.0.1:1".parse().unwrap(), &bed.server()).unwrap_err();
-    assert!(error.to_string().contains("who connects needs TLS credentials of a client"), "{error}");
+    assert!(error.to_string().contains("a connecting end needs TLS credentials of a client"), "{error}");
     let error = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &bed.client()).unwrap_err();
-    assert!(error.to_string().contains("who listens needs TLS credentials of a server"), "{error}");
+    assert!(error.to_string().contains("a listening end needs TLS credentials of a server"), "{error}");
 }
 
 #[test]

@@ -84,7 +84,7 @@ fn a_way_out_of_the_file_that_cannot_be_had_is_refused_before_anybody_is_connect
         // Nobody listens there, which would be said otherwise.
         let words = [&["--timeout", "3s", "--channels", "2", "--zero-copy", "splice"], more].concat();
         let ended = start_send(&scene, &saved.snapshot, &free_port(), &words).wait();
-        assert_failed(&ended, &["zero-copy cannot be had: ", "read"]);
+        assert_failed(&ended, &["zero-copy is not available: ", "read"]);
     }
 }
 

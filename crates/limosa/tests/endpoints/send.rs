@@ -187,7 +187,7 @@ fn what_cannot_be_sent_is_refused_before_anybody_is_reached() {
     start_send(&scene, &scene.path("noise"), &port, &[]).wait().one_line(&["noise"]);
     start_send(&scene, &scene.path("absent"), &port, &[]).wait().one_line(&["absent"]);
     let saved = saved_beat(&scene, &beat(), &[]);
-    start_send(&scene, &saved.snapshot, &port, &[]).wait().one_line(&["nobody listens there", &port]);
+    start_send(&scene, &saved.snapshot, &port, &[]).wait().one_line(&["connection refused", &port]);
     start_send(&scene, &saved.snapshot, "file:/tmp/x", &[]).wait().one_line(&["--one-way", "exec:cat"]);
     for words in [
         &["--mode", "postcopy", "--one-way"][..],

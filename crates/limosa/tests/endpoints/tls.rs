@@ -211,7 +211,7 @@ fn a_sender_says_in_one_line_why_it_does_not_trust_a_qemu() {
     let (trust, another) = (Trust::new(&scene), Authority::new().unwrap());
     let saved = saved_beat(&scene, &small_beat(), &[]);
     for (name, issuer, hosts, validity, said) in [
-        ("ca", &another, &["127.0.0.1"][..], Validity::Now, "its certificate is of no authority in"),
+        ("ca", &another, &["127.0.0.1"][..], Validity::Now, "its certificate is not issued by a CA in"),
         ("over", &trust.authority, &["127.0.0.1"], Validity::Over, "its certificate has expired"),
         ("later", &trust.authority, &["127.0.0.1"], Validity::Later, "its certificate is not valid yet"),
         ("name", &trust.authority, &["other.example"], Validity::Now, "for other.example, not for 127.0.0.1"),
@@ -284,7 +284,7 @@ fn a_receiver_turns_away_whom_it_does_not_trust_says_why_and_goes_on_waiting() {
         wait_for("QEMU to give up", || (migration_status(&vm) == "failed").then_some(()));
         wait_said(&limosa, said);
     };
-    turned_away(small_beat(), false, "TLS: what it says is no TLS; it has to be told to use it as well (tls-creds)");
+    turned_away(small_beat(), false, "TLS: its data is not TLS; enable TLS there as well (tls-creds)");
     let (bare, foreign) = (scene.path("bare"), scene.path("foreign"));
     for folder in [&bare, &foreign] {
         std::fs::create_dir(folder).unwrap();
@@ -294,7 +294,7 @@ fn a_receiver_turns_away_whom_it_does_not_trust_says_why_and_goes_on_waiting() {
     let another = Authority::new().unwrap();
     another.issue(&foreign, TlsEnd::Client, &[], Validity::Now).unwrap();
     let machine = with_credentials(small_beat(), &foreign, "client", ",sanity-check=off");
-    turned_away(machine, true, "TLS: its certificate is of no authority in");
+    turned_away(machine, true, "TLS: its certificate is not issued by a CA in");
     trust.authority.issue(&foreign, TlsEnd::Client, &[], Validity::Over).unwrap();
     let machine = with_credentials(small_beat(), &foreign, "client", ",sanity-check=off");
     turned_away(machine, true, "TLS: its certificate has expired");
@@ -361,7 +361,7 @@ fn a_sender_that_does_not_encrypt_hears_that_the_other_end_does() {
         let send = start_send(&scene, &saved.snapshot, &at, beside);
         assert_failed(&send.wait(), &["it speaks TLS, and this end does not", "tls-creds"]);
     }
-    assert!(receive.wait().stderr.contains("what it says is no TLS"));
+    assert!(receive.wait().stderr.contains("its data is not TLS"));
 }
 
 #[test]
@@ -417,7 +417,7 @@ fn what_cannot_be_encrypted_is_refused_before_anybody_is_reached() {
     std::fs::create_dir(&empty).unwrap();
     for words in [["receive", "tcp:127.0.0.1:0", text(&snapshot)], ["send", text(&snapshot), "tcp:127.0.0.1:1"]] {
         let ended = crate::stage::limosa([&words[..], &["--tls-creds", text(&empty)]].concat());
-        ended.one_line(&["empty/ca-cert.pem", "a certificate of an authority is needed"]);
+        ended.one_line(&["empty/ca-cert.pem", "a CA certificate is needed"]);
     }
     assert!(!snapshot.exists());
 }

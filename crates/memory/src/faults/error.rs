@@ -67,7 +67,7 @@ pub enum FaultError {
     },
 
     /// There is no memory for a page: whoever needs it waits on.
-    #[error("block {block}, {pages}: there is no memory for the page; the limit of the control group may be too low")]
+    #[error("block {block}, {pages}: out of memory for the page; the limit of the control group may be too low")]
     NoMemory {
         /// Its index.
         block: usize,
@@ -102,7 +102,7 @@ pub enum FaultError {
     },
 
     /// The kernel told something unknown.
-    #[error("userfaultfd told event {event:#x}, which is not known here")]
+    #[error("unknown userfaultfd event {event:#x}")]
     UnknownEvent {
         /// Its number.
         event: u8,

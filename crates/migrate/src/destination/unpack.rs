@@ -66,14 +66,14 @@ impl Unpacker {
             Self::Zlib(zlib) => {
                 let before = (zlib.total_in(), zlib.total_out());
                 let status = zlib.decompress(input, room, FlushDecompress::Sync);
-                let status = status.map_err(|error| format!("it is no zlib stream: {error}"))?;
+                let status = status.map_err(|error| format!("it is not a zlib stream: {error}"))?;
                 let moved = |after: u64, before: u64| usize::try_from(after - before).unwrap_or(usize::MAX);
                 let (took, gave) = (moved(zlib.total_in(), before.0), moved(zlib.total_out(), before.1));
                 Ok((took, gave, status == Status::StreamEnd))
             }
             Self::Zstd(zstd) => {
                 let status = zstd.run_on_buffers(input, room);
-                let status = status.map_err(|error| format!("it is no zstd frame: {error}"))?;
+                let status = status.map_err(|error| format!("it is not a zstd frame: {error}"))?;
                 Ok((status.bytes_read, status.bytes_written, false))
             }
         }

@@ -230,7 +230,7 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
     let takes_back = !incoming.is_loaded() && incoming.has_return_path();
     match incoming.source_now() {
         SourceNow::Gone if takes_back => {
-            let error = MigrateError::Protocol("the source is gone, and has not heard that its VM has arrived".into());
+            let error = MigrateError::Protocol("the source is gone and was not told that its VM has arrived".into());
             return ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error));
         }
         SourceNow::GoesOn if takes_back => {

@@ -243,7 +243,9 @@ impl Inbox {
             (Some(error), _) => error,
             (None, Some(0)) => MigrateError::Protocol("the destination ended before it had every page".into()),
             (None, Some(status)) => MigrateError::Refused { status },
-            (None, None) => MigrateError::Protocol("the destination closed the return path without a last word".into()),
+            (None, None) => {
+                MigrateError::Protocol("the destination closed the return path without reporting a result".into())
+            }
         }
     }
 }

@@ -56,7 +56,7 @@ pub(crate) fn beside(
     Ok(channels.into_iter().map(Arc::new).collect())
 }
 
-/// How pages go out on the channels beside the main one.
+/// How pages go out on the multifd channels.
 #[derive(Debug, Clone)]
 pub struct MultifdSourceOptions {
     /// How their contents are compressed; the destination has to expect the same.
@@ -90,7 +90,7 @@ impl MultifdSourceOptions {
         let stored =
             (0..source.start().blocks.len()).find_map(|block| Some((block, source.stored(block).runs().next()?)));
         if !return_path {
-            Some("nobody answers that all has come while the file was as it is, so pages are read")
+            Some("there is no answer that would confirm arrival before the file changes, so pages are read and copied")
         } else if self.detect_zero {
             Some("pages are looked at if they are zero, so they are read")
         } else if self.compression != Compression::None {

@@ -111,7 +111,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             && channels.iter().any(may_splice)
             && (0..self.source.start().blocks.len()).any(is_lent)
         {
-            let why = "memory is spliced only to a destination that answers: its answer says that no page is under way any more";
+            let why = "splicing needs a destination that answers: its answer says that no page is in flight any more";
             return Err(MigrateError::ZeroCopy(why));
         }
         self.beside = multifd::beside(channels, &options, self.options.patience)?;

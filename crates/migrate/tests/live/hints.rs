@@ -556,5 +556,5 @@ fn a_guest_that_cannot_be_asked_is_moved_without() {
     let stats = completed(attempt(&vm, vm.logs().0, &deaf, params, None, &Control::new()).0);
     assert_eq!((stats.sum(|round| round.hinted), deaf.0.load(Ordering::SeqCst)), (0, 1));
     let refused = stats.hints.unwrap().refused.unwrap();
-    assert_eq!(refused, "the guest does not tell its free pages: the balloon has no driver");
+    assert_eq!(refused, "the guest does not report its free pages: the balloon has no driver");
 }

@@ -25,7 +25,7 @@ struct Case {
     channels: usize,
     fresh: bool,
     zero_check: ZeroCheck,
-    /// How pages leave on the channels beside the main one, and whether that is over TCP.
+    /// How pages leave on the multifd channels, and whether that is over TCP.
     zero_copy: (ZeroCopy, bool),
     compression: Compression,
     private: bool,

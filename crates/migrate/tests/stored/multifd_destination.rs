@@ -274,7 +274,7 @@ fn pages_behind_the_last_join_point_are_not_passed_over() {
     let main = Main::new(&memory, true).join().end();
     let pages = vec![Pages::default().sync().sync().data(&[1], &[], 1)];
     let error = receive(main, pages, &[0], &mut Kept::default()).unwrap_err().to_string();
-    assert!(error.contains("multifd channel 0") && error.contains("behind the last join point"), "{error}");
+    assert!(error.contains("multifd channel 0") && error.contains("after the last synchronization point"), "{error}");
 }
 
 #[test]
@@ -465,7 +465,7 @@ fn reasons_are_told_once_each_and_so_is_a_peer_that_goes_because_it_does_not_tru
     }
     drop(gathering);
     assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[0].contains("what it says is no TLS"), "{told:?}");
+    assert!(told[0].contains("its data is not TLS"), "{told:?}");
     assert!(told[1].contains("it may not trust this end's certificate"), "{told:?}");
 }
 

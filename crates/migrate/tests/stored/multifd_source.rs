@@ -541,11 +541,11 @@ fn a_way_out_of_the_file_that_is_named_is_taken_or_refused_before_anything_is_se
     for (way, why) in [
         (named(ZeroCopy::Splice, Way::new(2)), "looked at"),
         (named(ZeroCopy::Splice, in_place().compression(Compression::Zlib)), "compressed"),
-        (named(ZeroCopy::Splice, Way { return_path: false, ..in_place() }), "nobody answers"),
+        (named(ZeroCopy::Splice, Way { return_path: false, ..in_place() }), "no answer that would confirm"),
         (named(ZeroCopy::Msg, in_place()), "in a file"),
     ] {
         let error = refused(&way, &filed).to_string();
-        assert!(error.starts_with("zero-copy cannot be had: ") && error.contains(why), "{error}");
+        assert!(error.starts_with("zero-copy is not available: ") && error.contains(why), "{error}");
     }
     // This memory has no place in a file.
     let error = refused(&named(ZeroCopy::Splice, in_place()), &memory).to_string();

@@ -269,7 +269,7 @@ fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
 #[test]
 fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
     let memory = Memory::new(&[100], |_, _| true);
-    for (status, expected) in [(Some(1), "status 1"), (None, "without a last word")] {
+    for (status, expected) in [(Some(1), "status 1"), (None, "without reporting a result")] {
         let (near, far) = pair();
         let (control, progress) = (Control::new(), Progress::new());
         thread::scope(|scope| {

@@ -250,7 +250,7 @@ fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_nobod
         let received = receive(far, &mut Kept::default());
         assert_eq!(received.is_ok(), whole, "{what}: {received:?}");
         if let Err(error) = received {
-            assert!(error.to_string().contains("without TLS's word"), "{what}: {error}");
+            assert!(error.to_string().contains("without a TLS close notification"), "{what}: {error}");
         }
     }
 }

@@ -121,7 +121,7 @@ impl Catalogue {
             catalogue.kinds.insert(kind, (handler.name, versions));
         }
         if catalogue.kinds.is_empty() {
-            return Err("lists no device section".to_owned());
+            return Err("has no list of device sections".to_owned());
         }
         Ok(catalogue)
     }

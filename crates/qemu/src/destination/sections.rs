@@ -191,7 +191,7 @@ impl QemuSections {
         if u64::try_from(count).is_ok_and(|count| count > instance) {
             return present(Confidence::Likely, None);
         }
-        Presence::Unknown { why: format!("it belongs to no device that the monitor shows{}", self.without_list()) }
+        Presence::Unknown { why: format!("it belongs to no device known to the monitor{}", self.without_list()) }
     }
 }
 

@@ -55,7 +55,7 @@ pub(super) fn check(
         Mode::Eager => Mode::Eager,
         Mode::Lazy if options.channels.is_some() => {
             return Err(JobError::refused(
-                "a lazy restore has no channels beside the main one: QEMU's multifd excludes postcopy",
+                "a lazy restore cannot use multifd channels: QEMU's multifd excludes postcopy",
                 "leave --channels out, or use --mode eager",
             ));
         }

@@ -131,7 +131,7 @@ fn wait_paused(monitor: &Monitor) -> Result<MigrationStatus, JobError> {
         }
         if Instant::now() > limit {
             return Err(JobError::refused(
-                "QEMU still believes that somebody serves it",
+                "QEMU still considers its restore served",
                 "end the limosa that does, or try again",
             ));
         }

@@ -22,8 +22,9 @@ pub(crate) fn file_channels() -> usize {
     thread::available_parallelism().map_or(2, |cores| cores.get().clamp(2, 4))
 }
 
-/// On how many channels QEMU writes the file, if on several: only where all of the VM's memory has room. The first that finds the disk
-/// full ends, and a QEMU (10.0) that has begun to wait for it by then waits for ever; on one channel it gives up.
+/// On how many channels QEMU writes the file, if on several: only where all of the VM's memory has room. The first that
+/// finds the disk full ends, and a QEMU (10.0) that has begun to wait for it by then waits for ever; on one channel it
+/// gives up.
 pub(super) fn channels(
     monitor: &Monitor,
     pending: &PendingFile,
@@ -51,7 +52,7 @@ pub(super) fn channels(
 fn free_beside(pending: &PendingFile) -> Result<(&Path, u64), JobError> {
     let path = pending.target();
     let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Place {
-        what: "ask for the free space beside",
+        what: "determine the free space of",
         path: path.to_owned(),
         source: source.into(),
     })?;

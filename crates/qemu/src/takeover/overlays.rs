@@ -1,8 +1,8 @@
 //! What becomes of the overlays that a save has put, or was to put, over the disks.
 //!
-//! Law: **no write is lost, and no file that is in use goes.** An overlay that nobody uses is closed and its file removed. One that the
-//! VM writes to is merged back into the disk below, which then takes its place: the VM is as it was found. That is done only where
-//! no snapshot stands on the disk below; if one does, or may, the VM goes on with the overlay.
+//! Law: **no write is lost, and no file that is in use goes.** An overlay that nobody uses is closed and its file removed.
+//! One that the VM writes to is merged back into the disk below, which then takes its place: the VM is as it was found.
+//! That is done only where no snapshot stands on the disk below; if one does, or may, the VM goes on with the overlay.
 //!
 //! The VM runs while this goes on; QEMU's own job takes care of what it writes meanwhile.
 
@@ -40,7 +40,7 @@ pub(super) fn settle(
             None => {
                 undone += 1;
                 if let Err(error) = remove(Path::new(&overlay.file), marker.snapshot) {
-                    notices.push(format!("cannot remove {}, which nobody uses: {error}", overlay.file));
+                    notices.push(format!("cannot remove unused {}: {error}", overlay.file));
                 }
             }
             Some(why) => notices.push(format!(
@@ -55,8 +55,8 @@ pub(super) fn settle(
     Ok(())
 }
 
-/// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all there is then.
-/// What a person must know of the others.
+/// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all there
+/// is then. What a person must know of the others.
 pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
     let mut notices = Vec::new();
     for overlay in &marker.overlays {

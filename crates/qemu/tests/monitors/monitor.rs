@@ -440,7 +440,7 @@ fn resume_leaves_a_running_vm_alone_and_asks_before_it_continues_one_that_is_not
     assert_eq!(resume(&monitor, &plain).unwrap().takeover.outcome, Outcome::Running);
     monitor.stop().unwrap();
     let error = resume(&monitor, &plain).unwrap_err();
-    assert!(error.to_string().contains("somebody stopped it") && error.to_string().contains("--force"), "{error}");
+    assert!(error.to_string().contains("it was stopped") && error.to_string().contains("--force"), "{error}");
     assert_eq!(run_state(&monitor), RunState::Paused);
     let force = ResumeOptions { force: true, ..plain };
     assert_eq!(resume(&monitor, &force).unwrap().takeover.outcome, Outcome::Running);

@@ -142,7 +142,7 @@ impl Sections for StoredSections {
 fn capabilities(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
     for (here, there, which) in [(saved, other, "first"), (other, saved, "second")] {
         for capability in here.capabilities.iter().filter(|capability| !there.capabilities.contains(capability)) {
-            let what = format!("only the {which} file was written with it; whoever loads a file sets what it needs");
+            let what = format!("only the {which} file was written with it; it must be set before the file is loaded");
             let about = format!("capability {capability}");
             findings.push(Finding::new(Severity::Harmless, Confidence::Certain, about, what));
         }

@@ -103,7 +103,7 @@ impl SaveHeader {
             return Err("a libvirt save image that was never completed: the save was broken off".to_owned());
         }
         if !bytes.starts_with(MAGIC) {
-            return Err("no libvirt save image: it does not begin with LibvirtQemudSave".to_owned());
+            return Err("not a libvirt save image: it does not begin with LibvirtQemudSave".to_owned());
         }
         let Some(words) = bytes.get(MAGIC.len()..HEADER_LENGTH) else {
             return Err(format!("a libvirt save image cut off in its header, after {} bytes", bytes.len()));
@@ -220,5 +220,5 @@ fn text(bytes: &[u8]) -> Result<&str, String> {
         return Err(format!("has no end (a NUL) within its {} bytes", bytes.len()));
     };
     std::str::from_utf8(bytes.get(..end).unwrap_or_default())
-        .map_err(|error| format!("is no text: at its byte {} stands something that is not UTF-8", error.valid_up_to()))
+        .map_err(|error| format!("is not valid UTF-8 at byte {}", error.valid_up_to()))
 }

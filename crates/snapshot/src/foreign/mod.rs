@@ -266,7 +266,9 @@ impl Foreign {
         };
         match self.bytes {
             Bytes::File(file) => Ok(Parts { file, place, image: self.image }),
-            Bytes::Pipe { .. } => Err(SnapshotError::Target { path: self.path, why: "is a pipe, no file".to_owned() }),
+            Bytes::Pipe { .. } => {
+                Err(SnapshotError::Target { path: self.path, why: "is a pipe, not a file".to_owned() })
+            }
         }
     }
 }

@@ -179,7 +179,7 @@ fn images_that_lie_are_refused_with_a_reason_and_leave_nothing() {
         ([2, all, 1, 0, u32::MAX], &data, "cookie"),
         ([2, all, 1, 0, 10], &data, "no end"),
         ([2, all, 1, 0, 0], &no_end, "no end"),
-        ([2, all, 1, 0, 0], &no_text, "not UTF-8"),
+        ([2, all, 1, 0, 0], &no_text, "not valid UTF-8"),
         ([2, all, 1, 0, 0], &other, "<domain>"),
         // The XML ends later than it is said to: the stream begins inside it.
         ([2, all - 1, 1, 0, 0], &data, "QEVM"),

@@ -1,7 +1,8 @@
 //! What the kernel opens.
 //!
-//! The law: data goes straight to its place, by calls without room for a record's type: those the kernel refuses (`EIO`) when the next record
-//! is something else, which it keeps (kernel docs: networking/tls). That one is received into a buffer of this process's own.
+//! The law: data goes straight to its place, by calls without room for a record's type: those the kernel refuses (`EIO`)
+//! when the next record is something else, which it keeps (kernel docs: networking/tls). That one is received into a buffer
+//! of this process's own.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,8 +19,8 @@ use crate::tls::record::{NewKeys, Opened, Reader, Said};
 use crate::transport;
 use crate::vector::{Batch, In};
 
-const RENEWED: &str = "the peer goes on with a new key, and this kernel takes no second one (Linux 6.14 does); auto does without \
-                       it";
+const RENEWED: &str = "the peer renewed its key, and this kernel cannot renew keys (Linux 6.14 can); auto falls back \
+    without kernel TLS";
 
 /// The direction of a socket that the kernel opens.
 #[derive(Debug)]
@@ -37,7 +38,8 @@ pub(crate) enum Heard {
 }
 
 impl Input {
-    /// Gives the kernel the key of the next record, with which everything begins that was not read yet. `reader` has read what was.
+    /// Gives the kernel the key of the next record, with which everything begins that was not read yet. `reader` has read
+    /// what was.
     pub(crate) fn over(socket: &OwnedFd, key: &Key, reader: &mut Reader) -> Result<Self, Errno> {
         option::set(socket.as_fd(), Direction::Receiving, key)?;
         Ok(Self { reader: std::mem::take(reader) })

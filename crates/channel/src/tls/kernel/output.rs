@@ -3,9 +3,10 @@
 //! The law: no key seals more records than it may. How many it has sealed only the kernel knows, which cuts what it is given into
 //! records as it likes; none is empty, so a call of so many bytes is taken for so many records until it is asked.
 //!
-//! And: no call waits in the kernel, which would take a signal there for the connection's failure, and a time-out for success. What does not
-//! wait is cut in the middle of a record, whose rest the kernel sends when there is room, unless the socket is closed before. Whether it has,
-//! it does not say; but TCP says how much it was given, and how much that has to be follows from the records.
+//! And: no call waits in the kernel, which would take a signal there for the connection's failure, and a time-out for
+//! success. What does not wait is cut in the middle of a record, whose rest the kernel sends when there is room, unless the
+//! socket is closed before. Whether it has, it does not say; but TCP says how much it was given, and how much that has to
+//! be follows from the records.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -34,8 +35,8 @@ const BESIDE: u64 = 5 + 1 + 16;
 /// How long the kernel is left to itself when it has room for what it holds.
 const BREATH: Duration = Duration::from_micros(50);
 
-const USED_UP: &str = "its key has sealed all that it may, and this kernel takes no second one (Linux 6.14 does); auto does \
-                       without it";
+const USED_UP: &str = "its key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can); auto falls \
+    back without kernel TLS";
 
 /// The direction of a socket that the kernel seals.
 #[derive(Debug)]
@@ -69,7 +70,8 @@ impl Output {
         Ok(Self { length, limit, room, renews, amid: false, given, first, lost: false })
     }
 
-    /// Has the kernel seal some of the batch, and begin to send it; returns how many bytes. `renew` is whether the peer wants another key.
+    /// Has the kernel seal some of the batch, and begin to send it; returns how many bytes. `renew` is whether the peer
+    /// wants another key.
     pub(crate) fn put(
         &mut self,
         socket: &OwnedFd,

@@ -161,7 +161,7 @@ impl<'a> GuestRam<'a> {
 
     /// A block that pages may come for.
     fn block(&self, block: usize) -> Result<&Block<'a>, PageError> {
-        let block = self.blocks().get(block).ok_or_else(|| format!("there is no RAM block number {block}"))?;
+        let block = self.blocks().get(block).ok_or_else(|| format!("RAM block number {block} does not exist"))?;
         if block.left_out {
             return Err(format!("the source sends pages of RAM block {}, which it shares", block.memory.name()).into());
         }

@@ -42,8 +42,8 @@ impl Room {
         // Where there is swap, memory that is short is slow and no more.
         if left < bytes && !has_swap() {
             return Err(format!(
-                "there is no memory left for RAM block {}: give this process more (the machine, or the control group's \
-                 memory.max), or send the VM elsewhere",
+                "out of memory for RAM block {}: give this process more (the machine, or the control group's memory.max), \
+                 or migrate the VM elsewhere",
                 block.name()
             )
             .into());

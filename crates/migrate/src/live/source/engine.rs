@@ -457,7 +457,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         Ok(())
     }
 
-    /// Sends a round on the channels beside the main one.
+    /// Sends a round on the multifd channels.
     fn send_beside(
         &mut self,
         multifd: &Multifd<'_, GuestSource<'_>>,

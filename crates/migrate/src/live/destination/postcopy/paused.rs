@@ -100,7 +100,8 @@ fn negotiate(
         match records.next(&|| false)? {
             Event::Command(Command::ReceiveBitmap { block }) => {
                 let known = live.ram.blocks().iter().find(|known| known.memory.name() == block);
-                let known = known.ok_or_else(|| MigrateError::Protocol(format!("there is no RAM block {block:?}")))?;
+                let known =
+                    known.ok_or_else(|| MigrateError::Protocol(format!("RAM block {block:?} does not exist")))?;
                 say(ReturnMessage::ReceivedBitmap { block, bitmap: known.received.to_bitmap().to_le_bytes() })?;
             }
             Event::Command(Command::Ping(token)) => say(ReturnMessage::Pong(token))?,

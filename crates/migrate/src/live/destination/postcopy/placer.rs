@@ -101,9 +101,9 @@ impl<'l, 'a> Placer<'l, 'a> {
         let placed = placement.map_err(|error| MigrateError::Sink(error.into())).and_then(|placement| {
             let touched = || {
                 format!(
-                    "page {} of RAM block {} is there and has never come: somebody who does not wait for it has touched it (a \
-                     vhost back end, another process that maps the memory), and has read zeros; give this VM up, and migrate \
-                     without postcopy",
+                    "page {} of RAM block {} is present but was never received: a user of the memory that does not wait \
+                     for pages has touched it (a vhost back end, another process that maps the memory) and has read zeros; \
+                     discard this VM, and migrate without postcopy",
                     pages.start.0,
                     known.memory.name()
                 )

@@ -291,7 +291,7 @@ fn a_list_is_waited_for_until_it_is_complete_and_a_guest_that_cannot_be_asked_is
     let mut asked = hints(&deaf, &windows);
     asked.ask();
     assert!(!asked.wait(Some(now + Duration::from_secs(3600)), tick));
-    assert_eq!(asked.stats().refused.as_deref(), Some("the guest does not tell its free pages: it has no driver"));
+    assert_eq!(asked.stats().refused.as_deref(), Some("the guest does not report its free pages: it has no driver"));
 }
 
 #[test]
