@@ -1,5 +1,6 @@
 //! The trait [`Storage`].
 
+use std::any::Any;
 use std::fmt::Debug;
 use std::future::Future;
 use std::ops::Range;
@@ -22,7 +23,9 @@ pub type Request<T = ()> = Pin<Box<dyn Future<Output = Result<T, StorageError>> 
 /// * Reads beyond the end return zeros. Writes beyond the end make the storage longer, with zeros in between (a block device fails).
 /// * A flush makes all requests durable that had completed when it began; nothing else guarantees durability.
 /// * A request that is dropped completes on its own.
-pub trait Storage: Send + Sync + Debug {
+///
+/// It is [`Any`], so that a storage that clones recognizes storages of its own kind.
+pub trait Storage: Any + Send + Sync + Debug {
     /// Its name in messages: a path.
     fn name(&self) -> &Arc<str>;
 
@@ -85,12 +88,6 @@ pub trait Storage: Send + Sync + Debug {
 
     /// The descriptor of the file, for clones and copies from it.
     fn file(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
-        None
-    }
-
-    /// The memory that it is, beneath whatever watches it, for those who clone from it.
-    #[cfg(any(test, feature = "testing"))]
-    fn memory(&self) -> Option<&crate::testing::SparseMemory> {
         None
     }
 }

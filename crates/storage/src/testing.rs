@@ -32,6 +32,7 @@ mod power_cut;
 mod settled;
 mod sparse;
 
+use std::any::Any;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -139,27 +140,38 @@ impl Call {
 
 /// What becomes of requests on their way to a storage.
 trait Behaviour: Send + Sync + Debug {
-    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request;
+    fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request;
 }
 
 /// A storage with a behaviour over it.
 #[derive(Debug)]
-struct Through<B> {
+struct Through {
     storage: Arc<dyn Storage>,
-    behaviour: Arc<B>,
+    behaviour: Arc<dyn Behaviour>,
 }
 
-impl<B: Behaviour + 'static> Through<B> {
-    fn over(storage: Arc<dyn Storage>, behaviour: &Arc<B>) -> Arc<dyn Storage> {
-        Arc::new(Self { storage, behaviour: Arc::clone(behaviour) })
+impl Through {
+    fn over<B: Behaviour + 'static>(storage: Arc<dyn Storage>, behaviour: &Arc<B>) -> Arc<dyn Storage> {
+        let behaviour: Arc<dyn Behaviour> = Arc::<B>::clone(behaviour);
+        Arc::new(Self { storage, behaviour })
     }
 
     fn request(&self, call: Call) -> Request {
-        self.behaviour.request(&self.storage, call)
+        Arc::clone(&self.behaviour).request(&self.storage, call)
     }
 }
 
-impl<B: Behaviour + 'static> Storage for Through<B> {
+/// The memory under all behaviours, if the storage lies in memory: a clone takes its bytes from there and passes no behaviour, as
+/// the clone of a file reads nothing.
+fn memory_under(storage: &dyn Storage) -> Option<&SparseMemory> {
+    let any: &dyn Any = storage;
+    match any.downcast_ref::<Through>() {
+        Some(through) => memory_under(&*through.storage),
+        None => any.downcast_ref::<SparseMemory>(),
+    }
+}
+
+impl Storage for Through {
     fn name(&self) -> &Arc<str> {
         self.storage.name()
     }
@@ -221,10 +233,6 @@ impl<B: Behaviour + 'static> Storage for Through<B> {
 
     fn file(&self) -> Option<BorrowedFd<'_>> {
         self.storage.file()
-    }
-
-    fn memory(&self) -> Option<&SparseMemory> {
-        self.storage.memory()
     }
 }
 

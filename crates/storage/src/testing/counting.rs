@@ -75,7 +75,7 @@ impl Shared {
 }
 
 impl Behaviour for Shared {
-    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+    fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let buffers = match &call {
             Call::Read { into: vector, .. } | Call::Write { from: vector, .. } => vector.buffers().len(),
             _ => 0,

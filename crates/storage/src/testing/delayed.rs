@@ -34,7 +34,7 @@ impl Delayed {
 }
 
 impl Behaviour for Shared {
-    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+    fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let nanos = u64::try_from(self.most.as_nanos()).unwrap_or(u64::MAX);
         let delay = Duration::from_nanos(lock(&self.chance).below(nanos));
         self.later.at(Instant::now() + delay, storage, call)

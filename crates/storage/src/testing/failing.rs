@@ -110,7 +110,7 @@ fn half(offset: u64, len: usize) -> usize {
 }
 
 impl Behaviour for Shared {
-    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+    fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let Some(fault) = self.fault(call.operation()) else {
             return call.begin(&**storage);
         };

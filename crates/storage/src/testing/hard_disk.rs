@@ -37,7 +37,7 @@ impl HardDisk {
 }
 
 impl Behaviour for Shared {
-    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+    fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let mut busy_until = lock(&self.busy_until);
         *busy_until = Instant::now().max(*busy_until) + self.each;
         self.later.at(*busy_until, storage, call)

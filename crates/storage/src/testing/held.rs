@@ -116,13 +116,13 @@ impl Entry {
 }
 
 impl Behaviour for Shared {
-    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+    fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let mut state = lock(&self.0);
         state.calls += 1;
         if state.lazy && state.calls.is_multiple_of(2) {
             drop(state);
-            let (this, storage) = (Arc::clone(self), Arc::clone(storage));
-            return Box::pin(async move { this.begin(&storage, call).await });
+            let storage = Arc::clone(storage);
+            return Box::pin(async move { self.begin(&storage, call).await });
         }
         drop(state);
         self.begin(storage, call)

@@ -168,7 +168,7 @@ fn parts(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
 }
 
 impl Behaviour for Recording {
-    fn request(self: &Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
+    fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         // A copy, because the buffers may change as soon as the request is over.
         let call = match call {
             Call::Read { .. } => return call.begin(&**storage),

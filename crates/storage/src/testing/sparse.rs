@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use super::chance::Chance;
-use super::{Call, lock};
+use super::{Call, lock, memory_under};
 use crate::buffer::IoVector;
 use crate::error::StorageError;
 use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
@@ -258,16 +258,12 @@ impl Storage for SparseMemory {
 
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
         let to = offset..offset.saturating_add(length);
-        let cloned = match from.memory() {
+        let cloned = match memory_under(&**from) {
             Some(from) => self.clone_now(from, from_offset, to),
             None => Ok(false),
         };
         let failed = |error| StorageError::at(crate::Operation::Clone, &self.name, offset, length, error);
         Box::pin(std::future::ready(cloned.map_err(failed)))
-    }
-
-    fn memory(&self) -> Option<&Self> {
-        Some(self)
     }
 }
 
