@@ -29,7 +29,6 @@ pub mod machine;
 pub mod measure;
 mod namespaces;
 mod process;
-mod qmp;
 mod raw;
 pub mod report;
 mod restore;

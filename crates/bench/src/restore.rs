@@ -10,7 +10,6 @@ mod eager;
 mod runs;
 mod stored;
 
-use std::cell::RefCell;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -111,8 +110,7 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
         None
     } else {
         options.tell("saving the VM that is full");
-        let (stored, source) = Stored::full(options, plan.full)?;
-        Some((stored, RefCell::new(source)))
+        Some(Stored::full(options, plan.full)?)
     };
     let wide = if wide_ways.is_empty() {
         None
@@ -125,8 +123,7 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
         None
     } else {
         options.tell("saving the VM that is restored eagerly");
-        let (stored, source) = Stored::full(options, plan.eager)?;
-        Some((stored, RefCell::new(source)))
+        Some(Stored::full(options, plan.eager)?)
     };
     let stages = [
         (&plan.full_case, full_ways, full.as_ref().map(|(stored, source)| (stored, Some(source))), plan.full),

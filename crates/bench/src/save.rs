@@ -10,7 +10,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use limosa_qemu::monitor::MigrationStatus;
+use serde_json::Value;
 
 use crate::Options;
 use crate::content::random_memory;
@@ -112,12 +113,12 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, frame: &Frame) -> Result<Measured> {
     let scratch = Scratch::new_in(&place.dir)?;
     let path = scratch.path().join("snapshot");
-    let mut vm = Vm::start(&options.qemu, size, Ram::Shared(memory), Role::Source)?;
+    let vm = Vm::start(&options.qemu, size, Ram::Shared(memory), Role::Source)?;
     let limosa = match way {
         Way::Limosa(how) => {
             let sync: &[&str] = if place.durable { &[] } else { &["--no-sync"] };
             let prepared = Prepared::new(options, "save")?.arguments(how).arguments(sync);
-            Some(prepared.path(Some("--qmp"), &vm.monitor()).path(None, &path))
+            Some(prepared.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &path))
         }
         Way::Multifd | Way::Nowhere => None,
     };
@@ -130,9 +131,9 @@ fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, fr
     let mut moved = 0;
     let mut said = Value::Null;
     match (way, limosa) {
-        (Way::Nowhere, _) => moved = throw_away(&mut vm)?,
+        (Way::Nowhere, _) => moved = throw_away(&vm)?,
         (_, Some(prepared)) => said = prepared.start()?.finish()?,
-        (_, None) => write_by_qemu(&mut vm, &path)?,
+        (_, None) => write_by_qemu(&vm, &path)?,
     }
     if way == Way::Multifd && place.durable {
         make_durable(&path)?;
@@ -156,10 +157,10 @@ fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, fr
 }
 
 /// QEMU's own save: mapped-ram with two multifd channels.
-fn write_by_qemu(vm: &mut Vm, path: &Path) -> Result<()> {
+fn write_by_qemu(vm: &Vm, path: &Path) -> Result<()> {
     vm.tune(&[("mapped-ram", true), ("multifd", true)])?;
-    vm.qmp.execute("migrate", &json!({ "uri": format!("file:{}", path.display()) }))?;
-    vm.qmp.wait_migration("completed").map(drop)
+    vm.monitor.migrate(&format!("file:{}", path.display()), false)?;
+    vm.wait_migration(&MigrationStatus::Completed).map(drop)
 }
 
 /// The file's bytes and its name are on the disk when this returns.
@@ -170,14 +171,14 @@ fn make_durable(path: &Path) -> Result<()> {
 }
 
 /// QEMU's main channel into a receiver that looks at nothing; returns how much came.
-fn throw_away(vm: &mut Vm) -> Result<u64> {
+fn throw_away(vm: &Vm) -> Result<u64> {
     vm.tune(&[])?;
     let (theirs, ours) = pair(Some(WIDE))?;
-    vm.qmp.give("nowhere", theirs.as_fd())?;
+    vm.monitor.getfd("nowhere", theirs.as_fd())?;
     drop(theirs);
-    vm.qmp.execute("migrate", &json!({ "uri": "fd:nowhere" }))?;
+    vm.monitor.migrate("fd:nowhere", false)?;
     let moved = drain(&ours)?;
-    vm.qmp.wait_migration("completed")?;
+    vm.wait_migration(&MigrationStatus::Completed)?;
     Ok(moved)
 }
 

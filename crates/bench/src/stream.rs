@@ -183,8 +183,8 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool, network: Option<
     let plain = any(Pair::Plain).then(|| Source::start_plain(&content, memory));
     let plain = plain.transpose()?.map(RefCell::new);
     let qemu_in = |network| Vm::start_in(network, &options.qemu, memory, Ram::Shared(&content), Role::Source);
-    let qemu = any(Pair::Qemu).then(|| qemu_in(None)).transpose()?.map(RefCell::new);
-    let reno = any(Pair::QemuReno).then(|| qemu_in(network)).transpose()?.map(RefCell::new);
+    let qemu = any(Pair::Qemu).then(|| qemu_in(None)).transpose()?;
+    let reno = any(Pair::QemuReno).then(|| qemu_in(network)).transpose()?;
     let frame = Frame { touch: options.touch.unwrap_or(memory) };
     let mut contestants = Vec::new();
     for (transport, channels, pair) in cells {

@@ -8,15 +8,20 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, bail};
-use serde_json::json;
+use anyhow::{Context, Result, bail, ensure};
+use limosa_qemu::monitor::{MigrationStatus, Monitor, Settings};
+use limosa_qemu::qmp::{self, Event, Qmp};
+use serde_json::{Value, json};
 
 use crate::guest;
 use crate::namespaces::Loopback;
 use crate::process::Process;
-use crate::qmp::{self, Qmp};
 use crate::scratch::Scratch;
+
+/// How long QEMU may take for any one answer or event: for one that hangs, not a measure.
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// What the RAM is.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +47,7 @@ pub(crate) struct Vm {
     // Before the directory of its sockets.
     process: Process,
     /// The bench's own monitor.
-    pub(crate) qmp: Qmp,
+    pub(crate) monitor: Monitor,
     folder: Scratch,
 }
 
@@ -90,16 +95,16 @@ impl Vm {
             network.plug(&mut command)?;
         }
         let mut process = Process::start(command, hand)?;
-        let qmp = Qmp::connect(&at("qmp"), &mut || match process.ended()? {
+        let monitor = connect(&at("qmp"), &mut || match process.ended()? {
             None => Ok(()),
             Some(status) => bail!("QEMU ended with {status}"),
         });
-        let qmp = qmp.with_context(|| match fs::read_to_string(at("log")) {
+        let monitor = monitor.and_then(negotiate).with_context(|| match fs::read_to_string(at("log")) {
             Ok(text) if !text.trim().is_empty() => format!("QEMU says: {}", text.trim()),
             _ => "QEMU does not answer".to_owned(),
         })?;
-        let mut vm = Self { process, qmp, folder };
-        vm.qmp.set(&[("events", true)])?;
+        let vm = Self { process, monitor, folder };
+        vm.monitor.set(&Settings::new().capability("events", true))?;
         Ok(vm)
     }
 
@@ -107,8 +112,8 @@ impl Vm {
         self.process.pid()
     }
 
-    /// The monitor for limosa.
-    pub(crate) fn monitor(&self) -> PathBuf {
+    /// The path of the monitor for limosa.
+    pub(crate) fn limosa_monitor(&self) -> PathBuf {
         self.at("qmp-limosa")
     }
 
@@ -117,28 +122,109 @@ impl Vm {
         self.folder.path().join(name)
     }
 
-    /// Connects to the serial port. Whoever does has to read, or the guest is held up; the output is dropped as long as
-    /// nobody is connected.
-    pub(crate) fn serial(&mut self) -> Result<UnixStream> {
-        let path = self.at("serial");
-        qmp::connect(&path, &mut || Ok(()))
+    /// Connects to the serial port. Once connected, its output must be read, or the guest is held up; without a connection
+    /// the output is dropped.
+    pub(crate) fn serial(&self) -> Result<UnixStream> {
+        connect(&self.at("serial"), &mut || Ok(()))
     }
 
     /// Lets the CPU run.
-    pub(crate) fn run(&mut self) -> Result<()> {
-        self.qmp.execute("cont", &json!({})).map(drop)
+    pub(crate) fn run(&self) -> Result<()> {
+        Ok(self.monitor.cont()?)
     }
 
     /// Stops the CPU.
-    pub(crate) fn stop(&mut self) -> Result<()> {
-        self.qmp.execute("stop", &json!({})).map(drop)
+    pub(crate) fn stop(&self) -> Result<()> {
+        Ok(self.monitor.stop()?)
     }
 
-    /// Sets QEMU as everybody does who wants it fast: no limit on the bandwidth, two channels if there are several.
-    pub(crate) fn tune(&mut self, capabilities: &[(&str, bool)]) -> Result<()> {
-        self.qmp.set(capabilities)?;
-        self.qmp.execute("migrate-set-parameters", &json!({ "max-bandwidth": 0, "multifd-channels": 2 })).map(drop)
+    /// Sets capabilities, and what speed needs: no limit on the bandwidth, two channels if there are several.
+    pub(crate) fn tune(&self, capabilities: &[(&str, bool)]) -> Result<()> {
+        let settings = Settings::new().parameter("max-bandwidth", 0).parameter("multifd-channels", 2);
+        let settings = capabilities.iter().fold(settings, |settings, (name, on)| settings.capability(name, *on));
+        Ok(self.monitor.set(&settings)?)
     }
+
+    /// Sends the VM to `uri`, as a postcopy from the first moment.
+    pub(crate) fn postcopy_to(&self, uri: &str) -> Result<()> {
+        let commands = (("migrate", json!({ "uri": uri })), ("migrate-start-postcopy", Value::Null));
+        Ok(self.monitor.qmp().execute_both(commands.0, commands.1).map(drop)?)
+    }
+
+    /// Drops the events that have come so far.
+    pub(crate) fn forget_events(&self) -> Result<()> {
+        Ok(self.monitor.qmp().take_events().map(drop)?)
+    }
+
+    /// Waits for the event that says that the guest runs; when that was.
+    pub(crate) fn wait_resumed(&self) -> Result<SystemTime> {
+        let event = self.wait(|event| event.name == "RESUME").context("waiting for the guest to run")?;
+        at(&event)
+    }
+
+    /// Waits until a migration has this status; when that was.
+    pub(crate) fn wait_migration(&self, wanted: &MigrationStatus) -> Result<SystemTime> {
+        let event = self.wait(|event| status(event).as_ref() == Some(wanted));
+        at(&event.with_context(|| format!("waiting for a migration to be {wanted}"))?)
+    }
+
+    /// Waits until an incoming migration has become a postcopy.
+    pub(crate) fn wait_postcopy(&self) -> Result<()> {
+        let begun =
+            |event: &Event| matches!(status(event), Some(MigrationStatus::PostcopyActive | MigrationStatus::Completed));
+        let event = self.wait(begun).context("waiting for a migration to become a postcopy")?;
+        let is_postcopy = status(&event) == Some(MigrationStatus::PostcopyActive);
+        ensure!(is_postcopy, "all was sent before the postcopy could begin: take a larger --size");
+        Ok(())
+    }
+
+    /// The next event that `wanted` accepts; the others are kept. A migration that fails is an error.
+    fn wait(&self, wanted: impl Fn(&Event) -> bool) -> Result<Event> {
+        let failed = |event: &Event| {
+            use MigrationStatus::{Cancelled, Failed, PostcopyPaused};
+            matches!(status(event), Some(Failed | Cancelled | PostcopyPaused))
+        };
+        let event = self.monitor.qmp().wait_event_where(|event| wanted(event) || failed(event), LIMIT)?;
+        let event = event.with_context(|| format!("no such event within {} s", LIMIT.as_secs()))?;
+        if !wanted(&event) {
+            bail!("the migration has failed: {}", self.monitor.migration()?.raw);
+        }
+        Ok(event)
+    }
+}
+
+/// The status that a `MIGRATION` event tells.
+fn status(event: &Event) -> Option<MigrationStatus> {
+    let status = event.data.get("status").filter(|_| event.name == "MIGRATION")?;
+    status.as_str().map(MigrationStatus::from)
+}
+
+/// When an event happened, by QEMU's clock, which is this machine's.
+fn at(event: &Event) -> Result<SystemTime> {
+    Ok(UNIX_EPOCH + event.at.context("an event without a time stamp")?)
+}
+
+/// Connects to a socket that a starting process is about to make; `alive` fails if that has ended.
+fn connect(path: &Path, alive: &mut dyn FnMut() -> Result<()>) -> Result<UnixStream> {
+    let end = Instant::now() + LIMIT;
+    loop {
+        match UnixStream::connect(path) {
+            Ok(stream) => return Ok(stream),
+            Err(error) if Instant::now() >= end => {
+                return Err(error).with_context(|| format!("{}: cannot connect", path.display()));
+            }
+            Err(_) => {
+                alive()?;
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+    }
+}
+
+/// A monitor over a new connection.
+fn negotiate(stream: UnixStream) -> Result<Monitor> {
+    let options = qmp::Options { greeting: LIMIT, negotiation: LIMIT, reply: LIMIT, ..qmp::Options::default() };
+    Ok(Monitor::new(Qmp::from_socket(stream.into(), "of the bench's QEMU", &options)?))
 }
 
 #[cfg(test)]
@@ -174,7 +260,7 @@ mod tests {
             return;
         }
         let memory = random_memory(16 << 20).expect("fills");
-        let mut vm = start(16 << 20, Ram::Shared(&memory));
+        let vm = start(16 << 20, Ram::Shared(&memory));
         let mut serial = vm.serial().expect("connects");
         serial.set_read_timeout(Some(Duration::from_secs(120))).expect("sets");
         vm.run().expect("runs");

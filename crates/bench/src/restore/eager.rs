@@ -4,11 +4,11 @@
 //! is compressed, limited, or looked at for zeros on the channels. The VM stands still, so that all is sent once. What the
 //! sender costs is a process of its own either way, and counted by itself: it is what a host with guests on it has to spare.
 
-use std::cell::RefCell;
 use std::time::SystemTime;
 
 use anyhow::{Context, Result};
-use serde_json::{Value, json};
+use limosa_qemu::monitor::{MigrationStatus, Settings};
+use serde_json::Value;
 
 use super::runs::{RATE, rate};
 use super::stored::Stored;
@@ -49,23 +49,14 @@ impl Eager {
     }
 
     /// Sends the VM once, to a fresh destination.
-    pub(super) fn run(
-        self,
-        options: &Options,
-        stored: &Stored,
-        source: &RefCell<Vm>,
-        frame: &Frame,
-    ) -> Result<Measured> {
-        let mut vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
+    pub(super) fn run(self, options: &Options, stored: &Stored, source: &Vm, frame: &Frame) -> Result<Measured> {
+        let vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
         stored.warm()?;
         frame.touch()?;
         let before = process_cpu(vm.pid())?;
-        let (begin, measured) = if self.limosa {
-            self.by_limosa(options, stored, &vm)?
-        } else {
-            self.by_qemu(&mut source.borrow_mut(), &mut vm)?
-        };
-        let end = vm.qmp.wait_migration("completed")?;
+        let (begin, measured) =
+            if self.limosa { self.by_limosa(options, stored, &vm)? } else { self.by_qemu(source, &vm)? };
+        let end = vm.wait_migration(&MigrationStatus::Completed)?;
         let wall = end.duration_since(begin).context("the clock was set back meanwhile")?;
         let destination = process_cpu(vm.pid())?.saturating_sub(before);
         Ok(Measured { wall, ..measured }
@@ -79,7 +70,7 @@ impl Eager {
         let prepared = Prepared::new(options, "restore")?
             .arguments(&["--mode", "eager", "--via", "socket", "--paused"])
             .arguments(&channels)
-            .path(Some("--qmp"), &vm.monitor())
+            .path(Some("--qmp"), &vm.limosa_monitor())
             .path(None, &stored.path);
         let (all, sender) = (Stopwatch::start(&[vm.pid()])?, Stopwatch::start(&[])?);
         let begin = SystemTime::now();
@@ -94,28 +85,29 @@ impl Eager {
         Ok((begin, measured))
     }
 
-    fn by_qemu(self, source: &mut Vm, vm: &mut Vm) -> Result<(SystemTime, Measured)> {
-        let uri = json!({ "uri": format!("unix:{}", vm.at("incoming").display()) });
+    fn by_qemu(self, source: &Vm, vm: &Vm) -> Result<(SystemTime, Measured)> {
+        let uri = format!("unix:{}", vm.at("incoming").display());
         // QEMU does not send a VM again that has not run since it was sent.
         source.run()?;
         source.stop()?;
-        source.qmp.forget_events();
+        source.forget_events()?;
         let all = Stopwatch::start(&[vm.pid(), source.pid()])?;
         let before = process_cpu(source.pid())?;
         let begin = SystemTime::now();
-        for side in [&mut *source, &mut *vm] {
+        for side in [source, vm] {
             side.tune(&[("multifd", self.channels.is_some())])?;
-            let parameters = json!({ "multifd-channels": self.channels.unwrap_or(2), "zero-page-detection": "none" });
-            side.qmp.execute("migrate-set-parameters", &parameters)?;
+            let parameters = Settings::new()
+                .parameter("multifd-channels", self.channels.unwrap_or(2))
+                .parameter("zero-page-detection", "none");
+            side.monitor.set(&parameters)?;
         }
-        vm.qmp.execute("migrate-incoming", &uri)?;
-        source.qmp.execute("migrate", &uri)?;
-        source.qmp.wait_migration("completed")?;
+        vm.monitor.migrate_incoming(&uri)?;
+        source.monitor.migrate(&uri, false)?;
+        source.wait_migration(&MigrationStatus::Completed)?;
         let sender = process_cpu(source.pid())?.saturating_sub(before);
         let mut measured = all.stop()?.with(SENDER, millis(sender));
-        let state = source.qmp.execute("query-migrate", &json!({}))?;
-        if let Some(pages) = state.pointer("/ram/normal").and_then(Value::as_u64) {
-            measured = measured.with("pages", pages);
+        if let Some(ram) = source.monitor.migration()?.ram {
+            measured = measured.with("pages", ram.normal);
         }
         Ok((begin, measured))
     }

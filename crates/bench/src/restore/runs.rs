@@ -1,11 +1,11 @@
 //! One run of each way.
 
-use std::cell::RefCell;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
-use serde_json::{Value, json};
+use limosa_qemu::monitor::{MigrationStatus, Settings};
+use serde_json::Value;
 
 use super::Way;
 use super::stored::{Stored, wait_beat};
@@ -33,7 +33,7 @@ pub(super) struct Stage<'a> {
     pub(super) options: &'a Options,
     pub(super) stored: &'a Stored,
     /// The QEMU that still has the VM, for a postcopy.
-    pub(super) source: Option<&'a RefCell<Vm>>,
+    pub(super) source: Option<&'a Vm>,
 }
 
 /// When things happened.
@@ -47,11 +47,11 @@ struct Times {
 impl Times {
     /// Follows a destination from the guest's start to the last page. A destination that loads all memory first says both
     /// at about the same time, and not always in this order.
-    fn follow(begin: SystemTime, vm: &mut Vm, serial: &mut UnixStream, lazy: bool) -> Result<Self> {
-        let guest = vm.qmp.wait_resumed()?;
+    fn follow(begin: SystemTime, vm: &Vm, serial: &mut UnixStream, lazy: bool) -> Result<Self> {
+        let guest = vm.wait_resumed()?;
         wait_beat(serial)?;
         let beat = SystemTime::now();
-        let resident = if lazy { vm.qmp.wait_migration("completed")? } else { guest };
+        let resident = if lazy { vm.wait_migration(&MigrationStatus::Completed)? } else { guest };
         Ok(Self { begin, guest, beat, resident })
     }
 }
@@ -60,7 +60,7 @@ impl Stage<'_> {
     /// Restores into a fresh destination once.
     pub(super) fn run(&self, way: Way, frame: &Frame) -> Result<Measured> {
         let Self { options, stored, .. } = self;
-        let mut vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
+        let vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
         let mut serial = vm.serial()?;
         if !matches!(way, Way::Postcopy { .. }) {
             stored.warm()?;
@@ -68,9 +68,9 @@ impl Stage<'_> {
         frame.touch()?;
         let destination_before = process_cpu(vm.pid())?;
         let (measured, times) = match way {
-            Way::Limosa { preempt } => self.by_limosa(&mut vm, &mut serial, preempt)?,
-            Way::Eager => self.by_load(&mut vm, &mut serial)?,
-            Way::Postcopy { preempt } => self.by_postcopy(&mut vm, &mut serial, preempt)?,
+            Way::Limosa { preempt } => self.by_limosa(&vm, &mut serial, preempt)?,
+            Way::Eager => self.by_load(&vm, &mut serial)?,
+            Way::Postcopy { preempt } => self.by_postcopy(&vm, &mut serial, preempt)?,
         };
         let destination = process_cpu(vm.pid())?.saturating_sub(destination_before);
         let since = |at: SystemTime| at.duration_since(times.begin).context("the clock was set back meanwhile");
@@ -83,10 +83,10 @@ impl Stage<'_> {
             .with("destination_cpu_ms", millis(destination)))
     }
 
-    fn by_limosa(&self, vm: &mut Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
+    fn by_limosa(&self, vm: &Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
         let prepared = Prepared::new(self.options, "restore")?
             .arguments(&["--mode", "lazy", "--run", "--preempt", if preempt { "on" } else { "off" }])
-            .path(Some("--qmp"), &vm.monitor())
+            .path(Some("--qmp"), &vm.limosa_monitor())
             .path(None, &self.stored.path);
         let watch = Stopwatch::start(&[vm.pid()])?;
         let before = process_cpu(vm.pid())?;
@@ -103,36 +103,36 @@ impl Stage<'_> {
         Ok((measured, times))
     }
 
-    fn by_load(&self, vm: &mut Vm, serial: &mut UnixStream) -> Result<(Measured, Times)> {
+    fn by_load(&self, vm: &Vm, serial: &mut UnixStream) -> Result<(Measured, Times)> {
         let watch = Stopwatch::start(&[vm.pid()])?;
         let begin = SystemTime::now();
         vm.tune(&[("mapped-ram", true), ("multifd", true)])?;
-        vm.qmp.execute("migrate-incoming", &json!({ "uri": format!("file:{}", self.stored.path.display()) }))?;
+        vm.monitor.migrate_incoming(&format!("file:{}", self.stored.path.display()))?;
         let times = Times::follow(begin, vm, serial, false)?;
         Ok((watch.stop()?, times))
     }
 
-    fn by_postcopy(&self, vm: &mut Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
-        let source = &mut *self.source.context("a source to send the VM")?.borrow_mut();
-        let uri = json!({ "uri": format!("unix:{}", vm.at("incoming").display()) });
-        for side in [&mut *source, &mut *vm] {
+    fn by_postcopy(&self, vm: &Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
+        let source = self.source.context("a source to send the VM")?;
+        let uri = format!("unix:{}", vm.at("incoming").display());
+        for side in [source, vm] {
             // Off first: what is on from a round before would forbid the other.
-            side.qmp.set(&[("postcopy-preempt", false)])?;
+            side.monitor.set(&Settings::new().capability("postcopy-preempt", false))?;
             side.tune(&[("postcopy-ram", true), ("postcopy-preempt", preempt)])?;
         }
-        vm.qmp.execute("migrate-incoming", &uri)?;
+        vm.monitor.migrate_incoming(&uri)?;
         // From here on the guest runs, as the one did that was saved.
         source.run()?;
-        source.qmp.forget_events();
+        source.forget_events()?;
         let watch = Stopwatch::start(&[vm.pid(), source.pid()])?;
         let before = process_cpu(source.pid())?;
         let begin = SystemTime::now();
-        source.qmp.execute_both(("migrate", &uri), ("migrate-start-postcopy", &json!({})))?;
-        vm.qmp.wait_postcopy()?;
+        source.postcopy_to(&uri)?;
+        vm.wait_postcopy()?;
         let times = Times::follow(begin, vm, serial, true)?;
         let measured = watch.stop()?.with("source_cpu_ms", millis(process_cpu(source.pid())?.saturating_sub(before)));
-        source.qmp.wait_migration("completed")?;
-        let state = source.qmp.execute("query-migrate", &json!({}))?;
+        source.wait_migration(&MigrationStatus::Completed)?;
+        let state = source.monitor.migration()?.raw;
         let early = state.pointer("/ram/precopy-bytes").and_then(Value::as_u64).unwrap_or(0);
         Ok((measured.with("precopy_mib", early >> 20), times))
     }

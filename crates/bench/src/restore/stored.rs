@@ -52,13 +52,13 @@ impl Stored {
         let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
         let folder = Scratch::new_in(&parent)?;
         let path = folder.path().join("snapshot");
-        let mut vm = Vm::start(&options.qemu, memory, ram, Role::Source)?;
+        let vm = Vm::start(&options.qemu, memory, ram, Role::Source)?;
         let mut serial = vm.serial()?;
         vm.run()?;
         wait_beat(&mut serial)?;
         drop(serial);
         let limosa = Prepared::new(options, "save")?.arguments(&["--via", "file"]);
-        let said = limosa.path(Some("--qmp"), &vm.monitor()).path(None, &path).start()?.finish()?;
+        let said = limosa.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &path).start()?.finish()?;
         vm.stop()?;
         let pages = said.pointer("/pages/normal").and_then(Value::as_u64).context("limosa's count of pages")?;
         Ok((Self { memory, content: pages * 4096, path, _folder: folder }, vm))

@@ -1,12 +1,11 @@
 //! The other side: a VM that one stock QEMU sends to another, on the machine's own network, or in one of its own that prefers Reno,
 //! which is what limosa's channels take between two processes of one machine.
 
-use std::cell::RefCell;
 use std::net::TcpListener;
 use std::time::SystemTime;
 
 use anyhow::{Context, Result};
-use serde_json::{Value, json};
+use limosa_qemu::monitor::{MigrationStatus, Settings};
 
 use super::Transport;
 use crate::Options;
@@ -20,41 +19,38 @@ use crate::vm::{Ram, Role, Vm};
 pub(super) fn run(
     options: &Options,
     memory: u64,
-    (source, network): (&RefCell<Vm>, Option<&Loopback>),
+    (source, network): (&Vm, Option<&Loopback>),
     transport: Transport,
     channels: u8,
     frame: &Frame,
 ) -> Result<Measured> {
     let fresh = Ram::Own { content: None };
-    let mut destination = Vm::start_in(network, &options.qemu, memory, fresh, Role::Destination)?;
-    let source = &mut *source.borrow_mut();
+    let destination = Vm::start_in(network, &options.qemu, memory, fresh, Role::Destination)?;
     let uri = match transport {
         Transport::Unix => format!("unix:{}", destination.at("incoming").display()),
         Transport::Tcp => format!("tcp:127.0.0.1:{}", free_port()?),
     };
-    let uri = json!({ "uri": uri });
     // QEMU does not send a VM again that has not run since it was sent.
     source.run()?;
     source.stop()?;
-    source.qmp.forget_events();
-    for side in [&mut *source, &mut destination] {
+    source.forget_events()?;
+    for side in [source, &destination] {
         side.tune(&[("multifd", true)])?;
-        side.qmp.execute("migrate-set-parameters", &json!({ "multifd-channels": channels }))?;
+        side.monitor.set(&Settings::new().parameter("multifd-channels", channels))?;
     }
     frame.touch()?;
     let all = Stopwatch::start(&[destination.pid(), source.pid()])?;
     let before = [process_cpu(source.pid())?, process_cpu(destination.pid())?];
     let begin = SystemTime::now();
-    destination.qmp.execute("migrate-incoming", &uri)?;
-    source.qmp.execute("migrate", &uri)?;
-    let end = destination.qmp.wait_migration("completed")?;
-    source.qmp.wait_migration("completed")?;
+    destination.monitor.migrate_incoming(&uri)?;
+    source.monitor.migrate(&uri, false)?;
+    let end = destination.wait_migration(&MigrationStatus::Completed)?;
+    source.wait_migration(&MigrationStatus::Completed)?;
     let sender = process_cpu(source.pid())?.saturating_sub(before[0]);
     let receiver = process_cpu(destination.pid())?.saturating_sub(before[1]);
     let measured = all.stop()?;
     let wall = end.duration_since(begin).context("the clock was set back meanwhile")?;
-    let state = source.qmp.execute("query-migrate", &json!({}))?;
-    let pages = state.pointer("/ram/normal").and_then(Value::as_u64).unwrap_or(0);
+    let pages = source.monitor.migration()?.ram.map_or(0, |ram| ram.normal);
     Ok(Measured { wall, ..measured }
         .with(super::SENDER, millis(sender))
         .with(super::RECEIVER, millis(receiver))

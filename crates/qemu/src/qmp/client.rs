@@ -62,6 +62,33 @@ pub struct Pending {
     sent: Instant,
 }
 
+/// A command before it has an id.
+#[derive(Debug)]
+struct Command<'c> {
+    /// `execute`, or `exec-oob` for a command that is executed out of band.
+    verb: &'static str,
+    name: &'c str,
+    arguments: Value,
+}
+
+impl<'c> Command<'c> {
+    fn new(name: &'c str, arguments: Value) -> Self {
+        Self { verb: "execute", name, arguments }
+    }
+
+    fn line(self, id: u64) -> Vec<u8> {
+        let mut object = serde_json::Map::new();
+        object.insert(self.verb.to_owned(), self.name.into());
+        if !self.arguments.is_null() {
+            object.insert("arguments".to_owned(), self.arguments);
+        }
+        object.insert("id".to_owned(), id.into());
+        let mut line = Value::Object(object).to_string().into_bytes();
+        line.push(b'\n');
+        line
+    }
+}
+
 /// A connection to a monitor, past the negotiation of capabilities.
 ///
 /// All methods take `&self` and may be called from several threads.
@@ -265,8 +292,22 @@ impl Qmp {
     /// # Errors
     /// As [`Qmp::execute`].
     pub fn execute_within(&self, command: &str, arguments: Value, patience: Duration) -> Result<Value, QmpError> {
-        let pending = self.send("execute", command, arguments, &[], patience)?;
+        let [pending] = self.send([Command::new(command, arguments)], patience)?;
         self.finish(pending, patience)
+    }
+
+    /// Executes two commands that are sent as one: QEMU has the second when it begins with the first, so that no time
+    /// passes between them but QEMU's own.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`], of the first command that failed. The second is executed even where the first is refused.
+    pub fn execute_both(&self, first: (&str, Value), second: (&str, Value)) -> Result<(Value, Value), QmpError> {
+        let commands = [Command::new(first.0, first.1), Command::new(second.0, second.1)];
+        let [first, second] = self.send(commands, self.options.reply)?;
+        let first = self.finish(first, self.options.reply);
+        // Waited for even if the first failed, so that no answer is left over.
+        let second = self.finish(second, self.options.reply);
+        Ok((first?, second?))
     }
 
     /// Executes a command out of band: QEMU answers it even while its main loop is held up. Only a few commands allow it,
@@ -276,7 +317,7 @@ impl Qmp {
     /// As [`Qmp::execute`].
     pub fn execute_oob(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let verb = if self.oob { "exec-oob" } else { "execute" };
-        let pending = self.send(verb, command, arguments, &[], self.options.reply)?;
+        let [pending] = self.send([Command { verb, name: command, arguments }], self.options.reply)?;
         self.finish(pending, self.options.reply)
     }
 
@@ -295,7 +336,7 @@ impl Qmp {
         }
         let patience = self.options.reply;
         let mut next = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
-        let pending = self.send_locked(&mut next, "execute", command, arguments, descriptors, patience)?;
+        let [pending] = self.send_locked(&mut next, [Command::new(command, arguments)], descriptors, patience)?;
         self.finish(pending, patience)
     }
 
@@ -304,7 +345,7 @@ impl Qmp {
     /// # Errors
     /// The connection's.
     pub fn start(&self, command: &str, arguments: Value) -> Result<Pending, QmpError> {
-        self.send("execute", command, arguments, &[], self.options.reply)
+        self.send([Command::new(command, arguments)], self.options.reply).map(|[pending]| pending)
     }
 
     /// Waits for the answer to a started command; `None` if it has not come within `patience`.
@@ -337,9 +378,20 @@ impl Qmp {
     /// # Errors
     /// The connection's. Events that came before it failed are still given out.
     pub fn wait_event(&self, names: &[&str], timeout: Duration) -> Result<Option<Event>, QmpError> {
-        let wanted = |event: &Event| names.is_empty() || names.contains(&event.name.as_str());
+        self.wait_event_where(|event| names.is_empty() || names.contains(&event.name.as_str()), timeout)
+    }
+
+    /// The first event that `wanted` accepts, as [`Qmp::wait_event`].
+    ///
+    /// # Errors
+    /// As [`Qmp::wait_event`].
+    pub fn wait_event_where(
+        &self,
+        wanted: impl Fn(&Event) -> bool,
+        timeout: Duration,
+    ) -> Result<Option<Event>, QmpError> {
         self.wait_for(Instant::now().checked_add(timeout), |inbox| {
-            let index = inbox.events.iter().position(wanted)?;
+            let index = inbox.events.iter().position(&wanted)?;
             inbox.events.remove(index)
         })
     }
@@ -374,48 +426,42 @@ impl Qmp {
         self.lock().events_lost
     }
 
-    fn send(
-        &self,
-        verb: &str,
-        command: &str,
-        arguments: Value,
-        descriptors: &[BorrowedFd<'_>],
-        patience: Duration,
-    ) -> Result<Pending, QmpError> {
+    fn send<const N: usize>(&self, commands: [Command<'_>; N], patience: Duration) -> Result<[Pending; N], QmpError> {
         let mut next = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
-        self.send_locked(&mut next, verb, command, arguments, descriptors, patience)
+        self.send_locked(&mut next, commands, &[], patience)
     }
 
-    fn send_locked(
+    /// Hands commands to the kernel as one. `next` is the guarded id of the first.
+    fn send_locked<const N: usize>(
         &self,
         next: &mut u64,
-        verb: &str,
-        command: &str,
-        arguments: Value,
+        commands: [Command<'_>; N],
         descriptors: &[BorrowedFd<'_>],
         patience: Duration,
-    ) -> Result<Pending, QmpError> {
-        let id = *next;
-        *next = next.wrapping_add(1);
-        let mut object = serde_json::Map::new();
-        object.insert(verb.to_owned(), command.into());
-        if !arguments.is_null() {
-            object.insert("arguments".to_owned(), arguments);
-        }
-        object.insert("id".to_owned(), id.into());
-        let mut line = Value::Object(object).to_string().into_bytes();
-        line.push(b'\n');
-        self.take_leave(id, command)?;
-        tracing::debug!("to QEMU: {}", String::from_utf8_lossy(&line).trim_end());
+    ) -> Result<[Pending; N], QmpError> {
+        let mut bytes = Vec::new();
+        let mut pending = commands.map(|command| {
+            let (id, name) = (*next, command.name.to_owned());
+            *next = next.wrapping_add(1);
+            bytes.extend(command.line(id));
+            Pending { id, command: name, sent: Instant::now() }
+        });
+        self.await_permission(&pending)?;
+        tracing::debug!("to QEMU: {}", String::from_utf8_lossy(&bytes).trim_end());
         let sent = Instant::now();
-        match socket::send(self.socket.as_fd(), &line, descriptors, sent.checked_add(patience)) {
-            Ok(()) => Ok(Pending { id, command: command.to_owned(), sent }),
+        for command in &mut pending {
+            command.sent = sent;
+        }
+        match socket::send(self.socket.as_fd(), &bytes, descriptors, sent.checked_add(patience)) {
+            Ok(()) => Ok(pending),
             Err(errno) => {
                 let gone = errno == Errno::PIPE;
                 let broken = if gone { Broken::Closed } else { Broken::Io("send", errno) };
-                let error = self.error(&broken, Some(command));
+                let error = self.error(&broken, pending.first().map(|command| command.command.as_str()));
                 let mut inbox = self.lock();
-                inbox.awaited.remove(&id);
+                for command in &pending {
+                    inbox.awaited.remove(&command.id);
+                }
                 // Part of a command may be out, and nothing can follow it. But what a server that is gone said last can
                 // still be read; its end will be met there.
                 if !gone {
@@ -426,20 +472,21 @@ impl Qmp {
         }
     }
 
-    /// Waits until a command may be sent, and has its answer awaited from then on.
-    fn take_leave(&self, id: u64, command: &str) -> Result<(), QmpError> {
+    /// Waits until commands may be sent, and has their answers awaited from then on.
+    fn await_permission(&self, commands: &[Pending]) -> Result<(), QmpError> {
         // What has come and nobody has read may say that QEMU ends. That the connection has failed, sending will tell.
         let mut until = Instant::now();
         loop {
             let _ = self.wait_for(Some(until), |inbox| inbox.ending.then_some(()));
             let mut inbox = self.lock();
             if inbox.ending {
-                return Err(QmpError::Ending { monitor: self.monitor.clone(), command: command.to_owned() });
+                let command = commands.first().map(|command| command.command.clone()).unwrap_or_default();
+                return Err(QmpError::Ending { monitor: self.monitor.clone(), command });
             }
             match inbox.held_until {
                 Some(held) if held > Instant::now() && inbox.broken.is_none() => until = held,
                 _ => {
-                    inbox.awaited.insert(id);
+                    inbox.awaited.extend(commands.iter().map(|command| command.id));
                     return Ok(());
                 }
             }

@@ -57,6 +57,41 @@ fn impatient() -> Options {
 }
 
 #[test]
+fn two_commands_sent_as_one_have_both_arrived_before_the_first_is_answered() {
+    let (qmp, server) = against(&impatient(), |server| {
+        server.begin();
+        let (first, second) = (server.hear(), server.hear());
+        assert_eq!((&first["execute"], &second["execute"]), (&json!("migrate"), &json!("migrate-start-postcopy")));
+        server.say(&json!({ "error": { "class": "GenericError", "desc": "too late" }, "id": first["id"] }).to_string());
+        server.say(&json!({ "return": 2, "id": second["id"] }).to_string());
+        let (first, second) = (server.hear(), server.hear());
+        server.say(&json!({ "return": 3, "id": first["id"] }).to_string());
+        server.say(&json!({ "return": 4, "id": second["id"] }).to_string());
+    });
+    let qmp = qmp.unwrap();
+    let both = || qmp.execute_both(("migrate", json!({ "uri": "x" })), ("migrate-start-postcopy", Value::Null));
+    assert_eq!(both().unwrap_err().desc(), Some("too late"));
+    assert_eq!(both().unwrap(), (json!(3), json!(4)));
+    server.join().unwrap();
+}
+
+#[test]
+fn an_event_is_found_by_its_data_and_the_others_stay() {
+    let (qmp, server) = against(&impatient(), |server| {
+        server.begin();
+        for status in ["setup", "active", "completed"] {
+            server.say(&json!({ "event": "MIGRATION", "data": { "status": status } }).to_string());
+        }
+    });
+    let qmp = qmp.unwrap();
+    let found = qmp.wait_event_where(|event| event.data["status"] == "completed", Duration::from_secs(10)).unwrap();
+    assert_eq!(found.unwrap().sequence, 2);
+    let left: Vec<_> = qmp.take_events().unwrap().into_iter().map(|event| event.sequence).collect();
+    assert_eq!(left, [0, 1]);
+    server.join().unwrap();
+}
+
+#[test]
 fn a_monitor_that_does_not_greet_is_held_by_another_client() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
