@@ -1,6 +1,5 @@
 //! Built-in guests, and the two processes between which they move: what `limosa-demo` runs.
 
-mod axis;
 mod cpu;
 pub mod end;
 pub mod error;

@@ -16,7 +16,7 @@ use crate::pair::{End, EndOptions};
 use crate::report::{DestinationReport, MemoryReport, SourceReport};
 use crate::settings::{Settings, Transport};
 use crate::state::{Role, State, Status};
-use crate::trace::{Mark, Trace, TraceRound};
+use crate::trace::{Mark, Trace, TraceRound, duration};
 
 /// How long the guest runs before it is moved, and afterwards before it is looked at.
 const RUNS: Duration = Duration::from_millis(400);
@@ -219,9 +219,8 @@ impl LiveReport {
     fn summary(&self) -> String {
         let rounds = self.source.rounds.len();
         let sent: u64 = self.source.rounds.iter().map(|round| round.bytes).sum();
-        let stood =
-            self.stood_ms.map_or(String::new(), |stood| format!("; stood still for {}", crate::axis::duration(stood)));
-        format!("{rounds} rounds, {} MiB sent in {}{stood}", sent >> 20, crate::axis::duration(self.source.total_ms))
+        let stood = self.stood_ms.map_or(String::new(), |stood| format!("; paused for {}", duration(stood)));
+        format!("{rounds} rounds, {} MiB sent in {}{stood}", sent >> 20, duration(self.source.total_ms))
     }
 }
 

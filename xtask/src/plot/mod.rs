@@ -3,8 +3,8 @@
 //! Law: a picture is made of its JSON and nothing else, so the same JSON gives the same bytes; a test holds what is committed
 //! to that.
 
+mod bars;
 mod charts;
-mod svg;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -99,7 +99,7 @@ fn pictures(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
             bail!("{name}: a record of {0} is called DATE-{0}.json", report.bench);
         };
         for chart in charts::of(&report.bench) {
-            let svg = draw(chart, &report, date);
+            let svg = draw(chart, &report, date)?;
             pictures.extend(svg.map(|svg| (folder.join(format!("{date}-{}.svg", chart.name)), svg)));
         }
     }
@@ -107,8 +107,8 @@ fn pictures(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
 }
 
 /// One picture; none of a record of other cases.
-fn draw(chart: &Chart, report: &Report, date: &str) -> Option<String> {
-    let mut rows: Vec<svg::Row> = Vec::new();
+fn draw(chart: &Chart, report: &Report, date: &str) -> Result<Option<String>> {
+    let mut rows: Vec<bars::Row> = Vec::new();
     // What a variant is called up to its first comma has a colour, in the order of appearance.
     let mut kinds: Vec<&str> = Vec::new();
     for case in report.cases.iter().filter(|case| case.case.starts_with(chart.cases)) {
@@ -119,21 +119,22 @@ fn draw(chart: &Chart, report: &Report, date: &str) -> Option<String> {
             kinds.push(kind);
             kinds.len() - 1
         });
-        let bar = svg::Bar { label: case.variant.clone(), colour, spread };
+        let bar = bars::Bar { label: case.variant.clone(), colour, spread };
         match rows.iter_mut().find(|row| row.label == label) {
             Some(row) => row.bars.push(bar),
-            None => rows.push(svg::Row { label: label.to_owned(), bars: vec![bar] }),
+            None => rows.push(bars::Row { label: label.to_owned(), bars: vec![bar] }),
         }
     }
     if rows.is_empty() {
-        return None;
+        return Ok(None);
     }
     let Machine { cpu, cores, memory_gib, kernel } = &report.machine;
     let notes = [
         format!("{}; {}", chart.figure.words(), chart.figure.of_rounds(report.rounds)),
         format!("{date}, {cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}"),
     ];
-    Some(svg::Picture { title: chart.title, notes: &notes, unit: chart.figure.unit(), rows: &rows }.svg())
+    let picture = bars::Picture { title: chart.title, notes: &notes, unit: chart.figure.unit(), rows: &rows };
+    picture.svg().map(Some)
 }
 
 #[cfg(test)]
@@ -156,7 +157,8 @@ mod tests {
     #[test]
     fn a_picture_shows_every_case_its_figures_and_where_they_come_from() {
         let report: Report = serde_json::from_str(RECORD).unwrap();
-        let svg = draw(chart(), &report, "2026-11-22").unwrap();
+        let draw = |report: &Report| draw(chart(), report, "2026-11-22").unwrap();
+        let svg = draw(&report).unwrap();
         for words in [
             "512 MiB, cold, over tcp at 1 GbE",
             "copied",
@@ -167,8 +169,8 @@ mod tests {
         ] {
             assert!(svg.contains(words), "{words:?} in {svg}");
         }
-        assert_eq!(Some(svg), draw(chart(), &report, "2026-11-22"));
-        assert_eq!(draw(chart(), &Report { cases: Vec::new(), ..report }, "2026-11-22"), None);
+        assert_eq!(Some(svg), draw(&report));
+        assert_eq!(draw(&Report { cases: Vec::new(), ..report }), None);
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
     let report = demonstrate(&options)?;
     tell(&report);
     if let Some((path, mut file)) = picture {
-        let written = file.write_all(report.trace().svg().as_bytes());
+        let written = file.write_all(report.trace().svg()?.as_bytes());
         written.with_context(|| format!("cannot write {}", path.display()))?;
         say!("  the rounds as a picture: {}", path.display());
     }
