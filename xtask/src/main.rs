@@ -1,10 +1,11 @@
-//! `cargo xtask setup|test|demo|bench|fuzz|tsan|messages`: what a developer, and the machine that checks a change, run.
+//! `cargo xtask setup|test|demo|bench|dist|fuzz|tsan|messages`: what a developer, and the machine that checks a change, run.
 //!
 //! Law: every command does its own set-up, needs no input, and ends with a line that says how it went.
 
 use std::process::ExitCode;
 
 mod demo;
+mod dist;
 mod docs;
 mod fuzz;
 mod messages;
@@ -26,6 +27,7 @@ usage: cargo xtask COMMAND
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
   bench NAME ...     release builds, then `limosa-bench NAME ...`
   bench --plot       pictures of the records (docs/benchmarks/*.json), beside them
+  dist               release build, then target/dist/limosa, stripped, and target/dist/limosa.debug beside it
   fuzz [--seconds N] [TARGET...]
                      every fuzz target, or those named, N seconds each (60)
   tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer
@@ -44,6 +46,7 @@ fn main() -> ExitCode {
         ("demo", []) => demo::run(),
         ("bench", [plot]) if plot == "--plot" => plot::run(),
         ("bench", names) => program::bench(names),
+        ("dist", []) => dist::run(),
         ("fuzz", rest) => fuzz::run(rest),
         ("tsan", rest) => tsan::run(rest),
         ("messages", rest) => messages::run(rest),
