@@ -194,7 +194,7 @@ fn the_rounds_are_drawn() {
     let path = folder.path().join("rounds.svg");
     let (report, _) = live(&["--write-trace", path.to_str().unwrap()]);
     let svg = std::fs::read_to_string(path).unwrap();
-    assert!(svg.starts_with("<svg ") && svg.contains("stands still"), "{svg}");
+    assert!(svg.starts_with("<svg ") && svg.contains("paused for"), "{svg}");
     let rounds = report["source"]["rounds"].as_array().unwrap().len();
     assert_eq!(svg.matches("class=\"fill\"").count(), rounds);
 }
