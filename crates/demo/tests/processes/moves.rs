@@ -196,7 +196,8 @@ fn the_rounds_are_drawn() {
     let svg = std::fs::read_to_string(path).unwrap();
     assert!(svg.starts_with("<svg ") && svg.contains("paused for"), "{svg}");
     let rounds = report["source"]["rounds"].as_array().unwrap().len();
-    assert_eq!(svg.matches("class=\"fill\"").count(), rounds);
+    let areas = svg.matches(r##"<polygon opacity="0.2" fill="#2F83C5""##).count();
+    assert_eq!(areas, rounds, "an area for each round: {svg}");
 }
 
 #[test]

@@ -170,7 +170,7 @@ fn a_word_that_is_cut_anywhere_leaves_a_whole_vm_undecided() {
         let (heard, outcome) = run(&vm, &script.before, &READY, &script.after[..at]);
         let ArrivalOutcome::Undecided(arrived) = outcome else { panic!("cut at {at}: {outcome:?}") };
         assert_eq!((vm.started(), heard), (0, said(&READY)), "cut at {at}");
-        assert!(arrived.why().to_string().contains("word"), "{}", arrived.why());
+        assert!(arrived.why().to_string().contains("before it allowed the VM to run"), "{}", arrived.why());
         arrived.start().unwrap();
         assert_eq!(vm.started(), 1);
         assert_memory(&vm);

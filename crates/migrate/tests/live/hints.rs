@@ -502,7 +502,7 @@ fn hints_are_refused_where_nobody_sees_what_the_guest_writes() {
                     wait (hint_wait)";
     assert_eq!(at_once, expected);
     let unseen = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
-    assert!(unseen.contains("guest memory is written by vCPUs, and no dirty log sees that"), "{unseen}");
+    assert!(unseen.contains("guest memory is written by vCPUs without a dirty log"), "{unseen}");
     // A VM that says that nobody writes is moved without a log; but a guest that tells its free pages is one that runs.
     let vm = TestVm { writers: Writers::NONE, ..vm };
     let silent = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);

@@ -89,7 +89,7 @@ fn limited_process() {
     });
     if contents == "much" {
         let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
-        assert!(error.to_string().contains("no memory left for RAM block ram"), "{error}");
+        assert!(error.to_string().contains("out of memory for RAM block ram"), "{error}");
         assert_eq!(vm.started(), 0);
         return;
     }

@@ -352,7 +352,10 @@ fn a_page_that_another_mapping_has_touched_is_not_taken_for_one_that_has_come() 
         outcome
     });
     let ArrivalOutcome::Paused(paused) = outcome else { panic!("{outcome:?}") };
-    assert!(paused.why().to_string().contains("page 5 of RAM block ram is there and has never come"), "{paused:?}");
+    assert!(
+        paused.why().to_string().contains("page 5 of RAM block ram is present but was never received"),
+        "{paused:?}"
+    );
     assert_eq!((paused.missing_pages(), vm.fill_of(0, 4)), (63, 4));
     paused.discard();
 }

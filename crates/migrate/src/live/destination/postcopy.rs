@@ -377,7 +377,7 @@ impl<'l, 'a> Connection<'l, 'a> {
     fn follow(&self, records: Records) -> Result<(), MigrateError> {
         let waker = self.live.faults.waker();
         let spawned = |name: &str| thread::Builder::new().name(name.into());
-        let read = thread::scope(|scope| {
+        thread::scope(|scope| {
             let faults =
                 spawned("faults").spawn_scoped(scope, || self.answer_faults().map_err(|error| self.fail(error)));
             let preempt = self.preempt.as_ref().map(|channel| {
@@ -390,13 +390,10 @@ impl<'l, 'a> Connection<'l, 'a> {
             if let Some(channel) = &self.preempt {
                 let _ = channel.shutdown(How::Both);
             }
-            if read.is_err() {
-                self.close();
-            }
-            read
-        });
-        // What a thread failed with is the cause; that the channels were closed is what it led to.
-        read.map_err(|error| self.failure().unwrap_or(error))
+            // The first failure is the cause: a thread that failed has closed the channels, and closing them here makes the
+            // threads that still use them fail.
+            read.map_err(|error| self.failure().unwrap_or(error)).inspect_err(|_| self.close())
+        })
     }
 
     fn answer_faults(&self) -> Result<(), MigrateError> {
