@@ -1,6 +1,67 @@
-//! Offsets that cannot be mixed up.
+//! Offsets and numbers of clusters that cannot be mixed up.
 
 use std::fmt;
+use std::ops::{Add, AddAssign, Range, Sub};
+
+/// What all of them can do: a length is added, and the difference of two is a length.
+macro_rules! position {
+    ($name:ident) => {
+        impl Add<u64> for $name {
+            type Output = Self;
+
+            fn add(self, length: u64) -> Self {
+                Self(self.0 + length)
+            }
+        }
+
+        impl AddAssign<u64> for $name {
+            fn add_assign(&mut self, length: u64) {
+                self.0 += length;
+            }
+        }
+
+        impl Sub for $name {
+            type Output = u64;
+
+            fn sub(self, other: Self) -> u64 {
+                self.0 - other.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    };
+}
+
+/// What offsets can do besides; `unit` is a power of two.
+macro_rules! offset {
+    ($name:ident) => {
+        position!($name);
+
+        impl $name {
+            /// The beginning of the unit that it is in.
+            pub(crate) const fn align_down(self, unit: u64) -> Self {
+                Self(self.0 & !(unit - 1))
+            }
+
+            /// Bytes from the beginning of the unit that it is in.
+            pub(crate) const fn within(self, unit: u64) -> u64 {
+                self.0 & (unit - 1)
+            }
+
+            pub(crate) const fn saturating_add(self, length: u64) -> Self {
+                Self(self.0.saturating_add(length))
+            }
+
+            pub(crate) fn checked_add(self, length: u64) -> Option<Self> {
+                self.0.checked_add(length).map(Self)
+            }
+        }
+    };
+}
 
 /// Bytes from the beginning of the disk that the guest sees.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -10,14 +71,62 @@ pub struct GuestOffset(pub u64);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostOffset(pub u64);
 
-impl fmt::Display for GuestOffset {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
+/// The number of a cluster of an image's file.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct HostCluster(pub(crate) u64);
+
+/// What leads from guest offsets to host offsets, for bytes that lie together on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shift(u64);
+
+offset!(GuestOffset);
+offset!(HostOffset);
+position!(HostCluster);
+
+impl GuestOffset {
+    /// Itself, or the beginning of the next unit.
+    pub(crate) const fn align_up(self, unit: u64) -> Self {
+        Self(self.0.next_multiple_of(unit))
+    }
+
+    /// As [`Self::align_up`].
+    pub(crate) fn checked_align_up(self, unit: u64) -> Option<Self> {
+        self.0.checked_next_multiple_of(unit).map(Self)
     }
 }
 
-impl fmt::Display for HostOffset {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
+impl HostOffset {
+    /// The cluster that it is in.
+    pub(crate) const fn cluster(self, cluster_bits: u32) -> HostCluster {
+        HostCluster(self.0 >> cluster_bits)
     }
+}
+
+impl HostCluster {
+    /// Where it begins.
+    pub(crate) const fn begin(self, cluster_bits: u32) -> HostOffset {
+        HostOffset(self.0 << cluster_bits)
+    }
+}
+
+impl Shift {
+    /// What is at `guest` lies at `host`.
+    pub(crate) const fn between(guest: GuestOffset, host: HostOffset) -> Self {
+        Self(host.0.wrapping_sub(guest.0))
+    }
+
+    /// Where what is at `guest` lies.
+    pub(crate) const fn host(self, guest: GuestOffset) -> HostOffset {
+        HostOffset(guest.0.wrapping_add(self.0))
+    }
+
+    /// Whether both sides are alike within units of this size, a power of two.
+    pub(crate) const fn is_aligned(self, unit: u64) -> bool {
+        self.0 & (unit - 1) == 0
+    }
+}
+
+/// Bytes, or clusters, of a range.
+pub(crate) fn length<T: Copy + PartialOrd + Sub<Output = u64>>(range: &Range<T>) -> u64 {
+    if range.start < range.end { range.end - range.start } else { 0 }
 }

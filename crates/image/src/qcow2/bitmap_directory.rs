@@ -5,6 +5,7 @@
 
 use limosa_storage::{Buffer, Storage};
 
+use super::feature::Features;
 use super::field::Fields;
 use super::header::Header;
 use crate::error::ImageError;
@@ -53,11 +54,36 @@ pub async fn read(storage: &dyn Storage, header: &Header) -> Result<Vec<Bitmap>,
     Ok(entries(storage, header).await?.into_iter().map(|entry| entry.bitmap).collect())
 }
 
+impl Header {
+    /// Before the first write into an image: clears the autoclear bits that limosa does not know, durably. `keep_bitmaps`: the
+    /// writer keeps the bitmaps up. Otherwise those that follow the disk are marked as in use; if their directory cannot be gone
+    /// through, their bit is cleared, too.
+    ///
+    /// # Errors
+    /// What the storage says.
+    pub async fn begin_writing(&mut self, storage: &dyn Storage, keep_bitmaps: bool) -> Result<(), ImageError> {
+        let mut clear = self.features.unknown_autoclear();
+        if !keep_bitmaps {
+            match mark_in_use(storage, self).await {
+                Ok(()) => {}
+                Err(ImageError::Corrupt { .. }) => clear |= Features::BITMAPS,
+                Err(error) => return Err(error),
+            }
+        }
+        if self.features.autoclear & clear != 0 {
+            self.features.autoclear &= !clear;
+            self.write_fields(storage).await?;
+            storage.flush().await?;
+        }
+        Ok(())
+    }
+}
+
 /// Marks, durably, those bitmaps as in use that would have to follow the disk.
 ///
 /// # Errors
 /// As [`read`].
-pub(super) async fn mark_in_use(storage: &dyn Storage, header: &Header) -> Result<(), ImageError> {
+async fn mark_in_use(storage: &dyn Storage, header: &Header) -> Result<(), ImageError> {
     let mut marked = false;
     for entry in entries(storage, header).await?.into_iter().filter(|entry| entry.bitmap.auto && !entry.bitmap.in_use) {
         // Four bytes in one sector: they are written or not. Marked without need is no harm.

@@ -22,23 +22,21 @@ mod copied;
 mod counts;
 mod examine;
 pub(super) mod extend;
-mod fit_bitmaps;
+pub(super) mod fit_bitmaps;
 mod ledger;
 mod rebuild;
 mod repair;
 mod report;
-mod resize;
 mod roots;
 mod runs;
 mod stored;
-mod tables;
+pub(super) mod tables;
 mod taken;
 mod unshare;
 mod walk;
 
 pub use repair::repair;
 pub use report::{CheckOptions, CheckReport, Finding, FindingKind, Repair};
-pub use resize::{ResizeOptions, resize};
 
 /// Checks a qcow2 image, and changes nothing.
 ///

@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use limosa_storage::{Buffer, Storage};
 
-use super::bitmap_directory;
 use super::entry::EntryRules;
 use super::extension::{BitmapsExtension, Extensions, until_zero};
 use super::feature::{Features, Named};
@@ -439,29 +438,6 @@ impl Header {
     /// What the storage says.
     pub async fn write_fields(&self, storage: &dyn Storage) -> Result<(), ImageError> {
         Ok(storage.write(0, Buffer::copied(&self.encode_fields()).into()).await?)
-    }
-
-    /// Before the first write into an image: clears the autoclear bits that limosa does not know, durably. `keep_bitmaps`: whoever
-    /// writes keeps the bitmaps up. Otherwise those that follow the disk are marked as in use; if their directory cannot be gone
-    /// through, their bit is cleared, too.
-    ///
-    /// # Errors
-    /// What the storage says.
-    pub async fn begin_writing(&mut self, storage: &dyn Storage, keep_bitmaps: bool) -> Result<(), ImageError> {
-        let mut clear = self.features.unknown_autoclear();
-        if !keep_bitmaps {
-            match bitmap_directory::mark_in_use(storage, self).await {
-                Ok(()) => {}
-                Err(ImageError::Corrupt { .. }) => clear |= Features::BITMAPS,
-                Err(error) => return Err(error),
-            }
-        }
-        if self.features.autoclear & clear != 0 {
-            self.features.autoclear &= !clear;
-            self.write_fields(storage).await?;
-            storage.flush().await?;
-        }
-        Ok(())
     }
 
     /// Bytes of the header without its extensions.

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::entry::{EntryFault, L1Entry};
 use super::geometry::Geometry;
 use super::locks::{Rank, RankedRwLock};
+use crate::offset::HostOffset;
 
 /// Bytes of the table that are written at once.
 const BLOCK: u64 = 4096;
@@ -20,7 +21,7 @@ pub(super) struct L1 {
 #[derive(Debug, Default)]
 struct Table {
     /// Where it lies.
-    at: u64,
+    at: HostOffset,
     words: Vec<u64>,
     /// Blocks that differ from the file.
     dirty: BTreeSet<u64>,
@@ -35,14 +36,21 @@ pub(super) enum L1Fault {
     Entry(EntryFault),
 }
 
+/// A part of the table to be written: where, and its bytes as they were.
+pub(super) struct CapturedBlock {
+    number: u64,
+    pub(super) at: HostOffset,
+    pub(super) bytes: Vec<u8>,
+}
+
 impl L1 {
-    pub(super) fn new(at: u64, bytes: &[u8], geometry: Geometry) -> Self {
+    pub(super) fn new(at: HostOffset, bytes: &[u8], geometry: Geometry) -> Self {
         let words = bytes.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
         Self { table: Rank::L1.rw_lock(Table { at, words, dirty: BTreeSet::new() }), geometry }
     }
 
     /// Where it lies, and how many entries it has.
-    pub(super) fn place(&self) -> (u64, usize) {
+    pub(super) fn place(&self) -> (HostOffset, usize) {
         let table = self.table.read();
         (table.at, table.words.len())
     }
@@ -62,33 +70,34 @@ impl L1 {
     }
 
     /// It lies at `at` now, and has as many entries as there is room for.
-    pub(super) fn moved(&self, at: u64, entries: usize) {
+    pub(super) fn moved(&self, at: HostOffset, entries: usize) {
         let mut table = self.table.write();
         table.at = at;
         table.words.resize(entries, 0);
     }
 
     /// All L2 tables.
-    pub(super) fn tables(&self) -> Vec<u64> {
+    pub(super) fn tables(&self) -> Vec<HostOffset> {
         let table = self.table.read();
         let entries = table.words.iter().filter_map(|word| L1Entry::decode(*word, &self.geometry).ok());
-        entries.filter_map(|entry| entry.table.map(|at| at.0)).collect()
+        entries.filter_map(|entry| entry.table).collect()
     }
 
-    /// The blocks that differ from the file: numbers for [`L1::not_written`], where they belong, and their bytes.
-    pub(super) fn capture(&self) -> Vec<(u64, u64, Vec<u8>)> {
+    /// The blocks that differ from the file.
+    pub(super) fn capture(&self) -> Vec<CapturedBlock> {
         let mut table = self.table.write();
         let dirty = std::mem::take(&mut table.dirty);
         let block = |block: u64| {
             let begin = usize::try_from(block * (BLOCK / 8)).unwrap_or(usize::MAX);
             let rest = table.words.get(begin..).unwrap_or_default();
             let words = rest.iter().take(BLOCK_ENTRIES);
-            (block, table.at + block * BLOCK, words.flat_map(|word| word.to_be_bytes()).collect())
+            let bytes = words.flat_map(|word| word.to_be_bytes()).collect();
+            CapturedBlock { number: block, at: table.at + block * BLOCK, bytes }
         };
         dirty.into_iter().map(block).collect()
     }
 
-    pub(super) fn not_written(&self, blocks: impl IntoIterator<Item = u64>) {
-        self.table.write().dirty.extend(blocks);
+    pub(super) fn not_written(&self, blocks: &[CapturedBlock]) {
+        self.table.write().dirty.extend(blocks.iter().map(|block| block.number));
     }
 }

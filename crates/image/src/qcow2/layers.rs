@@ -5,18 +5,20 @@ use std::ops::Range;
 
 use limosa_storage::{Buffer, IoVector};
 
+use crate::offset::GuestOffset;
+
 /// What stands where; what is put later covers what was there.
 #[derive(Debug, Default)]
 pub(super) struct Layers {
     /// By where they begin: where they end, and the bytes.
-    pieces: BTreeMap<u64, (u64, IoVector)>,
+    pieces: BTreeMap<GuestOffset, (GuestOffset, IoVector)>,
 }
 
 impl Layers {
-    pub(super) fn put(&mut self, at: u64, bytes: IoVector) {
+    pub(super) fn put(&mut self, at: GuestOffset, bytes: IoVector) {
         let end = at + bytes.len() as u64;
         let first = self.pieces.range(..at).next_back().map_or(at, |(begin, _)| *begin);
-        let covered: Vec<u64> = self.pieces.range(first..end).map(|(begin, _)| *begin).collect();
+        let covered: Vec<GuestOffset> = self.pieces.range(first..end).map(|(begin, _)| *begin).collect();
         for begin in covered {
             let Some((until, old)) = self.pieces.remove(&begin) else { continue };
             if begin < at {
@@ -32,13 +34,13 @@ impl Layers {
     }
 
     /// What remains of a piece that began at `begin`.
-    fn keep(&mut self, range: Range<u64>, begin: u64, bytes: &IoVector) {
-        let index = |at: u64| usize::try_from(at - begin).unwrap_or(usize::MAX);
+    fn keep(&mut self, range: Range<GuestOffset>, begin: GuestOffset, bytes: &IoVector) {
+        let index = |at: GuestOffset| usize::try_from(at - begin).unwrap_or(usize::MAX);
         self.pieces.insert(range.start, (range.end, bytes.slice(index(range.start)..index(range.end))));
     }
 
     /// All that is in `range`, with zeros where nothing was put.
-    pub(super) fn run(&self, range: &Range<u64>, zeros: &Buffer) -> IoVector {
+    pub(super) fn run(&self, range: &Range<GuestOffset>, zeros: &Buffer) -> IoVector {
         let mut run = IoVector::new();
         let mut pos = range.start;
         let first = self.pieces.range(..range.start).next_back().map_or(range.start, |(begin, _)| *begin);
@@ -48,7 +50,7 @@ impl Layers {
                 continue;
             }
             push_zeros(&mut run, from - pos, zeros);
-            let index = |at: u64| usize::try_from(at - begin).unwrap_or(usize::MAX);
+            let index = |at: GuestOffset| usize::try_from(at - *begin).unwrap_or(usize::MAX);
             run.append(bytes.slice(index(from)..index(to)));
             pos = to;
         }
@@ -64,6 +66,13 @@ pub(super) fn push_zeros(run: &mut IoVector, mut length: u64, zeros: &Buffer) {
         run.push(zeros.slice(0..part));
         length -= part as u64;
     }
+}
+
+/// `length` bytes of a vector, from `from` on.
+pub(super) fn part_of(vector: &IoVector, from: u64, length: u64) -> IoVector {
+    // A request's length came from a vector's, so it is an index.
+    let index = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+    vector.slice(index(from)..index(from + length))
 }
 
 #[cfg(test)]
@@ -83,10 +92,10 @@ mod tests {
             let mut model = [0_u8; 128];
             for (value, (at, len)) in (1..).zip(puts) {
                 let bytes = vec![value; len];
-                layers.put(at as u64, Buffer::copied(&bytes).into());
+                layers.put(GuestOffset(at as u64), Buffer::copied(&bytes).into());
                 model[at..at + len].copy_from_slice(&bytes);
             }
-            let run = layers.run(&(start as u64..(start + len) as u64), &Buffer::zeroed(7));
+            let run = layers.run(&(GuestOffset(start as u64)..GuestOffset((start + len) as u64)), &Buffer::zeroed(7));
             prop_assert_eq!(run.to_vec(), &model[start..start + len]);
         }
     }

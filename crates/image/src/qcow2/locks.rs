@@ -22,8 +22,8 @@ pub(super) enum Rank {
     Jobs,
     /// What a job has gathered, or where it writes.
     Job,
-    /// Jobs that nobody waits for any more.
-    Abandoned,
+    /// Jobs that nothing waits for any more.
+    DroppedJobs,
     /// The flush under way, and the next one.
     Flushes,
     /// The last change of refcounts or of the header.

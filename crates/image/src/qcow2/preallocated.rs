@@ -4,14 +4,18 @@
 //! call for every run of clusters, so it is asked where it can say something: in files that take up much less than the clusters that
 //! the refcounts count. So does QEMU, whose map says the same.
 
-use limosa_storage::Buffer;
+use std::sync::Arc;
 
+use async_lock::OnceCell;
+
+use super::context::Context;
 use super::header::Header;
-use super::image::Inner;
+use super::header_owner::HeaderOwner;
 use super::refcount_array;
 use crate::disk::MapKind;
 use crate::error::ImageError;
 use crate::holes::{alike, inside, taken};
+use crate::offset::HostOffset;
 
 /// Bytes of refcounts that are read at once.
 const PIECE: u64 = 64 << 10;
@@ -24,18 +28,29 @@ fn needed(taken: u64, all: u64) -> Option<u64> {
     (needed <= all).then_some(needed)
 }
 
-impl Inner {
+pub(super) struct Preallocated {
+    context: Arc<Context>,
+    header: Arc<HeaderOwner>,
+    /// Whether clusters that count as contents may be holes in the file, once that was found out.
+    known: OnceCell<bool>,
+}
+
+impl Preallocated {
+    pub(super) const fn new(context: Arc<Context>, header: Arc<HeaderOwner>) -> Self {
+        Self { context, header, known: OnceCell::new() }
+    }
+
     /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are no zeros: who
     /// reads is told that contents are lost.
-    pub(super) async fn written(&self, host: u64, length: u64) -> Result<(u64, MapKind), ImageError> {
-        if !*self.preallocated.get_or_init(|| self.is_preallocated()).await {
+    pub(super) async fn written(&self, host: HostOffset, length: u64) -> Result<(u64, MapKind), ImageError> {
+        if !*self.known.get_or_init(|| self.is_preallocated()).await {
             return Ok((length, MapKind::Data));
         }
-        let (alike, is_zero) = alike(&*self.data, &(host..host.saturating_add(length)))?;
+        let (alike, is_zero) = alike(&**self.context.data(), &(host.0..host.0.saturating_add(length)))?;
         if !is_zero {
             return Ok((alike, MapKind::Data));
         }
-        Ok(match inside(&*self.data, host, alike, self.geometry.cluster_size())? {
+        Ok(match inside(&**self.context.data(), host.0, alike, self.context.geometry().cluster_size())? {
             0 => (length, MapKind::Data),
             alike => (alike, MapKind::Preallocated),
         })
@@ -43,9 +58,12 @@ impl Inner {
 
     /// Whether the file takes up much less than the clusters that are in use. Of refcounts that cannot be read: no.
     async fn is_preallocated(&self) -> bool {
-        let Some((taken, length)) = taken(&*self.file).zip(self.file.length().ok()) else { return false };
-        let (taken, all) = (self.geometry.clusters(taken), self.geometry.clusters(length));
-        let header = self.header.lock().clone();
+        let Some((taken, length)) = taken(&**self.context.file()).zip(self.context.file().length().ok()) else {
+            return false;
+        };
+        let geometry = self.context.geometry();
+        let (taken, all) = (geometry.clusters(taken), geometry.clusters(length));
+        let header = self.header.now();
         match needed(taken, all) {
             Some(needed) => self.counts_to(needed, all, &header).await.unwrap_or(false),
             None => false,
@@ -54,15 +72,15 @@ impl Inner {
 
     /// Whether at least `needed` of the first `all` clusters are in use.
     async fn counts_to(&self, needed: u64, all: u64, header: &Header) -> Result<bool, ImageError> {
-        let per_block = self.geometry.refcounts_per_block();
+        let per_block = self.context.geometry().refcounts_per_block();
         let (mut found, mut block) = (0, 0);
         let table = all.div_ceil(per_block).min(header.refcount_table_bytes() / 8) * 8;
         for at in (0..table).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX)) {
-            let entries = self.bytes(header.refcount_table.0.0 + at, PIECE.min(table - at)).await?;
+            let entries = self.context.read_file(header.refcount_table.0 + at, PIECE.min(table - at)).await?;
             for entry in entries.as_chunks().0 {
-                let place = u64::from_be_bytes(*entry) & BLOCK;
+                let place = HostOffset(u64::from_be_bytes(*entry) & BLOCK);
                 let clusters = per_block.min(all - block * per_block);
-                if place != 0 {
+                if place.0 != 0 {
                     found += self.count_block(place, clusters, needed - found).await?;
                 }
                 if found >= needed {
@@ -75,12 +93,12 @@ impl Inner {
     }
 
     /// How many of the first clusters of a refcount block are in use, as far as it is `needed` to know.
-    async fn count_block(&self, place: u64, clusters: u64, needed: u64) -> Result<u64, ImageError> {
-        let order = self.geometry.refcount_order;
+    async fn count_block(&self, place: HostOffset, clusters: u64, needed: u64) -> Result<u64, ImageError> {
+        let order = self.context.geometry().refcount_order;
         let bytes = (clusters << order).div_ceil(8);
         let (mut found, mut left) = (0, clusters);
         for at in (0..bytes).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX)) {
-            let refcounts = self.bytes(place.saturating_add(at), PIECE.min(bytes - at)).await?;
+            let refcounts = self.context.read_file(place.saturating_add(at), PIECE.min(bytes - at)).await?;
             let here = left.min((PIECE * 8) >> order);
             let counts =
                 (0..usize::try_from(here).unwrap_or(0)).map(|index| refcount_array::get(&refcounts, order, index));
@@ -91,12 +109,6 @@ impl Inner {
             }
         }
         Ok(found)
-    }
-
-    async fn bytes(&self, at: u64, length: u64) -> Result<Vec<u8>, ImageError> {
-        let buffer = Buffer::zeroed(usize::try_from(length).unwrap_or(0));
-        self.file.read(at, buffer.clone().into()).await?;
-        Ok(buffer.to_vec())
     }
 }
 

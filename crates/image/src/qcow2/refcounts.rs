@@ -1,115 +1,164 @@
 //! Refcounts in memory: the refcount table as a whole, and a bounded number of slices of refcount blocks.
 //!
 //! Law: a refcount is raised here before anything refers to its cluster, and lowered only when nothing in the file refers to it any
-//! more. Slices may therefore be written at any time.
+//! more. Slices may therefore be written at any time. Everything that changes refcounts is carried out within
+//! [`HeaderOwner::exclusively`](super::header_owner::HeaderOwner::exclusively).
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
-use futures_util::future::join_all;
-use limosa_storage::Buffer;
+use limosa_storage::{Buffer, IoVector};
 
+use super::context::Context;
 use super::counters::Purpose;
-use super::image::Inner;
+use super::locks::{Rank, RankedMutex};
 use super::refcount_array;
 use crate::error::ImageError;
+use crate::offset::{HostCluster, HostOffset};
 
 /// Bits of a table's entry that say where the block lies.
 const BLOCK: u64 = !511;
 /// The fewest slices that are kept.
 const FEWEST: usize = 16;
 
-#[derive(Debug)]
 pub(super) struct Refcounts {
-    /// Where the refcount table lies.
-    pub(super) table_at: u64,
-    /// Where the blocks lie; 0: there is none, and all its refcounts are 0.
-    pub(super) blocks: Vec<u64>,
-    slots: HashMap<u64, Slot>,
+    context: Arc<Context>,
+    cache: RankedMutex<Cache>,
+    /// The most slices that are kept.
     most: usize,
-    /// The logarithm of a slice's bytes.
-    bits: u32,
 }
 
-#[derive(Debug)]
+struct Cache {
+    /// Where the refcount table lies.
+    table_at: HostOffset,
+    /// Where the blocks lie; 0: there is none, and all its refcounts are 0.
+    blocks: Vec<u64>,
+    slots: HashMap<HostOffset, Slot>,
+}
+
 struct Slot {
     bytes: Vec<u8>,
     dirty: bool,
 }
 
-/// Where a refcount stands.
+/// Where a refcount is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RefcountPlace {
+pub(super) struct RefcountAddress {
     /// The slice.
-    pub(super) key: u64,
+    pub(super) slice: HostOffset,
     /// Which one in the slice it is.
     pub(super) index: usize,
     /// How many are in the slice from it on, itself included.
     pub(super) left: u64,
 }
 
-impl Refcounts {
-    pub(super) fn new(table_at: u64, table: &[u8], size: u64, bits: u32) -> Self {
-        let blocks = table.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
-        let most = usize::try_from(size >> bits).unwrap_or(usize::MAX).max(FEWEST);
-        Self { table_at, blocks, slots: HashMap::new(), most, bits }
+/// Why a refcount was not lowered.
+#[derive(Debug)]
+pub(super) enum LowerError {
+    /// It is 0 already.
+    Zero(HostCluster),
+    Other(ImageError),
+}
+
+impl From<ImageError> for LowerError {
+    fn from(error: ImageError) -> Self {
+        Self::Other(error)
     }
 }
 
+fn words(table: &[u8]) -> Vec<u64> {
+    table.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect()
+}
+
 impl Refcounts {
+    pub(super) fn new(context: Arc<Context>, table_at: HostOffset, table: &[u8]) -> Self {
+        let most = usize::try_from((context.options().cache_size / 4) >> context.slice_bits()).unwrap_or(usize::MAX);
+        let cache = Cache { table_at, blocks: words(table), slots: HashMap::new() };
+        Self { context, cache: Rank::Refcounts.mutex(cache), most: most.max(FEWEST) }
+    }
+
+    /// Where the refcount table lies, and its entries.
+    pub(super) fn table(&self) -> (HostOffset, Vec<u64>) {
+        let cache = self.cache.lock();
+        (cache.table_at, cache.blocks.clone())
+    }
+
+    /// Where the refcount table lies, and how many entries it has.
+    pub(super) fn table_place(&self) -> (HostOffset, usize) {
+        let cache = self.cache.lock();
+        (cache.table_at, cache.blocks.len())
+    }
+
+    /// Where refcount blocks lie.
+    pub(super) fn blocks(&self) -> Vec<HostOffset> {
+        self.cache.lock().blocks.iter().copied().filter(|at| *at != 0).map(HostOffset).collect()
+    }
+
+    /// An entry of the table leads to this block now.
+    pub(super) fn has_block(&self, index: usize, at: HostOffset) {
+        if let Some(block) = self.cache.lock().blocks.get_mut(index) {
+            *block = at.0;
+        }
+    }
+
+    /// The table lies here now, and has these entries.
+    pub(super) fn has_table(&self, table_at: HostOffset, blocks: Vec<u64>) {
+        let mut cache = self.cache.lock();
+        cache.table_at = table_at;
+        cache.blocks = blocks;
+    }
+
     /// Forgets what blocks say that differ in nothing from the file: others are about to change them there.
-    pub(super) fn forget(&mut self) {
-        self.slots.retain(|_, slot| slot.dirty);
+    pub(super) fn forget(&self) {
+        self.cache.lock().slots.retain(|_, slot| slot.dirty);
     }
 
-    /// The table lies at `table_at` now.
-    pub(super) fn has_table(&mut self, table_at: u64, table: &[u8]) {
-        self.table_at = table_at;
-        self.blocks = table.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
+    /// Takes the table from the file, where others have changed it.
+    pub(super) async fn read_table(&self, at: HostOffset, length: u64) -> Result<(), ImageError> {
+        let table = self.context.read_file(at, length).await?;
+        self.has_table(at, words(&table));
+        Ok(())
     }
-}
 
-impl Inner {
-    /// Where the refcount of a cluster stands; `None`: it has no block.
-    pub(super) fn refcount_place(&self, cluster: u64) -> Result<Option<RefcountPlace>, ImageError> {
-        let per_block = self.geometry.refcounts_per_block();
-        let refcounts = self.refcounts.lock();
-        let number = cluster / per_block;
-        let Some(block) = usize::try_from(number).ok().and_then(|number| refcounts.blocks.get(number)) else {
+    /// Where the refcount of a cluster is found; `None`: it has no block.
+    pub(super) fn address(&self, cluster: HostCluster) -> Result<Option<RefcountAddress>, ImageError> {
+        let geometry = self.context.geometry();
+        let per_block = geometry.refcounts_per_block();
+        let cache = self.cache.lock();
+        let number = cluster.0 / per_block;
+        let Some(block) = usize::try_from(number).ok().and_then(|number| cache.blocks.get(number)) else {
             return Ok(None);
         };
         if *block == 0 {
             return Ok(None);
         }
-        let at = *block & BLOCK;
-        if at != *block || at & (self.geometry.cluster_size() - 1) != 0 {
-            let table = format!("refcount table at {:#x}, entry {number}", refcounts.table_at);
-            return Err(self.corrupt(table, format!("{block:#x} is not where a refcount block can lie")));
+        let at = HostOffset(*block & BLOCK);
+        if at.0 != *block || at.within(geometry.cluster_size()) != 0 {
+            let table = format!("refcount table at {}, entry {number}", cache.table_at);
+            return Err(self.context.corrupt(table, format!("{block:#x} is not where a refcount block can lie")));
         }
-        let per_slice = (8 << refcounts.bits) >> self.geometry.refcount_order;
-        let inside = cluster % per_block;
+        let slice_size = 1 << self.context.slice_bits();
+        let per_slice = (8 * slice_size) >> geometry.refcount_order;
+        let inside = cluster.0 % per_block;
         let index = usize::try_from(inside % per_slice).unwrap_or(usize::MAX);
-        let key = at + inside / per_slice * (1 << refcounts.bits);
-        Ok(Some(RefcountPlace { key, index, left: per_slice - inside % per_slice }))
+        let slice = at + inside / per_slice * slice_size;
+        Ok(Some(RefcountAddress { slice, index, left: per_slice - inside % per_slice }))
     }
 
-    /// Looks at a slice's bytes, reading it if need be. Only within [`Inner::exclusively`].
-    pub(super) async fn refcount_slice<R>(&self, key: u64, look: impl FnOnce(&[u8]) -> R) -> Result<R, ImageError> {
-        self.load_refcounts(key).await?;
-        let refcounts = self.refcounts.lock();
-        let bytes = refcounts.slots.get(&key).map(|slot| &slot.bytes[..]);
+    /// Looks at a slice's bytes, reading it if need be.
+    pub(super) async fn look<R>(&self, slice: HostOffset, look: impl FnOnce(&[u8]) -> R) -> Result<R, ImageError> {
+        self.load(slice).await?;
+        let cache = self.cache.lock();
+        let bytes = cache.slots.get(&slice).map(|slot| &slot.bytes[..]);
         Ok(look(bytes.unwrap_or_default()))
     }
 
-    /// Changes a slice's bytes. Only within [`Inner::exclusively`].
-    pub(super) async fn change_refcounts<R>(
-        &self,
-        key: u64,
-        change: impl FnOnce(&mut [u8]) -> R,
-    ) -> Result<R, ImageError> {
-        self.load_refcounts(key).await?;
-        let mut refcounts = self.refcounts.lock();
-        Ok(match refcounts.slots.get_mut(&key) {
+    /// Changes a slice's bytes.
+    async fn change<R>(&self, slice: HostOffset, change: impl FnOnce(&mut [u8]) -> R) -> Result<R, ImageError> {
+        self.load(slice).await?;
+        let mut cache = self.cache.lock();
+        Ok(match cache.slots.get_mut(&slice) {
             Some(slot) => {
                 slot.dirty = true;
                 change(&mut slot.bytes)
@@ -118,66 +167,60 @@ impl Inner {
         })
     }
 
-    async fn load_refcounts(&self, key: u64) -> Result<(), ImageError> {
+    async fn load(&self, slice: HostOffset) -> Result<(), ImageError> {
         let full = {
-            let refcounts = self.refcounts.lock();
-            if refcounts.slots.contains_key(&key) {
+            let cache = self.cache.lock();
+            if cache.slots.contains_key(&slice) {
                 return Ok(());
             }
-            refcounts.slots.len() >= refcounts.most
+            cache.slots.len() >= self.most
         };
         if full {
-            self.write_refcounts().await?;
-            self.refcounts.lock().slots.retain(|_, slot| slot.dirty);
+            self.write().await?;
+            self.forget();
         }
-        let size = 1_usize << self.refcounts.lock().bits;
-        let block = key & !(self.geometry.cluster_size() - 1);
-        self.admit_table("refcount block", block, &(key..key.saturating_add(size as u64)))?;
-        let buffer = Buffer::zeroed(size);
-        self.counters.add(Purpose::RefcountRead, size as u64);
-        self.file.read(key, buffer.clone().into()).await?;
-        let slot = Slot { bytes: buffer.to_vec(), dirty: false };
-        self.refcounts.lock().slots.entry(key).or_insert(slot);
+        let size = 1 << self.context.slice_bits();
+        let block = slice.align_down(self.context.geometry().cluster_size());
+        self.context.admit_table("refcount block", block, &(slice..slice.saturating_add(size)))?;
+        let bytes = self.context.read_table(Purpose::RefcountRead, slice, size).await?;
+        self.cache.lock().slots.entry(slice).or_insert(Slot { bytes, dirty: false });
         Ok(())
     }
 
     /// Whether any refcounts have to be written.
-    pub(super) fn refcounts_differ(&self) -> bool {
-        self.refcounts.lock().slots.values().any(|slot| slot.dirty)
+    pub(super) fn differ(&self) -> bool {
+        self.cache.lock().slots.values().any(|slot| slot.dirty)
     }
 
-    /// Writes all slices that differ from the file. Only within [`Inner::exclusively`].
-    pub(super) async fn write_refcounts(&self) -> Result<(), ImageError> {
-        let mut captured = Vec::new();
-        for (key, slot) in self.refcounts.lock().slots.iter_mut().filter(|(_, slot)| slot.dirty) {
+    /// Writes all slices that differ from the file.
+    pub(super) async fn write(&self) -> Result<(), ImageError> {
+        let mut captured: Vec<(HostOffset, IoVector)> = Vec::new();
+        for (slice, slot) in self.cache.lock().slots.iter_mut().filter(|(_, slot)| slot.dirty) {
             slot.dirty = false;
-            captured.push((*key, slot.bytes.clone()));
+            captured.push((*slice, Buffer::copied(&slot.bytes).into()));
         }
-        let writes = captured.iter().map(|(key, bytes)| {
-            self.counters.add(Purpose::RefcountWrite, bytes.len() as u64);
-            self.file.write(*key, Buffer::copied(bytes).into())
-        });
-        let results = join_all(writes).await;
-        let mut refcounts = self.refcounts.lock();
-        for ((key, _), result) in captured.iter().zip(&results) {
-            if let Some(slot) = refcounts.slots.get_mut(key) {
+        let writes =
+            captured.iter().map(|(at, bytes)| self.context.write_table(Purpose::RefcountWrite, *at, bytes.clone()));
+        let results = futures_util::future::join_all(writes).await;
+        let mut cache = self.cache.lock();
+        for ((slice, _), result) in captured.iter().zip(&results) {
+            if let Some(slot) = cache.slots.get_mut(slice) {
                 slot.dirty |= result.is_err();
             }
         }
-        drop(refcounts);
-        results.into_iter().collect::<Result<(), _>>()?;
-        Ok(())
+        drop(cache);
+        results.into_iter().collect()
     }
 
-    /// Has `count` clusters from `first` on, whose refcounts stand in one slice, counted once. Only within [`Inner::exclusively`].
-    pub(super) async fn take(&self, first: u64, count: u64) -> Result<(), ImageError> {
-        let Some(place) = self.refcount_place(first)? else {
-            return Err(self.corrupt(format!("refcount of cluster {first:#x}"), "it has no refcount block"));
+    /// Has `count` clusters from `first` on, whose refcounts are in one slice, counted once.
+    pub(super) async fn count_once(&self, first: HostCluster, count: u64) -> Result<(), ImageError> {
+        let Some(address) = self.address(first)? else {
+            return Err(self.context.corrupt(format!("refcount of cluster {first}"), "it has no refcount block"));
         };
-        let order = self.geometry.refcount_order;
+        let order = self.context.geometry().refcount_order;
         let count = usize::try_from(count).unwrap_or(usize::MAX);
-        self.change_refcounts(place.key, |bytes| {
-            for index in place.index..place.index.saturating_add(count) {
+        self.change(address.slice, |bytes| {
+            for index in address.index..address.index.saturating_add(count) {
                 // All are in the slice, and 1 fits into a bit.
                 let _ = refcount_array::set(bytes, order, index, 1);
             }
@@ -185,38 +228,28 @@ impl Inner {
         .await
     }
 
-    /// Lowers refcounts by one. Those that nobody refers to any more, in order: runs of clusters. Only within
-    /// [`Inner::exclusively`].
-    pub(super) async fn lower(self: &Arc<Self>, first: u64, count: u64) -> Result<Vec<(u64, u64)>, ImageError> {
-        let order = self.geometry.refcount_order;
-        let mut free: Vec<(u64, u64)> = Vec::new();
-        for cluster in first..first.saturating_add(count) {
-            let lowered = match self.refcount_place(cluster)? {
+    /// Lowers refcounts by one: those clusters that nothing refers to any more, in order.
+    pub(super) async fn lower(&self, clusters: &Range<HostCluster>) -> Result<Vec<Range<HostCluster>>, LowerError> {
+        let order = self.context.geometry().refcount_order;
+        let mut free: Vec<Range<HostCluster>> = Vec::new();
+        for cluster in (clusters.start.0..clusters.end.0).map(HostCluster) {
+            let lowered = match self.address(cluster)? {
                 None => None,
-                Some(place) => {
-                    self.change_refcounts(place.key, |bytes| {
-                        let lowered =
-                            refcount_array::get(bytes, order, place.index).and_then(|count| count.checked_sub(1));
-                        lowered.filter(|count| refcount_array::set(bytes, order, place.index, *count))
+                Some(RefcountAddress { slice, index, .. }) => {
+                    self.change(slice, |bytes| {
+                        let lowered = refcount_array::get(bytes, order, index).and_then(|count| count.checked_sub(1));
+                        lowered.filter(|count| refcount_array::set(bytes, order, index, *count))
                     })
                     .await?
                 }
             };
             match lowered {
                 Some(0) => match free.last_mut() {
-                    Some((first, count)) if *first + *count == cluster => *count += 1,
-                    _ => free.push((cluster, 1)),
+                    Some(run) if run.end == cluster => run.end += 1,
+                    _ => free.push(cluster..cluster + 1),
                 },
                 Some(_) => {}
-                None => {
-                    let at = cluster << self.geometry.cluster_bits;
-                    return Err(self
-                        .broken_now(
-                            format!("refcount of the cluster at {at:#x}"),
-                            "it is 0, and the cluster was in use",
-                        )
-                        .await);
-                }
+                None => return Err(LowerError::Zero(cluster)),
             }
         }
         Ok(free)

@@ -5,18 +5,12 @@
 //! anybody waits.
 
 use std::collections::{HashMap, VecDeque};
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use futures_util::future::Shared;
-
 use super::locks::{Rank, RankedGuard, RankedMutex};
-use crate::error::ImageError;
-
-/// Something that several requests wait for: whoever of them is polled drives it. It borrows nothing.
-pub(super) type Flight = Shared<Pin<Box<dyn Future<Output = Result<(), ImageError>> + Send>>>;
+use super::shared_future::SharedFuture;
+use crate::offset::HostOffset;
 
 /// The most shards; fewer if the cache is small.
 const SHARDS: usize = 16;
@@ -33,12 +27,12 @@ pub(super) struct Slices {
 }
 
 #[derive(Default)]
-pub(super) struct Shard {
-    slots: HashMap<u64, Slot>,
+struct Shard {
+    slots: HashMap<HostOffset, Slot>,
     /// In the order in which they are looked at when one has to go.
-    order: VecDeque<u64>,
+    order: VecDeque<HostOffset>,
     /// Slices that are being read.
-    pub(super) loading: HashMap<u64, Flight>,
+    loading: HashMap<HostOffset, SharedFuture>,
 }
 
 struct Slot {
@@ -50,8 +44,8 @@ struct Slot {
 }
 
 /// A slice to be written: where, and its bytes as they were.
-pub(super) struct Captured {
-    pub(super) at: u64,
+pub(super) struct CapturedSlice {
+    pub(super) at: HostOffset,
     pub(super) bytes: Vec<u8>,
 }
 
@@ -72,14 +66,14 @@ impl Slices {
         1 << self.bits
     }
 
-    pub(super) fn shard(&self, key: u64) -> RankedGuard<MutexGuard<'_, Shard>> {
-        let index = usize::try_from(key >> self.bits).unwrap_or(0) % self.shards.len();
+    fn shard(&self, key: HostOffset) -> RankedGuard<MutexGuard<'_, Shard>> {
+        let index = usize::try_from(key.0 >> self.bits).unwrap_or(0) % self.shards.len();
         let [first, ..] = &*self.shards else { unreachable!("there is at least one shard") };
         self.shards.get(index).unwrap_or(first).lock()
     }
 
     /// Looks at a slice, if it is here.
-    pub(super) fn get<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
+    pub(super) fn get<R>(&self, key: HostOffset, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
         let mut shard = self.shard(key);
         let slot = shard.slots.get_mut(&key)?;
         slot.recent = true;
@@ -87,7 +81,7 @@ impl Slices {
     }
 
     /// Changes a slice, if it is here.
-    pub(super) fn change<R>(&self, key: u64, change: impl FnOnce(&mut [u64]) -> R) -> Option<R> {
+    pub(super) fn change<R>(&self, key: HostOffset, change: impl FnOnce(&mut [u64]) -> R) -> Option<R> {
         let mut shard = self.shard(key);
         let slot = shard.slots.get_mut(&key)?;
         slot.recent = true;
@@ -104,7 +98,7 @@ impl Slices {
     }
 
     /// Keeps a slice that was read; what is here already stays.
-    pub(super) fn insert(&self, key: u64, words: Box<[u64]>) -> Result<(), Full> {
+    pub(super) fn insert(&self, key: HostOffset, words: Box<[u64]>) -> Result<(), Full> {
         let mut shard = self.shard(key);
         let shard = &mut *shard;
         if shard.slots.contains_key(&key) {
@@ -130,9 +124,14 @@ impl Slices {
         Ok(())
     }
 
+    /// Where the slices of a table begin.
+    fn keys(&self, table: HostOffset, length: u64) -> impl Iterator<Item = HostOffset> {
+        (table.0..table.0.saturating_add(length)).step_by(1 << self.bits).map(HostOffset)
+    }
+
     /// Forgets the slices of a table whose cluster gets other contents.
-    pub(super) fn forget(&self, table: u64, length: u64) {
-        for key in (table..table.saturating_add(length)).step_by(1 << self.bits) {
+    pub(super) fn forget(&self, table: HostOffset, length: u64) {
+        for key in self.keys(table, length) {
             let mut shard = self.shard(key);
             if let Some(slot) = shard.slots.remove(&key) {
                 shard.order.retain(|other| *other != key);
@@ -144,13 +143,23 @@ impl Slices {
     }
 
     /// The readings of a table's slices that were begun, and are not over.
-    pub(super) fn loading_within(&self, table: u64, length: u64) -> Vec<Flight> {
-        let keys = (table..table.saturating_add(length)).step_by(1 << self.bits);
-        keys.filter_map(|key| self.shard(key).loading.get(&key).cloned()).collect()
+    pub(super) fn loading_within(&self, table: HostOffset, length: u64) -> Vec<SharedFuture> {
+        self.keys(table, length).filter_map(|key| self.shard(key).loading.get(&key).cloned()).collect()
+    }
+
+    /// The reading of a slice, which is begun if it is not under way.
+    pub(super) fn loading(&self, key: HostOffset, begin: impl FnOnce() -> SharedFuture) -> SharedFuture {
+        self.shard(key).loading.entry(key).or_insert_with(begin).clone()
+    }
+
+    /// The reading of a slice is over.
+    pub(super) fn loaded(&self, key: HostOffset) {
+        let future = self.shard(key).loading.remove(&key);
+        drop(future);
     }
 
     /// Copies of all slices that differ from the file: they are being written from now on, until [`Slices::written`].
-    pub(super) fn capture(&self) -> Vec<Captured> {
+    pub(super) fn capture(&self) -> Vec<CapturedSlice> {
         let mut captured = Vec::new();
         for shard in &self.shards {
             let mut shard = shard.lock();
@@ -158,8 +167,10 @@ impl Slices {
                 slot.dirty = false;
                 slot.writing = true;
                 self.dirty.fetch_sub(1, Ordering::Relaxed);
-                captured
-                    .push(Captured { at: *at, bytes: slot.words.iter().flat_map(|word| word.to_be_bytes()).collect() });
+                captured.push(CapturedSlice {
+                    at: *at,
+                    bytes: slot.words.iter().flat_map(|word| word.to_be_bytes()).collect(),
+                });
             }
         }
         captured.sort_unstable_by_key(|slice| slice.at);
@@ -167,7 +178,7 @@ impl Slices {
     }
 
     /// These were written, or could not be.
-    pub(super) fn written(&self, keys: impl IntoIterator<Item = u64>, fine: bool) {
+    pub(super) fn written(&self, keys: impl IntoIterator<Item = HostOffset>, fine: bool) {
         for key in keys {
             if let Some(slot) = self.shard(key).slots.get_mut(&key) {
                 slot.writing = false;
@@ -180,10 +191,10 @@ impl Slices {
     }
 
     /// Lets go of everything that is being read.
-    pub(super) fn drop_flights(&self) {
+    pub(super) fn clear(&self) {
         for shard in &self.shards {
-            let flights = std::mem::take(&mut shard.lock().loading);
-            drop(flights);
+            let futures = std::mem::take(&mut shard.lock().loading);
+            drop(futures);
         }
     }
 }
@@ -200,31 +211,33 @@ mod tests {
     fn a_slice_that_differs_from_the_file_stays_until_it_is_written() {
         let slices = Slices::new(0, 9);
         for key in 0..FEWEST as u64 {
-            assert!(slices.insert(key * 512, words(key)).is_ok());
-            slices.change(key * 512, |words| words[0] = 7).unwrap();
+            assert!(slices.insert(HostOffset(key * 512), words(key)).is_ok());
+            slices.change(HostOffset(key * 512), |words| words[0] = 7).unwrap();
         }
         assert!(slices.presses());
-        let Err(Full(back)) = slices.insert(1 << 20, words(9)) else { panic!("there was room") };
+        let Err(Full(back)) = slices.insert(HostOffset(1 << 20), words(9)) else { panic!("there was room") };
         let captured = slices.capture();
         assert_eq!(captured.len(), FEWEST);
         assert_eq!(
             (captured[1].at, &captured[1].bytes[..16]),
-            (512, &[0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 1][..])
+            (HostOffset(512), &[0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 1][..])
         );
-        let Err(Full(back)) = slices.insert(1 << 20, back) else { panic!("one that was being written went") };
+        let Err(Full(back)) = slices.insert(HostOffset(1 << 20), back) else {
+            panic!("one that was being written went")
+        };
         slices.written(captured[1..].iter().map(|slice| slice.at), true);
-        slices.written([0], false);
-        assert!(slices.insert(1 << 20, back).is_ok());
-        assert_eq!(slices.get(0, |words| words[0]), Some(7));
+        slices.written([HostOffset(0)], false);
+        assert!(slices.insert(HostOffset(1 << 20), back).is_ok());
+        assert_eq!(slices.get(HostOffset(0), |words| words[0]), Some(7));
         assert_eq!(slices.capture().len(), 1);
     }
 
     #[test]
     fn what_is_here_is_not_replaced_by_what_was_read() {
         let slices = Slices::new(1 << 20, 12);
-        assert!(slices.insert(4096, words(1)).is_ok() && slices.insert(4096, words(2)).is_ok());
-        assert_eq!(slices.get(4096, |words| words[0]), Some(1));
-        slices.forget(0, 65536);
-        assert_eq!(slices.get(4096, |words| words[0]), None);
+        assert!(slices.insert(HostOffset(4096), words(1)).is_ok() && slices.insert(HostOffset(4096), words(2)).is_ok());
+        assert_eq!(slices.get(HostOffset(4096), |words| words[0]), Some(1));
+        slices.forget(HostOffset(0), 65536);
+        assert_eq!(slices.get(HostOffset(4096), |words| words[0]), None);
     }
 }

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use limosa_image::Preallocation;
 use limosa_image::qcow2::bitmap_directory;
-use limosa_image::qcow2::check::{Repair, ResizeOptions, repair};
+use limosa_image::qcow2::check::{Repair, repair};
 use limosa_image::qcow2::header::Header;
+use limosa_image::qcow2::resize::ResizeOptions;
 use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::{qemu_img, qemu_io};
 

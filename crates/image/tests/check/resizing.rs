@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_image::qcow2::check::{ResizeOptions, resize};
 use limosa_image::qcow2::header::Header;
 use limosa_image::qcow2::image::Parts;
+use limosa_image::qcow2::resize::{ResizeOptions, resize};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, ImageError, Preallocation};
 use limosa_storage::testing::{Chance, Loss, PowerCut};

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 use limosa_image::chain::{self, OpenOptions};
 use limosa_image::probe::Format;
-use limosa_image::qcow2::check as resize;
+use limosa_image::qcow2::resize;
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk as _, Preallocation};
 use limosa_storage::{Storage, block_on};

@@ -25,7 +25,11 @@ const fn clusters(bitmap: &Bitmap, size: u64, geometry: &Geometry) -> u64 {
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: one of them was not put away, or would be too large for a disk of `size` bytes.
-pub(super) async fn lay_aside(storage: &dyn Storage, header: &mut Header, size: u64) -> Result<bool, ImageError> {
+pub(in super::super) async fn lay_aside(
+    storage: &dyn Storage,
+    header: &mut Header,
+    size: u64,
+) -> Result<bool, ImageError> {
     if header.bitmaps().is_none() {
         return Ok(false);
     }
@@ -49,7 +53,7 @@ pub(super) async fn lay_aside(storage: &dyn Storage, header: &mut Header, size: 
 
 /// Fits the bitmaps to the disk that was of `old` bytes and is of another size now, and has the header speak of them again, durably. What is new of the
 /// disk is not marked in them, as the stock tool has it, but where the cluster of a bitmap said in one word that all is.
-pub(super) async fn put_back(storage: &dyn Storage, header: &mut Header, old: u64) -> Result<(), ImageError> {
+pub(in super::super) async fn put_back(storage: &dyn Storage, header: &mut Header, old: u64) -> Result<(), ImageError> {
     let mut with = header.clone();
     with.features.autoclear |= Features::BITMAPS;
     for entry in bitmap_directory::entries(storage, &with).await? {

@@ -9,25 +9,25 @@ const PIECE: u64 = 1 << 20;
 const AHEAD: u64 = 8 << 20;
 
 /// The bytes at a place; zeros behind the end.
-pub(super) async fn bytes(storage: &dyn Storage, at: u64, length: u64) -> Result<Vec<u8>, StorageError> {
+pub(in super::super) async fn bytes(storage: &dyn Storage, at: u64, length: u64) -> Result<Vec<u8>, StorageError> {
     let buffer = Buffer::zeroed(usize::try_from(length.min(AHEAD)).unwrap_or(0));
     storage.read(at, buffer.clone().into()).await?;
     Ok(buffer.to_vec())
 }
 
 /// Writes bytes.
-pub(super) async fn put(storage: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), StorageError> {
+pub(in super::super) async fn put(storage: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), StorageError> {
     storage.write(at, Buffer::copied(bytes).into()).await
 }
 
 /// The numbers in a table's bytes.
-pub(super) fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
+pub(in super::super) fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
     bytes.as_chunks::<8>().0.iter().map(|entry| u64::from_be_bytes(*entry))
 }
 
 /// The parts in which a table of `bytes` at `at` is read, as far as it lies in a file of so many bytes: what is behind has no
 /// entries.
-pub(super) fn pieces(at: u64, bytes: u64, file: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(in super::super) fn pieces(at: u64, bytes: u64, file: u64) -> impl Iterator<Item = (u64, u64)> {
     let end = at.saturating_add(bytes).min(file.max(at));
     (at..end)
         .step_by(usize::try_from(PIECE).unwrap_or(1))

@@ -8,6 +8,8 @@
 
 use std::ops::Range;
 
+use crate::offset::{GuestOffset, Shift, length};
+
 /// The most bytes that are read in vain to save an operation.
 const WASTE: u64 = 16 << 10;
 
@@ -16,31 +18,31 @@ const WASTE: u64 = 16 << 10;
 pub(super) enum Origin {
     /// The backing image.
     Backing,
-    /// The data storage; guest offset plus this, wrapping, is where.
-    Host(u64),
+    /// The data storage.
+    Host(Shift),
     /// The compressed cluster whose guest offset this is.
-    Compressed(u64),
+    Compressed(GuestOffset),
 }
 
 /// Contents that have to stand beside the guest's bytes, at guest offsets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
-    pub(super) range: Range<u64>,
+    pub(super) range: Range<GuestOffset>,
     pub(super) origin: Origin,
 }
 
-/// Contents that lie together: from guest offset `range.start` on, in the storage of this number, `delta` further on (wrapping).
+/// Contents that lie together in the storage of this number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Source {
-    pub(super) range: Range<u64>,
+    pub(super) range: Range<GuestOffset>,
     /// Which contents: others have their own there.
     pub(super) origin: Origin,
-    pub(super) delta: u64,
+    pub(super) shift: Shift,
     pub(super) storage: usize,
 }
 
 impl Source {
-    pub(super) fn holds(&self, origin: Origin, range: &Range<u64>) -> bool {
+    pub(super) fn holds(&self, origin: Origin, range: &Range<GuestOffset>) -> bool {
         self.origin == origin && self.range.start <= range.start && range.end <= self.range.end
     }
 }
@@ -49,9 +51,9 @@ impl Source {
 #[derive(Debug, Clone)]
 pub(super) struct Want {
     /// What has to be right afterwards, the guest's bytes among it.
-    pub(super) fill: Range<u64>,
+    pub(super) fill: Range<GuestOffset>,
     /// The guest's bytes.
-    pub(super) data: Range<u64>,
+    pub(super) data: Range<GuestOffset>,
     /// Contents beside them; all the rest is zeros. In order, outside `data`.
     pub(super) contents: Vec<Part>,
     /// The storage proves that the new place reads as zeros.
@@ -66,7 +68,7 @@ pub(super) struct Plan {
     /// What is shared: then nothing is read, and nothing but the guest's bytes is written.
     pub(super) clones: Vec<Source>,
     pub(super) reads: Vec<Part>,
-    pub(super) write: Range<u64>,
+    pub(super) write: Range<GuestOffset>,
     /// Nothing but the guest's bytes is written: others may write theirs beside them.
     pub(super) open: bool,
 }
@@ -89,28 +91,28 @@ impl Want {
     }
 
     /// What is written, all in all.
-    fn written(&self) -> Range<u64> {
+    fn written(&self) -> Range<GuestOffset> {
         let mut all = if self.zeroed { self.data.clone() } else { self.fill.clone() };
         for part in &self.contents {
             all = all.start.min(part.range.start)..all.end.max(part.range.end);
         }
         // Zeros may be written all over the fill: a storage with blocks would otherwise have to read around the ends.
-        let start = (all.start & !(self.align - 1)).max(self.fill.start.min(all.start));
-        let end = all.end.checked_next_multiple_of(self.align).unwrap_or(all.end).min(self.fill.end.max(all.end));
+        let start = all.start.align_down(self.align).max(self.fill.start.min(all.start));
+        let end = all.end.checked_align_up(self.align).unwrap_or(all.end).min(self.fill.end.max(all.end));
         start..end
     }
 
     /// Whether it is worth it to find out where contents lie: a copy of them would be one of `least` bytes or more.
     pub(super) fn may_clone(&self, least: u64) -> bool {
-        let copied: u64 = self.contents.iter().map(|part| part.range.end - part.range.start).sum();
+        let copied: u64 = self.contents.iter().map(|part| length(&part.range)).sum();
         // Parts of blocks would be filled up by the storage with what it reads.
-        let whole = (self.data.start | self.data.end) & (self.align - 1) == 0;
+        let whole = self.data.start.within(self.align) == 0 && self.data.end.within(self.align) == 0;
         whole && copied > 0 && copied >= least
     }
 
     /// The plan that clones all contents in whole blocks, and then writes the guest's bytes only; `None`: they do not lie so, something
-    /// else would have to be written, or it would take more operations. Guest offset plus `to`, wrapping, is the new place.
-    pub(super) fn cloning(&self, sources: &[Source], block: u64, to: u64) -> Option<Plan> {
+    /// else would have to be written, or it would take more operations. `to`: the new place.
+    pub(super) fn cloning(&self, sources: &[Source], block: u64, to: Shift) -> Option<Plan> {
         let mut clones: Vec<Source> = Vec::new();
         for part in &self.contents {
             let range = whole_blocks(&part.range, block)?;
@@ -121,7 +123,7 @@ impl Want {
             match clones.last_mut() {
                 // What lies between is written over: to share it, too, costs nothing.
                 Some(last)
-                    if (last.origin, last.storage, last.delta) == (source.origin, source.storage, source.delta)
+                    if (last.origin, last.storage, last.shift) == (source.origin, source.storage, source.shift)
                         && self.is_data(&(last.range.end..range.start)) =>
                 {
                     last.range.end = range.end;
@@ -130,20 +132,20 @@ impl Want {
             }
         }
         let reads = self.copying().reads.len();
-        let aligned = clones.iter().all(|clone| (clone.delta | to) & (block - 1) == 0);
+        let aligned = to.is_aligned(block) && clones.iter().all(|clone| clone.shift.is_aligned(block));
         if clones.is_empty() || clones.len() > reads || !aligned || !(self.zeroed || self.is_filled(&clones)) {
             return None;
         }
         Some(Plan { clones, reads: Vec::new(), write: self.data.clone(), open: false })
     }
 
-    fn is_data(&self, range: &Range<u64>) -> bool {
+    fn is_data(&self, range: &Range<GuestOffset>) -> bool {
         range.start >= range.end || (self.data.start <= range.start && range.end <= self.data.end)
     }
 
     /// Whether the clones and the guest's bytes leave nothing to be filled.
     fn is_filled(&self, clones: &[Source]) -> bool {
-        let mut filled: Vec<&Range<u64>> = clones.iter().map(|clone| &clone.range).collect();
+        let mut filled: Vec<&Range<GuestOffset>> = clones.iter().map(|clone| &clone.range).collect();
         filled.push(&self.data);
         filled.sort_unstable_by_key(|range| range.start);
         let reached =
@@ -158,16 +160,32 @@ impl Want {
 }
 
 /// The blocks that a range touches.
-pub(super) fn whole_blocks(range: &Range<u64>, block: u64) -> Option<Range<u64>> {
-    Some(range.start & !(block - 1)..range.end.checked_next_multiple_of(block)?)
+pub(super) fn whole_blocks(range: &Range<GuestOffset>, block: u64) -> Option<Range<GuestOffset>> {
+    Some(range.start.align_down(block)..range.end.checked_align_up(block)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::offset::HostOffset;
 
-    const K: u64 = 1 << 10;
-    const CLUSTER: Range<u64> = 640 * K..704 * K;
+    const CLUSTER: Range<GuestOffset> = GuestOffset(640 << 10)..GuestOffset(704 << 10);
+
+    /// KiB from the beginning of the disk.
+    struct K;
+
+    impl std::ops::Mul<K> for u64 {
+        type Output = GuestOffset;
+
+        fn mul(self, _: K) -> GuestOffset {
+            GuestOffset(self * 1024)
+        }
+    }
+
+    /// So many bytes further on.
+    const fn by(bytes: u64) -> Shift {
+        Shift::between(GuestOffset(0), HostOffset(bytes))
+    }
 
     /// 4 KiB at 16 KiB of a cluster of 64 KiB.
     fn want() -> Want {
@@ -175,7 +193,7 @@ mod tests {
         Want { fill: CLUSTER, data, contents: Vec::new(), zeroed: false, align: 512 }
     }
 
-    fn backed(range: Range<u64>) -> Part {
+    fn backed(range: Range<GuestOffset>) -> Part {
         Part { range, origin: Origin::Backing }
     }
 
@@ -185,12 +203,12 @@ mod tests {
     }
 
     /// A plan of one write.
-    fn written(range: Range<u64>, open: bool) -> Plan {
+    fn written(range: Range<GuestOffset>, open: bool) -> Plan {
         Plan { clones: Vec::new(), reads: Vec::new(), write: range, open }
     }
 
     /// What is read, and what is written.
-    fn steps(want: &Want) -> (Vec<Part>, Range<u64>) {
+    fn steps(want: &Want) -> (Vec<Part>, Range<GuestOffset>) {
         let plan = want.copying();
         (plan.reads, plan.write)
     }
@@ -205,7 +223,7 @@ mod tests {
 
     #[test]
     fn a_middle_of_up_to_16_kib_is_read_in_vain_and_a_longer_one_is_skipped() {
-        let with = |data: Range<u64>| {
+        let with = |data: Range<GuestOffset>| {
             let want = Want { data, ..want() };
             Want { contents: around(&want), ..want }
         };
@@ -218,7 +236,7 @@ mod tests {
 
     #[test]
     fn only_a_head_or_only_a_tail_is_one_read() {
-        let with = |data: Range<u64>| {
+        let with = |data: Range<GuestOffset>| {
             let want = Want { data, ..want() };
             steps(&Want { contents: around(&want), ..want })
         };
@@ -246,14 +264,14 @@ mod tests {
 
     #[test]
     fn contents_from_different_places_are_read_each_on_its_own() {
-        let host = Part { range: 640 * K..656 * K, origin: Origin::Host(0x5_0000) };
+        let host = Part { range: 640 * K..656 * K, origin: Origin::Host(by(0x5_0000)) };
         let tail = backed(660 * K..704 * K);
         let want = Want { contents: vec![host.clone(), tail.clone()], ..want() };
         assert_eq!(steps(&want), (vec![host, tail], CLUSTER));
     }
 
     #[test]
-    fn zeros_are_written_up_to_whole_blocks_and_nobody_may_write_beside_them() {
+    fn zeros_are_written_up_to_whole_blocks_and_others_may_not_write_along() {
         let data = 656 * K + 512..657 * K;
         let want = Want { data: data.clone(), zeroed: true, align: 4096, ..want() };
         assert_eq!(want.copying(), written(656 * K..660 * K, false));
@@ -262,12 +280,12 @@ mod tests {
         assert_eq!(steps(&Want { fill: data.clone(), ..want }), (vec![], data));
     }
 
-    const LARGE: Range<u64> = 2048 * K..3072 * K;
-    /// Whence from a guest offset to the new place.
-    const TO: u64 = 512 * K;
+    const LARGE: Range<GuestOffset> = GuestOffset(2 << 20)..GuestOffset(3 << 20);
+    /// The new place.
+    const TO: Shift = by(512 << 10);
 
     /// A write to a cluster of 1 MiB that has contents all around.
-    fn large(data: Range<u64>) -> Want {
+    fn large(data: Range<GuestOffset>) -> Want {
         let sides = [LARGE.start..data.start, data.end..LARGE.end];
         let contents = sides.into_iter().filter(|side| !side.is_empty());
         let contents = contents.map(|range| Part { range, origin: Origin::Backing }).collect();
@@ -276,16 +294,16 @@ mod tests {
 
     /// All in one place.
     fn together() -> Vec<Source> {
-        vec![Source { range: LARGE, origin: Origin::Backing, delta: 64 * K, storage: 0 }]
+        vec![Source { range: LARGE, origin: Origin::Backing, shift: by(64 << 10), storage: 0 }]
     }
 
-    fn clones(want: &Want, sources: &[Source]) -> Option<Vec<Range<u64>>> {
-        let plan = want.cloning(sources, 4 * K, TO)?;
+    fn clones(want: &Want, sources: &[Source]) -> Option<Vec<Range<GuestOffset>>> {
+        let plan = want.cloning(sources, 4096, TO)?;
         assert_eq!((plan.reads, &plan.write, plan.open), (Vec::new(), &want.data, false));
         Some(plan.clones.into_iter().map(|clone| clone.range).collect())
     }
 
-    fn one(range: Range<u64>) -> Option<Vec<Range<u64>>> {
+    fn one(range: Range<GuestOffset>) -> Option<Vec<Range<GuestOffset>>> {
         Some(std::iter::once(range).collect())
     }
 
@@ -293,7 +311,7 @@ mod tests {
     fn a_cluster_is_cloned_as_a_whole_and_the_guests_bytes_are_written_over_it() {
         // However long they are.
         for end in [2052, 2052 + 512] {
-            assert_eq!(clones(&large(2048 * K + 4 * K..end * K + 4 * K), &together()), one(LARGE));
+            assert_eq!(clones(&large(2048 * K + 4096..end * K + 4096), &together()), one(LARGE));
         }
         assert_eq!(clones(&large(2048 * K..2052 * K), &together()), one(2052 * K..LARGE.end));
     }
@@ -322,7 +340,7 @@ mod tests {
 
     #[test]
     fn what_lies_apart_is_cloned_apart_unless_it_takes_more_operations_than_a_copy() {
-        let apart = |data: &Range<u64>, storage| {
+        let apart = |data: &Range<GuestOffset>, storage| {
             let head = Source { range: LARGE.start..data.start, ..together().remove(0) };
             [head, Source { range: data.end..LARGE.end, storage, ..together().remove(0) }]
         };
@@ -341,11 +359,11 @@ mod tests {
     #[test]
     fn contents_are_cloned_from_where_they_are_and_not_from_what_lies_below_them() {
         let mut want = large(2100 * K..2200 * K);
-        let host = Origin::Host(8 * K);
+        let host = Origin::Host(by(8 << 10));
         want.contents[1].origin = host;
         // The backing image has something behind the head, too, which is not seen there.
         assert_eq!(clones(&want, &together()), None);
-        let own = Source { range: 2200 * K..LARGE.end, origin: host, delta: 8 * K, storage: 0 };
+        let own = Source { range: 2200 * K..LARGE.end, origin: host, shift: by(8 << 10), storage: 0 };
         let both = vec![LARGE.start..2100 * K, 2200 * K..LARGE.end];
         assert_eq!(clones(&want, &[together(), vec![own]].concat()), Some(both));
     }
@@ -353,17 +371,17 @@ mod tests {
     #[test]
     fn what_is_not_in_whole_blocks_on_both_sides_is_copied() {
         let data = 2048 * K..2052 * K;
-        let odd = vec![Source { delta: 64 * K + 512, ..together().remove(0) }];
+        let odd = vec![Source { shift: by((64 << 10) + 512), ..together().remove(0) }];
         assert_eq!(clones(&large(data.clone()), &odd), None);
-        assert_eq!(large(data.clone()).cloning(&together(), 4 * K, TO + 512), None);
-        assert!(large(data).cloning(&together(), 512, TO + 512).is_some());
+        assert_eq!(large(data.clone()).cloning(&together(), 4096, by((512 << 10) + 512)), None);
+        assert!(large(data).cloning(&together(), 512, by((512 << 10) + 512)).is_some());
     }
 
     #[test]
     fn little_is_copied_and_so_is_what_is_not_whole_blocks() {
         let usual = large(2048 * K..2052 * K);
-        assert!(usual.may_clone(1020 * K) && !usual.may_clone(1021 * K));
-        assert!(!Want { align: 8 * K, ..usual.clone() }.may_clone(0));
+        assert!(usual.may_clone(1020 << 10) && !usual.may_clone(1021 << 10));
+        assert!(!Want { align: 8 << 10, ..usual.clone() }.may_clone(0));
         assert!(!Want { contents: Vec::new(), ..usual }.may_clone(0));
     }
 }

@@ -9,24 +9,29 @@ use std::sync::{Arc, OnceLock};
 use futures_util::future::join_all;
 use limosa_storage::Storage;
 
-use super::counters::Purpose;
-use super::image::{CloneMode, Inner};
-use super::jobs::Place;
-use super::locks::{Rank, RankedMutex};
+use super::super::context::Context;
+use super::super::counters::Purpose;
+use super::super::locks::{Rank, RankedMutex};
+use super::super::options::CloneMode;
+use super::jobs::NewPlace;
 use super::plan::{Origin, Plan, Source, Want, whole_blocks};
 use crate::disk::{Disk, MapKind};
-use crate::offset::GuestOffset;
+use crate::offset::{GuestOffset, HostOffset, Shift, length};
 
 /// Where the contents from `at` on lie, and how many of them together, up to `end`.
-async fn in_backing(backing: &dyn Disk, at: u64, end: u64) -> Option<(Arc<dyn Storage>, u64, u64)> {
-    let (mut length, mut place) = (0, None);
+async fn in_backing(
+    backing: &dyn Disk,
+    at: GuestOffset,
+    end: GuestOffset,
+) -> Option<(Arc<dyn Storage>, HostOffset, u64)> {
+    let (mut length, mut place): (u64, Option<(u32, HostOffset)>) = (0, None);
     while at + length < end {
-        let found = backing.map(GuestOffset(at + length), end - at - length).await.ok()?;
-        let host = found.host.filter(|_| found.kind == MapKind::Data).map(|(_, host)| host.0);
+        let found = backing.map(at + length, end - at - length).await.ok()?;
+        let host = found.host.filter(|_| found.kind == MapKind::Data).map(|(_, host)| host);
         let Some(host) = host.filter(|_| found.length > 0) else { break };
         match place {
             None => place = Some((found.depth, host)),
-            Some((depth, first)) if depth == found.depth && host.checked_sub(length) == Some(first) => {}
+            Some((depth, first)) if depth == found.depth && first.checked_add(length) == Some(host) => {}
             Some(_) => break,
         }
         length += found.length;
@@ -35,22 +40,20 @@ async fn in_backing(backing: &dyn Disk, at: u64, end: u64) -> Option<(Arc<dyn St
     Some((backing.storage(depth)?, host, length.min(end - at)))
 }
 
-/// What is known of who can share with the data storage.
-#[derive(Debug)]
+/// Shares contents with the data storage, where it can.
 pub(super) struct Sharing {
+    context: Arc<Context>,
     /// What clones are aligned to, once it was asked.
     block: OnceLock<u64>,
     /// Those that cannot.
     refused: RankedMutex<Vec<Arc<dyn Storage>>>,
 }
 
-impl Default for Sharing {
-    fn default() -> Self {
-        Self { block: OnceLock::new(), refused: Rank::Refused.mutex(Vec::new()) }
-    }
-}
-
 impl Sharing {
+    pub(super) const fn new(context: Arc<Context>) -> Self {
+        Self { context, block: OnceLock::new(), refused: Rank::Refused.mutex(Vec::new()) }
+    }
+
     fn is_refused(&self, storage: &Arc<dyn Storage>) -> bool {
         self.refused.lock().iter().any(|refused| is_same(refused, storage))
     }
@@ -77,19 +80,19 @@ pub(super) struct Shareable {
 
 impl Shareable {
     /// The plan that clones what is wanted to a new place, if there is one.
-    pub(super) fn plan(&self, place: &Place, want: &Want) -> Option<Plan> {
-        want.cloning(&self.sources, self.block, place.host.wrapping_sub(place.guest.start))
+    pub(super) fn plan(&self, place: &NewPlace, want: &Want) -> Option<Plan> {
+        want.cloning(&self.sources, self.block, place.shift())
     }
 }
 
-impl Inner {
+impl Sharing {
     /// Where the contents lie, as far as they are in files that may share with ours; `None`: they are copied.
     pub(super) async fn shareable(&self, want: &Want) -> Option<Shareable> {
-        let CloneMode::From(least) = self.options.clone else { return None };
+        let CloneMode::From(least) = self.context.options().clone else { return None };
         if !want.may_clone(least) {
             return None;
         }
-        let block = *self.sharing.block.get_or_init(|| self.data.clone_block().max(1));
+        let block = *self.block.get_or_init(|| self.context.data().clone_block().max(1));
         let (mut sources, mut storages): (Vec<Source>, Vec<Arc<dyn Storage>>) = (Vec::new(), Vec::new());
         let last = whole_blocks(&want.contents.last()?.range, block)?.end;
         for part in &want.contents {
@@ -97,46 +100,46 @@ impl Inner {
             if sources.iter().any(|source| source.holds(part.origin, &range)) {
                 continue;
             }
-            let (storage, at, length) = match part.origin {
-                Origin::Host(delta) if !self.has_data_file => {
-                    (Arc::clone(&self.data), range.start.wrapping_add(delta), range.end - range.start)
+            let (storage, at, found) = match part.origin {
+                Origin::Host(shift) if !self.context.has_data_file() => {
+                    (Arc::clone(self.context.data()), shift.host(range.start), length(&range))
                 }
                 Origin::Backing => {
                     // In one that is written clusters go and are used anew.
-                    let backing = self.backing.as_ref().filter(|backing| backing.is_read_only())?;
-                    in_backing(&**backing, range.start, last.min(backing.len())).await?
+                    let backing = self.context.backing().filter(|backing| backing.is_read_only())?;
+                    in_backing(&**backing, range.start, last.min(GuestOffset(backing.len()))).await?
                 }
                 Origin::Host(_) | Origin::Compressed(_) => return None,
             };
-            if self.sharing.is_refused(&storage) {
+            if self.is_refused(&storage) {
                 return None;
             }
-            let length = length.min(storage.length().ok()?.checked_sub(at)?);
+            let found = found.min(storage.length().ok()?.checked_sub(at.0)?);
             let number = storages.iter().position(|known| is_same(known, &storage)).unwrap_or(storages.len());
             if number == storages.len() {
                 storages.push(storage);
             }
-            let end = range.start.checked_add(length)?;
-            let delta = at.wrapping_sub(range.start);
-            sources.push(Source { range: range.start..end, origin: part.origin, delta, storage: number });
+            let end = range.start.checked_add(found)?;
+            let shift = Shift::between(range.start, at);
+            sources.push(Source { range: range.start..end, origin: part.origin, shift, storage: number });
         }
         Some(Shareable { sources, storages, block })
     }
 
     /// Carries out the clones of a plan, all to their ends: what is left of those that succeeded, if one did not, is written over.
-    pub(super) async fn share(&self, place: &Place, plan: &Plan, known: &Shareable) -> bool {
+    pub(super) async fn share(&self, place: &NewPlace, plan: &Plan, known: &Shareable) -> bool {
         let clones = plan.clones.iter().map(|clone| async {
             let Some(storage) = known.storages.get(clone.storage) else { return false };
-            let (at, length) = (clone.range.start, clone.range.end - clone.range.start);
-            let to = place.host.wrapping_add(at.wrapping_sub(place.guest.start));
-            match (*self.data).clone_range(to, storage, at.wrapping_add(clone.delta), length).await {
+            let (at, length) = (clone.range.start, length(&clone.range));
+            let (from, to) = (clone.shift.host(at), place.host_of(at));
+            match (**self.context.data()).clone_range(to.0, storage, from.0, length).await {
                 Ok(true) => {
-                    self.counters.add(Purpose::Clone, length);
+                    self.context.counters().add(Purpose::Clone, length);
                     true
                 }
                 // Whatever the reason is: if the copy fails of it, too, that is told.
                 Ok(false) | Err(_) => {
-                    self.sharing.refuse(storage);
+                    self.refuse(storage);
                     false
                 }
             }

@@ -8,16 +8,14 @@ use std::sync::Arc;
 
 use limosa_storage::{Storage, ZeroHow};
 
-use super::super::entry::{COPIED, OFFSET};
-use super::super::geometry::Geometry;
-use super::super::grow;
-use super::super::header::Header;
-use super::super::image::{Parts, Qcow2, Qcow2Options};
-use super::extend::{extend, release};
-use super::fit_bitmaps;
-use super::repair::repair;
-use super::report::{CheckOptions, Repair};
-use super::tables;
+use super::check::extend::{extend, release};
+use super::check::{CheckOptions, Repair, fit_bitmaps, repair, tables};
+use super::entry::{COPIED, OFFSET};
+use super::geometry::Geometry;
+use super::grow;
+use super::header::Header;
+use super::image::{Parts, Qcow2};
+use super::options::Qcow2Options;
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
@@ -99,8 +97,7 @@ async fn grow(parts: Parts, size: u64, how: Preallocation) -> Result<(), ImageEr
     let (file, data_file, old) = (Arc::clone(&parts.file), parts.data_file.clone(), parts.header.size);
     let end = old.next_multiple_of(parts.header.geometry().cluster_size()).min(size);
     let disk = in_use(parts).await?;
-    disk.inner().begin_writing().await?;
-    disk.inner().hide(old, end).await?;
+    disk.hide(end).await?;
     disk.close().await?;
     let mut header = Header::read(&*file).await?;
     Growth { storage: &*file, data_file: data_file.as_deref(), old, size }.grow(&mut header, how).await

@@ -2,28 +2,28 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use limosa_storage::{IoVector, ZeroHow};
 
-use super::counters::Purpose;
-use super::entry::{L2Entry, Subclusters};
-use super::image::Inner;
+use super::super::counters::Purpose;
+use super::super::entry::{L2Entry, Subclusters};
+use super::super::layers::push_zeros;
+use super::super::locks::Rank;
+use super::super::lookup::{Extent, Kind, Lookup};
+use super::super::shared_future::SharedFuture;
+use super::Writer;
 use super::jobs::{Job, State};
-use super::layers::push_zeros;
-use super::locks::Rank;
-use super::look::{Kind, Look, Piece};
-use super::slices::Flight;
 use crate::error::ImageError;
+use crate::offset::{GuestOffset, HostOffset, length};
 
 /// The most zeros that are written at once where entries cannot say it.
 const PIECE: u64 = 2 << 20;
 
 /// What is to become of a part of the disk: it reads as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Zeroing {
+pub(in super::super) enum Zeroing {
     /// Space stays.
     Keep,
     /// Space is given back.
@@ -47,37 +47,42 @@ struct Rules {
 #[derive(Debug, Clone, Copy)]
 struct Reach {
     /// Where it ends.
-    end: u64,
+    end: GuestOffset,
     /// The whole clusters, or subclusters, of it end here; the one behind is cut by `end`.
-    whole: u64,
-    /// The same, with that one, if `end` is the disk's own: what lies behind it is nobody's.
-    last: u64,
+    whole: GuestOffset,
+    /// The same, with that one, if `end` is the disk's own: what lies behind it is not the guest's.
+    last: GuestOffset,
 }
 
 impl Reach {
     /// Up to where whole ones are zeroed in a disk that is now so long: what has come to it is the guest's.
-    const fn until(self, size: u64) -> u64 {
-        if size > self.end { self.whole } else { self.last }
+    const fn until(self, size: u64) -> GuestOffset {
+        if size > self.end.0 { self.whole } else { self.last }
     }
 }
 
-impl Inner {
+impl Writer {
     fn zero_rules(&self) -> Rules {
-        let raw_data = self.has_data_file && self.header.lock().features.raw_data_file();
-        Rules { backed: self.backing.is_some(), zero_flag: self.rules.version > 2, raw_data }
+        let context = &self.context;
+        let (backed, raw_data) = (context.backing().is_some(), context.has_raw_data_file());
+        Rules { backed, zero_flag: context.rules().version > 2, raw_data }
     }
 
     /// Has `length` bytes at `at` read as zeros.
-    pub(super) async fn zero(self: Arc<Self>, at: u64, length: u64, zeroing: Zeroing) -> Result<(), ImageError> {
-        self.begin_writing().await?;
-        let unit =
-            if zeroing == Zeroing::Discard { self.geometry.cluster_size() } else { self.geometry.subcluster_size() };
-        let size = self.size.load(Ordering::Acquire);
+    pub(in super::super) async fn zero(
+        self: Arc<Self>,
+        at: GuestOffset,
+        length: u64,
+        zeroing: Zeroing,
+    ) -> Result<(), ImageError> {
+        self.allocator.begin_writing().await?;
+        let geometry = self.context.geometry();
+        let unit = if zeroing == Zeroing::Discard { geometry.cluster_size() } else { geometry.subcluster_size() };
         let end = at + length;
-        let first = at.next_multiple_of(unit);
-        let whole = end & !(unit - 1);
-        // What lies behind the end of the disk in its last cluster is nobody's.
-        let last = if end == size { end.next_multiple_of(unit) } else { whole };
+        let first = at.align_up(unit);
+        let whole = end.align_down(unit);
+        // What lies behind the end of the disk in its last cluster is not the guest's.
+        let last = if end.0 == self.header.size() { end.align_up(unit) } else { whole };
         if first >= last {
             return self.zero_bytes(at..end, zeroing).await;
         }
@@ -88,18 +93,15 @@ impl Inner {
         while pos < last {
             pos = self.zero_units(pos, reach, zeroing).await?;
         }
-        if reach.until(self.size.load(Ordering::Acquire)) < last {
+        if reach.until(self.header.size()) < last {
             // The disk has become longer: its last cluster may have been left as it was.
             self.zero_bytes(whole..end, zeroing).await?;
         }
-        if self.l2.presses() {
-            self.settle().await?;
-        }
-        Ok(())
+        self.flusher.flush_if_pressed().await
     }
 
     /// Bytes that are not whole clusters.
-    async fn zero_bytes(self: &Arc<Self>, range: Range<u64>, zeroing: Zeroing) -> Result<(), ImageError> {
+    async fn zero_bytes(self: &Arc<Self>, range: Range<GuestOffset>, zeroing: Zeroing) -> Result<(), ImageError> {
         if zeroing == Zeroing::Discard || range.is_empty() {
             return Ok(());
         }
@@ -107,26 +109,29 @@ impl Inner {
     }
 
     /// Writes zeros where something else is.
-    pub(super) fn write_zeros(self: &Arc<Self>, range: Range<u64>) -> BoxFuture<'static, Result<(), ImageError>> {
-        let inner = Arc::clone(self);
+    pub(in super::super) fn write_zeros(
+        self: &Arc<Self>,
+        range: Range<GuestOffset>,
+    ) -> BoxFuture<'static, Result<(), ImageError>> {
+        let writer = Arc::clone(self);
         async move {
             let mut pos = range.start;
             while pos < range.end {
-                let guard = inner.epochs.enter();
-                let Piece { length, kind } = inner.piece(pos, range.end).await?;
-                drop(guard);
+                let in_use = writer.allocator.enter();
+                let Extent { length, kind } = writer.tables.extent(pos, range.end).await?;
+                drop(in_use);
                 let length = length.min(PIECE);
                 let there = match kind {
                     Kind::Zero { .. } => false,
-                    Kind::Backing { .. } => inner.backing_holds(pos) > 0,
+                    Kind::Backing { .. } => writer.contents.backing_holds(pos) > 0,
                     _ => true,
                 };
                 // A job may be about to put something there.
-                let claimed = inner.jobs.claims(&(pos..pos + length));
+                let claimed = writer.jobs.claims(&(pos..pos + length));
                 if there || claimed {
                     let mut zeros = IoVector::new();
-                    push_zeros(&mut zeros, length, &inner.zeros);
-                    Arc::clone(&inner).write(pos, zeros).await?;
+                    push_zeros(&mut zeros, length, writer.context.zeros());
+                    Arc::clone(&writer).write(pos, zeros).await?;
                 }
                 pos += length;
             }
@@ -136,34 +141,39 @@ impl Inner {
     }
 
     /// Whole clusters or subclusters from `pos` on: how far it came.
-    async fn zero_units(self: &Arc<Self>, pos: u64, reach: Reach, zeroing: Zeroing) -> Result<u64, ImageError> {
+    async fn zero_units(
+        self: &Arc<Self>,
+        pos: GuestOffset,
+        reach: Reach,
+        zeroing: Zeroing,
+    ) -> Result<GuestOffset, ImageError> {
         let rules = self.zero_rules();
         if !rules.zero_flag && rules.backed {
             let until = (pos + PIECE).min(reach.last);
             self.write_zeros(pos..until.min(reach.end)).await?;
             return Ok(until);
         }
-        // While a slice is being read its table is nobody else's.
-        let guard = self.epochs.enter();
+        // While a slice is being read its table is not used for something else.
+        let in_use = self.allocator.enter();
         let begun = self.begin_zeros(pos, reach, zeroing, rules)?;
-        if let Begun::Load(key) = begun {
-            self.load(key).await?;
+        if let Begun::Load(slice) = begun {
+            self.tables.load(slice).await?;
         }
-        drop(guard);
+        drop(in_use);
         match begun {
             Begun::Nothing(until) => Ok(until),
             Begun::Load(_) => Ok(pos),
-            Begun::Wait(flight) => {
+            Begun::Wait(job) => {
                 // Its contents come first, whatever becomes of them.
-                let _ = flight.await;
+                let _ = job.await;
                 Ok(pos)
             }
             Begun::Write(range) => {
                 self.write_zeros(range.start..range.end.min(reach.end)).await?;
                 Ok(range.end)
             }
-            Begun::Entries(flight, until) => {
-                flight.await?;
+            Begun::Entries(job, until) => {
+                job.await?;
                 Ok(until)
             }
         }
@@ -172,63 +182,63 @@ impl Inner {
     /// Decides what has to be done from `pos` on, and claims what is changed.
     fn begin_zeros(
         self: &Arc<Self>,
-        pos: u64,
+        pos: GuestOffset,
         reach: Reach,
         zeroing: Zeroing,
         rules: Rules,
     ) -> Result<Begun, ImageError> {
         let mut jobs = self.jobs.shard(pos);
-        if let Some((_, flight)) = jobs.at(pos) {
-            return Ok(Begun::Wait(flight));
+        if let Some((_, job)) = jobs.at(pos) {
+            return Ok(Begun::Wait(job));
         }
         let mut range = match self.claim_zeros(pos, reach.last, zeroing, rules)? {
-            Err(key) => return Ok(Begun::Load(key)),
-            Ok(ZeroClaim::Nothing(until)) => return Ok(Begun::Nothing(until)),
-            Ok(ZeroClaim::Write(range)) => return Ok(Begun::Write(range)),
-            Ok(ZeroClaim::Entries(range)) => range,
+            Lookup::Load(slice) => return Ok(Begun::Load(slice)),
+            Lookup::Found(ZeroClaim::Nothing(until)) => return Ok(Begun::Nothing(until)),
+            Lookup::Found(ZeroClaim::Write(range)) => return Ok(Begun::Write(range)),
+            Lookup::Found(ZeroClaim::Entries(range)) => range,
         };
         if let Some((job, _)) = jobs.overlapping(&range) {
-            let until = job.range.start & !(self.geometry.cluster_size() - 1);
+            let until = job.range.start.align_down(self.context.geometry().cluster_size());
             range.end = if until > pos { until } else { job.range.start };
         }
         let until = range.end;
         let job = Arc::new(Job { fill: until..until, range, state: Rank::Job.mutex(State::Sealed) });
-        let flight = self.start(Arc::clone(&job), move |inner, job| {
-            async move { inner.zero_entries(&job.range, reach, zeroing, rules).await }.boxed()
+        let future = self.start(Arc::clone(&job), move |writer, job| {
+            async move { writer.zero_entries(&job.range, reach, zeroing, rules).await }.boxed()
         });
-        jobs.insert(job, flight.clone());
-        Ok(Begun::Entries(flight, until))
+        jobs.insert(job, future.clone());
+        Ok(Begun::Entries(future, until))
     }
 
-    /// What has to be done from `pos` on; `Err`: a slice has to be read.
+    /// What has to be done from `pos` on.
     fn claim_zeros(
         &self,
-        pos: u64,
-        end: u64,
+        pos: GuestOffset,
+        end: GuestOffset,
         zeroing: Zeroing,
         rules: Rules,
-    ) -> Result<Result<ZeroClaim, u64>, ImageError> {
-        let cluster = self.geometry.cluster_size();
-        match self.look(pos, end)? {
-            Look::Load(key) => return Ok(Err(key)),
-            Look::Piece(Piece { length, kind }) => {
+    ) -> Result<Lookup<ZeroClaim>, ImageError> {
+        let cluster = self.context.geometry().cluster_size();
+        match self.tables.look(pos, end)? {
+            Lookup::Load(slice) => return Ok(Lookup::Load(slice)),
+            Lookup::Found(Extent { length, kind }) => {
                 let nothing = match kind {
                     Kind::Zero { .. } => zeroing == Zeroing::Keep || !kind.is_for_itself(),
                     Kind::Backing { .. } => !rules.backed && (zeroing == Zeroing::Keep || !kind.is_for_itself()),
                     _ => false,
                 };
                 // As far as whole units are alike; a raw data file is right where nothing was ever written.
-                let until = if length == end - pos { end } else { pos + length };
+                let until = pos + length;
                 if nothing {
-                    return Ok(Ok(ZeroClaim::Nothing(until)));
+                    return Ok(Lookup::Found(ZeroClaim::Nothing(until)));
                 }
             }
         }
-        let start = pos & !(cluster - 1);
+        let start = pos.align_down(cluster);
         let whole = |index: u64| pos <= start + index * cluster && start + (index + 1) * cluster <= end;
         // Subclusters of compressed clusters cannot be zeroed on their own: up to the first one that is not zeroed as a whole, and how many
         // clusters that is.
-        let count = self.visit_entries(pos, end, |entries| {
+        let count = self.tables.visit(pos, end, |entries| {
             let mut count = 0;
             for entry in entries {
                 if matches!(entry?, L2Entry::Compressed { .. }) && !whole(count) {
@@ -239,62 +249,67 @@ impl Inner {
             Ok(count)
         })?;
         Ok(match count {
-            Err(key) => Err(key),
-            Ok(0) => Ok(ZeroClaim::Write(pos..(start + cluster).min(end))),
-            Ok(count) => Ok(ZeroClaim::Entries(pos..(start + count * cluster).min(end))),
+            Lookup::Load(slice) => Lookup::Load(slice),
+            Lookup::Found(0) => Lookup::Found(ZeroClaim::Write(pos..(start + cluster).min(end))),
+            Lookup::Found(count) => Lookup::Found(ZeroClaim::Entries(pos..(start + count * cluster).min(end))),
         })
     }
 
     async fn zero_entries(
         self: &Arc<Self>,
-        range: &Range<u64>,
+        range: &Range<GuestOffset>,
         reach: Reach,
         zeroing: Zeroing,
         rules: Rules,
     ) -> Result<(), ImageError> {
-        let cluster = self.geometry.cluster_size();
-        if self.has_data_file {
+        let cluster = self.context.geometry().cluster_size();
+        if self.context.has_data_file() {
             self.zero_data_file(&(range.start..range.end.min(reach.end)), zeroing, rules).await?;
         }
-        let start = range.start & !(cluster - 1);
-        let count = usize::try_from(range.end.div_ceil(cluster) - range.start / cluster).unwrap_or(0);
+        let start = range.start.align_down(cluster);
         let (mut dropped, mut kept) = (Vec::new(), false);
-        self.change_entries(range.start, count, |index, old| {
+        let change = |index: usize, old| {
             let at = start + index as u64 * cluster;
-            // Here, where nobody finds out meanwhile that he may write there in place.
-            let until = range.end.min(reach.until(self.size.load(Ordering::Acquire)));
+            // Here, where nothing finds out meanwhile that it may write there in place.
+            let until = range.end.min(reach.until(self.header.size()));
             if at >= until {
                 return old;
             }
             let whole = range.start <= at && at + cluster <= until;
             let bits = if whole { u32::MAX } else { self.bits(&(range.start..until), at) };
-            let (new, drops) = zeroed(old, bits, zeroing, rules, self.geometry.extended_l2);
+            let (new, drops) = zeroed(old, bits, zeroing, rules, self.context.geometry().extended_l2);
             if drops {
                 dropped.push(old);
             } else if matches!(old, L2Entry::Standard { host: Some(_), .. }) {
                 kept = true;
             }
             new
-        })
-        .await?;
-        // Nobody writes there before this job is over.
+        };
+        self.tables.change(range.start, self.clusters_of(range), change).await?;
+        // Nothing writes there before this job is over.
         if kept {
-            self.zeroings.fetch_add(1, Ordering::AcqRel);
+            self.tables.zeroed_in_place();
         }
-        self.drop_entries(dropped).await
+        self.allocator.drop_entries(dropped).await
     }
 
-    /// In a data file contents lie where the guest sees them: they are zeroed if somebody may read it raw, else forgotten.
-    async fn zero_data_file(&self, range: &Range<u64>, zeroing: Zeroing, rules: Rules) -> Result<(), ImageError> {
-        let (range, length) = (range.clone(), range.end.saturating_sub(range.start));
+    /// In a data file contents lie where the guest sees them: they are zeroed if it may be read raw, else forgotten.
+    async fn zero_data_file(
+        &self,
+        range: &Range<GuestOffset>,
+        zeroing: Zeroing,
+        rules: Rules,
+    ) -> Result<(), ImageError> {
+        let (bytes, length) = (range.start.0..range.end.0, length(range));
+        let (counters, data) = (self.context.counters(), self.context.data());
         if rules.raw_data {
-            self.counters.add(Purpose::WriteZeroes, length);
+            counters.add(Purpose::WriteZeroes, length);
             let how = ZeroHow { unmap: zeroing != Zeroing::Keep, only_fast: false };
-            self.data.write_zeroes(range, how).await?;
-        } else if zeroing != Zeroing::Keep && self.options.discard {
-            self.counters.add(Purpose::Discard, length);
+            data.write_zeroes(bytes, how).await?;
+        } else if zeroing != Zeroing::Keep && self.context.options().discard {
+            counters.add(Purpose::Discard, length);
             // Whether the storage takes it back is its affair.
-            let _ = self.data.discard(range).await;
+            let _ = data.discard(bytes).await;
         }
         Ok(())
     }
@@ -303,25 +318,25 @@ impl Inner {
 /// What was begun to have a part of the disk zeroed.
 enum Begun {
     /// It is zeros up to here.
-    Nothing(u64),
+    Nothing(GuestOffset),
     /// First a slice has to be read.
-    Load(u64),
-    /// First somebody else has to be done.
-    Wait(Flight),
+    Load(HostOffset),
+    /// First another job has to be done.
+    Wait(SharedFuture),
     /// Zeros have to be written.
-    Write(Range<u64>),
+    Write(Range<GuestOffset>),
     /// Entries are changed, up to here.
-    Entries(Flight, u64),
+    Entries(SharedFuture, GuestOffset),
 }
 
 /// What zeroing takes.
 enum ZeroClaim {
     /// It is zeros up to here.
-    Nothing(u64),
+    Nothing(GuestOffset),
     /// Zeros have to be written.
-    Write(Range<u64>),
+    Write(Range<GuestOffset>),
     /// Entries have to be changed.
-    Entries(Range<u64>),
+    Entries(Range<GuestOffset>),
 }
 
 /// An entry with these of its subclusters zeroed (`u32::MAX`: the whole of it), and whether what it referred to is dropped.
@@ -351,7 +366,6 @@ fn zeroed(old: L2Entry, bits: u32, zeroing: Zeroing, rules: Rules, extended: boo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::offset::HostOffset;
 
     const PLAIN: Rules = Rules { backed: false, zero_flag: true, raw_data: false };
 

@@ -13,7 +13,10 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::header::Header;
 use super::locks::{Rank, RankedRwLock};
+use super::snapshot_table::Snapshot;
+use crate::offset::{HostCluster, HostOffset};
 
 /// Bits of the filter for each cluster that is known at the beginning, or may become a table later.
 const BITS_EACH: u64 = 16;
@@ -24,7 +27,7 @@ const FILTERED_MOST: u64 = 1 << 20;
 
 /// A table of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Table {
+pub(super) enum TableKind {
     Header,
     L1,
     Refcounts,
@@ -35,7 +38,7 @@ pub(super) enum Table {
     RefcountBlock,
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for TableKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Header => "header",
@@ -52,20 +55,20 @@ impl fmt::Display for Table {
 /// A table that lies where something else is said to lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Overlap {
-    pub(super) table: Table,
+    pub(super) table: TableKind,
     /// Where it lies, in the file.
-    pub(super) at: u64,
+    pub(super) at: HostOffset,
 }
 
 impl fmt::Display for Overlap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} at {:#x}", self.table, self.at)
+        write!(f, "{} at {}", self.table, self.at)
     }
 }
 
 /// Where the tables lie.
 #[derive(Debug)]
-pub(super) struct Tables {
+pub(super) struct MetadataMap {
     cluster_bits: u32,
     filter: Box<[AtomicU64]>,
     places: RankedRwLock<Places>,
@@ -77,14 +80,14 @@ pub(super) struct Tables {
 #[derive(Debug, Default)]
 struct Places {
     /// Tables that the header or the snapshot table lead to, by where they begin: where they end. None lies on another.
-    ranges: BTreeMap<u64, (u64, Table)>,
+    ranges: BTreeMap<u64, (u64, TableKind)>,
     /// L2 tables and refcount blocks.
-    single: HashMap<u64, Table>,
+    single: HashMap<u64, TableKind>,
 }
 
 impl Places {
     /// The first table in a range, but for tables of one sort.
-    fn within(&self, clusters: &Range<u64>, but: Option<Table>) -> Option<(u64, Table)> {
+    fn within(&self, clusters: &Range<u64>, but: Option<TableKind>) -> Option<(u64, TableKind)> {
         let range = self.ranges.range(..clusters.end).next_back().filter(|(_, (end, _))| *end > clusters.start);
         let range = range.map(|(first, (_, table))| (*first, *table));
         let mut all = clusters.clone();
@@ -101,38 +104,38 @@ impl Places {
     }
 }
 
-impl Default for Tables {
+impl Default for MetadataMap {
     fn default() -> Self {
         Self::new(0, Vec::new(), [], [], 0)
     }
 }
 
-impl Tables {
+impl MetadataMap {
     /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: where L2 tables and refcount blocks
     /// lie. `more`: so many of them may be added.
     pub(super) fn new(
         cluster_bits: u32,
-        ranges: Vec<(Table, Range<u64>)>,
-        l2: impl IntoIterator<Item = u64>,
-        blocks: impl IntoIterator<Item = u64>,
+        ranges: Vec<(TableKind, Range<HostOffset>)>,
+        l2: impl IntoIterator<Item = HostOffset>,
+        blocks: impl IntoIterator<Item = HostOffset>,
         more: u64,
     ) -> Self {
         let mut places = Places::default();
         let mut conflict = None;
-        let overlap = |(first, table): (u64, Table)| Overlap { table, at: first << cluster_bits };
+        let overlap = |(first, table): (u64, TableKind)| Overlap { table, at: HostOffset(first << cluster_bits) };
         let size = 1_u64 << cluster_bits;
-        let mut sorted: Vec<(u64, u64, Table)> = ranges
+        let mut sorted: Vec<(u64, u64, TableKind)> = ranges
             .into_iter()
             .filter(|(_, bytes)| !bytes.is_empty())
-            .map(|(table, bytes)| (bytes.start >> cluster_bits, bytes.end.div_ceil(size), table))
+            .map(|(table, bytes)| (bytes.start.0 >> cluster_bits, bytes.end.0.div_ceil(size), table))
             .collect();
         sorted.sort_unstable_by_key(|(first, ..)| *first);
-        let mut last: Option<(u64, u64, Table)> = None;
+        let mut last: Option<(u64, u64, TableKind)> = None;
         for (first, end, table) in sorted {
             match &mut last {
                 Some((begin, until, before)) if first < *until => {
                     // Snapshots are not written: whether they lie on each other is their affair.
-                    if (*before, table) != (Table::Snapshots, Table::Snapshots) {
+                    if (*before, table) != (TableKind::Snapshots, TableKind::Snapshots) {
                         conflict = conflict.or(Some((overlap((first, table)), overlap((*begin, *before)))));
                     }
                     *until = end.max(*until);
@@ -145,12 +148,12 @@ impl Tables {
             }
         }
         places.ranges.extend(last.map(|(begin, until, before)| (begin, (until, before))));
-        let single = l2.into_iter().map(|at| (at, Table::L2));
-        let single = single.chain(blocks.into_iter().map(|at| (at, Table::RefcountBlock)));
+        let single = l2.into_iter().map(|at| (at, TableKind::L2));
+        let single = single.chain(blocks.into_iter().map(|at| (at, TableKind::RefcountBlock)));
         for (at, table) in single {
-            let cluster = at >> cluster_bits;
+            let cluster = at.0 >> cluster_bits;
             // Several entries of the L1 table may lead to one L2 table: it is an L2 table all the same.
-            let but = Some(Table::L2).filter(|l2| *l2 == table);
+            let but = Some(TableKind::L2).filter(|l2| *l2 == table);
             match places.within(&(cluster..cluster + 1), but) {
                 Some(other) => conflict = conflict.or(Some((overlap((cluster, table)), overlap(other)))),
                 None => drop(places.single.insert(cluster, table)),
@@ -167,6 +170,30 @@ impl Tables {
         }
         places.single.keys().for_each(|cluster| tables.note(*cluster));
         Self { places: Rank::Metadata.rw_lock(places), ..tables }
+    }
+
+    /// Of an image that is opened. Its snapshot table ends at `snapshots_end`.
+    pub(super) fn of(
+        header: &Header,
+        l2: impl IntoIterator<Item = HostOffset>,
+        blocks: impl IntoIterator<Item = HostOffset>,
+        snapshots: &[Snapshot],
+        snapshots_end: HostOffset,
+    ) -> Self {
+        let of = |table, at: HostOffset, bytes: u64| (table, at..at.saturating_add(bytes));
+        let mut ranges = vec![
+            of(TableKind::Header, HostOffset(0), 1 << header.cluster_bits),
+            of(TableKind::L1, header.l1.0, u64::from(header.l1.1) * 8),
+            of(TableKind::Refcounts, header.refcount_table.0, header.refcount_table_bytes()),
+        ];
+        if !snapshots.is_empty() {
+            ranges.push((TableKind::Snapshots, header.snapshots.0..snapshots_end));
+        }
+        let of_snapshot = |snapshot: &Snapshot| of(TableKind::Snapshots, snapshot.l1.0, u64::from(snapshot.l1.1) * 8);
+        ranges.extend(snapshots.iter().map(of_snapshot));
+        ranges.extend(header.bitmaps().map(|bitmaps| of(TableKind::BitmapDirectory, bitmaps.directory, bitmaps.size)));
+        let more = header.geometry().l1_entries(header.size).saturating_mul(2);
+        Self::new(header.cluster_bits, ranges, l2, blocks, more)
     }
 
     /// Two tables that lie on each other: the image is not to be written.
@@ -190,32 +217,34 @@ impl Tables {
     }
 
     /// The cluster at this offset is such a table from now on.
-    pub(super) fn add(&self, at: u64, table: Table) {
-        let cluster = at >> self.cluster_bits;
+    pub(super) fn add(&self, at: HostOffset, table: TableKind) {
+        let cluster = at.0 >> self.cluster_bits;
         self.places.write().single.insert(cluster, table);
         self.note(cluster);
     }
 
-    /// The cluster with this number is no L2 table any more.
-    pub(super) fn remove_l2(&self, cluster: u64) {
+    /// These clusters are no L2 tables any more.
+    pub(super) fn remove_l2(&self, clusters: &Range<HostCluster>) {
         let mut places = self.places.write();
-        if places.single.get(&cluster) == Some(&Table::L2) {
-            places.single.remove(&cluster);
+        for cluster in clusters.start.0..clusters.end.0 {
+            if places.single.get(&cluster) == Some(&TableKind::L2) {
+                places.single.remove(&cluster);
+            }
         }
     }
 
     /// The refcount table now lies here, in bytes, and no longer where it lay.
-    pub(super) fn move_refcount_table(&self, to: &Range<u64>) {
-        self.move_only(Table::Refcounts, to);
+    pub(super) fn move_refcount_table(&self, to: &Range<HostOffset>) {
+        self.move_only(TableKind::Refcounts, to);
     }
 
     /// The same of the L1 table.
-    pub(super) fn move_l1_table(&self, to: &Range<u64>) {
-        self.move_only(Table::L1, to);
+    pub(super) fn move_l1_table(&self, to: &Range<HostOffset>) {
+        self.move_only(TableKind::L1, to);
     }
 
-    fn move_only(&self, only: Table, to: &Range<u64>) {
-        let clusters = to.start >> self.cluster_bits..to.end.div_ceil(1 << self.cluster_bits);
+    fn move_only(&self, only: TableKind, to: &Range<HostOffset>) {
+        let clusters = to.start.0 >> self.cluster_bits..to.end.0.div_ceil(1 << self.cluster_bits);
         let mut places = self.places.write();
         places.ranges.retain(|_, (_, table)| *table != only);
         places.ranges.insert(clusters.start, (clusters.end, only));
@@ -224,8 +253,8 @@ impl Tables {
     }
 
     /// The table that lies in a range of bytes of the file, if one does; `but`: those of this sort may.
-    pub(super) fn within(&self, bytes: &Range<u64>, but: Option<Table>) -> Option<Overlap> {
-        let clusters = bytes.start >> self.cluster_bits..bytes.end.div_ceil(1 << self.cluster_bits);
+    pub(super) fn within(&self, bytes: &Range<HostOffset>, but: Option<TableKind>) -> Option<Overlap> {
+        let clusters = bytes.start.0 >> self.cluster_bits..bytes.end.0.div_ceil(1 << self.cluster_bits);
         let set = |cluster| {
             let (word, bit) = self.bit(cluster);
             self.filter.get(word).is_some_and(|word| word.load(Ordering::Acquire) & bit != 0)
@@ -235,7 +264,7 @@ impl Tables {
         }
         let places = self.places.read();
         let (first, table) = places.within(&clusters, but)?;
-        Some(Overlap { table, at: first << self.cluster_bits })
+        Some(Overlap { table, at: HostOffset(first << self.cluster_bits) })
     }
 }
 
@@ -247,73 +276,82 @@ mod tests {
 
     const K: u64 = 1 << 10;
 
+    fn bytes(range: &Range<u64>) -> Range<HostOffset> {
+        HostOffset(range.start)..HostOffset(range.end)
+    }
+
+    fn map(ranges: &[(TableKind, Range<u64>)], l2: &[u64], blocks: &[u64]) -> MetadataMap {
+        let ranges = ranges.iter().map(|(table, range)| (*table, bytes(range))).collect();
+        let hosts = |all: &[u64]| all.iter().copied().map(HostOffset).collect::<Vec<_>>();
+        MetadataMap::new(16, ranges, hosts(l2), hosts(blocks), 10)
+    }
+
     /// Clusters of 64 KiB: header, refcount table at 64 KiB, L1 table at 192 KiB, of two clusters; a block at 128 KiB, an L2 table at
     /// 320 KiB.
-    fn tables() -> Tables {
-        let ranges = vec![
-            (Table::L1, 192 * K..260 * K),
-            (Table::Header, 0..64 * K),
-            (Table::Refcounts, 64 * K..128 * K),
-            (Table::Snapshots, 0..0),
+    fn tables() -> MetadataMap {
+        let ranges = [
+            (TableKind::L1, 192 * K..260 * K),
+            (TableKind::Header, 0..64 * K),
+            (TableKind::Refcounts, 64 * K..128 * K),
+            (TableKind::Snapshots, 0..0),
         ];
-        Tables::new(16, ranges, [320 * K, 320 * K], [128 * K], 10)
+        map(&ranges, &[320 * K, 320 * K], &[128 * K])
     }
 
     #[test]
     fn what_lies_on_a_table_or_touches_its_last_cluster_is_found() {
         let tables = tables();
         assert_eq!(tables.conflict(), None);
-        let found = |range: Range<u64>| tables.within(&range, None).map(|found| (found.table, found.at / K));
-        assert_eq!(found(0..1), Some((Table::Header, 0)));
-        assert_eq!(found(100 * K..101 * K), Some((Table::Refcounts, 64)));
-        assert_eq!(found(128 * K..129 * K), Some((Table::RefcountBlock, 128)));
-        assert_eq!(found(300 * K..310 * K), Some((Table::L1, 192)));
-        assert_eq!(found(383 * K..1 << 40), Some((Table::L2, 320)));
+        let found = |range: Range<u64>| tables.within(&bytes(&range), None).map(|found| (found.table, found.at.0 / K));
+        assert_eq!(found(0..1), Some((TableKind::Header, 0)));
+        assert_eq!(found(100 * K..101 * K), Some((TableKind::Refcounts, 64)));
+        assert_eq!(found(128 * K..129 * K), Some((TableKind::RefcountBlock, 128)));
+        assert_eq!(found(300 * K..310 * K), Some((TableKind::L1, 192)));
+        assert_eq!(found(383 * K..1 << 40), Some((TableKind::L2, 320)));
         assert_eq!(found(384 * K..(384 + 4096) * K), None);
-        assert_eq!(tables.within(&(320 * K..384 * K), Some(Table::L2)), None);
-        assert_eq!(tables.within(&(320 * K..384 * K), Some(Table::L1)).unwrap().table, Table::L2);
+        assert_eq!(tables.within(&bytes(&(320 * K..384 * K)), Some(TableKind::L2)), None);
+        assert_eq!(tables.within(&bytes(&(320 * K..384 * K)), Some(TableKind::L1)).unwrap().table, TableKind::L2);
     }
 
     #[test]
     fn tables_come_and_go() {
         let tables = tables();
-        tables.add(640 * K, Table::L2);
-        tables.move_refcount_table(&(704 * K..832 * K));
-        let found = |at: u64| tables.within(&(at * K..(at + 64) * K), None).map(|found| found.table);
-        assert_eq!((found(64), found(640), found(768)), (None, Some(Table::L2), Some(Table::Refcounts)));
-        tables.remove_l2(10);
-        tables.remove_l2(2);
-        assert_eq!((found(640), found(128)), (None, Some(Table::RefcountBlock)));
+        tables.add(HostOffset(640 * K), TableKind::L2);
+        tables.move_refcount_table(&bytes(&(704 * K..832 * K)));
+        let found = |at: u64| tables.within(&bytes(&(at * K..(at + 64) * K)), None).map(|found| found.table);
+        assert_eq!((found(64), found(640), found(768)), (None, Some(TableKind::L2), Some(TableKind::Refcounts)));
+        tables.remove_l2(&(HostCluster(10)..HostCluster(11)));
+        tables.remove_l2(&(HostCluster(2)..HostCluster(3)));
+        assert_eq!((found(640), found(128)), (None, Some(TableKind::RefcountBlock)));
     }
 
     #[test]
     fn tables_on_each_other_are_found_at_the_beginning() {
-        let conflict = |ranges: &[(Table, Range<u64>)], l2: &[u64], blocks: &[u64]| {
-            let tables = Tables::new(16, ranges.to_vec(), l2.iter().copied(), blocks.iter().copied(), 0);
-            tables.conflict().map(|(one, other)| (one.table, other.table))
+        let conflict = |ranges: &[(TableKind, Range<u64>)], l2: &[u64], blocks: &[u64]| {
+            map(ranges, l2, blocks).conflict().map(|(one, other)| (one.table, other.table))
         };
-        let (l1, snapshot) = ((Table::L1, 64 * K..129 * K), (Table::Snapshots, 128 * K..256 * K));
-        assert_eq!(conflict(&[l1.clone(), snapshot.clone()], &[], &[]), Some((Table::Snapshots, Table::L1)));
+        let (l1, snapshot) = ((TableKind::L1, 64 * K..129 * K), (TableKind::Snapshots, 128 * K..256 * K));
+        assert_eq!(conflict(&[l1.clone(), snapshot.clone()], &[], &[]), Some((TableKind::Snapshots, TableKind::L1)));
         assert_eq!(conflict(&[snapshot.clone(), snapshot], &[], &[]), None);
-        assert_eq!(conflict(std::slice::from_ref(&l1), &[128 * K], &[]), Some((Table::L2, Table::L1)));
-        assert_eq!(conflict(&[], &[128 * K], &[128 * K]), Some((Table::RefcountBlock, Table::L2)));
-        assert_eq!(conflict(&[], &[], &[128 * K, 128 * K]), Some((Table::RefcountBlock, Table::RefcountBlock)));
+        assert_eq!(conflict(std::slice::from_ref(&l1), &[128 * K], &[]), Some((TableKind::L2, TableKind::L1)));
+        assert_eq!(conflict(&[], &[128 * K], &[128 * K]), Some((TableKind::RefcountBlock, TableKind::L2)));
+        assert_eq!(conflict(&[], &[], &[128 * K, 128 * K]), Some((TableKind::RefcountBlock, TableKind::RefcountBlock)));
         assert_eq!(conflict(&[], &[128 * K, 128 * K], &[]), None);
     }
 
     #[test]
     fn tables_as_long_as_no_filter_is_are_found_all_the_same() {
-        let tables = Tables::new(9, vec![(Table::Snapshots, 1 << 20..1 << 50)], [], [], 0);
-        assert!(tables.within(&(1 << 49..(1 << 49) + 1), None).is_some());
-        assert!(tables.within(&(0..512), None).is_none());
+        let tables = MetadataMap::new(9, vec![(TableKind::Snapshots, bytes(&(1 << 20..1 << 50)))], [], [], 0);
+        assert!(tables.within(&bytes(&(1 << 49..(1 << 49) + 1)), None).is_some());
+        assert!(tables.within(&bytes(&(0..512)), None).is_none());
     }
 
     proptest! {
         #[test]
         fn the_filter_hides_nothing(clusters in prop::collection::vec(0_u64..1 << 47, 1..200), others in prop::collection::vec(0_u64..1 << 47, 1..50)) {
-            let tables = Tables::new(16, Vec::new(), clusters.iter().map(|cluster| cluster << 16), [], 0);
+            let tables = MetadataMap::new(16, Vec::new(), clusters.iter().map(|cluster| HostOffset(cluster << 16)), [], 0);
             for cluster in clusters.iter().chain(&others) {
-                let found = tables.within(&(cluster << 16..(cluster + 1) << 16), None);
+                let found = tables.within(&bytes(&(cluster << 16..(cluster + 1) << 16)), None);
                 prop_assert_eq!(found.is_some(), clusters.contains(cluster));
             }
         }

@@ -1,0 +1,129 @@
+//! Contents of the disk, where they lie: in the data storage, in compressed clusters, in the backing image.
+//!
+//! Everything that the guest's bytes are read from or written to goes through here, so what is between the guest's bytes and the storage's
+//! has its place here.
+
+use std::sync::Arc;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use limosa_storage::{Buffer, IoVector, Request};
+
+use super::compressed::unpack;
+use super::context::Context;
+use super::counters::Purpose;
+use super::lengths::Lengths;
+use super::lookup::Kind;
+use crate::ends::{LOST, ended};
+use crate::error::ImageError;
+use crate::offset::{GuestOffset, HostOffset};
+
+pub(super) struct Contents {
+    context: Arc<Context>,
+    lengths: Arc<Lengths>,
+}
+
+impl Contents {
+    pub(super) const fn new(context: Arc<Context>, lengths: Arc<Lengths>) -> Self {
+        Self { context, lengths }
+    }
+
+    /// Writes to a place in the data storage.
+    pub(super) fn write(&self, purpose: Purpose, host: HostOffset, bytes: IoVector) -> Request {
+        self.context.counters().add(purpose, bytes.len() as u64);
+        self.context.data().write(host.0, bytes)
+    }
+
+    /// Fills `into` with what is at `at`, which is this.
+    pub(super) fn read(&self, at: GuestOffset, kind: Kind, into: IoVector) -> BoxFuture<'_, Result<(), ImageError>> {
+        let length = into.len() as u64;
+        let counters = self.context.counters();
+        match kind {
+            Kind::Zero { .. } => {
+                into.clear();
+                std::future::ready(Ok(())).boxed()
+            }
+            Kind::Own { host, .. } => {
+                counters.add(Purpose::DataRead, length);
+                self.read_own(at, host, into).boxed()
+            }
+            Kind::Backing { .. } => {
+                if self.backing_holds(at) > 0 {
+                    counters.add(Purpose::DataRead, length);
+                }
+                self.read_backing(at, into).boxed()
+            }
+            Kind::Compressed { host, packed } => {
+                counters.add(Purpose::DataRead, u64::from(packed));
+                self.read_compressed(at, host, packed, into).boxed()
+            }
+        }
+    }
+
+    /// Fills `into` with what lies at `host`, which is the disk's at `at`. An error if the file ends before it.
+    pub(super) async fn read_own(&self, at: GuestOffset, host: HostOffset, into: IoVector) -> Result<(), ImageError> {
+        let data = self.context.data();
+        // Before its length is looked at: others may make it longer meanwhile.
+        let before = self.lengths.data_before();
+        data.read(host.0, into.clone()).await?;
+        if into.is_empty() {
+            return Ok(());
+        }
+        let end = host.0.saturating_add(into.len() as u64);
+        let Some(length) = ended(&**data, &into, end)? else { return Ok(()) };
+        self.lengths.data_is_at_least(length);
+        // Nothing fills up the last cluster of a file: it may have ended there from the beginning.
+        let last = (end - 1) & !(self.context.geometry().cluster_size() - 1);
+        if length > last && length >= before {
+            return Ok(());
+        }
+        Err(ImageError::Corrupt {
+            image: Arc::clone(data.name()),
+            table: format!("contents at {host} of guest offset {at}"),
+            why: format!("the file ends at {length:#x}, before they do; {LOST}"),
+        })
+    }
+
+    /// How many bytes the backing image has from `at` on.
+    pub(super) fn backing_holds(&self, at: GuestOffset) -> u64 {
+        self.context.backing().map_or(0, |backing| backing.len().saturating_sub(at.0))
+    }
+
+    /// Fills `into` with what the backing image has at `at`, and with zeros where it ends.
+    pub(super) async fn read_backing(&self, at: GuestOffset, into: IoVector) -> Result<(), ImageError> {
+        let holds = usize::try_from(self.backing_holds(at)).unwrap_or(usize::MAX).min(into.len());
+        into.slice(holds..into.len()).clear();
+        match self.context.backing() {
+            Some(backing) if holds > 0 => backing.read(at, into.slice(0..holds)).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Fills `into` with what is at `at`, in the cluster that is compressed in `packed` bytes at `host`.
+    pub(super) async fn read_compressed(
+        &self,
+        at: GuestOffset,
+        host: HostOffset,
+        packed: u32,
+        into: IoVector,
+    ) -> Result<(), ImageError> {
+        let context = &self.context;
+        let named = || format!("compressed cluster at {host} of guest offset {at}");
+        if context.has_data_file() {
+            return Err(context.corrupt(named(), "there are none in an image with a data file"));
+        }
+        let length = context.file().length()?;
+        if host.0 >= length {
+            return Err(context.corrupt(named(), format!("the file ends at {length:#x}, before it; {LOST}")));
+        }
+        let buffer = Buffer::zeroed(usize::try_from(packed).unwrap_or(0));
+        context.file().read(host.0, buffer.clone().into()).await?;
+        let cluster = context.geometry().cluster_size();
+        let size = usize::try_from(cluster).unwrap_or(0);
+        let bytes =
+            unpack(context.compression(), &buffer.to_vec(), size).map_err(|why| context.corrupt(named(), why))?;
+        let inside = usize::try_from(at.within(cluster)).unwrap_or(usize::MAX);
+        into.copy_from(0, bytes.get(inside..).unwrap_or_default());
+        Ok(())
+    }
+}

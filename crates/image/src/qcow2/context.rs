@@ -1,0 +1,225 @@
+//! What does not change while an image is in use: its storages, its geometry, how it is used.
+//!
+//! The owners of all that changes (the header, the allocator, the tables, the flusher, the writer) have it in common, and nothing else.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use futures_util::future::{join, join_all};
+use limosa_storage::{Buffer, IoVector, Storage};
+
+use super::counters::{Counters, Purpose};
+use super::entry::EntryRules;
+use super::geometry::Geometry;
+use super::header::{Compression, Header};
+use super::options::Qcow2Options;
+use crate::disk::Disk;
+use crate::error::ImageError;
+use crate::offset::HostOffset;
+
+/// The logarithm of the largest slice's bytes.
+const SLICE_BITS: u32 = 12;
+
+pub(super) struct Context {
+    name: Arc<str>,
+    file: Arc<dyn Storage>,
+    /// Where contents lie: the file, if there is no other.
+    data: Arc<dyn Storage>,
+    has_data_file: bool,
+    has_raw_data_file: bool,
+    backing: Option<Arc<dyn Disk>>,
+    geometry: Geometry,
+    rules: EntryRules,
+    compression: Compression,
+    options: Qcow2Options,
+    read_only: bool,
+    /// Refcounts are written late, under the dirty bit.
+    lazy: bool,
+    counters: Counters,
+    /// A cluster of zeros, to be written from.
+    zeros: Buffer,
+}
+
+impl Context {
+    pub(super) fn new(
+        file: Arc<dyn Storage>,
+        data_file: Option<Arc<dyn Storage>>,
+        backing: Option<Arc<dyn Disk>>,
+        header: &Header,
+        options: Qcow2Options,
+    ) -> Self {
+        let geometry = header.geometry();
+        Self {
+            name: Arc::clone(file.name()),
+            data: data_file.unwrap_or_else(|| Arc::clone(&file)),
+            has_data_file: header.features.data_file(),
+            has_raw_data_file: header.features.data_file() && header.features.raw_data_file(),
+            backing,
+            geometry,
+            rules: header.rules(),
+            compression: header.compression,
+            read_only: options.read_only || file.is_read_only(),
+            lazy: header.version > 2 && options.lazy_refcounts.unwrap_or_else(|| header.features.lazy_refcounts()),
+            counters: Counters::default(),
+            zeros: Buffer::zeroed(usize::try_from(geometry.cluster_size()).unwrap_or(0)),
+            options,
+            file,
+        }
+    }
+
+    pub(super) const fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    pub(super) const fn file(&self) -> &Arc<dyn Storage> {
+        &self.file
+    }
+
+    /// Where contents lie.
+    pub(super) const fn data(&self) -> &Arc<dyn Storage> {
+        &self.data
+    }
+
+    /// Whether contents lie in a file of their own.
+    pub(super) const fn has_data_file(&self) -> bool {
+        self.has_data_file
+    }
+
+    /// Whether they have to be right there for those who read that file raw.
+    pub(super) const fn has_raw_data_file(&self) -> bool {
+        self.has_raw_data_file
+    }
+
+    /// What is seen where the image has nothing.
+    pub(super) const fn backing(&self) -> Option<&Arc<dyn Disk>> {
+        self.backing.as_ref()
+    }
+
+    pub(super) const fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    pub(super) const fn rules(&self) -> EntryRules {
+        self.rules
+    }
+
+    pub(super) const fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    pub(super) const fn options(&self) -> &Qcow2Options {
+        &self.options
+    }
+
+    pub(super) const fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether refcounts are written late.
+    pub(super) const fn is_lazy(&self) -> bool {
+        self.lazy
+    }
+
+    pub(super) const fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// A cluster of zeros.
+    pub(super) const fn zeros(&self) -> &Buffer {
+        &self.zeros
+    }
+
+    /// The logarithm of the bytes of a slice of an L2 table or a refcount block.
+    pub(super) fn slice_bits(&self) -> u32 {
+        self.geometry.cluster_bits.min(SLICE_BITS)
+    }
+
+    /// Bytes of the disk whose L2 entries are in one slice: a power of two.
+    pub(super) fn region(&self) -> u64 {
+        self.geometry.l2_covers() >> (self.geometry.cluster_bits - self.slice_bits())
+    }
+
+    /// 8-byte words of an L2 entry.
+    pub(super) const fn words_of_entry(&self) -> usize {
+        if self.geometry.extended_l2 { 2 } else { 1 }
+    }
+
+    pub(super) fn corrupt(&self, table: String, why: impl Into<String>) -> ImageError {
+        ImageError::Corrupt { image: Arc::clone(&self.name), table, why: why.into() }
+    }
+
+    pub(super) fn unsupported(&self, what: impl Into<String>) -> ImageError {
+        ImageError::Unsupported { image: Arc::clone(&self.name), what: what.into() }
+    }
+
+    /// An error if a part of a table does not lie in the file: tables are made whole, and zeros in place of entries would be contents
+    /// lost without a word.
+    pub(super) fn admit_table(&self, name: &str, at: HostOffset, part: &Range<HostOffset>) -> Result<(), ImageError> {
+        let length = self.file.length()?;
+        if part.end.0 <= length {
+            return Ok(());
+        }
+        let why = format!(
+            "the file of {length:#x} bytes ends before {}, where its entries end: get it back from a copy, or see what \
+             `limosa img check` says is left",
+            part.end
+        );
+        Err(self.corrupt(format!("{name} at {at}"), why))
+    }
+
+    /// Bytes of the file.
+    pub(super) async fn read_file(&self, at: HostOffset, length: u64) -> Result<Vec<u8>, ImageError> {
+        let buffer = Buffer::zeroed(usize::try_from(length).unwrap_or(0));
+        self.file.read(at.0, buffer.clone().into()).await?;
+        Ok(buffer.to_vec())
+    }
+
+    /// The same, of a table.
+    pub(super) async fn read_table(
+        &self,
+        purpose: Purpose,
+        at: HostOffset,
+        length: u64,
+    ) -> Result<Vec<u8>, ImageError> {
+        self.counters.add(purpose, length);
+        self.read_file(at, length).await
+    }
+
+    /// Writes a part of a table.
+    pub(super) async fn write_table(
+        &self,
+        purpose: Purpose,
+        at: HostOffset,
+        bytes: IoVector,
+    ) -> Result<(), ImageError> {
+        self.counters.add(purpose, bytes.len() as u64);
+        Ok(self.file.write(at.0, bytes).await?)
+    }
+
+    /// Writes parts of tables, at once and all to their ends.
+    pub(super) async fn write_tables(
+        &self,
+        purpose: Purpose,
+        writes: Vec<(HostOffset, IoVector)>,
+    ) -> Result<(), ImageError> {
+        let writes = writes.into_iter().map(|(at, bytes)| self.write_table(purpose, at, bytes));
+        join_all(writes).await.into_iter().collect()
+    }
+
+    /// Makes the file durable: not the data file.
+    pub(super) async fn flush_file(&self) -> Result<(), ImageError> {
+        self.counters.add(Purpose::Flush, 0);
+        Ok(self.file.flush().await?)
+    }
+
+    /// Makes both files durable.
+    pub(super) async fn flush_all(&self) -> Result<(), ImageError> {
+        if !self.has_data_file {
+            return self.flush_file().await;
+        }
+        self.counters.add(Purpose::Flush, 0);
+        let (data, file) = join(self.data.flush(), self.flush_file()).await;
+        data?;
+        file
+    }
+}

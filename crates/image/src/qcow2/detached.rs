@@ -1,0 +1,82 @@
+//! Writes in place whose requests were dropped: they go on, and their clusters count as in use until they are over.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures_util::FutureExt;
+use futures_util::future::join_all;
+use limosa_storage::Request;
+
+use super::allocator::InUse;
+use super::locks::{Rank, RankedMutex};
+use crate::error::ImageError;
+
+/// Something that no request waits for any more.
+type Rest = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+#[derive(Debug)]
+pub(super) struct Detached {
+    rest: RankedMutex<Vec<Rest>>,
+}
+
+/// A write in place under way. If it is dropped it goes on elsewhere.
+pub(super) struct InPlace {
+    request: Option<(Request, InUse)>,
+    detached: Arc<Detached>,
+}
+
+impl Detached {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self { rest: Rank::Detached.mutex(Vec::new()) })
+    }
+
+    pub(super) fn in_place(self: &Arc<Self>, request: Request, in_use: InUse) -> InPlace {
+        InPlace { request: Some((request, in_use)), detached: Arc::clone(self) }
+    }
+
+    /// Goes on with them, as far as that is possible without waiting.
+    pub(super) async fn poll(&self) {
+        let mut rest = self.rest.take();
+        std::future::poll_fn(|context| {
+            rest.retain_mut(|rest| rest.poll_unpin(context).is_pending());
+            Poll::Ready(())
+        })
+        .await;
+        self.rest.lock().append(&mut rest);
+    }
+
+    /// Waits until they are over.
+    pub(super) async fn over(&self) {
+        let rest = self.rest.take();
+        join_all(rest).await;
+    }
+
+    /// Lets go of them.
+    pub(super) fn clear(&self) {
+        drop(self.rest.take());
+    }
+}
+
+impl Future for InPlace {
+    type Output = Result<(), ImageError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some((request, _)) = &mut self.request else { return Poll::Ready(Ok(())) };
+        let Poll::Ready(done) = request.as_mut().poll(context) else { return Poll::Pending };
+        self.request = None;
+        Poll::Ready(Ok(done?))
+    }
+}
+
+impl Drop for InPlace {
+    fn drop(&mut self) {
+        if let Some((request, in_use)) = self.request.take() {
+            let rest = async move {
+                let _ = request.await;
+                drop(in_use);
+            };
+            self.detached.rest.lock().push(Box::pin(rest));
+        }
+    }
+}

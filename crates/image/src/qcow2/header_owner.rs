@@ -1,0 +1,177 @@
+//! The header of an image in use, and everything that is done one after the other: changes of refcounts and of the header.
+//!
+//! Law: what the header says in memory it says in the file, durably. An image that was found to be corrupt is marked as such, durably, and
+//! nothing more is written for the guest, or given back; what was acknowledged before is still flushed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+
+use super::context::Context;
+use super::counters::Purpose;
+use super::header::Header;
+use super::lengths::CutOff;
+use super::locks::{Rank, RankedMutex};
+use super::metadata_map::Overlap;
+use super::shared_future::{Serial, SharedFuture};
+use crate::error::ImageError;
+use crate::offset::HostOffset;
+
+/// What to do about an image that is corrupt.
+pub(super) const REPAIR: &str = "nothing more is written before `limosa img check -r all` has repaired the image";
+
+pub(super) struct HeaderOwner {
+    context: Arc<Context>,
+    header: RankedMutex<Header>,
+    /// Bytes of the disk.
+    size: AtomicU64,
+    serial: Serial,
+    begun: AtomicBool,
+    marked_corrupt: AtomicBool,
+}
+
+impl HeaderOwner {
+    pub(super) fn new(context: Arc<Context>, header: Header) -> Self {
+        Self {
+            context,
+            size: AtomicU64::new(header.size),
+            header: Rank::Header.mutex(header),
+            serial: Serial::new(Rank::Serial),
+            begun: AtomicBool::new(false),
+            marked_corrupt: AtomicBool::new(false),
+        }
+    }
+
+    /// As it is now.
+    pub(super) fn now(&self) -> Header {
+        self.header.lock().clone()
+    }
+
+    /// Bytes of the disk.
+    pub(super) fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// Whether anything was written for the guest.
+    pub(super) fn has_begun(&self) -> bool {
+        self.begun.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_marked_corrupt(&self) -> bool {
+        self.marked_corrupt.load(Ordering::Acquire)
+    }
+
+    /// Does something to refcounts or the header after everything else that was begun before; one at a time. A request that waits for it
+    /// drives what comes before it, too. Nothing within may wait for it again.
+    pub(super) fn exclusively(&self, work: BoxFuture<'static, Result<(), ImageError>>) -> SharedFuture {
+        self.serial.run(work)
+    }
+
+    /// Lets go of what is under way.
+    pub(super) fn clear(&self) {
+        self.serial.clear();
+    }
+
+    /// Changes fields of the header, durably. Only within [`HeaderOwner::exclusively`].
+    pub(super) async fn change(&self, change: impl FnOnce(&mut Header)) -> Result<(), ImageError> {
+        let mut header = self.now();
+        change(&mut header);
+        self.context.counters().add(Purpose::HeaderWrite, header.encode_fields().len() as u64);
+        header.write_fields(&**self.context.file()).await?;
+        *self.header.lock() = header;
+        self.context.flush_file().await
+    }
+
+    /// The file's header was changed by others to lead to this refcount table. Only within [`HeaderOwner::exclusively`].
+    pub(super) fn has_refcount_table(&self, table: (HostOffset, u32)) {
+        self.header.lock().refcount_table = table;
+    }
+
+    /// Makes the disk so long, durably. Only within [`HeaderOwner::exclusively`].
+    pub(super) async fn set_size(&self, size: u64) -> Result<(), ImageError> {
+        self.change(|header| header.size = size).await?;
+        self.size.store(size, Ordering::Release);
+        Ok(())
+    }
+
+    /// Before refcounts are changed: if they are written late, the image says so. Only within [`HeaderOwner::exclusively`].
+    pub(super) async fn ready_for_refcounts(&self) -> Result<(), ImageError> {
+        if self.context.is_lazy() && !self.is_dirty() {
+            self.change(|header| header.features.set_dirty(true)).await?;
+        }
+        Ok(())
+    }
+
+    /// The refcounts in the file are right. Only within [`HeaderOwner::exclusively`].
+    pub(super) async fn refcounts_are_right(&self) -> Result<(), ImageError> {
+        if self.is_dirty() { self.change(|header| header.features.set_dirty(false)).await } else { Ok(()) }
+    }
+
+    fn is_dirty(&self) -> bool {
+        self.header.lock().features.dirty()
+    }
+
+    /// Before a write: an image that must not be written is refused, and before the first one features that others would have to keep up
+    /// are taken back. `conflict`: tables that lie on each other.
+    pub(super) async fn begin_writing(
+        self: &Arc<Self>,
+        conflict: Option<(Overlap, Overlap)>,
+    ) -> Result<(), ImageError> {
+        if self.is_marked_corrupt() {
+            let what = "it is corrupt: nothing is written before `limosa img check -r all` has repaired it";
+            return Err(self.context.unsupported(what));
+        }
+        if self.has_begun() {
+            return Ok(());
+        }
+        if self.context.is_read_only() {
+            return Err(ImageError::ReadOnly { image: Arc::clone(self.context.name()) });
+        }
+        if let Some((one, other)) = conflict {
+            let why = format!("the {other} lies there, too; {REPAIR}");
+            return Err(self.broken(one.to_string(), why).await);
+        }
+        let owner = Arc::clone(self);
+        let work = async move {
+            let mut header = owner.now();
+            header.begin_writing(&**owner.context.file(), false).await?;
+            *owner.header.lock() = header;
+            owner.begun.store(true, Ordering::Release);
+            Ok(())
+        };
+        self.exclusively(work.boxed()).await
+    }
+
+    /// Marks the image as corrupt, durably, and says why. Nothing more is written.
+    pub(super) async fn broken(self: &Arc<Self>, table: String, why: impl Into<String>) -> ImageError {
+        let (owner, error) = (Arc::clone(self), self.context.corrupt(table, why));
+        let marked = async move {
+            owner.mark_corrupt().await;
+            Ok(())
+        };
+        let _ = self.exclusively(marked.boxed()).await;
+        error
+    }
+
+    /// The same, within [`HeaderOwner::exclusively`].
+    pub(super) async fn broken_now(&self, table: String, why: impl Into<String>) -> ImageError {
+        self.mark_corrupt().await;
+        self.context.corrupt(table, why)
+    }
+
+    async fn mark_corrupt(&self) {
+        if !self.marked_corrupt.swap(true, Ordering::AcqRel) && self.context.rules().version > 2 {
+            // If it cannot be marked, what it was marked for is said all the same.
+            let _ = self.change(|header| header.features.set_corrupt(true)).await;
+        }
+    }
+}
+
+/// The table, and why: of a file that was cut off by others.
+pub(super) fn cut_off(CutOff { length, before }: CutOff) -> [String; 2] {
+    let why =
+        format!("somebody has cut it off there, at {before:#x} it ended before; what lay behind is lost; {REPAIR}");
+    [format!("file at {length:#x}"), why]
+}

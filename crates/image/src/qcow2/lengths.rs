@@ -1,0 +1,65 @@
+//! How long an image's files are, and whether somebody else has cut them off.
+//!
+//! Law: nothing is written behind what is left of a file that was cut off, and what is lost there is not read as zeros.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use limosa_storage::{Storage, StorageError};
+
+/// How long files have been.
+#[derive(Debug)]
+pub(super) struct Lengths {
+    /// How long the file was when it was opened, in bytes.
+    at_open: u64,
+    /// How long it has been since, as far as it was looked at.
+    longest: AtomicU64,
+    /// The same of the data file, if there is one.
+    longest_data: Option<AtomicU64>,
+}
+
+/// A file that was cut off: to how many bytes, and how many it had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct CutOff {
+    pub(super) length: u64,
+    pub(super) before: u64,
+}
+
+impl Lengths {
+    pub(super) fn new(file: &dyn Storage, data_file: Option<&dyn Storage>) -> Result<Self, StorageError> {
+        let at_open = file.length()?;
+        let longest_data = data_file.map(|data_file| data_file.length()).transpose()?.map(AtomicU64::new);
+        Ok(Self { at_open, longest: AtomicU64::new(at_open), longest_data })
+    }
+
+    pub(super) const fn at_open(&self) -> u64 {
+        self.at_open
+    }
+
+    /// How long the file is, in bytes, unless it has been longer.
+    pub(super) fn now(&self, file: &dyn Storage) -> Result<Result<u64, CutOff>, StorageError> {
+        // First how long it has been: others may make it longer meanwhile.
+        let before = self.longest.load(Ordering::Acquire);
+        let length = file.length()?;
+        self.longest.fetch_max(length, Ordering::AcqRel);
+        Ok(if length >= before { Ok(length) } else { Err(CutOff { length, before }) })
+    }
+
+    /// The file has this length.
+    pub(super) fn is_at_least(&self, length: u64) {
+        self.longest.fetch_max(length, Ordering::AcqRel);
+    }
+
+    fn of_data(&self) -> &AtomicU64 {
+        self.longest_data.as_ref().unwrap_or(&self.longest)
+    }
+
+    /// How long the storage of contents has been: to be asked before its length is.
+    pub(super) fn data_before(&self) -> u64 {
+        self.of_data().load(Ordering::Acquire)
+    }
+
+    /// The storage of contents has this length.
+    pub(super) fn data_is_at_least(&self, length: u64) {
+        self.of_data().fetch_max(length, Ordering::AcqRel);
+    }
+}

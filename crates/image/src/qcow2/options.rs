@@ -1,0 +1,55 @@
+//! How an image is used.
+
+/// Whether contents that a new cluster takes over are shared, where the filesystem can, in place of being copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CloneMode {
+    /// They are copied.
+    Off,
+    /// Where at least so many bytes would be copied for a write.
+    From(u64),
+}
+
+impl CloneMode {
+    /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-clones.md): clusters of
+    /// 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between them what is gained in time is
+    /// lost in CPU. A clone is a change of the filesystem's own tables, which lasts as long whatever its length; and what is then
+    /// written over it takes space anew.
+    pub const AUTO: Self = Self::From(128 << 10);
+}
+
+impl Default for CloneMode {
+    fn default() -> Self {
+        Self::AUTO
+    }
+}
+
+/// How an image is used.
+#[derive(Debug, Clone)]
+pub struct Qcow2Options {
+    /// The most memory for L2 slices, in bytes; refcount blocks get a quarter of it on top.
+    pub cache_size: u64,
+    /// Whether new clusters are filled by sharing.
+    pub clone: CloneMode,
+    /// Nothing is written, the header included.
+    pub read_only: bool,
+    /// Whether refcounts are written late; `None`: what the image says.
+    pub lazy_refcounts: Option<bool>,
+    /// Bytes of clusters that are taken at once, for writes to come, and that the file is made longer by. What is not used is given
+    /// back when the image is closed. More than the usual 4 MiB was measured to gain nothing.
+    pub allocate_ahead: u64,
+    /// Whether space that is given back is given back to the storage, too.
+    pub discard: bool,
+}
+
+impl Default for Qcow2Options {
+    fn default() -> Self {
+        Self {
+            cache_size: 32 << 20,
+            clone: CloneMode::default(),
+            read_only: false,
+            lazy_refcounts: None,
+            allocate_ahead: 4 << 20,
+            discard: true,
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Reading: what the guest's bytes are is looked up, and everything is read at once.
+
+use std::sync::Arc;
+
+use limosa_storage::IoVector;
+
+use super::allocator::Allocator;
+use super::contents::Contents;
+use super::context::Context;
+use super::layers::part_of;
+use super::lookup::{Extent, Kind};
+use super::preallocated::Preallocated;
+use super::shared_future::all;
+use super::tables::Tables;
+use crate::disk::{MapKind, Mapped};
+use crate::error::ImageError;
+use crate::offset::{GuestOffset, HostOffset};
+
+pub(super) struct Reader {
+    context: Arc<Context>,
+    allocator: Arc<Allocator>,
+    tables: Arc<Tables>,
+    contents: Arc<Contents>,
+    preallocated: Preallocated,
+}
+
+impl Reader {
+    pub(super) const fn new(
+        context: Arc<Context>,
+        allocator: Arc<Allocator>,
+        tables: Arc<Tables>,
+        contents: Arc<Contents>,
+        preallocated: Preallocated,
+    ) -> Self {
+        Self { context, allocator, tables, contents, preallocated }
+    }
+
+    /// Fills `into` with what is at `at`.
+    pub(super) async fn read(&self, at: GuestOffset, into: IoVector) -> Result<(), ImageError> {
+        loop {
+            let zeroings = self.tables.zeroings();
+            self.read_once(at, into.clone()).await?;
+            // A cluster that was zeroed and kept may have been written anew meanwhile, and that is not to be seen before the table
+            // says so: else a later read would see the zeros again.
+            if self.tables.zeroings() == zeroings {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn read_once(&self, at: GuestOffset, into: IoVector) -> Result<(), ImageError> {
+        let _in_use = self.allocator.enter();
+        let end = at + into.len() as u64;
+        let mut parts = Vec::new();
+        let mut pos = at;
+        while pos < end {
+            let Extent { length, kind } = self.tables.extent(pos, end).await?;
+            if pos == at && length == into.len() as u64 {
+                return self.contents.read(pos, kind, into).await;
+            }
+            let part = part_of(&into, pos - at, length);
+            match kind {
+                Kind::Zero { .. } => part.clear(),
+                Kind::Backing { .. } if self.context.backing().is_none() => part.clear(),
+                _ => parts.push(self.contents.read(pos, kind, part)),
+            }
+            pos += length;
+        }
+        all(parts).await
+    }
+
+    /// Where the bytes from `at` on come from; see [`Disk::map`](crate::disk::Disk::map).
+    pub(super) async fn map(&self, at: GuestOffset, length: u64) -> Result<Mapped, ImageError> {
+        let _in_use = self.allocator.enter();
+        let mapped = |length: u64, kind, host| Mapped { length, kind, depth: 0, host };
+        let end = at + length;
+        let Extent { mut length, kind } = self.tables.extent(at, end).await?;
+        let place = |host: HostOffset| Some((Arc::clone(self.context.data().name()), host));
+        Ok(match kind {
+            Kind::Own { host, .. } => {
+                let (length, kind) = self.preallocated.written(host, length).await?;
+                mapped(length, kind, place(host))
+            }
+            Kind::Zero { host, .. } => mapped(length, MapKind::Zero, host.and_then(place)),
+            Kind::Compressed { .. } => mapped(length, MapKind::Compressed, None),
+            Kind::Backing { host, .. } => {
+                let holds = self.contents.backing_holds(at);
+                // A slice tells of a part only: what follows may be alike.
+                while at + length < end {
+                    match self.tables.extent(at + length, end).await? {
+                        Extent { length: more, kind: Kind::Backing { host: next, .. } }
+                            if holds > 0 || next == host.map(|host| host + length) =>
+                        {
+                            length += more;
+                        }
+                        _ => break,
+                    }
+                }
+                match self.context.backing() {
+                    None => mapped(length, MapKind::Unallocated, host.and_then(place)),
+                    Some(backing) => match holds {
+                        // QEMU counts it as this image's: the backing file ends before it.
+                        0 => mapped(length, MapKind::Unallocated, host.and_then(place)),
+                        holds => {
+                            let below = backing.map(at, length.min(holds)).await?;
+                            Mapped { depth: below.depth + 1, ..below }
+                        }
+                    },
+                }
+            }
+        })
+    }
+}

@@ -1,0 +1,386 @@
+//! The L1 table and the L2 tables of an image in use: where everything lies.
+//!
+//! Law: what is in memory is the truth. The L1 table is there as a whole, of the L2 tables a bounded number of slices; a change is made in
+//! memory, and the flusher brings it to the file. An entry is changed when what it leads to has been written, never before, and only by the
+//! job that claimed its cluster. A table that something else refers to, too, is copied before it is changed.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use futures_util::FutureExt;
+use limosa_storage::Buffer;
+
+use super::allocator::Allocator;
+use super::context::Context;
+use super::counters::Purpose;
+use super::entry::{L1Entry, L2Entry};
+use super::l1::{CapturedBlock, L1, L1Fault};
+use super::locks::{Rank, RankedMutex};
+use super::lookup::{Extent, Lookup, extent};
+use super::pool::Run;
+use super::shared_future::SharedFuture;
+use super::slices::{CapturedSlice, Full, Slices};
+use crate::error::ImageError;
+use crate::offset::{GuestOffset, HostOffset};
+
+/// Has changed slices written, so that there is room for others.
+pub(super) trait MakeRoom: Send + Sync {
+    fn make_room(self: Arc<Self>) -> SharedFuture;
+}
+
+pub(super) struct Tables {
+    context: Arc<Context>,
+    allocator: Arc<Allocator>,
+    l1: L1,
+    slices: Slices,
+    /// L2 tables that are being made, by their L1 entries.
+    making: RankedMutex<HashMap<u64, SharedFuture>>,
+    /// L2 tables whose contents in the file mean nothing yet.
+    new: RankedMutex<HashSet<HostOffset>>,
+    /// How often clusters were zeroed that stay where they are: a read that was under way may have read what was written there since.
+    zeroings: AtomicU64,
+    room: Weak<dyn MakeRoom>,
+}
+
+/// What differs from the file, as it was at one moment.
+pub(super) struct CapturedTables {
+    pub(super) l1: Vec<CapturedBlock>,
+    pub(super) slices: Vec<CapturedSlice>,
+    /// Tables that the file does not have yet.
+    pub(super) new: Vec<HostOffset>,
+}
+
+/// Where the L2 entry of an offset is found: in the slice at `slice`, from word `word` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct EntryAddress {
+    table: HostOffset,
+    slice: HostOffset,
+    word: usize,
+    /// The entry's number in its table.
+    number: u32,
+}
+
+impl Tables {
+    pub(super) fn new(context: Arc<Context>, allocator: Arc<Allocator>, l1: L1, room: Weak<dyn MakeRoom>) -> Self {
+        let slices = Slices::new(context.options().cache_size, context.slice_bits());
+        Self {
+            context,
+            allocator,
+            l1,
+            slices,
+            making: Rank::Making.mutex(HashMap::new()),
+            new: Rank::New.mutex(HashSet::new()),
+            zeroings: AtomicU64::new(0),
+            room,
+        }
+    }
+
+    /// Lets go of what is under way.
+    pub(super) fn clear(&self) {
+        self.slices.clear();
+        drop(self.making.take());
+    }
+
+    /// Where the L1 table lies, and how many entries it has.
+    pub(super) fn l1_place(&self) -> (HostOffset, usize) {
+        self.l1.place()
+    }
+
+    /// The L1 table lies at `at` now, and has room for so many entries.
+    pub(super) fn l1_moved(&self, at: HostOffset, entries: u64) {
+        self.l1.moved(at, usize::try_from(entries).unwrap_or(usize::MAX));
+    }
+
+    /// How often clusters were zeroed that stay where they are.
+    pub(super) fn zeroings(&self) -> u64 {
+        self.zeroings.load(Ordering::Acquire)
+    }
+
+    /// Clusters were zeroed that stay where they are: before anything is written there anew.
+    pub(super) fn zeroed_in_place(&self) {
+        self.zeroings.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Whether so many slices wait to be written that it is time to.
+    pub(super) fn presses(&self) -> bool {
+        self.slices.presses()
+    }
+
+    fn l1_entry(&self, index: u64) -> Result<L1Entry, ImageError> {
+        self.l1.get(index).map_err(|fault| {
+            let (at, entries) = self.l1.place();
+            let why = match fault {
+                L1Fault::Short => format!("it has {entries} entries, and the disk needs more"),
+                L1Fault::Entry(fault) => fault.to_string(),
+            };
+            self.context.corrupt(format!("L1 table at {at}, entry {index}"), why)
+        })
+    }
+
+    fn l1_index(&self, at: GuestOffset) -> u64 {
+        at.0 / self.context.geometry().l2_covers()
+    }
+
+    /// Where the L2 entry of an offset is found in an L2 table.
+    fn address(&self, at: GuestOffset, table: HostOffset) -> EntryAddress {
+        let geometry = self.context.geometry();
+        let place = geometry.place(at);
+        let byte = u64::from(place.l2) * geometry.l2_entry_size();
+        let slice = table + byte / self.slices.slice_size() * self.slices.slice_size();
+        let word = usize::try_from((table + byte - slice) / 8).unwrap_or(usize::MAX);
+        EntryAddress { table, slice, word, number: place.l2 }
+    }
+
+    fn next(&self, address: EntryAddress) -> EntryAddress {
+        EntryAddress { word: address.word + self.context.words_of_entry(), number: address.number + 1, ..address }
+    }
+
+    /// The entry at an address, of a slice's words.
+    fn entry(&self, words: &[u64], address: EntryAddress) -> Result<L2Entry, ImageError> {
+        let geometry = self.context.geometry();
+        let word = |at: usize| words.get(at).copied().unwrap_or(0);
+        let bitmap = if geometry.extended_l2 { word(address.word + 1) } else { 0 };
+        L2Entry::decode(word(address.word), bitmap, geometry, self.context.rules()).map_err(|fault| {
+            self.context.corrupt(format!("L2 table at {}, entry {}", address.table, address.number), fault.to_string())
+        })
+    }
+
+    fn entries<'a>(
+        &'a self,
+        words: &'a [u64],
+        mut address: EntryAddress,
+    ) -> impl Iterator<Item = Result<L2Entry, ImageError>> + 'a {
+        std::iter::from_fn(move || {
+            let entry = (address.word < words.len()).then(|| self.entry(words, address))?;
+            address = self.next(address);
+            Some(entry)
+        })
+    }
+}
+
+/// Looking up.
+impl Tables {
+    /// What the bytes from `at` on are: as many as are alike and lie together, up to `end`, as far as one slice tells.
+    pub(super) fn look(&self, at: GuestOffset, end: GuestOffset) -> Result<Lookup<Extent>, ImageError> {
+        let covers = self.context.geometry().l2_covers();
+        let Some(table) = self.l1_entry(self.l1_index(at))?.table else {
+            let until = end.0.min((at.0 / covers + 1).saturating_mul(covers));
+            return Ok(Lookup::Found(Extent::nothing(until - at.0)));
+        };
+        let address = self.address(at, table);
+        match self
+            .slices
+            .get(address.slice, |words| extent(self.context.geometry(), at, end, self.entries(words, address)))
+        {
+            Some(found) => {
+                let none = || self.context.corrupt(format!("L2 table at {table}"), "it has no such entry");
+                Ok(Lookup::Found(found?.ok_or_else(none)?))
+            }
+            None => Ok(Lookup::Load(address.slice)),
+        }
+    }
+
+    /// The same, reading tables as need be.
+    pub(super) async fn extent(self: &Arc<Self>, at: GuestOffset, end: GuestOffset) -> Result<Extent, ImageError> {
+        loop {
+            match self.look(at, end)? {
+                Lookup::Found(extent) => return Ok(extent),
+                Lookup::Load(slice) => self.load(slice).await?,
+            }
+        }
+    }
+
+    /// What `visit` makes of the entries of the clusters from that of `at` on, up to `end`, as many as one slice has: each is decoded when it
+    /// is asked for.
+    pub(super) fn visit<R>(
+        &self,
+        at: GuestOffset,
+        end: GuestOffset,
+        visit: impl FnOnce(&mut dyn Iterator<Item = Result<L2Entry, ImageError>>) -> Result<R, ImageError>,
+    ) -> Result<Lookup<R>, ImageError> {
+        let cluster = self.context.geometry().cluster_size();
+        let table = self.l1_entry(self.l1_index(at))?.table;
+        let address = self.address(at, table.unwrap_or_default());
+        let in_slice = usize::try_from(self.slices.slice_size() / 8).unwrap_or(0).saturating_sub(address.word);
+        let wanted = usize::try_from((end.0.div_ceil(cluster)).saturating_sub(at.0 / cluster)).unwrap_or(usize::MAX);
+        let count = wanted.min(in_slice / self.context.words_of_entry());
+        if table.is_none() {
+            return visit(&mut std::iter::repeat_n(L2Entry::NONE, count).map(Ok)).map(Lookup::Found);
+        }
+        let visited = self.slices.get(address.slice, |words| visit(&mut self.entries(words, address).take(count)));
+        visited.map_or(Ok(Lookup::Load(address.slice)), |visited| visited.map(Lookup::Found))
+    }
+
+    /// Reads a slice. All that want it wait for one reading.
+    pub(super) fn load(self: &Arc<Self>, slice: HostOffset) -> SharedFuture {
+        let begin = || {
+            let tables = Arc::clone(self);
+            let load = async move {
+                let loaded = tables.load_now(slice).await;
+                tables.slices.loaded(slice);
+                loaded
+            };
+            load.boxed().shared()
+        };
+        self.slices.loading(slice, begin)
+    }
+
+    async fn load_now(&self, slice: HostOffset) -> Result<(), ImageError> {
+        if self.slices.get(slice, |_| ()).is_some() {
+            return Ok(());
+        }
+        let size = self.slices.slice_size();
+        let table = slice.align_down(self.context.geometry().cluster_size());
+        let is_new = self.new.lock().contains(&table);
+        let mut words: Box<[u64]> = if is_new {
+            vec![0; usize::try_from(size / 8).unwrap_or(0)].into()
+        } else {
+            self.context.admit_table("L2 table", table, &(slice..slice.saturating_add(size)))?;
+            let bytes = self.context.read_table(Purpose::L2Read, slice, size).await?;
+            bytes.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect()
+        };
+        while let Err(Full(back)) = self.slices.insert(slice, words) {
+            let room = self.room.upgrade().ok_or_else(|| self.context.unsupported("it has been closed"))?;
+            room.make_room().await?;
+            words = back;
+        }
+        Ok(())
+    }
+}
+
+/// Changing.
+impl Tables {
+    /// There is an L2 table for this offset that nothing else refers to; it is made if need be.
+    pub(super) async fn prepare(self: &Arc<Self>, at: GuestOffset) -> Result<(), ImageError> {
+        self.table_for(self.l1_index(at)).await.map(drop)
+    }
+
+    /// The L2 table of an L1 entry, which nothing else refers to; made if need be.
+    async fn table_for(self: &Arc<Self>, index: u64) -> Result<HostOffset, ImageError> {
+        loop {
+            let entry = self.l1_entry(index)?;
+            if let Some(table) = entry.table.filter(|_| entry.copied) {
+                return Ok(table);
+            }
+            self.make_table(index).await?;
+        }
+    }
+
+    fn make_table(self: &Arc<Self>, index: u64) -> SharedFuture {
+        let begin = || {
+            let tables = Arc::clone(self);
+            let make = async move {
+                let made = tables.make_table_now(index).await;
+                let future = tables.making.lock().remove(&index);
+                drop(future);
+                made
+            };
+            make.boxed().shared()
+        };
+        self.making.lock().entry(index).or_insert_with(begin).clone()
+    }
+
+    async fn make_table_now(&self, index: u64) -> Result<(), ImageError> {
+        let entry = self.l1_entry(index)?;
+        if entry.table.is_some() && entry.copied {
+            return Ok(());
+        }
+        let runs = self.allocator.allocate(1).await?;
+        let geometry = self.context.geometry();
+        let at = runs.first().map_or(HostOffset(0), |run| run.first.begin(geometry.cluster_bits));
+        let length = geometry.cluster_size();
+        // The cluster may have been a table before, whose reading may have been begun.
+        for loading in self.slices.loading_within(at, length) {
+            let _ = loading.await;
+        }
+        self.slices.forget(at, length);
+        if let Some(old) = entry.table {
+            self.copy_table(old, at, runs).await?;
+        } else {
+            // What is there on disk means nothing: the first flush writes all of it.
+            self.new.lock().insert(at);
+        }
+        self.allocator.has_l2_table(at);
+        self.l1.set(index, L1Entry { table: Some(at), copied: true });
+        // Only now: a flush that takes the drop takes the new entry, too.
+        if let Some(old) = entry.table {
+            self.allocator.drop_table(old);
+        }
+        Ok(())
+    }
+
+    /// Copies a table to a cluster of its own, which is put back if that fails.
+    async fn copy_table(&self, from: HostOffset, to: HostOffset, runs: Vec<Run>) -> Result<(), ImageError> {
+        let length = self.context.geometry().cluster_size();
+        let copy = async {
+            self.context.admit_table("L2 table", from, &(from..from.saturating_add(length)))?;
+            let bytes = self.context.read_table(Purpose::L2Read, from, length).await?;
+            self.context.write_table(Purpose::L2Write, to, Buffer::copied(&bytes).into()).await
+        };
+        let copied = copy.await;
+        if copied.is_err() {
+            self.allocator.put_back(runs);
+        }
+        copied
+    }
+
+    /// Changes the entries of `count` clusters from that of `at` on, which one slice has: all of them, or, if it fails, none. `change` is
+    /// called once for each, with its number.
+    pub(super) async fn change(
+        self: &Arc<Self>,
+        at: GuestOffset,
+        count: usize,
+        mut change: impl FnMut(usize, L2Entry) -> L2Entry + Send,
+    ) -> Result<(), ImageError> {
+        let table = self.table_for(self.l1_index(at)).await?;
+        let start = self.address(at, table);
+        loop {
+            let changed = self.slices.change(start.slice, |words| {
+                // All of them can be read, or none is changed.
+                self.entries(words, start).take(count).try_for_each(|entry| entry.map(drop))?;
+                let mut address = start;
+                for index in 0..count {
+                    let (entry, bitmap) = change(index, self.entry(words, address)?).encode(self.context.geometry());
+                    let both = [entry, bitmap];
+                    let places = words.iter_mut().skip(address.word).take(self.context.words_of_entry());
+                    places.zip(both).for_each(|(word, new)| *word = new);
+                    address = self.next(address);
+                }
+                Ok(())
+            });
+            match changed {
+                Some(changed) => return changed,
+                None => self.load(start.slice).await?,
+            }
+        }
+    }
+}
+
+/// For a flush.
+impl Tables {
+    /// Copies of all that differs from the file, which is being written from now on, until [`Tables::written`].
+    pub(super) fn capture(&self) -> CapturedTables {
+        let l1 = self.l1.capture();
+        let slices = self.slices.capture();
+        // After the slices: a table of which one was captured has to be among them, or it would be written as zeros the next time.
+        let new = self.new.lock().iter().copied().collect();
+        CapturedTables { l1, slices, new }
+    }
+
+    /// The file has these new tables.
+    pub(super) fn are_there(&self, tables: &[HostOffset]) {
+        let mut new = self.new.lock();
+        for table in tables {
+            new.remove(table);
+        }
+    }
+
+    /// What was captured was written, or could not be.
+    pub(super) fn written(&self, captured: &CapturedTables, fine: bool) {
+        self.slices.written(captured.slices.iter().map(|slice| slice.at), fine);
+        if !fine {
+            self.l1.not_written(&captured.l1);
+        }
+    }
+}

@@ -1,0 +1,412 @@
+//! Writing: in place where the image has the cluster for itself, else by a job.
+//!
+//! What changes where bytes lie claims the clusters (or subclusters) first: a *job* (the module `jobs`), of which there is one for any
+//! cluster at a time. A job that writes copies what has to stand around the guest's bytes (`copy`, by a `plan`, or by `clones`); one
+//! that zeroes changes entries only (`zero`).
+
+mod clones;
+mod copy;
+mod dropped;
+mod jobs;
+mod plan;
+mod zero;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use futures_util::future::{BoxFuture, join, join_all};
+use futures_util::{FutureExt, TryFutureExt};
+use limosa_storage::IoVector;
+
+use self::clones::Sharing;
+use self::copy::CopyJob;
+use self::dropped::DroppedJobs;
+use self::jobs::{Job, Jobs, State};
+pub(super) use self::zero::Zeroing;
+use super::allocator::{Allocator, InUse};
+use super::contents::Contents;
+use super::context::Context;
+use super::counters::Purpose;
+use super::detached::Detached;
+use super::entry::L2Entry;
+use super::flusher::Flusher;
+use super::header_owner::HeaderOwner;
+use super::layers::part_of;
+use super::locks::Rank;
+use super::lookup::{Extent, Kind, Lookup, extent_in_cluster};
+use super::shared_future::SharedFuture;
+use super::tables::Tables;
+use crate::error::ImageError;
+use crate::offset::{GuestOffset, HostOffset};
+
+pub(super) struct Writer {
+    context: Arc<Context>,
+    header: Arc<HeaderOwner>,
+    allocator: Arc<Allocator>,
+    tables: Arc<Tables>,
+    flusher: Arc<Flusher>,
+    contents: Arc<Contents>,
+    detached: Arc<Detached>,
+    /// Requests that change where bytes lie.
+    jobs: Jobs,
+    /// Those of them that nothing waits for.
+    dropped: DroppedJobs,
+    sharing: Sharing,
+}
+
+/// The owners that a writer works with.
+pub(super) struct WriterParts {
+    pub(super) context: Arc<Context>,
+    pub(super) header: Arc<HeaderOwner>,
+    pub(super) allocator: Arc<Allocator>,
+    pub(super) tables: Arc<Tables>,
+    pub(super) flusher: Arc<Flusher>,
+    pub(super) contents: Arc<Contents>,
+    pub(super) detached: Arc<Detached>,
+}
+
+/// Guest's bytes, and where they belong.
+type Segment = (GuestOffset, IoVector);
+
+/// What of a part has to be written once more others are done.
+type Left = Option<Segment>;
+
+/// How the bytes from some offset on are written.
+enum Claim {
+    /// Where they are.
+    InPlace { host: HostOffset, length: u64 },
+    /// Where a job has made room, which is not done yet.
+    Along { host: HostOffset, length: u64, job: SharedFuture },
+    /// By this job, which has them.
+    Given { length: u64, job: SharedFuture },
+    /// After this job, whatever became of it.
+    Wait { length: u64, job: SharedFuture },
+    /// After this job has made room for them.
+    After { length: u64, job: SharedFuture },
+    /// First a slice has to be read.
+    Load(HostOffset),
+}
+
+/// What some bytes need to be written.
+enum Needed {
+    /// Nothing: they have their place.
+    InPlace { host: HostOffset, length: u64 },
+    /// A job.
+    Job { range: Range<GuestOffset>, work: CopyJob },
+}
+
+/// What an entry means for a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Class {
+    /// There is no cluster.
+    Bare,
+    /// There is one, which nothing else refers to.
+    Own(HostOffset),
+    /// There is one that something else refers to, too.
+    Shared,
+    /// There are compressed contents.
+    Compressed,
+}
+
+const fn class(entry: L2Entry) -> Class {
+    match entry {
+        L2Entry::Standard { host: None, .. } => Class::Bare,
+        L2Entry::Standard { host: Some(host), copied: true, .. } => Class::Own(host),
+        L2Entry::Standard { .. } => Class::Shared,
+        L2Entry::Compressed { .. } => Class::Compressed,
+    }
+}
+
+impl Writer {
+    pub(super) fn new(parts: WriterParts) -> Self {
+        let WriterParts { context, header, allocator, tables, flusher, contents, detached } = parts;
+        let jobs = Jobs::new(context.region());
+        let (dropped, sharing) = (DroppedJobs::default(), Sharing::new(Arc::clone(&context)));
+        Self { context, header, allocator, tables, flusher, contents, detached, jobs, dropped, sharing }
+    }
+
+    /// Waits for all jobs, and for what was detached. No more of them begin meanwhile.
+    pub(super) async fn over(&self) {
+        loop {
+            let jobs = self.jobs.all();
+            if jobs.is_empty() {
+                break;
+            }
+            // Requests that waited for them were told what became of them.
+            join_all(jobs).await;
+        }
+        self.detached.over().await;
+    }
+
+    /// Lets go of what is under way.
+    pub(super) fn clear(&self) {
+        self.jobs.clear();
+        self.dropped.clear();
+        self.detached.clear();
+    }
+
+    /// Writes all of `from` at `at`. Borrows nothing: parts of it wait in shared futures.
+    pub(super) async fn write(self: Arc<Self>, at: GuestOffset, from: IoVector) -> Result<(), ImageError> {
+        self.allocator.begin_writing().await?;
+        let end = at + from.len() as u64;
+        let in_use = self.allocator.enter();
+        if let Lookup::Found(Extent { length, kind: Kind::Own { host, copied: true } }) = self.tables.look(at, end)?
+            && length == from.len() as u64
+        {
+            return self.in_place(host, from, in_use).await;
+        }
+        drop(in_use);
+        // In rounds, not nested: what waits for others may have to do so as often as there are others.
+        let mut left = vec![(at, from)];
+        while !left.is_empty() {
+            left = self.round(left).await?;
+        }
+        self.flusher.flush_if_pressed().await
+    }
+
+    /// Writes what can be written by now, and what has to be written after others are done is left.
+    async fn round(self: &Arc<Self>, segments: Vec<Segment>) -> Result<Vec<Segment>, ImageError> {
+        self.allocator.begin_writing().await?;
+        let in_use = self.allocator.enter();
+        let (mut parts, mut begun) = (Vec::new(), Ok(()));
+        for (at, from) in &segments {
+            begun = self.begin_parts(*at, from, &in_use, &mut parts).await;
+            if begun.is_err() {
+                break;
+            }
+        }
+        drop(in_use);
+        // What was begun is carried to its end also if the rest could not be begun.
+        let left: Vec<Left> = join_all(parts).await.into_iter().collect::<Result<_, _>>()?;
+        begun.map(|()| left.into_iter().flatten().collect())
+    }
+
+    async fn begin_parts(
+        self: &Arc<Self>,
+        at: GuestOffset,
+        from: &IoVector,
+        in_use: &InUse,
+        parts: &mut Vec<BoxFuture<'static, Result<Left, ImageError>>>,
+    ) -> Result<(), ImageError> {
+        let end = at + from.len() as u64;
+        let mut pos = at;
+        while pos < end {
+            let rest = part_of(from, pos - at, end - pos);
+            pos += match self.claim(pos, end, &rest)? {
+                Claim::Load(slice) => {
+                    self.tables.load(slice).await?;
+                    0
+                }
+                Claim::InPlace { host, length } => {
+                    let write = self.in_place(host, part_of(&rest, 0, length), in_use.again());
+                    parts.push(write.map_ok(|()| None).boxed());
+                    length
+                }
+                Claim::Along { host, length, job } => {
+                    let write = self.in_place(host, part_of(&rest, 0, length), in_use.again());
+                    let both = join(write, job).map(|(written, linked)| written.and(linked).map(|()| None));
+                    parts.push(both.boxed());
+                    length
+                }
+                Claim::Given { length, job } => {
+                    parts.push(job.map_ok(|()| None).boxed());
+                    length
+                }
+                Claim::Wait { length, job } => {
+                    let part = (pos, part_of(&rest, 0, length));
+                    // Whether it failed or not: afterwards nothing has claimed the cluster.
+                    parts.push(job.map(|_| Ok(Some(part))).boxed());
+                    length
+                }
+                Claim::After { length, job } => {
+                    let part = (pos, part_of(&rest, 0, length));
+                    parts.push(job.map_ok(|()| Some(part)).boxed());
+                    length
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// One write to a place that the image has for itself.
+    fn in_place(
+        self: &Arc<Self>,
+        host: HostOffset,
+        from: IoVector,
+        in_use: InUse,
+    ) -> impl Future<Output = Result<(), ImageError>> + Send + 'static {
+        let allocator = Arc::clone(&self.allocator);
+        let overlap = allocator.overlap(&(host..host + from.len() as u64));
+        let request = overlap
+            .is_none()
+            .then(|| self.detached.in_place(self.contents.write(Purpose::DataWrite, host, from), in_use));
+        async move {
+            match (request, overlap) {
+                (Some(request), _) => request.await,
+                (None, Some(overlap)) => Err(allocator.contents_on(overlap, host).await),
+                // Without an overlap there is a request.
+                (None, None) => Ok(()),
+            }
+        }
+    }
+
+    /// Decides how the bytes from `pos` on are written, and begins it if that is for others to see.
+    fn claim(self: &Arc<Self>, pos: GuestOffset, end: GuestOffset, bytes: &IoVector) -> Result<Claim, ImageError> {
+        // Of this region only: until the claim is noted no other is made there.
+        let mut jobs = self.jobs.shard(pos);
+        if let Some((job, future)) = jobs.at(pos) {
+            return Ok(self.along(&job, future, pos, end, bytes));
+        }
+        let (range, work) = match self.tables.visit(pos, end, |entries| self.needed(pos, end, entries))? {
+            Lookup::Load(slice) => return Ok(Claim::Load(slice)),
+            Lookup::Found(Needed::InPlace { host, length }) => return Ok(Claim::InPlace { host, length }),
+            Lookup::Found(Needed::Job { range, work }) => (range, work),
+        };
+        if let Some((job, future)) = jobs.overlapping(&range) {
+            let until = job.range.start.align_down(self.context.geometry().cluster_size());
+            if until <= pos {
+                return Ok(Claim::Wait { length: range.end.min(end) - pos, job: future });
+            }
+            drop(jobs);
+            return self.claim(pos, until.min(end), &part_of(bytes, 0, until.min(end) - pos));
+        }
+        let length = range.end.min(end) - pos;
+        let fill = self.filled(&range, &(pos..pos + length), &work);
+        let reserves = work == CopyJob::Reserve;
+        let state = if reserves { State::Sealed } else { State::Gathering(vec![(pos, part_of(bytes, 0, length))]) };
+        let job = Arc::new(Job { range, fill, state: Rank::Job.mutex(state) });
+        let future =
+            self.start(Arc::clone(&job), move |writer, job| async move { writer.carry_out(&job, work).await }.boxed());
+        jobs.insert(job, future.clone());
+        // Room that was only reserved is written in a second step.
+        Ok(if reserves { Claim::After { length, job: future } } else { Claim::Given { length, job: future } })
+    }
+
+    /// A job's future: it lets go of its claim at the end.
+    fn start(
+        self: &Arc<Self>,
+        job: Arc<Job>,
+        work: impl FnOnce(Arc<Self>, Arc<Job>) -> BoxFuture<'static, Result<(), ImageError>> + Send + 'static,
+    ) -> SharedFuture {
+        let writer = Arc::clone(self);
+        async move {
+            let done = work(Arc::clone(&writer), Arc::clone(&job)).await;
+            let entry = writer.jobs.shard(job.range.start).remove(job.range.start);
+            drop(entry);
+            done
+        }
+        .boxed()
+        .shared()
+    }
+
+    /// What becomes of a write to what a job has claimed.
+    fn along(&self, job: &Job, future: SharedFuture, pos: GuestOffset, end: GuestOffset, bytes: &IoVector) -> Claim {
+        if job.fill.contains(&pos) {
+            let length = end.min(job.fill.end) - pos;
+            match &mut *job.state.lock() {
+                State::Gathering(segments) => {
+                    self.context.counters().joined();
+                    segments.push((pos, part_of(bytes, 0, length)));
+                    return Claim::Given { length, job: future };
+                }
+                State::Open { places, shared } => {
+                    if let Some(place) = places.iter().find(|place| place.guest.contains(&pos)) {
+                        self.context.counters().joined();
+                        *shared = true;
+                        let length = length.min(place.guest.end - pos);
+                        return Claim::Along { host: place.host_of(pos), length, job: future };
+                    }
+                }
+                State::Sealed => {}
+            }
+        }
+        Claim::Wait { length: end.min(job.range.end) - pos, job: future }
+    }
+
+    /// What the bytes from `pos` on need to be written, by the entries of their clusters; no more of them are looked at than it takes.
+    fn needed(
+        &self,
+        pos: GuestOffset,
+        end: GuestOffset,
+        entries: &mut dyn Iterator<Item = Result<L2Entry, ImageError>>,
+    ) -> Result<Needed, ImageError> {
+        let geometry = self.context.geometry();
+        let cluster = geometry.cluster_size();
+        let first = entries.next().unwrap_or(Ok(L2Entry::NONE))?;
+        let Extent { mut length, kind } =
+            extent_in_cluster(geometry, first, pos, pos.align_down(cluster).saturating_add(cluster).min(end));
+        if let Kind::Own { host, copied: true } = kind {
+            while pos + length < end && (pos + length).within(cluster) == 0 {
+                let Some(entry) = entries.next().transpose()? else { break };
+                let next = pos + length;
+                match extent_in_cluster(geometry, entry, next, next.saturating_add(cluster).min(end)) {
+                    Extent { length: more, kind: Kind::Own { host: there, copied: true } }
+                        if there == host + length =>
+                    {
+                        length += more;
+                    }
+                    _ => break,
+                }
+            }
+            return Ok(Needed::InPlace { host, length });
+        }
+        let goes_on = |entry: L2Entry, number: u64| match (class(first), class(entry)) {
+            (Class::Own(host), next) => next == Class::Own(host + number * cluster),
+            (_, Class::Own(_)) => false,
+            (before, next) => !geometry.extended_l2 || before == next,
+        };
+        let mut alike = vec![first];
+        for entry in entries {
+            let entry = entry?;
+            if !goes_on(entry, alike.len() as u64) {
+                break;
+            }
+            alike.push(entry);
+        }
+        let (range, work) = self.extent_of(pos, end, alike);
+        Ok(Needed::Job { range, work })
+    }
+
+    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one job can be about.
+    fn extent_of(&self, pos: GuestOffset, end: GuestOffset, entries: Vec<L2Entry>) -> (Range<GuestOffset>, CopyJob) {
+        let geometry = self.context.geometry();
+        let cluster = geometry.cluster_size();
+        let start = pos.align_down(cluster);
+        let first = entries.first().copied().unwrap_or(L2Entry::NONE);
+        if let Class::Own(host) = class(first) {
+            let unit = geometry.subcluster_size();
+            let begin = pos.align_down(unit);
+            let mut until = begin;
+            while until < end {
+                let entry = usize::try_from((until - start) / cluster).ok().and_then(|index| entries.get(index));
+                let Some(L2Entry::Standard { what, .. }) = entry else { break };
+                let bit = if geometry.extended_l2 { 1 << ((until.0 / unit) & 31) } else { 1 };
+                if what.allocated & bit != 0 {
+                    break;
+                }
+                until += unit;
+            }
+            return (begin..until.max(begin + unit), CopyJob::InOwn { host: host + (begin - start), start, entries });
+        }
+        let range = start..start + ((entries.len().max(1) as u64) << geometry.cluster_bits);
+        if geometry.extended_l2 && class(first) == Class::Bare {
+            return (range, CopyJob::Reserve);
+        }
+        (range, CopyJob::New { start, entries })
+    }
+
+    /// What of a job's range will be right when it is done.
+    fn filled(&self, range: &Range<GuestOffset>, data: &Range<GuestOffset>, work: &CopyJob) -> Range<GuestOffset> {
+        let geometry = self.context.geometry();
+        let unit = geometry.subcluster_size();
+        match work {
+            CopyJob::New { entries, .. }
+                if geometry.extended_l2 && entries.first().is_some_and(|entry| class(*entry) == Class::Shared) =>
+            {
+                data.start.align_down(unit)..data.end.align_up(unit).min(range.end)
+            }
+            CopyJob::Reserve => range.end..range.end,
+            _ => range.clone(),
+        }
+    }
+}

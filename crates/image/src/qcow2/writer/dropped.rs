@@ -1,0 +1,96 @@
+//! Jobs that nothing waits for any more, because their requests were dropped.
+//!
+//! Law: a request that begins after another one was dropped finds what that one had begun over and done, so that nothing changes by
+//! itself later on.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+
+use futures_util::future::{BoxFuture, FutureExt, join_all};
+
+use super::super::locks::{Rank, RankedMutex};
+use super::super::shared_future::SharedFuture;
+use super::Writer;
+use crate::error::ImageError;
+
+pub(super) struct DroppedJobs {
+    any: AtomicBool,
+    jobs: RankedMutex<Vec<SharedFuture>>,
+}
+
+impl Default for DroppedJobs {
+    fn default() -> Self {
+        Self { any: AtomicBool::new(false), jobs: Rank::DroppedJobs.mutex(Vec::new()) }
+    }
+}
+
+impl DroppedJobs {
+    /// Lets go of them.
+    pub(super) fn clear(&self) {
+        drop(self.jobs.take());
+    }
+}
+
+/// A request whose jobs are ended by others if it is dropped.
+pub(in super::super) struct Whole {
+    request: Option<BoxFuture<'static, Result<(), ImageError>>>,
+    writer: Arc<Writer>,
+}
+
+impl Writer {
+    /// Has the jobs of a request ended by others if it is dropped. It begins when what was dropped before is over.
+    pub(in super::super) fn whole(
+        self: &Arc<Self>,
+        request: impl Future<Output = Result<(), ImageError>> + Send + 'static,
+    ) -> Whole {
+        let writer = Arc::clone(self);
+        let request = async move {
+            writer.end_dropped().await;
+            request.await
+        };
+        Whole { request: Some(request.boxed()), writer: Arc::clone(self) }
+    }
+
+    /// Ends the jobs of requests that were dropped.
+    pub(in super::super) async fn end_dropped(&self) {
+        while self.dropped.any.load(Ordering::Acquire) {
+            let jobs = self.dropped.jobs.lock().clone();
+            join_all(jobs).await;
+            let mut left = self.dropped.jobs.lock();
+            left.retain(|job| job.peek().is_none());
+            self.dropped.any.store(!left.is_empty(), Ordering::Release);
+        }
+    }
+
+    /// Notes the jobs that nothing waits for.
+    fn note_dropped(&self) {
+        let alone = self.jobs.alone();
+        let mut jobs = self.dropped.jobs.lock();
+        jobs.extend(alone);
+        self.dropped.any.store(!jobs.is_empty(), Ordering::Release);
+    }
+}
+
+impl Future for Whole {
+    type Output = Result<(), ImageError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(request) = &mut self.request else { return Poll::Ready(Ok(())) };
+        let done = request.as_mut().poll(context);
+        if done.is_ready() {
+            self.request = None;
+        }
+        done
+    }
+}
+
+impl Drop for Whole {
+    fn drop(&mut self) {
+        if let Some(request) = self.request.take() {
+            drop(request);
+            self.writer.note_dropped();
+        }
+    }
+}

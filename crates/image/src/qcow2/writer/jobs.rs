@@ -1,0 +1,211 @@
+//! Requests that change where bytes lie, one for any cluster at a time.
+//!
+//! Law: the entries of claimed clusters are changed by the job that claimed them, and by nothing else. A request that wants them waits for
+//! that job, and drives it; or has its bytes written along.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, MutexGuard};
+
+use super::super::locks::{Rank, RankedGuard, RankedMutex};
+use super::super::shared_future::SharedFuture;
+use super::Segment;
+use crate::offset::{GuestOffset, HostOffset, Shift};
+
+/// A claimed part of the disk.
+#[derive(Debug)]
+pub(super) struct Job {
+    /// Whole clusters or subclusters.
+    pub(super) range: Range<GuestOffset>,
+    /// What of it will be right when the job is done: others may write along there.
+    pub(super) fill: Range<GuestOffset>,
+    pub(super) state: RankedMutex<State>,
+}
+
+#[derive(Debug)]
+pub(super) enum State {
+    /// Nothing is written yet: these bytes will be, and more may be added.
+    Gathering(Vec<Segment>),
+    /// Nothing but guests' bytes is written, and here is where; `shared`: others have begun to, along with the job.
+    Open { places: Vec<NewPlace>, shared: bool },
+    /// All others wait.
+    Sealed,
+}
+
+/// Where a part of a job's range comes to lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct NewPlace {
+    pub(super) guest: Range<GuestOffset>,
+    /// In the data storage.
+    pub(super) host: HostOffset,
+    /// The storage proves that it reads as zeros.
+    pub(super) zeroed: bool,
+}
+
+impl NewPlace {
+    /// Where a byte of the range comes to lie. One before it: where it would, if there were as much room.
+    pub(super) const fn host_of(&self, at: GuestOffset) -> HostOffset {
+        self.shift().host(at)
+    }
+
+    pub(super) const fn shift(&self) -> Shift {
+        Shift::between(self.guest.start, self.host)
+    }
+}
+
+impl Job {
+    /// The bytes that were gathered; from now on it is in another state.
+    pub(super) fn gathered(&self, next: State) -> Vec<Segment> {
+        match std::mem::replace(&mut *self.state.lock(), next) {
+            State::Gathering(segments) => segments,
+            State::Open { .. } | State::Sealed => Vec::new(),
+        }
+    }
+}
+
+/// All jobs under way, in shards.
+///
+/// A job claims clusters whose L2 entries are in one slice, so the bytes that such entries are about are a region, and all jobs of a region
+/// are in one shard. Who wants to change entries holds the shard of their region from the look at them until its claim is noted: jobs
+/// that are under way may change entries of that region meanwhile, but they let go of their claims only under the same lock, so whatever
+/// was seen of their clusters, they are still found to be claimed.
+#[derive(Debug)]
+pub(super) struct Jobs {
+    shards: [RankedMutex<Shard>; SHARDS],
+    /// The logarithm of a region's bytes.
+    region_bits: u32,
+}
+
+/// Few requests at a time meet in one shard.
+const SHARDS: usize = 16;
+
+/// The jobs of some regions, by where they begin. They do not overlap.
+#[derive(Debug, Default)]
+pub(super) struct Shard {
+    map: BTreeMap<GuestOffset, (Arc<Job>, SharedFuture)>,
+}
+
+impl Jobs {
+    /// `region`: bytes of the disk whose L2 entries are in one slice, a power of two.
+    pub(super) fn new(region: u64) -> Self {
+        let shards = std::array::from_fn(|_| Rank::Jobs.mutex(Shard::default()));
+        Self { shards, region_bits: region.trailing_zeros() }
+    }
+
+    fn number(region: u64) -> usize {
+        usize::try_from(region % SHARDS as u64).unwrap_or(0)
+    }
+
+    /// The jobs of a byte's region.
+    pub(super) fn shard(&self, at: GuestOffset) -> RankedGuard<MutexGuard<'_, Shard>> {
+        let [first, ..] = &self.shards;
+        self.shards.get(Self::number(at.0 >> self.region_bits)).unwrap_or(first).lock()
+    }
+
+    /// Whether any job has claimed a part of a range, which may be of several regions.
+    pub(super) fn claims(&self, range: &Range<GuestOffset>) -> bool {
+        let regions = range.start.0 >> self.region_bits..=range.end.0.saturating_sub(1) >> self.region_bits;
+        if range.is_empty() {
+            return false;
+        }
+        // After so many all shards have been looked at.
+        regions
+            .take(SHARDS)
+            .any(|region| self.shard(GuestOffset(region << self.region_bits)).overlapping(range).is_some())
+    }
+
+    /// All that are to be waited for.
+    pub(super) fn all(&self) -> Vec<SharedFuture> {
+        let all = |shard: &RankedMutex<Shard>| shard.lock().futures().cloned().collect::<Vec<_>>();
+        self.shards.iter().flat_map(all).collect()
+    }
+
+    /// Those that nobody waits for: there is no handle but that of the list.
+    pub(super) fn alone(&self) -> Vec<SharedFuture> {
+        let alone = |shard: &RankedMutex<Shard>| {
+            let shard = shard.lock();
+            shard.futures().filter(|future| future.strong_count().is_some_and(|count| count <= 1)).cloned().collect()
+        };
+        self.shards.iter().flat_map(|shard| -> Vec<SharedFuture> { alone(shard) }).collect()
+    }
+
+    /// Lets go of all.
+    pub(super) fn clear(&self) {
+        for shard in &self.shards {
+            drop(shard.take());
+        }
+    }
+}
+
+impl Shard {
+    /// The job that has claimed this byte.
+    pub(super) fn at(&self, at: GuestOffset) -> Option<(Arc<Job>, SharedFuture)> {
+        self.overlapping(&(at..at.saturating_add(1)))
+    }
+
+    /// The first job that has claimed a part of a range.
+    pub(super) fn overlapping(&self, range: &Range<GuestOffset>) -> Option<(Arc<Job>, SharedFuture)> {
+        let before = self.map.range(..=range.start).next_back().map(|(_, entry)| entry);
+        let entry = before.filter(|(job, _)| job.range.end > range.start);
+        entry.or_else(|| self.map.range(range.start..range.end).next().map(|(_, entry)| entry)).cloned()
+    }
+
+    pub(super) fn insert(&mut self, job: Arc<Job>, future: SharedFuture) {
+        self.map.insert(job.range.start, (job, future));
+    }
+
+    pub(super) fn remove(&mut self, start: GuestOffset) -> Option<(Arc<Job>, SharedFuture)> {
+        self.map.remove(&start)
+    }
+
+    fn futures(&self) -> impl Iterator<Item = &SharedFuture> {
+        self.map.values().map(|(_, future)| future)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    fn range(range: Range<u64>) -> Range<GuestOffset> {
+        GuestOffset(range.start)..GuestOffset(range.end)
+    }
+
+    fn claimed(jobs: &Jobs, claim: Range<u64>) -> SharedFuture {
+        let future: SharedFuture = std::future::pending().boxed().shared();
+        let job = Job { fill: range(claim.clone()), range: range(claim), state: Rank::Job.mutex(State::Sealed) };
+        jobs.shard(job.range.start).insert(Arc::new(job), future.clone());
+        future
+    }
+
+    #[test]
+    fn a_claim_is_found_by_what_touches_it_and_from_other_regions_too() {
+        const REGION: u64 = 1 << 20;
+        let jobs = Jobs::new(REGION);
+        // The last region of a round of shards, and the first of the next one.
+        let last = (SHARDS as u64 - 1) * REGION;
+        let next = last + REGION;
+        let _futures = [claimed(&jobs, last + 4096..last + 8192), claimed(&jobs, next..next + 512)];
+        let at = |at| jobs.shard(GuestOffset(last)).at(GuestOffset(at)).is_some();
+        assert!(at(last + 8191) && !at(last + 8192));
+        let claims = |claim| jobs.claims(&range(claim));
+        assert!(claims(last + 8191..last + 9000) && !claims(last + 8192..next));
+        assert!(claims(0..u64::MAX) && claims(last + 8192..next + 1));
+        assert!(!claims(last + 5000..last + 5000) && !claims(0..4096));
+        drop(jobs.shard(GuestOffset(last)).remove(GuestOffset(last + 4096)));
+        assert!(!claims(0..next));
+    }
+
+    #[test]
+    fn a_job_is_alone_when_nothing_else_has_a_handle_of_it() {
+        let jobs = Jobs::new(1 << 20);
+        let (first, _second) = (claimed(&jobs, 0..512), claimed(&jobs, 1 << 30..(1 << 30) + 512));
+        assert!(jobs.alone().is_empty());
+        drop(first);
+        assert_eq!((jobs.alone().len(), jobs.all().len()), (1, 2));
+        jobs.clear();
+        assert!(jobs.all().is_empty());
+    }
+}
