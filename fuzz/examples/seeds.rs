@@ -2,7 +2,7 @@
 //! by limosa's own encoders, so that a fuzzer begins behind the magic numbers.
 
 use limosa_image::Preallocation;
-use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::{CreateOptions, create};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_stream::command::{Command, PageSizes};
 use limosa_stream::configuration::Configuration;

@@ -5,7 +5,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use limosa_fuzz::image::Input;
-use limosa_image::qcow2::check::{CheckOptions, Repair, check, repair};
+use limosa_image::qcow2::{CheckOptions, Repair, check, repair};
 use limosa_storage::{Storage, block_on};
 
 fuzz_target!(|data: &[u8]| {

@@ -5,8 +5,7 @@
 use libfuzzer_sys::fuzz_target;
 use limosa_fuzz::image::MOST;
 use limosa_image::probe::probe;
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::{bitmap_directory, snapshot_table};
+use limosa_image::qcow2::{Header, read_bitmaps, read_snapshots};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 
 fuzz_target!(|data: &[u8]| {
@@ -18,8 +17,8 @@ fuzz_target!(|data: &[u8]| {
             assert!(usable.is_err(), "what is usable can be looked at");
             return;
         };
-        let _ = snapshot_table::read(&storage, &header).await;
-        let _ = bitmap_directory::read(&storage, &header).await;
+        let _ = read_snapshots(&storage, &header).await;
+        let _ = read_bitmaps(&storage, &header).await;
         if usable.is_ok() {
             let before = header.clone();
             header.begin_writing(&storage, false).await.expect("memory has room");

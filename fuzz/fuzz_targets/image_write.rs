@@ -8,9 +8,7 @@ use std::ops::Range;
 use libfuzzer_sys::fuzz_target;
 use limosa_fuzz::image::{Input, open};
 use limosa_image::Disk;
-use limosa_image::qcow2::check::{CheckOptions, check};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::snapshot_table;
+use limosa_image::qcow2::{CheckOptions, Header, check, read_snapshots};
 use limosa_storage::{Buffer, MemoryStorage, block_on};
 
 /// The header up to the place of the L1 table: no request changes it.
@@ -75,6 +73,6 @@ fn snapshots(storage: &MemoryStorage) -> Vec<Range<usize>> {
         let end = start.checked_add(usize::try_from(bytes).ok()?)?;
         Some(start..end)
     };
-    let found = block_on(snapshot_table::read(storage, &header)).unwrap_or_default();
+    let found = block_on(read_snapshots(storage, &header)).unwrap_or_default();
     found.iter().filter_map(|snapshot| place(snapshot.l1.0.0, u64::from(snapshot.l1.1) * 8)).collect()
 }

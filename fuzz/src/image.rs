@@ -3,8 +3,7 @@
 //! An input is a number of requests, the requests, six bytes each, and the image.
 
 use limosa_image::GuestOffset;
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{Header, Parts, Qcow2, Qcow2Options};
 use limosa_storage::{MemoryStorage, block_on};
 use std::sync::Arc;
 

@@ -16,7 +16,7 @@ mod stock;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
-use limosa_image::qcow2::image::Qcow2Options;
+use limosa_image::qcow2::Qcow2Options;
 
 use self::image::{Base, Copies, Shape, Through, Under};
 use self::load::Load;

@@ -43,7 +43,7 @@ mod zero_page;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use limosa_image::qcow2::image::CloneMode;
+use limosa_image::qcow2::CloneMode;
 
 pub use report::Report;
 

@@ -15,9 +15,7 @@ use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{Policy, Purpose};
 use crate::probe::{Format, probe};
-use crate::qcow2::header::Header;
-use crate::qcow2::image::{Parts, Qcow2, Qcow2Options};
-use crate::qcow2::snapshot_choice::SnapshotChoice;
+use crate::qcow2::{Header, Parts, Qcow2, Qcow2Options, SnapshotChoice};
 use crate::raw::{Raw, RawOptions};
 use crate::reference::{Below, Reference};
 
@@ -130,7 +128,7 @@ pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<
     top.put_on(below, options).await
 }
 
-/// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::check::resize) does, with all that lies below it:
+/// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::resize()) does, with all that lies below it:
 /// the image itself is not in use.
 ///
 /// # Errors

@@ -15,9 +15,7 @@ use crate::chain::{ImageFile, OpenOptions, Walk, written};
 use crate::error::ImageError;
 use crate::holes::taken;
 use crate::probe::Format;
-use crate::qcow2::bitmap_directory;
-use crate::qcow2::header::{Encryption, Header};
-use crate::qcow2::snapshot_table::{self, Snapshot};
+use crate::qcow2::{Encryption, Header, Snapshot, read_bitmaps, read_snapshots};
 use crate::reference::{Below, Reference};
 
 /// Disks are whole sectors long, in bytes.
@@ -242,7 +240,7 @@ impl ImageInfo {
 
     async fn describe(&mut self, file: &ImageFile, header: &Header) -> Result<(), ImageError> {
         let storage = &*file.storage;
-        self.snapshots = snapshot_table::read(storage, header).await?.into_iter().map(SnapshotInfo::from).collect();
+        self.snapshots = read_snapshots(storage, header).await?.into_iter().map(SnapshotInfo::from).collect();
         self.virtual_size = header.size;
         self.cluster_size = Some(header.geometry().cluster_size());
         self.dirty_flag = header.features.dirty();
@@ -258,7 +256,7 @@ impl ImageInfo {
                 Some(plain.map_or_else(|| text(&backing.name), |reference| text(reference.path.as_os_str())));
         }
         let new = header.version > 2;
-        let bitmaps = bitmap_directory::read(storage, header).await?.into_iter().map(|bitmap| BitmapInfo {
+        let bitmaps = read_bitmaps(storage, header).await?.into_iter().map(|bitmap| BitmapInfo {
             flags: [(bitmap.in_use, "in-use"), (bitmap.auto, "auto")]
                 .into_iter()
                 .filter_map(|(set, flag)| set.then_some(flag))

@@ -7,7 +7,7 @@
 //!
 //! ```
 //! use limosa_image::chain::{OpenOptions, open};
-//! use limosa_image::qcow2::create::{CreateOptions, create};
+//! use limosa_image::qcow2::{CreateOptions, create};
 //! use limosa_image::reference::Reference;
 //! use limosa_image::GuestOffset;
 //! use limosa_storage::{Buffer, Create, FileOptions, FileStorage, block_on};

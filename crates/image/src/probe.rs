@@ -10,7 +10,7 @@ use std::str::FromStr;
 use limosa_storage::{Buffer, Storage};
 
 use crate::error::ImageError;
-use crate::qcow2::header::MAGIC;
+use crate::qcow2::MAGIC;
 
 /// A format that limosa has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,25 +1,28 @@
-//! qcow2.
+//! qcow2: images in use ([`Qcow2`]), new ones ([`create()`]), and what is done to an image that is not in use ([`check()`], [`repair`],
+//! [`resize()`]).
+//!
+//! An image is opened with what it consists of ([`Parts`]); [`chain`](crate::chain) finds that out by itself.
 
 mod allocator;
-pub mod bitmap_directory;
-pub mod check;
+mod bitmap_directory;
+mod check;
 mod compressed;
 mod contents;
 mod context;
-pub mod counters;
-pub mod create;
+mod counters;
+mod create;
 mod detached;
-pub mod entry;
+mod entry;
 mod epoch;
-pub mod extension;
-pub mod feature;
+mod extension;
+mod feature;
 mod field;
 mod flusher;
-pub mod geometry;
+mod geometry;
 mod grow;
-pub mod header;
+mod header;
 mod header_owner;
-pub mod image;
+mod image;
 #[cfg(test)]
 mod imports;
 mod l1;
@@ -33,12 +36,27 @@ mod options;
 mod pool;
 mod preallocated;
 mod reader;
-pub mod refcount_array;
+mod refcount_array;
 mod refcounts;
-pub mod resize;
+mod resize;
 mod shared_future;
 mod slices;
-pub mod snapshot_choice;
-pub mod snapshot_table;
+mod snapshot_choice;
+mod snapshot_table;
 mod tables;
 mod writer;
+
+pub use bitmap_directory::{Bitmap, read as read_bitmaps};
+pub use check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
+pub use counters::{Counts, Operations};
+pub use create::{CreateOptions, create};
+pub use extension::{BitmapsExtension, Extensions};
+pub use feature::{FeatureKind, FeatureName, Features};
+pub use geometry::Geometry;
+pub(crate) use header::MAGIC;
+pub use header::{Backing, Compression, Encryption, Header};
+pub use image::{Parts, Qcow2};
+pub use options::{CloneMode, Qcow2Options};
+pub use resize::{ResizeOptions, resize};
+pub use snapshot_choice::SnapshotChoice;
+pub use snapshot_table::{Snapshot, read as read_snapshots};

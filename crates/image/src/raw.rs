@@ -366,7 +366,7 @@ mod tests {
     use limosa_storage::{MemoryStorage, Operation, block_on};
 
     use super::*;
-    use crate::qcow2::header::MAGIC;
+    use crate::qcow2::MAGIC;
 
     fn disk(bytes: Vec<u8>, options: RawOptions) -> (MemoryStorage, Arc<Raw>) {
         let storage = MemoryStorage::with(bytes, 1 << 20);

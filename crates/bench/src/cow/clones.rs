@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
-use limosa_image::qcow2::image::CloneMode;
+use limosa_image::qcow2::CloneMode;
 use limosa_storage::{Buffer, CacheMode, Create, Storage, block_on};
 use rustix::fs::{Advice, fadvise};
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use limosa_image::bench::{BenchOptions, bench};
-use limosa_image::qcow2::image::Qcow2Options;
+use limosa_image::qcow2::Qcow2Options;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, CacheMode, Create, FileCounters, Storage, block_on};
 

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::lock::Mutex as Turn;
-use limosa_image::qcow2::image::Qcow2;
+use limosa_image::qcow2::Qcow2;
 use limosa_image::{Disk, GuestOffset, ImageError, Mapped, Pending};
 use limosa_storage::{Buffer, IoVector};
 
@@ -126,9 +126,7 @@ impl Disk for Split {
 
 #[cfg(test)]
 mod tests {
-    use limosa_image::qcow2::create::{CreateOptions, create};
-    use limosa_image::qcow2::header::Header;
-    use limosa_image::qcow2::image::{Parts, Qcow2Options};
+    use limosa_image::qcow2::{CreateOptions, Header, Parts, Qcow2Options, create};
     use limosa_image::raw::{Raw, RawOptions};
     use limosa_storage::testing::{Counting, SparseMemory};
     use limosa_storage::{Operation, Storage, block_on};

@@ -25,7 +25,7 @@ const PURPOSES: usize = Purpose::Flush as usize + 1;
 
 /// Operations of one purpose.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct Operations {
     /// How many.
     pub operations: u64,
     /// Of how many bytes together.
@@ -37,31 +37,31 @@ pub struct Tally {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Contents read for the guest.
-    pub data_reads: Tally,
+    pub data_reads: Operations,
     /// Contents written for the guest, and nothing else with them.
-    pub data_writes: Tally,
+    pub data_writes: Operations,
     /// Contents read to fill a new cluster.
-    pub cow_reads: Tally,
+    pub cow_reads: Operations,
     /// New clusters written: with the guest's contents what has to stand around them.
-    pub cow_writes: Tally,
+    pub cow_writes: Operations,
     /// Contents that a new cluster shares with where they were, in place of a copy.
-    pub clones: Tally,
+    pub clones: Operations,
     /// Parts of the L1 table written.
-    pub l1_writes: Tally,
+    pub l1_writes: Operations,
     /// Slices of L2 tables read.
-    pub l2_reads: Tally,
+    pub l2_reads: Operations,
     /// L2 tables written: slices, and new tables as a whole.
-    pub l2_writes: Tally,
+    pub l2_writes: Operations,
     /// Slices of refcount blocks read.
-    pub refcount_reads: Tally,
+    pub refcount_reads: Operations,
     /// Refcount blocks and parts of the refcount table written.
-    pub refcount_writes: Tally,
+    pub refcount_writes: Operations,
     /// Changes of the header.
-    pub header_writes: Tally,
+    pub header_writes: Operations,
     /// Ranges zeroed by the storage itself.
-    pub zeroes: Tally,
+    pub zeroes: Operations,
     /// Ranges that the storage was told to forget.
-    pub discards: Tally,
+    pub discards: Operations,
     /// Flushes of the storages.
     pub flushes: u64,
     /// Requests that were carried out with the copy of another one.
@@ -93,7 +93,7 @@ impl Counters {
         let tally = |purpose: Purpose| {
             let load =
                 |from: &[AtomicU64; PURPOSES]| from.get(purpose as usize).map_or(0, |n| n.load(Ordering::Relaxed));
-            Tally { operations: load(&self.operations), bytes: load(&self.bytes) }
+            Operations { operations: load(&self.operations), bytes: load(&self.bytes) }
         };
         Counts {
             data_reads: tally(Purpose::DataRead),

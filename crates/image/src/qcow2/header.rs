@@ -19,7 +19,7 @@ use crate::error::ImageError;
 use crate::offset::HostOffset;
 
 /// What an image begins with.
-pub const MAGIC: [u8; 4] = *b"QFI\xfb";
+pub(crate) const MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// Bytes of the header of version 2.
 const LENGTH_2: usize = 72;
@@ -28,17 +28,17 @@ const LENGTH_3: usize = 104;
 /// Logarithm of the smallest cluster that has subclusters.
 const EXTENDED_L2_BITS: u32 = 14;
 /// The longest name of a backing file, in bytes.
-pub const BACKING_MOST: usize = 1023;
+pub(super) const BACKING_MOST: usize = 1023;
 /// The largest L1 table, in entries: QEMU's limit, 32 MiB.
-pub const L1_MOST: u32 = 4 << 20;
+pub(super) const L1_MOST: u32 = 4 << 20;
 /// The largest refcount table, in bytes: QEMU's limit.
-pub const REFCOUNT_TABLE_MOST: u64 = 8 << 20;
+pub(super) const REFCOUNT_TABLE_MOST: u64 = 8 << 20;
 /// The most snapshots: QEMU's limit.
-pub const SNAPSHOTS_MOST: u32 = 65536;
+pub(super) const SNAPSHOTS_MOST: u32 = 65536;
 /// The most bitmaps: QEMU's limit.
-pub const BITMAPS_MOST: u32 = 65535;
+pub(super) const BITMAPS_MOST: u32 = 65535;
 /// The longest directory of bitmaps, in bytes: QEMU's limit.
-pub const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
+pub(super) const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
 
 /// How clusters are compressed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -243,7 +243,7 @@ impl Header {
 
     /// What decides what its entries mean.
     #[must_use]
-    pub const fn rules(&self) -> EntryRules {
+    pub(super) const fn rules(&self) -> EntryRules {
         EntryRules { version: self.version, data_file: self.features.data_file() }
     }
 

@@ -81,6 +81,7 @@ use super::l1::L1;
 use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
 use super::metadata_map::MetadataMap;
+use super::options::Qcow2Options;
 use super::preallocated::Preallocated;
 use super::reader::Reader;
 use super::refcounts::Refcounts;
@@ -92,8 +93,6 @@ use crate::disk::{Disk, Mapped, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::requests::{Inside, Requests};
-
-pub use super::options::{CloneMode, Qcow2Options};
 
 /// What an image consists of.
 #[derive(Debug)]
@@ -199,7 +198,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// [`ImageError::Unsupported`]: shorter; no multiple of 512; larger than the image's clusters allow; version 2 with snapshots; a
-    /// raw data file, which only [`resize`](super::resize::resize) changes; [`ImageError::ReadOnly`]; what the storage says. The size is then
+    /// raw data file, which only [`resize`](super::resize()) changes; [`ImageError::ReadOnly`]; what the storage says. The size is then
     /// the old one.
     pub fn grow(&self, size: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);

@@ -108,7 +108,8 @@ fn no_module_imports_itself_through_others() {
 
 #[test]
 fn a_circle_is_found_in_whatever_way_it_is_written() {
-    let text = "//! super::nothing::Here\nuse super::{a::{B, C},\n  d::E};\nuse super::super::f;\nuse crate::qcow2::g::H;\n";
+    let text =
+        "//! super::nothing::Here\nuse super::{a::{B, C},\n  d::E};\nuse super::super::f;\nuse crate::qcow2::g::H;\n";
     assert_eq!(imported(text, 1), ["a", "d", "g"]);
     assert_eq!(imported(text, 2), ["f", "g"]);
     let tested = "fn f(x: super::a::X) {}\n#[cfg(test)]\nmod tests {\n    use super::b;\n}\n";

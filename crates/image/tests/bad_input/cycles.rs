@@ -6,7 +6,7 @@ use std::path::Path;
 
 use limosa_image::chain::{OpenOptions, open};
 use limosa_image::gate::Policy;
-use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::{CreateOptions, create};
 use limosa_image::reference::Reference;
 use limosa_storage::{Create, FileOptions, FileStorage, block_on};
 use limosa_testkit::scratch;

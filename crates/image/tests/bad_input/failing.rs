@@ -2,10 +2,7 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::check::{CheckOptions, check};
-use limosa_image::qcow2::create::CreateOptions;
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check};
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::{Failing, Fault};
 use limosa_storage::{Buffer, Storage, block_on};

@@ -5,10 +5,7 @@ use std::sync::Arc;
 
 use limosa_image::Disk;
 use limosa_image::GuestOffset;
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::header::{Compression, Header};
-use limosa_image::qcow2::image::Qcow2Options;
-use limosa_image::qcow2::snapshot_table;
+use limosa_image::qcow2::{Compression, CreateOptions, Header, Qcow2Options, create, read_snapshots};
 use limosa_storage::testing::{Counting, SparseMemory};
 use limosa_storage::{Buffer, Storage, block_on};
 
@@ -158,7 +155,7 @@ fn with_snapshots(count: u32, version: u32) -> (Arc<dyn Storage>, Header) {
 fn snapshots(file: &Arc<dyn Storage>, header: &Header) -> (Result<usize, String>, u64) {
     let counting = Counting::new();
     let over = counting.over(Arc::clone(file));
-    let found = block_on(snapshot_table::read(&*over, header));
+    let found = block_on(read_snapshots(&*over, header));
     let bytes = counting.take().iter().map(|seen| seen.range.end - seen.range.start).sum();
     (found.map(|found| found.len()).map_err(|error| error.to_string()), bytes)
 }

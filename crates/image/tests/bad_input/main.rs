@@ -10,9 +10,7 @@ mod lies;
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::SparseMemory;
 use limosa_storage::{Buffer, Storage, block_on};

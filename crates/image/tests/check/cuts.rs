@@ -3,10 +3,7 @@
 use std::sync::Arc;
 
 use limosa_image::GuestOffset;
-use limosa_image::qcow2::check::{CheckOptions, Repair, repair};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
-use limosa_image::qcow2::snapshot_table;
+use limosa_image::qcow2::{CheckOptions, Header, Parts, Qcow2, Qcow2Options, Repair, read_snapshots, repair};
 use limosa_image::{Disk, ImageError};
 use limosa_storage::testing::{Chance, Loss, PowerCut};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
@@ -29,7 +26,7 @@ pub(crate) fn views(bytes: &[u8], data: Option<&[u8]>) -> Result<Vec<Contents>, 
     let file = MemoryStorage::with(bytes.to_vec(), u64::MAX);
     let header = block_on(Header::read(&file))?;
     let mut all = vec![seen(file.clone(), header.clone(), data)?];
-    for snapshot in block_on(snapshot_table::read(&file, &header))? {
+    for snapshot in block_on(read_snapshots(&file, &header))? {
         let as_then = Header { l1: snapshot.l1, ..header.clone() };
         all.push(seen(file.clone(), as_then, data)?);
     }

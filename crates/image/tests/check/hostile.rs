@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::check::{CheckOptions, CheckReport, Repair, check, repair};
-use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::{CheckOptions, CheckReport, CreateOptions, Repair, check, create, repair};
 use limosa_storage::testing::{Counting, SparseMemory};
 use limosa_storage::{Buffer, MemoryStorage, Operation, Storage, block_on};
 

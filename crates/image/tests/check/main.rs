@@ -11,7 +11,7 @@ mod verdict;
 mod zoo;
 
 use breaking::Tables;
-use limosa_image::qcow2::check::{CheckOptions, Repair, check, repair};
+use limosa_image::qcow2::{CheckOptions, Repair, check, repair};
 use limosa_storage::testing::Chance;
 use limosa_storage::{MemoryStorage, block_on};
 use verdict::{figures, ours, stock, stock_repair};

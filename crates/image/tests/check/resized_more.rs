@@ -4,10 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use limosa_image::Preallocation;
-use limosa_image::qcow2::bitmap_directory;
-use limosa_image::qcow2::check::{Repair, repair};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::resize::ResizeOptions;
+use limosa_image::qcow2::{Bitmap, Header, Repair, ResizeOptions, read_bitmaps, repair};
 use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::{qemu_img, qemu_io};
 
@@ -72,9 +69,9 @@ fn what_was_cut_off_does_not_come_back_and_snapshots_keep_it() {
 fn bitmaps(bytes: &[u8]) -> Vec<(String, Vec<u8>)> {
     let storage = MemoryStorage::with(bytes.to_vec(), 1 << 30);
     let header = block_on(Header::read(&storage)).unwrap();
-    let found = block_on(bitmap_directory::read(&storage, &header)).unwrap();
+    let found = block_on(read_bitmaps(&storage, &header)).unwrap();
     let cluster = usize::try_from(header.geometry().cluster_size()).unwrap();
-    let bits = |bitmap: &bitmap_directory::Bitmap| {
+    let bits = |bitmap: &Bitmap| {
         assert!(!bitmap.in_use, "{bitmap:?}");
         let needed = header.size.div_ceil(1 << bitmap.granularity_bits).div_ceil(8);
         assert_eq!(u64::from(bitmap.table.1), header.geometry().clusters(needed), "{bitmap:?}");

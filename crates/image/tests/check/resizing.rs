@@ -3,9 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::Parts;
-use limosa_image::qcow2::resize::{ResizeOptions, resize};
+use limosa_image::qcow2::{Header, Parts, ResizeOptions, resize};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, ImageError, Preallocation};
 use limosa_storage::testing::{Chance, Loss, PowerCut};
@@ -19,7 +17,7 @@ use crate::{seed, zoo};
 pub(crate) const SHRINK: ResizeOptions = ResizeOptions {
     shrink: true,
     preallocation: Preallocation::Off,
-    check: limosa_image::qcow2::check::CheckOptions { memory: 1 << 20, findings: 10 },
+    check: limosa_image::qcow2::CheckOptions { memory: 1 << 20, findings: 10 },
 };
 
 /// Resizes an image that lies in memory.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use limosa_image::qcow2::check::{CheckOptions, CheckReport, check};
+use limosa_image::qcow2::{CheckOptions, CheckReport, check};
 use limosa_storage::{MemoryStorage, block_on};
 use limosa_testkit::qemu_img_output;
 

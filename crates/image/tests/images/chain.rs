@@ -7,7 +7,7 @@ use std::sync::Arc;
 use limosa_image::chain::{OpenOptions, open};
 use limosa_image::gate::Policy;
 use limosa_image::probe::Format;
-use limosa_image::qcow2::create::{CreateOptions, create};
+use limosa_image::qcow2::{CreateOptions, create};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::{Buffer, Create, FileOptions, FileStorage, Storage, block_on};

@@ -4,8 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use limosa_image::Preallocation;
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::header::{Compression, Header};
+use limosa_image::qcow2::{Compression, CreateOptions, Header, create};
 use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::{qemu_img, qemu_skipped, scratch};
 use serde_json::Value;

@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::counters::{Counts, Tally};
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{Counts, CreateOptions, Operations, Parts, Qcow2, Qcow2Options, create};
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 
@@ -28,7 +26,8 @@ fn full() -> Arc<dyn Disk> {
 }
 
 fn contents(counts: Counts) -> [u64; 4] {
-    [counts.data_reads, counts.data_writes, counts.cow_reads, counts.cow_writes].map(|tally: Tally| tally.operations)
+    [counts.data_reads, counts.data_writes, counts.cow_reads, counts.cow_writes]
+        .map(|tally: Operations| tally.operations)
 }
 
 #[test]

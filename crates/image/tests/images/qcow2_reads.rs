@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{Header, Parts, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_testkit::{qemu_img, qemu_io};

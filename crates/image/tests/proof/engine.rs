@@ -4,9 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use limosa_image::Disk;
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{CloneMode, Parts, Qcow2, Qcow2Options};
-use limosa_image::qcow2::resize::{ResizeOptions, resize};
+use limosa_image::qcow2::{CloneMode, Header, Parts, Qcow2, Qcow2Options, ResizeOptions, resize};
 use limosa_storage::testing::{Chance, Delayed, Fault, Held, PowerCut, SparseMemory};
 use limosa_storage::{Storage, block_on};
 

@@ -15,8 +15,7 @@ use std::time::Duration;
 
 use limosa_image::chain::{self, OpenOptions as ChainOptions};
 use limosa_image::gate::Policy;
-use limosa_image::qcow2::check::{CheckOptions, Repair, repair};
-use limosa_image::qcow2::image::{CloneMode, Qcow2Options};
+use limosa_image::qcow2::{CheckOptions, CloneMode, Qcow2Options, Repair, repair};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::testing::Chance;

@@ -8,8 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{CloneMode, Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CloneMode, Header, Parts, Qcow2, Qcow2Options};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::testing::Chance;

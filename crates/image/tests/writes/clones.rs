@@ -5,9 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{CloneMode, Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CloneMode, CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Chance, Counting, Failing, Fault, Held, SparseMemory};

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
-use limosa_image::qcow2::check::{CheckOptions, check};
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Parts, Qcow2, Qcow2Options, check, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Failing, Fault, Held, SparseMemory};

@@ -3,9 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
 use limosa_image::{Disk, GuestOffset, Preallocation};
 use limosa_storage::{
     Alignment, Buffer, Extent, IoVector, MemoryStorage, Operation, Request, Storage, StorageError, ZeroHow, block_on,

@@ -4,10 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use futures_util::future::join_all;
-use limosa_image::qcow2::check::{CheckOptions, check};
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Preallocation};
 use limosa_storage::testing::{Chance, Failing, Fault, Loss, PowerCut, SparseMemory};
@@ -91,8 +88,8 @@ fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_
                     assert_eq!(header.size, 2 << 20, "{what}");
                 }
                 if header.features.dirty() {
-                    let repaired = limosa_image::qcow2::check::Repair::All;
-                    block_on(limosa_image::qcow2::check::repair(&*cut, repaired, CheckOptions::default())).unwrap();
+                    let repaired = limosa_image::qcow2::Repair::All;
+                    block_on(limosa_image::qcow2::repair(&*cut, repaired, CheckOptions::default())).unwrap();
                 }
                 sound(&*cut, &what);
                 let found = read(&*open(cut, None));

@@ -5,10 +5,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use limosa_image::chain::{Image, OpenOptions, open_image};
-use limosa_image::qcow2::check::{CheckOptions, check};
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::header::Header;
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::{Failing, Fault};

@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use limosa_image::qcow2::create::{CreateOptions, create};
-use limosa_image::qcow2::image::{Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CreateOptions, Parts, Qcow2, Qcow2Options, create};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Held, SparseMemory};
 use limosa_storage::{Buffer, Operation, block_on};

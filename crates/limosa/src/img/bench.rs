@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use limosa_image::bench::{self, FlushEvery};
-use limosa_image::qcow2::image::Qcow2Options;
+use limosa_image::qcow2::Qcow2Options;
 use limosa_storage::block_on;
 use serde_json::json;
 

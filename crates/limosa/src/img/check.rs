@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use limosa_image::probe::Format;
-use limosa_image::qcow2::check::{self, CheckReport, Finding, check, repair};
+use limosa_image::qcow2::{self, CheckReport, Finding, check, repair};
 use limosa_storage::block_on;
 use serde_json::{Map, Value, json};
 
@@ -127,7 +127,7 @@ pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
         say!("limosa: {}: images of format raw have nothing to check", source.name);
         return Ok(ExitCode::from(NOT_CHECKED));
     }
-    let (storage, how) = (&*file.storage, check::CheckOptions::default());
+    let (storage, how) = (&*file.storage, qcow2::CheckOptions::default());
     let report = match options.repair {
         None => block_on(check(storage, how))?,
         Some(what) => block_on(repair(storage, what, how))?,

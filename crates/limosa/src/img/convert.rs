@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use limosa_image::Disk;
 use limosa_image::chain::{self, OpenOptions};
 use limosa_image::convert::{self, ConvertCounters};
-use limosa_image::qcow2::image::Qcow2Options;
+use limosa_image::qcow2::Qcow2Options;
 use limosa_storage::{CacheMode, Io, block_on};
 use serde_json::json;
 

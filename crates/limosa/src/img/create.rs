@@ -10,8 +10,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use limosa_image::chain::{self, OpenOptions};
 use limosa_image::gate::Policy;
-use limosa_image::qcow2::create::create;
-use limosa_image::qcow2::header::Compression;
+use limosa_image::qcow2::{Compression, create};
 use limosa_image::reference::Reference;
 use limosa_image::{Preallocation, qcow2, raw};
 use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage, block_on};
@@ -138,8 +137,8 @@ fn qcow2_options(
     format: &FormatOptions,
     size: u64,
     preallocation: Preallocation,
-) -> anyhow::Result<qcow2::create::CreateOptions> {
-    let usual = qcow2::create::CreateOptions::default();
+) -> anyhow::Result<qcow2::CreateOptions> {
+    let usual = qcow2::CreateOptions::default();
     let version = match format.text("compat") {
         None | Some("v3" | "1.1") => 3,
         Some("v2" | "0.10") => 2,
@@ -150,7 +149,7 @@ fn qcow2_options(
         Some("zstd") => Compression::Zstd,
         Some(other) => anyhow::bail!("-o compression_type: {other:?} must be zlib or zstd"),
     };
-    Ok(qcow2::create::CreateOptions {
+    Ok(qcow2::CreateOptions {
         size,
         version,
         cluster_size: format.number("cluster_size").unwrap_or(usual.cluster_size),

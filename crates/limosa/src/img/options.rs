@@ -4,9 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 
 use anyhow::Context as _;
-use limosa_image::qcow2::check::Repair;
-use limosa_image::qcow2::image::CloneMode;
-use limosa_image::qcow2::snapshot_choice::SnapshotChoice;
+use limosa_image::qcow2::{CloneMode, Repair, SnapshotChoice};
 use limosa_storage::{CacheMode, Io};
 
 /// What names an image: a path, whatever bytes it has, or text that says more.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 use limosa_image::chain::{self, OpenOptions};
 use limosa_image::probe::Format;
-use limosa_image::qcow2::resize;
+use limosa_image::qcow2;
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk as _, Preallocation};
 use limosa_storage::{Storage, block_on};
@@ -41,8 +41,8 @@ pub(crate) fn run(options: &ResizeOptions) -> anyhow::Result<ExitCode> {
             let how = OpenOptions { read_only: false, ..open::how(source)? };
             let parts = block_on(chain::open_parts(&open::reference(source)?, &how))?;
             let size = new_length(parts.header.size, options, preallocation).context(name)?;
-            let how = resize::ResizeOptions { shrink: options.shrink, preallocation, ..Default::default() };
-            block_on(resize::resize(parts, size, how))?;
+            let how = qcow2::ResizeOptions { shrink: options.shrink, preallocation, ..Default::default() };
+            block_on(qcow2::resize(parts, size, how))?;
         }
     }
     if !options.quiet {

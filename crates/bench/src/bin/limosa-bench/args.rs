@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use clap::builder::PossibleValue;
 use limosa_console::parse;
-use limosa_image::qcow2::image::CloneMode;
+use limosa_image::qcow2::CloneMode;
 
 /// Measure limosa beside stock QEMU and beside its own plain ways.
 #[derive(Debug, Parser)]

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::Args;
-use limosa_image::qcow2::image::CloneMode;
+use limosa_image::qcow2::CloneMode;
 use limosa_storage::{CacheMode, Io};
 
 use super::image::{ImageArgs, ShareArg, parse_aio};

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Args, ValueEnum};
-use limosa_image::qcow2::check::Repair;
+use limosa_image::qcow2::Repair;
 use limosa_storage::CacheMode;
 
 use super::image::{ImageArgs, OutputArgs, QuietArg, ShareArg};

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::Args;
-use limosa_image::qcow2::snapshot_choice::SnapshotChoice;
+use limosa_image::qcow2::SnapshotChoice;
 use limosa_image::reference::split;
 use limosa_storage::CacheMode;
 
