@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use limosa_fuzz::image::MOST;
-use limosa_image::probe::probe;
+use limosa_image::probe;
 use limosa_image::qcow2::{Header, read_bitmaps, read_snapshots};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 

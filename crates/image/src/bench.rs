@@ -39,7 +39,7 @@ pub struct BenchOptions {
 pub struct FlushEvery {
     /// After so many requests.
     pub requests: u64,
-    /// When nothing else is under way, and before anything else is begun; otherwise beside the requests.
+    /// When nothing else is under way, and before anything else is begun; otherwise while requests are under way.
     pub drain: bool,
 }
 
@@ -50,7 +50,7 @@ pub struct BenchReport {
     pub elapsed: Duration,
     /// Requests that were carried out.
     pub requests: u64,
-    /// Flushes beside them.
+    /// Flushes besides.
     pub flushes: u64,
     /// Bytes read or written.
     pub bytes: u64,
@@ -130,7 +130,7 @@ pub async fn bench(disk: &dyn Disk, options: &BenchOptions, watch: Watch<'_>) ->
                     flush().await?;
                 } else {
                     flushes.push(flush());
-                    // Begun at once, beside the requests.
+                    // Begun at once, while requests are under way.
                     while let Some(Some(done)) = flushes.next().now_or_never() {
                         done?;
                     }

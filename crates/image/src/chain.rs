@@ -1,6 +1,6 @@
 //! Opening an image with all that lies below it.
 //!
-//! Law: a chain has an end. No file stands in it twice, by device and inode, whatever its names; its length has a limit;
+//! Law: a chain has an end. No file is in it twice, by device and inode, whatever its names; its length has a limit;
 //! only its first file is written, and every other one is opened only if the [`Policy`] says so.
 
 use std::ffi::OsStr;
@@ -31,7 +31,7 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// What is between a write and the medium: of all files.
     pub cache: CacheMode,
-    /// Who carries requests out: of all files.
+    /// What carries requests out: of all files.
     pub io: Io,
     /// Whether others are kept from its files.
     pub lock: LockPolicy,
@@ -44,7 +44,7 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// Of files below the image, which nobody writes.
+    /// Of files below the image, which are not written.
     fn below(&self) -> Self {
         Self { format: None, read_only: true, snapshot: None, ..self.clone() }
     }
@@ -63,7 +63,7 @@ pub struct ImageFile {
     pub storage: Arc<FileStorage>,
     /// What it is.
     pub format: Format,
-    /// Nobody said so.
+    /// It was guessed.
     pub guessed: bool,
 }
 
@@ -113,7 +113,7 @@ struct Level {
 /// written late, is repaired first: [`Qcow2::repaired`] of [`open_image`]'s tells.
 ///
 /// # Errors
-/// [`ImageError::Refused`]: it refers to a file that may not be opened, that stands in the chain already, or that cannot be
+/// [`ImageError::Refused`]: it refers to a file that may not be opened, that is in the chain already, or that cannot be
 /// named; what is wrong with any of its images; what the kernel says.
 pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Arc<dyn Disk>, ImageError> {
     Ok(open_image(reference, options).await?.disk())
@@ -199,7 +199,7 @@ impl<'a> Walk<'a> {
         Ok(Some(file))
     }
 
-    /// Goes on with what stands in `image`, if that is allowed.
+    /// Goes on with what `image` refers to, if that is allowed.
     pub(crate) fn written(&mut self, image: &Arc<str>, mut reference: Reference) -> Result<(), ImageError> {
         admit_all(&self.options.policy, image, &mut reference)?;
         self.next = Some(reference);
@@ -301,7 +301,7 @@ pub(crate) fn written(header: &Header, name: &OsStr, image: &Arc<str>, path: &Pa
     Ok(reference)
 }
 
-/// Asks for everything that a reference names which stands in an image.
+/// Asks for everything that a reference names that an image has.
 fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Result<(), ImageError> {
     reference.path = admit(policy, Purpose::Backing, image, &reference.path)?;
     if let Some(path) = &mut reference.data_file {

@@ -157,7 +157,7 @@ struct Feed {
     at: u64,
     /// What is known of each disk: up to where, and what it is.
     runs: [Option<(u64, Mapped)>; 2],
-    /// Somebody found a difference: nothing behind it matters.
+    /// A worker found a difference: nothing behind it matters.
     differs: bool,
 }
 

@@ -4,7 +4,7 @@
 //! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. What to do is computed by [`plan`]; this is the
 //! layer that does it, with so many workers that each take the next piece, read it, and write it when its turn has come.
 //!
-//! The target is not closed, and nothing is made durable: whoever opened it does that, with [`crate::Disk::close`].
+//! The target is not closed, and nothing is made durable: the caller that opened it does that, with [`crate::Disk::close`].
 
 mod offload;
 pub mod plan;
@@ -42,7 +42,7 @@ pub struct ConvertOptions {
     pub sparse: u64,
     /// Pieces are written as they come; otherwise in the order of the disk, one after the other.
     pub out_of_order: bool,
-    /// The target is known to read as zeros: it is new, or whoever asks says so.
+    /// The target is known to read as zeros: it is new, or the caller says so.
     pub target_is_zero: bool,
     /// The target lies on a disk of so many bytes that has what lies below the source: only what the source itself has is copied.
     pub below: Option<u64>,
@@ -248,7 +248,7 @@ struct Feed {
     number: u64,
 }
 
-/// What is zeroed at once, in bytes: in between, somebody may stop it.
+/// What is zeroed at once, in bytes: in between, it may be stopped.
 const ZERO_AT_ONCE: u64 = 256 << 20;
 
 impl<'a> Conversion<'a> {
@@ -286,7 +286,7 @@ impl<'a> Conversion<'a> {
         })
     }
 
-    /// Nobody begins anything any more.
+    /// Nothing is begun any more.
     fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.turn.abandon();
@@ -498,7 +498,7 @@ impl<'a> Conversion<'a> {
         let mapped = self.target.map(GuestOffset(range.start), left).await;
         let mapped = mapped.map_err(|error: ImageError| OperationError::at(Doing::Mapping, range.start)(error))?;
         let end = range.start + mapped.length.clamp(1, left);
-        // Space that was set aside stays: whoever did that wants it.
+        // Space that was set aside stays: it is wanted.
         if mapped.kind.is_zero() { Ok((end, true)) } else { Ok((end.min(at_once), false)) }
     }
 }

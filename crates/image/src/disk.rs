@@ -18,7 +18,7 @@ pub type Pending<'a, T = ()> = Pin<Box<dyn Future<Output = Result<T, ImageError>
 ///
 /// Any number of requests may be under way, from any number of threads. Those that overlap, one of them a write, leave of each
 /// byte one or the other, and have no order: a write that is under way while its bytes are zeroed or discarded may come after it, at
-/// whatever time until it is done. Whoever wants an order waits. A flush makes durable what had been acknowledged when it began.
+/// whatever time until it is done. A caller that wants an order waits. A flush makes durable what had been acknowledged when it began.
 pub trait Disk: Send + Sync + Debug {
     /// Its name for people: a path.
     fn name(&self) -> &Arc<str>;
@@ -37,8 +37,8 @@ pub trait Disk: Send + Sync + Debug {
     /// Whether nothing may be written.
     fn is_read_only(&self) -> bool;
 
-    /// Bytes that are allocated together, a power of two: a cluster, or a subcluster. Whoever writes such a whole at once spares
-    /// filling it up.
+    /// Bytes that are allocated together, a power of two: a cluster, or a subcluster. A write of such a whole
+    /// spares filling it up.
     fn granularity(&self) -> u64 {
         512
     }
@@ -52,7 +52,7 @@ pub trait Disk: Send + Sync + Debug {
     /// Has `length` bytes read as zeros; `unmap`: their space may be given back.
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_>;
 
-    /// Tells that nobody needs `length` bytes: as far as whole clusters are concerned they read as zeros from now on, also where
+    /// Tells that `length` bytes are not needed any more: as far as whole clusters are concerned they read as zeros from now on, also where
     /// a backing file has something; the rest stays as it is.
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_>;
 
@@ -67,7 +67,7 @@ pub trait Disk: Send + Sync + Debug {
         None
     }
 
-    /// Has the kernel copy `length` bytes at `from_offset` of a storage to `at`: false if it cannot, and what stands there then is
+    /// Has the kernel copy `length` bytes at `from_offset` of a storage to `at`: false if it cannot, and what is there then is
     /// undefined, as after a failed write.
     fn copy_from(
         &self,
@@ -83,7 +83,7 @@ pub trait Disk: Send + Sync + Debug {
     /// it is as after a power cut, after the last flush.
     ///
     /// It begins with its first poll. Requests that are polled for the first time after that fail; those that had been polled before
-    /// are waited for, until they are done or dropped, so whoever holds some goes on polling them beside it, or drops them first: a close
+    /// are waited for, until they are done or dropped, so a caller that holds some goes on polling them meanwhile, or drops them first: a close
     /// that is waited for in place of them never ends.
     fn close(&self) -> Pending<'_>;
 }
@@ -95,7 +95,7 @@ pub struct Mapped {
     pub length: u64,
     /// What they are.
     pub kind: MapKind,
-    /// How many files further down the chain than the disk asked: 0 is the disk itself. Of what nobody has: the last one's.
+    /// How many files further down the chain than the disk asked: 0 is the disk itself. Of what no file has: the last one's.
     pub depth: u32,
     /// The storage they lie in, by its name, and where, if they lie there as they are. What reads as zeros may have such a place, too:
     /// a cluster that is kept for it.

@@ -25,6 +25,15 @@ pub enum ImageError {
         why: String,
     },
 
+    /// It says that it is damaged, and has to be repaired before it is written.
+    #[error("{image}: {what}")]
+    Damaged {
+        /// The image: a path.
+        image: Arc<str>,
+        /// What it says.
+        what: String,
+    },
+
     /// It asks for what limosa does not have.
     #[error("{image}: {what}")]
     Unsupported {
@@ -64,4 +73,12 @@ pub enum ImageError {
         /// Its length in bytes.
         wanted: u64,
     },
+}
+
+impl ImageError {
+    /// Whether the image is damaged: a check tells more, and a repair may help.
+    #[must_use]
+    pub const fn is_damage(&self) -> bool {
+        matches!(self, Self::Corrupt { .. } | Self::Damaged { .. })
+    }
 }

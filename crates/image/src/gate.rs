@@ -1,6 +1,6 @@
-//! Who may have which file opened.
+//! Which files an image may have opened.
 //!
-//! Law: an image opens no other file unless who opened the image allows it. An image is data from outside; a backing file's name
+//! Law: an image opens no other file unless the opener of the image allows it. An image is data from outside; a backing file's name
 //! in it can be that of any file that we can read, and a data file's that of any that we can write.
 
 use std::fmt;

@@ -1,6 +1,6 @@
 //! What an image is, for people and programs.
 //!
-//! Law: asking opens no other file. What an image refers to is told as it is written down; only who asks for the chain has the
+//! Law: asking opens no other file. What an image refers to is told as it is written down; only a caller that asks for the chain has the
 //! files below opened, as far as the policy allows.
 //!
 //! Source of the names and their meaning: `ImageInfo` in QEMU's qapi/block-core.json; serialized it is what
@@ -248,7 +248,7 @@ impl ImageInfo {
         if let Some(backing) = &header.backing {
             self.backing_filename = Some(text(&backing.name));
             self.backing_filename_format = header.extensions.backing_format.clone();
-            // One that cannot be opened is told all the same.
+            // One that cannot be opened is listed all the same.
             let full = Reference::from_image(&backing.name, &file.reference.path);
             let is_plain = |reference: &Reference| *reference == Reference::file(&*reference.path);
             let plain = full.ok().filter(is_plain).filter(|_| !has_protocol(&backing.name));
@@ -291,7 +291,7 @@ impl ImageInfo {
     /// Of an image and of all below it, one after the other. Data files are not opened.
     ///
     /// # Errors
-    /// As [`ImageInfo::of`], of any of them; [`ImageError::Refused`]: a file may not be opened, or stands in the chain already.
+    /// As [`ImageInfo::of`], of any of them; [`ImageError::Refused`]: a file may not be opened, or is in the chain already.
     pub async fn of_chain(reference: &Reference, options: &OpenOptions) -> Result<Vec<Self>, ImageError> {
         let mut walk = Walk::new(reference, options);
         let mut found = Vec::new();

@@ -3,7 +3,7 @@
 //! A [`Disk`] is a disk at guest offsets; it lies in one or more [`limosa_storage::Storage`]s, at host offsets.
 //!
 //! An image is opened by a [`Reference`](reference::Reference), with all that lies below it ([`chain`]), as far as its opener's
-//! [`Policy`](gate::Policy) allows: an image is data from outside, and the files it names are not ours to open without a word.
+//! [`Policy`] allows: an image is data from outside, and the files it names are not ours to open without a word.
 //!
 //! ```
 //! use limosa_image::chain::{OpenOptions, open};
@@ -37,13 +37,13 @@ pub mod convert;
 mod disk;
 mod ends;
 mod error;
-pub mod gate;
+mod gate;
 mod holes;
 pub mod info;
 mod offset;
 mod operation;
 mod preallocation;
-pub mod probe;
+mod probe;
 pub mod qcow2;
 pub mod raw;
 pub mod reference;
@@ -53,6 +53,9 @@ mod test_disk;
 
 pub use disk::{Disk, MapKind, Mapped, Pending};
 pub use error::ImageError;
+pub use gate::{Policy, Purpose};
 pub use offset::{GuestOffset, HostOffset};
 pub use operation::{Doing, OperationError, Progress, Watch};
 pub use preallocation::Preallocation;
+pub use probe::{Format, Guess, UnknownFormat, guess, probe};
+pub use qcow2::{Qcow2, Qcow2Options};

@@ -76,7 +76,7 @@ pub enum OperationError {
     /// More bytes than an offset can say.
     #[error("the sources are larger, one after the other, than a disk can be")]
     TooLarge,
-    /// Whoever watches it said so.
+    /// The watching function said so.
     #[error("stopped on request")]
     Stopped,
 }

@@ -1,7 +1,7 @@
 //! Raw images: the bytes of the disk, as they are.
 //!
 //! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote there what another
-//! format begins with, the next one who guesses would open that, with whatever files it names. Such a write fails.
+//! format begins with, the next guess would open that, with whatever files it names. Such a write fails.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct RawOptions {
     pub size: Option<u64>,
     /// Nothing is written.
     pub read_only: bool,
-    /// Nobody said that it is raw.
+    /// It was guessed that it is raw.
     pub guessed: bool,
 }
 
@@ -79,7 +79,7 @@ impl Raw {
         }))
     }
 
-    /// Whether nobody said that it is raw.
+    /// Whether it was guessed that it is raw.
     #[must_use]
     pub const fn is_guessed(&self) -> bool {
         self.first_sector.is_some()
@@ -148,7 +148,7 @@ impl Raw {
         end.saturating_sub(host.start).min(host.end - host.start)
     }
 
-    /// Writes into the first sector, unless it would look like another format then. `bytes` are ours: nobody changes them
+    /// Writes into the first sector, unless it would look like another format then. `bytes` are ours: nothing changes them
     /// between the look and the write.
     async fn write_first(&self, at: u64, bytes: &[u8]) -> Result<(), ImageError> {
         let _changing = match &self.first_sector {
@@ -316,7 +316,7 @@ impl Disk for Raw {
             };
             if kind == MapKind::Zero {
                 match inside(&*self.file, host.start, length, SECTOR)? {
-                    // The file was cut off: who reads is told that it is lost.
+                    // The file was cut off: a read fails and says that it is lost.
                     0 => kind = MapKind::Data,
                     here => length = here,
                 }

@@ -48,7 +48,7 @@ pub enum Below {
 /// How a file is opened, as far as it was said.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// `read-only`: nothing is written. `off` does not allow more than who opens it.
+    /// `read-only`: nothing is written. `off` does not allow more than the caller does.
     pub read_only: bool,
     /// `cache.direct`: past the page cache.
     pub direct: Option<bool>,
@@ -56,12 +56,12 @@ pub struct Settings {
     pub no_flush: Option<bool>,
     /// `locking=off`: others are not asked.
     pub unlocked: bool,
-    /// `aio`: who carries requests out.
+    /// `aio`: what carries requests out.
     pub io: Option<Io>,
 }
 
 impl Settings {
-    /// What comes of it where `usual` is said by who opens the file.
+    /// What comes of it where the caller says `usual`.
     #[must_use]
     pub fn over(&self, usual: FileOptions) -> FileOptions {
         let synchronous = usual.cache.is_synchronous();

@@ -64,7 +64,7 @@ impl TestDisk {
         Self { name: "disk".into(), granularity: SECTOR, len, state: Mutex::new(state) }
     }
 
-    /// Full of a byte that nobody has written.
+    /// Full of a byte that was never written.
     pub(crate) fn dirty(len: u64) -> Self {
         Self::new(&[(len, MapKind::Data, 0, 0xdd)])
     }

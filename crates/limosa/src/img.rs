@@ -23,6 +23,8 @@ pub(crate) mod size;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use limosa_image::ImageError;
+
 use crate::args::{ImgArgs, ImgCommand};
 
 /// What qemu-img does and limosa does not, yet.
@@ -36,7 +38,8 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         (Err(error), _) => return Err(error),
     }
     interrupt::listen()?;
-    match args.command {
+    let checks = matches!(args.command, ImgCommand::Check(_));
+    let done = match args.command {
         ImgCommand::Create(args) => create::run(&args.resolve()?),
         ImgCommand::Info(args) => info::run(&args.resolve()),
         ImgCommand::Check(args) => check::run(&args.resolve()),
@@ -46,7 +49,19 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Resize(args) => resize::run(&args.resolve()),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),
         ImgCommand::Other(words) => refuse(&words),
+    };
+    done.map_err(|error| if checks { error } else { with_remedy(error) })
+}
+
+/// The error of a command other than `check`, with what helps against it.
+fn with_remedy(error: anyhow::Error) -> anyhow::Error {
+    let is_damage = |cause: &(dyn std::error::Error + 'static)| {
+        cause.downcast_ref::<ImageError>().is_some_and(ImageError::is_damage)
+    };
+    if error.chain().any(is_damage) {
+        return anyhow::anyhow!("{}; `limosa img check -r all` repairs images", limosa_console::one_line(&error));
     }
+    error
 }
 
 fn refuse(words: &[OsString]) -> anyhow::Result<ExitCode> {

@@ -35,8 +35,8 @@ impl Conversion<'_> {
         Ok(Some(runs))
     }
 
-    /// Has the kernel copy runs of contents, and makes zero what is between them: false if it could not, and what stands there is
-    /// anything. Why it could not, if that is more than its not having such a thing, is found out by who copies plainly: whether it was
+    /// Has the kernel copy runs of contents, and makes zero what is between them: false if it could not, and what is there is
+    /// anything. Why it could not, if that is more than its not having such a thing, is found out by the plain copy: whether it was
     /// the source that could not be read or the target that could not be written, and where.
     pub(super) async fn offload(
         &self,

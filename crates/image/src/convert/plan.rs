@@ -4,7 +4,7 @@
 //! once, and written unless it is part of a run of zeros that is long enough.
 //!
 //! The disk is walked in pieces at multiples of a length. What a piece has of contents is read into one buffer, at its place in the
-//! piece; known zeros between contents stand in the buffer as zeros, so that what lies in one cluster of the target is
+//! piece; known zeros between contents are zeros in the buffer, so that what lies in one cluster of the target is
 //! written at once. Where there are no contents from one piece into the next, nothing is cut and no buffer is needed.
 
 use std::collections::VecDeque;
@@ -185,7 +185,7 @@ impl Runs {
     }
 }
 
-/// Zeros beside contents: as data, unless there are enough of them, and as far as they share a whole with the contents.
+/// Zeros next to contents: as data, unless there are enough of them, and as far as they share a whole with the contents.
 fn shrink(runs: &[Span], rules: &Rules) -> Runs {
     let data =
         |index: Option<usize>| index.and_then(|index| runs.get(index)).is_some_and(|run| run.content == Content::Data);

@@ -1,4 +1,4 @@
-//! Who may write next, where writes are to come in the order of the disk.
+//! Which worker may write next, where writes are to come in the order of the disk.
 
 use std::future::poll_fn;
 use std::sync::{Mutex, PoisonError};
@@ -32,7 +32,7 @@ impl Turn {
         called.1.extract_if(.., |(number, _)| *number <= next).for_each(|(_, waker)| waker.wake());
     }
 
-    /// Calls all numbers: nobody waits any more.
+    /// Calls all numbers: no worker waits any more.
     pub(super) fn abandon(&self) {
         let mut called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
         called.0 = u64::MAX;

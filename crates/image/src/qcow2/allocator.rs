@@ -178,7 +178,7 @@ impl Allocator {
         let end = bytes.end.0;
         match file.allocate(bytes.start.0..end).await {
             // Entries of clusters without contents so far will lead there: to within the file. Its length is not set: others may have
-            // made it longer meanwhile, who write to clusters behind its old end.
+            // made it longer meanwhile, and write to clusters behind its old end.
             Err(_) if self.context.geometry().extended_l2 => {
                 let zeros = self.context.zeros().slice(0..usize::try_from(SECTOR).unwrap_or(0));
                 self.context.write_table(Purpose::WriteZeroes, HostOffset(end - SECTOR), zeros.into()).await?;
@@ -271,7 +271,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Writes a new refcount block that counts `count` clusters once, from number `first` of its own on.
+    /// Writes a new refcount block that counts `count` clusters once, from its number `first` on.
     async fn write_block(&self, host: HostOffset, first: u64, count: u64) -> Result<(), ImageError> {
         let geometry = self.context.geometry();
         let mut bytes = vec![0; usize::try_from(geometry.cluster_size()).unwrap_or(0)];
@@ -437,7 +437,7 @@ impl Allocator {
         if self.context.options().discard {
             let bytes = self.bytes_of(clusters);
             self.context.counters().add(Purpose::Discard, length(&bytes));
-            // Whether the storage takes it back is its affair.
+            // A storage need not take it back.
             let _ = self.context.file().discard(bytes.start.0..bytes.end.0).await;
         }
         self.pool.lock().give_back(clusters.start, length(clusters));
@@ -477,7 +477,7 @@ impl Allocator {
         let (Some(free), Ok(length)) = (last, self.context.file().length()) else { return };
         let end = free.start.0.max(self.lengths.at_open());
         if end < length && length <= free.end.0 && !self.header.is_marked_corrupt() {
-            // Whether the storage can become shorter is its affair.
+            // A storage need not become shorter.
             let _ = self.context.file().set_len(end).await;
         }
     }

@@ -1,7 +1,7 @@
 //! The bitmap directory: which bitmaps an image has.
 //!
 //! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would have to
-//! follow the disk as in use, which for everybody means that they do not, and leaves the others as they are.
+//! follow the disk as in use, which means that they do not, and leaves the others as they are.
 
 use limosa_storage::{Buffer, Storage};
 
@@ -13,7 +13,7 @@ use crate::offset::HostOffset;
 
 /// Bytes of an entry whose places are fixed.
 const FIXED: u64 = 24;
-/// Where in an entry its flags stand.
+/// Where in an entry its flags are.
 const FLAGS: u64 = 12;
 /// The longest name in bytes: QEMU's limit.
 const NAME_MOST: u64 = 1023;
@@ -31,7 +31,7 @@ pub struct Bitmap {
     pub name: String,
     /// Where its table lies, and how many entries that has.
     pub table: (HostOffset, u32),
-    /// Somebody did not put it away properly: it need not be what the disk is.
+    /// It was not stored properly: it need not be what the disk is.
     pub in_use: bool,
     /// It follows what is written to the disk.
     pub auto: bool,
@@ -39,7 +39,7 @@ pub struct Bitmap {
     pub granularity_bits: u8,
 }
 
-/// An entry, and where it stands.
+/// An entry, and where it is.
 pub(super) struct Entry {
     pub(super) at: u64,
     flags: u32,

@@ -6,24 +6,22 @@
 //! The image is gone through in its file, without being opened as a disk: what is broken would not open. Memory is bounded by
 //! [`CheckOptions::memory`].
 
-use std::ops::Range;
-
 use limosa_storage::Storage;
 
 use super::header::Header;
 use crate::error::ImageError;
 use counts::{Flags, Width};
-use ledger::Ledger;
+use findings::Findings;
 use stored::Stored;
-use walk::{Image, Turn, What};
+use walk::{Image, Pass, What};
 
 mod apart;
 mod copied;
 mod counts;
 mod examine;
 pub(super) mod extend;
+mod findings;
 pub(super) mod fit_bitmaps;
-mod ledger;
 mod rebuild;
 mod repair;
 mod report;
@@ -79,38 +77,38 @@ impl Outcome {
 
 async fn examine_image(storage: &dyn Storage, header: &Header, options: CheckOptions) -> Result<Outcome, ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let mut ledger = Ledger::new(options.findings);
-    let mut stored = Stored::new(storage, header, image.around);
+    let mut findings = Findings::new(options.findings);
+    let mut stored = Stored::new(storage, header, image.bounds);
     let mut outcome = Outcome::default();
     let mut highest = 0;
     let (mut from, mut width) = (0, Width::Narrow);
     while let Some(window) = image.window(from, width) {
         let first = window.start == 0;
-        let before = ledger.clone();
-        let turn = image.count(&window, What { width, ..What::ALL }, first, &mut ledger).await?;
-        if turn.counts.is_too_narrow() {
-            (ledger, width) = (before, Width::Wide);
+        let before = findings.clone();
+        let pass = image.count(&window, What { width, ..What::ALL }, first, &mut findings).await?;
+        if pass.counts.is_too_narrow() {
+            (findings, width) = (before, Width::Wide);
             continue;
         }
         from = window.end;
-        outcome.rebuild |= turn.refcounts_unusable;
-        outcome.entries_wrong |= turn.entries_wrong;
-        outcome.bitmaps_wrong |= turn.bitmaps_wrong;
-        outcome.snapshots_wrong |= turn.snapshots_wrong;
-        outcome.lost |= turn.lost;
-        outcome.overflow |= turn.overflow;
+        outcome.rebuild |= pass.refcounts_unusable;
+        outcome.entries_wrong |= pass.entries_wrong;
+        outcome.bitmaps_wrong |= pass.bitmaps_wrong;
+        outcome.snapshots_wrong |= pass.snapshots_wrong;
+        outcome.lost |= pass.lost;
+        outcome.overflow |= pass.overflow;
         let mut flags = Flags::new(&window);
-        let compared = compare(&image, &turn, &window, &mut flags, &mut stored, &mut ledger).await?;
+        let compared = compare(&image, &pass, &mut flags, &mut stored, &mut findings).await?;
         outcome.rebuild |= compared.rebuild;
         outcome.refcounts_wrong |= compared.wrong;
         highest = highest.max(compared.highest);
-        let before = ledger.report.corruptions;
-        image.check_copied(&flags, first, &mut stored, &mut ledger).await?;
-        outcome.copied_wrong += ledger.report.corruptions - before;
+        let before = findings.report.corruptions;
+        image.check_copied(&flags, first, &mut stored, &mut findings).await?;
+        outcome.copied_wrong += findings.report.corruptions - before;
     }
-    outcome.report = ledger.report;
-    outcome.report.total_clusters = image.around.geometry.clusters(header.size);
-    outcome.report.image_end_offset = (highest + 1) << image.around.geometry.cluster_bits;
+    outcome.report = findings.report;
+    outcome.report.total_clusters = image.bounds.geometry.clusters(header.size);
+    outcome.report.image_end_offset = (highest + 1) << image.bounds.geometry.cluster_bits;
     Ok(outcome)
 }
 
@@ -126,26 +124,26 @@ struct Compared {
 /// Compares the refcounts of a window with what was counted.
 async fn compare(
     image: &Image<'_>,
-    turn: &Turn,
-    window: &Range<u64>,
+    pass: &Pass,
     flags: &mut Flags,
     stored: &mut Stored<'_>,
-    ledger: &mut Ledger,
+    findings: &mut Findings,
 ) -> Result<Compared, ImageError> {
-    let geometry = image.around.geometry;
+    let geometry = image.bounds.geometry;
     let each = geometry.refcounts_per_block();
-    let end = image.end(turn, window);
+    let window = flags.window();
+    let end = image.end(pass, &window);
     let mut compared = Compared::default();
     for number in window.start / each..end.div_ceil(each) {
         let block = stored.block(number).await?;
         for cluster in window.start.max(number * each)..end.min((number + 1) * each) {
-            let counted = turn.counts.get(cluster).unwrap_or(0);
+            let counted = pass.counts.get(cluster).unwrap_or(0);
             let kept = block.refcount(cluster, &geometry);
             flags.note(cluster, kept);
             let place = || format!("cluster at {:#x}", cluster << geometry.cluster_bits);
             let Some(kept) = kept else {
                 compared.rebuild = true;
-                ledger.note(FindingKind::Error, 1, || (place(), "its refcount cannot be read".into()));
+                findings.note(FindingKind::Error, 1, || (place(), "its refcount cannot be read".into()));
                 continue;
             };
             if kept > 0 || counted > 0 {
@@ -153,9 +151,9 @@ async fn compare(
             }
             if kept != counted {
                 compared.wrong = true;
-                compared.rebuild |= !block.is_in(image.around.file);
+                compared.rebuild |= !block.is_in(image.bounds.file);
                 let kind = if kept > counted { FindingKind::Leak } else { FindingKind::Corruption };
-                ledger.note(kind, 1, || (place(), format!("refcount {kept}, and {counted} references")));
+                findings.note(kind, 1, || (place(), format!("refcount {kept}, and {counted} references")));
             }
         }
     }

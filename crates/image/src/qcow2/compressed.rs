@@ -1,6 +1,6 @@
 //! Compressed clusters.
 //!
-//! Law: what comes out is one cluster, no more, whatever went in. Behind the stream may stand anything, up to the end of its last
+//! Law: what comes out is one cluster, no more, whatever went in. Behind the stream may be anything, up to the end of its last
 //! sector.
 
 use flate2::{Decompress, FlushDecompress, Status};

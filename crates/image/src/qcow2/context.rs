@@ -85,7 +85,7 @@ impl Context {
         self.has_data_file
     }
 
-    /// Whether they have to be right there for those who read that file raw.
+    /// Whether they have to be right there for a reader of that file alone.
     pub(super) const fn has_raw_data_file(&self) -> bool {
         self.has_raw_data_file
     }
@@ -160,8 +160,7 @@ impl Context {
             return Ok(());
         }
         let why = format!(
-            "the file of {length:#x} bytes ends before {}, where its entries end: get it back from a copy, or see what \
-             `limosa img check` says is left",
+            "the file of {length:#x} bytes ends before {}, where its entries end: get it back from a copy",
             part.end
         );
         Err(self.corrupt(format!("{name} at {at}"), why))

@@ -42,7 +42,7 @@ pub struct Counts {
     pub data_writes: Operations,
     /// Contents read to fill a new cluster.
     pub cow_reads: Operations,
-    /// New clusters written: with the guest's contents what has to stand around them.
+    /// New clusters written: with the guest's contents what has to be around them.
     pub cow_writes: Operations,
     /// Contents that a new cluster shares with where they were, in place of a copy.
     pub clones: Operations,

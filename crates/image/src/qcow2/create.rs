@@ -41,7 +41,7 @@ pub struct CreateOptions {
     pub extended_l2: bool,
     /// How clusters are compressed, if ever.
     pub compression: Compression,
-    /// The file for the contents, as it is to be written down. It is opened by who calls.
+    /// The file for the contents, as it is to be written down. It is opened by the caller.
     pub data_file: Option<OsString>,
     /// That file is to be readable as a raw image.
     pub data_file_raw: bool,

@@ -1,7 +1,7 @@
 //! Entries of the L1 and L2 tables.
 //!
 //! Law: every bit is looked at. An entry with a reserved bit set, or whose cluster does not lie where a cluster can, is no entry;
-//! whoever finds one says where it was.
+//! what finds one says where it was.
 
 use super::geometry::Geometry;
 use crate::offset::HostOffset;
@@ -42,7 +42,7 @@ pub(super) enum EntryFault {
 pub(super) struct L1Entry {
     /// The L2 table; `None` if there is none.
     pub table: Option<HostOffset>,
-    /// Nobody else refers to the L2 table.
+    /// Nothing else refers to the L2 table.
     pub copied: bool,
 }
 
@@ -79,7 +79,7 @@ pub(super) enum L2Entry {
     Standard {
         /// Where it lies; `None`: nothing is allocated.
         host: Option<HostOffset>,
-        /// Nobody else refers to the cluster.
+        /// Nothing else refers to the cluster.
         copied: bool,
         /// What of it is there.
         what: Subclusters,
@@ -222,7 +222,7 @@ mod tests {
             standard(Some(HostOffset(0)), true, Subclusters::ALLOCATED)
         );
         assert_eq!(L2Entry::decode(0, 0, &USUAL, file), Ok(L2Entry::NONE));
-        // Sectors of compressed bytes stand from bit 54 on: three more than the first one.
+        // The number of compressed sectors begins at bit 54: three more than the first one.
         let compressed = L2Entry::Compressed { host: HostOffset(0x5_0010), length: 4 * 512 - 0x10 };
         assert_eq!(decode(COMPRESSED | 3 << 54 | 0x5_0010), Ok(compressed));
     }

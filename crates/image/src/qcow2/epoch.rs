@@ -1,7 +1,7 @@
 //! Which requests may still be using a cluster that nothing refers to any more.
 //!
-//! Law: whoever reads or writes a data cluster enters an epoch before looking up where it lies, and leaves it when the storage is
-//! done. What was dropped from the tables in an epoch is used anew only when everybody who entered up to then has left. Nobody
+//! Law: a request that reads or writes a data cluster enters an epoch before it looks up where the cluster lies, and leaves it when the
+//! storage is done. What was dropped from the tables in an epoch is used anew only when all requests that entered up to then have left. Nothing
 //! waits for that: what cannot be used yet stays where it is.
 
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::locks::{Rank, RankedMutex};
 #[derive(Debug)]
 pub(super) struct Epochs<T> {
     now: AtomicU64,
-    /// How many are in the even and in the odd epoch.
+    /// How many requests are in the even and in the odd epoch.
     inside: [AtomicU64; 2],
     limbo: RankedMutex<Limbo<T>>,
 }
@@ -25,7 +25,7 @@ struct Limbo<T> {
     new: Vec<T>,
 }
 
-/// Somebody is using clusters.
+/// A request is using clusters.
 #[derive(Debug)]
 pub(super) struct Guard<T> {
     epochs: Arc<Epochs<T>>,
@@ -68,18 +68,18 @@ impl<T> Epochs<T> {
         }
     }
 
-    /// Nothing refers to these any more; those that nobody can be using any more come out.
+    /// Nothing refers to these any more; those that no request can be using any more come out.
     pub(super) fn pass(&self, dropped: Vec<T>) -> Vec<T> {
         let mut limbo = self.limbo.lock();
         limbo.new.extend(dropped);
         let mut free = Vec::new();
-        // Twice: what was dropped now is free at once if nobody is inside.
+        // Twice: what was dropped now is free at once if no request is inside.
         for _ in 0..2 {
             if limbo.old.is_empty() && limbo.new.is_empty() {
                 break;
             }
             let now = self.now.load(Ordering::SeqCst);
-            // The epoch before is over as soon as nobody is in it: nobody enters it any more.
+            // The epoch before is over as soon as no request is in it: none enters it any more.
             if self.place(now + 1).load(Ordering::SeqCst) != 0 {
                 break;
             }
@@ -93,7 +93,7 @@ impl<T> Epochs<T> {
         free
     }
 
-    /// Everything that is kept: nobody may be inside any more.
+    /// Everything that is kept: no request may be inside any more.
     pub(super) fn rest(&self) -> Vec<T> {
         let mut limbo = self.limbo.lock();
         let mut rest = std::mem::take(&mut limbo.old);
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_uses_is_free_at_once() {
+    fn what_no_request_uses_is_free_at_once() {
         let epochs = Epochs::new();
         drop(epochs.enter());
         assert_eq!(epochs.pass(vec![1, 2]), [1, 2]);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_may_be_using_waits_for_him_and_not_for_those_who_came_later() {
+    fn what_a_request_may_be_using_waits_for_it_and_not_for_those_that_came_later() {
         let epochs = Epochs::new();
         let before = epochs.enter();
         assert_eq!(epochs.pass(vec![1]), [0; 0]);

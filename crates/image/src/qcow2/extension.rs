@@ -1,4 +1,4 @@
-//! Header extensions: what stands between the header and the end of its cluster.
+//! Header extensions: what is between the header and the end of its cluster.
 //!
 //! Law: what is not known is kept, byte by byte, and written back with the rest.
 
@@ -66,7 +66,7 @@ impl BitmapsExtension {
 }
 
 impl Extensions {
-    /// From the bytes between the header and the backing file's name or the end of the cluster; `at`: where they stand, for what
+    /// From the bytes between the header and the backing file's name or the end of the cluster; `at`: where they are, for what
     /// an error says.
     ///
     /// # Errors
@@ -129,7 +129,7 @@ impl Extensions {
         Ok(true)
     }
 
-    /// As they stand behind the header, in QEMU's order, with the end marker.
+    /// As they are behind the header, in QEMU's order, with the end marker.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut area = Vec::new();
         let mut put = |kind: u32, data: &[u8]| {

@@ -1,6 +1,6 @@
 //! Feature bits.
 //!
-//! Law: whoever does not know an incompatible bit does not touch the image; whoever does not know an autoclear bit clears it
+//! Law: a program that does not know an incompatible bit does not touch the image; one that does not know an autoclear bit clears it
 //! before the first write.
 
 use std::fmt;
@@ -16,7 +16,7 @@ pub struct Features {
     pub autoclear: u64,
 }
 
-/// A feature that limosa knows: where its bit stands, and its name.
+/// A feature that limosa knows: its bit, and its name.
 struct Known {
     kind: FeatureKind,
     bit: u8,
@@ -158,7 +158,7 @@ impl FeatureKind {
 /// An entry of the feature name table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FeatureName {
-    /// In which set its bit stands.
+    /// In which set its bit is.
     pub kind: FeatureKind,
     /// Which bit it is.
     pub bit: u8,

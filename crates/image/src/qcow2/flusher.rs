@@ -77,7 +77,7 @@ impl Flusher {
             let before = before.clone();
             async move {
                 if let Some(before) = before {
-                    // Its failure is told to those who wait for it, and what it did not write is captured again.
+                    // Its failure goes to those that wait for it, and what it did not write is captured again.
                     let _ = before.await;
                 }
                 let flushed = flusher.flush_now().await;
@@ -117,7 +117,7 @@ impl Flusher {
         .boxed()
         .shared();
         while let Some(running) = self.runs_now(&future) {
-            // What it fails with is told to those who asked for it.
+            // Its failure goes to those that asked for it.
             let _ = running.await;
         }
         let flushed = future.await;

@@ -15,13 +15,11 @@ pub struct Geometry {
 
 /// Where the L2 entry of an offset is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub(super) struct EntryIndex {
     /// The entry in the L1 table.
-    pub l1: u64,
+    pub(super) l1: u64,
     /// The entry in the L2 table.
-    pub l2: u32,
-    /// Bytes into the cluster.
-    pub inside: u32,
+    pub(super) l2: u32,
 }
 
 impl Geometry {
@@ -91,14 +89,10 @@ impl Geometry {
     }
 
     /// Where the entry of an offset is found.
-    #[must_use]
-    #[expect(clippy::cast_possible_truncation, reason = "an entry's number and a place in a cluster are below 2^21")]
-    pub const fn place(&self, at: GuestOffset) -> Place {
-        Place {
-            l1: at.0 / self.l2_covers(),
-            l2: (at.0 >> self.cluster_bits & (self.l2_entries() - 1)) as u32,
-            inside: (at.0 & (self.cluster_size() - 1)) as u32,
-        }
+    #[expect(clippy::cast_possible_truncation, reason = "an entry's number is below 2^21")]
+    pub(super) const fn index(&self, at: GuestOffset) -> EntryIndex {
+        let l2 = (at.0 >> self.cluster_bits & (self.l2_entries() - 1)) as u32;
+        EntryIndex { l1: at.0 / self.l2_covers(), l2 }
     }
 }
 
@@ -110,7 +104,7 @@ mod tests {
     fn an_offset_is_found_in_its_tables() {
         let usual = Geometry { cluster_bits: 16, refcount_order: 4, extended_l2: false };
         assert_eq!((usual.l2_entries(), usual.l2_covers(), usual.refcounts_per_block()), (8192, 512 << 20, 32768));
-        assert_eq!(usual.place(GuestOffset((512 << 20) + (3 << 16) + 5)), Place { l1: 1, l2: 3, inside: 5 });
+        assert_eq!(usual.index(GuestOffset((512 << 20) + (3 << 16) + 5)), EntryIndex { l1: 1, l2: 3 });
         assert_eq!(usual.refcount_max(), 0xffff);
         let fine = Geometry { cluster_bits: 9, refcount_order: 6, extended_l2: true };
         assert_eq!((fine.l2_entries(), fine.subcluster_size(), fine.refcounts_per_block()), (32, 16, 64));

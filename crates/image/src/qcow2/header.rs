@@ -100,7 +100,7 @@ pub struct Header {
     pub backing: Option<Backing>,
     /// What the header extensions say.
     pub extensions: Extensions,
-    /// What stands behind the fields that limosa knows, from byte 105 on: kept, since who wrote it knows why.
+    /// What is behind the fields that limosa knows, from byte 105 on: kept as it is.
     pub additional: Vec<u8>,
 }
 
@@ -109,7 +109,7 @@ pub struct Header {
 pub struct Backing {
     /// Its name.
     pub name: OsString,
-    /// Where in the first cluster the name stands; [`Header::encode`] finds its place.
+    /// Where in the first cluster the name is; [`Header::encode`] finds its place.
     pub at: u64,
 }
 
@@ -247,7 +247,7 @@ impl Header {
         EntryRules { version: self.version, data_file: self.features.data_file() }
     }
 
-    /// The bitmaps, if they are as their directory says: who writes without keeping them up clears
+    /// The bitmaps, if they are as their directory says: a writer that does not keep them up clears
     /// [`Features::BITMAPS`].
     #[must_use]
     pub const fn bitmaps(&self) -> Option<BitmapsExtension> {
@@ -401,7 +401,7 @@ impl Header {
         fields
     }
 
-    /// The whole of it, as it stands at the beginning of the image: fields, extensions, and right behind them the backing file's
+    /// The whole of it, as it is at the beginning of the image: fields, extensions, and right behind them the backing file's
     /// name, whose place is noted.
     ///
     /// # Errors
@@ -432,7 +432,7 @@ impl Header {
     }
 
     /// Writes the fixed fields in place, with one write: for what changes while an image is in use (feature bits, size, where the
-    /// tables lie). What it points to has to be durable before; whoever has to rely on it flushes behind it.
+    /// tables lie). What it points to has to be durable before; a caller that has to rely on it flushes behind it.
     ///
     /// # Errors
     /// What the storage says.

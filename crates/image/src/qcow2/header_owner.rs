@@ -19,8 +19,8 @@ use super::shared_future::{Serial, SharedFuture};
 use crate::error::ImageError;
 use crate::offset::HostOffset;
 
-/// What to do about an image that is corrupt.
-pub(super) const REPAIR: &str = "nothing more is written before `limosa img check -r all` has repaired the image";
+/// What follows from an image that is corrupt.
+pub(super) const REPAIR: &str = "nothing more is written before the image is repaired";
 
 pub(super) struct HeaderOwner {
     context: Arc<Context>,
@@ -120,8 +120,9 @@ impl HeaderOwner {
         conflict: Option<(Overlap, Overlap)>,
     ) -> Result<(), ImageError> {
         if self.is_marked_corrupt() {
-            let what = "it is corrupt: nothing is written before `limosa img check -r all` has repaired it";
-            return Err(self.context.unsupported(what));
+            let (image, what) =
+                (Arc::clone(self.context.name()), "it is corrupt: nothing is written before it is repaired");
+            return Err(ImageError::Damaged { image, what: what.to_owned() });
         }
         if self.has_begun() {
             return Ok(());
@@ -171,7 +172,6 @@ impl HeaderOwner {
 
 /// The table, and why: of a file that was cut off by others.
 pub(super) fn cut_off(CutOff { length, before }: CutOff) -> [String; 2] {
-    let why =
-        format!("somebody has cut it off there, at {before:#x} it ended before; what lay behind is lost; {REPAIR}");
+    let why = format!("it was cut off there: it ended at {before:#x}; what lay behind is lost; {REPAIR}");
     [format!("file at {length:#x}"), why]
 }

@@ -24,9 +24,9 @@
 //! clusters (or subclusters) first: a *job*, of which there is one for any cluster at a time. Requests to different parts of the disk take
 //! different locks.
 //!
-//! * A write that needs a new cluster is a job: it takes clusters, reads what has to stand around the guest's bytes, writes all of it
+//! * A write that needs a new cluster is a job: it takes clusters, reads what has to be around the guest's bytes, writes all of it
 //!   with one vectored write, and then notes in the L2 table where it lies. A write to the same clusters that comes while the job is
-//!   still reading gives it its bytes; if nothing has to stand around them it writes to the same new cluster itself, at once; otherwise
+//!   still reading gives it its bytes; if nothing has to be around them it writes to the same new cluster itself, at once; otherwise
 //!   it waits and then writes in place. Where much would be copied and the filesystem can share it, the job clones it and writes the
 //!   guest's bytes over it.
 //! * Zeroing and discarding whole clusters is a job that changes entries only.
@@ -133,15 +133,18 @@ impl Qcow2 {
     /// [`Qcow2::repaired`]. An image that is opened to be written is not open elsewhere.
     ///
     /// # Errors
-    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk, the image is marked as corrupt and is to be written;
-    /// [`ImageError::Unsupported`]: a data file is needed and not there, more has to be repaired before writing than refcounts;
-    /// what the storage says.
+    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::Damaged`]: it is to be written, and is marked as corrupt
+    /// or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data file is needed and not there; what the storage says.
     pub async fn open(parts: Parts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
         let Parts { file, data_file, backing, mut header } = parts;
         let name = Arc::clone(file.name());
         let geometry = header.geometry();
         let read_only = options.read_only || file.is_read_only();
         let unsupported = |what: &str| ImageError::Unsupported { image: Arc::clone(&name), what: what.to_owned() };
+        let damaged = |why: &str| {
+            let what = format!("{why}: it has to be repaired before it is written; it can be read as it is");
+            ImageError::Damaged { image: Arc::clone(&name), what }
+        };
         if header.features.data_file() != data_file.is_some() {
             return Err(unsupported("it has to be opened with its data file, or has none and was given one"));
         }
@@ -151,19 +154,14 @@ impl Qcow2 {
             return Err(ImageError::Corrupt { image: name, table: format!("L1 table at {l1_at}"), why });
         }
         if !read_only && header.features.corrupt() {
-            return Err(unsupported(
-                "it is marked as corrupt: `limosa img check -r all` repairs it; it can be read as it is",
-            ));
+            return Err(damaged("it is marked as corrupt"));
         }
         let mut repaired = None;
         if !read_only && header.features.dirty() {
             let report = repair(&*file, Repair::Refcounts, CheckOptions::default()).await?;
             header = Header::read(&*file).await?;
             if header.features.dirty() {
-                return Err(unsupported(
-                    "it was not closed, and more is wrong than refcounts that were written late: \
-                     `limosa img check -r all` repairs it; it can be read as it is",
-                ));
+                return Err(damaged("it was not closed, and more is wrong than refcounts that were written late"));
             }
             let (corruptions, leaks) = (report.corruptions_fixed, report.leaks_fixed);
             tracing::info!(image = &*name, corruptions, leaks, "it was not closed: its refcounts were made anew");

@@ -7,7 +7,7 @@ use limosa_storage::{Buffer, IoVector};
 
 use crate::offset::GuestOffset;
 
-/// What stands where; what is put later covers what was there.
+/// What is where; what is put later covers what was there.
 #[derive(Debug, Default)]
 pub(super) struct Layers {
     /// By where they begin: where they end, and the bytes.

@@ -1,4 +1,4 @@
-//! How long an image's files are, and whether somebody else has cut them off.
+//! How long an image's files are, and whether they were cut off.
 //!
 //! Law: nothing is written behind what is left of a file that was cut off, and what is lost there is not read as zeros.
 

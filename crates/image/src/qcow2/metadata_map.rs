@@ -2,9 +2,9 @@
 //!
 //! Law: no cluster is two things. Nothing is handed out, written as contents, given back or discarded where the header, the L1 table,
 //! an L2 table, the refcount table, a refcount block, the snapshots or the bitmap directory lie. An image whose tables lie on each
-//! other is not written at all. So each table is changed by who writes that table, and by nobody else.
+//! other is not written at all. So each table is changed by its owner, and by nothing else.
 //!
-//! What the header leads to is known from the beginning; L2 tables and refcount blocks are added as they are made. Who asks about
+//! What the header leads to is known from the beginning; L2 tables and refcount blocks are added as they are made. A look at
 //! clusters of which nothing is known takes no lock: a filter of one bit for each hash of a cluster's number says so. A bit that is
 //! set for something else costs a look, and nothing more.
 
@@ -134,7 +134,7 @@ impl MetadataMap {
         for (first, end, table) in sorted {
             match &mut last {
                 Some((begin, until, before)) if first < *until => {
-                    // Snapshots are not written: whether they lie on each other is their affair.
+                    // Snapshots are not written: they may lie on each other.
                     if (*before, table) != (TableKind::Snapshots, TableKind::Snapshots) {
                         conflict = conflict.or(Some((overlap((first, table)), overlap((*begin, *before)))));
                     }
@@ -201,7 +201,7 @@ impl MetadataMap {
         self.conflict
     }
 
-    /// Where the filter's bit for a cluster stands.
+    /// Where the filter's bit for a cluster is.
     fn bit(&self, cluster: u64) -> (usize, u64) {
         // The upper bits of the product are the mixed ones.
         let hash = cluster.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;

@@ -40,8 +40,8 @@ impl Preallocated {
         Self { context, header, known: OnceCell::new() }
     }
 
-    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are no zeros: who
-    /// reads is told that contents are lost.
+    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are no zeros: a
+    /// read fails and says that contents are lost.
     pub(super) async fn written(&self, host: HostOffset, length: u64) -> Result<(u64, MapKind), ImageError> {
         if !*self.known.get_or_init(|| self.is_preallocated()).await {
             return Ok((length, MapKind::Data));

@@ -1,6 +1,6 @@
-//! Refcounts as they stand in a refcount block: from 1 to 64 bits each.
+//! Refcounts as they are in a refcount block: from 1 to 64 bits each.
 //!
-//! Law: bits are counted as the format counts them. Refcounts of less than a byte stand in it from its lowest bit upwards;
+//! Law: bits are counted as the format counts them. Refcounts of less than a byte are in it from its lowest bit upwards;
 //! wider ones are big-endian.
 
 /// The refcount of number `index` in a block, of `1 << order` bits: `None` behind its end.

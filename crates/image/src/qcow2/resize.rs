@@ -32,7 +32,7 @@ pub struct ResizeOptions {
     pub check: CheckOptions,
 }
 
-/// Makes the disk of an image `size` bytes long. The image is nobody else's meanwhile, and is not open as a disk: one that is in use
+/// Makes the disk of an image `size` bytes long. The image is not used by anything else meanwhile, and is not open as a disk: one that is in use
 /// becomes longer by [`Qcow2::grow`]. Its backing image and its data file have to be there if it has any. What is new reads as zeros,
 /// whatever the backing image has there. An image that was not closed is repaired first.
 ///

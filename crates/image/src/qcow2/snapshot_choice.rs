@@ -37,12 +37,12 @@ impl SnapshotChoice {
         }
     }
 
-    /// The header of an image as it was when the snapshot was taken: with its L1 table and length. Whoever opens that writes nothing.
+    /// The header of an image as it was when the snapshot was taken: with its L1 table and length. It is only read.
     pub(crate) async fn apply(&self, storage: &dyn Storage, header: Header) -> Result<Header, ImageError> {
         let snapshots = snapshot_table::read(storage, &header).await?;
         let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(storage.name()), what };
         let Some(Snapshot { l1, disk_size, .. }) = self.find(&snapshots) else {
-            return Err(unsupported(format!("it has no snapshot with {self}; limosa img info lists those it has")));
+            return Err(unsupported(format!("it has no snapshot with {self}")));
         };
         if l1.0.0.saturating_add(u64::from(l1.1) * 8) > storage.length()? {
             let table = format!("L1 table at {} of the snapshot with {self}", l1.0);

@@ -119,17 +119,17 @@ impl Tables {
     }
 
     fn l1_index(&self, at: GuestOffset) -> u64 {
-        at.0 / self.context.geometry().l2_covers()
+        self.context.geometry().index(at).l1
     }
 
     /// Where the L2 entry of an offset is found in an L2 table.
     fn address(&self, at: GuestOffset, table: HostOffset) -> EntryAddress {
         let geometry = self.context.geometry();
-        let place = geometry.place(at);
-        let byte = u64::from(place.l2) * geometry.l2_entry_size();
+        let number = geometry.index(at).l2;
+        let byte = u64::from(number) * geometry.l2_entry_size();
         let slice = table + byte / self.slices.slice_size() * self.slices.slice_size();
         let word = usize::try_from((table + byte - slice) / 8).unwrap_or(usize::MAX);
-        EntryAddress { table, slice, word, number: place.l2 }
+        EntryAddress { table, slice, word, number }
     }
 
     fn next(&self, address: EntryAddress) -> EntryAddress {
@@ -310,7 +310,7 @@ impl Tables {
         Ok(())
     }
 
-    /// Copies a table to a cluster of its own, which is put back if that fails.
+    /// Copies a table to a new cluster, which is put back if that fails.
     async fn copy_table(&self, from: HostOffset, to: HostOffset, runs: Vec<Run>) -> Result<(), ImageError> {
         let length = self.context.geometry().cluster_size();
         let copy = async {

@@ -1,7 +1,7 @@
 //! Writing: in place where the image has the cluster for itself, else by a job.
 //!
 //! What changes where bytes lie claims the clusters (or subclusters) first: a *job* (the module `jobs`), of which there is one for any
-//! cluster at a time. A job that writes copies what has to stand around the guest's bytes (`copy`, by a `plan`, or by `clones`); one
+//! cluster at a time. A job that writes copies what has to be around the guest's bytes (`copy`, by a `plan`, or by `clones`); one
 //! that zeroes changes entries only (`zero`).
 
 mod clones;

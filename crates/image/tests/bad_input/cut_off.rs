@@ -4,9 +4,9 @@ use std::fs::{File, read as file_bytes};
 use std::path::Path;
 use std::sync::Arc;
 
+use limosa_image::Format;
+use limosa_image::Policy;
 use limosa_image::chain::{Image, OpenOptions, open_image};
-use limosa_image::gate::Policy;
-use limosa_image::probe::Format;
 use limosa_image::qcow2::{CreateOptions, Header, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::reference::Reference;

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use limosa_image::Policy;
 use limosa_image::chain::{OpenOptions, open};
-use limosa_image::gate::Policy;
 use limosa_image::qcow2::{CreateOptions, create};
 use limosa_image::reference::Reference;
 use limosa_storage::{Create, FileOptions, FileStorage, block_on};

@@ -4,9 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use limosa_image::Format;
+use limosa_image::Policy;
 use limosa_image::chain::{OpenOptions, open};
-use limosa_image::gate::Policy;
-use limosa_image::probe::Format;
 use limosa_image::qcow2::{CreateOptions, create};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset, ImageError};

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
+use limosa_image::Format;
+use limosa_image::Policy;
 use limosa_image::chain::{ImageFile, OpenOptions};
-use limosa_image::gate::Policy;
 use limosa_image::info::ImageInfo;
-use limosa_image::probe::Format;
 use limosa_image::reference::Reference;
 use limosa_storage::block_on;
 use limosa_testkit::{qemu_img, qemu_io, qemu_skipped, scratch};

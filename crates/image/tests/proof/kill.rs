@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use limosa_image::Policy;
 use limosa_image::chain::{self, OpenOptions as ChainOptions};
-use limosa_image::gate::Policy;
 use limosa_image::qcow2::{CheckOptions, CloneMode, Qcow2Options, Repair, repair};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
@@ -68,8 +68,7 @@ fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
         qcow2,
         ..ChainOptions::default()
     };
-    let reference =
-        Reference { format: Some(limosa_image::probe::Format::Qcow2), ..Reference::file(folder.join("image")) };
+    let reference = Reference { format: Some(limosa_image::Format::Qcow2), ..Reference::file(folder.join("image")) };
     block_on(chain::open(&reference, &options)).map_err(|error| format!("open: {error}"))
 }
 

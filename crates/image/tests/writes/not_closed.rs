@@ -103,7 +103,7 @@ fn an_image_with_more_wrong_than_refcounts_is_left_as_it_is() {
     bytes[l2 + 800..l2 + 808].copy_from_slice(&(1_u64 << 63 | 0x5_0200).to_be_bytes());
     let storage = MemoryStorage::with(bytes.clone(), 16 << 20);
     let error = open_over(Arc::new(storage.clone()), false).unwrap_err();
-    assert!(error.to_string().contains("check -r all"), "{error}");
+    assert!(error.to_string().contains("it has to be repaired before it is written"), "{error}");
     assert!(storage.contents() == bytes);
     assert_eq!(read(&open_over(Arc::new(storage), true).unwrap(), CLUSTER), [1; 512]);
 }

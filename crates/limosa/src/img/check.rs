@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use limosa_image::probe::Format;
+use limosa_image::Format;
 use limosa_image::qcow2::{self, CheckReport, Finding, check, repair};
 use limosa_storage::block_on;
 use serde_json::{Map, Value, json};

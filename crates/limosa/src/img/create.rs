@@ -8,8 +8,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use limosa_image::Policy;
 use limosa_image::chain::{self, OpenOptions};
-use limosa_image::gate::Policy;
 use limosa_image::qcow2::{Compression, create};
 use limosa_image::reference::Reference;
 use limosa_image::{Preallocation, qcow2, raw};

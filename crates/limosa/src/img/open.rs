@@ -6,9 +6,9 @@
 use std::sync::Arc;
 
 use limosa_image::Disk;
+use limosa_image::Format;
+use limosa_image::Policy;
 use limosa_image::chain::{self, Image, ImageFile, OpenOptions};
-use limosa_image::gate::Policy;
-use limosa_image::probe::Format;
 use limosa_image::qcow2::Qcow2Options;
 use limosa_image::reference::Reference;
 use limosa_storage::{LockPolicy, block_on};

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
+use limosa_image::Format;
 use limosa_image::chain::{self, OpenOptions};
-use limosa_image::probe::Format;
 use limosa_image::qcow2;
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk as _, Preallocation};

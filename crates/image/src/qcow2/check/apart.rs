@@ -10,13 +10,13 @@ use limosa_storage::Storage;
 
 use super::super::entry::OFFSET;
 use super::super::header::Header;
-use super::ledger::Ledger;
+use super::findings::Findings;
 use super::report::CheckOptions;
 use super::tables;
 use super::walk::{Image, What};
 use crate::error::ImageError;
 
-/// The most tables that are dealt with in one turn.
+/// The most tables that are dealt with in one pass.
 const MOST: usize = 4096;
 
 /// L2 tables whose clusters are referred to by others than L1 entries, too: some of them, if there are many.
@@ -26,17 +26,17 @@ pub(super) async fn shared(
     options: CheckOptions,
 ) -> Result<BTreeSet<u64>, ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let (size, bits) = (image.around.geometry.cluster_size(), image.around.geometry.cluster_bits);
+    let (size, bits) = (image.bounds.geometry.cluster_size(), image.bounds.geometry.cluster_bits);
     let mut found = BTreeSet::new();
     for window in image.windows() {
-        let turn = image.count(&window, What { most: u64::MAX, ..What::ALL }, false, &mut Ledger::new(0)).await?;
+        let pass = image.count(&window, What { most: u64::MAX, ..What::ALL }, false, &mut Findings::new(0)).await?;
         let mut after = None;
         loop {
             let batch = image.l2_tables(after).await?;
             let Some(last) = batch.keys().next_back().copied() else { break };
             after = Some(last);
             let shared = batch.into_iter().filter(|(at, uses)| {
-                let others = turn.counts.get(at >> bits).is_some_and(|count| count > uses.all);
+                let others = pass.counts.get(at >> bits).is_some_and(|count| count > uses.all);
                 *at != 0 && at & (size - 1) == 0 && others && !image.taken.contains(at >> bits)
             });
             found.extend(shared.take(MOST.saturating_sub(found.len())).map(|(at, _)| at));
@@ -55,11 +55,11 @@ pub(super) async fn apart(
     shared: &BTreeSet<u64>,
 ) -> Result<(), ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let (size, bits) = (image.around.geometry.cluster_size(), image.around.geometry.cluster_bits);
+    let (size, bits) = (image.bounds.geometry.cluster_size(), image.bounds.geometry.cluster_bits);
     // The last cluster may only be begun. A table that is lost behind the end must not be found there all of a sudden.
     let mut start = (image.clusters + 1) << bits;
     let mut areas = image.areas(What::ALL);
-    areas.retain(|area| area.at.saturating_add(area.bytes) > image.around.file);
+    areas.retain(|area| area.at.saturating_add(area.bytes) > image.bounds.file);
     areas.sort_unstable_by_key(|area| area.at);
     for area in areas {
         let end = area.at.saturating_add(area.bytes);
@@ -74,7 +74,7 @@ pub(super) async fn apart(
     }
     storage.flush().await?;
     for run in image.l1_runs.iter().filter(|run| run.at >= size) {
-        for (from, length) in tables::pieces(run.at, run.bytes, image.around.file) {
+        for (from, length) in tables::pieces(run.at, run.bytes, image.bounds.file) {
             let piece = tables::bytes(storage, from, length).await?;
             for (place, entry) in (from..).step_by(8).zip(tables::numbers(&piece)) {
                 if let Some(to) = moved.get(&(entry & OFFSET)) {

@@ -5,7 +5,7 @@
 use super::super::entry::{COPIED, OFFSET};
 use super::counts::Flags;
 use super::examine::{self, Kind};
-use super::ledger::Ledger;
+use super::findings::Findings;
 use super::stored::Stored;
 use super::tables::{self, Reader};
 use super::walk::{Image, l2_entries};
@@ -18,9 +18,9 @@ impl Image<'_> {
         flags: &Flags,
         first: bool,
         stored: &mut Stored<'_>,
-        ledger: &mut Ledger,
+        findings: &mut Findings,
     ) -> Result<(), ImageError> {
-        let geometry = &self.around.geometry;
+        let geometry = &self.bounds.geometry;
         let (mut after, mut reader) = (None, Reader::default());
         loop {
             let batch = self.l2_tables(after).await?;
@@ -38,24 +38,25 @@ impl Image<'_> {
                 reader.read(self.storage, &places, geometry.cluster_size()).await?;
                 for (place, (at, times)) in group.iter().enumerate() {
                     for (number, bits, bitmap) in l2_entries(reader.table(place), geometry.extended_l2) {
-                        let Kind::Cluster(host) = examine::l2(bits, bitmap, &self.around).kind else { continue };
+                        let Kind::Cluster(host) = examine::l2(bits, bitmap, &self.bounds).kind else { continue };
                         let one = self.is_one(host, flags, first, stored).await?;
                         if let Some(why) = copied_fault(bits, one) {
-                            ledger.corruption(*times, || (format!("L2 table at {at:#x}, entry {number}"), why.into()));
+                            findings
+                                .corruption(*times, || (format!("L2 table at {at:#x}, entry {number}"), why.into()));
                         }
                     }
                 }
             }
         }
         if first && let Some(l1) = self.l1.first() {
-            for (from, length) in tables::pieces(l1.at, l1.bytes(), self.around.file) {
+            for (from, length) in tables::pieces(l1.at, l1.bytes(), self.bounds.file) {
                 let piece = tables::bytes(self.storage, from, length).await?;
                 for (number, bits) in ((from - l1.at) / 8..).zip(tables::numbers(&piece)) {
                     if bits & OFFSET != 0 {
                         let one =
                             stored.get((bits & OFFSET) >> geometry.cluster_bits).await?.map(|refcount| refcount == 1);
                         if let Some(why) = copied_fault(bits, one) {
-                            ledger.corruption(1, || (format!("{}, entry {number}", l1.name()), why.into()));
+                            findings.corruption(1, || (format!("{}, entry {number}", l1.name()), why.into()));
                         }
                     }
                 }
@@ -72,9 +73,9 @@ impl Image<'_> {
         first: bool,
         stored: &mut Stored<'_>,
     ) -> Result<Option<bool>, ImageError> {
-        let cluster = host >> self.around.geometry.cluster_bits;
-        if self.around.data_file {
-            // Clusters of a file of their own are nobody else's.
+        let cluster = host >> self.bounds.geometry.cluster_bits;
+        if self.bounds.data_file {
+            // Clusters of a data file are not shared.
             return Ok(first.then_some(true));
         }
         if cluster <= self.clusters {

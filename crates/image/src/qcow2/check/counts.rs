@@ -1,6 +1,6 @@
 //! How many references there are to each cluster.
 //!
-//! Law: memory is bounded. Only a window of the file's clusters is counted at a time; what lies outside is left to another turn.
+//! Law: memory is bounded. Only a window of the file's clusters is counted at a time; what lies outside is left to another pass.
 
 use std::ops::Range;
 
@@ -122,6 +122,11 @@ impl Flags {
         let clusters = window.end.saturating_sub(window.start);
         let words = usize::try_from(clusters.div_ceil(64)).unwrap_or(0);
         Self { first: window.start, clusters, one: vec![0; words], unknown: vec![0; words] }
+    }
+
+    /// The clusters that they are about.
+    pub(super) const fn window(&self) -> Range<u64> {
+        self.first..self.first + self.clusters
     }
 
     /// Notes the stored refcount of a cluster; `None` if it cannot be read.

@@ -20,7 +20,7 @@ const BITMAP_ONES: u64 = 1;
 
 /// What an entry lies in.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Surroundings {
+pub(super) struct Bounds {
     /// The image's sizes.
     pub(super) geometry: Geometry,
     /// The image's version.
@@ -31,7 +31,7 @@ pub(super) struct Surroundings {
     pub(super) file: u64,
 }
 
-impl Surroundings {
+impl Bounds {
     /// Whether bytes are behind the file's end: the last cluster of a file need not be whole, so it is the end of theirs that
     /// decides, by a cluster or more.
     pub(super) const fn outside(&self, at: u64, bytes: u64) -> bool {
@@ -114,7 +114,7 @@ impl Examined {
 }
 
 /// Examines an entry of an L1 table.
-pub(super) fn l1(bits: u64, around: &Surroundings) -> Examined {
+pub(super) fn l1(bits: u64, bounds: &Bounds) -> Examined {
     let at = bits & OFFSET;
     let mut examined = Examined { repaired: (bits & !L1_RESERVED, 0), ..Examined::NOTHING };
     if bits & L1_RESERVED != 0 {
@@ -124,7 +124,7 @@ pub(super) fn l1(bits: u64, around: &Surroundings) -> Examined {
         return examined;
     }
     // With flags alone it points to the header, which the stock tool takes for an L2 table.
-    table(&mut examined, at, around);
+    table(&mut examined, at, bounds);
     if at == 0 {
         examined.repaired = (0, 0);
     }
@@ -132,7 +132,7 @@ pub(super) fn l1(bits: u64, around: &Surroundings) -> Examined {
 }
 
 /// Examines an entry of the refcount table.
-pub(super) fn refcount_table(bits: u64, around: &Surroundings) -> Examined {
+pub(super) fn refcount_table(bits: u64, bounds: &Bounds) -> Examined {
     let at = bits & !REFCOUNT_TABLE_RESERVED;
     let mut examined = Examined { repaired: (at, 0), ..Examined::NOTHING };
     if bits & REFCOUNT_TABLE_RESERVED != 0 {
@@ -142,81 +142,81 @@ pub(super) fn refcount_table(bits: u64, around: &Surroundings) -> Examined {
     if at == 0 {
         return examined;
     }
-    if around.unaligned(at) {
+    if bounds.unaligned(at) {
         examined.fault(Fault::Unaligned);
-    } else if at >> around.geometry.cluster_bits >= around.geometry.clusters(around.file) {
+    } else if at >> bounds.geometry.cluster_bits >= bounds.geometry.clusters(bounds.file) {
         examined.fault(Fault::Outside);
     } else {
         examined.kind = Kind::Cluster(at);
-        examined.refers = Some((at, around.geometry.cluster_size()));
+        examined.refers = Some((at, bounds.geometry.cluster_size()));
     }
     examined
 }
 
 /// Examines an entry of a bitmap's table. One that is wrong is not repaired: the bitmaps are given up as a whole.
-pub(super) fn bitmap(bits: u64, around: &Surroundings) -> Examined {
+pub(super) fn bitmap(bits: u64, bounds: &Bounds) -> Examined {
     let at = bits & OFFSET;
     let mut examined = Examined { repaired: (bits, 0), ..Examined::NOTHING };
     if bits & BITMAP_RESERVED != 0 || (at != 0 && bits & BITMAP_ONES != 0) {
         examined.fault(Fault::Reserved);
-    } else if around.unaligned(at) {
+    } else if bounds.unaligned(at) {
         examined.fault(Fault::Unaligned);
     } else if at != 0 {
-        table(&mut examined, at, around);
+        table(&mut examined, at, bounds);
     }
     examined
 }
 
 /// A reference to a cluster at `at`, gone if it cannot be.
-fn table(examined: &mut Examined, at: u64, around: &Surroundings) {
-    let bytes = around.geometry.cluster_size();
+fn table(examined: &mut Examined, at: u64, bounds: &Bounds) {
+    let bytes = bounds.geometry.cluster_size();
     examined.kind = Kind::Cluster(at);
     examined.refers = Some((at, bytes));
-    if around.outside(at, bytes) {
+    if bounds.outside(at, bytes) {
         examined.fault(Fault::Outside);
         examined.repaired = (0, 0);
     }
-    if around.unaligned(at) {
+    if bounds.unaligned(at) {
         examined.fault(Fault::Unaligned);
         examined.repaired = (0, 0);
     }
 }
 
 /// Examines an entry of an L2 table.
-pub(super) fn l2(bits: u64, bitmap: u64, around: &Surroundings) -> Examined {
-    if bits & COMPRESSED != 0 { compressed(bits, bitmap, around) } else { standard(bits, bitmap, around) }
+pub(super) fn l2(bits: u64, bitmap: u64, bounds: &Bounds) -> Examined {
+    if bits & COMPRESSED != 0 { compressed(bits, bitmap, bounds) } else { standard(bits, bitmap, bounds) }
 }
 
-fn compressed(bits: u64, bitmap: u64, around: &Surroundings) -> Examined {
-    let extended = around.geometry.extended_l2;
+fn compressed(bits: u64, bitmap: u64, bounds: &Bounds) -> Examined {
+    let extended = bounds.geometry.extended_l2;
     let mut examined = Examined { kind: Kind::Compressed, repaired: (bits & !COPIED, 0), ..Examined::NOTHING };
     if bits & COPIED != 0 {
         examined.fault(Fault::CompressedCopied);
     }
-    if around.data_file {
+    if bounds.data_file {
         examined.fault(Fault::CompressedInDataFile);
-        examined.repaired = nothing(around);
+        examined.repaired = nothing(bounds);
         return examined;
     }
     if extended && bitmap != 0 {
         examined.fault(Fault::CompressedSubclusters);
-        // What it was is not known: nothing of the reference is believed by those who count.
+        // What it was is not known: nothing of the reference is counted.
         return examined;
     }
-    let shift = 62 - (around.geometry.cluster_bits - 8);
+    let shift = 62 - (bounds.geometry.cluster_bits - 8);
     let at = bits & ((1 << shift) - 1);
     let sectors = (bits & !(COMPRESSED | COPIED)) >> shift;
     let bytes = (sectors + 1) * 512 - (at & 511);
     examined.refers = Some((at, bytes));
-    if around.outside(at, bytes) {
+    if bounds.outside(at, bytes) {
         examined.fault(Fault::Outside);
-        examined.repaired = nothing(around);
+        examined.repaired = nothing(bounds);
     }
     examined
 }
 
-fn standard(bits: u64, bitmap: u64, around: &Surroundings) -> Examined {
-    let extended = around.geometry.extended_l2;
+fn standard(bits: u64, bitmap: u64, bounds: &Bounds) -> Examined {
+    let extended = bounds.geometry.extended_l2;
     let at = bits & OFFSET;
     let flag = if extended || bits & ZERO == 0 { 0 } else { ZERO };
     let (allocated, zero) = (bitmap & 0xffff_ffff, bitmap >> 32);
@@ -228,7 +228,7 @@ fn standard(bits: u64, bitmap: u64, around: &Surroundings) -> Examined {
         examined.fault(Fault::Reserved);
     }
     // The first cluster of a data file is told from none by its flag.
-    if at == 0 && (flag != 0 || !(around.data_file && bits & COPIED != 0)) {
+    if at == 0 && (flag != 0 || !(bounds.data_file && bits & COPIED != 0)) {
         examined.repaired.0 = flag;
         if extended && allocated != 0 {
             examined.fault(Fault::SubclustersOfNothing);
@@ -241,15 +241,15 @@ fn standard(bits: u64, bitmap: u64, around: &Surroundings) -> Examined {
         examined.fault(Fault::Subclusters);
         examined.repaired.1 = (zero & !allocated) << 32 | allocated;
     }
-    if around.unaligned(at) {
+    if bounds.unaligned(at) {
         examined.fault(Fault::Unaligned);
-        examined.repaired = nothing(around);
+        examined.repaired = nothing(bounds);
     }
-    if !around.data_file {
-        examined.refers = Some((at, around.geometry.cluster_size()));
-        if around.outside(at, around.geometry.cluster_size()) {
+    if !bounds.data_file {
+        examined.refers = Some((at, bounds.geometry.cluster_size()));
+        if bounds.outside(at, bounds.geometry.cluster_size()) {
             examined.fault(Fault::Outside);
-            examined.repaired = nothing(around);
+            examined.repaired = nothing(bounds);
         }
     }
     examined
@@ -257,8 +257,8 @@ fn standard(bits: u64, bitmap: u64, around: &Surroundings) -> Examined {
 
 /// An entry without a cluster in place of one whose contents are lost. It reads as zeros, as what is behind the end of a file
 /// does; in version 2, which has no zero clusters, as what is below.
-fn nothing(around: &Surroundings) -> (u64, u64) {
-    match (around.geometry.extended_l2, around.version) {
+fn nothing(bounds: &Bounds) -> (u64, u64) {
+    match (bounds.geometry.extended_l2, bounds.version) {
         (true, _) => (0, 0xffff_ffff << 32),
         (false, 2) => (0, 0),
         (false, _) => (ZERO, 0),

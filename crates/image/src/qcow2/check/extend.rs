@@ -6,7 +6,7 @@ use limosa_storage::Storage;
 
 use super::super::header::{Header, REFCOUNT_TABLE_MOST};
 use super::super::refcount_array;
-use super::examine::Surroundings;
+use super::examine::Bounds;
 use super::roots;
 use super::stored::{Block, Stored};
 use super::tables;
@@ -25,14 +25,12 @@ struct Plan {
 }
 
 impl Plan {
-    /// For `wanted` clusters from `first` on: `there` tells whether a block is there, the table has `entries`.
+    /// For `wanted` clusters from `first` on: `there` tells whether a block is there, the table has `entries`. The last two: refcounts in a block, entries in a cluster of the table.
     fn of(
-        first: u64,
-        wanted: u64,
+        (first, wanted): (u64, u64),
         there: impl Fn(u64) -> bool,
         entries: u64,
-        per_block: u64,
-        per_cluster: u64,
+        (per_block, per_cluster): (u64, u64),
     ) -> Self {
         let (mut table, mut blocks) = (0, Vec::new());
         loop {
@@ -57,10 +55,10 @@ pub(in super::super) async fn extend(
 ) -> Result<u64, ImageError> {
     let geometry = header.geometry();
     let (each, bits, size) = (geometry.refcounts_per_block(), geometry.cluster_bits, geometry.cluster_size());
-    let around = Surroundings { geometry, version: header.version, data_file: false, file: storage.length()? };
-    let mut stored = Stored::new(storage, header, around);
+    let bounds = Bounds { geometry, version: header.version, data_file: false, file: storage.length()? };
+    let mut stored = Stored::new(storage, header, bounds);
     let first = end_of_use(storage, header, &mut stored).await?;
-    admit(storage, header, first << bits, &around).await?;
+    admit(storage, header, first << bits, &bounds).await?;
     let entries = header.refcount_table_bytes() / 8;
 
     let mut missing = Vec::new();
@@ -69,12 +67,12 @@ pub(in super::super) async fn extend(
         match stored.block(number).await? {
             Block::None => missing.push(number),
             Block::Unusable => return Err(broken(storage, number)),
-            Block::Here(at, _) if around.outside(*at, size) => return Err(broken(storage, number)),
+            Block::Here(at, _) if bounds.outside(*at, size) => return Err(broken(storage, number)),
             Block::Here(..) => {}
         }
     }
     let there = |number: u64| number < most && missing.binary_search(&number).is_err();
-    let plan = Plan::of(first, wanted, there, entries, each, size / 8);
+    let plan = Plan::of((first, wanted), there, entries, (each, size / 8));
     if plan.table << bits > REFCOUNT_TABLE_MOST {
         let why = format!("{} clusters are more than refcounts can be kept for", plan.end);
         return Err(roots::corrupt(storage.name(), "refcount table".into(), why));
@@ -108,7 +106,7 @@ pub(in super::super) async fn extend(
         return Ok(first);
     }
     let mut table = Vec::new();
-    for (from, length) in tables::pieces(header.refcount_table.0.0, entries * 8, around.file) {
+    for (from, length) in tables::pieces(header.refcount_table.0.0, entries * 8, bounds.file) {
         table.extend(tables::bytes(storage, from, length).await?);
     }
     table.resize(usize::try_from(plan.table << bits).unwrap_or(0), 0);
@@ -131,7 +129,7 @@ pub(in super::super) async fn extend(
 }
 
 /// Whether no table lies where the refcounts say that nothing is, from `end` on.
-async fn admit(storage: &dyn Storage, header: &Header, end: u64, around: &Surroundings) -> Result<(), ImageError> {
+async fn admit(storage: &dyn Storage, header: &Header, end: u64, bounds: &Bounds) -> Result<(), ImageError> {
     let refuse = |table: String| {
         let why = format!("refcounts say that nothing is there or behind {end:#x}; check and repair the image");
         Err(roots::corrupt(storage.name(), table, why))
@@ -155,7 +153,7 @@ async fn admit(storage: &dyn Storage, header: &Header, end: u64, around: &Surrou
         ("refcount block", header.refcount_table.0.0, refcounts, u64::MAX << 9),
     ] {
         let mut behind = None;
-        tables::entries(storage, at, bytes, around.file, |_, entry| {
+        tables::entries(storage, at, bytes, bounds.file, |_, entry| {
             behind = behind.or(Some(entry & offset).filter(|at| *at >= end));
             Ok::<(), ImageError>(())
         })
@@ -176,8 +174,8 @@ pub(in super::super) async fn release(
 ) -> Result<(), ImageError> {
     let geometry = header.geometry();
     let (each, order) = (geometry.refcounts_per_block(), geometry.refcount_order);
-    let around = Surroundings { geometry, version: header.version, data_file: false, file: storage.length()? };
-    let mut stored = Stored::new(storage, header, around);
+    let bounds = Bounds { geometry, version: header.version, data_file: false, file: storage.length()? };
+    let mut stored = Stored::new(storage, header, bounds);
     let clusters = at >> geometry.cluster_bits..geometry.clusters(at + bytes);
     for number in clusters.start / each..clusters.end.div_ceil(each) {
         let Block::Here(at, block) = stored.block(number).await? else { return Err(broken(storage, number)) };
@@ -230,15 +228,15 @@ mod tests {
     #[test]
     fn clusters_take_blocks_and_a_table_along_where_there_are_none() {
         let there = |number: u64| number < 2;
-        let plan = |first, wanted| Plan::of(first, wanted, there, 64, 64, 64);
+        let plan = |first, wanted| Plan::of((first, wanted), there, 64, (64, 64));
         assert_eq!(plan(100, 10), Plan { table: 0, blocks: vec![], end: 110 });
         assert_eq!(plan(100, 28), Plan { table: 0, blocks: vec![], end: 128 });
         assert_eq!(plan(100, 29), Plan { table: 0, blocks: vec![2], end: 130 });
         // With its block it does not fit any more.
         assert_eq!(plan(190, 2), Plan { table: 0, blocks: vec![2, 3], end: 194 });
-        let full = Plan::of(4000, 96, |number| number < 64, 64, 64, 64);
+        let full = Plan::of((4000, 96), |number| number < 64, 64, (64, 64));
         assert_eq!(full, Plan { table: 0, blocks: vec![], end: 4096 });
-        let larger = Plan::of(4000, 97, |number| number < 64, 64, 64, 64);
+        let larger = Plan::of((4000, 97), |number| number < 64, 64, (64, 64));
         assert_eq!(larger, Plan { table: 2, blocks: vec![64], end: 4100 });
     }
 }

@@ -1,6 +1,6 @@
 //! Bitmaps of a disk that becomes longer or shorter.
 //!
-//! Law: while it is under way the header does not speak of them. A cut costs the bitmaps, on which then nobody relies, and nothing else.
+//! Law: while it is under way the header does not speak of them. A cut costs the bitmaps, on which then nothing relies, and nothing else.
 
 use std::sync::Arc;
 

@@ -7,11 +7,11 @@ use limosa_storage::Storage;
 
 use super::super::header::{Header, REFCOUNT_TABLE_MOST};
 use super::super::refcount_array;
-use super::ledger::Ledger;
+use super::findings::Findings;
 use super::report::CheckOptions;
 use super::roots::{self, SNAPSHOT_EXTRA_LEAST, SNAPSHOT_EXTRA_MOST, SNAPSHOT_FIXED, u32_at};
 use super::tables;
-use super::walk::{Image, Turn, What, l1_gone};
+use super::walk::{Image, Pass, What, l1_gone};
 use crate::error::ImageError;
 use crate::offset::HostOffset;
 
@@ -62,7 +62,7 @@ pub(super) async fn rebuild(
     options: CheckOptions,
 ) -> Result<(), ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let geometry = image.around.geometry;
+    let geometry = image.bounds.geometry;
     let (size, bits) = (geometry.cluster_size(), geometry.cluster_bits);
     let each = geometry.refcounts_per_block();
     let snapshots = snapshot_table(&image).await?;
@@ -71,8 +71,8 @@ pub(super) async fn rebuild(
     // What there is, old refcounts included: nothing of it is written over before the header changes.
     let (mut start, mut used) = (1, Vec::new());
     for window in image.windows() {
-        let all = image.count(&window, What::ALL, false, &mut Ledger::new(0)).await?;
-        let kept = image.count(&window, what, false, &mut Ledger::new(0)).await?;
+        let all = image.count(&window, What::ALL, false, &mut Findings::new(0)).await?;
+        let kept = image.count(&window, what, false, &mut Findings::new(0)).await?;
         for cluster in window.start..window.end {
             if all.counts.get(cluster).is_some_and(|count| count > 0) {
                 start = start.max(cluster + 1);
@@ -132,23 +132,23 @@ fn too_far(storage: &dyn Storage, bytes: u64) -> ImageError {
 
 /// Writes the blocks, one after the other, with what was counted and the new parts themselves.
 async fn write_blocks(image: &Image<'_>, layout: &Layout, what: What) -> Result<(), ImageError> {
-    let geometry = image.around.geometry;
+    let geometry = image.bounds.geometry;
     let each = geometry.refcounts_per_block();
     let size = usize::try_from(geometry.cluster_size()).unwrap_or(0);
     let new = layout.snapshots.start..layout.end();
     let mut windows = image.windows();
-    let mut window: Option<(std::ops::Range<u64>, Turn)> = None;
+    let mut window: Option<(std::ops::Range<u64>, Pass)> = None;
     for (place, number) in layout.blocks.iter().enumerate() {
         let mut block = vec![0; size];
         for cluster in number * each..(number + 1) * each {
             while window.as_ref().is_none_or(|(range, _)| cluster >= range.end) {
                 let Some(range) = windows.next() else { break };
                 if cluster < range.end {
-                    let turn = image.count(&range, what, false, &mut Ledger::new(0)).await?;
-                    window = Some((range, turn));
+                    let pass = image.count(&range, what, false, &mut Findings::new(0)).await?;
+                    window = Some((range, pass));
                 }
             }
-            let counted = window.as_ref().and_then(|(_, turn)| turn.counts.get(cluster)).unwrap_or(0);
+            let counted = window.as_ref().and_then(|(_, pass)| pass.counts.get(cluster)).unwrap_or(0);
             let refcount = if new.contains(&cluster) { 1 } else { counted };
             let index = usize::try_from(cluster % each).unwrap_or(usize::MAX);
             if refcount > 0 && !refcount_array::set(&mut block, geometry.refcount_order, index, refcount) {
@@ -163,11 +163,11 @@ async fn write_blocks(image: &Image<'_>, layout: &Layout, what: What) -> Result<
 
 /// The snapshot table as it should be, and how many snapshots it has; `None` if it is.
 async fn snapshot_table(image: &Image<'_>) -> Result<Option<(Vec<u8>, u32)>, ImageError> {
-    let (header, around) = (image.header, &image.around);
+    let (header, bounds) = (image.header, &image.bounds);
     let least = if header.version > 2 { SNAPSHOT_EXTRA_LEAST } else { 0 };
     let gone = |entry: &roots::SnapshotEntry| {
         let bytes = SNAPSHOT_FIXED + entry.extra + entry.names;
-        l1_gone(&entry.l1, around) || entry.at + bytes > around.file
+        l1_gone(&entry.l1, bounds) || entry.at + bytes > bounds.file
     };
     let wrong = |entry: &roots::SnapshotEntry| gone(entry) || !(least..=SNAPSHOT_EXTRA_MOST).contains(&entry.extra);
     if !image.snapshots.entries.iter().any(wrong) {

@@ -16,7 +16,7 @@ use super::apart::{apart, shared};
 use super::copied::copied_fault;
 use super::counts::Flags;
 use super::examine::{self, Kind};
-use super::ledger::Ledger;
+use super::findings::Findings;
 use super::report::{CheckOptions, CheckReport, Repair};
 use super::stored::{Block, Stored};
 use super::unshare::unshare;
@@ -28,7 +28,7 @@ use crate::error::ImageError;
 const TURNS: usize = 12;
 
 /// Checks a qcow2 image, repairs it, and says what is left: the figures are those of a check afterwards, and how many leaks and
-/// corruptions there are less. Whoever repairs has the image alone.
+/// corruptions there are less. The image is not used by anything else meanwhile.
 ///
 /// An entry that points to where no cluster can be is taken away: the guest reads zeros there, as it does of what is behind the end of
 /// a file (in version 2, what is below). Bitmaps whose tables are wrong are given up, and so is a snapshot whose L1 table is not there.
@@ -47,7 +47,7 @@ pub async fn repair(storage: &dyn Storage, what: Repair, options: CheckOptions) 
             Repair::Refcounts if outcome.takes_away() => false,
             Repair::Refcounts | Repair::All => step(storage, &mut header, &outcome, what, options).await?,
         };
-        // Where a table is said to lie over the header, the bits that whoever writes clears there are entries of it.
+        // Where a table is said to lie over the header, the bits that a writer clears there are entries of it.
         if !wrote && header.features.autoclear == autoclear {
             break;
         }
@@ -175,7 +175,7 @@ impl Patch {
         let Some((first, last)) = self.changed else { return Ok(false) };
         let at = self.at + first as u64;
         let Some(changed) = self.bytes.get(first..last) else { return Ok(false) };
-        if at < image.around.geometry.cluster_size() || image.around.outside(at, changed.len() as u64) {
+        if at < image.bounds.geometry.cluster_size() || image.bounds.outside(at, changed.len() as u64) {
             return Ok(false);
         }
         tables::put(image.storage, at, changed).await?;
@@ -187,15 +187,15 @@ impl Patch {
 async fn l1_entries(storage: &dyn Storage, header: &Header, options: CheckOptions) -> Result<bool, ImageError> {
     let image = Image::open(storage, header, options).await?;
     let taken = &image.taken;
-    let bits = image.around.geometry.cluster_bits;
+    let bits = image.bounds.geometry.cluster_bits;
     let mut wrote = false;
     for run in &image.l1_runs {
-        for (from, length) in tables::pieces(run.at, run.bytes, image.around.file) {
+        for (from, length) in tables::pieces(run.at, run.bytes, image.bounds.file) {
             let piece = tables::bytes(storage, from, length).await?;
             let found: Vec<_> = tables::numbers(&piece).collect();
             let mut patch = Patch::new(from, piece);
             for (number, entry) in found.into_iter().enumerate() {
-                let mut repaired = examine::l1(entry, &image.around).repaired.0;
+                let mut repaired = examine::l1(entry, &image.bounds).repaired.0;
                 // What is written as an L2 table would be written over something else.
                 if repaired & OFFSET != 0 && taken.contains((repaired & OFFSET) >> bits) {
                     repaired = 0;
@@ -217,7 +217,7 @@ async fn l2_entries_of(
     but: &BTreeSet<u64>,
 ) -> Result<bool, ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let size = image.around.geometry.cluster_size();
+    let size = image.bounds.geometry.cluster_size();
     let mut wrote = false;
     let mut after = None;
     loop {
@@ -227,9 +227,9 @@ async fn l2_entries_of(
         for at in batch.into_keys().filter(|at| !but.contains(at)) {
             let table = tables::bytes(storage, at, size).await?;
             let mut patch = Patch::new(at, table.clone());
-            let extended = image.around.geometry.extended_l2;
+            let extended = image.bounds.geometry.extended_l2;
             for (number, bits, bitmap) in l2_entries(&table, extended) {
-                let examined = examine::l2(bits, bitmap, &image.around);
+                let examined = examine::l2(bits, bitmap, &image.bounds);
                 if examined.faults().next().is_some() {
                     let repaired = [examined.repaired.0.to_be_bytes(), examined.repaired.1.to_be_bytes()].concat();
                     let width = if extended { 16 } else { 8 };
@@ -261,18 +261,18 @@ async fn refcounts(
     change: Change,
 ) -> Result<bool, ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let geometry = image.around.geometry;
+    let geometry = image.bounds.geometry;
     let each = geometry.refcounts_per_block();
-    let mut stored = Stored::new(storage, header, image.around);
+    let mut stored = Stored::new(storage, header, image.bounds);
     let mut wrote = false;
     for window in image.windows() {
-        let turn = image.count(&window, What::ALL, false, &mut Ledger::new(0)).await?;
-        let end = image.end(&turn, &window);
+        let pass = image.count(&window, What::ALL, false, &mut Findings::new(0)).await?;
+        let end = image.end(&pass, &window);
         for number in window.start / each..end.div_ceil(each) {
             let Block::Here(at, bytes) = stored.block(number).await? else { continue };
             let mut changed = bytes.clone();
             for cluster in window.start.max(number * each)..end.min((number + 1) * each) {
-                let counted = turn.counts.get(cluster).unwrap_or(0);
+                let counted = pass.counts.get(cluster).unwrap_or(0);
                 let index = usize::try_from(cluster % each).unwrap_or(usize::MAX);
                 let kept = refcount_array::get(&changed, geometry.refcount_order, index).unwrap_or(counted);
                 if kept > counted && change != Change::Raise || kept < counted && change != Change::Lower {
@@ -294,9 +294,9 @@ async fn refcounts(
 /// Has the entries of the active state say which clusters may be written in place.
 async fn copied(storage: &dyn Storage, header: &Header, options: CheckOptions) -> Result<bool, ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let (geometry, extended) = (image.around.geometry, image.around.geometry.extended_l2);
+    let (geometry, extended) = (image.bounds.geometry, image.bounds.geometry.extended_l2);
     let taken = &image.taken;
-    let mut stored = Stored::new(storage, header, image.around);
+    let mut stored = Stored::new(storage, header, image.bounds);
     let mut wrote = false;
     for window in image.windows() {
         let mut flags = Flags::new(&window);
@@ -314,7 +314,7 @@ async fn copied(storage: &dyn Storage, header: &Header, options: CheckOptions) -
                 let table = tables::bytes(storage, at, geometry.cluster_size()).await?;
                 let mut patch = Patch::new(at, table.clone());
                 for (number, bits, bitmap) in l2_entries(&table, extended) {
-                    let Kind::Cluster(host) = examine::l2(bits, bitmap, &image.around).kind else { continue };
+                    let Kind::Cluster(host) = examine::l2(bits, bitmap, &image.bounds).kind else { continue };
                     let one = image.is_one(host, &flags, window.start == 0, &mut stored).await?;
                     if copied_fault(bits, one).is_some() {
                         patch.set(number * if extended { 16 } else { 8 }, &(bits ^ COPIED).to_be_bytes());
@@ -325,7 +325,7 @@ async fn copied(storage: &dyn Storage, header: &Header, options: CheckOptions) -
         }
     }
     if let Some(l1) = image.l1.first() {
-        for (from, length) in tables::pieces(l1.at, l1.bytes(), image.around.file) {
+        for (from, length) in tables::pieces(l1.at, l1.bytes(), image.bounds.file) {
             let piece = tables::bytes(storage, from, length).await?;
             let found: Vec<_> = tables::numbers(&piece).collect();
             let mut patch = Patch::new(from, piece);

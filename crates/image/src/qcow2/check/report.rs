@@ -23,7 +23,7 @@ impl Default for CheckOptions {
 /// What is repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Repair {
-    /// Space that nobody refers to is given back.
+    /// Space that nothing refers to is given back.
     Leaks,
     /// Refcounts, and the flags that say the same: what an image is left with that was not closed while they were written late. If
     /// anything else is wrong, so that something would have to be taken away, nothing is done.

@@ -23,7 +23,7 @@ const BITMAP_FIXED: u64 = 24;
 const BITMAP_DIRTY: u8 = 1;
 /// The flag of a bitmap that is not up to date.
 const BITMAP_IN_USE: u32 = 1;
-/// The flag of a bitmap that is to be kept up by whoever writes.
+/// The flag of a bitmap that a writer is to keep up.
 const BITMAP_AUTO: u32 = 2;
 /// The longest name of a bitmap: QEMU's limit.
 const BITMAP_NAME_MOST: u64 = 1023;

@@ -8,7 +8,7 @@ use limosa_storage::Storage;
 use super::super::geometry::Geometry;
 use super::super::header::Header;
 use super::super::refcount_array;
-use super::examine::Surroundings;
+use super::examine::Bounds;
 use super::tables;
 use crate::error::ImageError;
 
@@ -22,7 +22,7 @@ const PIECE: u64 = 4096;
 #[derive(Debug)]
 pub(super) struct Stored<'a> {
     storage: &'a dyn Storage,
-    around: Surroundings,
+    bounds: Bounds,
     table: (u64, u64),
     block: Option<(u64, Block)>,
     table_piece: Piece,
@@ -33,7 +33,7 @@ pub(super) struct Stored<'a> {
 type Piece = Option<(u64, Vec<u8>)>;
 
 /// Where a refcount block lies.
-enum Place {
+enum BlockAddress {
     None,
     Unusable,
     At(u64),
@@ -68,9 +68,9 @@ impl Block {
 }
 
 impl<'a> Stored<'a> {
-    pub(super) fn new(storage: &'a dyn Storage, header: &Header, around: Surroundings) -> Self {
+    pub(super) fn new(storage: &'a dyn Storage, header: &Header, bounds: Bounds) -> Self {
         let table = (header.refcount_table.0.0, header.refcount_table_bytes() / 8);
-        Self { storage, around, table, block: None, table_piece: None, block_piece: None }
+        Self { storage, bounds, table, block: None, table_piece: None, block_piece: None }
     }
 
     /// A block.
@@ -82,45 +82,47 @@ impl<'a> Stored<'a> {
         Ok(self.block.as_ref().map_or(&Block::None, |(_, block)| block))
     }
 
-    async fn place(&mut self, number: u64) -> Result<Place, ImageError> {
+    async fn place(&mut self, number: u64) -> Result<BlockAddress, ImageError> {
         let (table, entries) = self.table;
         if number >= entries {
-            return Ok(Place::None);
+            return Ok(BlockAddress::None);
         }
         let (piece, offset) = kept(self.storage, &mut self.table_piece, table, number * 8).await?;
         let at = tables::numbers(piece.get(offset..).unwrap_or_default()).next().unwrap_or(0) & OFFSET;
-        let size = self.around.geometry.cluster_size();
+        let size = self.bounds.geometry.cluster_size();
         Ok(if at == 0 {
-            Place::None
+            BlockAddress::None
         } else if at & (size - 1) != 0 || i64::try_from(at.saturating_add(size)).is_err() {
-            Place::Unusable
+            BlockAddress::Unusable
         } else {
-            Place::At(at)
+            BlockAddress::At(at)
         })
     }
 
     async fn load(&mut self, number: u64) -> Result<Block, ImageError> {
-        let size = self.around.geometry.cluster_size();
+        let size = self.bounds.geometry.cluster_size();
         Ok(match self.place(number).await? {
-            Place::None => Block::None,
-            Place::Unusable => Block::Unusable,
-            Place::At(at) if at >= self.around.file => Block::Here(at, vec![0; usize::try_from(size).unwrap_or(0)]),
-            Place::At(at) => Block::Here(at, tables::bytes(self.storage, at, size).await?),
+            BlockAddress::None => Block::None,
+            BlockAddress::Unusable => Block::Unusable,
+            BlockAddress::At(at) if at >= self.bounds.file => {
+                Block::Here(at, vec![0; usize::try_from(size).unwrap_or(0)])
+            }
+            BlockAddress::At(at) => Block::Here(at, tables::bytes(self.storage, at, size).await?),
         })
     }
 
     /// The refcount of a cluster; `None` if it cannot be read.
     pub(super) async fn get(&mut self, cluster: u64) -> Result<Option<u64>, ImageError> {
-        let geometry = self.around.geometry;
+        let geometry = self.bounds.geometry;
         let number = cluster / geometry.refcounts_per_block();
         if let Some((_, block)) = self.block.as_ref().filter(|(kept, _)| *kept == number) {
             return Ok(block.refcount(cluster, &geometry));
         }
         let at = match self.place(number).await? {
-            Place::None => return Ok(Some(0)),
-            Place::Unusable => return Ok(None),
-            Place::At(at) if at >= self.around.file => return Ok(Some(0)),
-            Place::At(at) => at,
+            BlockAddress::None => return Ok(Some(0)),
+            BlockAddress::Unusable => return Ok(None),
+            BlockAddress::At(at) if at >= self.bounds.file => return Ok(Some(0)),
+            BlockAddress::At(at) => at,
         };
         // The order is at most 6, so the bits of a refcount are at most 64.
         let bit = (cluster % geometry.refcounts_per_block()) << geometry.refcount_order;

@@ -1,6 +1,6 @@
 //! Where no L2 table can be, because something else is there that the header refers to.
 
-use super::examine::Surroundings;
+use super::examine::Bounds;
 use super::walk::Area;
 
 /// Areas in which no L2 table may lie: sorted, and none overlaps the next.
@@ -8,11 +8,11 @@ use super::walk::Area;
 pub(super) struct Taken(Vec<(u64, u64)>);
 
 impl Taken {
-    pub(super) fn of(areas: &[Area], around: &Surroundings) -> Self {
-        let bits = around.geometry.cluster_bits;
+    pub(super) fn of(areas: &[Area], bounds: &Bounds) -> Self {
+        let bits = bounds.geometry.cluster_bits;
         let mut areas: Vec<_> = areas
             .iter()
-            .filter(|area| area.bytes > 0 && !around.outside(area.at, area.bytes))
+            .filter(|area| area.bytes > 0 && !bounds.outside(area.at, area.bytes))
             .map(|area| (area.at >> bits, (area.at + area.bytes - 1) >> bits))
             .collect();
         areas.sort_unstable();

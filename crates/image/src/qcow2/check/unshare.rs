@@ -1,4 +1,4 @@
-//! Clusters that more entries refer to than their refcounts can say: each entry too many gets a copy of its own.
+//! Clusters that more entries refer to than their refcounts can say: each entry too many gets a copy.
 //!
 //! Law: a copy has a refcount, and is durable, before the entry refers to it. What the guest reads does not change.
 
@@ -10,13 +10,13 @@ use super::super::entry::{COMPRESSED, COPIED, OFFSET};
 use super::super::header::Header;
 use super::examine::{self, Kind};
 use super::extend::extend;
-use super::ledger::Ledger;
+use super::findings::Findings;
 use super::report::CheckOptions;
 use super::tables;
 use super::walk::{Image, What, l2_entries};
 use crate::error::ImageError;
 
-/// The most clusters that are dealt with in one turn.
+/// The most clusters that are dealt with in one pass.
 const MOST: usize = 4096;
 
 /// Gives copies to entries of clusters with too many references: whether there were any.
@@ -27,15 +27,15 @@ pub(super) async fn unshare(
 ) -> Result<bool, ImageError> {
     let before = header.clone();
     let image = Image::open(storage, &before, options).await?;
-    let geometry = image.around.geometry;
+    let geometry = image.bounds.geometry;
     let (bits, size) = (geometry.cluster_bits, geometry.cluster_size());
     let taken = &image.taken;
     // How many references each of them can keep.
     let mut room = BTreeMap::new();
     for window in image.windows() {
         let what = What { most: u64::MAX, ..What::ALL };
-        let turn = image.count(&window, what, false, &mut Ledger::new(0)).await?;
-        let many = |cluster: &u64| turn.counts.get(*cluster).is_some_and(|count| count > geometry.refcount_max());
+        let pass = image.count(&window, what, false, &mut Findings::new(0)).await?;
+        let many = |cluster: &u64| pass.counts.get(*cluster).is_some_and(|count| count > geometry.refcount_max());
         for cluster in window.clone().filter(many).take(MOST.saturating_sub(room.len())) {
             let kept = if taken.contains(cluster) { 0 } else { geometry.refcount_max() };
             room.insert(cluster, kept);
@@ -53,11 +53,11 @@ pub(super) async fn unshare(
     };
     let mut wrote = false;
     for run in image.l1_runs.iter().filter(|run| run.at >= size) {
-        for (from, length) in tables::pieces(run.at, run.bytes, image.around.file) {
+        for (from, length) in tables::pieces(run.at, run.bytes, image.bounds.file) {
             let piece = tables::bytes(storage, from, length).await?;
             for (place, entry) in (from..).step_by(8).zip(tables::numbers(&piece)) {
                 let at = entry & OFFSET;
-                if at == 0 || image.around.outside(at, size) || keep(at, size, run.times) {
+                if at == 0 || image.bounds.outside(at, size) || keep(at, size, run.times) {
                     continue;
                 }
                 let copy = copied(storage, header, at, size).await?;
@@ -79,9 +79,9 @@ pub(super) async fn unshare(
         for (at, uses) in batch.into_iter().filter(|(at, _)| *at != 0) {
             let table = tables::bytes(storage, at, size).await?;
             for (number, entry, bitmap) in l2_entries(&table, geometry.extended_l2) {
-                let examined = examine::l2(entry, bitmap, &image.around);
+                let examined = examine::l2(entry, bitmap, &image.bounds);
                 let Some((host, bytes)) = examined.refers else { continue };
-                if image.around.outside(host, bytes) || keep(host, bytes, uses.all) {
+                if image.bounds.outside(host, bytes) || keep(host, bytes, uses.all) {
                     continue;
                 }
                 let copy = copied(storage, header, host, bytes).await?;
@@ -102,7 +102,7 @@ pub(super) async fn unshare(
     Ok(wrote)
 }
 
-/// A durable copy of some bytes in clusters of its own: where the bytes begin there.
+/// A durable copy of some bytes in new clusters: where the bytes begin there.
 async fn copied(storage: &dyn Storage, header: &mut Header, at: u64, bytes: u64) -> Result<u64, ImageError> {
     let geometry = header.geometry();
     let inside = at & (geometry.cluster_size() - 1);

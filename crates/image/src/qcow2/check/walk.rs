@@ -1,6 +1,6 @@
 //! Going through all references of an image.
 //!
-//! Law: each table is read once a turn, however many snapshots or entries refer to it; what is found in it counts as often as it is
+//! Law: each table is read once a pass, however many snapshots or entries refer to it; what is found in it counts as often as it is
 //! referred to. So the work is bounded by the file, not by what its tables claim.
 
 use std::collections::BTreeMap;
@@ -11,8 +11,8 @@ use limosa_storage::Storage;
 use super::super::entry::OFFSET;
 use super::super::header::Header;
 use super::counts::{Counts, Width};
-use super::examine::{self, Examined, Fault, Kind, Surroundings};
-use super::ledger::Ledger;
+use super::examine::{self, Bounds, Examined, Fault, Kind};
+use super::findings::Findings;
 use super::report::CheckOptions;
 use super::roots::{self, BitmapTable, L1Table, Snapshots};
 use super::runs::{Run, runs};
@@ -38,7 +38,7 @@ pub(super) struct Uses {
 pub(super) struct Image<'a> {
     pub(super) storage: &'a dyn Storage,
     pub(super) header: &'a Header,
-    pub(super) around: Surroundings,
+    pub(super) bounds: Bounds,
     /// The active one first.
     pub(super) l1: Vec<L1Table>,
     /// What of the file they cover, once, by their numbers in `l1`.
@@ -98,9 +98,9 @@ impl What {
     pub(super) const ALL: Self = Self { refcounts: true, snapshot_table: true, most: 0, width: Width::Wide };
 }
 
-/// What a turn through the references brings in.
+/// What a pass through the references brings in.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(super) struct Pass {
     pub(super) counts: Counts,
     /// The cluster behind the file's last one was referred to: it is only begun.
     pub(super) grown: bool,
@@ -131,14 +131,14 @@ impl<'a> Image<'a> {
             let what = format!("it has {clusters} clusters, more than can be checked");
             return Err(ImageError::Unsupported { image: storage.name().clone(), what });
         }
-        let around = Surroundings { geometry, version: header.version, data_file: header.rules().data_file, file };
+        let bounds = Bounds { geometry, version: header.version, data_file: header.rules().data_file, file };
         let snapshots = roots::snapshots(storage, header).await?;
         let (bitmaps, bitmaps_fault) = match roots::bitmaps(storage, header).await? {
             Ok(bitmaps) => (bitmaps, None),
             Err(why) => (Vec::new(), Some(why)),
         };
         let mut l1 = vec![L1Table { at: header.l1.0.0, entries: header.l1.1, snapshot: None }];
-        l1.extend(snapshots.entries.iter().map(|entry| entry.l1).filter(|l1| l1_fault(l1, &around).is_none()));
+        l1.extend(snapshots.entries.iter().map(|entry| entry.l1).filter(|l1| l1_fault(l1, &bounds).is_none()));
         let memory = options.memory / 4 * 3;
         let tables = (options.memory / 4 / TABLE_BYTES).max(256);
         let l1_runs = runs(l1.iter().map(|l1| (l1.at, l1.bytes())));
@@ -147,7 +147,7 @@ impl<'a> Image<'a> {
         let mut image = Self {
             storage,
             header,
-            around,
+            bounds,
             l1,
             l1_runs,
             snapshots,
@@ -159,7 +159,7 @@ impl<'a> Image<'a> {
             tables,
             memory,
         };
-        image.taken = Taken::of(&image.areas(What::ALL), &image.around);
+        image.taken = Taken::of(&image.areas(What::ALL), &image.bounds);
         Ok(image)
     }
 
@@ -177,8 +177,8 @@ impl<'a> Image<'a> {
     }
 
     /// Where the clusters of a window end that the file has, the last one perhaps only begun.
-    pub(super) fn end(&self, turn: &Turn, window: &Range<u64>) -> u64 {
-        window.end.min(if turn.grown { self.clusters + 1 } else { self.clusters })
+    pub(super) fn end(&self, pass: &Pass, window: &Range<u64>) -> u64 {
+        window.end.min(if pass.grown { self.clusters + 1 } else { self.clusters })
     }
 
     /// Counts the references to the clusters of a window. In the `first` one everything is noted that is wrong with entries.
@@ -187,10 +187,10 @@ impl<'a> Image<'a> {
         window: &Range<u64>,
         what: What,
         first: bool,
-        ledger: &mut Ledger,
-    ) -> Result<Turn, ImageError> {
-        let geometry = &self.around.geometry;
-        let mut turn = Turn {
+        findings: &mut Findings,
+    ) -> Result<Pass, ImageError> {
+        let geometry = &self.bounds.geometry;
+        let mut pass = Pass {
             counts: Counts::new(window, what.most.max(geometry.refcount_max()), geometry.cluster_bits, what.width),
             grown: false,
             refcounts_unusable: false,
@@ -200,15 +200,15 @@ impl<'a> Image<'a> {
             lost: false,
             overflow: false,
         };
-        self.count_roots(what, first, &mut turn, ledger);
+        self.count_roots(what, first, &mut pass, findings);
         for run in &self.l1_runs {
-            tables::entries(self.storage, run.at, run.bytes, self.around.file, |place, bits| {
-                let examined = examine::l1(bits, &self.around);
+            tables::entries(self.storage, run.at, run.bytes, self.bounds.file, |place, bits| {
+                let examined = examine::l1(bits, &self.bounds);
                 // What is written as an L2 table would be written over something else.
                 let table = bits & OFFSET;
                 let over = table != 0 && self.taken.contains(table >> geometry.cluster_bits);
-                turn.entries_wrong |= over || examined.faults().next().is_some();
-                self.take(&examined, run.times, first, &mut turn, ledger, || self.l1_entry(run, place));
+                pass.entries_wrong |= over || examined.faults().next().is_some();
+                self.take(&examined, (run.times, first), &mut pass, findings, || self.l1_entry(run, place));
                 Ok::<(), ImageError>(())
             })
             .await?;
@@ -218,13 +218,13 @@ impl<'a> Image<'a> {
             let batch = self.l2_tables(after).await?;
             let Some(last) = batch.keys().next_back().copied() else { break };
             after = Some(last);
-            self.count_l2(&batch, first, &mut turn, ledger).await?;
+            self.count_l2(&batch, first, &mut pass, findings).await?;
         }
         for run in &self.bitmap_runs {
-            tables::entries(self.storage, run.at, run.bytes, self.around.file, |place, bits| {
-                let examined = examine::bitmap(bits, &self.around);
-                turn.bitmaps_wrong |= examined.faults().next().is_some();
-                self.take(&examined, run.times, first, &mut turn, ledger, || {
+            tables::entries(self.storage, run.at, run.bytes, self.bounds.file, |place, bits| {
+                let examined = examine::bitmap(bits, &self.bounds);
+                pass.bitmaps_wrong |= examined.faults().next().is_some();
+                self.take(&examined, (run.times, first), &mut pass, findings, || {
                     let at = self.bitmaps.get(run.owner).map_or(0, |table| table.at);
                     format!("table of bitmap {} at {at:#x}, entry {}", run.owner, (place - at) / 8)
                 });
@@ -233,19 +233,19 @@ impl<'a> Image<'a> {
             .await?;
         }
         if what.refcounts {
-            self.count_blocks(window, first, &mut turn, ledger).await?;
+            self.count_blocks(window, first, &mut pass, findings).await?;
         }
-        Ok(turn)
+        Ok(pass)
     }
 
     /// The runs of bytes that the header refers to, at one remove.
     pub(super) fn areas(&self, what: What) -> Vec<Area> {
         let header = self.header;
         let area = |kind, name: String, at, bytes| Area { kind, name, at, bytes };
-        let mut areas = vec![area(AreaKind::Fixed, "header at 0x0".into(), 0, self.around.geometry.cluster_size())];
+        let mut areas = vec![area(AreaKind::Fixed, "header at 0x0".into(), 0, self.bounds.geometry.cluster_size())];
         areas.extend(self.l1.iter().map(|l1| {
             let kind =
-                if l1.snapshot.is_some() && l1.at >= self.around.file { AreaKind::Snapshot } else { AreaKind::Fixed };
+                if l1.snapshot.is_some() && l1.at >= self.bounds.file { AreaKind::Snapshot } else { AreaKind::Fixed };
             area(kind, l1.name(), l1.at, l1.bytes())
         }));
         if what.snapshot_table {
@@ -271,50 +271,50 @@ impl<'a> Image<'a> {
     }
 
     /// What is referred to by the header, at one remove.
-    fn count_roots(&self, what: What, first: bool, turn: &mut Turn, ledger: &mut Ledger) {
-        let (mut areas, bits) = (self.areas(what), self.around.geometry.cluster_bits);
+    fn count_roots(&self, what: What, first: bool, pass: &mut Pass, findings: &mut Findings) {
+        let (mut areas, bits) = (self.areas(what), self.bounds.geometry.cluster_bits);
         areas.retain(|area| area.bytes != 0);
         let name = |area: &Area| area.name.clone();
-        for area in areas.iter().filter(|area| self.around.outside(area.at, area.bytes)) {
+        for area in areas.iter().filter(|area| self.bounds.outside(area.at, area.bytes)) {
             match area.kind {
-                AreaKind::Fixed => turn.lost = true,
-                AreaKind::Snapshot => turn.snapshots_wrong = true,
-                AreaKind::Refcounts => turn.refcounts_unusable = true,
-                AreaKind::Bitmaps => turn.bitmaps_wrong = true,
+                AreaKind::Fixed => pass.lost = true,
+                AreaKind::Snapshot => pass.snapshots_wrong = true,
+                AreaKind::Refcounts => pass.refcounts_unusable = true,
+                AreaKind::Bitmaps => pass.bitmaps_wrong = true,
             }
-            self.refer(area.at, area.bytes, 1, first, turn, ledger, || name(area));
+            self.refer((area.at, area.bytes), (1, first), pass, findings, || name(area));
         }
-        areas.retain(|area| !self.around.outside(area.at, area.bytes));
+        areas.retain(|area| !self.bounds.outside(area.at, area.bytes));
         // However many of them lie over each other, each cluster is counted once, as often as they are.
         let clusters = |area: &Area| (area.at >> bits, ((area.at + area.bytes - 1) >> bits) + 1 - (area.at >> bits));
         for run in runs(areas.iter().map(clusters)) {
             let place = || areas.get(run.owner).map_or_else(String::new, name);
-            self.add(run.at << bits, run.bytes << bits, run.times, turn, ledger, place);
+            self.add((run.at << bits, run.bytes << bits), run.times, pass, findings, place);
         }
         if !first {
             return;
         }
         for entry in &self.snapshots.entries {
             let table = || format!("snapshot table, entry at {:#x}", entry.at);
-            turn.snapshots_wrong |= l1_gone(&entry.l1, &self.around);
-            if let Some(fault) = l1_fault(&entry.l1, &self.around) {
-                ledger.corruption(1, || (table(), fault));
+            pass.snapshots_wrong |= l1_gone(&entry.l1, &self.bounds);
+            if let Some(fault) = l1_fault(&entry.l1, &self.bounds) {
+                findings.corruption(1, || (table(), fault));
             }
             if self.header.version > 2 && entry.extra < roots::SNAPSHOT_EXTRA_LEAST {
-                turn.snapshots_wrong = true;
+                pass.snapshots_wrong = true;
                 let (extra, least) = (entry.extra, roots::SNAPSHOT_EXTRA_LEAST);
-                ledger.corruption(1, || (table(), format!("{extra} bytes of extra data; version 3 has {least}")));
+                findings.corruption(1, || (table(), format!("{extra} bytes of extra data; version 3 has {least}")));
             }
             if entry.extra > roots::SNAPSHOT_EXTRA_MOST {
-                turn.snapshots_wrong = true;
+                pass.snapshots_wrong = true;
                 let (extra, most) = (entry.extra, roots::SNAPSHOT_EXTRA_MOST);
-                ledger.corruption(1, || (table(), format!("{extra} bytes of extra data; {most} is the most")));
+                findings.corruption(1, || (table(), format!("{extra} bytes of extra data; {most} is the most")));
             }
         }
         if let Some(why) = &self.bitmaps_fault {
-            turn.bitmaps_wrong = true;
+            pass.bitmaps_wrong = true;
             let at = self.header.bitmaps().map_or(0, |bitmaps| bitmaps.directory.0);
-            ledger.corruption(1, || (format!("bitmap directory at {at:#x}"), why.clone()));
+            findings.corruption(1, || (format!("bitmap directory at {at:#x}"), why.clone()));
         }
     }
 
@@ -329,9 +329,9 @@ impl<'a> Image<'a> {
     pub(super) async fn l2_tables(&self, after: Option<u64>) -> Result<BTreeMap<u64, Uses>, ImageError> {
         let mut found = BTreeMap::<u64, Uses>::new();
         for run in &self.l1_runs {
-            tables::entries(self.storage, run.at, run.bytes, self.around.file, |_, bits| {
+            tables::entries(self.storage, run.at, run.bytes, self.bounds.file, |_, bits| {
                 let at = bits & OFFSET;
-                if at < self.around.file && after.is_none_or(|after| at > after) {
+                if at < self.bounds.file && after.is_none_or(|after| at > after) {
                     let uses = found.entry(at).or_default();
                     uses.all += run.times;
                     // The active table is the first one.
@@ -351,10 +351,10 @@ impl<'a> Image<'a> {
         &self,
         batch: &BTreeMap<u64, Uses>,
         first: bool,
-        turn: &mut Turn,
-        ledger: &mut Ledger,
+        pass: &mut Pass,
+        findings: &mut Findings,
     ) -> Result<(), ImageError> {
-        let geometry = &self.around.geometry;
+        let geometry = &self.bounds.geometry;
         let batch: Vec<_> = batch.iter().collect();
         let mut reader = Reader::default();
         for group in batch.chunks(tables::together(geometry.cluster_size())) {
@@ -363,10 +363,10 @@ impl<'a> Image<'a> {
             for (place, (at, uses)) in group.iter().enumerate() {
                 let mut expected = None;
                 for (number, bits, bitmap) in l2_entries(reader.table(place), geometry.extended_l2) {
-                    let examined = examine::l2(bits, bitmap, &self.around);
-                    turn.entries_wrong |= examined.faults().next().is_some();
+                    let examined = examine::l2(bits, bitmap, &self.bounds);
+                    pass.entries_wrong |= examined.faults().next().is_some();
                     let table = || format!("L2 table at {at:#x}, entry {number}");
-                    self.take(&examined, uses.all, first, turn, ledger, table);
+                    self.take(&examined, (uses.all, first), pass, findings, table);
                     if first && uses.active > 0 {
                         let fragmented = match examined.kind {
                             Kind::Nothing => continue,
@@ -377,7 +377,7 @@ impl<'a> Image<'a> {
                                 std::mem::replace(&mut expected, next).is_some_and(|expected| expected != host)
                             }
                         };
-                        let report = &mut ledger.report;
+                        let report = &mut findings.report;
                         report.allocated_clusters += uses.active;
                         report.fragmented_clusters += if fragmented { uses.active } else { 0 };
                         report.compressed_clusters += if examined.kind == Kind::Compressed { uses.active } else { 0 };
@@ -393,95 +393,99 @@ impl<'a> Image<'a> {
         &self,
         window: &Range<u64>,
         first: bool,
-        turn: &mut Turn,
-        ledger: &mut Ledger,
+        pass: &mut Pass,
+        findings: &mut Findings,
     ) -> Result<(), ImageError> {
         let (at, bytes) = (self.header.refcount_table.0.0, self.header.refcount_table_bytes());
-        tables::entries(self.storage, at, bytes, self.around.file, |place, bits| {
+        tables::entries(self.storage, at, bytes, self.bounds.file, |place, bits| {
             let number = (place - at) / 8;
             let table = || format!("refcount table at {at:#x}, entry {number}");
-            let examined = examine::refcount_table(bits, &self.around);
-            turn.refcounts_unusable |= examined.faults().next().is_some();
+            let examined = examine::refcount_table(bits, &self.bounds);
+            pass.refcounts_unusable |= examined.faults().next().is_some();
             // Of a cluster with more references than can be counted, what is counted does not tell.
             let shared = |(at, _): (u64, u64)| {
-                turn.counts.get(at >> self.around.geometry.cluster_bits).is_some_and(|count| count > 0)
+                pass.counts.get(at >> self.bounds.geometry.cluster_bits).is_some_and(|count| count > 0)
             };
-            turn.refcounts_unusable |= examined.refers.is_some_and(shared);
-            self.take(&examined, 1, first, turn, ledger, table);
+            pass.refcounts_unusable |= examined.refers.is_some_and(shared);
+            self.take(&examined, (1, first), pass, findings, table);
             if let Kind::Cluster(block) = examined.kind {
-                let cluster = block >> self.around.geometry.cluster_bits;
-                let count = if window.contains(&cluster) { turn.counts.get(cluster) } else { None };
+                let cluster = block >> self.bounds.geometry.cluster_bits;
+                let count = if window.contains(&cluster) { pass.counts.get(cluster) } else { None };
                 if count.is_some_and(|count| count != 1) {
-                    turn.refcounts_unusable = true;
+                    pass.refcounts_unusable = true;
                     let count = count.unwrap_or_default();
-                    ledger.corruption(1, || (table(), format!("its block is referred to {count} times")));
+                    findings.corruption(1, || (table(), format!("its block is referred to {count} times")));
                 }
             }
             Ok::<(), ImageError>(())
         })
         .await?;
-        turn.refcounts_unusable |= bytes == 0;
+        pass.refcounts_unusable |= bytes == 0;
         Ok(())
     }
 
-    /// Counts what an examined entry refers to, and notes what is wrong with it.
+    /// Counts what an examined entry refers to, so many `times`, and notes what is wrong with it if it is seen for the first time.
     fn take(
         &self,
         examined: &Examined,
-        times: u64,
-        first: bool,
-        turn: &mut Turn,
-        ledger: &mut Ledger,
+        (times, first): (u64, bool),
+        pass: &mut Pass,
+        findings: &mut Findings,
         table: impl Fn() -> String,
     ) {
         if first {
             for fault in examined.faults() {
                 // Counted with the reference.
                 if fault != Fault::Outside || examined.refers.is_none() {
-                    ledger.corruption(times, || (table(), fault.why().into()));
+                    findings.corruption(times, || (table(), fault.why().into()));
                 }
             }
         }
         if let Some((at, bytes)) = examined.refers {
-            self.refer(at, bytes, times, first, turn, ledger, table);
+            self.refer((at, bytes), (times, first), pass, findings, table);
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "a reference, how often it counts, and where that is noted")]
+    /// Counts references to some bytes, wherever those are.
     fn refer(
         &self,
-        at: u64,
-        bytes: u64,
-        times: u64,
-        first: bool,
-        turn: &mut Turn,
-        ledger: &mut Ledger,
+        (at, bytes): (u64, u64),
+        (times, first): (u64, bool),
+        pass: &mut Pass,
+        findings: &mut Findings,
         table: impl Fn() -> String,
     ) {
         if bytes == 0 {
             return;
         }
-        if self.around.outside(at, bytes) {
+        if self.bounds.outside(at, bytes) {
             if first {
                 let why = || format!("the {bytes} bytes at {at:#x} are behind the end of the file");
-                ledger.corruption(times, || (table(), why()));
+                findings.corruption(times, || (table(), why()));
             }
             return;
         }
-        self.add(at, bytes, times, turn, ledger, table);
+        self.add((at, bytes), times, pass, findings, table);
     }
 
     /// Counts references to what lies in the file.
-    fn add(&self, at: u64, bytes: u64, times: u64, turn: &mut Turn, ledger: &mut Ledger, table: impl Fn() -> String) {
-        turn.grown |= (at + bytes - 1) >> self.around.geometry.cluster_bits >= self.clusters;
-        let lost = turn.counts.add(at, bytes, times);
+    fn add(
+        &self,
+        (at, bytes): (u64, u64),
+        times: u64,
+        pass: &mut Pass,
+        findings: &mut Findings,
+        table: impl Fn() -> String,
+    ) {
+        pass.grown |= (at + bytes - 1) >> self.bounds.geometry.cluster_bits >= self.clusters;
+        let lost = pass.counts.add(at, bytes, times);
         if lost > 0 {
-            turn.overflow = true;
-            let most = self.around.geometry.refcount_max();
+            pass.overflow = true;
+            let most = self.bounds.geometry.refcount_max();
             let why = || {
                 format!("the cluster at {at:#x} is referred to more than {most} times, which its refcount cannot say")
             };
-            ledger.corruption(lost, || (table(), why()));
+            findings.corruption(lost, || (table(), why()));
         }
     }
 }
@@ -501,15 +505,15 @@ pub(super) fn l2_entries(table: &[u8], extended: bool) -> impl Iterator<Item = (
 }
 
 /// Why the L1 table of a snapshot cannot be gone through.
-fn l1_fault(l1: &L1Table, around: &Surroundings) -> Option<String> {
+fn l1_fault(l1: &L1Table, bounds: &Bounds) -> Option<String> {
     let most = super::super::header::L1_MOST;
-    if l1.at & (around.geometry.cluster_size() - 1) != 0 {
+    if l1.at & (bounds.geometry.cluster_size() - 1) != 0 {
         return Some(format!("its L1 table at {:#x} does not begin at a cluster", l1.at));
     }
     (l1.entries > most).then(|| format!("its L1 table has {} entries; {most} is the most", l1.entries))
 }
 
 /// Whether there is nothing of the L1 table of a snapshot.
-pub(super) fn l1_gone(l1: &L1Table, around: &Surroundings) -> bool {
-    l1_fault(l1, around).is_some() || l1.entries > 0 && (l1.at == 0 || l1.at >= around.file)
+pub(super) fn l1_gone(l1: &L1Table, bounds: &Bounds) -> bool {
+    l1_fault(l1, bounds).is_some() || l1.entries > 0 && (l1.at == 0 || l1.at >= bounds.file)
 }

@@ -137,7 +137,7 @@ impl Sharing {
                     self.context.counters().add(Purpose::Clone, length);
                     true
                 }
-                // Whatever the reason is: if the copy fails of it, too, that is told.
+                // Whatever the reason is: if the copy fails of it, too, the request fails.
                 Ok(false) | Err(_) => {
                     self.refuse(storage);
                     false

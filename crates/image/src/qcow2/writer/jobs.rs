@@ -66,7 +66,7 @@ impl Job {
 /// All jobs under way, in shards.
 ///
 /// A job claims clusters whose L2 entries are in one slice, so the bytes that such entries are about are a region, and all jobs of a region
-/// are in one shard. Who wants to change entries holds the shard of their region from the look at them until its claim is noted: jobs
+/// are in one shard. A request that wants to change entries holds the shard of their region from the look at them until its claim is noted: jobs
 /// that are under way may change entries of that region meanwhile, but they let go of their claims only under the same lock, so whatever
 /// was seen of their clusters, they are still found to be claimed.
 #[derive(Debug)]
@@ -120,7 +120,7 @@ impl Jobs {
         self.shards.iter().flat_map(all).collect()
     }
 
-    /// Those that nobody waits for: there is no handle but that of the list.
+    /// Those that nothing waits for: there is no handle but that of the list.
     pub(super) fn alone(&self) -> Vec<SharedFuture> {
         let alone = |shard: &RankedMutex<Shard>| {
             let shard = shard.lock();

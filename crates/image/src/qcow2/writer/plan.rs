@@ -1,7 +1,7 @@
-//! What is read and written for a write that needs space of its own.
+//! What is read and written for a write that needs new space.
 //!
 //! Law: a plan is data, and a pure function of what is wanted and what is known: nothing is read, written or asked for it. Contents
-//! that have to stand around the guest's bytes are read at once, with what lies between them if that is no more than 16 KiB; then
+//! that have to be around the guest's bytes are read at once, with what lies between them if that is no more than 16 KiB; then
 //! everything is written by one operation. What is known to be zeros is not read, and not written where the storage proves zeros already.
 //! Contents that lie where they can be shared are cloned instead ([`Want::cloning`]), which leaves the same bytes, and takes no more
 //! operations.
@@ -24,7 +24,7 @@ pub(super) enum Origin {
     Compressed(GuestOffset),
 }
 
-/// Contents that have to stand beside the guest's bytes, at guest offsets.
+/// Contents that have to be around the guest's bytes, at guest offsets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) range: Range<GuestOffset>,
@@ -54,7 +54,7 @@ pub(super) struct Want {
     pub(super) fill: Range<GuestOffset>,
     /// The guest's bytes.
     pub(super) data: Range<GuestOffset>,
-    /// Contents beside them; all the rest is zeros. In order, outside `data`.
+    /// Contents around them; all the rest is zeros. In order, outside `data`.
     pub(super) contents: Vec<Part>,
     /// The storage proves that the new place reads as zeros.
     pub(super) zeroed: bool,
@@ -69,7 +69,7 @@ pub(super) struct Plan {
     pub(super) clones: Vec<Source>,
     pub(super) reads: Vec<Part>,
     pub(super) write: Range<GuestOffset>,
-    /// Nothing but the guest's bytes is written: others may write theirs beside them.
+    /// Nothing but the guest's bytes is written: others may write theirs along.
     pub(super) open: bool,
 }
 
@@ -349,7 +349,7 @@ mod tests {
         assert_eq!(clones(&large(data.clone()), &apart(&data, 1)), both);
         // In one file, and in their order: one.
         assert_eq!(clones(&large(data.clone()), &apart(&data, 0)), one(LARGE));
-        // Of a part of it nobody knows where it lies.
+        // Of a part of it is not known where it lies.
         assert_eq!(clones(&large(data.clone()), &apart(&data, 0)[..1]), None);
         // Head and tail are one read if little lies between them.
         let data = 2100 * K..2104 * K;

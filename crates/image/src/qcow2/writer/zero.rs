@@ -308,7 +308,7 @@ impl Writer {
             data.write_zeroes(bytes, how).await?;
         } else if zeroing != Zeroing::Keep && self.context.options().discard {
             counters.add(Purpose::Discard, length);
-            // Whether the storage takes it back is its affair.
+            // A storage need not take it back.
             let _ = data.discard(bytes).await;
         }
         Ok(())

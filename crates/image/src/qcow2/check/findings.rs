@@ -4,12 +4,12 @@ use super::report::{CheckReport, Finding, FindingKind};
 
 /// A report that is being written.
 #[derive(Debug, Clone)]
-pub(super) struct Ledger {
+pub(super) struct Findings {
     pub(super) report: CheckReport,
     most: usize,
 }
 
-impl Ledger {
+impl Findings {
     pub(super) fn new(most: usize) -> Self {
         Self { report: CheckReport::default(), most }
     }
