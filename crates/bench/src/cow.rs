@@ -142,11 +142,13 @@ fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
     let bare = Shape { under: Under::Nothing, ..usual };
     // Each request in a cluster of its own: 16,000 on 2 GiB.
     let count = (size / 69632).min(16000);
-    let first = Load { count, depth: 16, size: 4096, offset: 4096, step: Some(69632), durable: false };
+    let first = Load { count, depth: 16, size: 4096, offset: 4096, step: Some(69632), durable: false, queues: 1 };
     let cell = |case: &str, shape, load: &Load, stock| Cell { case: case.to_owned(), shape, load: load.clone(), stock };
-    let random = Load { count: (8192 * size) >> 31, depth: 1, size: 4096, offset: 0, step: None, durable: false };
+    let random =
+        Load { count: (8192 * size) >> 31, depth: 1, size: 4096, offset: 0, step: None, durable: false, queues: 1 };
     let sequential = sequential.unwrap_or((65536 * size) >> 31);
-    let sequential = Load { count: sequential, depth: 1, size: 4096, offset: 0, step: Some(4096), durable: false };
+    let sequential =
+        Load { count: sequential, depth: 1, size: 4096, offset: 0, step: Some(4096), durable: false, queues: 1 };
     let few = Load { count: 150, ..random };
     let mut cells = vec![
         cell(FIRST_BACKED, usual, &first, true),
@@ -165,13 +167,20 @@ fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
             false,
         ),
     ];
+    for queues in [2, 4] {
+        let load = Load { queues, ..first.clone() };
+        for (case, under) in [(FIRST_BACKED, Under::Backing), (FIRST, Under::Nothing), (REWRITES, Under::Own)] {
+            cells.push(cell(&format!("{case}, {queues} queues"), Shape { under, ..usual }, &load, false));
+        }
+    }
     for (cluster, subclusters) in [(32_u64 << 10, false), (64 << 10, false), (1 << 20, false), (64 << 10, true)] {
         for under in [Under::Backing, Under::Nothing] {
             for request in [4_u64 << 10, 16 << 10, 64 << 10, 512 << 10] {
                 // In the middle of clusters, and over their ends where they are longer.
                 let step = (cluster.max(request) + 4096).next_multiple_of(4096);
                 let count = ((size / 2) / step).min(500);
-                let load = Load { count, depth: 4, size: request, offset: 4096, step: Some(step), durable: false };
+                let load =
+                    Load { count, depth: 4, size: request, offset: 4096, step: Some(step), durable: false, queues: 1 };
                 let what = if subclusters { ", subclusters" } else { "" };
                 let below = if under == Under::Backing { ", backed" } else { "" };
                 let case = format!("{} in {} clusters{what}{below}", words(request), words(cluster));

@@ -45,7 +45,7 @@ pub(super) fn cells(size: u64) -> Vec<Cell> {
         for cluster in (16..=21).map(|bits| 1_u64 << bits) {
             let step = cluster + 4096;
             let count = ((size / 2) / step).min(500);
-            let load = Load { count, depth: 4, size: 4096, offset: 4096, step: Some(step), durable: true };
+            let load = Load { count, depth: 4, size: 4096, offset: 4096, step: Some(step), durable: true, queues: 1 };
             let shape = Shape { cluster, subclusters: false, under: Under::Backing, hard_disk: false, through };
             let case = format!("clones: 4K in {} clusters, {}", words(cluster), through.name());
             cells.push(Cell { case, shape, load, stock: false });

@@ -25,6 +25,8 @@ pub(super) struct Load {
     pub(super) step: Option<u64>,
     /// The clock ends when they are durable, not when they are done.
     pub(super) durable: bool,
+    /// Threads that put it on, each every so many requests and so many of its own at once.
+    pub(super) queues: u64,
 }
 
 /// Puts it on a fresh image.
@@ -34,18 +36,7 @@ pub(super) fn run(base: &Base, shape: &Shape, load: &Load, copies: Copies, how: 
     let before = image.counters();
     let watch = Stopwatch::start(&[])?;
     match load.step {
-        Some(step) => {
-            let options = BenchOptions {
-                count: load.count,
-                depth: load.depth,
-                size: usize::try_from(load.size)?,
-                offset: load.offset,
-                step,
-                write: Some(0x5a),
-                flush: None,
-            };
-            block_on(bench(disk, &options, &|_| std::ops::ControlFlow::Continue(())))?;
-        }
+        Some(step) => in_queues(disk, load, step)?,
         None => block_on(anywhere(disk, load))?,
     }
     if load.durable {
@@ -63,6 +54,30 @@ pub(super) fn run(base: &Base, shape: &Shape, load: &Load, copies: Copies, how: 
         .with("refcount_reads", counts.refcount_reads.operations)
         .with("refcount_writes", counts.refcount_writes.operations);
     Ok(rated(counted(measured, &before, &after), load.count))
+}
+
+/// Requests a step apart, dealt out to the queues in turn.
+fn in_queues(disk: &dyn Disk, load: &Load, step: u64) -> Result<()> {
+    let size = usize::try_from(load.size)?;
+    std::thread::scope(|scope| {
+        let queue = |number: u64| {
+            let options = BenchOptions {
+                count: load.count / load.queues,
+                depth: load.depth,
+                size,
+                offset: load.offset + number * step,
+                step: step * load.queues,
+                write: Some(0x5a),
+                flush: None,
+            };
+            scope.spawn(move || block_on(bench(disk, &options, &|_| std::ops::ControlFlow::Continue(()))))
+        };
+        let queues: Vec<_> = (0..load.queues).map(queue).collect();
+        for queue in queues {
+            queue.join().map_err(|_| anyhow::anyhow!("a queue panicked"))??;
+        }
+        Ok(())
+    })
 }
 
 /// One after the other, each anywhere: the same places every time.

@@ -79,9 +79,9 @@ pub(super) struct Shareable {
 }
 
 impl Shareable {
-    /// The plan that clones what is wanted to a new place, if there is one.
-    pub(super) fn plan(&self, place: &NewPlace, want: &Want) -> Option<Plan> {
-        want.cloning(&self.sources, self.block, place.shift())
+    /// The plan for a new place: to clone what is wanted if that can be, to copy it otherwise.
+    pub(super) fn plan(&self, place: &NewPlace, want: &Want) -> Plan {
+        want.cloning(&self.sources, self.block, place.shift()).unwrap_or_else(|| want.copying())
     }
 }
 

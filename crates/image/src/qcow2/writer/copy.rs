@@ -110,17 +110,16 @@ impl Writer {
         let contents = self.contents_around(job, old, &data).await?;
         let mut plans: Vec<(&NewPlace, Plan)> = Vec::with_capacity(places.len());
         for place in places {
-            let clip = |range: &Range<GuestOffset>| range.start.max(place.guest.start)..range.end.min(place.guest.end);
-            let within =
-                |part: &Part| Some(Part { range: clip(&part.range), ..*part }).filter(|part| !part.range.is_empty());
-            let want = Want {
-                fill: clip(&job.fill),
-                data: clip(&data),
-                contents: contents.iter().filter_map(within).collect(),
-                zeroed: place.zeroed,
-                align: u64::from(self.context.data().alignment().offset.max(1)),
-            };
-            plans.push((place, self.planned(place, &want).await));
+            let want = self.want(job, place, &data, &contents);
+            // Where the contents lie is asked first; the plan is a function of the answer.
+            let known = self.sharing.shareable(&want).await;
+            let mut plan = known.as_ref().map_or_else(|| want.copying(), |known| known.plan(place, &want));
+            if let Some(known) = known.filter(|_| !plan.clones.is_empty())
+                && !self.sharing.share(place, &plan, &known).await
+            {
+                plan = want.copying();
+            }
+            plans.push((place, plan));
         }
         if plans.iter().all(|(_, plan)| plan.open) {
             return self.write_open(job, places).await;
@@ -138,15 +137,18 @@ impl Writer {
         all(plans.iter().flat_map(|(place, plan)| self.writes(place, plan, &segments, &layers)).collect()).await
     }
 
-    /// What is to be done for a new place; clones are done already.
-    async fn planned(&self, place: &NewPlace, want: &Want) -> Plan {
-        if let Some(known) = self.sharing.shareable(want).await
-            && let Some(plan) = known.plan(place, want)
-            && self.sharing.share(place, &plan, &known).await
-        {
-            return plan;
+    /// What is wanted of one new place: the part of the job's fill, of the guest's bytes and of the contents that belongs there.
+    fn want(&self, job: &Job, place: &NewPlace, data: &Range<GuestOffset>, contents: &[Part]) -> Want {
+        let clip = |range: &Range<GuestOffset>| range.start.max(place.guest.start)..range.end.min(place.guest.end);
+        let within =
+            |part: &Part| Some(Part { range: clip(&part.range), ..*part }).filter(|part| !part.range.is_empty());
+        Want {
+            fill: clip(&job.fill),
+            data: clip(data),
+            contents: contents.iter().filter_map(within).collect(),
+            zeroed: place.zeroed,
+            align: u64::from(self.context.data().alignment().offset.max(1)),
         }
-        want.copying()
     }
 
     /// Writes nothing but the guest's bytes: those that come now are written along.
