@@ -10,8 +10,8 @@ use limosa_storage::{IoVector, Storage};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 
-/// A request under way: a future that needs no runtime. Dropped half-way, what it has begun settles by itself and the image stays
-/// whole; what it was to write is undefined there, as after a failed write.
+/// A request under way: a future that needs no runtime. If it is dropped half-way, what it has begun completes by
+/// itself and the image stays consistent; the contents of the range it was to write are undefined, as after a failed write.
 pub type Pending<'a, T = ()> = Pin<Box<dyn Future<Output = Result<T, ImageError>> + Send + 'a>>;
 
 /// A disk at guest offsets: an image of any format, with all that lies below it.

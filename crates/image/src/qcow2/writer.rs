@@ -255,7 +255,7 @@ impl Writer {
         // Of this region only: until the claim is noted no other is made there.
         let mut jobs = self.jobs.shard(pos);
         if let Some((job, future)) = jobs.at(pos) {
-            return Ok(self.along(&job, future, pos, end, bytes));
+            return Ok(self.along(&job, future, &(pos..end), bytes));
         }
         let (range, work) = match self.tables.visit(pos, end, |entries| self.needed(pos, end, entries))? {
             Lookup::Load(slice) => return Ok(Claim::Load(slice)),
@@ -300,7 +300,8 @@ impl Writer {
     }
 
     /// What becomes of a write to what a job has claimed.
-    fn along(&self, job: &Job, future: SharedFuture, pos: GuestOffset, end: GuestOffset, bytes: &IoVector) -> Claim {
+    fn along(&self, job: &Job, future: SharedFuture, wanted: &Range<GuestOffset>, bytes: &IoVector) -> Claim {
+        let Range { start: pos, end } = *wanted;
         if job.fill.contains(&pos) {
             let length = end.min(job.fill.end) - pos;
             match &mut *job.state.lock() {

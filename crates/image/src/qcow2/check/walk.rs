@@ -33,6 +33,22 @@ pub(super) struct Uses {
     pub(super) all: u64,
 }
 
+/// An entry of a table that is referred to so many times.
+struct Entry<'a> {
+    examined: &'a Examined,
+    times: u64,
+    /// It is seen for the first time: what is wrong with it is noted.
+    first: bool,
+}
+
+/// References to bytes of the file.
+struct Reference {
+    at: u64,
+    bytes: u64,
+    times: u64,
+    first: bool,
+}
+
 /// An image whose references are to be followed.
 #[derive(Debug)]
 pub(super) struct Image<'a> {
@@ -208,7 +224,9 @@ impl<'a> Image<'a> {
                 let table = bits & OFFSET;
                 let over = table != 0 && self.taken.contains(table >> geometry.cluster_bits);
                 pass.entries_wrong |= over || examined.faults().next().is_some();
-                self.take(&examined, (run.times, first), &mut pass, findings, || self.l1_entry(run, place));
+                self.take(Entry { examined: &examined, times: run.times, first }, &mut pass, findings, || {
+                    self.l1_entry(run, place)
+                });
                 Ok::<(), ImageError>(())
             })
             .await?;
@@ -224,7 +242,7 @@ impl<'a> Image<'a> {
             tables::entries(self.storage, run.at, run.bytes, self.bounds.file, |place, bits| {
                 let examined = examine::bitmap(bits, &self.bounds);
                 pass.bitmaps_wrong |= examined.faults().next().is_some();
-                self.take(&examined, (run.times, first), &mut pass, findings, || {
+                self.take(Entry { examined: &examined, times: run.times, first }, &mut pass, findings, || {
                     let at = self.bitmaps.get(run.owner).map_or(0, |table| table.at);
                     format!("table of bitmap {} at {at:#x}, entry {}", run.owner, (place - at) / 8)
                 });
@@ -282,14 +300,19 @@ impl<'a> Image<'a> {
                 AreaKind::Refcounts => pass.refcounts_unusable = true,
                 AreaKind::Bitmaps => pass.bitmaps_wrong = true,
             }
-            self.refer((area.at, area.bytes), (1, first), pass, findings, || name(area));
+            self.refer(Reference { at: area.at, bytes: area.bytes, times: 1, first }, pass, findings, || name(area));
         }
         areas.retain(|area| !self.bounds.outside(area.at, area.bytes));
         // However many of them lie over each other, each cluster is counted once, as often as they are.
         let clusters = |area: &Area| (area.at >> bits, ((area.at + area.bytes - 1) >> bits) + 1 - (area.at >> bits));
         for run in runs(areas.iter().map(clusters)) {
             let place = || areas.get(run.owner).map_or_else(String::new, name);
-            self.add((run.at << bits, run.bytes << bits), run.times, pass, findings, place);
+            self.add(
+                &Reference { at: run.at << bits, bytes: run.bytes << bits, times: run.times, first },
+                pass,
+                findings,
+                place,
+            );
         }
         if !first {
             return;
@@ -366,7 +389,7 @@ impl<'a> Image<'a> {
                     let examined = examine::l2(bits, bitmap, &self.bounds);
                     pass.entries_wrong |= examined.faults().next().is_some();
                     let table = || format!("L2 table at {at:#x}, entry {number}");
-                    self.take(&examined, (uses.all, first), pass, findings, table);
+                    self.take(Entry { examined: &examined, times: uses.all, first }, pass, findings, table);
                     if first && uses.active > 0 {
                         let fragmented = match examined.kind {
                             Kind::Nothing => continue,
@@ -407,7 +430,7 @@ impl<'a> Image<'a> {
                 pass.counts.get(at >> self.bounds.geometry.cluster_bits).is_some_and(|count| count > 0)
             };
             pass.refcounts_unusable |= examined.refers.is_some_and(shared);
-            self.take(&examined, (1, first), pass, findings, table);
+            self.take(Entry { examined: &examined, times: 1, first }, pass, findings, table);
             if let Kind::Cluster(block) = examined.kind {
                 let cluster = block >> self.bounds.geometry.cluster_bits;
                 let count = if window.contains(&cluster) { pass.counts.get(cluster) } else { None };
@@ -424,11 +447,10 @@ impl<'a> Image<'a> {
         Ok(())
     }
 
-    /// Counts what an examined entry refers to, so many `times`, and notes what is wrong with it if it is seen for the first time.
+    /// Counts what an entry refers to, and notes what is wrong with it.
     fn take(
         &self,
-        examined: &Examined,
-        (times, first): (u64, bool),
+        Entry { examined, times, first }: Entry<'_>,
         pass: &mut Pass,
         findings: &mut Findings,
         table: impl Fn() -> String,
@@ -442,19 +464,13 @@ impl<'a> Image<'a> {
             }
         }
         if let Some((at, bytes)) = examined.refers {
-            self.refer((at, bytes), (times, first), pass, findings, table);
+            self.refer(Reference { at, bytes, times, first }, pass, findings, table);
         }
     }
 
     /// Counts references to some bytes, wherever those are.
-    fn refer(
-        &self,
-        (at, bytes): (u64, u64),
-        (times, first): (u64, bool),
-        pass: &mut Pass,
-        findings: &mut Findings,
-        table: impl Fn() -> String,
-    ) {
+    fn refer(&self, reference: Reference, pass: &mut Pass, findings: &mut Findings, table: impl Fn() -> String) {
+        let Reference { at, bytes, times, first } = reference;
         if bytes == 0 {
             return;
         }
@@ -465,18 +481,12 @@ impl<'a> Image<'a> {
             }
             return;
         }
-        self.add((at, bytes), times, pass, findings, table);
+        self.add(&reference, pass, findings, table);
     }
 
     /// Counts references to what lies in the file.
-    fn add(
-        &self,
-        (at, bytes): (u64, u64),
-        times: u64,
-        pass: &mut Pass,
-        findings: &mut Findings,
-        table: impl Fn() -> String,
-    ) {
+    fn add(&self, reference: &Reference, pass: &mut Pass, findings: &mut Findings, table: impl Fn() -> String) {
+        let Reference { at, bytes, times, .. } = *reference;
         pass.grown |= (at + bytes - 1) >> self.bounds.geometry.cluster_bits >= self.clusters;
         let lost = pass.counts.add(at, bytes, times);
         if lost > 0 {
