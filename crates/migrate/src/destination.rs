@@ -118,8 +118,8 @@ pub struct Destination<'a> {
     channel: Arc<Channel>,
     pages: Vec<Arc<Channel>>,
     multifd: MultifdOptions,
-    control: &'a Control,
-    progress: &'a Progress,
+    control: Control,
+    progress: Progress,
     options: DestinationOptions,
     hooks: Option<&'a dyn Hooks>,
 }
@@ -131,9 +131,10 @@ impl std::fmt::Debug for Destination<'_> {
 }
 
 impl<'a> Destination<'a> {
-    /// A destination that reads from `channel`.
-    pub fn new(channel: Channel, control: &'a Control, progress: &'a Progress, options: DestinationOptions) -> Self {
+    /// A destination that reads from `channel`. It keeps clones of the two handles.
+    pub fn new(channel: Channel, control: &Control, progress: &Progress, options: DestinationOptions) -> Self {
         let (pages, multifd) = (Vec::new(), MultifdOptions::default());
+        let (control, progress) = (control.clone(), progress.clone());
         Self { channel: Arc::new(channel), pages, multifd, control, progress, options, hooks: None }
     }
 
@@ -280,7 +281,7 @@ impl<'a> Receiver<'a> {
         sink: &mut S,
     ) -> Result<Option<u32>, MigrateError> {
         let role = self.role;
-        let tally = Tally::new(role.progress);
+        let tally = Tally::new(&role.progress);
         let shared = Shared {
             blocks: multifd::by_name(&start.blocks),
             join: JoinPoint::new(role.pages.len()),

@@ -141,7 +141,8 @@ impl Move<'_> {
                 role.with_channels(far_beside, MultifdOptions { compression: Compression::None }).run()
             });
             let packets = MultifdSourceOptions { packet_pages: 32, ..MultifdSourceOptions::default() };
-            let outcome = LiveSource::new(source, logs, near, &self.control, &progress[1], self.params)
+            let outcome = LiveSource::new(source, logs, near, &self.control, &progress[1])
+                .with_params(self.params)
                 .with_channels(near_beside, packets)
                 .unwrap()
                 .observe(|round| (self.observer)(round, taps))
@@ -237,7 +238,8 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
                 thread::sleep(patience / 2);
                 assert!(!gone.load(Ordering::SeqCst), "a page was discarded while it was lent");
             });
-            let outcome = LiveSource::new(&vm, logs, near, &control, &progress, params)
+            let outcome = LiveSource::new(&vm, logs, near, &control, &progress)
+                .with_params(params)
                 .with_channels(vec![beside], MultifdSourceOptions::default())
                 .unwrap()
                 .observe(|_| ended.store(true, Ordering::SeqCst))

@@ -132,7 +132,8 @@ impl End {
         let multifd =
             MultifdSourceOptions { compression: self.settings.compression, ..MultifdSourceOptions::default() };
         let (control, progress) = (&migration.control, &migration.progress);
-        let source = LiveSource::new(&self.vm, logs, main, control, progress, self.settings.params())
+        let source = LiveSource::new(&self.vm, logs, main, control, progress)
+            .with_params(self.settings.params())
             .shared_memory(self.settings.shared_memory());
         let source = source.with_channels(beside, multifd).map_err(|error| error.to_string())?;
         let source = source.with_postcopy(match self.settings.postcopy {

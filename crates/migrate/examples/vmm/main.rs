@@ -105,7 +105,7 @@ fn source() -> Result<()> {
         give_up: GiveUp::Pause,
         ..MigrationParams::default()
     };
-    let role = LiveSource::new(&machine, logs, channel, &control, &progress, params).fresh(true);
+    let role = LiveSource::new(&machine, logs, channel, &control, &progress).with_params(params).fresh(true);
     let outcome = role.observe(|round| println!("source: {:?}, {} pages", round.kind, round.normal)).run();
     match outcome {
         LiveOutcome::Completed(stats) => {

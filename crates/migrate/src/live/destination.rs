@@ -109,8 +109,8 @@ pub struct LiveDestination<'a, V: IncomingVm + ?Sized> {
     pages: Vec<Channel>,
     multifd: MultifdOptions,
     accept_preempt: Option<AcceptPreempt<'a>>,
-    control: &'a Control,
-    progress: &'a Progress,
+    control: Control,
+    progress: Progress,
     options: LiveDestinationOptions,
 }
 
@@ -121,15 +121,16 @@ impl<V: IncomingVm + ?Sized> std::fmt::Debug for LiveDestination<'_, V> {
 }
 
 impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
-    /// A destination for `vm` that reads from `channel`.
+    /// A destination for `vm` that reads from `channel`. It keeps clones of the two handles.
     pub fn new(
         vm: &'a V,
         channel: Channel,
-        control: &'a Control,
-        progress: &'a Progress,
+        control: &Control,
+        progress: &Progress,
         options: LiveDestinationOptions,
     ) -> Self {
         let (pages, multifd, accept_preempt) = (Vec::new(), MultifdOptions::default(), None);
+        let (control, progress) = (control.clone(), progress.clone());
         Self { vm, channel, pages, multifd, accept_preempt, control, progress, options }
     }
 
@@ -180,7 +181,8 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
             after_the_end: options.after_the_end,
             ..DestinationOptions::default()
         };
-        let role = Destination::new(channel, control, progress, role).with_channels(pages, multifd).with_hooks(&hooks);
+        let role =
+            Destination::new(channel, &control, &progress, role).with_channels(pages, multifd).with_hooks(&hooks);
         let came = thread::scope(|scope| {
             // Ends it before the memory may be handled by faults, and however this ends.
             let _stop = StopsPopulating(&ram);
@@ -191,7 +193,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
             role.arrive(&mut RamSink(&ram))
         });
         match came {
-            Ok(Arrived::Whole(incoming)) => arrived(vm, &incoming, progress),
+            Ok(Arrived::Whole(incoming)) => arrived(vm, &incoming, &progress),
             Ok(Arrived::Switched(switched)) => {
                 let Some(faults) = hooks.faults.into_inner().unwrap_or_else(PoisonError::into_inner) else {
                     let _ = switched.channel.shutdown(How::Both);

@@ -22,13 +22,12 @@
 //! # use limosa_migrate::live::LiveVm;
 //! # fn send(vm: &dyn LiveVm, logs: DirtyLogs) -> Result<(), Box<dyn std::error::Error>> {
 //! use limosa_channel::{Channel, Options, Uri};
-//! use limosa_migrate::live::MigrationParams;
 //! use limosa_migrate::{Control, LiveOutcome, LiveSource, Progress};
 //!
 //! // `vm`: a VM that runs; `logs`: they see whoever writes its memory.
 //! let channel = Channel::connect(&"tcp:192.0.2.7:4444".parse::<Uri>()?, &Options::default())?;
 //! let (control, progress) = (Control::new(), Progress::new());
-//! match LiveSource::new(vm, logs, channel, &control, &progress, MigrationParams::default()).fresh(true).run() {
+//! match LiveSource::new(vm, logs, channel, &control, &progress).fresh(true).run() {
 //!     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
 //!     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM goes on here"),
 //!     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
@@ -94,8 +93,8 @@ pub struct LiveSource<'v, 'o, V: LiveVm + ?Sized> {
     vm: &'v V,
     logs: DirtyLogs,
     channel: Arc<Channel>,
-    control: &'o Control,
-    progress: &'o Progress,
+    control: Control,
+    progress: Progress,
     params: MigrationParams,
     beside: Vec<Arc<Channel>>,
     multifd: MultifdSourceOptions,
@@ -115,23 +114,17 @@ impl<V: LiveVm + ?Sized> std::fmt::Debug for LiveSource<'_, '_, V> {
 }
 
 impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
-    /// A source that moves `vm`, whose writes `logs` see, over `channel`, which carries both directions.
-    pub fn new(
-        vm: &'v V,
-        logs: DirtyLogs,
-        channel: Channel,
-        control: &'o Control,
-        progress: &'o Progress,
-        params: MigrationParams,
-    ) -> Self {
+    /// A source that moves `vm`, whose writes `logs` see, over `channel`, which carries both directions. It keeps clones of the
+    /// two handles. Parameters are QEMU's defaults unless [others are set](Self::with_params).
+    pub fn new(vm: &'v V, logs: DirtyLogs, channel: Channel, control: &Control, progress: &Progress) -> Self {
         let channel = Arc::new(channel);
         Self {
             vm,
             logs,
             channel,
-            control,
-            progress,
-            params,
+            control: control.clone(),
+            progress: progress.clone(),
+            params: MigrationParams::default(),
             beside: Vec::new(),
             multifd: MultifdSourceOptions::default(),
             fresh: false,
@@ -144,13 +137,20 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         }
     }
 
+    /// Sets the parameters.
+    #[must_use]
+    pub fn with_params(mut self, params: MigrationParams) -> Self {
+        self.params = params;
+        self
+    }
+
     /// Sends the pages on `channels`, a thread each, beside the main one: QEMU's multifd, for a destination that expects
     /// just so many. They were connected after the main one; their order is that of their numbers. When pages are looked at
     /// is said by [`MigrationParams::zero_check`], whatever the options say.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; pages that are to be
-    /// compressed, on channels that were made to [send them as they are](limosa_channel::Options::zero_copy).
+    /// More than 16 channels, packets of no page or of more than 128; pages that are to be compressed, on channels that were made
+    /// to [send them as they are](limosa_channel::Options::zero_copy).
     pub fn with_channels(
         mut self,
         channels: Vec<Channel>,
@@ -160,7 +160,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         if options.compression != Compression::None && channels.iter().any(as_they_are) {
             return Err(MigrateError::ZeroCopy("pages are compressed, so they are made anew"));
         }
-        self.beside = multifd::beside(channels, &options, self.params.patience)?;
+        self.beside = multifd::checked(channels, &options)?;
         self.multifd = options;
         Ok(self)
     }
@@ -251,8 +251,8 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let multifd = (!beside.is_empty()).then(|| {
             Multifd::new(Parts {
                 source: &source,
-                control,
-                progress,
+                control: &control,
+                progress: &progress,
                 options: &options,
                 main: &channel,
                 channels: &beside,
@@ -265,7 +265,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let mut standing = Standing::new(vm, logs, all).with_shared(shared).with_hints(hints);
         let mut stats = LiveStats::default();
         // What the destination does not take for so long, it does not take.
-        let set = channel.set_timeouts(None, Some(params.patience)).map_err(MigrateError::from);
+        let set = multifd::set_patience(iter::once(&channel).chain(&beside), params.patience);
         let set = set.and_then(|()| match postcopy {
             Postcopy::Allowed | Postcopy::AtOnce if !beside.is_empty() => {
                 let why = "postcopy brings pages on the main channel and the preempt channel alone";
@@ -307,8 +307,8 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                     vm,
                     source: &source,
                     channel: &channel,
-                    control,
-                    progress,
+                    control: &control,
+                    progress: &progress,
                     params,
                     inbox: &inbox,
                     multifd: multifd.as_ref(),

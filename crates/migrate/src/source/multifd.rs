@@ -34,14 +34,13 @@ use sender::ChannelSender;
 /// Most channels beside the main one: more only wait for each other.
 pub const CHANNELS_MAX: usize = 16;
 
-/// The channels beside the main one, ready to be sent on: a destination may take nothing for `patience`.
+/// The multifd channels, in the order of their numbers.
 ///
 /// # Errors
-/// More than [`CHANNELS_MAX`], packets of no page or of more than QEMU takes, or a channel whose time-out cannot be set.
-pub(crate) fn beside(
+/// More than [`CHANNELS_MAX`], or packets of no page or of more than QEMU takes.
+pub(crate) fn checked(
     channels: Vec<Channel>,
     options: &MultifdSourceOptions,
-    patience: Duration,
 ) -> Result<Vec<Arc<Channel>>, MigrateError> {
     if channels.len() > CHANNELS_MAX {
         return Err(MigrateError::Protocol(format!("{} channels, of at most {CHANNELS_MAX}", channels.len())));
@@ -50,10 +49,18 @@ pub(crate) fn beside(
         let why = format!("packets of {} pages, of 1 to {PACKET_PAGES}", options.packet_pages);
         return Err(MigrateError::Protocol(why));
     }
-    for channel in &channels {
+    Ok(channels.into_iter().map(Arc::new).collect())
+}
+
+/// The destination may take nothing for `patience` on any of these channels.
+pub(crate) fn set_patience<'a>(
+    channels: impl IntoIterator<Item = &'a Arc<Channel>>,
+    patience: Duration,
+) -> Result<(), MigrateError> {
+    for channel in channels {
         channel.set_timeouts(None, Some(patience))?;
     }
-    Ok(channels.into_iter().map(Arc::new).collect())
+    Ok(())
 }
 
 /// How pages go out on the multifd channels.

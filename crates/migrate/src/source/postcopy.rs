@@ -124,8 +124,8 @@ pub struct PostcopySource<'a, S: PageSource + ?Sized> {
     source: &'a S,
     channel: Arc<Channel>,
     open_preempt: Option<OpenPreempt<'a>>,
-    control: &'a Control,
-    progress: &'a Progress,
+    control: Control,
+    progress: Progress,
     options: PostcopyOptions,
     recovering: bool,
     /// Since when the answer to the package's PING is owed, and for how long it may be.
@@ -141,19 +141,19 @@ impl<S: PageSource + ?Sized> std::fmt::Debug for PostcopySource<'_, S> {
 }
 
 impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
-    /// A source that sends `source` over `channel`.
-    pub fn new(source: &'a S, channel: Channel, control: &'a Control, progress: &'a Progress) -> Self {
+    /// A source that sends `source` over `channel`. It keeps clones of the two handles.
+    pub fn new(source: &'a S, channel: Channel, control: &Control, progress: &Progress) -> Self {
         Self::over(source, Arc::new(channel), control, progress)
     }
 
     /// As [`new`](Self::new), over a channel that others know too.
-    pub(crate) fn over(source: &'a S, channel: Arc<Channel>, control: &'a Control, progress: &'a Progress) -> Self {
+    pub(crate) fn over(source: &'a S, channel: Arc<Channel>, control: &Control, progress: &Progress) -> Self {
         Self {
             source,
             channel,
             open_preempt: None,
-            control,
-            progress,
+            control: control.clone(),
+            progress: progress.clone(),
             options: PostcopyOptions::default(),
             recovering: false,
             owed: None,
@@ -228,7 +228,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             source: self.source,
             ledger,
             inbox,
-            progress: self.progress,
+            progress: &self.progress,
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
             unanswered: AtomicU64::new(0),

@@ -66,23 +66,24 @@ const TAKEN: u32 = 5;
 pub struct PrecopySource<'a, S: PageSource + ?Sized> {
     source: &'a S,
     channel: Arc<Channel>,
-    control: &'a Control,
-    progress: &'a Progress,
+    control: Control,
+    progress: Progress,
     options: PrecopyOptions,
     beside: Vec<Arc<Channel>>,
     multifd: MultifdSourceOptions,
 }
 
 impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
-    /// A source that sends `source` over `channel`.
+    /// A source that sends `source` over `channel`. It keeps clones of the two handles.
     pub fn new(
         source: &'a S,
         channel: Channel,
-        control: &'a Control,
-        progress: &'a Progress,
+        control: &Control,
+        progress: &Progress,
         options: PrecopyOptions,
     ) -> Self {
         let (beside, multifd) = (Vec::new(), MultifdSourceOptions::default());
+        let (control, progress) = (control.clone(), progress.clone());
         Self { source, channel: Arc::new(channel), control, progress, options, beside, multifd }
     }
 
@@ -114,7 +115,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             let why = "splicing needs a destination that answers: its answer says that no page is in flight any more";
             return Err(MigrateError::ZeroCopy(why));
         }
-        self.beside = multifd::beside(channels, &options, self.options.patience)?;
+        self.beside = multifd::checked(channels, &options)?;
+        multifd::set_patience(&self.beside, self.options.patience)?;
         self.multifd = options;
         Ok(self)
     }
@@ -236,8 +238,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     fn multifd(&self) -> Multifd<'_, S> {
         Multifd::new(Parts {
             source: self.source,
-            control: self.control,
-            progress: self.progress,
+            control: &self.control,
+            progress: &self.progress,
             options: &self.multifd,
             main: &self.channel,
             channels: &self.beside,
@@ -283,7 +285,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             run.start = piece.end;
             let length = usize::try_from(piece.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
             let contents = buffer.get_mut(..length).unwrap_or_default();
-            wait_for_rate(self.control, || self.control.check())?;
+            wait_for_rate(&self.control, || self.control.check())?;
             self.control.rate().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;
             let (normal, zero) = records.send(block, piece, self.source.stored(block), contents)?;

@@ -125,7 +125,8 @@ impl Case {
                     control.stop(Stop::Cancel);
                 });
             }
-            let outcome = LiveSource::new(&guest.vm, guest.logs(self.log), near, &control, &progress, params)
+            let outcome = LiveSource::new(&guest.vm, guest.logs(self.log), near, &control, &progress)
+                .with_params(params)
                 .fresh(self.fresh)
                 .with_postcopy(if self.postcopy.is_some() { Postcopy::Allowed } else { Postcopy::Off })
                 .with_channels(near_beside, MultifdSourceOptions::default())

@@ -1,6 +1,7 @@
 //! Both ends of a live migration, and a network between them that is cut at random: at most one of them ever runs the VM,
 //! whoever looks at both can tell what to do, and wherever the VM runs in the end it has its memory.
 
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
@@ -27,13 +28,17 @@ fn blocks() -> Vec<BlockOptions> {
     vec![BlockOptions::memfd("ram", PAGES * 4096), BlockOptions::anonymous("rom", 20 * 4096)]
 }
 
-fn leaked<T>(of: T) -> &'static T {
-    Box::leak(Box::new(of))
+/// The VMs of an attempt.
+#[derive(Clone, Copy)]
+struct Vms<'v> {
+    source: &'v TestVm,
+    /// The destination's, if the attempt begins anew.
+    fresh: &'v OnceLock<Vm>,
 }
 
 /// The two ends before an attempt.
 enum Ends<'v> {
-    Whole(DirtyLogs, &'v Vm),
+    Whole(DirtyLogs),
     Broken(Box<Recoverable<'v, TestVm>>, PausedArrival<'v, Vm>, &'v Vm),
 }
 
@@ -62,20 +67,22 @@ impl Case {
     }
 
     fn run(&mut self, tally: &mut Tally) {
-        let source = leaked(TestVm::of(blocks()));
+        let source = &TestVm::of(blocks());
+        let vms: [OnceLock<Vm>; 16] = Default::default();
         let seed = self.number;
         source.fill(0, |page| !random(page ^ seed).is_multiple_of(4));
         source.fill(1, |_| true);
         let (logs, marker) = source.restless_logs(1);
         thread::scope(|scope| {
             source.write_on(scope, marker, seed | 1, Duration::from_micros(30));
-            let mut ends = Ends::Whole(logs, leaked(Vm::of(blocks())));
+            let mut ends = Ends::Whole(logs);
             let mut attempts = 0;
             let arrived = loop {
+                let vms = Vms { source, fresh: &vms[attempts] };
                 attempts += 1;
                 // The last attempts are not disturbed.
                 let limit = if attempts > 5 { u64::MAX } else { self.next(2 << 20) };
-                match self.attempt(source, ends, limit, tally) {
+                match self.attempt(vms, ends, limit, tally) {
                     Ok(vm) => break vm,
                     Err(next) => ends = next,
                 }
@@ -93,13 +100,8 @@ impl Case {
     }
 
     /// One connection: the VM that runs at the destination with all of its memory, or where both ends stand.
-    fn attempt<'v>(
-        &mut self,
-        source: &'v TestVm,
-        ends: Ends<'v>,
-        limit: u64,
-        tally: &mut Tally,
-    ) -> Result<&'v Vm, Ends<'v>> {
+    fn attempt<'v>(&mut self, vms: Vms<'v>, ends: Ends<'v>, limit: u64, tally: &mut Tally) -> Result<&'v Vm, Ends<'v>> {
+        let source = vms.source;
         let coin = self.next(2) == 0;
         let (near, far, relay) = Relay::new();
         let (near_preempt, far_preempt, relay_preempt) = Relay::new();
@@ -137,12 +139,12 @@ impl Case {
                 scope.spawn(move || relay.run(limit));
             }
             let (whole, broken, vm) = match ends {
-                Ends::Whole(logs, vm) => (Some(logs), None, vm),
+                Ends::Whole(logs) => (Some(logs), None, vms.fresh.get_or_init(|| Vm::of(blocks()))),
                 Ends::Broken(recoverable, paused, vm) => (None, Some((recoverable, paused)), vm),
             };
             let (recoverable, paused) = broken.unzip();
             let receiving = scope.spawn(move || {
-                let (control, progress) = (leaked(Control::new()), leaked(Progress::new()));
+                let (control, progress) = (Control::new(), Progress::new());
                 let options = LiveDestinationOptions {
                     patience: Some(Duration::from_secs(10)),
                     ..LiveDestinationOptions::default()
@@ -150,14 +152,14 @@ impl Case {
                 let arrival = match (paused, open_far) {
                     (Some(paused), open) => paused.recover(far, open),
                     (None, Some(open)) => {
-                        LiveDestination::new(vm, far, control, progress, options).with_preempt(open).run()
+                        LiveDestination::new(vm, far, &control, &progress, options).with_preempt(open).run()
                     }
                     (None, None) => {
                         for channel in &far_beside {
                             // Who is cut before it has said who it is has no more to say.
                             let _ = channel.get(&mut [0; INITIAL_LEN]);
                         }
-                        LiveDestination::new(vm, far, control, progress, options)
+                        LiveDestination::new(vm, far, &control, &progress, options)
                             .with_channels(far_beside, MultifdOptions::default())
                             .run()
                     }
@@ -176,7 +178,8 @@ impl Case {
                         patience: Duration::from_secs(10),
                         ..MigrationParams::default()
                     };
-                    let role = LiveSource::new(source, logs, near, &control, &progress, params)
+                    let role = LiveSource::new(source, logs, near, &control, &progress)
+                        .with_params(params)
                         .fresh(true)
                         .with_channels(beside, MultifdSourceOptions::default())
                         .unwrap()
@@ -203,7 +206,6 @@ impl Case {
             (outcome, receiving.join().unwrap(), vm)
         });
         assert!(!(source.runs() && vm.started() > 0), "two run: {outcome:?}, {arrival:?}");
-        let again = || leaked(Vm::of(blocks()));
         match (outcome, arrival) {
             (LiveOutcome::Completed(_), ArrivalOutcome::Running(_)) => Ok(vm),
             // It is done, and the last word about that got lost.
@@ -215,7 +217,7 @@ impl Case {
             (LiveOutcome::Resumed { logs, .. }, ArrivalOutcome::Failed(_) | ArrivalOutcome::Undecided(_)) => {
                 assert!(source.runs() && vm.started() == 0);
                 tally.retried += 1;
-                Err(Ends::Whole(logs.expect("the logs come back"), again()))
+                Err(Ends::Whole(logs.expect("the logs come back")))
             }
             // Nobody has it, and both could: here somebody decides.
             (LiveOutcome::Undecided(undecided), ArrivalOutcome::Undecided(arrived)) => {
@@ -227,13 +229,13 @@ impl Case {
                 }
                 arrived.discard();
                 let logs = undecided.resume().unwrap().expect("the logs come back");
-                Err(Ends::Whole(logs, again()))
+                Err(Ends::Whole(logs))
             }
             (LiveOutcome::Undecided(undecided), ArrivalOutcome::Failed(_)) => {
                 tally.undecided += 1;
                 assert_eq!(vm.started(), 0);
                 let logs = undecided.resume().unwrap().expect("the logs come back");
-                Err(Ends::Whole(logs, again()))
+                Err(Ends::Whole(logs))
             }
             (LiveOutcome::Undecided(undecided), ArrivalOutcome::Paused(paused)) => {
                 tally.recovered += 1;

@@ -106,7 +106,7 @@ fn said(messages: &[ReturnMessage]) -> Vec<u8> {
 /// Sends `first`, waits for as many answers as `asked` has, sends `then` and ends. What was answered, and what came of it.
 fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (Vec<u8>, ArrivalOutcome<'a, Vm>) {
     let (near, far) = pair();
-    let (control, progress): (&Control, &Progress) = (Box::leak(Box::default()), Box::leak(Box::default()));
+    let (control, progress) = (Control::new(), Progress::new());
     let (near, asked) = (&near, said(asked));
     let mut heard = vec![0; asked.len()];
     let outcome = thread::scope(|scope| {
@@ -119,7 +119,7 @@ fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (V
             let _ = near.shutdown(How::Write);
             answers(near)
         });
-        let outcome = LiveDestination::new(vm, far, control, progress, options()).run();
+        let outcome = LiveDestination::new(vm, far, &control, &progress, options()).run();
         (sending.join().unwrap(), outcome)
     });
     heard.extend_from_slice(&outcome.0);

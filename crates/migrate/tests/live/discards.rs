@@ -122,7 +122,7 @@ fn no_discard_is_lost(kind: &str, memory: &str, block: impl Fn() -> BlockOptions
             let (vm, sees) = (&vm, &sees);
             scope.spawn(move || live(vm, sees, seed));
         }
-        let outcome = LiveSource::new(&vm, logs, near, &control, &progress, params).fresh(true).run();
+        let outcome = LiveSource::new(&vm, logs, near, &control, &progress).with_params(params).fresh(true).run();
         vm.over.store(true, Ordering::Relaxed);
         (outcome, receiving.join().unwrap())
     });

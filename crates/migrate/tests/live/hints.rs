@@ -53,8 +53,8 @@ fn receive(vm: &Vm, main: Channel, beside: Vec<Channel>) -> ArrivalOutcome<'_, V
         channel.get(&mut first).unwrap();
         InitialPacket::decode(&first).unwrap();
     }
-    let (control, progress) = (Box::leak(Box::new(Control::new())), Box::leak(Box::new(Progress::new())));
-    LiveDestination::new(vm, main, control, progress, LiveDestinationOptions::default())
+    let (control, progress) = (Control::new(), Progress::new());
+    LiveDestination::new(vm, main, &control, &progress, LiveDestinationOptions::default())
         .with_channels(beside, MultifdOptions::default())
         .run()
 }
@@ -141,7 +141,8 @@ impl Case {
         let (outcome, arrival) = thread::scope(|scope| {
             let receiving = scope.spawn(|| receive(&destination, far, far_beside));
             heap.live(scope, self.seed, Duration::from_micros(random(self.seed | 1) % 30));
-            let outcome = LiveSource::new(&*source, logs, near, &control, &progress, params)
+            let outcome = LiveSource::new(&*source, logs, near, &control, &progress)
+                .with_params(params)
                 .fresh(self.fresh)
                 .with_postcopy(match self.postcopy {
                     _ if self.at_once => Postcopy::AtOnce,
@@ -270,7 +271,8 @@ fn attempt<'v>(
     thread::scope(|scope| {
         let destination = scope.spawn(move || Destination::new(far, trouble).run());
         let progress = Progress::new();
-        let outcome = LiveSource::new(vm, logs, near, control, &progress, params)
+        let outcome = LiveSource::new(vm, logs, near, control, &progress)
+            .with_params(params)
             .fresh(true)
             .with_free_pages(Arc::clone(from) as Arc<dyn FreePages>)
             .run();
@@ -333,7 +335,8 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
         let (control, progress) = (Control::new(), Progress::new());
         let (outcome, arrival) = thread::scope(|scope| {
             let receiving = scope.spawn(|| receive(&destination, far, far_beside));
-            let outcome = LiveSource::new(&source, source.logs().0, near, &control, &progress, params())
+            let outcome = LiveSource::new(&source, source.logs().0, near, &control, &progress)
+                .with_params(params())
                 .fresh(fresh)
                 .with_channels(near_beside, MultifdSourceOptions::default())
                 .unwrap()
@@ -382,7 +385,8 @@ fn zero_at_once(postcopy: Postcopy) {
     let params = MigrationParams { downtime_limit: Duration::ZERO, hint_wait: Duration::from_secs(60), ..params() };
     let (outcome, arrival) = thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&destination, far, Vec::new()));
-        let outcome = LiveSource::new(&source, logs, near, &control, &progress, params)
+        let outcome = LiveSource::new(&source, logs, near, &control, &progress)
+            .with_params(params)
             .with_postcopy(postcopy)
             .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
             .observe(|_| control.start_postcopy())
@@ -489,7 +493,8 @@ fn hints_are_refused_where_nobody_sees_what_the_guest_writes() {
         let (control, progress) = (Control::new(), Progress::new());
         thread::scope(|scope| {
             scope.spawn(move || Destination::new(far, None).run());
-            let source = LiveSource::new(vm, logs, near, &control, &progress, params()).with_postcopy(postcopy);
+            let source =
+                LiveSource::new(vm, logs, near, &control, &progress).with_params(params()).with_postcopy(postcopy);
             let LiveOutcome::Resumed { error, .. } = source.with_free_pages(Arc::clone(&answers) as _).run() else {
                 panic!("it is not refused")
             };

@@ -29,10 +29,6 @@ fn options() -> LiveDestinationOptions {
     LiveDestinationOptions { patience: Some(Duration::from_secs(10)), ..LiveDestinationOptions::default() }
 }
 
-fn leaked<T: Default>() -> &'static T {
-    Box::leak(Box::default())
-}
-
 /// Two thirds of the pages of the first block have contents, and all of the second.
 fn source(pages: u64) -> Memory {
     let mut devices = DeviceSections::new();
@@ -100,7 +96,7 @@ fn a_guest_sees_its_memory_while_it_comes_and_all_of_it_has_come_at_the_end() {
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, seed, 500));
         }
-        let outcome = LiveDestination::new(&vm, far, leaked(), leaked(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
         vm.give_up();
         sending.join().unwrap().unwrap();
         finished(outcome)
@@ -131,7 +127,7 @@ fn requested_pages_come_on_a_channel_of_their_own() {
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, seed, 400));
         }
-        let destination = LiveDestination::new(&vm, far, leaked(), leaked(), options());
+        let destination = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options());
         let outcome = destination.with_preempt(here(far_preempt)).run();
         vm.give_up();
         sending.join().unwrap().unwrap();
@@ -176,7 +172,9 @@ fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_w
                 }
                 let open = meeting.doorkeeper();
                 let outcome = match paused.take() {
-                    None => LiveDestination::new(vm, far, leaked(), leaked(), options()).with_preempt(open).run(),
+                    None => LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options())
+                        .with_preempt(open)
+                        .run(),
                     Some(paused) => limosa_migrate::PausedArrival::recover(paused, far, Some(open)),
                 };
                 assert_eq!(sending.join().unwrap().is_err(), cut);
@@ -210,7 +208,7 @@ fn huge_pages_come_whole_private_ones_and_shared_ones() {
             let sending = scope.spawn(|| run_source(&source, near, &sizes));
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, 5, 100));
-            let outcome = LiveDestination::new(vm, far, leaked(), leaked(), options()).run();
+            let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
             vm.give_up();
             sending.join().unwrap().unwrap();
             finished(outcome)
@@ -229,7 +227,7 @@ fn host_pages_that_differ_are_refused_before_the_vm_is_given_away() {
         let sizes = BTreeMap::from([("block0".to_owned(), 2 << 20)]);
         let source = &source;
         let sending = scope.spawn(move || run_source(source, near, &sizes));
-        let outcome = LiveDestination::new(&vm, far, leaked(), leaked(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
         assert!(matches!(outcome, ArrivalOutcome::Failed(MigrateError::Layout(_))), "{outcome:?}");
         assert!(sending.join().unwrap().is_err());
     });
@@ -243,7 +241,7 @@ fn sections_of_stock_qemu_go_to_the_vmm_as_a_whole() {
     let (near, far) = pair();
     thread::scope(|scope| {
         let sending = scope.spawn(|| run_source(&source, near, &BTreeMap::new()));
-        finished(LiveDestination::new(&vm, far, leaked(), leaked(), options()).run());
+        finished(LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run());
         sending.join().unwrap().unwrap();
     });
     let (sections, _) = model::device_tail();
@@ -258,7 +256,7 @@ fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_hears_of_it() {
     let (near, far) = pair();
     thread::scope(|scope| {
         let sending = scope.spawn(|| run_source(&source, near, &BTreeMap::new()));
-        let outcome = LiveDestination::new(&vm, far, leaked(), leaked(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
         let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("device timer does not take it"), "{error}");
         assert!(sending.join().unwrap().is_err());
@@ -317,7 +315,7 @@ fn a_page_that_comes_again_leaves_what_the_guest_has_written() {
             vm.memory.block(0).unwrap().write(3 * 4096, &[9; PAGE_LEN]).unwrap();
             near.put(&again).unwrap();
         });
-        let outcome = LiveDestination::new(vm, far, leaked(), leaked(), options()).run();
+        let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
         vm.give_up();
         finished(outcome)
     });
@@ -347,7 +345,7 @@ fn a_page_that_another_mapping_has_touched_is_not_taken_for_one_that_has_come() 
             assert_eq!(bytes, [0; PAGE_LEN], "it does not wait");
             near.put(&pages).unwrap();
         });
-        let outcome = LiveDestination::new(vm, far, leaked(), leaked(), options()).run();
+        let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
         vm.give_up();
         outcome
     });
@@ -384,7 +382,7 @@ fn pages_that_were_allocated_and_never_touched_are_waited_for_too() {
             near.put(&pages).unwrap();
             assert_eq!(reading.join().unwrap(), 5);
         });
-        let outcome = LiveDestination::new(vm, far, leaked(), leaked(), options()).run();
+        let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
         vm.give_up();
         finished(outcome)
     });
@@ -400,7 +398,7 @@ fn a_vm_whose_memory_others_map_is_refused_as_soon_as_postcopy_is_announced() {
     thread::scope(|scope| {
         let source = &source;
         let sending = scope.spawn(move || run_source(source, near, &BTreeMap::new()));
-        let outcome = LiveDestination::new(&vm, far, leaked(), leaked(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
         let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("vhost back ends map its memory"), "{error}");
         assert!(sending.join().unwrap().is_err());
@@ -414,7 +412,7 @@ fn a_vm_whose_memory_others_map_is_refused_as_soon_as_postcopy_is_announced() {
             let (control, progress) = (Control::new(), Progress::new());
             PrecopySource::new(source, near, &control, &progress, PrecopyOptions::default()).run()
         });
-        finished_precopy(&LiveDestination::new(&vm, far, leaked(), leaked(), options()).run());
+        finished_precopy(&LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run());
         sending.join().unwrap().unwrap();
     });
     assert_all(&vm, &source);
@@ -433,7 +431,7 @@ fn a_vmm_that_panics_leaves_nobody_waiting() {
         let vm = &vm;
         let receiving = scope.spawn(move || {
             let options = LiveDestinationOptions { patience: None, ..options() };
-            drop(LiveDestination::new(vm, far, leaked(), leaked(), options).run());
+            drop(LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options).run());
         });
         near.put(&first).unwrap();
         // The source hears that it is over, and does not hear that the VM runs.
@@ -481,7 +479,7 @@ fn cut_at_random(seed: u64, preempt: bool) -> Option<u32> {
                 let open = preempt.then(|| here(far_preempt));
                 let outcome = match paused.take() {
                     None => {
-                        let role = LiveDestination::new(vm, far, leaked(), leaked(), options());
+                        let role = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options());
                         match open {
                             Some(open) => role.with_preempt(open).run(),
                             None => role.run(),

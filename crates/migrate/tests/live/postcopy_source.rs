@@ -76,7 +76,8 @@ fn run(case: &Case) {
     let outcome = thread::scope(|scope| {
         scope.spawn(|| receive(far, &landed, false, case.cut, case.seed));
         vm.write_on(scope, marker, case.seed | 1, Duration::from_micros(case.seed % 30));
-        let mut source = LiveSource::new(&vm, logs, near, &control, &progress, params)
+        let mut source = LiveSource::new(&vm, logs, near, &control, &progress)
+            .with_params(params)
             .fresh(case.fresh)
             .with_postcopy(postcopy)
             .observe(|round: &RoundReport| {
@@ -187,7 +188,7 @@ fn postcopy_with_channels_beside_is_refused_before_anything_is_sent() {
     let (logs, _) = vm.logs();
     let ((near, _far), (beside, _)) = (pair(), pair());
     let (control, progress) = (Control::new(), Progress::new());
-    let outcome = LiveSource::new(&vm, logs, near, &control, &progress, MigrationParams::default())
+    let outcome = LiveSource::new(&vm, logs, near, &control, &progress)
         .with_postcopy(Postcopy::Allowed)
         .with_channels(vec![beside], limosa_migrate::MultifdSourceOptions::default())
         .unwrap()

@@ -171,7 +171,8 @@ fn migrate(how: How) -> Option<LiveStats> {
         source.0.write_on(scope, marker, 5 << 40, Duration::from_micros(90));
         let How { compression, packet_pages, .. } = how;
         let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
-        let mut role = LiveSource::new(&source, logs, main, &control, &progress, params)
+        let mut role = LiveSource::new(&source, logs, main, &control, &progress)
+            .with_params(params)
             .fresh(how.fresh)
             .with_channels(pages, options)
             .unwrap()

@@ -125,8 +125,7 @@ impl Case {
                 }
                 let expected = MultifdOptions { compression: self.compression };
                 let (control, progress) = (Control::new(), Progress::new());
-                let (control, progress) = (Box::leak(Box::new(control)), Box::leak(Box::new(progress)));
-                LiveDestination::new(&destination, far, control, progress, LiveDestinationOptions::default())
+                LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default())
                     .with_channels(far_beside, expected)
                     .run()
             });
@@ -136,7 +135,8 @@ impl Case {
                 Some(None) => Postcopy::AtOnce,
                 Some(Some(_)) => Postcopy::Allowed,
             };
-            let outcome = LiveSource::new(&source, logs, near, &control, &progress, params)
+            let outcome = LiveSource::new(&source, logs, near, &control, &progress)
+                .with_params(params)
                 .fresh(self.fresh)
                 .with_postcopy(postcopy)
                 .with_channels(near_beside, options)
@@ -235,7 +235,7 @@ fn channels_that_are_to_send_pages_as_they_are_are_refused_where_pages_are_compr
         let source = TestVm::of(vec![BlockOptions::memfd("ram", 1 << 20)]);
         let (logs, _marker) = source.logs();
         let (control, progress) = (Control::new(), Progress::new());
-        let role = LiveSource::new(&source, logs, pair().0, &control, &progress, MigrationParams::default());
+        let role = LiveSource::new(&source, logs, pair().0, &control, &progress);
         let options = MultifdSourceOptions { compression: Compression::Zstd, ..MultifdSourceOptions::default() };
         let taken = role.with_channels(vec![lending_pair(zero_copy, true).0], options);
         assert_eq!(taken.is_err(), matches!(zero_copy, ZeroCopy::Msg | ZeroCopy::Splice), "{zero_copy}");

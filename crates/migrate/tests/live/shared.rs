@@ -136,7 +136,7 @@ fn migrate(
         if guest.writes {
             source.write_on(scope, marker, 7, Duration::from_micros(20));
         }
-        let mut role = LiveSource::new(source, logs, near, &control, &progress, params).shared_memory(here);
+        let mut role = LiveSource::new(source, logs, near, &control, &progress).with_params(params).shared_memory(here);
         if let Some(free) = guest.free {
             role = role.with_free_pages(free);
         }
@@ -246,7 +246,7 @@ fn shared_memory_and_postcopy_exclude_each_other() {
     let (logs, _) = source.logs();
     let (near, far) = pair();
     let (control, progress) = (Control::new(), Progress::new());
-    let role = LiveSource::new(&source, logs, near, &control, &progress, MigrationParams::default());
+    let role = LiveSource::new(&source, logs, near, &control, &progress);
     let outcome = role.shared_memory(SharedMemory::Passed).with_postcopy(Postcopy::Allowed).run();
     let LiveOutcome::Resumed { error, .. } = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("in postcopy shared memory has to be sent"), "{error}");

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{IncomingVm, MigrationParams, SharedMemory, VmError};
+use limosa_migrate::live::{IncomingVm, SharedMemory, VmError};
 use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::device_sections::OpaqueSection;
@@ -129,7 +129,7 @@ fn a_vm_moves_to_a_qemu_that_has_mapped_its_memory_file() {
     let channel = Channel::connect(&uri, &Options::default()).unwrap();
     let outcome = thread::scope(|scope| {
         source.0.write_on(scope, marker, 3, Duration::from_micros(50));
-        let role = LiveSource::new(&source, logs, channel, &control, &progress, MigrationParams::default());
+        let role = LiveSource::new(&source, logs, channel, &control, &progress);
         let outcome = role.shared_memory(SharedMemory::Mapped).run();
         source.0.over.store(true, Ordering::Relaxed);
         outcome

@@ -60,7 +60,8 @@ impl Attempt {
             destination.says.set(self.says);
             let destination = scope.spawn(move || destination.run());
             let progress = Progress::new();
-            let source = LiveSource::new(vm, logs, near, &self.control, &progress, self.params).fresh(self.fresh);
+            let source =
+                LiveSource::new(vm, logs, near, &self.control, &progress).with_params(self.params).fresh(self.fresh);
             let outcome = source.run();
             (outcome, destination.join().unwrap())
         })
@@ -183,7 +184,8 @@ fn a_page_that_becomes_zero_after_it_was_sent_is_sent_as_zero() {
     let (outcome, arrived) = thread::scope(|scope| {
         let destination = scope.spawn(|| Destination::new(far, None).run());
         let progress = Progress::new();
-        let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress, attempt.params).fresh(true);
+        let source =
+            LiveSource::new(&vm, logs, near, &attempt.control, &progress).with_params(attempt.params).fresh(true);
         // Behind the first round, whose dirty pages were fetched already: seen by the last one.
         let wrote = Mutex::new(false);
         let outcome = source
@@ -335,7 +337,7 @@ fn a_vm_that_was_told_to_stay_stays() {
         thread::scope(|scope| {
             let destination = scope.spawn(|| Destination::new(far, None).run());
             let progress = Progress::new();
-            let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress, attempt.params);
+            let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress).with_params(attempt.params);
             let control = attempt.control.clone();
             let stop = move |round: &RoundReport| {
                 if late == (round.kind == RoundKind::Last) {
@@ -418,7 +420,7 @@ fn a_limit_that_is_changed_while_the_vm_moves_decides() {
         let destination = scope.spawn(|| Destination::new(far, None).run());
         let progress = Progress::new();
         let params = MigrationParams { max_bandwidth: NonZeroU64::new(20 << 20), ..params() };
-        let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress, params);
+        let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress).with_params(params);
         let change = |round: &RoundReport| {
             // What came through is what is reckoned with, not what the socket's buffer took at a time.
             assert!(round.bandwidth.unwrap() < 40 << 20, "{round:?}");

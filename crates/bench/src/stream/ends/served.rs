@@ -193,7 +193,7 @@ impl Still {
             hint_wait: LIMIT,
             ..Default::default()
         };
-        let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &control, &progress, params);
+        let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &control, &progress).with_params(params);
         let channels = (0..channels).map(|_| connect(zero_copy)).collect::<Result<Vec<_>, _>>()?;
         let multifd = MultifdSourceOptions::default();
         let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };

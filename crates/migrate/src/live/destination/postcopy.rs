@@ -105,7 +105,7 @@ pub(super) struct Live<'a> {
     /// Host pages, by block and first page, that one of the channels has in hand or has placed.
     claimed: Vec<AtomicPageBitmap>,
     start: StreamStart,
-    progress: &'a Progress,
+    progress: Progress,
     patience: Option<Duration>,
     received: DestinationStats,
     recoveries: u32,
@@ -129,15 +129,15 @@ pub(super) struct Role<'a, V: IncomingVm + ?Sized> {
     pub(super) faults: FaultHandler,
     /// Where the channel for requested pages comes in, if there is to be one.
     pub(super) door: Option<Door>,
-    pub(super) control: &'a Control,
-    pub(super) progress: &'a Progress,
+    pub(super) control: Control,
+    pub(super) progress: Progress,
     pub(super) patience: Option<Duration>,
     pub(super) max_device_state: u64,
 }
 
 /// Takes over a stream at its package.
 pub(super) fn run<'a, V: IncomingVm + ?Sized>(role: Role<'a, V>, switched: Switched) -> ArrivalOutcome<'a, V> {
-    let (control, channel) = (role.control, Arc::clone(&switched.channel));
+    let (control, channel) = (role.control.clone(), Arc::clone(&switched.channel));
     let outcome = begin(role, switched);
     control.unwatch();
     match outcome {
@@ -169,7 +169,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let (package, rest) = take_package(&channel, arrived, length)?;
     let begun = Instant::now();
     let package = package::read(&package)?;
-    let preempt = door.map(|door| door.take(control, patience)).transpose()?;
+    let preempt = door.map(|door| door.take(&control, patience)).transpose()?;
     if let Err(error) = ram.seal(&mut faults) {
         // Nobody will bring what is missing already, and another attempt must not wait for it.
         faults.abandon();
@@ -206,7 +206,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     });
     let failure = connection.failure();
     if life.is_running() {
-        return Ok(settle(vm, Box::new(live), control, followed));
+        return Ok(settle(vm, Box::new(live), &control, followed));
     }
     Err(followed.err().or(failure).unwrap_or_else(|| MigrateError::Protocol("the VM was not started".into())))
 }

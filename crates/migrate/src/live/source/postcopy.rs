@@ -104,9 +104,8 @@ impl<'v, V: LiveVm + ?Sized> Engine<'_, 'v, V> {
         let handed = self.standing.given_flag();
         let switch = Switch { inbox: self.inbox, already: &already, discards, handed: &handed };
         let options = options(self.params.patience, self.switch.page_sizes);
-        let open = self.switch.open_preempt.take();
-        let done =
-            source(guest, Arc::clone(self.channel), self.control, self.progress, options, open).switch(switch)?;
+        let source = PostcopySource::over(guest, Arc::clone(self.channel), self.control, self.progress);
+        let done = preempted(source.with_options(options), self.switch.open_preempt.take()).switch(switch)?;
         self.stats.postcopy = Some(done);
         Ok(())
     }
@@ -116,15 +115,11 @@ fn options(patience: std::time::Duration, page_sizes: &BTreeMap<String, u64>) ->
     PostcopyOptions { patience, page_sizes: page_sizes.clone(), ..PostcopyOptions::default() }
 }
 
-fn source<'s, 'v>(
-    guest: &'s GuestSource<'v>,
-    channel: Arc<Channel>,
-    control: &'s Control,
-    progress: &'s Progress,
-    options: PostcopyOptions,
+/// The same, with a preempt channel if there is one.
+fn preempted<'s, 'v>(
+    source: PostcopySource<'s, GuestSource<'v>>,
     open_preempt: Option<OpenPreempt<'s>>,
 ) -> PostcopySource<'s, GuestSource<'v>> {
-    let source = PostcopySource::over(guest, channel, control, progress).with_options(options);
     match open_preempt {
         Some(open) => source.with_preempt(open),
         None => source,
@@ -143,7 +138,8 @@ impl<V: LiveVm + ?Sized> Recoverable<'_, V> {
         channel.set_timeouts(None, Some(self.patience))?;
         control.set_max_bandwidth(self.max_bandwidth);
         let options = options(self.patience, &self.page_sizes);
-        source(&self.guest, Arc::new(channel), control, progress, options, open_preempt).recover()
+        let source = PostcopySource::new(&self.guest, channel, control, progress).with_options(options);
+        preempted(source, open_preempt).recover()
     }
 }
 
