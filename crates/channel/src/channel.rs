@@ -17,8 +17,8 @@ use rustix::net::{self, AddressFamily, RecvFlags, SocketFlags, SocketType, socko
 
 use crate::counters::Counters;
 use crate::descriptor::{self, Kind};
+use crate::direction::{Direction, Stop, Transfer};
 use crate::error::{ChannelError, Operation};
-use crate::lane::{Lane, Stop};
 use crate::options::Options;
 use crate::passed::PASSED_MAX;
 use crate::rate::RateLimit;
@@ -52,17 +52,17 @@ pub enum How {
 #[derive(Debug)]
 pub struct Channel {
     transport: Transport,
-    shared: Arc<Shared>,
+    state: Arc<ChannelState>,
 }
 
 /// What all clones of a channel have in common.
 #[derive(Debug)]
-struct Shared {
+struct ChannelState {
     peer: Arc<str>,
     rate: RateLimit,
     get_rate: RateLimit,
-    get: Lane,
-    put: Lane,
+    get: Direction,
+    put: Direction,
     lender: Lender,
 }
 
@@ -172,15 +172,15 @@ impl Channel {
             }
             Refusal::Failed(source) => ChannelError::setup(Operation::Configure, Arc::clone(&peer), source),
         })?;
-        let shared = Shared {
+        let state = ChannelState {
             lender,
             peer,
             rate: options.rate.clone().unwrap_or_default(),
             get_rate: options.get_rate.clone().unwrap_or_default(),
-            get: Lane::new(PollFlags::IN, wake_get),
-            put: Lane::new(PollFlags::OUT, wake_put),
+            get: Direction::new(PollFlags::IN, wake_get),
+            put: Direction::new(PollFlags::OUT, wake_put),
         };
-        let channel = Self { transport, shared: Arc::new(shared) };
+        let channel = Self { transport, state: Arc::new(state) };
         channel.set_buffers(options.send_buffer, options.receive_buffer)?;
         channel.set_timeouts(options.read_timeout, options.write_timeout)?;
         Ok(channel)
@@ -193,7 +193,7 @@ impl Channel {
     /// If the kernel has no descriptors left.
     pub fn try_clone(&self) -> Result<Self> {
         let transport = self.transport.try_clone().map_err(|e| self.failed(Operation::Configure, e))?;
-        Ok(Self { transport, shared: Arc::clone(&self.shared) })
+        Ok(Self { transport, state: Arc::clone(&self.state) })
     }
 
     /// Writes all of `bytes`.
@@ -236,9 +236,8 @@ impl Channel {
     /// As [`put_vector`](Self::put_vector); [`ChannelError::Unsupported`], before a byte has moved, if the channel is no
     /// unix socket, there is no byte to pass them with, or they are more than 253.
     pub fn put_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        let unsupported = |why| {
-            Err(ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.shared.peer), why })
-        };
+        let unsupported =
+            |why| Err(ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.state.peer), why });
         if !self.passes_descriptors() {
             return unsupported("descriptors can be passed only over a unix socket");
         }
@@ -333,12 +332,12 @@ impl Channel {
     /// before; [`ChannelError::Unsupported`], before a byte has moved, if the kernel cannot send this file over this
     /// channel: then it has to be read.
     pub fn put_file(&self, file: impl AsFd, offset: u64, length: u64) -> Result<()> {
-        let before = self.shared.put.side.bytes();
-        let put = self.shared.put.put_file(&self.transport, &self.shared.rate, file.as_fd(), offset, length);
+        let before = self.state.put.counters.bytes();
+        let put = self.output().put_file(file.as_fd(), offset, length);
         put.map_err(|stop| match stop {
-            Stop::Failed(error) if before == self.shared.put.side.bytes() && cannot_send(&error) => {
+            Stop::Failed(error) if before == self.state.put.counters.bytes() && cannot_send(&error) => {
                 let why = "the kernel cannot send this file over it without reading it";
-                ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.shared.peer), why }
+                ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.state.peer), why }
             }
             stop => self.explain(Operation::Put, stop),
         })
@@ -389,10 +388,7 @@ impl Channel {
     /// # Errors
     /// As `get_some`.
     pub fn get_some_vector(&self, list: &mut [IoSliceMut<'_>]) -> Result<usize> {
-        self.shared
-            .get
-            .get_some(&self.transport, &self.shared.get_rate, &mut Cursor::scatter(list))
-            .map_err(|stop| self.explain(Operation::Get, stop))
+        self.input().get_some(&mut Cursor::scatter(list)).map_err(|stop| self.explain(Operation::Get, stop))
     }
 
     /// Copies the first bytes that have arrived, without taking them and without waiting: how many, 0 at the end of the
@@ -408,7 +404,7 @@ impl Channel {
         }
         let Transport::Socket(socket, _) = &self.transport else {
             let why = "what is no socket cannot be looked into before it is read";
-            return Err(ChannelError::Unsupported { operation: Operation::Get, peer: self.shared.peer.clone(), why });
+            return Err(ChannelError::Unsupported { operation: Operation::Get, peer: self.state.peer.clone(), why });
         };
         loop {
             match net::recv(socket, &mut *bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
@@ -420,19 +416,27 @@ impl Channel {
         }
     }
 
+    fn output(&self) -> Transfer<'_> {
+        Transfer { direction: &self.state.put, transport: &self.transport, rate: &self.state.rate }
+    }
+
+    fn input(&self) -> Transfer<'_> {
+        Transfer { direction: &self.state.get, transport: &self.transport, rate: &self.state.get_rate }
+    }
+
     fn put_all(&self, mut gather: Cursor<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        let put = self.shared.put.put(&self.transport, &self.shared.rate, &mut gather, descriptors);
+        let put = self.output().put(&mut gather, descriptors);
         put.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
     pub(crate) fn put_lent(&self, cursors: [&mut Cursor<'_, Out>; 3], reused: bool) -> Result<()> {
-        let put = self.shared.lender.put(&self.shared.put, &self.transport, &self.shared.rate, cursors, reused);
+        let put = self.state.lender.put(self.output(), cursors, reused);
         put.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
     pub(crate) fn flush_lent(&self) -> Result<()> {
-        let given_up = || self.shared.put.is_shut() && self.shared.get.is_shut();
-        let flushed = self.shared.lender.flush(&self.shared.put, &self.transport, given_up);
+        let given_up = || self.state.put.is_shut() && self.state.get.is_shut();
+        let flushed = self.state.lender.flush(self.output(), given_up);
         flushed.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
@@ -444,21 +448,21 @@ impl Channel {
     }
 
     pub(crate) fn abort_lent(&self) {
-        self.shared.lender.abort(&self.transport);
+        self.state.lender.abort(&self.transport);
     }
 
     /// How pages were wanted to leave when the channel was made ([`Options::zero_copy`]).
     pub fn zero_copy_wanted(&self) -> ZeroCopy {
-        self.shared.lender.setting()
+        self.state.lender.setting()
     }
 
     /// How pages that are lent leave now: [`Off`](ZeroCopy::Off) where they are copied, never [`Auto`](ZeroCopy::Auto).
     pub fn zero_copy(&self) -> ZeroCopy {
-        self.shared.lender.method()
+        self.state.lender.method()
     }
 
     fn get_all(&self, mut scatter: Cursor<'_, In>) -> Result<()> {
-        let got = self.shared.get.get(&self.transport, &self.shared.get_rate, &mut scatter);
+        let got = self.input().get(&mut scatter);
         got.map_err(|stop| self.explain(Operation::Get, stop))
     }
 
@@ -473,18 +477,18 @@ impl Channel {
         let (read, write) = (how != How::Write, how != How::Read);
         let mark = || -> io::Result<()> {
             if read {
-                self.shared.get.shut()?;
-                self.shared.get_rate.wake();
+                self.state.get.shut()?;
+                self.state.get_rate.wake();
             }
             if write {
-                self.shared.put.shut()?;
-                self.shared.rate.wake();
+                self.state.put.shut()?;
+                self.state.rate.wake();
             }
             if let Transport::Tls(session) = &self.transport {
                 match how {
-                    How::Read => session.listen_no_more(),
+                    How::Read => session.stop_receiving(),
                     // Somebody has more to say.
-                    How::Write if self.shared.put.is_amid() => session.give_up(),
+                    How::Write if self.state.put.is_amid() => session.give_up(),
                     How::Write => session.close(),
                     How::Both => session.give_up(),
                 }
@@ -513,8 +517,8 @@ impl Channel {
     /// # Errors
     /// If the kernel refuses.
     pub fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) -> Result<()> {
-        for (lane, id, time) in
-            [(&self.shared.get, sockopt::Timeout::Recv, read), (&self.shared.put, sockopt::Timeout::Send, write)]
+        for (direction, id, time) in
+            [(&self.state.get, sockopt::Timeout::Recv, read), (&self.state.put, sockopt::Timeout::Send, write)]
         {
             // Zero would mean for ever to the kernel.
             let time = time.map(|time| time.max(Duration::from_millis(1)));
@@ -522,7 +526,7 @@ impl Channel {
                 sockopt::set_socket_timeout(socket, id, time)
                     .map_err(|e| self.failed(Operation::Configure, e.into()))?;
             }
-            lane.set_timeout(time);
+            direction.set_timeout(time);
         }
         Ok(())
     }
@@ -569,12 +573,12 @@ impl Channel {
 
     /// The rate limit of puts; a handle to change it while the channel is in use.
     pub fn rate(&self) -> RateLimit {
-        self.shared.rate.clone()
+        self.state.rate.clone()
     }
 
     /// What this channel and its clones did so far.
     pub fn counters(&self) -> Counters {
-        let mut counters = Counters::of(&self.shared.put.side, &self.shared.get.side);
+        let mut counters = Counters::of(&self.state.put.counters, &self.state.get.counters);
         if let Transport::Tls(session) = &self.transport
             && let Some(by_kernel) = session.by_kernel()
         {
@@ -585,13 +589,13 @@ impl Channel {
 
     /// The other end, for messages.
     pub fn peer(&self) -> &str {
-        &self.shared.peer
+        &self.state.peer
     }
 
     fn explain(&self, operation: Operation, stop: Stop) -> ChannelError {
-        let peer = Arc::clone(&self.shared.peer);
-        let lane = if operation == Operation::Put { &self.shared.put } else { &self.shared.get };
-        let offset = lane.side.bytes();
+        let peer = Arc::clone(&self.state.peer);
+        let direction = if operation == Operation::Put { &self.state.put } else { &self.state.get };
+        let offset = direction.counters.bytes();
         match stop {
             Stop::TimedOut(after) => ChannelError::TimedOut { operation, peer, offset: Some(offset), after },
             Stop::ShutDown => ChannelError::ShutDown { operation, peer, offset },
@@ -614,11 +618,11 @@ impl Channel {
 
     /// Whether a direction was shut down on this side.
     fn is_shut(&self) -> bool {
-        self.shared.get.is_shut() || self.shared.put.is_shut()
+        self.state.get.is_shut() || self.state.put.is_shut()
     }
 
     fn failed(&self, operation: Operation, source: io::Error) -> ChannelError {
-        ChannelError::setup(operation, Arc::clone(&self.shared.peer), source)
+        ChannelError::setup(operation, Arc::clone(&self.state.peer), source)
     }
 }
 

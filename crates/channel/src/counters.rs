@@ -50,7 +50,7 @@ pub struct Counters {
 /// One direction's counters. 128 bytes: processors fetch cache lines in pairs.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct Side {
+pub(crate) struct DirectionCounters {
     calls: AtomicU64,
     bytes: AtomicU64,
     partial: AtomicU64,
@@ -65,7 +65,7 @@ pub(crate) struct Side {
     starved: AtomicU64,
 }
 
-impl Side {
+impl DirectionCounters {
     pub(crate) fn called(&self) {
         self.calls.fetch_add(1, Relaxed);
     }
@@ -126,18 +126,20 @@ fn nanoseconds(time: Duration) -> u64 {
 
 impl Counters {
     /// The two directions as they are now; fields counted by both are summed up.
-    pub(crate) fn of(out: &Side, inward: &Side) -> Self {
-        let both = |field: fn(&Side) -> &AtomicU64| field(out).load(Relaxed).wrapping_add(field(inward).load(Relaxed));
+    pub(crate) fn of(out: &DirectionCounters, inward: &DirectionCounters) -> Self {
+        let both = |field: fn(&DirectionCounters) -> &AtomicU64| {
+            field(out).load(Relaxed).wrapping_add(field(inward).load(Relaxed))
+        };
         Self {
             calls_out: out.calls.load(Relaxed),
             calls_in: inward.calls.load(Relaxed),
             bytes_out: out.bytes(),
             bytes_in: inward.bytes(),
-            partial: both(|side| &side.partial),
-            interrupted: both(|side| &side.interrupted),
-            waits: both(|side| &side.waits),
-            waited_ns: both(|side| &side.waited_ns),
-            throttled_ns: both(|side| &side.throttled_ns),
+            partial: both(|counters| &counters.partial),
+            interrupted: both(|counters| &counters.interrupted),
+            waits: both(|counters| &counters.waits),
+            waited_ns: both(|counters| &counters.waited_ns),
+            throttled_ns: both(|counters| &counters.throttled_ns),
             spliced: out.spliced.load(Relaxed),
             lent: out.lent.load(Relaxed),
             lent_completed: out.completed.load(Relaxed),
@@ -180,12 +182,12 @@ mod tests {
 
     #[test]
     fn the_directions_share_no_cache_line() {
-        assert_eq!((align_of::<Side>(), size_of::<Side>() % 128), (128, 0));
+        assert_eq!((align_of::<DirectionCounters>(), size_of::<DirectionCounters>() % 128), (128, 0));
     }
 
     #[test]
     fn only_an_incomplete_transfer_counts_as_partial() {
-        let (out, inward) = (Side::default(), Side::default());
+        let (out, inward) = (DirectionCounters::default(), DirectionCounters::default());
         out.moved(0, 10);
         out.moved(10, 10);
         inward.moved(3, 10);

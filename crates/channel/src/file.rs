@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::sync::Arc;
 
-use crate::counters::{Counters, Side};
+use crate::counters::{Counters, DirectionCounters};
 use crate::error::{ChannelError, Operation};
 use crate::transport;
 use crate::uri::Uri;
@@ -45,8 +45,8 @@ pub struct FileChannel {
     file: File,
     base: u64,
     name: Arc<str>,
-    out: Side,
-    inward: Side,
+    output: DirectionCounters,
+    input: DirectionCounters,
 }
 
 impl FileChannel {
@@ -77,14 +77,14 @@ impl FileChannel {
         if !kind.is_file() && !kind.is_block_device() {
             return Err(unsupported("it has no offsets; a regular file or a block device is needed"));
         }
-        Ok(Self { file, base, name, out: Side::default(), inward: Side::default() })
+        Ok(Self { file, base, name, output: DirectionCounters::default(), input: DirectionCounters::default() })
     }
 
     /// A channel over an open file; offset 0 is the file's byte `base`.
     pub fn from_file(file: File, base: u64) -> Self {
         use std::os::fd::AsRawFd;
         let name = format!("the file on descriptor {}", file.as_raw_fd()).into();
-        Self { file, base, name, out: Side::default(), inward: Side::default() }
+        Self { file, base, name, output: DirectionCounters::default(), input: DirectionCounters::default() }
     }
 
     /// Writes all of `bytes` at `offset`.
@@ -147,18 +147,18 @@ impl FileChannel {
     }
 
     fn put_all(&self, mut gather: Cursor<'_, Out>, offset: u64) -> Result<()> {
-        let (operation, side) = (Operation::Put, &self.out);
+        let (operation, counters) = (Operation::Put, &self.output);
         let mut position = self.position(operation, offset)?;
         while let Some(batch) = gather.batch(usize::MAX) {
-            side.called();
+            counters.called();
             match transport::put_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
                 Ok(0) => return Err(self.failed(operation, position, io::ErrorKind::WriteZero.into())),
                 Ok(moved) => {
-                    side.moved(moved, batch.bytes());
+                    counters.moved(moved, batch.bytes());
                     position = position.saturating_add(moved as u64);
                     gather.advance(moved);
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => side.interrupted(),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => counters.interrupted(),
                 Err(error) => return Err(self.failed(operation, position, error)),
             }
         }
@@ -166,11 +166,11 @@ impl FileChannel {
     }
 
     fn get_all(&self, mut scatter: Cursor<'_, In>, offset: u64) -> Result<()> {
-        let (operation, side) = (Operation::Get, &self.inward);
+        let (operation, counters) = (Operation::Get, &self.input);
         let begin = self.position(operation, offset)?;
         let mut position = begin;
         while let Some(batch) = scatter.batch(usize::MAX) {
-            side.called();
+            counters.called();
             match transport::get_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
                 Ok(0) => {
                     let got = position - begin;
@@ -179,11 +179,11 @@ impl FileChannel {
                     return Err(ChannelError::Closed { operation, peer, offset: position, got, wanted });
                 }
                 Ok(moved) => {
-                    side.moved(moved, batch.bytes());
+                    counters.moved(moved, batch.bytes());
                     position = position.saturating_add(moved as u64);
                     scatter.advance(moved);
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => side.interrupted(),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => counters.interrupted(),
                 Err(error) => return Err(self.failed(operation, position, error)),
             }
         }
@@ -216,7 +216,7 @@ impl FileChannel {
 
     /// What this channel did so far.
     pub fn counters(&self) -> Counters {
-        Counters::of(&self.out, &self.inward)
+        Counters::of(&self.output, &self.input)
     }
 
     /// The file's name, for messages.

@@ -34,11 +34,11 @@ const PAUSE_MAX: Duration = Duration::from_secs(3600);
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct RateLimit {
-    shared: Arc<Shared>,
+    limiter: Arc<Limiter>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct Limiter {
     /// Bytes per second; 0 is no limit. Written under the bucket's lock, read without it where there is no limit.
     rate: AtomicU64,
     bucket: Mutex<Bucket>,
@@ -58,18 +58,18 @@ impl RateLimit {
         let rate = bytes_per_second.map_or(0, NonZeroU64::get);
         let mut bucket = self.bucket();
         let now = Instant::now();
-        match self.shared.rate.load(Ordering::Relaxed) {
+        match self.limiter.rate.load(Ordering::Relaxed) {
             0 => *bucket = Bucket { tokens: 0, filled: Some(now) },
             old => bucket.fill(old, now),
         }
-        self.shared.rate.store(rate, Ordering::Relaxed);
+        self.limiter.rate.store(rate, Ordering::Relaxed);
         drop(bucket);
-        self.shared.changed.notify_all();
+        self.limiter.changed.notify_all();
     }
 
     /// The limit in bytes per second.
     pub fn get(&self) -> Option<NonZeroU64> {
-        NonZeroU64::new(self.shared.rate.load(Ordering::Relaxed))
+        NonZeroU64::new(self.limiter.rate.load(Ordering::Relaxed))
     }
 
     /// Waits until `bytes` may go, and returns how long that took. Without a limit this is one relaxed load.
@@ -96,7 +96,7 @@ impl RateLimit {
 
     /// As `take`, but gives up (`None`) when `cancelled` becomes true and [`wake`](Self::wake) is called.
     pub(crate) fn take_unless(&self, bytes: u64, cancelled: &AtomicBool) -> Option<Duration> {
-        if self.shared.rate.load(Ordering::Relaxed) == 0 {
+        if self.limiter.rate.load(Ordering::Relaxed) == 0 {
             return Some(Duration::ZERO);
         }
         let mut began = None;
@@ -105,7 +105,7 @@ impl RateLimit {
             if cancelled.load(Ordering::Acquire) {
                 return None;
             }
-            let rate = self.shared.rate.load(Ordering::Relaxed);
+            let rate = self.limiter.rate.load(Ordering::Relaxed);
             let now = Instant::now();
             let waited = now - *began.get_or_insert(now);
             if rate == 0 {
@@ -116,7 +116,7 @@ impl RateLimit {
                 return Some(waited);
             }
             let pause = bucket.pause(rate).min(PAUSE_MAX);
-            bucket = self.shared.changed.wait_timeout(bucket, pause).unwrap_or_else(PoisonError::into_inner).0;
+            bucket = self.limiter.changed.wait_timeout(bucket, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -124,7 +124,7 @@ impl RateLimit {
     pub(crate) fn wake(&self) {
         // Under the lock, or a waiter between its look and its wait would miss it.
         drop(self.bucket());
-        self.shared.changed.notify_all();
+        self.limiter.changed.notify_all();
     }
 
     /// How many bytes one call should carry at most, so that the rate is even; no bound without a limit.
@@ -142,7 +142,7 @@ impl RateLimit {
 
     fn bucket(&self) -> MutexGuard<'_, Bucket> {
         // No code panics while it holds the lock, and a bucket is valid whatever its numbers are.
-        self.shared.bucket.lock().unwrap_or_else(PoisonError::into_inner)
+        self.limiter.bucket.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -22,21 +22,21 @@ use crate::listener::Listener;
 use crate::tls::TlsFailure;
 
 /// Connections that may wait until they have shaken hands.
-const ROW: usize = 64;
+const PENDING_MAX: usize = 64;
 /// Connections that are accepted before it is looked whether the time is over.
 const AT_ONCE: usize = 256;
-/// Reasons that are told.
-const REASONS: usize = 16;
+/// The most lines that are logged.
+const REFUSALS_MAX: usize = 16;
 
 /// Lines that are told once each, and a few of them only: whoever connects again and again, and is refused for one reason or for
 /// many, does not fill a log.
 #[derive(Debug, Default)]
-pub struct Reasons(Vec<String>);
+pub struct RefusalLog(Vec<String>);
 
-impl Reasons {
+impl RefusalLog {
     /// Whether this one is to be told.
     pub fn is_new(&mut self, line: &str) -> bool {
-        let new = self.0.len() < REASONS && self.0.iter().all(|told| told != line);
+        let new = self.0.len() < REFUSALS_MAX && self.0.iter().all(|told| told != line);
         if new {
             self.0.push(line.to_owned());
         }
@@ -45,32 +45,35 @@ impl Reasons {
 }
 
 /// Hears in a line why a connection was turned away.
-type Tell<'a> = Box<dyn FnMut(&str) + Send + 'a>;
+type Report<'a> = Box<dyn FnMut(&str) + Send + 'a>;
 
 /// Waits on a listener for a peer that is trusted.
 pub struct Reception<'a> {
     listener: &'a Listener,
-    row: VecDeque<Channel>,
-    reasons: Reasons,
-    tell: Option<Tell<'a>>,
+    pending: VecDeque<Channel>,
+    refusals: RefusalLog,
+    report: Option<Report<'a>>,
 }
 
 impl fmt::Debug for Reception<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reception").field("listener", &self.listener).field("row", &self.row).finish_non_exhaustive()
+        f.debug_struct("Reception")
+            .field("listener", &self.listener)
+            .field("pending", &self.pending)
+            .finish_non_exhaustive()
     }
 }
 
 impl<'a> Reception<'a> {
     /// One that has met nobody yet.
     pub fn new(listener: &'a Listener) -> Self {
-        Self { listener, row: VecDeque::new(), reasons: Reasons::default(), tell: None }
+        Self { listener, pending: VecDeque::new(), refusals: RefusalLog::default(), report: None }
     }
 
     /// Has `tell` hear why a connection was turned away that did not come through the TLS handshake. It hears the same once.
     #[must_use]
-    pub fn on_refusal(mut self, tell: impl FnMut(&str) + Send + 'a) -> Self {
-        self.tell = Some(Box::new(tell));
+    pub fn on_refusal(mut self, report: impl FnMut(&str) + Send + 'a) -> Self {
+        self.report = Some(Box::new(report));
         self
     }
 
@@ -120,27 +123,27 @@ impl<'a> Reception<'a> {
             if !channel.is_encrypted() {
                 return Ok(Some(channel));
             }
-            if self.row.len() >= ROW {
+            if self.pending.len() >= PENDING_MAX {
                 // It may have come through since it was last looked at.
                 if let Some(channel) = self.look() {
                     return Ok(Some(channel));
                 }
-                if self.row.len() >= ROW {
-                    self.row.pop_front();
+                if self.pending.len() >= PENDING_MAX {
+                    self.pending.pop_front();
                 }
             }
-            self.row.push_back(channel);
+            self.pending.push_back(channel);
         }
         Ok(None)
     }
 
     /// Looks at those in the row: one that has come through.
     fn look(&mut self) -> Option<Channel> {
-        for _ in 0..self.row.len() {
-            let channel = self.row.pop_front()?;
+        for _ in 0..self.pending.len() {
+            let channel = self.pending.pop_front()?;
             match is_in(&channel) {
                 Ok(true) => return Some(channel),
-                Ok(false) => self.row.push_back(channel),
+                Ok(false) => self.pending.push_back(channel),
                 Err(error) => self.refuse(&error),
             }
         }
@@ -153,14 +156,14 @@ impl<'a> Reception<'a> {
             return;
         }
         let why = error.to_string();
-        if let Some(tell) = self.tell.as_mut().filter(|_| self.reasons.is_new(&why)) {
-            tell(&why);
+        if let Some(report) = self.report.as_mut().filter(|_| self.refusals.is_new(&why)) {
+            report(&why);
         }
     }
 
     /// Waits until somebody connects, or one of the row says something.
     fn wait(&self, rest: Duration) -> Result<(), ChannelError> {
-        let fds = self.listener.socket().into_iter().chain(self.row.iter().map(Channel::as_fd));
+        let fds = self.listener.socket().into_iter().chain(self.pending.iter().map(Channel::as_fd));
         let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         match poll(&mut polled, Timespec::try_from(rest).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),

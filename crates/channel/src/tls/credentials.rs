@@ -42,7 +42,7 @@ const FILE_MAX: u64 = 4 << 20;
 /// What a channel needs to be encrypted: who this end is, and whom it trusts. Cheap to clone.
 #[derive(Clone)]
 pub struct Tls {
-    pub(super) side: Side,
+    pub(super) role: Role,
     /// The file with the authorities, for messages.
     pub(super) authorities: Arc<str>,
     pub(super) kernel: KernelTls,
@@ -51,7 +51,7 @@ pub struct Tls {
 }
 
 #[derive(Clone)]
-pub(super) enum Side {
+pub(super) enum Role {
     Client { config: Arc<ClientConfig>, name: Option<ServerName<'static>>, deferred: bool },
     Server(Arc<ServerConfig>),
 }
@@ -92,8 +92,8 @@ impl Tls {
         };
         config.resumption = Resumption::disabled();
         config.enable_secret_extraction = true;
-        let side = Side::Client { config: Arc::new(config), name: name.transpose()?, deferred: false };
-        Ok(Self::of(side, folder))
+        let role = Role::Client { config: Arc::new(config), name: name.transpose()?, deferred: false };
+        Ok(Self::of(role, folder))
     }
 
     /// The end that is connected to: QEMU's `endpoint=server`. With `verify_peer`, QEMU's default, a client has to show a
@@ -133,12 +133,12 @@ impl Tls {
         // Nobody comes back to a channel of a migration.
         config.send_tls13_tickets = 0;
         config.enable_secret_extraction = true;
-        Ok(Self::of(Side::Server(Arc::new(config)), folder))
+        Ok(Self::of(Role::Server(Arc::new(config)), folder))
     }
 
-    fn of(side: Side, folder: Folder<'_>) -> Self {
+    fn of(role: Role, folder: Folder<'_>) -> Self {
         let authorities = folder.file(AUTHORITIES).to_string_lossy().into();
-        Self { side, authorities, kernel: KernelTls::default(), renewed_after: u64::MAX }
+        Self { role, authorities, kernel: KernelTls::default(), renewed_after: u64::MAX }
     }
 
     /// The same, with records sealed and opened [by the kernel](KernelTls) or not.
@@ -158,7 +158,7 @@ impl Tls {
     /// for what each channel beside the main one has to say before it looks at the next.
     #[must_use]
     pub fn deferred(mut self) -> Self {
-        if let Side::Client { deferred, .. } = &mut self.side {
+        if let Role::Client { deferred, .. } = &mut self.role {
             *deferred = true;
         }
         self
@@ -167,7 +167,7 @@ impl Tls {
     /// The same, for a client that is to reach this host, unless it was said whom to expect.
     pub(crate) fn to_host(&self, host: &str) -> Self {
         let mut this = self.clone();
-        if let Side::Client { name, .. } = &mut this.side
+        if let Role::Client { name, .. } = &mut this.role
             && name.is_none()
         {
             *name = server_name(host);
@@ -177,12 +177,12 @@ impl Tls {
 
     /// Whether this end begins: a server waits until it is spoken to.
     pub(crate) fn is_client(&self) -> bool {
-        matches!(self.side, Side::Client { .. })
+        matches!(self.role, Role::Client { .. })
     }
 
     /// Whether both ends are to know each other before the channel is there.
     pub(super) fn is_eager(&self) -> bool {
-        matches!(self.side, Side::Client { deferred: false, .. })
+        matches!(self.role, Role::Client { deferred: false, .. })
     }
 
     /// Whether the kernel is wanted that has no TLS.
@@ -192,7 +192,7 @@ impl Tls {
 
     /// Whether it is known whom to expect, where that has to be.
     pub(crate) fn knows_its_peer(&self) -> bool {
-        !matches!(self.side, Side::Client { name: None, .. })
+        !matches!(self.role, Role::Client { name: None, .. })
     }
 }
 
@@ -220,7 +220,7 @@ fn not_a_name(name: &str) -> String {
 }
 
 /// What a certificate is good for among the authorities.
-enum Standing {
+enum AuthorityCheck {
     Good,
     Expired(TlsFailure),
     /// It is an end's, not an authority's.
@@ -229,19 +229,19 @@ enum Standing {
 
 /// Looks at a certificate as if it were an end's: its dates are looked at first, and then that it is an authority's. Of an
 /// authority as such its name and its key are all that is ever looked at.
-fn standing(certificate: &CertificateDer<'_>) -> Standing {
+fn check_authority(certificate: &CertificateDer<'_>) -> AuthorityCheck {
     // One so old that it says nothing of the kind (version 1) is taken, or refused with what is wrong with it.
-    let Ok(as_end) = EndEntityCert::try_from(certificate) else { return Standing::Good };
+    let Ok(as_end) = EndEntityCert::try_from(certificate) else { return AuthorityCheck::Good };
     let (now, usage) = (UnixTime::now(), KeyUsage::server_auth());
     match as_end.verify_for_usage(&[], &[], &[], now, usage, None, None).map(|_| ()) {
-        Err(webpki::Error::CaUsedAsEndEntity) => Standing::Good,
-        Err(webpki::Error::CertExpired { time, not_after }) => Standing::Expired(TlsFailure::Expired {
+        Err(webpki::Error::CaUsedAsEndEntity) => AuthorityCheck::Good,
+        Err(webpki::Error::CertExpired { time, not_after }) => AuthorityCheck::Expired(TlsFailure::Expired {
             ago: Duration::from_secs(time.as_secs().saturating_sub(not_after.as_secs())),
         }),
-        Err(webpki::Error::CertNotValidYet { time, not_before }) => Standing::Expired(TlsFailure::NotYetValid {
+        Err(webpki::Error::CertNotValidYet { time, not_before }) => AuthorityCheck::Expired(TlsFailure::NotYetValid {
             ahead: Duration::from_secs(not_before.as_secs().saturating_sub(time.as_secs())),
         }),
-        _ => Standing::Subject,
+        _ => AuthorityCheck::Subject,
     }
 }
 
@@ -256,10 +256,10 @@ impl<'a> Folder<'a> {
         if path.is_dir() { Ok(folder) } else { Err(folder.wrong("", "no such directory")) }
     }
 
-    fn wrong_key(self, side: &str, error: &Error) -> ChannelError {
-        let key = format!("{side}-key.pem");
+    fn wrong_key(self, role: &str, error: &Error) -> ChannelError {
+        let key = format!("{role}-key.pem");
         match error {
-            Error::InconsistentKeys(_) => self.wrong(&key, format!("it is not the key of {side}-cert.pem")),
+            Error::InconsistentKeys(_) => self.wrong(&key, format!("it is not the key of {role}-cert.pem")),
             error => self.wrong(&key, error),
         }
     }
@@ -305,10 +305,10 @@ impl<'a> Folder<'a> {
         let mut store = RootCertStore::empty();
         let (mut good, mut expired) = (false, None);
         for certificate in found {
-            match standing(&certificate) {
-                Standing::Good => good = true,
-                Standing::Expired(failure) => expired = Some(failure),
-                Standing::Subject => {
+            match check_authority(&certificate) {
+                AuthorityCheck::Good => good = true,
+                AuthorityCheck::Expired(failure) => expired = Some(failure),
+                AuthorityCheck::Subject => {
                     let why = "one of its certificates is not a CA certificate (basicConstraints=CA:TRUE)";
                     return Err(self.wrong(AUTHORITIES, why));
                 }
@@ -350,8 +350,8 @@ impl<'a> Folder<'a> {
     }
 
     /// Who this end is: a chain and its key, or neither.
-    fn own(self, side: &str) -> Result<Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>> {
-        let (certificate, key) = (format!("{side}-cert.pem"), format!("{side}-key.pem"));
+    fn own(self, role: &str) -> Result<Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>> {
+        let (certificate, key) = (format!("{role}-cert.pem"), format!("{role}-key.pem"));
         let chain = self.objects(&certificate)?;
         let keys: Option<Vec<PrivateKeyDer<'static>>> = self.objects(&key)?;
         match (chain, keys.and_then(|keys| keys.into_iter().next())) {

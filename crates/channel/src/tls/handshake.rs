@@ -18,7 +18,7 @@ use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
 use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
 use rustls::{ConnectionTrafficSecrets, Error, ExtractedSecrets};
 
-use super::credentials::{Side, Tls};
+use super::credentials::{Role, Tls};
 use super::failure::TlsFailure;
 use super::kernel::Key;
 use super::record::{self, BODY_MAX, HEADER, NewKeys, Opener, Sealer};
@@ -118,20 +118,20 @@ impl Handshake {
     pub(super) fn new(tls: &Tls, within: Option<Duration>, for_kernel: bool) -> Result<Self, TlsFailure> {
         let authorities = Arc::clone(&tls.authorities);
         let wrong = |error: Error| TlsFailure::of(error, &authorities);
-        let connection = match &tls.side {
-            Side::Client { config, name, .. } => {
+        let connection = match &tls.role {
+            Role::Client { config, name, .. } => {
                 let nobody = || TlsFailure::Protocol("the expected host name is not given (tls-hostname)".into());
                 let name = name.clone().ok_or_else(nobody)?;
                 Connection::Client(UnbufferedClientConnection::new(Arc::clone(config), name).map_err(wrong)?)
             }
-            Side::Server(config) => {
+            Role::Server(config) => {
                 Connection::Server(UnbufferedServerConnection::new(Arc::clone(config)).map_err(wrong)?)
             }
         };
         Ok(Self {
             connection: Some(connection),
             authorities,
-            begun: matches!(tls.side, Side::Server(_)).then(Instant::now),
+            begun: matches!(tls.role, Role::Server(_)).then(Instant::now),
             within: within.unwrap_or(WITHIN),
             incoming: Vec::new(),
             shown: 0,

@@ -31,9 +31,9 @@ use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::io::Errno;
 use thiserror::Error;
 
-pub(super) use input::{Heard, Input};
+pub(super) use input::{Input, Received};
 pub(super) use key::Key;
-pub(super) use output::{Output, breathe};
+pub(super) use output::{Output, yield_to_kernel};
 
 use super::failure::TlsFailure;
 use option::Support;

@@ -137,14 +137,14 @@ pub(super) enum Opened {
     /// Bytes for us: so many, at the beginning of its body.
     Bytes(usize),
     /// Nothing for us. The peer may want to see this end's key renewed.
-    Word { renew: bool },
+    Control { renew: bool },
     /// The peer's word that nothing more comes.
     Close,
 }
 
 /// What a record says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Said {
+pub(super) enum RecordContent {
     /// All of it is bytes for us.
     Bytes,
     /// Nothing for us.
@@ -164,24 +164,24 @@ pub(super) struct Reader {
 
 impl Reader {
     /// What a record of this type says.
-    pub(super) fn take(&mut self, typ: ContentType, payload: &[u8]) -> Result<Said> {
+    pub(super) fn take(&mut self, typ: ContentType, payload: &[u8]) -> Result<RecordContent> {
         if self.is_amid() && typ != ContentType::Handshake {
             return Err(TlsFailure::Protocol("a record amid a handshake message".into()));
         }
         if typ == ContentType::ApplicationData && !payload.is_empty() {
             self.heard();
-            return Ok(Said::Bytes);
+            return Ok(RecordContent::Bytes);
         }
         self.idle += 1;
         if self.idle > IDLE_MAX {
             return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} records with nothing in them")));
         }
         match typ {
-            ContentType::ApplicationData => Ok(Said::Nothing),
+            ContentType::ApplicationData => Ok(RecordContent::Nothing),
             ContentType::Alert => alert(payload),
             ContentType::Handshake => Ok(match self.messages.take(payload)? {
-                Told::Nothing => Said::Nothing,
-                Told::NewKey { answer } => Said::NewKey { answer },
+                PostHandshake::Nothing => RecordContent::Nothing,
+                PostHandshake::NewKey { answer } => RecordContent::NewKey { answer },
             }),
             typ => Err(TlsFailure::Protocol(format!("a record of type {}", u8::from(typ)))),
         }
@@ -226,15 +226,15 @@ impl Opener {
             error => TlsFailure::Protocol(error.to_string()),
         })?;
         Ok(match self.reader.take(opened.typ, opened.payload)? {
-            Said::Bytes => Opened::Bytes(opened.payload.len()),
-            Said::Nothing => Opened::Word { renew: false },
-            Said::Close => Opened::Close,
-            Said::NewKey { answer } => {
+            RecordContent::Bytes => Opened::Bytes(opened.payload.len()),
+            RecordContent::Nothing => Opened::Control { renew: false },
+            RecordContent::Close => Opened::Close,
+            RecordContent::NewKey { answer } => {
                 let (key, iv) = parts(keys.next_receiving()?)?;
                 self.with = self.cipher.aead_alg.decrypter(key, iv);
                 self.numbers.next = 0;
                 self.renewed = true;
-                Opened::Word { renew: answer }
+                Opened::Control { renew: answer }
             }
         })
     }
@@ -244,27 +244,27 @@ impl Opener {
         (!self.renewed).then_some(self.numbers.next)
     }
 
-    /// What the records before have left half said.
+    /// What the records before have left incomplete.
     pub(super) fn reader_mut(&mut self) -> &mut Reader {
         &mut self.reader
     }
 }
 
-fn alert(payload: &[u8]) -> Result<Said> {
+fn alert(payload: &[u8]) -> Result<RecordContent> {
     let [_level, description] = payload else {
         return Err(TlsFailure::Protocol(format!("an alert of {} bytes", payload.len())));
     };
     match AlertDescription::from(*description) {
-        AlertDescription::CloseNotify => Ok(Said::Close),
+        AlertDescription::CloseNotify => Ok(RecordContent::Close),
         // The only other one that does not end a session (RFC 8446, section 6.1).
-        AlertDescription::UserCanceled => Ok(Said::Nothing),
+        AlertDescription::UserCanceled => Ok(RecordContent::Nothing),
         description => Err(TlsFailure::of_alert(description)),
     }
 }
 
 /// What handshake messages behind the handshake had to say.
 #[derive(Debug, PartialEq, Eq)]
-enum Told {
+enum PostHandshake {
     Nothing,
     /// What follows is sealed with the next key; perhaps the same is wanted of this end.
     NewKey {
@@ -289,7 +289,7 @@ impl Messages {
         self.known != 0
     }
 
-    fn take(&mut self, mut bytes: &[u8]) -> Result<Told> {
+    fn take(&mut self, mut bytes: &[u8]) -> Result<PostHandshake> {
         while let Some((&first, rest)) = bytes.split_first() {
             if let Some(place) = self.head.get_mut(self.known) {
                 *place = first;
@@ -314,7 +314,7 @@ impl Messages {
                     return Err(TlsFailure::Protocol("an invalid key update".into()));
                 }
                 (self.known, self.left) = (0, 0);
-                return Ok(Told::NewKey { answer: first == 1 });
+                return Ok(PostHandshake::NewKey { answer: first == 1 });
             } else {
                 let skipped = self.left.min(bytes.len());
                 self.left -= skipped;
@@ -324,7 +324,7 @@ impl Messages {
                 self.known = 0;
             }
         }
-        Ok(Told::Nothing)
+        Ok(PostHandshake::Nothing)
     }
 }
 
@@ -395,7 +395,7 @@ mod tests {
         for number in 0..20_u8 {
             if sealer.is_used_up() {
                 let word = sealer.renew(&mut here).unwrap();
-                assert_eq!(open(&mut opener, &mut there, word).unwrap().0, Opened::Word { renew: false });
+                assert_eq!(open(&mut opener, &mut there, word).unwrap().0, Opened::Control { renew: false });
             }
             let record = sealer.seal(&[number; 100]).unwrap();
             assert_eq!(open(&mut opener, &mut there, record).unwrap(), (Opened::Bytes(100), vec![number; 100]));
@@ -435,7 +435,7 @@ mod tests {
         let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
         for _ in 0..IDLE_MAX {
             let empty = sealer.seal(&[]).unwrap();
-            assert_eq!(open(&mut opener, &mut keys, empty).unwrap().0, Opened::Word { renew: false });
+            assert_eq!(open(&mut opener, &mut keys, empty).unwrap().0, Opened::Control { renew: false });
         }
         let empty = sealer.seal(&[]).unwrap();
         assert!(matches!(open(&mut opener, &mut keys, empty), Err(TlsFailure::Protocol(_))));
@@ -445,7 +445,7 @@ mod tests {
     fn alerts_but_two_end_the_session() {
         let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
         for (alert, opened) in [
-            (&[1, 90][..], Ok(Opened::Word { renew: false })),
+            (&[1, 90][..], Ok(Opened::Control { renew: false })),
             (&[2, 48], Err("it has refused: this end's certificate is not issued by a CA that it trusts")),
             (&[2], Err("an alert of 1 bytes")),
             (&[1, 0], Ok(Opened::Close)),
@@ -497,17 +497,17 @@ mod tests {
                 bytes.extend(vec![0x18; length]);
             }
             bytes.extend([0x18, 0, 0, 1, u8::from(answer)]);
-            let (mut messages, mut told, mut rest) = (Messages::default(), Told::Nothing, bytes.as_slice());
+            let (mut messages, mut told, mut rest) = (Messages::default(), PostHandshake::Nothing, bytes.as_slice());
             for round in 0.. {
                 if rest.is_empty() {
                     break;
                 }
-                prop_assert_eq!(&told, &Told::Nothing);
+                prop_assert_eq!(&told, &PostHandshake::Nothing);
                 let cut = cuts[round % cuts.len()].min(rest.len());
                 told = messages.take(&rest[..cut]).unwrap();
                 rest = &rest[cut..];
             }
-            prop_assert_eq!(told, Told::NewKey { answer });
+            prop_assert_eq!(told, PostHandshake::NewKey { answer });
             prop_assert!(!messages.is_amid());
         }
 

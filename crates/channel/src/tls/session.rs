@@ -1,6 +1,6 @@
 //! Both directions of one encrypted connection.
 //!
-//! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; nobody needs both. The
+//! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; no thread takes both. The
 //! secret that new keys come from is held for a computation only. What was sealed goes out, in order, before anything else
 //! is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The word that this was
 //! all is for who has said all: whoever gives up, or failed, leaves the peer a connection that was cut. Each direction is this
@@ -23,7 +23,7 @@ use rustls::ConnectionTrafficSecrets;
 use super::credentials::Tls;
 use super::failure::TlsFailure;
 use super::handshake::{Agreed, Handshake, Keys, Wait};
-use super::kernel::{ByKernel, Heard, Input, Kernel, Key, Output, breathe};
+use super::kernel::{ByKernel, Input, Kernel, Key, Output, Received, yield_to_kernel};
 use super::plaintext::Walk;
 use super::record::{self, BODY_MAX, HEADER, NewKeys, Opened, Opener, PAYLOAD_MAX, Sealer};
 use crate::vector::{Batch, In, Out};
@@ -43,17 +43,17 @@ pub(crate) struct Session {
     /// None once it is over.
     handshake: Mutex<Option<Box<Handshake>>>,
     /// How that ended.
-    outcome: OnceLock<Result<Both, TlsFailure>>,
+    outcome: OnceLock<Result<Directions, TlsFailure>>,
     /// The direction was ended on this side.
     shut: AtomicBool,
     /// Nobody here wants to get any more: that none can is no failure.
-    deaf: AtomicBool,
+    receive_stopped: AtomicBool,
     /// A put or a get has failed: this end has not said all that it had to say, or does not know what was said to it.
     failed: AtomicBool,
 }
 
 /// The directions.
-struct Both {
+struct Directions {
     sending: Mutex<Sending>,
     receiving: Mutex<Receiving>,
     keys: Mutex<Keys>,
@@ -107,9 +107,9 @@ enum End {
 }
 
 /// Held while new keys are computed, and not while records are opened: the other direction may need some meanwhile.
-struct Locked<'a>(&'a Mutex<Keys>);
+struct LockedKeys<'a>(&'a Mutex<Keys>);
 
-impl NewKeys for Locked<'_> {
+impl NewKeys for LockedKeys<'_> {
     fn next_sending(&mut self) -> Result<ConnectionTrafficSecrets, TlsFailure> {
         lock(self.0).next_sending()
     }
@@ -142,8 +142,15 @@ impl Session {
         let kernel = Kernel::prepare(socket.as_fd(), tls.kernel)?;
         let handshake = Mutex::new(Some(Box::new(Handshake::new(tls, within, kernel.is_some())?)));
         let off = AtomicBool::default;
-        let this =
-            Self { socket, kernel, handshake, outcome: OnceLock::new(), shut: off(), deaf: off(), failed: off() };
+        let this = Self {
+            socket,
+            kernel,
+            handshake,
+            outcome: OnceLock::new(),
+            shut: off(),
+            receive_stopped: off(),
+            failed: off(),
+        };
         if tls.is_client() {
             match this.up(if tls.is_eager() { Wait::Yes } else { Wait::No }) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -154,8 +161,8 @@ impl Session {
     }
 
     /// The directions, once both ends know each other.
-    fn up(&self, wait: Wait) -> io::Result<&Both> {
-        let known = |outcome: &'_ Result<Both, TlsFailure>| outcome.as_ref().err().cloned();
+    fn up(&self, wait: Wait) -> io::Result<&Directions> {
+        let known = |outcome: &'_ Result<Directions, TlsFailure>| outcome.as_ref().err().cloned();
         if self.outcome.get().is_none() {
             let mut handshake = match wait {
                 Wait::Yes => lock(&self.handshake),
@@ -164,7 +171,7 @@ impl Session {
             // Somebody else may have done it meanwhile.
             if let Some(under_way) = handshake.as_mut() {
                 let outcome = match under_way.go_on(self.socket.as_fd(), wait) {
-                    Ok(agreed) => Both::over(&self.socket, agreed, self.kernel),
+                    Ok(agreed) => Directions::over(&self.socket, agreed, self.kernel),
                     Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
                         Some(failure) => Err(failure.clone()),
                         None => return Err(error),
@@ -175,7 +182,7 @@ impl Session {
             }
         }
         match self.outcome.get() {
-            Some(Ok(both)) => Ok(both),
+            Some(Ok(directions)) => Ok(directions),
             outcome => Err(outcome.and_then(known).unwrap_or(TlsFailure::Ended).into()),
         }
     }
@@ -208,33 +215,33 @@ impl Session {
     }
 
     fn put_some(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
-        let both = self.up(Wait::Yes)?;
-        let mut sending = lock(&both.sending);
+        let directions = self.up(Wait::Yes)?;
+        let mut sending = lock(&directions.sending);
         if sending.closed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         if let Seals::Kernel(output) = &mut sending.seals {
-            let put = output.put(&self.socket, batch, &both.renew, &mut Locked(&both.keys));
+            let put = output.put(&self.socket, batch, &directions.renew, &mut LockedKeys(&directions.keys));
             let moved = put.map_err(|error| match Errno::from_io_error(&error) {
-                Some(errno) => self.why(both, errno),
+                Some(errno) => self.why(directions, errno),
                 None => error,
             })?;
-            both.by_kernel.sealed(moved);
+            directions.by_kernel.sealed(moved);
             return Ok(moved);
         }
-        let moved = both.seal(&mut sending, batch)?;
+        let moved = directions.seal(&mut sending, batch)?;
         match sending.send(&self.socket, SendFlags::empty()) {
             Ok(()) => Ok(moved),
             // They are in the row now.
             Err(Errno::AGAIN | Errno::INTR) => Ok(moved),
-            Err(errno) => Err(self.why(both, errno)),
+            Err(errno) => Err(self.why(directions, errno)),
         }
     }
 
     /// Whether records wait to be sent; `all`: whether the kernel may have some, too, which it sends by itself.
     pub(crate) fn holds_back(&self, all: bool) -> bool {
-        let Some(Ok(both)) = self.outcome.get() else { return false };
-        let sending = lock(&both.sending);
+        let Some(Ok(directions)) = self.outcome.get() else { return false };
+        let sending = lock(&directions.sending);
         match &sending.seals {
             Seals::Here(_) => !sending.sealed.is_empty(),
             Seals::Kernel(output) => all && output.is_amid(),
@@ -243,8 +250,8 @@ impl Session {
 
     /// Sends some of the records that wait.
     pub(crate) fn flush(&self) -> io::Result<()> {
-        let both = self.up(Wait::Yes)?;
-        let mut sending = lock(&both.sending);
+        let directions = self.up(Wait::Yes)?;
+        let mut sending = lock(&directions.sending);
         let sent = match &mut sending.seals {
             // It will not send them any more.
             Seals::Kernel(_) if self.shut.load(Ordering::Relaxed) => Err(Errno::PIPE),
@@ -254,9 +261,9 @@ impl Session {
         let by_kernel = matches!(sending.seals, Seals::Kernel(_));
         drop(sending);
         if by_kernel && sent == Err(Errno::AGAIN) {
-            breathe();
+            yield_to_kernel();
         }
-        self.noting(sent.map_err(|errno| self.why(both, errno)))
+        self.noting(sent.map_err(|errno| self.why(directions, errno)))
     }
 
     /// Remembers that a call has failed, unless it may go on.
@@ -269,13 +276,13 @@ impl Session {
     }
 
     /// What the peer has said before it went says more than that it is gone.
-    fn why(&self, both: &Both, errno: Errno) -> io::Error {
+    fn why(&self, directions: &Directions, errno: Errno) -> io::Error {
         if matches!(errno, Errno::CONNRESET | Errno::PIPE)
-            && let Ok(mut receiving) = try_lock(&both.receiving)
+            && let Ok(mut receiving) = try_lock(&directions.receiving)
         {
             while receiving.plain.is_empty() && receiving.end.is_none() {
-                let read = |receiving: &mut _| both.read(receiving, &self.socket, RecvFlags::DONTWAIT);
-                if !both.open(&mut receiving) && !read(&mut receiving).is_ok_and(|got| got) {
+                let read = |receiving: &mut _| directions.read(receiving, &self.socket, RecvFlags::DONTWAIT);
+                if !directions.open(&mut receiving) && !read(&mut receiving).is_ok_and(|got| got) {
                     break;
                 }
             }
@@ -290,12 +297,12 @@ impl Session {
     /// All of it (`whole`) where the kernel opens it.
     pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         let got = self.get_some(batch, whole);
-        if self.deaf.load(Ordering::Relaxed) { got } else { self.noting(got) }
+        if self.receive_stopped.load(Ordering::Relaxed) { got } else { self.noting(got) }
     }
 
     fn get_some(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
-        let both = self.up(Wait::Yes)?;
-        let mut receiving = lock(&both.receiving);
+        let directions = self.up(Wait::Yes)?;
+        let mut receiving = lock(&directions.receiving);
         let mut places = Walk::over(batch);
         let mut moved = 0;
         loop {
@@ -303,7 +310,7 @@ impl Session {
             if moved == batch.bytes() {
                 return Ok(moved);
             }
-            if both.open(&mut receiving) {
+            if directions.open(&mut receiving) {
                 continue;
             }
             if moved != 0 {
@@ -313,11 +320,11 @@ impl Session {
                 Some(End::Closed) => return Ok(0),
                 Some(End::Failed(failure)) => return Err(failure.clone().into()),
                 None => {
-                    if let Some(got) = both.get_by_kernel(&mut receiving, &self.socket, batch, whole)? {
+                    if let Some(got) = directions.get_by_kernel(&mut receiving, &self.socket, batch, whole)? {
                         return Ok(got);
                     }
                     if receiving.end.is_none() {
-                        both.read(&mut receiving, &self.socket, RecvFlags::empty())?;
+                        directions.read(&mut receiving, &self.socket, RecvFlags::empty())?;
                     }
                 }
             }
@@ -326,25 +333,25 @@ impl Session {
 
     /// What the kernel does, once both ends know each other.
     pub(crate) fn by_kernel(&self) -> Option<&ByKernel> {
-        self.outcome.get()?.as_ref().ok().map(|both| &both.by_kernel)
+        self.outcome.get()?.as_ref().ok().map(|directions| &directions.by_kernel)
     }
 
     /// Copies the first bytes that have come, without waiting: 0 at the end, of whatever kind, `None` if there are none yet.
     pub(crate) fn peek(&self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
         let mut look = || -> io::Result<Option<usize>> {
-            let both = self.up(Wait::No)?;
-            let mut receiving = try_lock(&both.receiving)?;
+            let directions = self.up(Wait::No)?;
+            let mut receiving = try_lock(&directions.receiving)?;
             // Once: a peer that sends and sends holds nobody up.
             let mut asked = false;
             while receiving.plain.len() < bytes.len() {
-                if both.open(&mut receiving) {
+                if directions.open(&mut receiving) {
                     continue;
                 }
                 if asked || receiving.end.is_some() {
                     break;
                 }
                 asked = true;
-                match both.read(&mut receiving, &self.socket, RecvFlags::DONTWAIT) {
+                match directions.read(&mut receiving, &self.socket, RecvFlags::DONTWAIT) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     read => read?,
                 };
@@ -363,15 +370,15 @@ impl Session {
     }
 
     /// Nothing more is got.
-    pub(crate) fn listen_no_more(&self) {
-        self.deaf.store(true, Ordering::Relaxed);
+    pub(crate) fn stop_receiving(&self) {
+        self.receive_stopped.store(true, Ordering::Relaxed);
     }
 
     /// Nothing more is put, and the peer is not told that this was all.
     pub(crate) fn give_up(&self) {
         self.shut.store(true, Ordering::Relaxed);
-        if let Some(Ok(both)) = self.outcome.get()
-            && let Ok(mut sending) = try_lock(&both.sending)
+        if let Some(Ok(directions)) = self.outcome.get()
+            && let Ok(mut sending) = try_lock(&directions.sending)
         {
             sending.closed = true;
         }
@@ -381,8 +388,8 @@ impl Session {
     /// long.
     pub(crate) fn close(&self) {
         self.shut.store(true, Ordering::Relaxed);
-        let Some(Ok(both)) = self.outcome.get() else { return };
-        let Ok(mut sending) = try_lock(&both.sending) else { return };
+        let Some(Ok(directions)) = self.outcome.get() else { return };
+        let Ok(mut sending) = try_lock(&directions.sending) else { return };
         // Records of a put that was broken off are not all that there was to say.
         if std::mem::replace(&mut sending.closed, true) || !sending.sealed.is_empty() {
             return;
@@ -438,7 +445,7 @@ impl fmt::Debug for Session {
     }
 }
 
-impl Both {
+impl Directions {
     /// Both directions of a socket, by the kernel if it is to have the keys.
     ///
     /// # Errors
@@ -463,7 +470,7 @@ impl Both {
         let sending = Sending { seals, sealed: VecDeque::new(), at: 0, plain, closed: false };
         let (opens, awaited) = (Opens::Here(opener), kernel.zip(receives));
         let mut receiving = Receiving { opens, awaited, buffer: rest, plain: 0..0, sealed, begun: false, end: None };
-        receiving.settle(socket, &by_kernel)?;
+        receiving.hand_over_to_kernel(socket, &by_kernel)?;
         Ok(Self {
             sending: Mutex::new(sending),
             receiving: Mutex::new(receiving),
@@ -480,7 +487,7 @@ impl Both {
         let Seals::Here(sealer) = &mut sending.seals else { return Ok(0) };
         for _ in 0..SEALED_MAX {
             if self.renew.swap(false, Ordering::AcqRel) || sealer.is_used_up() {
-                let word = sealer.renew(&mut Locked(&self.keys))?;
+                let word = sealer.renew(&mut LockedKeys(&self.keys))?;
                 sending.sealed.push_back(word);
             }
             let length = from.gather(&mut sending.plain);
@@ -512,7 +519,7 @@ impl Both {
         let Opens::Here(opener) = &mut receiving.opens else { return Ok(false) };
         let sealed = receiving.buffer.get_mut(receiving.sealed.clone()).unwrap_or_default();
         let Some(body) = record::body(sealed)? else { return Ok(false) };
-        let opened = opener.open(sealed.get_mut(body.clone()).unwrap_or_default(), &mut Locked(&self.keys))?;
+        let opened = opener.open(sealed.get_mut(body.clone()).unwrap_or_default(), &mut LockedKeys(&self.keys))?;
         let start = receiving.sealed.start + body.start;
         receiving.sealed.start += body.end;
         self.note(receiving, opened, start);
@@ -523,7 +530,7 @@ impl Both {
     fn note(&self, receiving: &mut Receiving, opened: Opened, start: usize) {
         match opened {
             Opened::Bytes(length) => receiving.append(start..start + length),
-            Opened::Word { renew } => {
+            Opened::Control { renew } => {
                 if renew {
                     self.renew.store(true, Ordering::Release);
                 }
@@ -535,7 +542,7 @@ impl Both {
     /// Reads more records, or a part of one. An end of the connection is noted.
     fn read(&self, receiving: &mut Receiving, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
         receiving.make_room();
-        let heard = match receiving.settle(socket, &self.by_kernel) {
+        let received = match receiving.hand_over_to_kernel(socket, &self.by_kernel) {
             Err(failure) => Err(failure.into()),
             Ok(()) => match &mut receiving.opens {
                 Opens::Here(_) => return receiving.read(socket, flags),
@@ -544,12 +551,12 @@ impl Both {
                     if room.len() < BODY_MAX {
                         return Ok(false);
                     }
-                    input.hear(socket, room, flags, &mut Locked(&self.keys))
+                    input.receive_record(socket, room, flags, &mut LockedKeys(&self.keys))
                 }
             },
         };
-        match heard {
-            Ok(Heard::Record(opened)) => {
+        match received {
+            Ok(Received::Record(opened)) => {
                 let start = receiving.sealed.end;
                 if let Opened::Bytes(length) = opened {
                     receiving.sealed = start + length..start + length;
@@ -558,7 +565,7 @@ impl Both {
                 self.note(receiving, opened, start);
                 Ok(true)
             }
-            Ok(Heard::Ended) => receiving.gone(Ok(0)),
+            Ok(Received::Ended) => receiving.gone(Ok(0)),
             Err(error) => receiving.gone(Err(error)),
         }
     }
@@ -638,7 +645,7 @@ impl Receiving {
     }
 
     /// Has the kernel open what comes from now on, if it is to, and if nothing is half read.
-    fn settle(&mut self, socket: &OwnedFd, by_kernel: &ByKernel) -> Result<(), TlsFailure> {
+    fn hand_over_to_kernel(&mut self, socket: &OwnedFd, by_kernel: &ByKernel) -> Result<(), TlsFailure> {
         if !self.sealed.is_empty() {
             return Ok(());
         }

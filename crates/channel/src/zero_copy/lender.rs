@@ -24,9 +24,8 @@ use super::completions::{Completions, Unexpected};
 use super::error_queue::{ErrorQueue, SocketQueue};
 use super::pipe::Pipe;
 use super::{ZeroCopy, memlock};
-use crate::lane::{Lane, Quiet, Stop};
+use crate::direction::{Direction, IdleTimer, Stop, Transfer};
 use crate::options;
-use crate::rate::RateLimit;
 use crate::transport::Transport;
 use crate::vector::{Batch, Cursor, Out};
 
@@ -60,19 +59,19 @@ pub(crate) enum Refusal {
     Failed(io::Error),
 }
 
-/// The way in which a channel sends what is lent, and the loans under way.
+/// The way in which a channel sends what is lent, and the loans in progress.
 #[derive(Debug)]
 pub(crate) struct Lender {
     /// What was wanted. Where that is [`ZeroCopy::Auto`] a way that turns out to copy gives way to another.
     setting: ZeroCopy,
-    /// The name of the way, for who does not want to wait until a put is through.
+    /// The name of the method, for who does not want to wait until a put is through.
     method: AtomicU8,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
-    way: Way,
+    method: Method,
     completions: Completions,
     pace: Pace,
 }
@@ -109,7 +108,7 @@ impl Pace {
 }
 
 #[derive(Debug)]
-enum Way {
+enum Method {
     Copy,
     Msg,
     Splice(Pipe),
@@ -120,7 +119,7 @@ const COPY: u8 = 0;
 const MSG: u8 = 1;
 const SPLICE: u8 = 2;
 
-impl Way {
+impl Method {
     fn number(&self) -> u8 {
         match self {
             Self::Copy => COPY,
@@ -133,21 +132,21 @@ impl Way {
 impl Lender {
     /// What `setting` comes to on this transport.
     pub(crate) fn new(setting: ZeroCopy, transport: &Transport) -> Result<Self, Refusal> {
-        let way = match setting {
-            ZeroCopy::Off => Way::Copy,
+        let chosen = match setting {
+            ZeroCopy::Off => Method::Copy,
             ZeroCopy::Msg => lend_by_message(transport)?,
             ZeroCopy::Splice => {
                 socket(transport)?;
-                Way::Splice(Pipe::new().map_err(Refusal::Failed)?)
+                Method::Splice(Pipe::new().map_err(Refusal::Failed)?)
             }
             ZeroCopy::Auto => match socket(transport) {
-                Err(_) => Way::Copy,
-                Ok(fd) if is_local(fd) => Pipe::new().map_or(Way::Copy, Way::Splice),
-                Ok(_) => lend_by_message(transport).unwrap_or(Way::Copy),
+                Err(_) => Method::Copy,
+                Ok(fd) if is_local(fd) => Pipe::new().map_or(Method::Copy, Method::Splice),
+                Ok(_) => lend_by_message(transport).unwrap_or(Method::Copy),
             },
         };
-        let method = AtomicU8::new(way.number());
-        let state = State { way, completions: Completions::default(), pace: Pace::default() };
+        let method = AtomicU8::new(chosen.number());
+        let state = State { method: chosen, completions: Completions::default(), pace: Pace::default() };
         Ok(Self { setting, method, state: Mutex::new(state) })
     }
 
@@ -169,47 +168,45 @@ impl Lender {
     /// not spliced.
     pub(crate) fn put(
         &self,
-        lane: &Lane,
-        transport: &Transport,
-        rate: &RateLimit,
+        out: Transfer<'_>,
         [copied, lent, all]: [&mut Cursor<'_, Out>; 3],
         reused: bool,
     ) -> Result<(), Stop> {
         let mut state = self.lock();
-        let State { way, completions, pace } = &mut *state;
+        let State { method, completions, pace } = &mut *state;
         // A header that says that more follows is held back until it does.
         let nothing_lent = lent.left() == 0;
-        match way {
-            Way::Msg if !nothing_lent && !pace.skips() => {
-                lane.put_by(transport, rate, copied, |batch| transport.put_more(batch))?;
-                let queue = SocketQueue(transport.output());
+        match method {
+            Method::Msg if !nothing_lent && !pace.skips() => {
+                out.put_by(copied, |batch| out.transport.put_more(batch))?;
+                let queue = SocketQueue(out.transport.output());
                 let send = |batch: &Batch<'_, Out>, lent| match lent {
-                    true => transport.put_lent(batch),
-                    false => transport.put(batch),
+                    true => out.transport.put_lent(batch),
+                    false => out.transport.put(batch),
                 };
-                let put = lend_all((completions, pace), lane, transport, rate, lent, &queue, send);
+                let put = lend_all((completions, pace), out, lent, &queue, send);
                 let hopeless = pace.skip > 0;
                 self.look_for_copies(&mut state, hopeless);
                 put
             }
-            Way::Splice(pipe) if !nothing_lent && !reused => {
-                lane.put_by(transport, rate, copied, |batch| transport.put_more(batch))?;
-                let spliced = splice_all(pipe, lane, transport, rate, lent);
+            Method::Splice(pipe) if !nothing_lent && !reused => {
+                out.put_by(copied, |batch| out.transport.put_more(batch))?;
+                let spliced = splice_all(pipe, out, lent);
                 if spliced.is_err() {
                     // What is left in the pipe must not go out in front of anything.
-                    self.turn(way, Way::Copy);
+                    self.turn(method, Method::Copy);
                 }
                 spliced
             }
-            _ => lane.put(transport, rate, all, &[]),
+            _ => out.put(all, &[]),
         }
     }
 
     /// Waits until everything that was lent is back, unless the channel is `given_up`. What was put before this side ended its
     /// direction alone still leaves, and is waited for.
-    pub(crate) fn flush(&self, lane: &Lane, transport: &Transport, given_up: impl Fn() -> bool) -> Result<(), Stop> {
+    pub(crate) fn flush(&self, out: Transfer<'_>, given_up: impl Fn() -> bool) -> Result<(), Stop> {
         let mut state = self.lock();
-        let flushed = take_back(&mut state.completions, lane, &SocketQueue(transport.output()), given_up);
+        let flushed = take_back(&mut state.completions, out.direction, &SocketQueue(out.transport.output()), given_up);
         self.look_for_copies(&mut state, false);
         flushed
     }
@@ -238,14 +235,14 @@ impl Lender {
 
     fn look_for_copies(&self, state: &mut State, hopeless: bool) {
         let copies = hopeless || state.completions.only_copies();
-        if self.setting == ZeroCopy::Auto && matches!(state.way, Way::Msg) && copies {
-            self.turn(&mut state.way, Pipe::new().map_or(Way::Copy, Way::Splice));
+        if self.setting == ZeroCopy::Auto && matches!(state.method, Method::Msg) && copies {
+            self.turn(&mut state.method, Pipe::new().map_or(Method::Copy, Method::Splice));
         }
     }
 
-    fn turn(&self, way: &mut Way, to: Way) {
+    fn turn(&self, method: &mut Method, to: Method) {
         self.method.store(to.number(), Ordering::Relaxed);
-        *way = to;
+        *method = to;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -284,7 +281,7 @@ fn socket(transport: &Transport) -> Result<BorrowedFd<'_>, Refusal> {
     }
 }
 
-fn lend_by_message(transport: &Transport) -> Result<Way, Refusal> {
+fn lend_by_message(transport: &Transport) -> Result<Method, Refusal> {
     let fd = socket(transport)?;
     let family = sockopt::socket_domain(fd).map_err(|errno| Refusal::Failed(errno.into()))?;
     if !matches!(family, AddressFamily::INET | AddressFamily::INET6) {
@@ -302,7 +299,7 @@ fn lend_by_message(transport: &Transport) -> Result<Way, Refusal> {
     // A completion that nobody has taken is an error that poll tells of at once: who waits there for room would not wait.
     let blocking = || fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK);
     blocking().map_err(|errno: Errno| Refusal::Failed(errno.into()))?;
-    Ok(Way::Msg)
+    Ok(Method::Msg)
 }
 
 /// Whether the peer is known to be on this machine.
@@ -321,23 +318,17 @@ fn is_local(fd: BorrowedFd<'_>) -> bool {
 }
 
 /// Moves all of `lent` through the pipe.
-fn splice_all(
-    pipe: &Pipe,
-    lane: &Lane,
-    transport: &Transport,
-    rate: &RateLimit,
-    lent: &mut Cursor<'_, Out>,
-) -> Result<(), Stop> {
-    let mut quiet = lane.quiet();
+fn splice_all(pipe: &Pipe, out: Transfer<'_>, lent: &mut Cursor<'_, Out>) -> Result<(), Stop> {
+    let mut idle = out.direction.idle_timer();
     let mut paid = 0;
     let mut left = lent.left();
-    while let Some(batch) = lent.batch(rate.batch().min(pipe.size())) {
-        paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
-        lane.side.called();
+    while let Some(batch) = lent.batch(out.rate.batch().min(pipe.size())) {
+        paid += out.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
+        out.direction.counters.called();
         let filled = match pipe.fill(&batch) {
             // The pipe is empty, so nothing stands before what follows.
             Err(error) if Errno::from_io_error(&error) == Some(Errno::FAULT) => {
-                return lane.put_by(transport, rate, lent, |batch| transport.put(batch));
+                return out.put_by(lent, |batch| out.transport.put(batch));
             }
             filled => filled.map_err(Stop::Failed)?,
         };
@@ -347,14 +338,14 @@ fn splice_all(
         left = left.saturating_sub(filled as u64);
         let mut inside = filled;
         while inside != 0 {
-            let drain = || pipe.drain(transport.output(), inside, left != 0);
-            let moved = lane.attempt(transport, &mut quiet, inside, drain)?;
+            let drain = || pipe.drain(out.transport.output(), inside, left != 0);
+            let moved = out.attempt(&mut idle, inside, drain)?;
             if moved == 0 {
                 return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
             }
             inside = inside.saturating_sub(moved);
         }
-        lane.side.spliced(filled);
+        out.direction.counters.spliced(filled);
         paid = paid.saturating_sub(filled);
         lent.advance(filled);
     }
@@ -364,45 +355,47 @@ fn splice_all(
 /// Lends all of `lent`; `send` sends a batch, lent or copied.
 fn lend_all(
     (completions, pace): (&mut Completions, &mut Pace),
-    lane: &Lane,
-    transport: &Transport,
-    rate: &RateLimit,
+    out: Transfer<'_>,
     lent: &mut Cursor<'_, Out>,
     queue: &impl ErrorQueue,
     send: impl Fn(&Batch<'_, Out>, bool) -> io::Result<usize>,
 ) -> Result<(), Stop> {
-    let mut quiet = lane.quiet();
+    let mut idle = out.direction.idle_timer();
     let mut paid = 0;
-    while let Some(batch) = lent.batch(rate.batch().min(pace.most)) {
-        paid += lane.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
+    while let Some(batch) = lent.batch(out.rate.batch().min(pace.most)) {
+        paid += out.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
         let offered = batch.bytes();
-        match lane.attempt(transport, &mut quiet, offered, || send(&batch, true)) {
+        match out.attempt(&mut idle, offered, || send(&batch, true)) {
             Ok(0) => return Err(Stop::Failed(io::ErrorKind::WriteZero.into())),
             Ok(moved) => {
                 completions.sent();
-                lane.side.lent();
+                out.direction.counters.lent();
                 paid = paid.saturating_sub(moved);
                 lent.advance(moved);
                 (pace.most, pace.skipped) = (pace.most.saturating_mul(2), 0);
                 if completions.outstanding() >= REAP {
-                    reap(completions, lane, queue)?;
+                    reap(completions, out.direction, queue)?;
                 }
             }
             Err(Stop::Failed(error))
                 if let Some(why @ (Errno::NOBUFS | Errno::FAULT)) = Errno::from_io_error(&error) =>
             {
-                lane.side.starved();
+                out.direction.counters.starved();
                 // What it has finished takes room until it was told.
-                if why == Errno::NOBUFS && (reap(completions, lane, queue)? != 0 || completions.outstanding() != 0) {
-                    if completions.outstanding() != 0 && wait(completions, lane, queue, &quiet, || lane.is_shut())? {
-                        quiet.progress();
+                if why == Errno::NOBUFS
+                    && (reap(completions, out.direction, queue)? != 0 || completions.outstanding() != 0)
+                {
+                    if completions.outstanding() != 0
+                        && wait(completions, out.direction, queue, &idle, || out.direction.is_shut())?
+                    {
+                        idle.progress();
                     }
                 } else if why == Errno::NOBUFS && offered > LEAST {
                     // Others have what there is: the less is wanted, the sooner there is room.
                     pace.most = (offered / 2).max(LEAST);
                 } else {
                     pace.give_up();
-                    return lane.put_by(transport, rate, lent, |batch| send(batch, false));
+                    return out.put_by(lent, |batch| send(batch, false));
                 }
             }
             Err(stop) => return Err(stop),
@@ -412,7 +405,7 @@ fn lend_all(
 }
 
 /// Takes the completions that are there: of how many calls.
-fn reap(completions: &mut Completions, lane: &Lane, queue: &impl ErrorQueue) -> Result<u64, Stop> {
+fn reap(completions: &mut Completions, direction: &Direction, queue: &impl ErrorQueue) -> Result<u64, Stop> {
     let before = completions.totals();
     while let Some(completion) = queue.next().map_err(Stop::Failed)? {
         completions.take(completion).map_err(|Unexpected| {
@@ -421,25 +414,25 @@ fn reap(completions: &mut Completions, lane: &Lane, queue: &impl ErrorQueue) -> 
         })?;
     }
     let after = completions.totals();
-    lane.side.completed(after.0 - before.0, after.1 - before.1);
+    direction.counters.completed(after.0 - before.0, after.1 - before.1);
     Ok(after.0 - before.0)
 }
 
 /// Waits for all of them.
 fn take_back(
     completions: &mut Completions,
-    lane: &Lane,
+    direction: &Direction,
     queue: &impl ErrorQueue,
     given_up: impl Fn() -> bool,
 ) -> Result<(), Stop> {
-    let mut quiet = lane.quiet();
+    let mut idle = direction.idle_timer();
     // Only a socket that was lent something has a queue for it.
     if completions.outstanding() != 0 {
-        reap(completions, lane, queue)?;
+        reap(completions, direction, queue)?;
     }
     while completions.outstanding() != 0 {
-        if wait(completions, lane, queue, &quiet, &given_up)? {
-            quiet.progress();
+        if wait(completions, direction, queue, &idle, &given_up)? {
+            idle.progress();
         }
     }
     Ok(())
@@ -448,18 +441,18 @@ fn take_back(
 /// Waits for a while; whether any has come.
 fn wait(
     completions: &mut Completions,
-    lane: &Lane,
+    direction: &Direction,
     queue: &impl ErrorQueue,
-    quiet: &Quiet,
+    idle: &IdleTimer,
     given_up: impl Fn() -> bool,
 ) -> Result<bool, Stop> {
     if given_up() {
         return Err(Stop::ShutDown);
     }
-    let rest = quiet.remaining()?.unwrap_or(SLICE).min(SLICE);
+    let rest = idle.remaining()?.unwrap_or(SLICE).min(SLICE);
     let waited = queue.wait(rest);
     // An end of the connection does not take away what it has told before.
-    let any = reap(completions, lane, queue)? != 0;
+    let any = reap(completions, direction, queue)? != 0;
     match waited {
         Err(_) if !any && given_up() => Err(Stop::ShutDown),
         Err(error) if !any => Err(Stop::Failed(error)),
@@ -479,6 +472,7 @@ mod tests {
     use rustix::event::PollFlags;
 
     use super::*;
+    use crate::rate::RateLimit;
     use crate::zero_copy::completions::Completion;
 
     /// A kernel that takes what it is lent, up to a number of calls and bytes at a time, and gives it back in an order of
@@ -559,7 +553,7 @@ mod tests {
 
     fn lend(kernel: &Kernel, data: &[u8], lengths: &[usize]) -> (Completions, crate::Counters) {
         let transport = Transport::Socket(UnixStream::pair().unwrap().0.into(), Arc::default());
-        let lane = Lane::new(PollFlags::OUT, None);
+        let direction = Direction::new(PollFlags::OUT, None);
         let mut rest = data;
         let mut list: Vec<_> = lengths.iter().map_while(|&n| rest.split_off(..n)).map(IoSlice::new).collect();
         list.push(IoSlice::new(rest));
@@ -567,9 +561,10 @@ mod tests {
         let mut cursor = Cursor::gather(&list);
         let (rate, send) = (RateLimit::default(), |batch: &Batch<'_, Out>, lent| kernel.send(batch, lent));
         let mut pace = Pace::default();
-        lend_all((&mut completions, &mut pace), &lane, &transport, &rate, &mut cursor, kernel, send).unwrap();
-        take_back(&mut completions, &lane, kernel, || false).unwrap();
-        (completions, crate::Counters::of(&lane.side, &lane.side))
+        let out = Transfer { direction: &direction, transport: &transport, rate: &rate };
+        lend_all((&mut completions, &mut pace), out, &mut cursor, kernel, send).unwrap();
+        take_back(&mut completions, &direction, kernel, || false).unwrap();
+        (completions, crate::Counters::of(&direction.counters, &direction.counters))
     }
 
     /// A kernel that gives nothing back, and takes its time to say so.
@@ -636,9 +631,9 @@ mod tests {
     fn a_kernel_that_gives_back_what_it_was_not_lent_is_not_believed() {
         let kernel = Kernel::new(9, usize::MAX, 7);
         kernel.told.borrow_mut().push_back(Completion { first: 5, last: 5, copied: false });
-        let (lane, mut completions) = (Lane::new(PollFlags::OUT, None), Completions::default());
+        let (direction, mut completions) = (Direction::new(PollFlags::OUT, None), Completions::default());
         completions.sent();
-        let stop = take_back(&mut completions, &lane, &kernel, || false).unwrap_err();
+        let stop = take_back(&mut completions, &direction, &kernel, || false).unwrap_err();
         assert!(matches!(stop, Stop::Failed(error) if error.kind() == io::ErrorKind::InvalidData));
     }
 }

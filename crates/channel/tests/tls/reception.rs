@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Options, Reasons, Reception, Tls, Uri};
+use limosa_channel::{Channel, Options, Reception, RefusalLog, Tls, Uri};
 
 use crate::bed::{Bed, SOON, listen, with};
 
@@ -90,7 +90,7 @@ fn without_tls_the_first_to_come_is_taken() {
 
 #[test]
 fn reasons_are_told_once_and_not_without_end() {
-    let mut reasons = Reasons::default();
+    let mut reasons = RefusalLog::default();
     let told = (0..1000).filter(|number| reasons.is_new(&format!("reason {}", number % 100))).count();
     assert!((2..100).contains(&told), "{told}");
 }

@@ -15,7 +15,7 @@ use std::fmt;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Listener, Reasons};
+use limosa_channel::{Channel, Listener, RefusalLog};
 use limosa_stream::configuration;
 use limosa_stream::multifd::{self, INITIAL_LEN, InitialPacket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -67,7 +67,7 @@ pub struct Gathering<'a> {
     turned_away: u64,
     /// Why, the last time that there was more to say than that it was a stranger.
     why: Option<String>,
-    reasons: Reasons,
+    reasons: RefusalLog,
     tell: Option<Tell<'a>>,
 }
 
@@ -103,7 +103,7 @@ impl<'a> Gathering<'a> {
         let pages = (0..options.channels).map(|_| None).collect();
         let (main, uuid, row) = (None, None, VecDeque::with_capacity(ROW));
         let (begun, turned_away, why, tell) = (Instant::now(), 0, None, None);
-        let reasons = Reasons::default();
+        let reasons = RefusalLog::default();
         Self { listener, options, begun, main, pages, uuid, row, turned_away, why, reasons, tell }
     }
 

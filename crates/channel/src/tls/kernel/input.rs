@@ -12,10 +12,10 @@ use rustix::net::RecvFlags;
 use rustls::ContentType;
 
 use super::key::Key;
-use super::option::{self, Direction};
+use super::option::{self, KeyDirection};
 use super::{of_record, record_type};
 use crate::tls::failure::TlsFailure;
-use crate::tls::record::{NewKeys, Opened, Reader, Said};
+use crate::tls::record::{NewKeys, Opened, Reader, RecordContent};
 use crate::transport;
 use crate::vector::{Batch, In};
 
@@ -30,7 +30,7 @@ pub(crate) struct Input {
 
 /// What was received into a buffer.
 #[derive(Debug)]
-pub(crate) enum Heard {
+pub(crate) enum Received {
     /// Bytes or words, from its beginning on.
     Record(Opened),
     /// The end of the connection.
@@ -41,11 +41,11 @@ impl Input {
     /// Gives the kernel the key of the next record, with which everything begins that was not read yet. `reader` has read
     /// what was.
     pub(crate) fn over(socket: &OwnedFd, key: &Key, reader: &mut Reader) -> Result<Self, Errno> {
-        option::set(socket.as_fd(), Direction::Receiving, key)?;
+        option::set(socket.as_fd(), KeyDirection::Receiving, key)?;
         Ok(Self { reader: std::mem::take(reader) })
     }
 
-    /// Receives some of the batch, or all of it (`whole`); `None` if what is next has to be [heard](Self::hear).
+    /// Receives some of the batch, or all of it (`whole`); `None` if what is next has to be [received](Self::receive_record).
     pub(crate) fn get(&mut self, socket: &OwnedFd, batch: &Batch<'_, In>, whole: bool) -> io::Result<Option<usize>> {
         if self.reader.is_amid() {
             return Ok(None);
@@ -66,31 +66,31 @@ impl Input {
     }
 
     /// Receives what is next into a buffer that holds any record.
-    pub(crate) fn hear(
+    pub(crate) fn receive_record(
         &mut self,
         socket: &OwnedFd,
         room: &mut [u8],
         flags: RecvFlags,
         keys: &mut dyn NewKeys,
-    ) -> io::Result<Heard> {
+    ) -> io::Result<Received> {
         let received = record_type::receive(socket.as_fd(), room, flags.bits().cast_signed());
         let (got, typ) =
             received.map_err(|errno| of_record(errno).map_or_else(|| io::Error::from(errno), io::Error::from))?;
         let typ = match typ {
             Some(typ) => typ,
-            None if got == 0 => return Ok(Heard::Ended),
+            None if got == 0 => return Ok(Received::Ended),
             None => ContentType::ApplicationData,
         };
-        let said = self.reader.take(typ, room.get(..got).unwrap_or_default())?;
-        Ok(Heard::Record(match said {
-            Said::Bytes => Opened::Bytes(got),
-            Said::Nothing => Opened::Word { renew: false },
-            Said::Close => Opened::Close,
-            Said::NewKey { answer } => {
+        let content = self.reader.take(typ, room.get(..got).unwrap_or_default())?;
+        Ok(Received::Record(match content {
+            RecordContent::Bytes => Opened::Bytes(got),
+            RecordContent::Nothing => Opened::Control { renew: false },
+            RecordContent::Close => Opened::Close,
+            RecordContent::NewKey { answer } => {
                 let refused = || TlsFailure::Kernel(RENEWED.into());
                 let key = Key::new(&keys.next_receiving()?, 0).ok_or_else(refused)?;
-                option::set(socket.as_fd(), Direction::Receiving, &key).map_err(|_| refused())?;
-                Opened::Word { renew: answer }
+                option::set(socket.as_fd(), KeyDirection::Receiving, &key).map_err(|_| refused())?;
+                Opened::Control { renew: answer }
             }
         }))
     }

@@ -24,7 +24,7 @@ const TRIES: usize = 64;
 
 /// One of a socket's directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Direction {
+pub(super) enum KeyDirection {
     Sending,
     Receiving,
 }
@@ -59,9 +59,9 @@ fn probe() -> std::io::Result<Support> {
     }
     let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [0; 32].into(), iv: [0; 12].into() };
     let Some(key) = Key::new(&secrets, 0) else { return Ok(Support::None) };
-    set(socket.as_fd(), Direction::Sending, &key)?;
+    set(socket.as_fd(), KeyDirection::Sending, &key)?;
     // EBUSY where it has to stay with the first one.
-    let again = set(socket.as_fd(), Direction::Sending, &key);
+    let again = set(socket.as_fd(), KeyDirection::Sending, &key);
     Ok(if again.is_ok() { Support::Renews } else { Support::Fixed })
 }
 
@@ -71,7 +71,7 @@ pub(super) fn attach(socket: BorrowedFd<'_>) -> Result<(), Errno> {
 }
 
 /// Gives it a direction's key; a second one where it can renew keys.
-pub(super) fn set(socket: BorrowedFd<'_>, direction: Direction, key: &Key) -> Result<(), Errno> {
+pub(super) fn set(socket: BorrowedFd<'_>, direction: KeyDirection, key: &Key) -> Result<(), Errno> {
     set_option(socket, libc::SOL_TLS, name(direction), key.bytes())
 }
 
@@ -85,7 +85,7 @@ pub(super) fn next_number(socket: BorrowedFd<'_>, length: usize) -> Result<u64, 
         libc::getsockopt(
             socket.as_raw_fd(),
             libc::SOL_TLS,
-            name(Direction::Sending),
+            name(KeyDirection::Sending),
             bytes.as_mut_ptr().cast(),
             &raw mut room,
         )
@@ -112,10 +112,10 @@ pub(super) fn given(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
     Err(Errno::AGAIN)
 }
 
-fn name(direction: Direction) -> c_int {
+fn name(direction: KeyDirection) -> c_int {
     match direction {
-        Direction::Sending => TLS_TX,
-        Direction::Receiving => TLS_RX,
+        KeyDirection::Sending => TLS_TX,
+        KeyDirection::Receiving => TLS_RX,
     }
 }
 

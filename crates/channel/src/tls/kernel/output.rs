@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use rustls::ContentType;
 
 use super::key::Key;
-use super::option::{self, Direction};
+use super::option::{self, KeyDirection};
 use super::{of_record, record_type};
 use crate::tls::failure::TlsFailure;
 use crate::tls::record::{CLOSE, NewKeys, UPDATE};
@@ -31,9 +31,9 @@ const CALL_SHARE: u64 = 16;
 /// Most bytes of one call.
 const CALL_MAX: u64 = 1 << 20;
 /// Bytes of a record beside what is in it: its header, the type that is sealed, and the tag (RFC 8446, 5.2).
-const BESIDE: u64 = 5 + 1 + 16;
+const RECORD_OVERHEAD: u64 = 5 + 1 + 16;
 /// How long the kernel is left to itself when it has room for what it holds.
-const BREATH: Duration = Duration::from_micros(50);
+const YIELD: Duration = Duration::from_micros(50);
 
 const USED_UP: &str = "its key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can); auto falls \
     back without kernel TLS";
@@ -61,7 +61,7 @@ pub(crate) struct Output {
 impl Output {
     /// Gives the kernel the key, if nothing that was sealed with it waits to be sent.
     pub(crate) fn over(socket: &OwnedFd, key: &Key, limit: u64) -> Result<Self, Errno> {
-        let set = || option::set(socket.as_fd(), Direction::Sending, key);
+        let set = || option::set(socket.as_fd(), KeyDirection::Sending, key);
         let (given, _) = option::given(socket.as_fd())?;
         set()?;
         let renews = set().is_ok();
@@ -112,7 +112,7 @@ impl Output {
     /// # Errors
     /// [`Errno::AGAIN`] if it does; [`Errno::PIPE`] if nobody will ever get that.
     pub(crate) fn end(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
-        let all = self.given.wrapping_add(self.beside(socket)?);
+        let all = self.given.wrapping_add(self.record_overhead(socket)?);
         let (given, over) = option::given(socket.as_fd())?;
         if given != all {
             return Err(if over { Errno::PIPE } else { Errno::AGAIN });
@@ -122,9 +122,9 @@ impl Output {
     }
 
     /// How many bytes are beside what this key's records have in them.
-    fn beside(&self, socket: &OwnedFd) -> Result<u64, Errno> {
+    fn record_overhead(&self, socket: &OwnedFd) -> Result<u64, Errno> {
         let records = option::next_number(socket.as_fd(), self.length)?.wrapping_sub(self.first);
-        Ok(records.wrapping_mul(BESIDE))
+        Ok(records.wrapping_mul(RECORD_OVERHEAD))
     }
 
     /// Sends a record that is no data.
@@ -141,11 +141,11 @@ impl Output {
         }
         self.say(socket, ContentType::Handshake, &UPDATE)?;
         self.lost = true;
-        self.given = self.given.wrapping_add(self.beside(socket)?);
+        self.given = self.given.wrapping_add(self.record_overhead(socket)?);
         self.first = 0;
         let refused = |why: &dyn std::fmt::Display| TlsFailure::Kernel(format!("it does not take a new key: {why}"));
         let key = Key::new(&keys.next_sending()?, 0).ok_or_else(|| refused(&"another cipher"))?;
-        option::set(socket.as_fd(), Direction::Sending, &key).map_err(|errno| refused(&errno))?;
+        option::set(socket.as_fd(), KeyDirection::Sending, &key).map_err(|errno| refused(&errno))?;
         self.lost = false;
         self.room = self.limit;
         Ok(())
@@ -157,18 +157,18 @@ impl Output {
             return;
         }
         let end = Instant::now() + within;
-        let mut said = false;
+        let mut announced = false;
         loop {
-            let answer = if said { self.end(socket) } else { self.say(socket, ContentType::Alert, &CLOSE) };
+            let answer = if announced { self.end(socket) } else { self.say(socket, ContentType::Alert, &CLOSE) };
             match answer {
-                Ok(()) if said => return,
-                Ok(()) => said = true,
+                Ok(()) if announced => return,
+                Ok(()) => announced = true,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) if Instant::now() < end => {
                     let rest = Timespec::try_from(end.saturating_duration_since(Instant::now())).ok();
                     // What goes wrong with it shows above.
                     let _ = poll(&mut [PollFd::new(socket, PollFlags::OUT)], rest.as_ref());
-                    breathe();
+                    yield_to_kernel();
                 }
                 // If the peer is gone, or has no room, it will see that it was cut.
                 Err(_) => return,
@@ -178,6 +178,6 @@ impl Output {
 }
 
 /// Leaves the processor to the kernel's own thread, which is to send what is left of a record.
-pub(crate) fn breathe() {
-    thread::sleep(BREATH);
+pub(crate) fn yield_to_kernel() {
+    thread::sleep(YIELD);
 }

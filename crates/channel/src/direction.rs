@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Timespec;
 use rustix::io::Errno;
 
-use crate::counters::Side;
+use crate::counters::DirectionCounters;
 use crate::rate::RateLimit;
 use crate::transport::Transport;
 use crate::vector::{BYTES_MAX, Batch, Cursor, In, Out};
@@ -36,8 +36,8 @@ type Result<T> = std::result::Result<T, Stop>;
 
 /// The state of one direction, shared by all handles of a channel.
 #[derive(Debug)]
-pub(crate) struct Lane {
-    pub(crate) side: Side,
+pub(crate) struct Direction {
+    pub(crate) counters: DirectionCounters,
     readiness: PollFlags,
     /// Nanoseconds without progress after which a transfer gives up; 0 is never.
     timeout: AtomicU64,
@@ -48,10 +48,10 @@ pub(crate) struct Lane {
     wake: Option<OwnedFd>,
 }
 
-impl Lane {
+impl Direction {
     pub(crate) fn new(readiness: PollFlags, wake: Option<OwnedFd>) -> Self {
         let (timeout, shut, under_way) = (AtomicU64::new(0), AtomicBool::new(false), AtomicUsize::new(0));
-        Self { side: Side::default(), readiness, timeout, shut, under_way, wake }
+        Self { counters: DirectionCounters::default(), readiness, timeout, shut, under_way, wake }
     }
 
     pub(crate) fn set_timeout(&self, time: Option<Duration>) {
@@ -79,212 +79,10 @@ impl Lane {
     }
 
     /// A clock for a transfer that begins.
-    pub(crate) fn quiet(&self) -> Quiet {
+    pub(crate) fn idle_timer(&self) -> IdleTimer {
         let nanoseconds = self.timeout.load(Ordering::Relaxed);
         let limit = (nanoseconds != 0).then(|| Duration::from_nanos(nanoseconds));
-        Quiet { limit, since: limit.map(|_| Instant::now()) }
-    }
-
-    /// Waits until `rate` lets `owed` bytes out, and returns them.
-    pub(crate) fn pay(&self, rate: &RateLimit, owed: usize, quiet: &mut Quiet) -> Result<usize> {
-        if owed != 0 {
-            let waited = rate.take_unless(owed as u64, &self.shut).ok_or(Stop::ShutDown)?;
-            if !waited.is_zero() {
-                self.side.throttled(waited);
-                // Being held back is not the peer's silence.
-                quiet.progress();
-            }
-        }
-        Ok(owed)
-    }
-
-    /// Writes all that the list names, as fast as `rate` lets it, `descriptors` with the first byte.
-    pub(crate) fn put(
-        &self,
-        transport: &Transport,
-        rate: &RateLimit,
-        gather: &mut Cursor<'_, Out>,
-        mut descriptors: &[BorrowedFd<'_>],
-    ) -> Result<()> {
-        self.put_by(transport, rate, gather, |batch| match descriptors {
-            [] => transport.put(batch),
-            _ => {
-                let moved = transport.put_with(batch, descriptors)?;
-                descriptors = &[];
-                Ok(moved)
-            }
-        })
-    }
-
-    /// As [`put`](Self::put), each batch by `call`, which says how much of it has moved.
-    pub(crate) fn put_by(
-        &self,
-        transport: &Transport,
-        rate: &RateLimit,
-        gather: &mut Cursor<'_, Out>,
-        mut call: impl FnMut(&Batch<'_, Out>) -> io::Result<usize>,
-    ) -> Result<()> {
-        self.under_way.fetch_add(1, Ordering::SeqCst);
-        self.put_batches(transport, rate, gather, &mut call).inspect(|()| {
-            self.under_way.fetch_sub(1, Ordering::SeqCst);
-        })
-    }
-
-    fn put_batches(
-        &self,
-        transport: &Transport,
-        rate: &RateLimit,
-        gather: &mut Cursor<'_, Out>,
-        call: &mut dyn FnMut(&Batch<'_, Out>) -> io::Result<usize>,
-    ) -> Result<()> {
-        let mut quiet = self.quiet();
-        let mut paid = 0;
-        while let Some(batch) = gather.batch(rate.batch()) {
-            if self.is_shut() {
-                return Err(Stop::ShutDown);
-            }
-            // After a partial transfer, what did not go out is paid for already.
-            paid += self.pay(rate, batch.bytes().saturating_sub(paid), &mut quiet)?;
-            self.drain(transport, &mut quiet, false)?;
-            let moved = self.attempt(transport, &mut quiet, batch.bytes(), || call(&batch))?;
-            if moved == 0 {
-                return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
-            }
-            paid = paid.saturating_sub(moved);
-            gather.advance(moved);
-        }
-        self.drain(transport, &mut quiet, true)
-    }
-
-    /// Writes what the transport has taken and holds back; `all`: until nothing of it is left.
-    fn drain(&self, transport: &Transport, quiet: &mut Quiet, all: bool) -> Result<()> {
-        while transport.holds_back(all) {
-            self.attempt(transport, quiet, 0, || transport.flush())?;
-        }
-        Ok(())
-    }
-
-    /// Writes `length` bytes of a file from `offset` on, as fast as `rate` lets it, without their passing through here.
-    pub(crate) fn put_file(
-        &self,
-        transport: &Transport,
-        rate: &RateLimit,
-        file: BorrowedFd<'_>,
-        mut offset: u64,
-        length: u64,
-    ) -> Result<()> {
-        let mut quiet = self.quiet();
-        let mut paid = 0;
-        let mut left = length;
-        while left != 0 {
-            let now = usize::try_from(left).unwrap_or(BYTES_MAX).min(rate.chunk()).min(BYTES_MAX);
-            paid += self.pay(rate, now.saturating_sub(paid), &mut quiet)?;
-            let moved = self.attempt(transport, &mut quiet, now, || transport.put_file(file, offset, now))?;
-            if moved == 0 {
-                let why = format!("the file that is sent ends at byte {offset}, {left} bytes too early");
-                return Err(Stop::Failed(io::Error::new(io::ErrorKind::UnexpectedEof, why)));
-            }
-            self.side.spliced(moved);
-            paid = paid.saturating_sub(moved);
-            offset = offset.saturating_add(moved as u64);
-            left = left.saturating_sub(moved as u64);
-        }
-        Ok(())
-    }
-
-    /// Fills all that the list names.
-    pub(crate) fn get(&self, transport: &Transport, rate: &RateLimit, scatter: &mut Cursor<'_, In>) -> Result<()> {
-        let mut quiet = self.quiet();
-        let mut got = 0_u64;
-        while let Some(moved) = self.get_part(transport, rate, scatter, true, &mut quiet)? {
-            if moved == 0 {
-                return Err(Stop::Ended { got, wanted: got.saturating_add(scatter.left()) });
-            }
-            got = got.saturating_add(moved as u64);
-        }
-        Ok(())
-    }
-
-    /// Reads what is there; 0 is the end of the data, or a list without room.
-    pub(crate) fn get_some(
-        &self,
-        transport: &Transport,
-        rate: &RateLimit,
-        scatter: &mut Cursor<'_, In>,
-    ) -> Result<usize> {
-        let mut quiet = self.quiet();
-        Ok(self.get_part(transport, rate, scatter, false, &mut quiet)?.unwrap_or(0))
-    }
-
-    /// One read; `None` if the list is full, `Some(0)` at the end of the data.
-    fn get_part(
-        &self,
-        transport: &Transport,
-        rate: &RateLimit,
-        scatter: &mut Cursor<'_, In>,
-        whole: bool,
-        quiet: &mut Quiet,
-    ) -> Result<Option<usize>> {
-        let Some(batch) = scatter.batch(rate.chunk()) else { return Ok(None) };
-        let moved = self.attempt(transport, quiet, batch.bytes(), || transport.get(&batch, whole))?;
-        // A socket's shutdown on this side looks like an end of the data; what had come before was still read.
-        if moved == 0 && self.is_shut() {
-            return Err(Stop::ShutDown);
-        }
-        scatter.advance(moved);
-        // Paid for afterwards: how much is there is known only then.
-        let waited = match rate.take_unless(moved as u64, &self.shut) {
-            Some(waited) => waited,
-            None if whole => return Err(Stop::ShutDown),
-            // What has been read is not to be lost.
-            None => Duration::ZERO,
-        };
-        if !waited.is_zero() {
-            self.side.throttled(waited);
-            quiet.progress();
-        }
-        Ok(Some(moved))
-    }
-
-    /// Calls until bytes move, the data ends, or there is a reason to stop.
-    pub(crate) fn attempt(
-        &self,
-        transport: &Transport,
-        quiet: &mut Quiet,
-        offered: usize,
-        mut call: impl FnMut() -> io::Result<usize>,
-    ) -> Result<usize> {
-        loop {
-            if self.wake.is_some() && self.is_shut() {
-                return Err(Stop::ShutDown);
-            }
-            self.side.called();
-            match call() {
-                Ok(moved) => {
-                    self.side.moved(moved, offered);
-                    quiet.progress();
-                    return Ok(moved);
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-                    self.side.interrupted();
-                    quiet.remaining()?;
-                }
-                // Either the socket's own time-out is over, or the descriptor does not block.
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let remaining = quiet.remaining()?;
-                    let began = Instant::now();
-                    let ready = self.wait(transport, remaining);
-                    self.side.waited(began.elapsed());
-                    match ready {
-                        Err(Errno::INTR) => self.side.interrupted(),
-                        Err(errno) => return Err(Stop::Failed(errno.into())),
-                        Ok(()) => {}
-                    }
-                }
-                Err(_) if self.is_shut() => return Err(Stop::ShutDown),
-                Err(error) => return Err(Stop::Failed(error)),
-            }
-        }
+        IdleTimer { limit, since: limit.map(|_| Instant::now()) }
     }
 
     /// Waits until the descriptor is ready, the direction is shut down, or the time is over.
@@ -302,13 +100,195 @@ impl Lane {
     }
 }
 
+/// What every transfer in one direction needs: the direction's state, the descriptor, and the rate limit.
+#[derive(Clone, Copy)]
+pub(crate) struct Transfer<'a> {
+    pub(crate) direction: &'a Direction,
+    pub(crate) transport: &'a Transport,
+    pub(crate) rate: &'a RateLimit,
+}
+
+impl Transfer<'_> {
+    /// Waits until `rate` lets `owed` bytes out, and returns them.
+    pub(crate) fn pay(&self, owed: usize, idle: &mut IdleTimer) -> Result<usize> {
+        if owed != 0 {
+            let waited = self.rate.take_unless(owed as u64, &self.direction.shut).ok_or(Stop::ShutDown)?;
+            if !waited.is_zero() {
+                self.direction.counters.throttled(waited);
+                // Being held back is not the peer's silence.
+                idle.progress();
+            }
+        }
+        Ok(owed)
+    }
+
+    /// Writes all that the list names, as fast as `rate` lets it, `descriptors` with the first byte.
+    pub(crate) fn put(&self, gather: &mut Cursor<'_, Out>, mut descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        self.put_by(gather, |batch| match descriptors {
+            [] => self.transport.put(batch),
+            _ => {
+                let moved = self.transport.put_with(batch, descriptors)?;
+                descriptors = &[];
+                Ok(moved)
+            }
+        })
+    }
+
+    /// As [`put`](Self::put), each batch by `call`, which says how much of it has moved.
+    pub(crate) fn put_by(
+        &self,
+        gather: &mut Cursor<'_, Out>,
+        mut call: impl FnMut(&Batch<'_, Out>) -> io::Result<usize>,
+    ) -> Result<()> {
+        self.direction.under_way.fetch_add(1, Ordering::SeqCst);
+        self.put_batches(gather, &mut call).inspect(|()| {
+            self.direction.under_way.fetch_sub(1, Ordering::SeqCst);
+        })
+    }
+
+    fn put_batches(
+        &self,
+        gather: &mut Cursor<'_, Out>,
+        call: &mut dyn FnMut(&Batch<'_, Out>) -> io::Result<usize>,
+    ) -> Result<()> {
+        let mut idle = self.direction.idle_timer();
+        let mut paid = 0;
+        while let Some(batch) = gather.batch(self.rate.batch()) {
+            if self.direction.is_shut() {
+                return Err(Stop::ShutDown);
+            }
+            // After a partial transfer, what did not go out is paid for already.
+            paid += self.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
+            self.drain(&mut idle, false)?;
+            let moved = self.attempt(&mut idle, batch.bytes(), || call(&batch))?;
+            if moved == 0 {
+                return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
+            }
+            paid = paid.saturating_sub(moved);
+            gather.advance(moved);
+        }
+        self.drain(&mut idle, true)
+    }
+
+    /// Writes what the transport has taken and holds back; `all`: until nothing of it is left.
+    fn drain(&self, idle: &mut IdleTimer, all: bool) -> Result<()> {
+        while self.transport.holds_back(all) {
+            self.attempt(idle, 0, || self.transport.flush())?;
+        }
+        Ok(())
+    }
+
+    /// Writes `length` bytes of a file from `offset` on, as fast as `rate` lets it, without their passing through here.
+    pub(crate) fn put_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: u64) -> Result<()> {
+        let mut idle = self.direction.idle_timer();
+        let mut paid = 0;
+        let mut left = length;
+        while left != 0 {
+            let now = usize::try_from(left).unwrap_or(BYTES_MAX).min(self.rate.chunk()).min(BYTES_MAX);
+            paid += self.pay(now.saturating_sub(paid), &mut idle)?;
+            let moved = self.attempt(&mut idle, now, || self.transport.put_file(file, offset, now))?;
+            if moved == 0 {
+                let why = format!("the file that is sent ends at byte {offset}, {left} bytes too early");
+                return Err(Stop::Failed(io::Error::new(io::ErrorKind::UnexpectedEof, why)));
+            }
+            self.direction.counters.spliced(moved);
+            paid = paid.saturating_sub(moved);
+            offset = offset.saturating_add(moved as u64);
+            left = left.saturating_sub(moved as u64);
+        }
+        Ok(())
+    }
+
+    /// Fills all that the list names.
+    pub(crate) fn get(&self, scatter: &mut Cursor<'_, In>) -> Result<()> {
+        let mut idle = self.direction.idle_timer();
+        let mut got = 0_u64;
+        while let Some(moved) = self.get_part(scatter, true, &mut idle)? {
+            if moved == 0 {
+                return Err(Stop::Ended { got, wanted: got.saturating_add(scatter.left()) });
+            }
+            got = got.saturating_add(moved as u64);
+        }
+        Ok(())
+    }
+
+    /// Reads what is there; 0 is the end of the data, or a list without room.
+    pub(crate) fn get_some(&self, scatter: &mut Cursor<'_, In>) -> Result<usize> {
+        let mut idle = self.direction.idle_timer();
+        Ok(self.get_part(scatter, false, &mut idle)?.unwrap_or(0))
+    }
+
+    /// One read; `None` if the list is full, `Some(0)` at the end of the data.
+    fn get_part(&self, scatter: &mut Cursor<'_, In>, whole: bool, idle: &mut IdleTimer) -> Result<Option<usize>> {
+        let Some(batch) = scatter.batch(self.rate.chunk()) else { return Ok(None) };
+        let moved = self.attempt(idle, batch.bytes(), || self.transport.get(&batch, whole))?;
+        // A socket's shutdown on this side looks like an end of the data; what had come before was still read.
+        if moved == 0 && self.direction.is_shut() {
+            return Err(Stop::ShutDown);
+        }
+        scatter.advance(moved);
+        // Paid for afterwards: how much is there is known only then.
+        let waited = match self.rate.take_unless(moved as u64, &self.direction.shut) {
+            Some(waited) => waited,
+            None if whole => return Err(Stop::ShutDown),
+            // What has been read is not to be lost.
+            None => Duration::ZERO,
+        };
+        if !waited.is_zero() {
+            self.direction.counters.throttled(waited);
+            idle.progress();
+        }
+        Ok(Some(moved))
+    }
+
+    /// Calls until bytes move, the data ends, or there is a reason to stop.
+    pub(crate) fn attempt(
+        &self,
+        idle: &mut IdleTimer,
+        offered: usize,
+        mut call: impl FnMut() -> io::Result<usize>,
+    ) -> Result<usize> {
+        loop {
+            if self.direction.wake.is_some() && self.direction.is_shut() {
+                return Err(Stop::ShutDown);
+            }
+            self.direction.counters.called();
+            match call() {
+                Ok(moved) => {
+                    self.direction.counters.moved(moved, offered);
+                    idle.progress();
+                    return Ok(moved);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                    self.direction.counters.interrupted();
+                    idle.remaining()?;
+                }
+                // Either the socket's own time-out is over, or the descriptor does not block.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let remaining = idle.remaining()?;
+                    let began = Instant::now();
+                    let ready = self.direction.wait(self.transport, remaining);
+                    self.direction.counters.waited(began.elapsed());
+                    match ready {
+                        Err(Errno::INTR) => self.direction.counters.interrupted(),
+                        Err(errno) => return Err(Stop::Failed(errno.into())),
+                        Ok(()) => {}
+                    }
+                }
+                Err(_) if self.direction.is_shut() => return Err(Stop::ShutDown),
+                Err(error) => return Err(Stop::Failed(error)),
+            }
+        }
+    }
+}
+
 /// How long nothing has moved; reads the clock only if there is a time-out.
-pub(crate) struct Quiet {
+pub(crate) struct IdleTimer {
     limit: Option<Duration>,
     since: Option<Instant>,
 }
 
-impl Quiet {
+impl IdleTimer {
     pub(crate) fn progress(&mut self) {
         self.since = self.limit.map(|_| Instant::now());
     }
