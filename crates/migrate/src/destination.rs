@@ -42,8 +42,8 @@ use rustix::net::sockopt;
 
 use buffer::Buffer;
 use join::JoinPoint;
-use landing::{Landing, Lane, Orders, Tally};
-use multifd::{PageChannel, Shared};
+use landing::{Handoff, Landing, Orders, PageCounts};
+use multifd::{PageChannel, ReaderContext};
 
 pub use gathering::{ChannelSet, Gathering, GatheringOptions};
 pub(crate) use hooks::Hooks;
@@ -281,8 +281,8 @@ impl<'a> Receiver<'a> {
         sink: &mut S,
     ) -> Result<Option<u32>, MigrateError> {
         let role = self.role;
-        let tally = Tally::new(&role.progress);
-        let shared = Shared {
+        let counts = PageCounts::new(&role.progress);
+        let context = ReaderContext {
             blocks: multifd::by_name(&start.blocks),
             join: JoinPoint::new(role.pages.len()),
             options: role.multifd,
@@ -291,16 +291,16 @@ impl<'a> Receiver<'a> {
             channels: &role.pages,
         };
         let package = thread::scope(|scope| {
-            let landing = Landing::start(scope, sink, start, &tally)?;
+            let landing = Landing::start(scope, sink, start, &counts)?;
             let threads = (0..).zip(&role.pages).map(|(id, channel)| {
-                let reader = PageChannel::new(&shared, id, channel, landing.lane(multifd::BUFFER_LEN))?;
+                let reader = PageChannel::new(&context, id, channel, landing.handoff(multifd::BUFFER_LEN))?;
                 let thread = thread::Builder::new().name(format!("multifd {id}"));
                 let thread = thread.spawn_scoped(scope, move || reader.run());
                 thread.map_err(|error| MigrateError::Protocol(format!("cannot start a thread: {error}")))
             });
             let (threads, begun) = gathered(threads);
-            let taken = begun.and_then(|()| self.take_pages(&mut landing.lane(BUFFER_LEN), &shared.join));
-            shared.end();
+            let taken = begun.and_then(|()| self.take_pages(&mut landing.handoff(BUFFER_LEN), &context.join));
+            context.end();
             let mut loose = None;
             for (id, thread) in (0..).zip(threads) {
                 match thread.join() {
@@ -314,7 +314,7 @@ impl<'a> Receiver<'a> {
             // A sink that failed is the cause; that no buffer came back is what it led to. So is a channel that failed, and
             // that the main one was shut down.
             landing.finish()?;
-            if let Some(failure) = shared.join.failure() {
+            if let Some(failure) = context.join.failure() {
                 return Err(failure);
             }
             let package = taken.map_err(|error| match error {
@@ -334,7 +334,7 @@ impl<'a> Receiver<'a> {
                 }
             }
         })?;
-        let moved = tally.total();
+        let moved = counts.total();
         self.stats.normal_pages = moved.normal;
         self.stats.zero_pages = moved.zero;
         self.stats.resent_pages = moved.resent;
@@ -370,7 +370,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Everything up to the first device section, which is left in the buffer; or up to a package: its length.
-    fn take_pages(&mut self, lane: &mut Lane<'_>, join: &JoinPoint) -> Result<Option<u32>, MigrateError> {
+    fn take_pages(&mut self, lane: &mut Handoff<'_>, join: &JoinPoint) -> Result<Option<u32>, MigrateError> {
         let several = !self.role.pages.is_empty();
         // A source that joins once a round says so before the end of the first section. One that does not joins at the end of
         // every section, that one included (QEMU's machine types up to 8.0).
@@ -440,7 +440,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Waits until every channel has come to the join point, with everything handed over that was read before.
-    fn join(&mut self, lane: &mut Lane<'_>, join: &JoinPoint) -> Result<(), MigrateError> {
+    fn join(&mut self, lane: &mut Handoff<'_>, join: &JoinPoint) -> Result<(), MigrateError> {
         if !self.orders.is_empty() {
             self.exchange(lane)?;
         }
@@ -489,7 +489,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
-    fn refill(&mut self, total: usize, lane: &mut Lane<'_>) -> Result<(), MigrateError> {
+    fn refill(&mut self, total: usize, lane: &mut Handoff<'_>) -> Result<(), MigrateError> {
         if self.buffer.arrived().len() < total && self.buffer.is_short_of(total) {
             self.exchange(lane)?;
         }
@@ -521,7 +521,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
-    fn exchange(&mut self, lane: &mut Lane<'_>) -> Result<(), MigrateError> {
+    fn exchange(&mut self, lane: &mut Handoff<'_>) -> Result<(), MigrateError> {
         let full = std::mem::take(&mut self.buffer.bytes);
         let rest = full.get(self.buffer.start..self.buffer.end).unwrap_or_default().to_vec();
         let (empty, orders) = lane.exchange((full, std::mem::take(&mut self.orders)))?;

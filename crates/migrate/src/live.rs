@@ -4,7 +4,7 @@
 //! example `vmm` is a VMM in miniature that has both.
 
 pub mod destination;
-pub(crate) mod shared;
+pub(crate) mod shared_memory;
 pub mod source;
 
 use std::error::Error;
@@ -21,7 +21,7 @@ use limosa_stream::{Configuration, DeviceSections};
 #[cfg(doc)]
 use self::source::LiveSource;
 
-pub use shared::SharedMemory;
+pub use shared_memory::SharedMemory;
 
 /// What a VMM failed with; it names its own object.
 pub type VmError = Box<dyn Error + Send + Sync>;

@@ -4,9 +4,9 @@
 //! another carries the orders out while the next buffer fills. So the kernel's two copies, out of the socket and into the
 //! file, run side by side. Measured, that is the fastest of the ways to land pages (docs/benchmarks, landing).
 //!
-//! Each reading thread has a [`Lane`]: buffers of its own, so that one that is held up holds up no other. The law: orders
-//! are carried out in the order in which their buffers were handed over, whichever lane they came on, because the last
-//! word about a page counts.
+//! Each reading thread has its own buffers and a [`Handoff`], so that one that is held up holds up no other. The law: orders
+//! are carried out in the order in which their buffers were handed over, from whichever thread, because the last word about a
+//! page counts.
 //!
 //! A sink that is [memory](PageMemory) has no such thread: every reader carries out its own orders, before its buffer fills
 //! again and before each join point. A page of the main channel goes through the buffer there too, because the eight bytes
@@ -26,7 +26,7 @@ use crate::error::MigrateError;
 use crate::pages::{PageError, PageMemory, PageSink, StreamStart};
 use crate::progress::{Moved, Progress};
 
-/// Buffers of a lane: one fills, one is emptied, one is ready for whichever is done first.
+/// Buffers of a reading thread: one fills, one is emptied, one is ready for whichever is done first.
 const BUFFERS: usize = 3;
 
 #[derive(Debug)]
@@ -89,29 +89,29 @@ impl Orders {
         self.list.is_empty()
     }
 
-    /// Hands everything to whoever takes it, and forgets it.
-    fn carry_out(&mut self, bytes: &[u8], taker: &mut impl Taker, batch: &mut Moved) -> Result<(), MigrateError> {
+    /// Hands everything to `target`, and forgets it.
+    fn carry_out(&mut self, bytes: &[u8], target: &mut impl PageTarget, batch: &mut Moved) -> Result<(), MigrateError> {
         let mut places = self.places.iter();
         let mut slices = Vec::new();
         for order in self.list.drain(..) {
             match order {
                 Order::Zero { block, pages } => {
-                    batch.resent += taker.put_zero(block, pages).map_err(MigrateError::Sink)?;
+                    batch.resent += target.put_zero(block, pages).map_err(MigrateError::Sink)?;
                     batch.zero += pages.len();
                 }
-                Order::EarlySection(section) => taker.put_early_sections(&section).map_err(MigrateError::Sink)?,
+                Order::EarlySection(section) => target.put_early_sections(&section).map_err(MigrateError::Sink)?,
                 Order::Pages { block, first, count } => {
                     let whole = |&place: &usize| IoSlice::new(bytes.get(place..place + PAGE_LEN).unwrap_or_default());
                     slices.clear();
                     slices.extend(places.by_ref().take(count).map(whole));
-                    batch.resent += taker.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
+                    batch.resent += target.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
                     batch.normal += u64::try_from(count).unwrap_or(u64::MAX);
                 }
                 Order::Delta { block, page, place, offset } => {
                     let mut contents = [0; PAGE_LEN];
-                    taker.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
+                    target.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
                     xbzrle::decode(&mut contents, bytes.get(place).unwrap_or_default(), offset)?;
-                    let page = taker.put_pages(block, page, &[IoSlice::new(&contents)]);
+                    let page = target.put_pages(block, page, &[IoSlice::new(&contents)]);
                     batch.resent += page.map_err(MigrateError::Sink)?;
                     batch.normal += 1;
                 }
@@ -122,8 +122,8 @@ impl Orders {
     }
 }
 
-/// Who takes pages; each answer is how many of them had been mentioned before.
-trait Taker {
+/// What takes pages; each answer is how many of them had been mentioned before.
+trait PageTarget {
     fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError>;
     fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError>;
     fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<u64, PageError>;
@@ -131,12 +131,12 @@ trait Taker {
 }
 
 /// A sink, and the pages of each block that were mentioned.
-struct Seen<'a, S: ?Sized> {
+struct SinkTarget<'a, S: ?Sized> {
     sink: &'a mut S,
     seen: Vec<PageBitmap>,
 }
 
-impl<S: ?Sized> Seen<'_, S> {
+impl<S: ?Sized> SinkTarget<'_, S> {
     fn see(&mut self, block: usize, pages: PageRange) -> u64 {
         let Some(seen) = self.seen.get_mut(block) else { return 0 };
         let again = seen.count_in(pages);
@@ -145,7 +145,7 @@ impl<S: ?Sized> Seen<'_, S> {
     }
 }
 
-impl<S: PageSink + ?Sized> Taker for Seen<'_, S> {
+impl<S: PageSink + ?Sized> PageTarget for SinkTarget<'_, S> {
     fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError> {
         self.sink.put_early_sections(sections)
     }
@@ -165,7 +165,7 @@ impl<S: PageSink + ?Sized> Taker for Seen<'_, S> {
     }
 }
 
-impl Taker for &dyn PageMemory {
+impl PageTarget for &dyn PageMemory {
     fn put_early_sections(&mut self, _sections: &[u8]) -> Result<(), PageError> {
         Err("the source's VM has a virtio-mem device, whose state comes before its pages; the VM here has none".into())
     }
@@ -185,14 +185,14 @@ impl Taker for &dyn PageMemory {
 
 /// What has been taken, by all threads together.
 #[derive(Debug)]
-pub(super) struct Tally<'a> {
+pub(super) struct PageCounts<'a> {
     normal: AtomicU64,
     zero: AtomicU64,
     resent: AtomicU64,
     progress: &'a Progress,
 }
 
-impl<'a> Tally<'a> {
+impl<'a> PageCounts<'a> {
     pub(super) fn new(progress: &'a Progress) -> Self {
         Self { normal: AtomicU64::new(0), zero: AtomicU64::new(0), resent: AtomicU64::new(0), progress }
     }
@@ -220,8 +220,15 @@ pub(super) struct Delivery {
     home: Sender<Delivery>,
 }
 
+/// Memory that pages are read straight into, and where they are counted.
+#[derive(Clone, Copy)]
+pub(super) struct DirectMemory<'a> {
+    pub(super) memory: &'a dyn PageMemory,
+    pub(super) counts: &'a PageCounts<'a>,
+}
+
 /// What one reading thread does with what it has read.
-pub(super) enum Lane<'a> {
+pub(super) enum Handoff<'a> {
     /// Gives it to the landing thread.
     Handed {
         queue: Sender<Delivery>,
@@ -231,10 +238,10 @@ pub(super) enum Lane<'a> {
         home: Option<Sender<Delivery>>,
     },
     /// Carries it out.
-    Placed { memory: &'a dyn PageMemory, tally: &'a Tally<'a> },
+    Placed(DirectMemory<'a>),
 }
 
-impl<'a> Lane<'a> {
+impl<'a> Handoff<'a> {
     /// Gives a full buffer away and gets an empty one.
     ///
     /// # Errors
@@ -251,21 +258,21 @@ impl<'a> Lane<'a> {
                 *home = Some(way);
                 Ok(filled)
             }
-            Self::Placed { memory, tally } => {
+            Self::Placed(DirectMemory { memory, counts }) => {
                 let (bytes, mut orders) = filled;
                 let mut batch = Moved::default();
                 orders.carry_out(&bytes, memory, &mut batch)?;
-                tally.count(batch);
+                counts.count(batch);
                 Ok((bytes, orders))
             }
         }
     }
 
     /// The memory that pages can be read straight into.
-    pub(super) fn memory(&self) -> Option<(&'a dyn PageMemory, &'a Tally<'a>)> {
+    pub(super) fn memory(&self) -> Option<DirectMemory<'a>> {
         match self {
             Self::Handed { .. } => None,
-            Self::Placed { memory, tally } => Some((*memory, *tally)),
+            Self::Placed(direct) => Some(*direct),
         }
     }
 }
@@ -274,8 +281,8 @@ impl<'a> Lane<'a> {
 pub(super) enum Landing<'scope> {
     /// To the thread that empties buffers.
     Thread { queue: Sender<Delivery>, thread: ScopedJoinHandle<'scope, Result<(), MigrateError>> },
-    /// To memory, by whoever has read it.
-    Memory { memory: &'scope dyn PageMemory, tally: &'scope Tally<'scope> },
+    /// To memory, by the thread that has read it.
+    Memory(DirectMemory<'scope>),
 }
 
 impl<'scope> Landing<'scope> {
@@ -284,22 +291,22 @@ impl<'scope> Landing<'scope> {
         scope: &'scope Scope<'scope, '_>,
         sink: &'scope mut S,
         start: &StreamStart,
-        tally: &'scope Tally<'scope>,
+        counts: &'scope PageCounts<'scope>,
     ) -> Result<Self, MigrateError> {
         if sink.memory().is_some() {
             let sink: &'scope S = sink;
             let gone = || MigrateError::Protocol("a sink that is memory at times".into());
-            return Ok(Self::Memory { memory: sink.memory().ok_or_else(gone)?, tally });
+            return Ok(Self::Memory(DirectMemory { memory: sink.memory().ok_or_else(gone)?, counts }));
         }
         let seen = start.blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
-        let mut taker = Seen { sink, seen };
+        let mut target = SinkTarget { sink, seen };
         // Not bounded by itself: the number of buffers bounds it.
         let (queue, to_empty) = channel::<Delivery>();
         let thread = Builder::new().name("land".into()).spawn_scoped(scope, move || {
             for Delivery { filled: (bytes, mut orders), home } in to_empty {
                 let mut batch = Moved::default();
-                orders.carry_out(&bytes, &mut taker, &mut batch)?;
-                tally.count(batch);
+                orders.carry_out(&bytes, &mut target, &mut batch)?;
+                counts.count(batch);
                 // Nobody takes it back once the last buffer has been given away; there may be others to empty all the same.
                 let _ = home.send(Delivery { filled: (bytes, orders), home: home.clone() });
             }
@@ -309,8 +316,8 @@ impl<'scope> Landing<'scope> {
         Ok(Self::Thread { queue, thread })
     }
 
-    /// Another lane, with empty buffers of `length` bytes beside the one that its reader has.
-    pub(super) fn lane(&self, length: usize) -> Lane<'scope> {
+    /// The handoff of another reader, with empty buffers of `length` bytes in addition to the one that the reader has.
+    pub(super) fn handoff(&self, length: usize) -> Handoff<'scope> {
         match self {
             Self::Thread { queue, .. } => {
                 let (home, emptied) = channel();
@@ -318,20 +325,20 @@ impl<'scope> Landing<'scope> {
                     let filled = (vec![0; length].into_boxed_slice(), Orders::default());
                     let _ = home.send(Delivery { filled, home: home.clone() });
                 }
-                Lane::Handed { queue: queue.clone(), emptied, home: Some(home) }
+                Handoff::Handed { queue: queue.clone(), emptied, home: Some(home) }
             }
-            Self::Memory { memory, tally } => Lane::Placed { memory: *memory, tally },
+            Self::Memory(direct) => Handoff::Placed(*direct),
         }
     }
 
-    /// Waits until everything has gone to the sink. All lanes must have been dropped.
+    /// Waits until everything has gone to the sink. All handoffs must have been dropped.
     pub(super) fn finish(self) -> Result<(), MigrateError> {
         match self {
             Self::Thread { queue, thread } => {
                 drop(queue);
                 thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sink panicked".into())))
             }
-            Self::Memory { .. } => Ok(()),
+            Self::Memory(_) => Ok(()),
         }
     }
 }

@@ -14,7 +14,7 @@ use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMI
 use limosa_stream::{Fault, RamBlock, StreamError};
 
 use super::join::{JoinPoint, Over};
-use super::landing::{Lane, Orders};
+use super::landing::{Handoff, Orders};
 use super::scatter::Scatter;
 use super::unpack::Unpacker;
 use crate::error::MigrateError;
@@ -40,7 +40,7 @@ pub(super) fn by_name(blocks: &[RamBlock]) -> Blocks<'_> {
 }
 
 /// What all channels have in common.
-pub(super) struct Shared<'a> {
+pub(super) struct ReaderContext<'a> {
     pub(super) blocks: Blocks<'a>,
     pub(super) join: JoinPoint,
     pub(super) options: MultifdOptions,
@@ -49,7 +49,7 @@ pub(super) struct Shared<'a> {
     pub(super) channels: &'a [Arc<Channel>],
 }
 
-impl Shared<'_> {
+impl ReaderContext<'_> {
     /// Ends the join points, and wakes every thread that reads; what has arrived already is still read.
     pub(super) fn end(&self) {
         self.join.end();
@@ -68,10 +68,10 @@ impl Shared<'_> {
 
 /// The reader of one channel.
 pub(super) struct PageChannel<'a> {
-    shared: &'a Shared<'a>,
+    context: &'a ReaderContext<'a>,
     id: usize,
     channel: &'a Channel,
-    lane: Lane<'a>,
+    handoff: Handoff<'a>,
     buffer: Box<[u8]>,
     used: usize,
     orders: Orders,
@@ -84,22 +84,22 @@ pub(super) struct PageChannel<'a> {
 
 impl<'a> PageChannel<'a> {
     pub(super) fn new(
-        shared: &'a Shared<'a>,
+        context: &'a ReaderContext<'a>,
         id: usize,
         channel: &'a Channel,
-        lane: Lane<'a>,
+        handoff: Handoff<'a>,
     ) -> Result<Self, MigrateError> {
-        let compression = shared.options.compression;
+        let compression = context.options.compression;
         let unpacker = Unpacker::new(compression).map_err(MigrateError::Protocol)?;
         let packed = if compression == Compression::None { 0 } else { usize::try_from(PAYLOAD_LIMIT).unwrap_or(0) };
-        let unbuffered = compression == Compression::None && lane.memory().is_some();
+        let unbuffered = compression == Compression::None && handoff.memory().is_some();
         let buffer = vec![0; if unbuffered { 0 } else { BUFFER_LEN }].into_boxed_slice();
         let packed = vec![0; packed];
         Ok(Self {
-            shared,
+            context,
             id,
             channel,
-            lane,
+            handoff,
             buffer,
             used: 0,
             orders: Orders::default(),
@@ -114,7 +114,7 @@ impl<'a> PageChannel<'a> {
     pub(super) fn run(mut self) -> bool {
         if let Err(source) = self.take_packets() {
             let (id, source) = (u8::try_from(self.id).unwrap_or(u8::MAX), Box::new(source));
-            self.shared.fail(MigrateError::Multifd { id, source });
+            self.context.fail(MigrateError::Multifd { id, source });
         }
         self.loose
     }
@@ -124,12 +124,12 @@ impl<'a> PageChannel<'a> {
         let mut position = self.channel.counters().bytes_in;
         loop {
             if !self.get_header(&mut header, position)? {
-                self.shared.join.ended(self.id);
+                self.context.join.ended(self.id);
                 return Ok(());
             }
             let packet = Packet::decode(&header, position, &mut offsets)?;
             let packet = packet.ok_or_else(|| MigrateError::Protocol("a packet that is not whole".into()))?;
-            if self.shared.join.is_over() {
+            if self.context.join.is_over() {
                 self.loose |= !packet.normal.is_empty() || !packet.zero.is_empty();
                 return Ok(());
             }
@@ -139,7 +139,7 @@ impl<'a> PageChannel<'a> {
                 if !self.orders.is_empty() {
                     self.exchange()?;
                 }
-                match self.shared.join.arrive(self.id) {
+                match self.context.join.arrive(self.id) {
                     Ok(()) => self.loose = false,
                     Err(Over) => return Ok(()),
                 }
@@ -168,7 +168,7 @@ impl<'a> PageChannel<'a> {
                 return Err(StreamError::new(position, "packet of a multifd channel", fault).into());
             }
             got += more;
-            if got < PACKET_LEN && self.shared.join.is_over() {
+            if got < PACKET_LEN && self.context.join.is_over() {
                 // Nobody waits for the rest.
                 self.loose = true;
                 return Ok(false);
@@ -181,7 +181,7 @@ impl<'a> PageChannel<'a> {
 
     /// Whether the main channel has waited for this one longer than it may.
     fn is_overdue(&self) -> bool {
-        self.shared.patience.is_some_and(|patience| self.shared.join.waits_for(self.id) >= patience)
+        self.context.patience.is_some_and(|patience| self.context.join.waits_for(self.id) >= patience)
     }
 
     fn take_pages(&mut self, packet: &Packet<'_>, position: u64) -> Result<(), MigrateError> {
@@ -193,7 +193,7 @@ impl<'a> PageChannel<'a> {
             self.exchange()?;
         }
         let wrong = |fault| MigrateError::from(StreamError::new(position, "packet of a multifd channel", fault));
-        let wanted = self.shared.options.compression;
+        let wanted = self.context.options.compression;
         if packet.compression != wanted {
             let (what, found) = (format!("pages compressed by {}", wanted.name()), packet.compression.name());
             let fault =
@@ -201,14 +201,14 @@ impl<'a> PageChannel<'a> {
             return Err(wrong(fault));
         }
         let unknown = || wrong(Fault::UnknownBlock { name: packet.block.to_owned() });
-        let &(block, used_length) = self.shared.blocks.get(packet.block).ok_or_else(unknown)?;
+        let &(block, used_length) = self.context.blocks.get(packet.block).ok_or_else(unknown)?;
         if let Some(&offset) = packet.normal.iter().chain(packet.zero).find(|offset| **offset >= used_length) {
             return Err(wrong(Fault::OutsideBlock { block: packet.block.to_owned(), offset, used_length }));
         }
-        if let Some((memory, tally)) = self.lane.memory()
+        if let Some(direct) = self.handoff.memory()
             && packet.compression == Compression::None
         {
-            self.scatter.take(self.channel, memory, block, packet.normal, tally)?;
+            self.scatter.take(self.channel, direct, block, packet.normal)?;
         } else if !packet.normal.is_empty() {
             let begin = self.get_payload(packet, position)?;
             let mut places = [(0, 0); PACKET_PAGES];
@@ -259,7 +259,7 @@ impl<'a> PageChannel<'a> {
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
     fn exchange(&mut self) -> Result<(), MigrateError> {
         let full = (std::mem::take(&mut self.buffer), std::mem::take(&mut self.orders));
-        (self.buffer, self.orders) = self.lane.exchange(full)?;
+        (self.buffer, self.orders) = self.handoff.exchange(full)?;
         self.used = 0;
         Ok(())
     }
@@ -269,6 +269,6 @@ impl Drop for PageChannel<'_> {
     /// What came behind the last SYNC packet is no less received; and however the thread ended, nobody waits for it.
     fn drop(&mut self) {
         let _ = self.exchange();
-        self.shared.join.ended(self.id);
+        self.context.join.ended(self.id);
     }
 }

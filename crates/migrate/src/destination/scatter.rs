@@ -8,9 +8,8 @@ use libc::iovec;
 use limosa_channel::Channel;
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
-use super::landing::Tally;
+use super::landing::DirectMemory;
 use crate::error::MigrateError;
-use crate::pages::PageMemory;
 use crate::progress::Moved;
 
 /// The lists of one channel, kept for the next packet.
@@ -30,11 +29,11 @@ impl Scatter {
     pub(super) fn take(
         &mut self,
         channel: &Channel,
-        memory: &dyn PageMemory,
+        direct: DirectMemory<'_>,
         block: usize,
         offsets: &[u64],
-        tally: &Tally<'_>,
     ) -> Result<(), MigrateError> {
+        let DirectMemory { memory, counts } = direct;
         if offsets.is_empty() {
             return Ok(());
         }
@@ -58,7 +57,7 @@ impl Scatter {
         self.list.clear();
         got?;
         let resent = self.runs.iter().map(|run| memory.filled(block, *run)).sum();
-        tally.count(Moved { normal: self.runs.iter().map(PageRange::len).sum(), zero: 0, resent });
+        counts.count(Moved { normal: self.runs.iter().map(PageRange::len).sum(), zero: 0, resent });
         Ok(())
     }
 }

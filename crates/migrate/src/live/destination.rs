@@ -34,12 +34,12 @@
 //! ```
 
 mod arrival;
-mod dense;
 mod devices;
+mod huge_pages;
 mod layout;
+mod memory_limit;
 pub mod postcopy;
 mod ram;
-mod room;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -56,7 +56,7 @@ pub use arrival::{ArrivalOutcome, ArrivalStats, UndecidedArrival};
 pub use layout::LayoutDifference;
 pub use postcopy::{AcceptPreempt, PausedArrival, PostcopyArrivalStats};
 
-use super::shared::passed_blocks;
+use super::shared_memory::passed_blocks;
 use super::{IncomingVm, SharedMemory};
 use crate::control::Control;
 use crate::destination::{
@@ -65,7 +65,7 @@ use crate::destination::{
 use crate::error::MigrateError;
 use crate::pages::StreamStart;
 use crate::progress::{Phase, Progress};
-use postcopy::Door;
+use postcopy::PreemptListener;
 use ram::{GuestRam, RamSink};
 
 /// How a VM is to be received.
@@ -158,13 +158,13 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     /// Receives the VM and runs it. In postcopy this returns when all of its memory has come.
     pub fn run(mut self) -> ArrivalOutcome<'a, V> {
         let accept = self.accept_preempt.take();
-        thread::scope(|scope| match accept.map(|accept| Door::open(scope, accept)).transpose() {
-            Ok(door) => self.receive(door),
+        thread::scope(|scope| match accept.map(|accept| PreemptListener::open(scope, accept)).transpose() {
+            Ok(listener) => self.receive(listener),
             Err(error) => ArrivalOutcome::Failed(error),
         })
     }
 
-    fn receive(self, door: Option<Door>) -> ArrivalOutcome<'a, V> {
+    fn receive(self, listener: Option<PreemptListener>) -> ArrivalOutcome<'a, V> {
         let Self { vm, channel, pages, multifd, accept_preempt: _, control, progress, options } = self;
         // A thread that has no processor of its own would only take time from those that read.
         let ahead = thread::available_parallelism().is_ok_and(|processors| processors.get() > pages.len() + 1);
@@ -174,7 +174,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
             Err(error) => return ArrivalOutcome::Failed(error),
         };
         let (postcopy, shared) = (options.postcopy, options.shared_memory);
-        let hooks = Waiting { vm, ram: &ram, shared, passing, postcopy, faults: Mutex::default() };
+        let hooks = VmHooks { vm, ram: &ram, shared, passing, postcopy, faults: Mutex::default() };
         let role = DestinationOptions {
             max_device_state: options.max_device_state,
             patience: options.patience,
@@ -201,7 +201,16 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
                     return ArrivalOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
                 };
                 let (patience, max_device_state) = (options.patience, options.max_device_state);
-                let role = postcopy::Role { vm, ram, faults, door, control, progress, patience, max_device_state };
+                let role = postcopy::PostcopyArrival {
+                    vm,
+                    ram,
+                    faults,
+                    listener,
+                    control,
+                    progress,
+                    patience,
+                    max_device_state,
+                };
                 postcopy::run(role, *switched)
             }
             Err(Broken { error, answered: true }) => ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error)),
@@ -271,7 +280,7 @@ fn expect_memory(shared: SharedMemory, channel: &Channel) -> Result<Option<Chann
 }
 
 /// The VM that waits, to the engine.
-struct Waiting<'a, 'r, V: IncomingVm + ?Sized> {
+struct VmHooks<'a, 'r, V: IncomingVm + ?Sized> {
     vm: &'a V,
     ram: &'r GuestRam<'a>,
     shared: SharedMemory,
@@ -282,7 +291,7 @@ struct Waiting<'a, 'r, V: IncomingVm + ?Sized> {
     faults: Mutex<Option<FaultHandler>>,
 }
 
-impl<V: IncomingVm + ?Sized> Hooks for Waiting<'_, '_, V> {
+impl<V: IncomingVm + ?Sized> Hooks for VmHooks<'_, '_, V> {
     fn begin(&self, start: &StreamStart, advised: Option<PageSizes>) -> Result<(), MigrateError> {
         let passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(channel) = passing {

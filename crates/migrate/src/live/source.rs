@@ -39,12 +39,12 @@
 
 pub mod convergence;
 mod engine;
+mod guard;
 mod guest;
 mod hints;
 mod holes;
 mod outcome;
 mod postcopy;
-mod standing;
 mod stats;
 mod switch;
 
@@ -65,10 +65,10 @@ use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::vm;
 
 use self::engine::Engine;
+use self::guard::VmGuard;
 use self::guest::GuestSource;
 use self::hints::Hints;
 use self::postcopy::SwitchTo;
-use self::standing::Standing;
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::{GiveUp, LiveVm, MigrationParams, SharedMemory};
@@ -96,7 +96,7 @@ pub struct LiveSource<'v, 'o, V: LiveVm + ?Sized> {
     control: Control,
     progress: Progress,
     params: MigrationParams,
-    beside: Vec<Arc<Channel>>,
+    multifd_channels: Vec<Arc<Channel>>,
     multifd: MultifdSourceOptions,
     fresh: bool,
     shared: SharedMemory,
@@ -125,7 +125,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             control: control.clone(),
             progress: progress.clone(),
             params: MigrationParams::default(),
-            beside: Vec::new(),
+            multifd_channels: Vec::new(),
             multifd: MultifdSourceOptions::default(),
             fresh: false,
             shared: SharedMemory::Sent,
@@ -160,7 +160,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         if options.compression != Compression::None && channels.iter().any(as_they_are) {
             return Err(MigrateError::ZeroCopy("pages are compressed, so they are made anew"));
         }
-        self.beside = multifd::checked(channels, &options)?;
+        self.multifd_channels = multifd::checked(channels, &options)?;
         self.multifd = options;
         Ok(self)
     }
@@ -229,7 +229,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 
     /// Moves the VM, and says who has it.
     pub fn run(self) -> LiveOutcome<'v, V> {
-        let Self { vm, logs, channel, control, progress, params, beside, multifd: options, fresh, .. } = self;
+        let Self { vm, logs, channel, control, progress, params, multifd_channels, multifd: options, fresh, .. } = self;
         let (page_sizes, open_preempt, shared, observer) =
             (self.page_sizes, self.open_preempt, self.shared, self.observer);
         let postcopy = match self.postcopy {
@@ -237,7 +237,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             postcopy => postcopy,
         };
         let begun = Instant::now();
-        for channel in iter::once(&channel).chain(&beside) {
+        for channel in iter::once(&channel).chain(&multifd_channels) {
             control.watch(channel);
         }
         if params.max_bandwidth.is_some() {
@@ -248,26 +248,26 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let windows = Arc::new(Windows::default());
         let hints =
             self.free_pages.map(|from| Hints::new(from, Arc::clone(&windows), vm.memory().layout(), progress.clone()));
-        let multifd = (!beside.is_empty()).then(|| {
+        let multifd = (!multifd_channels.is_empty()).then(|| {
             Multifd::new(Parts {
                 source: &source,
                 control: &control,
                 progress: &progress,
                 options: &options,
                 main: &channel,
-                channels: &beside,
+                channels: &multifd_channels,
                 fresh: vm.memory().blocks().iter().map(|block| fresh && block.role() == BlockRole::Ram).collect(),
                 windows: Arc::clone(&windows),
                 return_path: true,
             })
         });
-        let all = iter::once(&channel).chain(&beside).cloned().collect();
-        let mut standing = Standing::new(vm, logs, all).with_shared(shared).with_hints(hints);
+        let all = iter::once(&channel).chain(&multifd_channels).cloned().collect();
+        let mut guard = VmGuard::new(vm, logs, all).with_shared(shared).with_hints(hints);
         let mut stats = LiveStats::default();
         // What the destination does not take for so long, it does not take.
-        let set = multifd::set_patience(iter::once(&channel).chain(&beside), params.patience);
+        let set = multifd::set_patience(iter::once(&channel).chain(&multifd_channels), params.patience);
         let set = set.and_then(|()| match postcopy {
-            Postcopy::Allowed | Postcopy::AtOnce if !beside.is_empty() => {
+            Postcopy::Allowed | Postcopy::AtOnce if !multifd_channels.is_empty() => {
                 let why = "postcopy brings pages on the main channel and the preempt channel alone";
                 Err(MigrateError::Channels(why.into()))
             }
@@ -275,15 +275,15 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 let why = "in postcopy shared memory has to be sent like any other";
                 Err(MigrateError::Channels(why.into()))
             }
-            Postcopy::AtOnce if standing.has_hints() && params.hint_wait.is_zero() => {
+            Postcopy::AtOnce if guard.has_hints() && params.hint_wait.is_zero() => {
                 let why =
                     "postcopy at once stops the guest before it could tell them: say how long to wait (hint_wait)";
                 Err(MigrateError::Hints(why))
             }
-            Postcopy::AtOnce if standing.has_hints() => standing.check_covered(),
+            Postcopy::AtOnce if guard.has_hints() => guard.check_covered(),
             // Of a VM that stands still when its first page is read nothing is missed.
             Postcopy::AtOnce => Ok(()),
-            Postcopy::Off | Postcopy::Allowed => standing.check_covered(),
+            Postcopy::Off | Postcopy::Allowed => guard.check_covered(),
         });
         let (switching, loaded) = (AtomicBool::new(false), OnceLock::new());
         let mut guest = None;
@@ -316,7 +316,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                     fresh,
                     observer: &observer,
                     begun,
-                    standing: &mut standing,
+                    guard: &mut guard,
                     stats: &mut stats,
                     postcopy,
                     switch: SwitchTo { page_sizes: &page_sizes, open_preempt, switching: &switching },
@@ -347,19 +347,19 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         });
         control.unwatch();
         control.release();
-        let given = standing.is_given();
+        let given = guard.is_given();
         // Once it was given away a stop is not what decides, and may not be what failed.
         let moved = if given { moved } else { moved.map_err(|error| control.explain(error)) };
         if moved.is_ok() || loaded.get().is_some() {
-            standing.settle(loaded.get().copied().unwrap_or_else(Instant::now));
+            guard.end_downtime(loaded.get().copied().unwrap_or_else(Instant::now));
         }
-        let resumed = if given { Ok(()) } else { standing.take_back() };
+        let resumed = if given { Ok(()) } else { guard.take_back() };
         stats.total = begun.elapsed();
-        stats.downtime = standing.downtime();
-        stats.hints = standing.hint_stats();
+        stats.downtime = guard.downtime();
+        stats.hints = guard.hint_stats();
         stats.main = channel.counters();
-        stats.channels = beside.iter().map(|channel| channel.counters()).collect();
-        let (vm, logs) = standing.into_parts();
+        stats.channels = multifd_channels.iter().map(|channel| channel.counters()).collect();
+        let (vm, logs) = guard.into_parts();
         let error = match (moved, resumed) {
             (Ok(()), _) => {
                 progress.enter(Phase::Completed);

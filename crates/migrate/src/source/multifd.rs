@@ -160,7 +160,7 @@ pub(crate) struct Multifd<'a, S: PageSource + ?Sized> {
 struct State {
     /// Rounds that were begun.
     rounds: u64,
-    task: Arc<Task>,
+    plan: Arc<RoundPlan>,
     /// Channels that still have pages of this round to send.
     busy: usize,
     /// Zero pages that the main channel is to tell of.
@@ -172,7 +172,7 @@ struct State {
 
 /// How the pages of a round are to be sent.
 #[derive(Debug, Default)]
-pub(crate) struct Task {
+pub(crate) struct RoundPlan {
     /// What becomes of zero pages, by block.
     pub(crate) zeros: Vec<Zeros>,
     /// How guest memory is looked at.
@@ -251,11 +251,11 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             let zeros = if self.options.detect_zero { Zeros::Told } else { Zeros::Unknown };
             // With the old rule PART and END have one each, else there is the one in END.
             let syncs = if self.rules.sync_at_every_section { 2 } else { 1 };
-            let task = Task { zeros: vec![zeros; blocks.len()], method: Method::best(), syncs, limited: true };
+            let plan = RoundPlan { zeros: vec![zeros; blocks.len()], method: Method::best(), syncs, limited: true };
             let mut records = RecordWriter::new(self.main, blocks)?;
             let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
             self.windows.start(stored);
-            self.send_round(task, &mut records, told, None)
+            self.send_round(plan, &mut records, told, None)
         });
         let Sent { normal, zero, .. } = sent?.sent;
         Ok(Moved { normal, zero, resent: 0 })
@@ -282,7 +282,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     /// returns, every channel has sent its SYNCs behind them. From `deadline` on no further pages are begun.
     pub(crate) fn send_round(
         &self,
-        task: Task,
+        plan: RoundPlan,
         records: &mut RecordWriter<'_>,
         tell: impl FnOnce(&mut RecordWriter<'_>) -> Result<(), MigrateError>,
         deadline: Option<Instant>,
@@ -291,9 +291,9 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             counter.store(0, Relaxed);
         }
         self.hurried.store(false, Relaxed);
-        let limited = task.limited;
+        let limited = plan.limited;
         let mut state = self.lock();
-        (state.busy, state.task) = (self.channels.len(), Arc::new(task));
+        (state.busy, state.plan) = (self.channels.len(), Arc::new(plan));
         state.rounds += 1;
         drop(state);
         self.changed.notify_all();
@@ -400,7 +400,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     }
 
     /// The next round for a channel that has sent `rounds`; waits for it. `None` when there will be none.
-    fn next_task(&self, rounds: &mut u64) -> Option<Arc<Task>> {
+    fn next_round(&self, rounds: &mut u64) -> Option<Arc<RoundPlan>> {
         let mut state = self.lock();
         loop {
             if self.failing.load(Ordering::Acquire) || state.over {
@@ -408,7 +408,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             }
             if state.rounds > *rounds {
                 *rounds = state.rounds;
-                return Some(Arc::clone(&state.task));
+                return Some(Arc::clone(&state.plan));
             }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }

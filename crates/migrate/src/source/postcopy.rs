@@ -23,14 +23,13 @@ use hdrhistogram::Histogram;
 use limosa_channel::{Channel, ChannelError, Counters};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
 use limosa_stream::command::Command;
-use limosa_stream::ram::RamBlock;
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::{ram, section, vm};
 
 use super::host_pages::with_page_sizes;
 use super::inbox::Inbox;
-use super::ledger::{CLAIM_PAGES, Cursor, Ledger};
-use super::sender::{Sender, Shared, answer_requests, new_histogram};
+use super::sender::{SendState, Sender, answer_requests, new_histogram};
+use super::unsent::{CLAIM_PAGES, Cursor, UnsentPages};
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::pages::PageSource;
@@ -212,21 +211,22 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let begun = Instant::now();
         let open_preempt = self.open_preempt.take();
         let blocks = with_page_sizes(&self.source.start().blocks, &self.options.page_sizes)?;
-        let ledger = Ledger::new(self.source, &blocks);
+        let unsent = UnsentPages::new(self.source, &blocks);
         let own = Inbox::default();
         let inbox = match &opening {
             Opening::Switch(switch) => {
                 for (block, already) in switch.already.iter().enumerate() {
-                    ledger.received(block, already);
+                    unsent.received(block, already);
                 }
                 switch.inbox
             }
             Opening::Start | Opening::Recovery => &own,
         };
         let reads = !matches!(opening, Opening::Switch(_));
-        let shared = Shared {
+        let state = SendState {
             source: self.source,
-            ledger,
+            blocks: &blocks,
+            unsent,
             inbox,
             progress: &self.progress,
             normal: AtomicU64::new(0),
@@ -235,11 +235,11 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             near: Mutex::new(None),
             ending: AtomicBool::new(false),
         };
-        self.progress.expect_pages(shared.ledger.left());
+        self.progress.expect_pages(state.unsent.left());
         self.control.watch(&self.channel);
         let result = thread::scope(|scope| {
             let read = || {
-                shared.inbox.read_from(&self.channel, &blocks, recovery, |message| {
+                state.inbox.read_from(&self.channel, &blocks, recovery, |message| {
                     if *message == ReturnMessage::Pong(vm::PING_LOADED) {
                         self.progress.enter(Phase::PostcopyActive);
                         (self.observer)(Milestone::DevicesLoaded);
@@ -248,9 +248,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 });
             };
             let reader = reads.then(|| scope.spawn(read));
-            let sent = self.drive(scope, &shared, &blocks, opening, open_preempt);
+            let sent = self.drive(scope, &state, opening, open_preempt);
             // Whatever the outcome, the reader must end before its borrows do.
-            shared.inbox.finish();
+            state.inbox.finish();
             if sent.is_err() {
                 let _ = self.channel.shutdown(limosa_channel::How::Both);
             }
@@ -264,8 +264,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let (latency, preempt) = result.map_err(|error| self.control.explain(error))?;
         self.progress.enter(Phase::Completed);
         Ok(PostcopyStats {
-            normal_pages: shared.normal.load(Relaxed),
-            zero_pages: shared.zero.load(Relaxed),
+            normal_pages: state.normal.load(Relaxed),
+            zero_pages: state.zero.load(Relaxed),
             requests: latency.len(),
             request_latency: latency,
             elapsed: begun.elapsed(),
@@ -277,21 +277,20 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     fn drive<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
-        shared: &'scope Shared<'_, S>,
-        blocks: &[RamBlock],
+        state: &'scope SendState<'_, S>,
         opening: Opening<'_>,
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<(Histogram<u64>, Option<Counters>), MigrateError> {
         let preempt = match opening {
-            Opening::Start => self.send_prologue(shared, blocks, open_preempt)?,
-            Opening::Recovery => self.negotiate_recovery(shared, open_preempt)?,
+            Opening::Start => self.send_prologue(state, open_preempt)?,
+            Opening::Recovery => self.negotiate_recovery(state, open_preempt)?,
             Opening::Switch(switch) => self.send_switch(switch, open_preempt)?,
         };
         let answering = preempt.clone().map(|channel| {
             scope.spawn(move || {
                 // Its peer may wait for that before it takes it.
                 let known = channel.establish().map_err(MigrateError::from);
-                let answered = known.and_then(|()| answer_requests(shared, &channel));
+                let answered = known.and_then(|()| answer_requests(state, &channel));
                 if answered.is_err() {
                     // The destination pauses, and the main sender finds its channel closed instead of waiting for SHUT.
                     let _ = self.channel.shutdown(limosa_channel::How::Both);
@@ -299,13 +298,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 answered
             })
         });
-        let pushed = self.push(shared, answering.is_some());
+        let pushed = self.push(state, answering.is_some());
         let finished = pushed.and_then(|latency| {
             // Not limited: the destination has everything, and a pager that goes away now leaves it nobody to tell so.
-            shared.inbox.wait_shut(UNTIL_IT_ENDS)?;
+            state.inbox.wait_shut(UNTIL_IT_ENDS)?;
             Ok(latency)
         });
-        shared.inbox.finish();
+        state.inbox.finish();
         let answered = match answering {
             None => Ok(new_histogram()),
             Some(thread) => {
@@ -335,14 +334,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// Everything up to and including the package.
     fn send_prologue(
         &self,
-        shared: &Shared<'_, S>,
-        blocks: &[RamBlock],
+        state: &SendState<'_, S>,
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<Option<Arc<Channel>>, MigrateError> {
         let start = self.source.start();
         let mut prologue = Vec::new();
         let early = self.source.early_sections();
-        vm::encode_postcopy_prologue(&start.configuration, start.section_id, blocks, early, &mut prologue)?;
+        vm::encode_postcopy_prologue(&start.configuration, start.section_id, state.blocks, early, &mut prologue)?;
         let (body, _) = self.package()?;
         let Some(open) = open_preempt else {
             self.commit()?;
@@ -352,7 +350,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         // The destination takes the second connection for the preempt channel, so the main one must have been accepted:
         // the answer to the prologue's PING proves it.
         self.channel.put(&prologue)?;
-        shared.inbox.wait_pong(vm::PING_OPENED, self.options.patience)?;
+        state.inbox.wait_pong(vm::PING_OPENED, self.options.patience)?;
         let preempt = self.connect_preempt(open)?;
         self.commit()?;
         self.channel.put(&body)?;
@@ -412,7 +410,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// Asks which pages the destination has, and agrees with it to go on.
     fn negotiate_recovery(
         &self,
-        shared: &Shared<'_, S>,
+        state: &SendState<'_, S>,
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<Option<Arc<Channel>>, MigrateError> {
         let start = self.source.start();
@@ -420,7 +418,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             let mut bytes = Vec::new();
             Command::ReceiveBitmap { block: block.name.clone() }.encode(&mut bytes)?;
             self.channel.put(&bytes)?;
-            let (name, bitmap) = shared.inbox.wait_bitmap(self.options.patience)?;
+            let (name, bitmap) = state.inbox.wait_bitmap(self.options.patience)?;
             if name != block.name {
                 return Err(MigrateError::Protocol(format!(
                     "asked for the received pages of RAM block {}, the destination told those of {name:?}",
@@ -431,9 +429,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             let received = PageBitmap::from_le_bytes(pages, &bitmap).map_err(|error| {
                 MigrateError::Protocol(format!("the bitmap of received pages of RAM block {}: {error}", block.name))
             })?;
-            shared.ledger.received(index, &received);
+            state.unsent.received(index, &received);
         }
-        self.progress.expect_pages(shared.ledger.left());
+        self.progress.expect_pages(state.unsent.left());
         let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
         let mut bytes = Vec::new();
         Command::PostcopyResume.encode(&mut bytes)?;
@@ -442,7 +440,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             // The destination may take nobody whom it does not know, and answers when it has the channel.
             preempt.establish()?;
         }
-        shared.inbox.wait_resume_ack(self.options.patience)?;
+        state.inbox.wait_resume_ack(self.options.patience)?;
         self.progress.enter(Phase::PostcopyActive);
         (self.observer)(Milestone::DevicesLoaded);
         bytes.clear();
@@ -452,9 +450,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     }
 
     /// Fails if a destination that was switched has not said for too long that it has loaded its devices.
-    fn check_loaded(&self, shared: &Shared<'_, S>) -> Result<(), MigrateError> {
+    fn check_loaded(&self, state: &SendState<'_, S>) -> Result<(), MigrateError> {
         match self.owed {
-            Some((since, patience)) if since.elapsed() >= patience && !shared.inbox.has_pong(vm::PING_LOADED) => {
+            Some((since, patience)) if since.elapsed() >= patience && !state.inbox.has_pong(vm::PING_LOADED) => {
                 Err(MigrateError::Silent { what: "the package of device state", waited: patience })
             }
             _ => Ok(()),
@@ -462,41 +460,41 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     }
 
     /// The main channel's sender: requests first (unless the preempt channel has them), then everything else, then the end.
-    fn push(&self, shared: &Shared<'_, S>, preempted: bool) -> Result<Histogram<u64>, MigrateError> {
-        let mut sender = Sender::new(shared, &self.channel)?;
+    fn push(&self, state: &SendState<'_, S>, preempted: bool) -> Result<Histogram<u64>, MigrateError> {
+        let mut sender = Sender::new(state, &self.channel)?;
         let mut cursor = Cursor { block: 0, page: PageNumber(0) };
         let batch = self.options.batch_pages.clamp(1, CLAIM_PAGES);
         loop {
             self.control.check()?;
-            self.check_loaded(shared)?;
+            self.check_loaded(state)?;
             if !preempted {
-                while let Some(request) = shared.inbox.try_request() {
+                while let Some(request) = state.inbox.try_request() {
                     cursor = Cursor { block: request.block, page: request.pages.end };
                     sender.answer(request)?;
                 }
             }
-            if shared.inbox.has_ended() {
-                return Err(shared.inbox.outcome());
+            if state.inbox.has_ended() {
+                return Err(state.inbox.outcome());
             }
             // A limited rate is waited for where a request can cut the wait short.
             let pause = self.control.rate().delay();
             if !pause.is_zero() {
                 if preempted {
                     thread::sleep(pause.min(Duration::from_millis(10)));
-                } else if let Some(request) = shared.inbox.wait_request(pause.min(Duration::from_millis(100))) {
+                } else if let Some(request) = state.inbox.wait_request(pause.min(Duration::from_millis(100))) {
                     cursor = Cursor { block: request.block, page: request.pages.end };
                     sender.answer(request)?;
                 }
                 continue;
             }
-            if let Some(near) = shared.near.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            if let Some(near) = state.near.lock().unwrap_or_else(PoisonError::into_inner).take() {
                 cursor = near;
             }
-            let Some((block, pages)) = shared.ledger.claim_run(&mut cursor, batch) else { break };
+            let Some((block, pages)) = state.unsent.claim_run(&mut cursor, batch) else { break };
             let contents = sender.send(block, pages)?;
             self.control.rate().spend(contents.saturating_mul(PAGE_SIZE));
         }
-        self.end(shared, &mut sender, preempted)?;
+        self.end(state, &mut sender, preempted)?;
         Ok(sender.latency)
     }
 
@@ -505,18 +503,18 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// A destination that is told the end completes with what it has. So first it is asked, by a PING behind the last page,
     /// whether it has come so far; and until it has loaded its devices it may still wait for pages that were never stored,
     /// which are answered meanwhile.
-    fn end(&self, shared: &Shared<'_, S>, sender: &mut Sender<'_, S>, preempted: bool) -> Result<(), MigrateError> {
+    fn end(&self, state: &SendState<'_, S>, sender: &mut Sender<'_, S>, preempted: bool) -> Result<(), MigrateError> {
         let start = self.source.start();
         let mut bytes = Vec::new();
         let (mut asked, mut placed) = (false, false);
         loop {
             self.control.check()?;
-            self.check_loaded(shared)?;
-            if shared.inbox.has_ended() {
-                return Err(shared.inbox.outcome());
+            self.check_loaded(state)?;
+            if state.inbox.has_ended() {
+                return Err(state.inbox.outcome());
             }
             // Not earlier: a destination that has failed to load its devices trips over a command (found with QEMU 10.0.2).
-            if !asked && (self.recovering || shared.inbox.has_pong(vm::PING_LOADED)) {
+            if !asked && (self.recovering || state.inbox.has_pong(vm::PING_LOADED)) {
                 asked = true;
                 ram::encode_eos(start.section_id, &mut bytes);
                 Command::Ping(vm::PING_PACKAGED).encode(&mut bytes)?;
@@ -525,9 +523,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             }
             // In this order: when nothing is left to claim, what the preempt channel's thread has claimed is counted. It is not
             // sent yet, and reading it may still fail.
-            let all = shared.inbox.has_pong(vm::PING_PACKAGED)
-                && shared.ledger.left() == 0
-                && shared.unanswered.load(Ordering::Acquire) == 0;
+            let all = state.inbox.has_pong(vm::PING_PACKAGED)
+                && state.unsent.left() == 0
+                && state.unanswered.load(Ordering::Acquire) == 0;
             if all && !placed {
                 placed = true;
                 (self.observer)(Milestone::AllPlaced);
@@ -537,11 +535,11 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             }
             if preempted {
                 thread::sleep(END_TICK);
-            } else if let Some(request) = shared.inbox.wait_request(END_TICK) {
+            } else if let Some(request) = state.inbox.wait_request(END_TICK) {
                 sender.answer(request)?;
             }
         }
-        while !preempted && let Some(request) = shared.inbox.try_request() {
+        while !preempted && let Some(request) = state.inbox.try_request() {
             sender.answer(request)?;
         }
         bytes.clear();
@@ -549,7 +547,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         section::encode_end(start.section_id, &mut bytes);
         ram::encode_eos(start.section_id, &mut bytes);
         section::encode_eof(&mut bytes);
-        shared.ending.store(true, Ordering::Release);
+        state.ending.store(true, Ordering::Release);
         self.progress.enter(Phase::Completing);
         Ok(self.channel.put(&bytes)?)
     }

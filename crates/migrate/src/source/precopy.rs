@@ -15,9 +15,9 @@ use limosa_stream::multifd::Compression;
 use limosa_stream::{Command, ram, section, vm};
 
 use super::inbox::Inbox;
-use super::ledger::CLAIM_PAGES;
 use super::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use super::records::RecordWriter;
+use super::unsent::CLAIM_PAGES;
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::pages::PageSource;
@@ -69,7 +69,7 @@ pub struct PrecopySource<'a, S: PageSource + ?Sized> {
     control: Control,
     progress: Progress,
     options: PrecopyOptions,
-    beside: Vec<Arc<Channel>>,
+    multifd_channels: Vec<Arc<Channel>>,
     multifd: MultifdSourceOptions,
 }
 
@@ -82,9 +82,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         progress: &Progress,
         options: PrecopyOptions,
     ) -> Self {
-        let (beside, multifd) = (Vec::new(), MultifdSourceOptions::default());
+        let (multifd_channels, multifd) = (Vec::new(), MultifdSourceOptions::default());
         let (control, progress) = (control.clone(), progress.clone());
-        Self { source, channel: Arc::new(channel), control, progress, options, beside, multifd }
+        Self { source, channel: Arc::new(channel), control, progress, options, multifd_channels, multifd }
     }
 
     /// Sends the pages on `channels`, a thread each, beside the main one: QEMU's multifd, for a destination that expects just
@@ -115,8 +115,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             let why = "splicing needs a destination that answers: its answer says that no page is in flight any more";
             return Err(MigrateError::ZeroCopy(why));
         }
-        self.beside = multifd::checked(channels, &options)?;
-        multifd::set_patience(&self.beside, self.options.patience)?;
+        self.multifd_channels = multifd::checked(channels, &options)?;
+        multifd::set_patience(&self.multifd_channels, self.options.patience)?;
         self.multifd = options;
         Ok(self)
     }
@@ -125,11 +125,11 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     pub fn run(self) -> Result<PrecopyStats, MigrateError> {
         let begun = Instant::now();
         self.control.watch(&self.channel);
-        for channel in &self.beside {
+        for channel in &self.multifd_channels {
             self.control.watch(channel);
         }
         let inbox = Inbox::default();
-        let multifd = (!self.beside.is_empty()).then(|| self.multifd());
+        let multifd = (!self.multifd_channels.is_empty()).then(|| self.multifd());
         let result = thread::scope(|scope| {
             let read = || {
                 inbox.read_from(&self.channel, &self.source.start().blocks, false, |_| {});
@@ -168,7 +168,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
 
     /// The main channel and those beside it.
     fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
-        std::iter::once(&self.channel).chain(&self.beside)
+        std::iter::once(&self.channel).chain(&self.multifd_channels)
     }
 
     fn send(&self, inbox: &Inbox, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
@@ -242,7 +242,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             progress: &self.progress,
             options: &self.multifd,
             main: &self.channel,
-            channels: &self.beside,
+            channels: &self.multifd_channels,
             fresh: self.source.start().blocks.iter().map(|block| self.options.fresh.contains(&block.name)).collect(),
             windows: Arc::default(),
             return_path: self.options.return_path,
@@ -258,7 +258,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         for (block, layout) in start.blocks.iter().enumerate() {
             let stored = self.source.stored(block);
             for run in stored.runs() {
-                self.send_run(&mut records, block, run, &mut buffer, &mut moved)?;
+                let sent = self.send_run(&mut records, block, run, &mut buffer)?;
+                moved.normal += sent.normal;
+                moved.zero += sent.zero;
             }
             if !self.options.fresh.contains(&layout.name) {
                 for run in stored.gaps() {
@@ -277,8 +279,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         block: usize,
         mut run: PageRange,
         buffer: &mut [u8],
-        moved: &mut Moved,
-    ) -> Result<(), MigrateError> {
+    ) -> Result<Moved, MigrateError> {
+        let mut moved = Moved::default();
         while !run.is_empty() {
             self.control.check()?;
             let piece = PageRange::new(run.start, PageNumber(run.end.0.min(run.start.0 + CLAIM_PAGES)));
@@ -289,9 +291,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             self.control.rate().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;
             let (normal, zero) = records.send(block, piece, self.source.stored(block), contents)?;
-            self.count(moved, normal, zero);
+            self.count(&mut moved, normal, zero);
         }
-        Ok(())
+        Ok(moved)
     }
 
     fn count(&self, moved: &mut Moved, normal: u64, zero: u64) {

@@ -90,6 +90,18 @@ pub(crate) fn no_such_pages(memory: &MemoryBlock, run: PageRange) -> MigrateErro
     MigrateError::Source(format!("RAM block {} has no {run}", memory.name()).into())
 }
 
+/// Runs of pages of guest memory that are to be sent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GuestPages<'r> {
+    /// Index of the RAM block.
+    pub(crate) block: usize,
+    /// Its memory.
+    pub(crate) memory: &'r MemoryBlock,
+    pub(crate) runs: &'r [PageRange],
+    /// What becomes of those that are zero.
+    pub(crate) zeros: Zeros,
+}
+
 /// What was sent of some pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Sent {
@@ -183,15 +195,9 @@ impl<'a> RecordWriter<'a> {
 
     /// Sends runs of pages out of guest memory, from where they live. Pages may be written meanwhile: whoever lets that
     /// happen sends them again.
-    pub(crate) fn send_memory(
-        &mut self,
-        block: usize,
-        memory: &MemoryBlock,
-        runs: &[PageRange],
-        zeros: Zeros,
-    ) -> Result<Sent, MigrateError> {
-        let sent = self.place(block, memory, runs, zeros, |_| {})?;
-        self.put_placed(memory).map(|()| sent)
+    pub(crate) fn send_memory(&mut self, pages: GuestPages<'_>) -> Result<Sent, MigrateError> {
+        let sent = self.place(pages, |_| {})?;
+        self.put_placed(pages.memory).map(|()| sent)
     }
 
     /// How many pages may be placed before what is placed has to be [put](Self::put_placed); 0: now.
@@ -204,12 +210,10 @@ impl<'a> RecordWriter<'a> {
     /// until then all that is placed has to be of one block. `left_out` is called for each run of pages that is left out.
     pub(crate) fn place(
         &mut self,
-        block: usize,
-        memory: &MemoryBlock,
-        runs: &[PageRange],
-        zeros: Zeros,
+        pages: GuestPages<'_>,
         mut left_out: impl FnMut(PageRange),
     ) -> Result<Sent, MigrateError> {
+        let GuestPages { block, memory, runs, zeros } = pages;
         let mut sent = Sent::default();
         for Run { pages, kind } in zeros.find(memory, runs, self.method)? {
             let kind = match kind {
@@ -419,7 +423,7 @@ mod tests {
         let blocks = [RamBlock::new("ram", memory.len())];
         let mut writer = RecordWriter::new(&near, &blocks).unwrap().with_put(put);
         for runs in runs {
-            writer.send_memory(0, memory, runs, Zeros::Told).unwrap();
+            writer.send_memory(GuestPages { block: 0, memory, runs, zeros: Zeros::Told }).unwrap();
         }
         assert!(writer.take_busy() > Duration::ZERO);
         let counters = near.counters();

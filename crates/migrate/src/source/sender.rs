@@ -1,6 +1,7 @@
 //! The sending threads of a postcopy: each a channel, a buffer, and what it counts.
 //!
-//! All of them claim pages from one ledger and take requests from one inbox; what else they share stands in [`Shared`].
+//! All of them claim pages from one list of what is unsent and take requests from one inbox; the rest of what they share is
+//! in [`SendState`].
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
@@ -9,18 +10,21 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
 use limosa_page::{PAGE_LEN, PageRange};
+use limosa_stream::RamBlock;
 
 use super::inbox::{Inbox, Request, Wake};
-use super::ledger::{CLAIM_PAGES, Claim, Cursor, Ledger};
-use super::records::{RecordWriter, Zeros};
+use super::records::{GuestPages, RecordWriter, Zeros};
+use super::unsent::{CLAIM_PAGES, Claim, Cursor, UnsentPages};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 use crate::progress::{Moved, Progress};
 
 /// What the sending threads share.
-pub(crate) struct Shared<'a, S: PageSource + ?Sized> {
+pub(crate) struct SendState<'a, S: PageSource + ?Sized> {
     pub(crate) source: &'a S,
-    pub(crate) ledger: Ledger<'a>,
+    /// The RAM blocks, with the page sizes of the destination.
+    pub(crate) blocks: &'a [RamBlock],
+    pub(crate) unsent: UnsentPages<'a>,
     pub(crate) inbox: &'a Inbox,
     pub(crate) progress: &'a Progress,
     pub(crate) normal: AtomicU64,
@@ -35,25 +39,25 @@ pub(crate) struct Shared<'a, S: PageSource + ?Sized> {
 
 /// The preempt channel's thread: answers requests until the migration is over.
 pub(crate) fn answer_requests<S: PageSource + ?Sized>(
-    shared: &Shared<'_, S>,
+    state: &SendState<'_, S>,
     channel: &Channel,
 ) -> Result<Histogram<u64>, MigrateError> {
     // Over TLS the destination may have waited for the package before it looked at this channel.
     channel.establish()?;
-    let mut sender = Sender::new(shared, channel)?;
+    let mut sender = Sender::new(state, channel)?;
     loop {
-        match shared.inbox.next_request(Duration::from_secs(1), &shared.unanswered) {
+        match state.inbox.next_request(Duration::from_secs(1), &state.unanswered) {
             Wake::Request(request) => {
                 let near = Cursor { block: request.block, page: request.pages.end };
-                *shared.near.lock().unwrap_or_else(PoisonError::into_inner) = Some(near);
+                *state.near.lock().unwrap_or_else(PoisonError::into_inner) = Some(near);
                 let answered = sender.answer(request);
                 if answered.is_ok() {
                     // One that failed stays counted for ever, so that the stream can never end over it.
-                    shared.unanswered.fetch_sub(1, Ordering::Release);
+                    state.unanswered.fetch_sub(1, Ordering::Release);
                 }
                 match answered {
                     // The destination has everything and has closed this channel: its last requests need no answer.
-                    Err(MigrateError::Channel(_)) if shared.ending.load(Ordering::Acquire) => return Ok(sender.latency),
+                    Err(MigrateError::Channel(_)) if state.ending.load(Ordering::Acquire) => return Ok(sender.latency),
                     answered => answered?,
                 }
             }
@@ -65,7 +69,7 @@ pub(crate) fn answer_requests<S: PageSource + ?Sized>(
 
 /// One sending thread: a channel, a buffer, and what it counted.
 pub(crate) struct Sender<'a, S: PageSource + ?Sized> {
-    shared: &'a Shared<'a, S>,
+    state: &'a SendState<'a, S>,
     records: RecordWriter<'a>,
     buffer: Vec<u8>,
     /// From the arrival of a request to its answer, nanoseconds.
@@ -74,10 +78,10 @@ pub(crate) struct Sender<'a, S: PageSource + ?Sized> {
 
 impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     /// A sender whose first record will name its block.
-    pub(crate) fn new(shared: &'a Shared<'a, S>, channel: &'a Channel) -> Result<Self, MigrateError> {
+    pub(crate) fn new(state: &'a SendState<'a, S>, channel: &'a Channel) -> Result<Self, MigrateError> {
         Ok(Self {
-            shared,
-            records: RecordWriter::new(channel, &shared.source.start().blocks)?,
+            state,
+            records: RecordWriter::new(channel, &state.source.start().blocks)?,
             buffer: Vec::new(),
             latency: new_histogram(),
         })
@@ -85,13 +89,13 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
 
     /// Answers a request: every host page of it is sent, unless it has been.
     pub(crate) fn answer(&mut self, request: Request) -> Result<(), MigrateError> {
-        for host_page in self.shared.ledger.host_pages(request.block, request.pages) {
-            match self.shared.ledger.claim(request.block, host_page.start) {
+        for host_page in self.state.unsent.host_pages(request.block, request.pages) {
+            match self.state.unsent.claim(request.block, host_page.start) {
                 Claim::Contents => {
                     self.send(request.block, host_page)?;
                 }
                 Claim::Zero => {
-                    self.shared.source.confirm_zero(request.block, host_page).map_err(MigrateError::Source)?;
+                    self.state.source.confirm_zero(request.block, host_page).map_err(MigrateError::Source)?;
                     self.records.send_zero(request.block, host_page)?;
                     self.count(0, host_page.len());
                 }
@@ -100,7 +104,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
             let nanos = u64::try_from(request.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
             self.latency.saturating_record(nanos);
         }
-        self.shared.progress.requested(request.pages.len());
+        self.state.progress.requested(request.pages.len());
         Ok(())
     }
 
@@ -110,11 +114,12 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<u64, MigrateError> {
         let too_long = || MigrateError::Protocol("a claim too long".into());
         let length = |pages: PageRange| usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
-        let (source, stored) = (self.shared.source, self.shared.source.stored(block));
+        let (source, stored) = (self.state.source, self.state.source.stored(block));
         let mut contents = 0;
         for piece in pages.chunks(CLAIM_PAGES) {
             if let Some(memory) = source.memory(block) {
-                let sent = self.records.send_memory(block, memory, &[piece], Zeros::Told)?;
+                let sent =
+                    self.records.send_memory(GuestPages { block, memory, runs: &[piece], zeros: Zeros::Told })?;
                 self.count(sent.normal, sent.zero);
                 contents += sent.normal;
                 continue;
@@ -139,9 +144,9 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     }
 
     fn count(&self, normal: u64, zero: u64) {
-        self.shared.normal.fetch_add(normal, Relaxed);
-        self.shared.zero.fetch_add(zero, Relaxed);
-        self.shared.progress.moved(Moved { normal, zero, resent: 0 });
+        self.state.normal.fetch_add(normal, Relaxed);
+        self.state.zero.fetch_add(zero, Relaxed);
+        self.state.progress.moved(Moved { normal, zero, resent: 0 });
     }
 }
 

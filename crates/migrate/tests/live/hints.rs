@@ -258,20 +258,33 @@ fn params() -> MigrationParams {
     MigrationParams { patience: Duration::from_secs(20), ..MigrationParams::default() }
 }
 
+/// How an attempt is made.
+struct Setup {
+    params: MigrationParams,
+    /// What the destination does wrong, and when.
+    trouble: Option<(At, Does)>,
+    control: Control,
+}
+
+impl From<MigrationParams> for Setup {
+    fn from(params: MigrationParams) -> Self {
+        Self { params, trouble: None, control: Control::new() }
+    }
+}
+
 /// Moves a VM to a destination that behaves, or does not.
 fn attempt<'v>(
     vm: &'v TestVm,
     logs: DirtyLogs,
     from: &Arc<impl FreePages + 'static>,
-    params: MigrationParams,
-    trouble: Option<(At, Does)>,
-    control: &Control,
+    setup: impl Into<Setup>,
 ) -> (LiveOutcome<'v, TestVm>, model::live::Arrived) {
+    let Setup { params, trouble, control } = setup.into();
     let (near, far) = pair();
     thread::scope(|scope| {
         let destination = scope.spawn(move || Destination::new(far, trouble).run());
         let progress = Progress::new();
-        let outcome = LiveSource::new(vm, logs, near, control, &progress)
+        let outcome = LiveSource::new(vm, logs, near, &control, &progress)
             .with_params(params)
             .fresh(true)
             .with_free_pages(Arc::clone(from) as Arc<dyn FreePages>)
@@ -297,7 +310,7 @@ fn what_is_free_is_not_sent_and_the_guest_has_its_pages_back_before_its_devices_
         vm: Some(Arc::clone(&vm)),
         ..Answers::default()
     });
-    let (outcome, arrived) = attempt(&vm, vm.logs().0, &answers, params(), None, &Control::new());
+    let (outcome, arrived) = attempt(&vm, vm.logs().0, &answers, params());
     let stats = completed(outcome);
     assert_eq!((stats.rounds[0].hinted, stats.sum(|round| round.normal)), (8 + 64, 64 + 128 - 72));
     assert_eq!(arrived.normal, 64 + 128 - 72);
@@ -418,7 +431,7 @@ fn a_list_may_be_waited_for_but_not_longer_than_was_said() {
         let hint_wait = if complete { Duration::from_secs(3600) } else { Duration::from_millis(30) };
         let begun = Instant::now();
         let params = MigrationParams { hint_wait, ..params() };
-        completed(attempt(&vm, vm.logs().0, &answers, params, None, &Control::new()).0);
+        completed(attempt(&vm, vm.logs().0, &answers, params).0);
         assert!(complete || begun.elapsed() >= hint_wait);
     }
     // Who waits can be stopped, however long he would.
@@ -434,7 +447,7 @@ fn a_list_may_be_waited_for_but_not_longer_than_was_said() {
                 control.stop(Stop::Cancel);
             });
             let params = MigrationParams { hint_wait, ..params() };
-            let (outcome, _) = attempt(&vm, vm.logs().0, &answers, params, None, &control);
+            let (outcome, _) = attempt(&vm, vm.logs().0, &answers, Setup { control: control.clone(), ..params.into() });
             assert!(matches!(outcome, LiveOutcome::Resumed { .. }), "{outcome:?}");
         });
         assert_eq!((answers.done.lock().unwrap().len(), vm.runs()), (1, true));
@@ -448,7 +461,7 @@ fn the_guest_gets_its_pages_back_whatever_becomes_of_the_migration() {
         let vm = Arc::new(vm([64, 64]));
         let list = vec![0..PAGE_SIZE * 2, PAGE_SIZE * 2..PAGE_SIZE * 4];
         let answers = Arc::new(Answers { lists: vec![list], vm: Some(Arc::clone(&vm)), ..Answers::default() });
-        let (outcome, _) = attempt(&vm, vm.logs().0, &answers, params(), Some(trouble), &Control::new());
+        let (outcome, _) = attempt(&vm, vm.logs().0, &answers, Setup { trouble: Some(trouble), ..params().into() });
         let asked = answers.asked.load(Ordering::SeqCst);
         assert_eq!(answers.done.lock().unwrap().len(), asked.min(1), "{trouble:?}: {outcome:?}");
         assert!(!matches!(outcome, LiveOutcome::Completed(_)), "{trouble:?}");
@@ -456,7 +469,7 @@ fn the_guest_gets_its_pages_back_whatever_becomes_of_the_migration() {
     for fail in ["pause", "devices", "resume"] {
         let vm = TestVm { fail: Some(fail), ..vm([64, 64]) };
         let answers = Arc::new(Answers::default());
-        let (outcome, _) = attempt(&vm, vm.logs().0, &answers, params(), None, &Control::new());
+        let (outcome, _) = attempt(&vm, vm.logs().0, &answers, params());
         assert_eq!(answers.done.lock().unwrap().len(), 1, "{fail}: {outcome:?}");
     }
 }
@@ -475,7 +488,7 @@ fn later_rounds_ask_again_if_they_are_long_enough() {
             give_up: GiveUp::Pause,
             ..params()
         };
-        let (outcome, _) = attempt(&vm, vm.restless_logs(100).0, &answers, params, None, &Control::new());
+        let (outcome, _) = attempt(&vm, vm.restless_logs(100).0, &answers, params);
         let stats = completed(outcome);
         let hinted: Vec<_> = stats.rounds.iter().map(|round| (round.pages, round.hinted)).collect();
         let later = (100, if asks { 10 } else { 0 });
@@ -534,7 +547,7 @@ impl FreePages for Vanishing {
 fn a_list_that_can_come_no_more_is_not_waited_for() {
     let vm = vm([64, 16]);
     let params = MigrationParams { hint_wait: Duration::MAX, ..params() };
-    let (outcome, _) = attempt(&vm, vm.logs().0, &Arc::new(Vanishing), params, None, &Control::new());
+    let (outcome, _) = attempt(&vm, vm.logs().0, &Arc::new(Vanishing), params);
     let stats = completed(outcome);
     let hints = stats.hints.clone().unwrap();
     assert_eq!((stats.rounds[0].hinted, hints.lists, hints.complete), (8, 1, 0));
@@ -558,7 +571,7 @@ fn a_guest_that_cannot_be_asked_is_moved_without() {
     let vm = vm([64, 64]);
     let deaf = Arc::new(Deaf(AtomicU64::new(0)));
     let params = MigrationParams { hint_wait: Duration::from_secs(3600), ..params() };
-    let stats = completed(attempt(&vm, vm.logs().0, &deaf, params, None, &Control::new()).0);
+    let stats = completed(attempt(&vm, vm.logs().0, &deaf, params).0);
     assert_eq!((stats.sum(|round| round.hinted), deaf.0.load(Ordering::SeqCst)), (0, 1));
     let refused = stats.hints.unwrap().refused.unwrap();
     assert_eq!(refused, "the guest does not report its free pages: the balloon has no driver");

@@ -98,15 +98,27 @@ struct Guest {
 /// It writes.
 const WRITES: Guest = Guest { writes: true, free: None };
 
-/// What came of a move from `source` to `heir`.
-fn migrate(
-    source: &TestVm,
-    heir: &Heir,
-    [here, there]: [SharedMemory; 2],
-    (near, far): (Channel, Channel),
+/// How a VM is moved.
+struct Move {
+    /// What becomes of shared memory, at the source and at the destination.
+    shared: [SharedMemory; 2],
+    /// The two ends of the main channel.
+    ends: (Channel, Channel),
+    /// Multifd channels.
     channels: usize,
     guest: Guest,
-) -> (Result<LiveStats, String>, Result<(), String>) {
+}
+
+impl From<[SharedMemory; 2]> for Move {
+    /// Over a socket pair, while the guest writes.
+    fn from(shared: [SharedMemory; 2]) -> Self {
+        Self { shared, ends: pair(), channels: 0, guest: WRITES }
+    }
+}
+
+/// What came of a move from `source` to `heir`.
+fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveStats, String>, Result<(), String>) {
+    let Move { shared: [here, there], ends: (near, far), channels, guest } = how.into();
     let (logs, marker) = source.logs();
     let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
     let params = MigrationParams {
@@ -174,7 +186,7 @@ fn check_moved(source: &TestVm, heir: &Heir, stats: &LiveStats) {
 fn memory_is_passed_and_no_page_of_it_is_sent() {
     for channels in [0, 2] {
         let (source, heir) = (source(), Heir::new());
-        let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2], pair(), channels, WRITES);
+        let (sent, arrived) = migrate(&source, &heir, Move { channels, ..Move::from([SharedMemory::Passed; 2]) });
         arrived.unwrap();
         check_moved(&source, &heir, &sent.unwrap());
         assert_eq!(*heir.passed.lock().unwrap(), ["ram"]);
@@ -188,7 +200,7 @@ fn ends_that_have_mapped_the_same_file_need_nothing_passed() {
     let far = listener.accept(None).unwrap();
     let source = source();
     let heir = Heir::beside(&source);
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Mapped; 2], (near, far), 0, WRITES);
+    let (sent, arrived) = migrate(&source, &heir, Move { ends: (near, far), ..Move::from([SharedMemory::Mapped; 2]) });
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
 }
@@ -206,7 +218,7 @@ fn ends_that_do_not_share_alike_part_before_a_page() {
         let source = source();
         let before = source.contents(0);
         let heir = if ends[1] == Passed { Heir::new() } else { Heir::beside(&source) };
-        let (sent, arrived) = migrate(&source, &heir, ends, pair(), 0, WRITES);
+        let (sent, arrived) = migrate(&source, &heir, ends);
         assert!(sent.is_err() && source.runs());
         let error = arrived.unwrap_err();
         assert!(error.contains(said), "{ends:?}: {error}");
@@ -220,7 +232,7 @@ fn ends_that_do_not_share_alike_part_before_a_page() {
 fn a_destination_that_has_the_file_mapped_can_be_passed_it_all_the_same() {
     let source = source();
     let heir = Heir::beside(&source);
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed, SharedMemory::Mapped], pair(), 0, WRITES);
+    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed, SharedMemory::Mapped]);
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
 }
@@ -229,13 +241,13 @@ fn a_destination_that_has_the_file_mapped_can_be_passed_it_all_the_same() {
 fn a_refused_device_leaves_the_vm_at_the_source_and_its_memory_as_the_vm_wrote_it() {
     let source = source();
     let heir = Heir { refuses: true, ..Heir::new() };
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2], pair(), 0, WRITES);
+    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2]);
     assert!(arrived.unwrap_err().contains("does not take it"));
     assert!(sent.is_err() && source.runs());
     // And another attempt succeeds.
     source.over.store(false, Ordering::Relaxed);
     let next = Heir::new();
-    let (sent, arrived) = migrate(&source, &next, [SharedMemory::Passed; 2], pair(), 0, WRITES);
+    let (sent, arrived) = migrate(&source, &next, [SharedMemory::Passed; 2]);
     arrived.unwrap();
     check_moved(&source, &next, &sent.unwrap());
 }
@@ -260,7 +272,8 @@ fn memory_is_not_passed_where_descriptors_cannot_be() {
     let near = Channel::connect(listener.local_uri(), &Default::default()).unwrap();
     let far = listener.accept(None).unwrap();
     let source = source();
-    let (sent, arrived) = migrate(&source, &Heir::new(), [SharedMemory::Passed; 2], (near, far), 0, WRITES);
+    let (sent, arrived) =
+        migrate(&source, &Heir::new(), Move { ends: (near, far), ..Move::from([SharedMemory::Passed; 2]) });
     assert!(arrived.unwrap_err().contains("unix socket"));
     assert!(sent.is_err() && source.runs());
 }
@@ -363,7 +376,7 @@ fn free_pages_are_left_out_of_what_is_sent_and_what_is_shared_is_as_it_was() {
         // All that is shared, and ten pages of what is not.
         let free = Calls(vec![0..RAM * PAGE_SIZE, ABOVE + 10 * PAGE_SIZE..ABOVE + 20 * PAGE_SIZE]);
         let guest = Guest { writes: false, free: Some(Arc::new(free)) };
-        let (sent, arrived) = migrate(&source, &heir, [ends; 2], pair(), channels, guest);
+        let (sent, arrived) = migrate(&source, &heir, Move { channels, guest, ..Move::from([ends; 2]) });
         arrived.unwrap();
         let stats = sent.unwrap();
         assert_eq!((stats.sum(|round| round.hinted), stats.sum(|round| round.normal)), (10, VIDEO - 10));

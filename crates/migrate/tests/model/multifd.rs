@@ -73,6 +73,15 @@ pub struct MultifdModel<'a> {
     outcome: Mutex<Outcome>,
 }
 
+/// What a channel's thread knows of the main channel.
+#[derive(Clone, Copy)]
+struct MainLink<'m> {
+    main: &'m Channel,
+    notices: &'m Sender<Notice>,
+    /// A join point was passed.
+    released: &'m Receiver<()>,
+}
+
 impl<'a> MultifdModel<'a> {
     /// `fresh` blocks are zero before the stream, others are full of something else.
     pub fn new(memory: &'a Memory, fresh: &[String], compression: Compression, trouble: Option<Trouble>) -> Self {
@@ -97,7 +106,8 @@ impl<'a> MultifdModel<'a> {
                 releases.push(release);
                 let (notices, main) = (notices.clone(), &main);
                 scope.spawn(move || {
-                    let ended = self.take_channel(id, channel, main, &notices, &released);
+                    let ended =
+                        self.take_channel(id, channel, MainLink { main, notices: &notices, released: &released });
                     if let Err(what) = ended {
                         self.wrong(format!("channel {id}: {what}"));
                     }
@@ -157,14 +167,8 @@ impl<'a> MultifdModel<'a> {
     }
 
     /// One channel, until it ends.
-    fn take_channel(
-        &self,
-        id: u8,
-        channel: Channel,
-        main: &Channel,
-        notices: &Sender<Notice>,
-        released: &Receiver<()>,
-    ) -> Result<(), String> {
+    fn take_channel(&self, id: u8, channel: Channel, link: MainLink<'_>) -> Result<(), String> {
+        let MainLink { main, notices, released } = link;
         let mut initial = [0; INITIAL_LEN];
         channel.get(&mut initial).map_err(|error| error.to_string())?;
         let initial = InitialPacket::decode(&initial).map_err(|error| error.to_string())?;

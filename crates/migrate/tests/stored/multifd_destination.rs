@@ -17,12 +17,21 @@ use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
 use limosa_stream::ram::{FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE, RecordEncoder, RecordKind};
 use limosa_stream::{ram, section, xbzrle};
 
-/// What a channel beside the main one sends, in order.
+/// The pages of a packet, by number; those of `normal` are full of `fill`.
+struct Contents<'a> {
+    block: &'a str,
+    normal: &'a [u64],
+    zero: &'a [u64],
+    fill: u8,
+}
+
+/// What a multifd channel sends, in order.
 #[derive(Default)]
 struct Pages(Vec<u8>);
 
 impl Pages {
-    fn packet(mut self, sync: bool, block: &str, normal: &[u64], zero: &[u64], fill: u8) -> Self {
+    fn packet(mut self, sync: bool, contents: Contents<'_>) -> Self {
+        let Contents { block, normal, zero, fill } = contents;
         let [normal, zero] = [normal, zero].map(|pages| pages.iter().map(|page| page * 4096).collect::<Vec<_>>());
         let mut header = [0; PACKET_LEN];
         let payload_len = u32::try_from(normal.len() * PAGE_LEN).unwrap();
@@ -34,11 +43,11 @@ impl Pages {
     }
 
     fn data(self, normal: &[u64], zero: &[u64], fill: u8) -> Self {
-        self.packet(false, "block0", normal, zero, fill)
+        self.packet(false, Contents { block: "block0", normal, zero, fill })
     }
 
     fn sync(self) -> Self {
-        self.packet(true, "", &[], &[], 0)
+        self.packet(true, Contents { block: "", normal: &[], zero: &[], fill: 0 })
     }
 
     fn bytes(mut self, bytes: &[u8]) -> Self {
@@ -164,8 +173,9 @@ fn the_last_word_about_a_page_counts_across_channels_that_join_once_a_round() {
 fn a_source_that_joins_at_every_section_may_put_pages_into_its_sync_packets() {
     let memory = memory();
     let main = Main::new(&memory, false).zero(1).zero(2).end();
-    let first = Pages::default().sync().packet(true, "block0", &[10, 11], &[], 1).data(&[12], &[], 1).sync();
-    let second = Pages::default().sync().sync().packet(true, "block0", &[10], &[11], 2);
+    let joined = |normal, zero, fill| Contents { block: "block0", normal, zero, fill };
+    let first = Pages::default().sync().packet(true, joined(&[10, 11], &[], 1)).data(&[12], &[], 1).sync();
+    let second = Pages::default().sync().sync().packet(true, joined(&[10], &[11], 2));
     let mut kept = Kept::default();
     receive(main, vec![first, second], &[0], &mut kept).unwrap();
     assert_eq!((contents(&kept, 10), contents(&kept, 11), contents(&kept, 12)), (Some(2), None, Some(1)));
@@ -227,7 +237,10 @@ fn a_packet_that_lies_ends_the_job_with_its_channel_named() {
     };
     let sync = || Pages::default().sync();
     let none = Compression::None;
-    assert!(refused(sync().packet(false, "other", &[1], &[], 0).sync(), none).contains("\"other\" was not listed"));
+    assert!(
+        refused(sync().packet(false, Contents { block: "other", normal: &[1], zero: &[], fill: 0 }).sync(), none)
+            .contains("\"other\" was not listed")
+    );
     assert!(refused(sync().data(&[64], &[], 0).sync(), none).contains("outside RAM block \"block0\""));
     assert!(refused(sync().data(&[], &[1 << 40], 0).sync(), none).contains("outside RAM block"));
     assert!(refused(sync().data(&[1], &[], 0).sync(), Compression::Zlib).contains("multifd-compression"));

@@ -44,7 +44,7 @@ use crate::live::{IncomingVm, VmError};
 use crate::pages::StreamStart;
 use crate::progress::{Phase, Progress};
 use placer::Placer;
-pub(super) use preempt::Door;
+pub(super) use preempt::PreemptListener;
 use records::Records;
 use requests::Requests;
 
@@ -97,7 +97,7 @@ impl Counts {
 }
 
 /// A VM whose memory comes while it runs: what lives as long as pages are missing, over all connections.
-pub(super) struct Live<'a> {
+pub(super) struct PostcopyVm<'a> {
     ram: Arc<GuestRam<'a>>,
     faults: FaultHandler,
     requests: Requests,
@@ -113,7 +113,7 @@ pub(super) struct Live<'a> {
 
 /// The channels of one connection, and what stops its threads.
 struct Connection<'l, 'a> {
-    live: &'l Live<'a>,
+    live: &'l PostcopyVm<'a>,
     main: Arc<Channel>,
     preempt: Option<Arc<Channel>>,
     over: AtomicBool,
@@ -122,13 +122,13 @@ struct Connection<'l, 'a> {
     failure: Mutex<Option<MigrateError>>,
 }
 
-/// What a postcopy needs besides the stream.
-pub(super) struct Role<'a, V: IncomingVm + ?Sized> {
+/// A VM whose source has switched to postcopy: what receiving it needs besides the stream.
+pub(super) struct PostcopyArrival<'a, V: IncomingVm + ?Sized> {
     pub(super) vm: &'a V,
     pub(super) ram: Arc<GuestRam<'a>>,
     pub(super) faults: FaultHandler,
     /// Where the channel for requested pages comes in, if there is to be one.
-    pub(super) door: Option<Door>,
+    pub(super) listener: Option<PreemptListener>,
     pub(super) control: Control,
     pub(super) progress: Progress,
     pub(super) patience: Option<Duration>,
@@ -136,7 +136,10 @@ pub(super) struct Role<'a, V: IncomingVm + ?Sized> {
 }
 
 /// Takes over a stream at its package.
-pub(super) fn run<'a, V: IncomingVm + ?Sized>(role: Role<'a, V>, switched: Switched) -> ArrivalOutcome<'a, V> {
+pub(super) fn run<'a, V: IncomingVm + ?Sized>(
+    role: PostcopyArrival<'a, V>,
+    switched: Switched,
+) -> ArrivalOutcome<'a, V> {
     let (control, channel) = (role.control.clone(), Arc::clone(&switched.channel));
     let outcome = begin(role, switched);
     control.unwatch();
@@ -156,10 +159,10 @@ pub(super) fn run<'a, V: IncomingVm + ?Sized>(role: Role<'a, V>, switched: Switc
 
 /// On `Err` the VM has not run.
 fn begin<'a, V: IncomingVm + ?Sized>(
-    role: Role<'a, V>,
+    role: PostcopyArrival<'a, V>,
     switched: Switched,
 ) -> Result<ArrivalOutcome<'a, V>, MigrateError> {
-    let Role { vm, ram, mut faults, door, control, progress, patience, max_device_state } = role;
+    let PostcopyArrival { vm, ram, mut faults, listener, control, progress, patience, max_device_state } = role;
     let Switched { start, decoder, arrived, length, stats, channel, .. } = switched;
     if u64::from(length) > max_device_state {
         return Err(MigrateError::Protocol(format!(
@@ -169,7 +172,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let (package, rest) = take_package(&channel, arrived, length)?;
     let begun = Instant::now();
     let package = package::read(&package)?;
-    let preempt = door.map(|door| door.take(&control, patience)).transpose()?;
+    let preempt = listener.map(|listener| listener.take(&control, patience)).transpose()?;
     if let Err(error) = ram.seal(&mut faults) {
         // Nobody will bring what is missing already, and another attempt must not wait for it.
         faults.abandon();
@@ -178,18 +181,18 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let requests = Requests::new(ram.blocks(), Arc::clone(&channel));
     let (counts, received, recoveries) = (Counts::default(), stats, 0);
     let claimed = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.received.len())).collect();
-    let live = Live { ram, faults, requests, counts, claimed, start, progress, patience, received, recoveries };
-    let life = Birth::default();
+    let live = PostcopyVm { ram, faults, requests, counts, claimed, start, progress, patience, received, recoveries };
+    let vm_start = StartOnce::default();
     let records = Records::new(Arc::clone(&channel), decoder, &rest);
     let connection = Connection::new(&live, channel, preempt);
     let followed = thread::scope(|scope| {
         let load = || {
             // A panic in the VMM's code must not leave anybody waiting.
-            let gives_up = GivesUp { life: &life, connection: &connection };
-            if let Err(error) = bring_up(vm, &package, &live, &life, begun) {
+            let abort = AbortOnDrop { vm_start: &vm_start, connection: &connection };
+            if let Err(error) = bring_up(vm, &package, &live, &vm_start, begun) {
                 connection.fail(error);
             }
-            std::mem::forget(gives_up);
+            std::mem::forget(abort);
         };
         let loading = thread::Builder::new().name("load devices".into()).spawn_scoped(scope, load);
         let followed = loading.map_err(MigrateError::Thread).and_then(|_| connection.follow(records));
@@ -197,7 +200,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
         // the VM will not run, nobody looks at what is loaded.
         match followed {
             Ok(()) => live.release(),
-            Err(error) if life.abort() => {
+            Err(error) if vm_start.abort() => {
                 let _ = live.release();
                 Err(error)
             }
@@ -205,8 +208,8 @@ fn begin<'a, V: IncomingVm + ?Sized>(
         }
     });
     let failure = connection.failure();
-    if life.is_running() {
-        return Ok(settle(vm, Box::new(live), &control, followed));
+    if vm_start.is_running() {
+        return Ok(conclude(vm, Box::new(live), &control, followed));
     }
     Err(followed.err().or(failure).unwrap_or_else(|| MigrateError::Protocol("the VM was not started".into())))
 }
@@ -215,8 +218,8 @@ fn begin<'a, V: IncomingVm + ?Sized>(
 fn bring_up<V: IncomingVm + ?Sized>(
     vm: &V,
     package: &package::Package<'_>,
-    live: &Live<'_>,
-    life: &Birth,
+    live: &PostcopyVm<'_>,
+    vm_start: &StartOnce,
     begun: Instant,
 ) -> Result<(), MigrateError> {
     match &package.sections {
@@ -226,9 +229,9 @@ fn bring_up<V: IncomingVm + ?Sized>(
             .map_err(|source| MigrateError::Vm { what: "take the state of its devices", source }),
     }
     .inspect_err(|_| {
-        life.abort();
+        vm_start.abort();
     })?;
-    life.start(|| vm.start())?;
+    vm_start.start(|| vm.start())?;
     live.progress.enter(Phase::PostcopyActive);
     live.counts.load_nanos.store(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX), Relaxed);
     // The VM runs, whether or not the source hears of it.
@@ -236,9 +239,9 @@ fn bring_up<V: IncomingVm + ?Sized>(
 }
 
 /// What became of a VM that was started.
-fn settle<'a, V: IncomingVm + ?Sized>(
+fn conclude<'a, V: IncomingVm + ?Sized>(
     vm: &'a V,
-    live: Box<Live<'a>>,
+    live: Box<PostcopyVm<'a>>,
     control: &Control,
     followed: Result<(), MigrateError>,
 ) -> ArrivalOutcome<'a, V> {
@@ -276,19 +279,19 @@ fn take_package(channel: &Channel, mut arrived: Vec<u8>, length: u32) -> Result<
 
 /// The VM's start, which happens once or never.
 #[derive(Debug, Default)]
-struct Birth(Mutex<Option<bool>>);
+struct StartOnce(Mutex<Option<bool>>);
 
-impl Birth {
+impl StartOnce {
     /// Starts it, unless it was given up.
     fn start(&self, start: impl FnOnce() -> Result<(), VmError>) -> Result<(), MigrateError> {
-        let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if life.is_some() {
+        let mut vm_start = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if vm_start.is_some() {
             return Err(MigrateError::Protocol("the VM was given up before its devices were loaded".into()));
         }
         // Whoever panics half-way may have let it run.
-        *life = Some(true);
+        *vm_start = Some(true);
         let started = start();
-        *life = Some(started.is_ok());
+        *vm_start = Some(started.is_ok());
         started.map_err(|source| MigrateError::Vm { what: "run", source })
     }
 
@@ -303,19 +306,19 @@ impl Birth {
 }
 
 /// Ends a connection whose VM will not be started.
-struct GivesUp<'c, 'l, 'a> {
-    life: &'c Birth,
+struct AbortOnDrop<'c, 'l, 'a> {
+    vm_start: &'c StartOnce,
     connection: &'c Connection<'l, 'a>,
 }
 
-impl Drop for GivesUp<'_, '_, '_> {
+impl Drop for AbortOnDrop<'_, '_, '_> {
     fn drop(&mut self) {
-        self.life.abort();
+        self.vm_start.abort();
         self.connection.fail(MigrateError::Protocol("the VMM panicked as its devices were loaded".into()));
     }
 }
 
-impl Live<'_> {
+impl PostcopyVm<'_> {
     /// What is missing is zero from now on.
     fn release(&self) -> Result<(), MigrateError> {
         let release = || self.faults.hold().handler()?.finish();
@@ -352,7 +355,7 @@ impl Live<'_> {
 }
 
 impl<'l, 'a> Connection<'l, 'a> {
-    fn new(live: &'l Live<'a>, main: Arc<Channel>, preempt: Option<Arc<Channel>>) -> Self {
+    fn new(live: &'l PostcopyVm<'a>, main: Arc<Channel>, preempt: Option<Arc<Channel>>) -> Self {
         let (over, ended, failure) = (AtomicBool::new(false), AtomicBool::new(false), Mutex::default());
         Self { live, main, preempt, over, ended, failure }
     }
@@ -384,7 +387,7 @@ impl<'l, 'a> Connection<'l, 'a> {
                 spawned("preempt").spawn_scoped(scope, || self.read_preempt(channel).map_err(|error| self.fail(error)))
             });
             let begun = faults.map(drop).and_then(|()| preempt.transpose().map(drop)).map_err(MigrateError::Thread);
-            let read = begun.and_then(|()| self.read_main(records)).and_then(|()| self.settle());
+            let read = begun.and_then(|()| self.read_main(records)).and_then(|()| self.wait_for_requested());
             self.over.store(true, Ordering::SeqCst);
             waker.wake();
             if let Some(channel) = &self.preempt {
@@ -449,9 +452,9 @@ impl<'l, 'a> Connection<'l, 'a> {
     }
 
     /// Behind the main channel's last word: what was asked for on the other one is waited for.
-    fn settle(&self) -> Result<(), MigrateError> {
+    fn wait_for_requested(&self) -> Result<(), MigrateError> {
         let over = || self.failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        if self.preempt.is_none() || self.live.requests.settle(self.live.patience, over) {
+        if self.preempt.is_none() || self.live.requests.wait_until_answered(self.live.patience, over) {
             return Ok(());
         }
         Err(MigrateError::Protocol("the source has ended its stream and owes pages that were asked for".into()))

@@ -18,9 +18,9 @@ use limosa_page::zero::Method;
 use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_stream::command::PageSizes;
 
-use super::dense::{Dense, Stake};
+use super::huge_pages::{HugePages, PopulateBudget, Target};
 use super::layout::{blocks_here, check_address};
-use super::room::Room;
+use super::memory_limit::MemoryLimit;
 use crate::error::MigrateError;
 use crate::live::SharedMemory;
 use crate::pages::{PageError, PageMemory, PageSink, StreamStart};
@@ -40,7 +40,7 @@ pub(super) struct Block<'a> {
     /// Pages that may hold something: every other one is zero.
     written: AtomicPageBitmap,
     /// What of it comes into huge pages, if that may be.
-    dense: Option<Dense>,
+    huge_pages: Option<HugePages>,
 }
 
 /// The memory of a VM, by the blocks of the stream.
@@ -51,22 +51,22 @@ pub(super) struct GuestRam<'a> {
     at_once: bool,
     /// Populates ahead of what arrives, as soon as it is known where.
     populator: Option<Populator<'a>>,
-    stake: Stake,
-    room: Room,
+    budget: PopulateBudget,
+    limit: MemoryLimit,
 }
 
 impl<'a> GuestRam<'a> {
     /// Nothing yet. `populate`: whether room for what arrives is made by few calls; `ahead`: and by a thread before it arrives.
     pub(super) fn new(populate: bool, ahead: bool) -> Self {
         let populator = (populate && ahead).then(|| Populator::unbound(Headroom::of_this_process()));
-        let stake = Stake::default();
+        let budget = PopulateBudget::default();
         Self {
             memory: OnceLock::new(),
             blocks: OnceLock::new(),
             at_once: populate,
             populator,
-            stake,
-            room: Room::new(),
+            budget,
+            limit: MemoryLimit::new(),
         }
     }
 
@@ -89,9 +89,9 @@ impl<'a> GuestRam<'a> {
             let written = written(memory).map_err(|error| MigrateError::Sink(error.into()))?;
             let received = AtomicPageBitmap::new(memory.pages().len());
             // What may come on demand later comes by its own pages.
-            let huge = self.at_once && advised.is_none();
-            let dense = huge.then(|| Dense::new(memory)).flatten();
-            blocks.push(Block { memory, left_out, index, received, written, dense });
+            let may_be_huge = self.at_once && advised.is_none();
+            let huge_pages = may_be_huge.then(|| HugePages::new(memory)).flatten();
+            blocks.push(Block { memory, left_out, index, received, written, huge_pages });
         }
         let again = || MigrateError::Protocol("a second layout".into());
         self.memory.set(memory).map_err(|_| again())?;
@@ -270,10 +270,11 @@ unsafe impl PageMemory for GuestRam<'_> {
         let known = self.block(block)?;
         // By its first page a run is new or it is not: runs are of one round.
         let new = || runs.iter().filter(|run| !known.received.get(run.start));
-        self.room.take(new().map(PageRange::len).sum::<u64>().saturating_mul(PAGE_SIZE), known.memory)?;
+        self.limit.reserve(new().map(PageRange::len).sum::<u64>().saturating_mul(PAGE_SIZE), known.memory)?;
         for run in new().filter(|_| self.at_once) {
-            if let Some(dense) = &known.dense {
-                dense.make_ready(&self.stake, known.memory, &known.written, *run)?;
+            if let Some(huge_pages) = &known.huge_pages {
+                let target = Target { budget: &self.budget, memory: known.memory, written: &known.written };
+                huge_pages.make_ready(&target, *run)?;
                 continue;
             }
             if let Some(populator) = &self.populator {

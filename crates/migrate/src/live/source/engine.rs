@@ -14,9 +14,9 @@ use limosa_stream::{Command, DeviceSections, ram, section, vm};
 
 use super::Observer;
 use super::convergence::{Convergence, Reason, RoundFigures, Verdict};
+use super::guard::VmGuard;
 use super::guest::GuestSource;
 use super::postcopy::{Postcopy, SwitchTo, Track, listed};
-use super::standing::Standing;
 use super::stats::{LiveStats, RoundKind, RoundReport};
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -24,8 +24,8 @@ use crate::live::{GiveUp, LiveVm, MigrationParams, ZeroCheck};
 use crate::pages::PageSource;
 use crate::progress::{Moved, Phase, Progress};
 use crate::source::inbox::Inbox;
-use crate::source::multifd::{Multifd, RoundSent, Task};
-use crate::source::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
+use crate::source::multifd::{Multifd, RoundPlan, RoundSent};
+use crate::source::records::{GuestPages, RecordWriter, Sent, ZERO_RECORD, Zeros};
 use crate::source::windows::Windows;
 
 /// How long the list of free pages is waited for before it is looked at what else ends that.
@@ -50,7 +50,7 @@ pub(super) struct Engine<'e, 'v, V: LiveVm + ?Sized> {
     pub(super) fresh: bool,
     pub(super) observer: &'e Observer<'e>,
     pub(super) begun: Instant,
-    pub(super) standing: &'e mut Standing<'v, V>,
+    pub(super) guard: &'e mut VmGuard<'v, V>,
     pub(super) stats: &'e mut LiveStats,
     pub(super) postcopy: Postcopy,
     pub(super) switch: SwitchTo<'e>,
@@ -132,14 +132,14 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.inbox.wait_pong(vm::PING_OPENED, self.params.patience)?;
         if self.postcopy != Postcopy::Off {
             let track = self.track.insert(Track::new(self.source));
-            if self.standing.has_hints() {
+            if self.guard.has_hints() {
                 self.windows.remember_free(track.sent.clone());
             }
         }
         if self.postcopy == Postcopy::AtOnce {
             return self.switch_at_once();
         }
-        self.standing.start_logs()?;
+        self.guard.start_logs()?;
         self.progress.enter(Phase::Active);
         let mut convergence = Convergence::new(self.params);
         let records = RecordWriter::new(self.channel, &self.source.start().blocks)?;
@@ -160,10 +160,10 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     /// The VM stops, and nothing was sent before. A guest that can be asked runs until it has told its free pages, or has not in
     /// time.
     fn switch_at_once(&mut self) -> Result<(), MigrateError> {
-        if self.standing.has_hints() {
+        if self.guard.has_hints() {
             return self.switch_when_told();
         }
-        self.standing.pause()?;
+        self.guard.pause()?;
         self.progress.enter(Phase::Device);
         let round = self.bulk(false)?;
         if let Some(track) = &mut self.track {
@@ -173,7 +173,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     }
 
     fn switch_when_told(&mut self) -> Result<(), MigrateError> {
-        self.standing.start_logs()?;
+        self.guard.start_logs()?;
         self.progress.enter(Phase::Active);
         let mut round = self.bulk(true)?;
         let (begun, about) = (self.begun.elapsed(), round.count());
@@ -194,14 +194,14 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
 
     /// Stops the VM, and adds what it has written last.
     fn stop(&mut self, rest: &mut [PageBitmap]) -> Result<u64, MigrateError> {
-        self.standing.pause()?;
+        self.guard.pause()?;
         self.progress.enter(Phase::Device);
         let mut last = DirtyPages::new(self.vm.memory());
-        self.standing.fetch(&mut last)?;
+        self.guard.fetch(&mut last)?;
         // It has seen the last write. Another attempt begins it anew.
-        self.standing.stop_logs();
+        self.guard.stop_logs();
         // Before the devices tell their state: the balloon's says that the guest has its pages back.
-        self.standing.give_pages_back();
+        self.guard.give_pages_back();
         rest.iter_mut().zip(last.blocks()).for_each(|(rest, last)| rest.union_with(last));
         Ok(last.count())
     }
@@ -213,7 +213,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
 
     /// Rounds until the VM is to be stopped: what is left to be sent then.
     fn rounds(&mut self, convergence: &mut Convergence, records: &mut RecordWriter<'_>) -> Result<End, MigrateError> {
-        let mut round = self.bulk(self.standing.has_hints())?;
+        let mut round = self.bulk(self.guard.has_hints())?;
         loop {
             let (begun, kind, about) = (self.begun.elapsed(), round.kind, round.count());
             let bytes = self.bytes_out();
@@ -221,7 +221,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
             self.begin(&mut round, about, convergence)?;
             let result = self.send(&round, convergence, records)?;
             let mut next = DirtyPages::new(self.vm.memory());
-            self.standing.fetch(&mut next)?;
+            self.guard.fetch(&mut next)?;
             let (duration, hinted) = (self.begun.elapsed().saturating_sub(begun), self.windows.taken());
             let dirty = next.count();
             let mut rest = next.blocks().to_vec();
@@ -262,7 +262,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                 Verdict::GiveUp(GiveUp::Postcopy, _) => return Ok(End::Postcopy(rest)),
                 Verdict::Continue { throttle } => {
                     if let Some(percent) = throttle {
-                        self.standing.throttle(percent);
+                        self.guard.throttle(percent);
                     }
                 }
                 Verdict::GiveUp(GiveUp::Cancel, reason) => return Err(MigrateError::NoConvergence(reason.to_string())),
@@ -336,7 +336,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.progress.enter(Phase::Completing);
         let put = self.channel.put(&bytes);
         if self.channel.counters().bytes_out - before >= decisive {
-            self.standing.give_away();
+            self.guard.give_away();
         }
         put?;
         self.inbox.wait_shut(self.params.patience)
@@ -348,12 +348,12 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         self.windows.start(std::mem::take(&mut round.pages));
         let first = round.kind == RoundKind::Bulk;
         let least = if first { 1 } else { self.params.hint_pages };
-        if about < least || !self.standing.ask_for_free_pages() {
+        if about < least || !self.guard.ask_for_free_pages() {
             return Ok(());
         }
         // A time that cannot be told is without end.
         let until = Instant::now().checked_add(self.params.hint_wait);
-        while first && self.standing.wait_for_free_pages(until, HINT_TICK) && self.breaks_off(convergence).is_none() {
+        while first && self.guard.wait_for_free_pages(until, HINT_TICK) && self.breaks_off(convergence).is_none() {
             self.check()?;
         }
         if first { self.find_holes(round) } else { Ok(()) }
@@ -375,11 +375,10 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         }
         self.channel.put(&bytes)?;
         records.take_busy();
-        let mut result = RoundResult::default();
-        match self.multifd {
-            Some(multifd) => self.send_beside(multifd, round, convergence, records, &mut result)?,
-            None => self.send_records(round, convergence, records, &mut result)?,
-        }
+        let result = match self.multifd {
+            Some(multifd) => self.send_packets(multifd, round, convergence, records)?,
+            None => self.send_records(round, convergence, records)?,
+        };
         bytes.clear();
         self.end_section(&mut bytes);
         self.channel.put(&bytes)?;
@@ -396,14 +395,14 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         round: &Round,
         convergence: &Convergence,
         records: &mut RecordWriter<'_>,
-        result: &mut RoundResult,
-    ) -> Result<(), MigrateError> {
+    ) -> Result<RoundResult, MigrateError> {
+        let mut result = RoundResult::default();
         let last = round.kind == RoundKind::Last;
-        self.tell_holes(round, convergence, records, result)?;
+        self.tell_holes(round, convergence, records, &mut result)?;
         if result.broken_off.is_some() {
             result.rest = self.windows.take_rest();
             result.busy += records.take_busy();
-            return Ok(());
+            return Ok(result);
         }
         let windows = self.windows;
         let mut runs = Vec::new();
@@ -437,7 +436,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
             if let Some(track) = track {
                 track.sent(block, &runs);
             }
-            let sent = records.place(block, memory, &runs, zeros, |run| {
+            let sent = records.place(GuestPages { block, memory, runs: &runs, zeros }, |run| {
                 if let Some(track) = track {
                     track.left_out(block, run);
                 }
@@ -454,32 +453,32 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
             records.put_placed(memory)?;
         }
         result.busy += records.take_busy() + waited;
-        Ok(())
+        Ok(result)
     }
 
     /// Sends a round on the multifd channels.
-    fn send_beside(
+    fn send_packets(
         &mut self,
         multifd: &Multifd<'_, GuestSource<'_>>,
         round: &Round,
         convergence: &Convergence,
         records: &mut RecordWriter<'_>,
-        result: &mut RoundResult,
-    ) -> Result<(), MigrateError> {
+    ) -> Result<RoundResult, MigrateError> {
+        let mut result = RoundResult::default();
         let last = round.kind == RoundKind::Last;
         let zeros = (0..self.source.start().blocks.len()).map(|block| self.zeros(block, round.kind)).collect();
         // One for the section that the round is.
-        let task = Task { zeros, method: self.params.zero_method, syncs: 1, limited: !last };
+        let plan = RoundPlan { zeros, method: self.params.zero_method, syncs: 1, limited: !last };
         let timeout = self.params.timeout.filter(|_| !last);
         let deadline = timeout.and_then(|timeout| self.begun.checked_add(timeout));
-        let tell = |records: &mut RecordWriter<'_>| self.tell_holes(round, convergence, records, result);
-        let RoundSent { sent, busy, rest } = multifd.send_round(task, records, tell, deadline)?;
+        let tell = |records: &mut RecordWriter<'_>| self.tell_holes(round, convergence, records, &mut result);
+        let RoundSent { sent, busy, rest } = multifd.send_round(plan, records, tell, deadline)?;
         result.sent.add(sent);
         result.busy = result.busy.max(busy);
         if let (Some(rest), Some(timeout)) = (rest, timeout) {
             (result.rest, result.broken_off) = (rest, Some(BrokenOff::Time(Reason::Time(timeout))));
         }
-        Ok(())
+        Ok(result)
     }
 
     /// Ends a section, and with channels beside the main one waits for them there.
@@ -532,8 +531,8 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
 
     /// Bytes that the kernel has taken on all channels.
     fn bytes_out(&self) -> u64 {
-        let beside = self.multifd.map_or(0, Multifd::bytes_out);
-        self.channel.counters().bytes_out.wrapping_add(beside)
+        let multifd = self.multifd.map_or(0, Multifd::bytes_out);
+        self.channel.counters().bytes_out.wrapping_add(multifd)
     }
 
     fn report(&mut self, result: &RoundResult, report: RoundReport) {

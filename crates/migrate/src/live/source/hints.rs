@@ -28,13 +28,13 @@ use crate::source::windows::Windows;
 /// Who is asked for free pages, and what was said so far.
 pub(super) struct Hints {
     from: Arc<dyn FreePages>,
-    shared: Arc<Shared>,
+    state: Arc<HintState>,
     /// Whether the guest holds pages back.
     asked: bool,
 }
 
 /// What a list goes to.
-struct Shared {
+struct HintState {
     windows: Arc<Windows>,
     layout: GuestLayout,
     progress: Progress,
@@ -58,7 +58,7 @@ struct Lists {
 /// One list.
 struct List {
     number: u64,
-    shared: Arc<Shared>,
+    state: Arc<HintState>,
 }
 
 impl Hints {
@@ -68,7 +68,7 @@ impl Hints {
         layout: GuestLayout,
         progress: Progress,
     ) -> Self {
-        let shared = Shared {
+        let state = HintState {
             windows,
             layout,
             progress,
@@ -78,41 +78,41 @@ impl Hints {
             lists: Mutex::default(),
             changed: Condvar::new(),
         };
-        Self { from, shared: Arc::new(shared), asked: false }
+        Self { from, state: Arc::new(state), asked: false }
     }
 
     /// Asks the guest. The log is on, and the pages of the round are in the windows. A guest that cannot be asked is left alone:
     /// hints are only hints.
     pub(super) fn ask(&mut self) {
-        let number = self.shared.windows.open_list();
-        let mut lists = self.shared.lock();
+        let number = self.state.windows.open_list();
+        let mut lists = self.state.lock();
         (lists.number, lists.asked, lists.over) = (number, Some(Instant::now()), false);
         lists.stats.lists = lists.stats.lists.saturating_add(1);
         drop(lists);
         self.asked = true;
-        let list = List { number, shared: Arc::clone(&self.shared) };
+        let list = List { number, state: Arc::clone(&self.state) };
         if let Err(error) = self.from.request(Arc::new(list)) {
             self.close();
-            self.shared.lock().stats.refused.get_or_insert_with(|| error.to_string());
+            self.state.lock().stats.refused.get_or_insert_with(|| error.to_string());
         }
     }
 
     /// Waits until the list is complete, but not after `until`, if that is a time, nor longer than `tick`; whether that is worth
     /// another look.
     pub(super) fn wait(&self, until: Option<Instant>, tick: Duration) -> bool {
-        let lists = self.shared.lock();
+        let lists = self.state.lock();
         let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
         if lists.over || left.is_zero() {
             return false;
         }
-        let waited = self.shared.changed.wait_timeout_while(lists, left.min(tick), |lists| !lists.over);
+        let waited = self.state.changed.wait_timeout_while(lists, left.min(tick), |lists| !lists.over);
         !waited.unwrap_or_else(PoisonError::into_inner).0.over
     }
 
     /// The dirty log is about to be read: what was not said until now is not heard any more.
     pub(super) fn close(&self) {
-        self.shared.windows.close_lists();
-        self.shared.lock().over = true;
+        self.state.windows.close_lists();
+        self.state.lock().over = true;
         if self.asked {
             self.from.stop();
         }
@@ -130,10 +130,10 @@ impl Hints {
     /// What was said so far.
     pub(super) fn stats(&self) -> HintStats {
         HintStats {
-            ranges: self.shared.ranges.load(Relaxed),
-            late: self.shared.late.load(Relaxed),
-            outside: self.shared.outside.load(Relaxed),
-            ..self.shared.lock().stats.clone()
+            ranges: self.state.ranges.load(Relaxed),
+            late: self.state.late.load(Relaxed),
+            outside: self.state.outside.load(Relaxed),
+            ..self.state.lock().stats.clone()
         }
     }
 }
@@ -144,7 +144,7 @@ impl Drop for Hints {
     }
 }
 
-impl Shared {
+impl HintState {
     fn lock(&self) -> MutexGuard<'_, Lists> {
         self.lists.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -152,23 +152,23 @@ impl Shared {
 
 impl FreePageSink for List {
     fn free(&self, range: Range<u64>) {
-        let shared = &*self.shared;
+        let state = &*self.state;
         let (mut found, mut taken) = (false, 0);
-        for (block, pages) in shared.layout.pages_within(range) {
-            let Some(count) = shared.windows.take_out(self.number, block, pages) else {
-                shared.late.fetch_add(1, Relaxed);
+        for (block, pages) in state.layout.pages_within(range) {
+            let Some(count) = state.windows.take_out(self.number, block, pages) else {
+                state.late.fetch_add(1, Relaxed);
                 return;
             };
             found = true;
             taken += count;
         }
-        let counter = if found { &shared.ranges } else { &shared.outside };
+        let counter = if found { &state.ranges } else { &state.outside };
         counter.fetch_add(1, Relaxed);
-        shared.progress.hinted(taken);
+        state.progress.hinted(taken);
     }
 
     fn complete(&self) {
-        let mut lists = self.shared.lock();
+        let mut lists = self.state.lock();
         if lists.number != self.number || lists.over {
             return;
         }
@@ -177,18 +177,18 @@ impl FreePageSink for List {
         let took = lists.asked.map(|asked| asked.elapsed());
         lists.stats.list_took = lists.stats.list_took.or(took);
         drop(lists);
-        self.shared.changed.notify_all();
+        self.state.changed.notify_all();
     }
 }
 
 /// Whoever lets go of a list unfinished has nothing more to say: the driver has gone, or its queue broke.
 impl Drop for List {
     fn drop(&mut self) {
-        let mut lists = self.shared.lock();
+        let mut lists = self.state.lock();
         if lists.number == self.number {
             lists.over = true;
             drop(lists);
-            self.shared.changed.notify_all();
+            self.state.changed.notify_all();
         }
     }
 }

@@ -101,7 +101,7 @@ impl<'v, V: LiveVm + ?Sized> Engine<'_, 'v, V> {
         // What was said of the speed of precopy is over with it.
         self.control.set_max_bandwidth(self.params.max_postcopy_bandwidth);
         self.switch.switching.store(true, Ordering::Release);
-        let handed = self.standing.given_flag();
+        let handed = self.guard.given_flag();
         let switch = Switch { inbox: self.inbox, already: &already, discards, handed: &handed };
         let options = options(self.params.patience, self.switch.page_sizes);
         let source = PostcopySource::over(guest, Arc::clone(self.channel), self.control, self.progress);

@@ -18,7 +18,7 @@ use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 
 use super::compressor::Compressor;
-use super::{Multifd, Task};
+use super::{Multifd, RoundPlan};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 use crate::source::gather::Gather;
@@ -35,7 +35,7 @@ const RATE_TICK: Duration = Duration::from_millis(20);
 /// One channel, its buffers, and what it remembers from packet to packet.
 #[derive(Debug)]
 pub(super) struct ChannelSender<'a, S: PageSource + ?Sized> {
-    shared: &'a Multifd<'a, S>,
+    multifd: &'a Multifd<'a, S>,
     channel: &'a Channel,
     id: u8,
     in_place: bool,
@@ -53,19 +53,19 @@ pub(super) struct ChannelSender<'a, S: PageSource + ?Sized> {
     lending: Lending<'a, 'a>,
     /// While the kernel has been lent pages that it is to give back.
     loan: Option<Loan<'a>>,
-    task: Arc<Task>,
+    plan: Arc<RoundPlan>,
     /// Time in calls of the channel, and held back by the limit, in this round.
     busy: Duration,
 }
 
 impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
-    pub(super) fn new(shared: &'a Multifd<'a, S>, channel: &'a Channel, id: u8) -> Result<Self, MigrateError> {
-        let options = shared.options;
+    pub(super) fn new(multifd: &'a Multifd<'a, S>, channel: &'a Channel, id: u8) -> Result<Self, MigrateError> {
+        let options = multifd.options;
         Ok(Self {
-            shared,
+            multifd,
             channel,
             id,
-            in_place: shared.in_place,
+            in_place: multifd.in_place,
             compressor: Compressor::new(options.compression, options.level).map_err(MigrateError::Compress)?,
             buffer: Vec::new(),
             header: Box::new([0; PACKET_LEN]),
@@ -76,7 +76,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             gather: Gather::default(),
             lending: channel.lend(),
             loan: None,
-            task: Arc::default(),
+            plan: Arc::default(),
             busy: Duration::ZERO,
         })
     }
@@ -92,17 +92,17 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     }
 
     fn send_rounds(&mut self) -> Result<(), MigrateError> {
-        let configured = self.shared.source.start().configuration.uuid;
-        let uuid = self.shared.options.uuid.or(configured).unwrap_or_default();
+        let configured = self.multifd.source.start().configuration.uuid;
+        let uuid = self.multifd.options.uuid.or(configured).unwrap_or_default();
         self.put(&[IoSlice::new(&InitialPacket { uuid, id: self.id }.encode())])?;
         self.send_sync()?;
         let (mut runs, mut rounds) = (Vec::new(), 0);
-        while let Some(task) = self.shared.next_task(&mut rounds) {
-            self.task = task;
-            while let Some(block) = self.shared.windows.claim(&mut runs) {
+        while let Some(plan) = self.multifd.next_round(&mut rounds) {
+            self.plan = plan;
+            while let Some(block) = self.multifd.windows.claim(&mut runs) {
                 self.give_back_if_wanted()?;
                 self.wait_for_rate()?;
-                let memory = self.shared.source.memory(block).filter(|_| self.compressor.is_none());
+                let memory = self.multifd.source.memory(block).filter(|_| self.compressor.is_none());
                 if memory.is_none() {
                     // What is read goes into packets of its own.
                     self.send_open()?;
@@ -120,26 +120,26 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             }
             self.send_open()?;
             self.take_back()?;
-            for _ in 0..self.task.syncs {
+            for _ in 0..self.plan.syncs {
                 self.send_sync()?;
             }
-            self.shared.done(std::mem::take(&mut self.busy));
+            self.multifd.done(std::mem::take(&mut self.busy));
         }
         Ok(())
     }
 
     fn wait_for_rate(&mut self) -> Result<(), MigrateError> {
-        self.shared.check()?;
-        if self.task.limited && self.shared.control.max_bandwidth().is_some() {
+        self.multifd.check()?;
+        if self.plan.limited && self.multifd.control.max_bandwidth().is_some() {
             let began = Instant::now();
             loop {
-                let pause = self.shared.control.rate().delay();
-                if pause.is_zero() || self.shared.is_hurried() {
+                let pause = self.multifd.control.rate().delay();
+                if pause.is_zero() || self.multifd.is_hurried() {
                     break;
                 }
                 self.give_back_if_wanted()?;
                 thread::sleep(pause.min(RATE_TICK));
-                self.shared.check()?;
+                self.multifd.check()?;
             }
             self.busy += began.elapsed();
         }
@@ -152,11 +152,11 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             self.send_open()?;
             self.open = Some(block);
         }
-        let zeros = self.task.zeros.get(block).copied().unwrap_or(Zeros::Told);
-        let in_packet = self.shared.tells_in_packet(block);
+        let zeros = self.plan.zeros.get(block).copied().unwrap_or(Zeros::Told);
+        let in_packet = self.multifd.tells_in_packet(block);
         let mut left_zero: Vec<PageRange> = Vec::new();
         let mut left_out = 0;
-        for Run { pages, kind } in zeros.find(memory, runs, self.task.method)? {
+        for Run { pages, kind } in zeros.find(memory, runs, self.plan.method)? {
             if kind != PageKind::Data && zeros == Zeros::LeftOut {
                 left_out += pages.len();
                 continue;
@@ -168,20 +168,20 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             for page in pages.iter() {
                 let list = if kind == PageKind::Data { &mut self.normal } else { &mut self.zero };
                 list.push(page.offset());
-                if self.normal.len() + self.zero.len() == self.shared.options.packet_pages {
+                if self.normal.len() + self.zero.len() == self.multifd.options.packet_pages {
                     self.send_gathered(block, memory)?;
                 }
             }
         }
-        self.shared.leave_zero(block, &left_zero);
-        self.shared.count(Sent { left_out, ..Sent::default() });
+        self.multifd.leave_zero(block, &left_zero);
+        self.multifd.count(Sent { left_out, ..Sent::default() });
         Ok(())
     }
 
     /// Sends the packet that is being filled, if there is anything in it.
     fn send_open(&mut self) -> Result<(), MigrateError> {
         let Some(block) = self.open.take() else { return Ok(()) };
-        match self.shared.source.memory(block) {
+        match self.multifd.source.memory(block) {
             Some(memory) if !(self.normal.is_empty() && self.zero.is_empty()) => self.send_gathered(block, memory),
             _ => Ok(()),
         }
@@ -211,7 +211,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         self.busy += began.elapsed();
         self.gather = gather.emptied();
         put.map_err(|error| self.failed(error))?;
-        self.shared.count(Sent { normal: self.normal.len() as u64, zero: self.zero.len() as u64, left_out: 0 });
+        self.multifd.count(Sent { normal: self.normal.len() as u64, zero: self.zero.len() as u64, left_out: 0 });
         self.normal.clear();
         self.zero.clear();
         Ok(())
@@ -257,7 +257,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     fn send_in_place(&mut self, block: usize, runs: &[PageRange]) -> Result<(), MigrateError> {
         self.make_room();
         let mut packet = Vec::new();
-        let most = self.shared.options.packet_pages as u64;
+        let most = self.multifd.options.packet_pages as u64;
         let mut room = most;
         for run in runs {
             let mut rest = *run;
@@ -277,7 +277,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             self.send_packet_in_place(block, &packet)?;
         }
         // At the end of all this decides; here it is a matter of noticing early.
-        self.shared.source.still_whole().map_err(MigrateError::Source)
+        self.multifd.source.still_whole().map_err(MigrateError::Source)
     }
 
     fn send_packet_in_place(&mut self, block: usize, runs: &[PageRange]) -> Result<(), MigrateError> {
@@ -287,13 +287,13 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         self.begin_packet(block, self.normal.len() * PAGE_LEN)?;
         let (mut header, mut filled) = (true, 0);
         for run in runs {
-            let source = self.shared.source;
+            let source = self.multifd.source;
             let place = if run.len() < IN_PLACE_PAGES { None } else { source.place(block, run.start) };
             if let Some((file, offset)) = place.filter(|_| self.in_place) {
                 self.flush(&mut header, &mut filled)?;
                 match self.channel.put_file(file, offset, run.len().saturating_mul(PAGE_SIZE)) {
                     Ok(()) => continue,
-                    Err(ChannelError::Unsupported { .. }) if self.shared.options.zero_copy == ZeroCopy::Splice => {
+                    Err(ChannelError::Unsupported { .. }) if self.multifd.options.zero_copy == ZeroCopy::Splice => {
                         let why = "the kernel cannot send this file over this channel without its being read";
                         return Err(MigrateError::ZeroCopy(why));
                     }
@@ -309,7 +309,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             filled = self.read(block, *run, filled)?;
         }
         self.flush(&mut header, &mut filled)?;
-        self.shared.count(Sent { normal: self.normal.len() as u64, ..Sent::default() });
+        self.multifd.count(Sent { normal: self.normal.len() as u64, ..Sent::default() });
         // What is mapped begins a packet of its own.
         self.normal.clear();
         Ok(())
@@ -332,7 +332,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let pages: Vec<PageNumber> = runs.iter().flat_map(PageRange::iter).collect();
         let buffer = std::mem::take(&mut self.buffer);
         let contents = buffer.get(..filled).unwrap_or_default();
-        let most = self.shared.options.packet_pages;
+        let most = self.multifd.options.packet_pages;
         for (pages, contents) in pages.chunks(most).zip(contents.chunks(most * PAGE_LEN)) {
             self.send_packet(block, pages, contents)?;
         }
@@ -344,9 +344,9 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     fn send_packet(&mut self, block: usize, pages: &[PageNumber], contents: &[u8]) -> Result<(), MigrateError> {
         self.normal.clear();
         self.zero.clear();
-        let shared = self.shared;
-        let zeros = self.task.zeros.get(block).copied().unwrap_or(Zeros::Told);
-        let in_packet = shared.tells_in_packet(block);
+        let multifd = self.multifd;
+        let zeros = self.plan.zeros.get(block).copied().unwrap_or(Zeros::Told);
+        let in_packet = multifd.tells_in_packet(block);
         let mut left_out = 0;
         let mut left_zero = Vec::new();
         let mut slices: Vec<&[u8]> = Vec::new();
@@ -367,8 +367,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             }
         }
         slices.push(contents.get(begin..).unwrap_or_default());
-        shared.leave_zero(block, &left_zero);
-        shared.count(Sent { left_out, ..Sent::default() });
+        multifd.leave_zero(block, &left_zero);
+        multifd.count(Sent { left_out, ..Sent::default() });
         if self.normal.is_empty() && self.zero.is_empty() {
             return Ok(());
         }
@@ -384,7 +384,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let header = std::iter::once(IoSlice::new(&*self.header));
         let list: Vec<_> = header.chain(slices.into_iter().map(IoSlice::new)).collect();
         self.put(&list)?;
-        shared.count(Sent { normal: self.normal.len() as u64, zero: self.zero.len() as u64, left_out: 0 });
+        multifd.count(Sent { normal: self.normal.len() as u64, zero: self.zero.len() as u64, left_out: 0 });
         self.normal.clear();
         self.zero.clear();
         Ok(())
@@ -401,32 +401,32 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let end = filled.saturating_add(length);
         let too_long = || MigrateError::Protocol("a window too long".into());
         let into = self.buffer.get_mut(filled..end).ok_or_else(too_long)?;
-        self.shared.source.read(block, run, into).map_err(MigrateError::Source)?;
+        self.multifd.source.read(block, run, into).map_err(MigrateError::Source)?;
         Ok(end)
     }
 
     /// Writes the header of a packet with the pages in `normal` and `zero`. The limit is charged with what goes out, before it
     /// does: the other channels are to know of it.
     fn begin_packet(&mut self, block: usize, payload: usize) -> Result<(), MigrateError> {
-        let name = self.shared.source.start().blocks.get(block).map_or("", |block| block.name.as_str());
+        let name = self.multifd.source.start().blocks.get(block).map_or("", |block| block.name.as_str());
         let packet = Packet {
             sync: false,
-            compression: self.shared.options.compression,
-            packet_num: self.shared.next_packet(),
+            compression: self.multifd.options.compression,
+            packet_num: self.multifd.next_packet(),
             block: name,
             normal: &self.normal,
             zero: &self.zero,
             payload_len: u32::try_from(payload).unwrap_or(u32::MAX),
         };
         packet.encode(&mut self.header)?;
-        if self.task.limited {
-            self.shared.control.rate().spend((PACKET_LEN + payload) as u64);
+        if self.plan.limited {
+            self.multifd.control.rate().spend((PACKET_LEN + payload) as u64);
         }
         Ok(())
     }
 
     fn send_sync(&mut self) -> Result<(), MigrateError> {
-        Packet::sync(self.shared.next_packet()).encode(&mut self.header)?;
+        Packet::sync(self.multifd.next_packet()).encode(&mut self.header)?;
         self.put(&[IoSlice::new(&*self.header)])
     }
 

@@ -7,7 +7,7 @@ use limosa_channel::Channel;
 use limosa_stream::return_path::ReturnMessage;
 use limosa_stream::{Command, Decoder, Event};
 
-use super::{AcceptPreempt, Connection, Door, Live, Records, settle};
+use super::{AcceptPreempt, Connection, PostcopyVm, PreemptListener, Records, conclude};
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
@@ -20,7 +20,7 @@ use crate::live::destination::arrival::ArrivalOutcome;
 /// [`discard`](Self::discard) says that there is no guest any more.
 pub struct PausedArrival<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
-    live: Box<Live<'a>>,
+    live: Box<PostcopyVm<'a>>,
     control: Control,
     why: MigrateError,
 }
@@ -32,7 +32,7 @@ impl<V: IncomingVm + ?Sized> std::fmt::Debug for PausedArrival<'_, V> {
 }
 
 impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
-    pub(super) fn new(vm: &'a V, live: Box<Live<'a>>, control: &Control, why: MigrateError) -> Self {
+    pub(super) fn new(vm: &'a V, live: Box<PostcopyVm<'a>>, control: &Control, why: MigrateError) -> Self {
         Self { vm, live, control: control.clone(), why }
     }
 
@@ -61,8 +61,8 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
         let channel = Arc::new(channel);
         control.watch(&channel);
         let resumed = thread::scope(|scope| {
-            let door = accept.map(|accept| Door::open(scope, accept)).transpose()?;
-            negotiate(&live, &channel, &control, door)
+            let listener = accept.map(|accept| PreemptListener::open(scope, accept)).transpose()?;
+            negotiate(&live, &channel, &control, listener)
         });
         let followed = resumed.and_then(|(records, preempt)| {
             let followed = Connection::new(&live, Arc::clone(&channel), preempt).follow(records);
@@ -72,7 +72,7 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
             let _ = channel.shutdown(limosa_channel::How::Both);
         }
         control.unwatch();
-        settle(vm, live, &control, followed)
+        conclude(vm, live, &control, followed)
     }
 
     /// The guest is gone, and nobody will look at its memory again.
@@ -83,10 +83,10 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
 
 /// Tells the source what has come, and agrees to go on.
 fn negotiate(
-    live: &Live<'_>,
+    live: &PostcopyVm<'_>,
     channel: &Arc<Channel>,
     control: &Control,
-    door: Option<Door>,
+    listener: Option<PreemptListener>,
 ) -> Result<(Records, Option<Arc<Channel>>), MigrateError> {
     channel.set_timeouts(live.patience, live.patience)?;
     let decoder = Decoder::for_recovery(&live.start.blocks, live.start.section_id)?;
@@ -106,7 +106,7 @@ fn negotiate(
             }
             Event::Command(Command::Ping(token)) => say(ReturnMessage::Pong(token))?,
             Event::Command(Command::PostcopyResume) => {
-                let preempt = door.map(|door| door.take(control, live.patience)).transpose()?;
+                let preempt = listener.map(|listener| listener.take(control, live.patience)).transpose()?;
                 live.requests.reconnect(Arc::clone(channel), &ReturnMessage::ResumeAck(1))?;
                 return Ok((records, preempt));
             }

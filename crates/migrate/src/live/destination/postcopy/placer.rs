@@ -10,7 +10,7 @@
 
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
 
-use super::Live;
+use super::PostcopyVm;
 use crate::error::MigrateError;
 use crate::progress::Moved;
 
@@ -26,13 +26,13 @@ struct Open {
 
 /// Places the pages of one channel.
 pub(super) struct Placer<'l, 'a> {
-    live: &'l Live<'a>,
+    live: &'l PostcopyVm<'a>,
     open: Option<Open>,
     collected: Vec<u8>,
 }
 
 impl<'l, 'a> Placer<'l, 'a> {
-    pub(super) fn new(live: &'l Live<'a>) -> Self {
+    pub(super) fn new(live: &'l PostcopyVm<'a>) -> Self {
         Self { live, open: None, collected: Vec::new() }
     }
 

@@ -25,12 +25,12 @@ pub type AcceptPreempt<'a> = Box<dyn FnMut(Duration) -> Result<Option<Channel>, 
 const TICK: Duration = Duration::from_millis(20);
 
 /// Waits for the channel, until it is dropped.
-pub(in crate::live::destination) struct Door {
+pub(in crate::live::destination) struct PreemptListener {
     over: Arc<AtomicBool>,
     came: Receiver<Result<Channel, ChannelError>>,
 }
 
-impl Door {
+impl PreemptListener {
     /// Opens it: `accept` is asked until there is a channel.
     pub(in crate::live::destination) fn open<'scope, 'a: 'scope>(
         scope: &'scope Scope<'scope, '_>,
@@ -42,7 +42,7 @@ impl Door {
         let keep = move || {
             while !closed.load(Ordering::Relaxed) {
                 if let Some(came) = accept(TICK).transpose() {
-                    // Nobody is there to hear it where the door has been closed meanwhile.
+                    // Nobody is there to hear it where the listener has been closed meanwhile.
                     let _ = tell.send(came);
                     return;
                 }
@@ -74,7 +74,7 @@ impl Door {
     }
 }
 
-impl Drop for Door {
+impl Drop for PreemptListener {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Relaxed);
     }

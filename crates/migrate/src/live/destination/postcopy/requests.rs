@@ -26,7 +26,7 @@ struct ReturnPath {
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct InFlight {
     /// Host pages, by block and first page, and since when somebody waits for them.
     pages: HashMap<(usize, u64), (PageRange, Instant)>,
     latency: Histogram<u64>,
@@ -37,7 +37,7 @@ struct Waiting {
 pub(super) struct Requests {
     names: Vec<String>,
     path: Mutex<ReturnPath>,
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<InFlight>,
     arrived: Condvar,
     /// First pages of the host pages in `waiting`, to be looked at without a lock; by block.
     asked: Vec<AtomicPageBitmap>,
@@ -49,7 +49,7 @@ impl Requests {
         Self {
             names: blocks.iter().map(|block| block.memory.name().to_owned()).collect(),
             path: Mutex::new(ReturnPath { channel: Some(channel), named: None }),
-            waiting: Mutex::new(Waiting { pages: HashMap::new(), latency: new_histogram() }),
+            waiting: Mutex::new(InFlight { pages: HashMap::new(), latency: new_histogram() }),
             arrived: Condvar::new(),
             asked: blocks.iter().map(|block| AtomicPageBitmap::new(block.memory.pages().len())).collect(),
             sent: AtomicU64::new(0),
@@ -147,7 +147,7 @@ impl Requests {
     }
 
     /// Waits until nobody waits any more, or `over`, or nothing has come for so long: whether nobody does.
-    pub(super) fn settle(&self, patience: Option<Duration>, over: impl Fn() -> bool) -> bool {
+    pub(super) fn wait_until_answered(&self, patience: Option<Duration>, over: impl Fn() -> bool) -> bool {
         let mut waiting = self.waiting();
         loop {
             if waiting.pages.is_empty() {
@@ -167,7 +167,7 @@ impl Requests {
         self.waiting().latency.clone()
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> MutexGuard<'_, InFlight> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -238,11 +238,11 @@ mod tests {
         requests.reconnect(channel, &ReturnMessage::ResumeAck(1)).unwrap();
         let again = heard(&source);
         assert_eq!((again.len(), &again[0]), (5, &ReturnMessage::ResumeAck(1)));
-        assert!(!requests.settle(Some(Duration::ZERO), || false));
+        assert!(!requests.wait_until_answered(Some(Duration::ZERO), || false));
         for (block, number) in [(0, 1), (1, 1), (0, 5), (1, 7)] {
             requests.placed(block, PageNumber(number));
         }
-        assert!(requests.settle(None, || false));
+        assert!(requests.wait_until_answered(None, || false));
         assert_eq!(requests.latency().len(), 6);
     }
 
@@ -284,6 +284,6 @@ mod tests {
                 requests.wait_for(0, page(number), || come.load(Ordering::SeqCst) > number).unwrap();
             }
         });
-        assert!(requests.settle(Some(Duration::ZERO), || false), "{:?}", requests.waiting().pages.keys());
+        assert!(requests.wait_until_answered(Some(Duration::ZERO), || false), "{:?}", requests.waiting().pages.keys());
     }
 }

@@ -9,7 +9,7 @@ use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, DeviceSections};
 use proptest::prelude::*;
 
-use super::super::standing::Standing;
+use super::super::guard::VmGuard;
 use super::*;
 use crate::live::{LiveVm, VmError};
 
@@ -93,7 +93,7 @@ enum Owner {
 /// A guest and its driver, an engine's round, and the destination.
 struct Model<'v> {
     rule: Rule,
-    standing: Standing<'v, Vm>,
+    guard: VmGuard<'v, Vm>,
     vm: &'v Vm,
     marker: Marker,
     windows: Arc<Windows>,
@@ -115,12 +115,12 @@ impl<'v> Model<'v> {
         let logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)]).unwrap();
         let (windows, device) = (Arc::<Windows>::default(), Arc::<Device>::default());
         let hints = Hints::new(Arc::clone(&device) as _, Arc::clone(&windows), vm.memory().layout(), Progress::new());
-        let mut standing = Standing::new(vm, logs, Vec::new()).with_hints(Some(hints));
-        standing.start_logs().unwrap();
+        let mut guard = VmGuard::new(vm, logs, Vec::new()).with_hints(Some(hints));
+        guard.start_logs().unwrap();
         let pages = usize::try_from(PAGES).unwrap();
         let mut model = Self {
             rule,
-            standing,
+            guard,
             vm,
             marker,
             windows,
@@ -132,7 +132,7 @@ impl<'v> Model<'v> {
             under_way: Vec::new(),
         };
         model.windows.start(vec![PageBitmap::full(PAGES)]);
-        model.standing.ask_for_free_pages();
+        model.guard.ask_for_free_pages();
         model
     }
 
@@ -190,13 +190,13 @@ impl<'v> Model<'v> {
     fn next_round(&mut self, asks: bool) {
         while self.send(PAGES) {}
         let mut dirty = DirtyPages::new(&self.vm.0);
-        self.standing.fetch(&mut dirty).unwrap();
+        self.guard.fetch(&mut dirty).unwrap();
         if self.rule == Rule::NotClosed {
             self.windows.stay_open();
         }
         self.windows.start(dirty.blocks().to_vec());
         if asks {
-            self.standing.ask_for_free_pages();
+            self.guard.ask_for_free_pages();
         }
     }
 

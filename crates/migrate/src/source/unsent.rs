@@ -17,7 +17,7 @@ use crate::pages::PageSource;
 pub(crate) const CLAIM_PAGES: u64 = 256;
 
 #[derive(Debug)]
-struct BlockLedger<'a> {
+struct UnsentBlock<'a> {
     /// Pages with contents, as they were saved.
     stored: &'a PageBitmap,
     /// Pages of a host page.
@@ -30,8 +30,8 @@ struct BlockLedger<'a> {
 
 /// What is still to be sent, over all RAM blocks.
 #[derive(Debug)]
-pub(crate) struct Ledger<'a> {
-    blocks: Vec<BlockLedger<'a>>,
+pub(crate) struct UnsentPages<'a> {
+    blocks: Vec<UnsentBlock<'a>>,
 }
 
 /// What became of a claim on one requested host page.
@@ -54,7 +54,7 @@ pub(crate) struct Cursor {
     pub(crate) page: PageNumber,
 }
 
-impl<'a> BlockLedger<'a> {
+impl<'a> UnsentBlock<'a> {
     fn new(stored: &'a PageBitmap, each: u64) -> Self {
         let to_send = if each == 1 {
             stored.clone()
@@ -97,47 +97,47 @@ impl<'a> BlockLedger<'a> {
     }
 }
 
-impl<'a> Ledger<'a> {
+impl<'a> UnsentPages<'a> {
     /// All stored pages of `source` are to be sent, to a destination whose blocks are `blocks`.
     pub(crate) fn new<S: PageSource + ?Sized>(source: &'a S, blocks: &[RamBlock]) -> Self {
         let blocks = blocks.iter().enumerate();
-        let ledgers = blocks.map(|(index, block)| BlockLedger::new(source.stored(index), host_pages::pages_of(block)));
-        Self { blocks: ledgers.collect() }
+        let unsent = blocks.map(|(index, block)| UnsentBlock::new(source.stored(index), host_pages::pages_of(block)));
+        Self { blocks: unsent.collect() }
     }
 
-    /// Takes the pages that the destination has already off the ledger. A host page of which it has a part was not placed:
+    /// Takes off the pages that the destination has already. A host page of which it has a part was not placed:
     /// that part is lost, and it counts as missing.
     pub(crate) fn received(&self, block: usize, received: &PageBitmap) {
-        let Some(ledger) = self.blocks.get(block) else { return };
+        let Some(unsent) = self.blocks.get(block) else { return };
         for run in received.runs() {
             let whole =
-                PageRange::new(PageNumber(run.start.0.div_ceil(ledger.each)), PageNumber(run.end.0 / ledger.each));
-            ledger.to_send.clear_range(whole);
-            ledger.zero_sent.set_range(whole);
+                PageRange::new(PageNumber(run.start.0.div_ceil(unsent.each)), PageNumber(run.end.0 / unsent.each));
+            unsent.to_send.clear_range(whole);
+            unsent.zero_sent.set_range(whole);
         }
     }
 
     /// Pages with contents whose host pages are still to be claimed.
     pub(crate) fn left(&self) -> u64 {
-        self.blocks.iter().map(BlockLedger::left).sum()
+        self.blocks.iter().map(UnsentBlock::left).sum()
     }
 
     /// The host pages that these pages are in, each as the pages that it consists of.
     pub(crate) fn host_pages(&self, block: usize, pages: PageRange) -> impl Iterator<Item = PageRange> + use<'_> {
-        let ledger = self.blocks.get(block).filter(|_| !pages.is_empty());
-        ledger.into_iter().flat_map(move |ledger| {
-            let (first, end) = (pages.start.0 / ledger.each, pages.end.0.div_ceil(ledger.each));
-            (first..end).map(|host_page| ledger.pages(PageRange::starting_at(PageNumber(host_page), 1)))
+        let unsent = self.blocks.get(block).filter(|_| !pages.is_empty());
+        unsent.into_iter().flat_map(move |unsent| {
+            let (first, end) = (pages.start.0 / unsent.each, pages.end.0.div_ceil(unsent.each));
+            (first..end).map(|host_page| unsent.pages(PageRange::starting_at(PageNumber(host_page), 1)))
         })
     }
 
     /// Claims one host page that was asked for, by its first page.
     pub(crate) fn claim(&self, block: usize, first: PageNumber) -> Claim {
-        let Some(ledger) = self.blocks.get(block) else { return Claim::Taken };
-        let host_page = PageNumber(first.0 / ledger.each);
-        if ledger.to_send.clear(host_page) {
+        let Some(unsent) = self.blocks.get(block) else { return Claim::Taken };
+        let host_page = PageNumber(first.0 / unsent.each);
+        if unsent.to_send.clear(host_page) {
             Claim::Contents
-        } else if ledger.has_contents(host_page) || ledger.zero_sent.set(host_page) {
+        } else if unsent.has_contents(host_page) || unsent.zero_sent.set(host_page) {
             Claim::Taken
         } else {
             Claim::Zero
@@ -152,10 +152,10 @@ impl<'a> Ledger<'a> {
             if cursor.block >= self.blocks.len() {
                 *cursor = Cursor { block: 0, page: PageNumber(0) };
             }
-            let ledger = self.blocks.get(cursor.block)?;
-            let rest = PageRange::new(PageNumber(cursor.page.0 / ledger.each), PageNumber(ledger.to_send.len()));
-            if let Some(run) = ledger.to_send.take_run(rest, (at_most / ledger.each).max(1)) {
-                let pages = ledger.pages(run);
+            let unsent = self.blocks.get(cursor.block)?;
+            let rest = PageRange::new(PageNumber(cursor.page.0 / unsent.each), PageNumber(unsent.to_send.len()));
+            if let Some(run) = unsent.to_send.take_run(rest, (at_most / unsent.each).max(1)) {
+                let pages = unsent.pages(run);
                 cursor.page = pages.end;
                 return Some((cursor.block, pages));
             }

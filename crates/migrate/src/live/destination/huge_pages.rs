@@ -1,8 +1,9 @@
 //! Huge pages for memory that comes as a whole.
 //!
 //! The kernel gives 2 MiB at once for hardly more than it takes for a few pages, if it is asked to; but pages that never
-//! come then take memory too. Whether they will come is not known when the first one does, so this is a wager with a
-//! bound. **Law: at most a 32nd of what has come is taken for pages that have not, and 8 MiB where pages come in long runs.**
+//! come then take memory too. Whether they will come is not known when the first one does, so such pages
+//! have a budget. **Law: at most a 32nd of what has come is taken for pages that have not, and 8 MiB where pages come in
+//! long runs.**
 //! Memory that is full pays for its huge pages with what came just before; of memory with a page here and there none is huge.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -19,32 +20,41 @@ const AT_ONCE: u64 = 64;
 /// Pieces that can be taken at the same time.
 const LOCKS: usize = 16;
 
-/// What is wagered in all blocks together, in pages.
+/// What may be populated before it has come, in all blocks together, in pages.
 #[derive(Debug, Default)]
-pub(super) struct Stake {
+pub(super) struct PopulateBudget {
     came: AtomicU64,
     /// Taken for pages that have not come.
     ahead: AtomicU64,
 }
 
-impl Stake {
+impl PopulateBudget {
     /// Whether so many pages may be taken ahead now, with `coming` about to come; they are counted then.
-    fn place(&self, pages: u64, coming: u64) -> bool {
+    fn reserve(&self, pages: u64, coming: u64) -> bool {
         let advance = if coming >= AT_ONCE { ADVANCE } else { 0 };
         let most = (self.came.load(Relaxed) + coming) / SHARE + advance;
         let take = |ahead: u64| Some(ahead + pages).filter(|ahead| *ahead <= most);
         self.ahead.fetch_update(Relaxed, Relaxed, take).is_ok()
     }
 
-    fn taken_back(&self, pages: u64) {
+    fn release(&self, pages: u64) {
         // Pages of a piece may come twice, at once on two channels.
         let _ = self.ahead.fetch_update(Relaxed, Relaxed, |ahead| Some(ahead.saturating_sub(pages)));
     }
 }
 
+/// The block whose memory is made ready.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target<'a> {
+    pub(super) budget: &'a PopulateBudget,
+    pub(super) memory: &'a MemoryBlock,
+    /// Pages that may hold something.
+    pub(super) written: &'a AtomicPageBitmap,
+}
+
 /// The huge pages of one block.
 #[derive(Debug)]
-pub(super) struct Dense {
+pub(super) struct HugePages {
     /// Where the first one that lies in the block as a whole begins.
     first: PageNumber,
     /// A bit for each of them that was taken as a whole.
@@ -56,7 +66,7 @@ pub(super) struct Dense {
     taking: [Mutex<()>; LOCKS],
 }
 
-impl Dense {
+impl HugePages {
     /// None yet; `None` if the block cannot have any.
     pub(super) fn new(memory: &MemoryBlock) -> Option<Self> {
         let pieces = memory.huge_pieces()?;
@@ -65,14 +75,8 @@ impl Dense {
         Some(Self { first: pieces.start, taken, there, taking: Default::default() })
     }
 
-    /// Makes memory ready for pages that are about to come for the first time, none of which is `written`.
-    pub(super) fn make_ready(
-        &self,
-        stake: &Stake,
-        memory: &MemoryBlock,
-        written: &AtomicPageBitmap,
-        run: PageRange,
-    ) -> Result<(), limosa_memory::MemoryError> {
+    /// Makes memory ready for pages that are about to come for the first time, none of which was written.
+    pub(super) fn make_ready(&self, target: &Target<'_>, run: PageRange) -> Result<(), limosa_memory::MemoryError> {
         // What is left to be populated page by page, as one range as far as possible.
         let mut small: Option<PageRange> = None;
         let mut rest = run;
@@ -84,36 +88,30 @@ impl Dense {
                 None => rest.split_at(rest.end),
             };
             let ready = match piece {
-                Some((number, pages)) => self.take(stake, memory, written, (number, pages), now.len()),
+                Some((number, pages)) => self.take(target, number, pages, now.len()),
                 None => false,
             };
-            stake.came.fetch_add(now.len(), Relaxed);
+            target.budget.came.fetch_add(now.len(), Relaxed);
             if ready {
-                small.take().map_or(Ok(true), |pages| memory.populate(pages))?;
+                small.take().map_or(Ok(true), |pages| target.memory.populate(pages))?;
             } else {
                 small = Some(PageRange::new(small.map_or(now.start, |pages| pages.start), now.end));
             }
             rest = behind;
         }
         // One page costs its fault either way.
-        small.filter(|pages| pages.len() > 1).map_or(Ok(true), |pages| memory.populate(pages)).map(drop)
+        small.filter(|pages| pages.len() > 1).map_or(Ok(true), |pages| target.memory.populate(pages)).map(drop)
     }
 
     /// Whether a piece is there as a whole, or is from now on.
-    fn take(
-        &self,
-        stake: &Stake,
-        memory: &MemoryBlock,
-        written: &AtomicPageBitmap,
-        (number, pages): (PageNumber, PageRange),
-        coming: u64,
-    ) -> bool {
+    fn take(&self, target: &Target<'_>, number: PageNumber, pages: PageRange, coming: u64) -> bool {
+        let Target { budget, memory, written } = *target;
         if !self.taken.get(number) {
             if written.next_set_in(pages).is_some() {
                 return false;
             }
             let ahead = pages.len().saturating_sub(coming);
-            if !stake.place(ahead, coming) {
+            if !budget.reserve(ahead, coming) {
                 return false;
             }
             let taking = self.lock(number);
@@ -122,15 +120,15 @@ impl Dense {
                 self.there.set(number);
                 if !there {
                     // It is not tried again: there is no such memory at present.
-                    stake.taken_back(ahead);
+                    budget.release(ahead);
                 }
                 return there;
             }
             drop(taking);
             // Another channel was first, and has counted all that does not come with its own pages.
-            stake.taken_back(ahead);
+            budget.release(ahead);
         }
-        stake.taken_back(coming);
+        budget.release(coming);
         if !self.there.get(number) {
             drop(self.lock(number));
         }
@@ -163,18 +161,18 @@ mod tests {
     /// What of a block of so many pieces is there after these runs have come.
     fn populated(pieces: u64, runs: impl IntoIterator<Item = PageRange>) -> (u64, u64) {
         let block = BlockOptions::anonymous("ram", pieces * PIECE * PAGE_SIZE).map().unwrap();
-        let (stake, written) = (Stake::default(), AtomicPageBitmap::new(block.pages().len()));
-        let dense = Dense::new(&block).unwrap();
+        let (budget, written) = (PopulateBudget::default(), AtomicPageBitmap::new(block.pages().len()));
+        let huge_pages = HugePages::new(&block).unwrap();
         let mut came = 0;
         for run in runs {
-            dense.make_ready(&stake, &block, &written, run).unwrap();
+            huge_pages.make_ready(&Target { budget: &budget, memory: &block, written: &written }, run).unwrap();
             block.fill_zero(run.start.offset(), run.len() * PAGE_SIZE).unwrap();
             written.set_range(run);
             came += run.len();
             let there = block.populated(block.pages()).unwrap().count();
             assert!(there <= came + came / SHARE + ADVANCE, "{there} pages there when {came} have come");
         }
-        (came, dense.taken.count())
+        (came, huge_pages.taken.count())
     }
 
     #[test]
@@ -196,6 +194,6 @@ mod tests {
     fn shared_memory_and_blocks_without_a_whole_piece_have_none() {
         let shared = BlockOptions::memfd("ram", 8 * PIECE * PAGE_SIZE).map().unwrap();
         let small = BlockOptions::anonymous("ram", PIECE / 2 * PAGE_SIZE).map().unwrap();
-        assert!(Dense::new(&shared).is_none() && Dense::new(&small).is_none());
+        assert!(HugePages::new(&shared).is_none() && HugePages::new(&small).is_none());
     }
 }

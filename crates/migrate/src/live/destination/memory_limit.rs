@@ -1,6 +1,6 @@
 //! Whether there is memory for what arrives.
 //!
-//! A process that goes over the limit of its control group, or over what the machine has, is killed without a word. So the
+//! A process that goes over the limit of its control group, or over what the machine has, is killed without an error. So the
 //! limits are looked at before, every few MiB, and a VM that does not fit is refused while its source still has it.
 
 use std::fs;
@@ -16,18 +16,18 @@ use crate::pages::PageError;
 const STEP: u64 = 64 << 20;
 
 /// What may still be taken before the next look.
-pub(super) struct Room {
+pub(super) struct MemoryLimit {
     headroom: Headroom,
     granted: AtomicU64,
 }
 
-impl Room {
+impl MemoryLimit {
     pub(super) fn new() -> Self {
         Self { headroom: Headroom::of_this_process(), granted: AtomicU64::new(0) }
     }
 
     /// Memory that is about to be filled for the first time.
-    pub(super) fn take(&self, bytes: u64, block: &MemoryBlock) -> Result<(), PageError> {
+    pub(super) fn reserve(&self, bytes: u64, block: &MemoryBlock) -> Result<(), PageError> {
         // A pool of huge pages has its own limit, and answers by itself.
         if block.page_size() != PAGE_SIZE {
             return Ok(());

@@ -15,8 +15,8 @@ use super::stats::HintStats;
 use crate::error::MigrateError;
 use crate::live::{LiveVm, SharedMemory, VmError};
 
-/// A VM in migration.
-pub(super) struct Standing<'a, V: LiveVm + ?Sized> {
+/// A VM in migration: what was done to it is undone when this is dropped, unless the VM was given away.
+pub(super) struct VmGuard<'a, V: LiveVm + ?Sized> {
     vm: &'a V,
     /// Until they are handed back.
     logs: Option<DirtyLogs>,
@@ -33,7 +33,7 @@ pub(super) struct Standing<'a, V: LiveVm + ?Sized> {
     given: Arc<AtomicBool>,
 }
 
-impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
+impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
     pub(super) fn new(vm: &'a V, logs: DirtyLogs, channels: Vec<Arc<Channel>>) -> Self {
         let downtime = Duration::ZERO;
         Self {
@@ -154,7 +154,7 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
     }
 
     /// The destination has said, at that moment, that the VM runs there.
-    pub(super) fn settle(&mut self, at: Instant) {
+    pub(super) fn end_downtime(&mut self, at: Instant) {
         self.downtime = self.paused.take().map_or(self.downtime, |since| at.saturating_duration_since(since));
     }
 
@@ -208,7 +208,7 @@ impl<'a, V: LiveVm + ?Sized> Standing<'a, V> {
     }
 }
 
-impl<V: LiveVm + ?Sized> Drop for Standing<'_, V> {
+impl<V: LiveVm + ?Sized> Drop for VmGuard<'_, V> {
     fn drop(&mut self) {
         self.give_pages_back();
         if !self.is_given() {
