@@ -16,8 +16,7 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use limosa_channel::Tls;
-use limosa_migrate::control_socket::Job;
-use limosa_migrate::{Control, ControlSocket, Progress};
+use limosa_migrate::{Control, ControlSocket, Job, Progress};
 
 use crate::cpu::CpuTime;
 use crate::error::DemoError;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::guest::{GuestKind, LogChoice};
 use clap::ValueEnum;
 use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
-use limosa_migrate::live::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
+use limosa_migrate::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
 use limosa_page::zero::Method;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};

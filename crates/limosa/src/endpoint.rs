@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::CommandFactory as _;
 use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Tls, TlsFailure, Uri};
-use limosa_migrate::MigrateError;
-use limosa_migrate::destination::{ChannelSet, Gathering, GatheringOptions};
+use limosa_migrate::{ChannelSet, Gathering, GatheringOptions, MigrateError};
 
 use crate::args::Cli;
 use crate::job::Surroundings;

@@ -7,8 +7,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
-use limosa_migrate::PrecopyStats;
-use limosa_migrate::control_socket::Job;
+use limosa_migrate::{Job, PrecopyStats};
 use limosa_snapshot::{PendingFile, Snapshot};
 use serde_json::json;
 

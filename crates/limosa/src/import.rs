@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use limosa_channel::Uri;
-use limosa_migrate::control_socket::Job;
+use limosa_migrate::Job;
 use limosa_snapshot::{
     Durability, Foreign, Imported, Packer, PendingFile, SaveImage, Snapshot, SnapshotError, WriteOptions,
 };

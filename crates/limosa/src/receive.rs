@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use limosa_channel::{Options, Tls};
-use limosa_migrate::control_socket::Job;
-use limosa_migrate::destination::MultifdOptions;
-use limosa_migrate::{Destination, DestinationOptions, DestinationStats, Incoming, MigrateError, Phase};
+use limosa_migrate::{
+    Destination, DestinationOptions, DestinationStats, Incoming, Job, MigrateError, MultifdOptions, Phase,
+};
 use limosa_snapshot::{Manifest, PendingFile, Published, SnapshotWriter, Via, WriteOptions};
 use serde_json::json;
 

@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
-use limosa_migrate::MigrateError;
-use limosa_migrate::control_socket::Job;
+use limosa_migrate::{Job, MigrateError};
 use limosa_qemu::guard::Guard;
 use limosa_qemu::job::JobError;
 use limosa_qemu::restore::{

@@ -13,8 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use limosa_migrate::control_socket::Job;
-use limosa_migrate::{Control, Progress};
+use limosa_migrate::{Control, Job, Progress};
 use limosa_qemu::guard::Guard;
 use limosa_qemu::job::Watch;
 use limosa_qemu::launch::{CommandLine, check, launch};

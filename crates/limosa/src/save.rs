@@ -4,7 +4,7 @@ use limosa_console::quantity;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use limosa_migrate::control_socket::Job;
+use limosa_migrate::Job;
 use limosa_qemu::guard::Guard;
 use limosa_qemu::save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
 use limosa_snapshot::{Disk, Via};

@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, bail};
 use limosa_channel::{Channel, Options, Tls};
-use limosa_migrate::control_socket::Job;
 use limosa_migrate::{
-    MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
+    Job, MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
 };
 use limosa_qemu::restore::LazyReport;
 use limosa_snapshot::Snapshot;

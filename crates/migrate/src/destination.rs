@@ -96,6 +96,7 @@ impl Default for DestinationOptions {
 
 /// What a stream held, by kind.
 #[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
 pub struct DestinationStats {
     /// Pages with contents.
     pub normal_pages: u64,

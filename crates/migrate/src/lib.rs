@@ -5,13 +5,15 @@
 //! trait's affair, and so is where they end up. Engines block in vectored system calls, a thread for each channel; they
 //! are watched through [`Progress`] and reached into through [`Control`].
 //!
-//! | role | starts the guest | module |
+//! | engine | role | when the guest starts at the destination |
 //! |---|---|---|
-//! | destination, precopy | when all has arrived and is acknowledged | [`destination`] |
-//! | source, precopy | when all has been sent | [`source::precopy`], [`source::multifd`] |
-//! | source, postcopy | at once; pages follow, requested ones first | [`source::postcopy`] |
-//! | source, of a VM that runs | in either of these ways, when it is stopped there | [`live::source`] |
-//! | destination, of a VM in this process | on the source's word | [`live::destination`] |
+//! | [`Destination`] | destination, precopy | when all has arrived and is acknowledged |
+//! | [`PrecopySource`] | source, precopy | when all has been sent |
+//! | [`PostcopySource`] | source, postcopy | at once; pages follow, requested ones first |
+//! | [`LiveSource`] | source of a running VM | in either of these ways, once it is stopped here |
+//! | [`LiveDestination`] | destination of a VM in this process | when the source has given its permission |
+//!
+//! A VMM implements [`LiveVm`] at the source and [`IncomingVm`] at the destination.
 //!
 //! # Example
 //!
@@ -80,14 +82,14 @@
 //! # Ok(()) }
 //! ```
 
-pub mod control;
-pub mod control_socket;
-pub mod destination;
-pub mod error;
-pub mod live;
-pub mod pages;
-pub mod progress;
-pub mod source;
+mod control;
+mod control_socket;
+mod destination;
+mod error;
+mod live;
+mod pages;
+mod progress;
+mod source;
 
 pub use control::{Control, DeferredStop, Stop};
 pub use control_socket::{Commands, ControlSocket, Job};
@@ -97,11 +99,15 @@ pub use destination::{
 };
 pub use error::MigrateError;
 pub use live::destination::{
-    AcceptPreempt, ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival,
+    AcceptPreempt, ArrivalOutcome, ArrivalStats, LayoutDifference, LiveDestination, LiveDestinationOptions,
+    PausedArrival, PostcopyArrivalStats, UndecidedArrival,
 };
-pub use live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, Recoverable, RoundReport, Undecided};
+pub use live::source::{
+    HintStats, LiveOutcome, LiveSource, LiveStats, Postcopy, Recoverable, RoundKind, RoundReport, Undecided,
+};
+pub use live::{GiveUp, IncomingVm, LiveVm, MigrationParams, Put, SharedMemory, VmError, ZeroCheck};
 pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamStart};
-pub use progress::{Phase, Progress, ProgressReading};
-pub use source::multifd::MultifdSourceOptions;
-pub use source::postcopy::{Milestone, PostcopyOptions, PostcopySource, PostcopyStats};
+pub use progress::{Moved, Phase, Progress, ProgressReading};
+pub use source::multifd::{CHANNELS_MAX, MultifdSourceOptions};
+pub use source::postcopy::{Milestone, OpenPreempt, PostcopyOptions, PostcopySource, PostcopyStats};
 pub use source::precopy::{PrecopyOptions, PrecopySource, PrecopyStats};

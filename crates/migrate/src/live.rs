@@ -3,9 +3,9 @@
 //! The source's side of a VMM is a [`LiveVm`], the destination's an [`IncomingVm`]. Contracts stand on the traits. The
 //! example `vmm` is a VMM in miniature that has both.
 
-pub mod destination;
+pub(crate) mod destination;
 pub(crate) mod shared_memory;
-pub mod source;
+pub(crate) mod source;
 
 use std::error::Error;
 use std::num::NonZeroU64;

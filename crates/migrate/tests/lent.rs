@@ -14,11 +14,10 @@ use std::time::{Duration, Instant};
 use limosa_channel::{Channel, How, ZeroCopy};
 use limosa_memory::dirty::DirtyLogs;
 use limosa_memory::{BlockOptions, MemoryBlock};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats};
-use limosa_migrate::live::{GiveUp, MigrationParams};
 use limosa_migrate::{
-    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MigrateError, MultifdOptions,
-    MultifdSourceOptions, PageError, PageSource, PrecopyOptions, PrecopySource, Progress, RoundReport, StreamStart,
+    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
+    MigrateError, MigrationParams, MultifdOptions, MultifdSourceOptions, PageError, PageSource, PrecopyOptions,
+    PrecopySource, Progress, RoundReport, StreamStart,
 };
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};

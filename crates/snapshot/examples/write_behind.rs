@@ -7,7 +7,7 @@ use std::io::IoSlice;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::pages::{PageSink, StreamStart};
+use limosa_migrate::{PageSink, StreamStart};
 use limosa_page::PageNumber;
 use limosa_snapshot::{Manifest, PendingFile, SnapshotWriter, WriteOptions};
 use limosa_stream::configuration::Configuration;

@@ -10,7 +10,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use limosa_channel::Counters;
-use limosa_migrate::pages::{PageError, PageSource, StreamStart};
+use limosa_migrate::{PageError, PageSource, StreamStart};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::devices::DeviceState;

@@ -15,7 +15,7 @@ use std::io::IoSlice;
 use std::path::Path;
 
 use limosa_channel::Counters;
-use limosa_migrate::pages::{PageError, PageSink, StreamStart};
+use limosa_migrate::{PageError, PageSink, StreamStart};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::{EARLY_SECTIONS_LIMIT, Layout, MappedBlock};

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use limosa_channel::ZeroCopy;
-use limosa_migrate::live::ZeroCheck;
+use limosa_migrate::ZeroCheck;
 use limosa_page::zero::Method;
 use serde::{Deserialize, Serialize};
 

@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use limosa_channel::{Channel, Listener, Options, Reception, Uri};
-use limosa_migrate::live::destination::{
-    AcceptPreempt, ArrivalOutcome, ArrivalStats, LiveDestination, LiveDestinationOptions, PausedArrival,
-    PostcopyArrivalStats,
+use limosa_migrate::{
+    AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, LiveDestination,
+    LiveDestinationOptions, MultifdOptions, PausedArrival, PostcopyArrivalStats,
 };
-use limosa_migrate::{ChannelSet, Control, Gathering, GatheringOptions, MultifdOptions};
 use serde_json::Value;
 
 use super::orders::Order;

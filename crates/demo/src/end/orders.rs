@@ -7,8 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use limosa_channel::Uri;
-use limosa_migrate::control_socket::Commands;
-use limosa_migrate::{Control, Stop};
+use limosa_migrate::{Commands, Control, Stop};
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 

@@ -3,11 +3,10 @@
 use std::sync::Mutex;
 
 use limosa_channel::{Channel, ChannelError, Options, Tls, Uri, ZeroCopy};
-use limosa_migrate::live::source::{
-    self as live, LiveOutcome, LiveSource, LiveStats, Recoverable, RoundKind, RoundReport, Undecided,
+use limosa_migrate::{
+    Control, LiveOutcome, LiveSource, LiveStats, MultifdSourceOptions, OpenPreempt, Recoverable, RoundKind,
+    RoundReport, Undecided,
 };
-use limosa_migrate::source::postcopy::OpenPreempt;
-use limosa_migrate::{Control, MultifdSourceOptions};
 use serde_json::{Value, json};
 
 use super::orders::{Desk, Order};
@@ -137,9 +136,9 @@ impl End {
             .shared_memory(self.settings.shared_memory());
         let source = source.with_channels(beside, multifd).map_err(|error| error.to_string())?;
         let source = source.with_postcopy(match self.settings.postcopy {
-            Postcopy::Off => live::Postcopy::Off,
-            Postcopy::AfterRounds(_) => live::Postcopy::Allowed,
-            Postcopy::AtOnce => live::Postcopy::AtOnce,
+            Postcopy::Off => limosa_migrate::Postcopy::Off,
+            Postcopy::AfterRounds(_) => limosa_migrate::Postcopy::Allowed,
+            Postcopy::AtOnce => limosa_migrate::Postcopy::AtOnce,
         });
         let source = match self.vm.free_pages() {
             Some(from) => source.with_free_pages(from),

@@ -8,7 +8,7 @@ use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::free::FreePages;
 use limosa_memory::share::PassedBlock;
 use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
-use limosa_migrate::live::{IncomingVm, LiveVm, VmError};
+use limosa_migrate::{IncomingVm, LiveVm, VmError};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use limosa_balloon::{Balloon, Statistics};
-use limosa_migrate::control_socket::Commands;
+use limosa_migrate::Commands;
 use serde_json::{Map, Value, json};
 
 use super::Ending;

@@ -18,9 +18,10 @@ use limosa_memory::GuestMemory;
 use limosa_memory::dirty::kvm::KvmLog;
 use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Writers};
 use limosa_memory::rust_vmm::attach;
-use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{GiveUp, IncomingVm, LiveVm, MigrationParams, VmError};
-use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
+use limosa_migrate::{
+    ArrivalOutcome, Control, GiveUp, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource,
+    LiveVm, MigrationParams, Progress, VmError,
+};
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 use machine::Machine;

@@ -14,31 +14,13 @@
 //!
 //! A source that switches to postcopy gives the VM away with the package of its devices: see [`PausedArrival`] for what
 //! becomes of a connection that breaks from there on.
-//!
-//! ```no_run
-//! # fn receive(vm: &dyn limosa_migrate::live::IncomingVm) -> Result<(), Box<dyn std::error::Error>> {
-//! use limosa_channel::{Listener, Options, Uri};
-//! use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
-//!
-//! // `vm`: a VM whose memory is mapped and whose vCPUs wait.
-//! let listener = Listener::bind(&"tcp:0.0.0.0:4444".parse::<Uri>()?, &Options::default())?;
-//! let (control, progress) = (Control::new(), Progress::new());
-//! let options = LiveDestinationOptions::default();
-//! match LiveDestination::new(vm, listener.accept(None)?, &control, &progress, options).run() {
-//!     ArrivalOutcome::Running(stats) => println!("runs here after {} pages", stats.received.normal_pages),
-//!     ArrivalOutcome::Failed(error) => println!("{error}; the VM goes on at the source"),
-//!     ArrivalOutcome::Paused(paused) => println!("{}: {} pages are missing", paused.why(), paused.missing_pages()),
-//!     ArrivalOutcome::Undecided(arrived) => println!("{}: look at the source, then decide", arrived.why()),
-//! }
-//! # Ok(()) }
-//! ```
 
 mod arrival;
 mod devices;
 mod huge_pages;
 mod layout;
 mod memory_limit;
-pub mod postcopy;
+mod postcopy;
 mod ram;
 
 use std::ops::Range;
@@ -103,6 +85,30 @@ impl Default for LiveDestinationOptions {
 }
 
 /// The destination role for a VM in this process.
+///
+/// The VM is started when all of it is in its place and the source has given it away. So there are three ends before it runs:
+/// a failure while the source still owns the VM ([`ArrivalOutcome::Failed`]); a connection that breaks when only the source
+/// knows whether it has given the VM away ([`ArrivalOutcome::Undecided`]); and the VM running here
+/// ([`ArrivalOutcome::Running`]). In postcopy a connection may also break while the VM runs here on a part of its memory
+/// ([`ArrivalOutcome::Paused`]).
+///
+/// ```no_run
+/// # fn receive(vm: &dyn limosa_migrate::IncomingVm) -> Result<(), Box<dyn std::error::Error>> {
+/// use limosa_channel::{Listener, Options, Uri};
+/// use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
+///
+/// // `vm`: a VM whose memory is mapped and whose vCPUs wait.
+/// let listener = Listener::bind(&"tcp:0.0.0.0:4444".parse::<Uri>()?, &Options::default())?;
+/// let (control, progress) = (Control::new(), Progress::new());
+/// let options = LiveDestinationOptions::default();
+/// match LiveDestination::new(vm, listener.accept(None)?, &control, &progress, options).run() {
+///     ArrivalOutcome::Running(stats) => println!("runs here after {} pages", stats.received.normal_pages),
+///     ArrivalOutcome::Failed(error) => println!("{error}; the VM goes on at the source"),
+///     ArrivalOutcome::Paused(paused) => println!("{}: {} pages are missing", paused.why(), paused.missing_pages()),
+///     ArrivalOutcome::Undecided(arrived) => println!("{}: look at the source, then decide", arrived.why()),
+/// }
+/// # Ok(()) }
+/// ```
 pub struct LiveDestination<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
     channel: Channel,

@@ -16,28 +16,8 @@
 //!
 //! A failed attempt leaves nothing behind: the dirty logs are off, what they had fetched is forgotten, and another attempt
 //! starts with all pages.
-//!
-//! ```no_run
-//! # use limosa_memory::dirty::DirtyLogs;
-//! # use limosa_migrate::live::LiveVm;
-//! # fn send(vm: &dyn LiveVm, logs: DirtyLogs) -> Result<(), Box<dyn std::error::Error>> {
-//! use limosa_channel::{Channel, Options, Uri};
-//! use limosa_migrate::{Control, LiveOutcome, LiveSource, Progress};
-//!
-//! // `vm`: a VM that runs; `logs`: they see whoever writes its memory.
-//! let channel = Channel::connect(&"tcp:192.0.2.7:4444".parse::<Uri>()?, &Options::default())?;
-//! let (control, progress) = (Control::new(), Progress::new());
-//! match LiveSource::new(vm, logs, channel, &control, &progress).fresh(true).run() {
-//!     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
-//!     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM goes on here"),
-//!     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
-//!     LiveOutcome::Undecided(given) => println!("{}: look at the destination, then decide", given.why()),
-//!     LiveOutcome::PostcopyBroken(waits) => println!("{}: the VM waits there for the rest", waits.why()),
-//! }
-//! # Ok(()) }
-//! ```
 
-pub mod convergence;
+mod convergence;
 mod engine;
 mod guard;
 mod guest;
@@ -89,6 +69,33 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 type Observer<'o> = Box<dyn Fn(&RoundReport) + Send + Sync + 'o>;
 
 /// A VM that runs, on its way to a destination.
+///
+/// [`run`](Self::run) sends rounds over what the VM writes until the rest fits into the downtime that is allowed, stops the
+/// VM, sends the rest and gives the VM away. **Whatever fails before that lets the VM go on here.** Whatever fails after it and
+/// before the destination's confirmation leaves it [undecided](Undecided): it stays stopped until a person who has looked at
+/// the destination decides. In [postcopy](Postcopy) the VM is given away with the package of its devices, and a connection
+/// that breaks afterwards is [recovered](Recoverable). A failed attempt leaves the dirty logs off; the next one starts with all
+/// pages.
+///
+/// ```no_run
+/// # use limosa_memory::dirty::DirtyLogs;
+/// # use limosa_migrate::LiveVm;
+/// # fn send(vm: &dyn LiveVm, logs: DirtyLogs) -> Result<(), Box<dyn std::error::Error>> {
+/// use limosa_channel::{Channel, Options, Uri};
+/// use limosa_migrate::{Control, LiveOutcome, LiveSource, Progress};
+///
+/// // `vm`: a VM that runs; `logs`: they see whoever writes its memory.
+/// let channel = Channel::connect(&"tcp:192.0.2.7:4444".parse::<Uri>()?, &Options::default())?;
+/// let (control, progress) = (Control::new(), Progress::new());
+/// match LiveSource::new(vm, logs, channel, &control, &progress).fresh(true).run() {
+///     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
+///     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM goes on here"),
+///     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
+///     LiveOutcome::Undecided(given) => println!("{}: look at the destination, then decide", given.why()),
+///     LiveOutcome::PostcopyBroken(waits) => println!("{}: the VM waits there for the rest", waits.why()),
+/// }
+/// # Ok(()) }
+/// ```
 pub struct LiveSource<'v, 'o, V: LiveVm + ?Sized> {
     vm: &'v V,
     logs: DirtyLogs,

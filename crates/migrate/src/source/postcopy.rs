@@ -75,6 +75,7 @@ pub enum Milestone {
 
 /// What a postcopy came to.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct PostcopyStats {
     /// Pages sent with contents.
     pub normal_pages: u64,

@@ -47,6 +47,7 @@ impl Default for PrecopyOptions {
 
 /// What a precopy came to.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct PrecopyStats {
     /// Pages sent with contents.
     pub normal_pages: u64,

@@ -14,11 +14,9 @@ use crate::model::live::random;
 use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_memory::BlockOptions;
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy};
-use limosa_migrate::live::{GiveUp, MigrationParams, ZeroCheck};
 use limosa_migrate::{
-    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions, Progress,
-    Stop,
+    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Stop, ZeroCheck,
 };
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
 

@@ -13,12 +13,9 @@ use crate::model::vm::Vm;
 use limosa_channel::ZeroCopy;
 use limosa_memory::BlockOptions;
 use limosa_memory::dirty::DirtyLogs;
-use limosa_migrate::live::MigrationParams;
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, Recoverable};
-use limosa_migrate::source::postcopy::OpenPreempt;
 use limosa_migrate::{
-    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions,
-    PausedArrival, Progress,
+    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    MultifdOptions, MultifdSourceOptions, OpenPreempt, PausedArrival, Postcopy, Progress, Recoverable,
 };
 use limosa_stream::multifd::INITIAL_LEN;
 
@@ -174,7 +171,7 @@ impl Case {
                     let params = MigrationParams {
                         downtime_limit: Duration::ZERO,
                         stalled_rounds: Some(5),
-                        give_up: limosa_migrate::live::GiveUp::Pause,
+                        give_up: limosa_migrate::GiveUp::Pause,
                         patience: Duration::from_secs(10),
                         ..MigrationParams::default()
                     };

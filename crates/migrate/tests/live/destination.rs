@@ -8,10 +8,9 @@ use crate::model::vm::Vm;
 use crate::model::{Kept, Memory, pair, say};
 use limosa_channel::{Channel, How};
 use limosa_memory::GuestMemory;
-use limosa_migrate::live::{IncomingVm, VmError};
 use limosa_migrate::{
-    ArrivalOutcome, Control, Destination, DestinationOptions, LiveDestination, LiveDestinationOptions, MigrateError,
-    MultifdOptions, PrecopyOptions, PrecopySource, Progress,
+    ArrivalOutcome, Control, Destination, DestinationOptions, IncomingVm, LiveDestination, LiveDestinationOptions,
+    MigrateError, MultifdOptions, PrecopyOptions, PrecopySource, Progress, VmError,
 };
 use limosa_page::{PAGE_LEN, PageNumber};
 use limosa_stream::configuration::Configuration;

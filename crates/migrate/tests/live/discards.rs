@@ -15,9 +15,10 @@ use limosa_memory::dirty::{
     DirtyLog, DirtyLogs, ExplicitLog, Marker, VhostLog, WriteFaultLog, WriteProtectLog, Writers,
 };
 use limosa_memory::{BlockOptions, Method};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{GiveUp, MigrationParams};
-use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
+use limosa_migrate::{
+    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    Progress,
+};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
 

@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Listener, Options, Reception, Tls, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::live::{IncomingVm, VmError};
 use limosa_migrate::{
-    AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, LiveDestination,
-    LiveDestinationOptions, MultifdOptions, Progress,
+    AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, IncomingVm,
+    LiveDestination, LiveDestinationOptions, MultifdOptions, Progress, VmError,
 };
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_testkit::{Authority, BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped, scratch};

@@ -19,11 +19,9 @@ use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy};
-use limosa_migrate::live::{GiveUp, MigrationParams, Put, ZeroCheck};
 use limosa_migrate::{
-    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions, Progress,
-    Stop,
+    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
+    MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Put, Stop, ZeroCheck,
 };
 use limosa_page::{PAGE_SIZE, PageRange};
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};

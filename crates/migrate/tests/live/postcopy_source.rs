@@ -9,9 +9,9 @@ use crate::model::live::{TestVm, random};
 use crate::model::live_postcopy::{Cut, Landed, receive, receive_urgent};
 use crate::model::pair;
 use limosa_memory::BlockOptions;
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, RoundReport};
-use limosa_migrate::live::{GiveUp, MigrationParams};
-use limosa_migrate::{Control, MigrateError, Progress};
+use limosa_migrate::{
+    Control, GiveUp, LiveOutcome, LiveSource, MigrateError, MigrationParams, Postcopy, Progress, RoundReport,
+};
 
 /// When the switch comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +136,7 @@ fn run(case: &Case) {
 }
 
 fn recover<'v>(
-    broken: limosa_migrate::live::source::Recoverable<'v, TestVm>,
+    broken: limosa_migrate::Recoverable<'v, TestVm>,
     landed: &Mutex<Landed>,
     cut: Option<Cut>,
     case: &Case,
@@ -146,7 +146,7 @@ fn recover<'v>(
     let (far, far_urgent) = (&far, &far_urgent);
     thread::scope(|scope| {
         scope.spawn(move || receive(far, landed, true, cut, case.seed));
-        let open: Option<limosa_migrate::source::postcopy::OpenPreempt<'_>> = match case.preempt {
+        let open: Option<limosa_migrate::OpenPreempt<'_>> = match case.preempt {
             true => Some(Box::new(move || {
                 scope.spawn(move || receive_urgent(far_urgent, landed, cut));
                 Ok(near_urgent)

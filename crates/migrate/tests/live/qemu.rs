@@ -13,10 +13,10 @@ use crate::model::live::{Bare, TestVm};
 use limosa_channel::{Channel, Options, Tls, Uri, ZeroCopy};
 use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy, RoundReport};
-use limosa_migrate::live::{MigrationParams, Put};
-use limosa_migrate::source::postcopy::OpenPreempt;
-use limosa_migrate::{Control, MigrateError, MultifdSourceOptions, Phase, Progress, Stop};
+use limosa_migrate::{
+    Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MigrationParams, MultifdSourceOptions, OpenPreempt,
+    Phase, Postcopy, Progress, Put, RoundReport, Stop,
+};
 use limosa_stream::multifd::{Compression, PACKET_LEN};
 use limosa_testkit::{Authority, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
 use serde_json::json;

@@ -11,10 +11,9 @@ use crate::model::{lending_pair, pair};
 use limosa_channel::ZeroCopy;
 use limosa_memory::BlockOptions;
 use limosa_memory::BlockRole;
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, Postcopy, RoundKind};
-use limosa_migrate::live::{GiveUp, MigrationParams, Put, ZeroCheck};
 use limosa_migrate::{
-    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions, Progress,
+    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Put, RoundKind, ZeroCheck,
 };
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket};
 

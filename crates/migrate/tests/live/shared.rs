@@ -13,10 +13,9 @@ use limosa_channel::{Channel, How, Listener};
 use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 use limosa_memory::share::PassedBlock;
 use limosa_memory::{BlockOptions, BlockRole, GuestMemory, GuestRegion};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, LiveStats, Postcopy};
-use limosa_migrate::live::{GiveUp, IncomingVm, MigrationParams, SharedMemory, VmError};
 use limosa_migrate::{
-    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, MultifdOptions, MultifdSourceOptions, Progress,
+    ArrivalOutcome, Control, GiveUp, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource,
+    LiveStats, MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, SharedMemory, VmError,
 };
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
 use limosa_stream::device_sections::OpaqueSection;

@@ -10,9 +10,10 @@ use crate::model::live::{Bare, TestVm};
 use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{IncomingVm, SharedMemory, VmError};
-use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
+use limosa_migrate::{
+    ArrivalOutcome, Control, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, Progress,
+    SharedMemory, VmError,
+};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};

@@ -10,9 +10,10 @@ use std::time::Duration;
 use crate::model::live::{Arrived, At, Destination, Does, TestVm};
 use crate::model::pair;
 use limosa_memory::dirty::{DirtyLogs, LogError, Writers};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource, RoundKind, RoundReport};
-use limosa_migrate::live::{GiveUp, LiveVm as _, MigrationParams, Put, ZeroCheck};
-use limosa_migrate::{Control, MigrateError, Progress, Stop};
+use limosa_migrate::{
+    Control, GiveUp, LiveOutcome, LiveSource, LiveVm as _, MigrateError, MigrationParams, Progress, Put, RoundKind,
+    RoundReport, Stop, ZeroCheck,
+};
 use limosa_page::zero::Method;
 
 fn params() -> MigrationParams {

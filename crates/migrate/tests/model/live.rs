@@ -9,7 +9,7 @@ use std::time::Duration;
 use limosa_channel::{Channel, How};
 use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, ExplicitLog, LogError, Marker, Writers};
 use limosa_memory::{BlockOptions, BlockRole, GuestMemory};
-use limosa_migrate::live::{LiveVm, VmError};
+use limosa_migrate::{LiveVm, VmError};
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
 use limosa_stream::decoder::{Decoder, Event, Step};
 use limosa_stream::return_path::ReturnMessage;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use limosa_memory::dirty::Writers;
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::live::{IncomingVm, VmError};
+use limosa_migrate::{IncomingVm, VmError};
 use limosa_page::PAGE_LEN;
 use limosa_stream::device_sections::OpaqueSection;
 

@@ -5,8 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use limosa_migrate::progress::Moved;
-use limosa_migrate::{Commands, Control, ControlSocket, Job, Phase, Progress, Stop};
+use limosa_migrate::{Commands, Control, ControlSocket, Job, Moved, Phase, Progress, Stop};
 use serde_json::{Value, json};
 
 struct Client {

@@ -5,9 +5,9 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use limosa_channel::{Channel, Counters};
-use limosa_migrate::pages::{PageSink, PageSource};
-use limosa_migrate::progress::Moved;
-use limosa_migrate::{Control, Destination, DestinationOptions, MigrateError, Phase, Progress};
+use limosa_migrate::{
+    Control, Destination, DestinationOptions, MigrateError, Moved, PageSink, PageSource, Phase, Progress,
+};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange};
 use rustix::fs::SeekFrom;
 

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use crate::fixture::{CHECKED, QUICK, names, page, range, start, tail};
-use limosa_migrate::pages::PageSource;
+use limosa_migrate::PageSource;
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_snapshot::{Manifest, PendingFile, Snapshot, SnapshotError, Via, adopt};
 use limosa_stream::mapped_ram::Layout;

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::fixture::{CHECKED, QUICK, page, put, range, small, tail, writer};
-use limosa_migrate::pages::PageSource;
+use limosa_migrate::PageSource;
 use limosa_page::PageNumber;
 use limosa_snapshot::{Manifest, Snapshot, SnapshotError, fuzz_open};
 use proptest::prelude::*;

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use crate::fixture::{QUICK, names, page, range, small, tail, writer};
-use limosa_migrate::pages::PageSink;
+use limosa_migrate::PageSink;
 use limosa_page::PageNumber;
 use limosa_snapshot::{Durability, Manifest, PendingFile, Snapshot, SnapshotError, WriteBehind};
 

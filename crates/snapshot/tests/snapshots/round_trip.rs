@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::fs::PermissionsExt;
 
 use crate::fixture::{CHECKED, QUICK, names, page, put, range, small, start, tail, writer};
-use limosa_migrate::pages::{PageSink, PageSource};
+use limosa_migrate::{PageSink, PageSource};
 use limosa_page::{PAGE_LEN, PageNumber};
 use limosa_snapshot::{Disk, Manifest, PendingFile, Snapshot, SnapshotError, SnapshotWriter, Via, WriteOptions};
 use proptest::prelude::*;

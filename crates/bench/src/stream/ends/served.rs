@@ -15,11 +15,9 @@ use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri
 use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Writers};
 use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::live::source::{LiveOutcome, LiveSource};
-use limosa_migrate::live::{IncomingVm, LiveVm, MigrationParams, Put, VmError};
 use limosa_migrate::{
-    ArrivalOutcome, Control, Gathering, GatheringOptions, LiveDestination, LiveDestinationOptions, MultifdOptions,
-    MultifdSourceOptions, Progress,
+    ArrivalOutcome, Control, Gathering, GatheringOptions, IncomingVm, LiveDestination, LiveDestinationOptions,
+    LiveOutcome, LiveSource, LiveVm, MigrationParams, MultifdOptions, MultifdSourceOptions, Progress, Put, VmError,
 };
 use limosa_page::PAGE_SIZE;
 use limosa_stream::device_sections::OpaqueSection;

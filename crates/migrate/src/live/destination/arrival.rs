@@ -31,6 +31,7 @@ impl<V: IncomingVm + ?Sized> std::fmt::Debug for ArrivalOutcome<'_, V> {
 
 /// What was counted.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct ArrivalStats {
     /// Pages and bytes.
     pub received: DestinationStats,

@@ -53,6 +53,7 @@ const PACKAGE_STEP: usize = 1 << 20;
 
 /// What was counted from the package on.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct PostcopyArrivalStats {
     /// Pages placed with contents.
     pub normal_pages: u64,

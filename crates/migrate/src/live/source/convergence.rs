@@ -20,20 +20,20 @@ const SECOND: u128 = 1_000_000_000;
 
 /// What a round came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct RoundFigures {
+pub(super) struct RoundFigures {
     /// Bytes that the kernel took on all channels.
-    pub bytes: u64,
+    pub(super) bytes: u64,
     /// Time that sending them took, on the channel that took longest: in calls of the channel, and held back by the limit.
-    pub busy: Duration,
+    pub(super) busy: Duration,
     /// Pages with contents that were sent.
-    pub sent_pages: u64,
+    pub(super) sent_pages: u64,
     /// Pages that are to be sent after it: those that were written meanwhile, and those that it did not get to.
-    pub rest_pages: u64,
+    pub(super) rest_pages: u64,
 }
 
 /// What is to be done after a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub(super) enum Verdict {
     /// Another round. The vCPUs are to be slowed down to this from now on, if it is given (percent).
     Continue {
         /// The new throttle.
@@ -47,7 +47,7 @@ pub enum Verdict {
 
 /// Why a migration does not converge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
+pub(super) enum Reason {
     /// It has taken so long.
     Time(Duration),
     /// The rest did not get smaller for so many rounds.
@@ -65,7 +65,7 @@ impl std::fmt::Display for Reason {
 
 /// What is known of the migration so far.
 #[derive(Debug, Clone)]
-pub struct Convergence {
+pub(super) struct Convergence {
     params: MigrationParams,
     bytes: u64,
     busy: Duration,
@@ -78,12 +78,12 @@ pub struct Convergence {
 
 impl Convergence {
     /// Before the first round.
-    pub fn new(params: MigrationParams) -> Self {
+    pub(super) fn new(params: MigrationParams) -> Self {
         Self { params, bytes: 0, busy: Duration::ZERO, least: None, stalled: 0, high: 0, throttle: 0 }
     }
 
     /// Takes in what a round came to, `elapsed` after the beginning of the migration, and says what is to be done.
-    pub fn after_round(&mut self, round: RoundFigures, elapsed: Duration, downtime_limit: Duration) -> Verdict {
+    pub(super) fn after_round(&mut self, round: RoundFigures, elapsed: Duration, downtime_limit: Duration) -> Verdict {
         self.learn(round.bytes, round.busy);
         if self.expected_downtime(round.rest_pages).is_some_and(|downtime| downtime <= downtime_limit) {
             return Verdict::SwitchOver;
@@ -103,13 +103,13 @@ impl Convergence {
     }
 
     /// Whether the time for all rounds is over, also in the middle of one.
-    pub fn overdue(&self, elapsed: Duration) -> Option<Verdict> {
+    pub(super) fn overdue(&self, elapsed: Duration) -> Option<Verdict> {
         let limit = self.params.timeout.filter(|limit| elapsed >= *limit)?;
         Some(Verdict::GiveUp(self.params.give_up, Reason::Time(limit)))
     }
 
     /// Bytes per second that are reckoned with at the switchover; `None` while nothing is known.
-    pub fn bandwidth(&self) -> Option<u64> {
+    pub(super) fn bandwidth(&self) -> Option<u64> {
         if let Some(known) = self.params.avail_switchover_bandwidth {
             return Some(known.get());
         }
@@ -119,7 +119,7 @@ impl Convergence {
     }
 
     /// How long the VM would have to stand still for so many pages; `None` while the bandwidth is not known.
-    pub fn expected_downtime(&self, rest_pages: u64) -> Option<Duration> {
+    pub(super) fn expected_downtime(&self, rest_pages: u64) -> Option<Duration> {
         if rest_pages == 0 {
             return Some(Duration::ZERO);
         }
@@ -129,7 +129,7 @@ impl Convergence {
     }
 
     /// Percent of the time for which the vCPUs are to stand still at present.
-    pub fn throttle(&self) -> u8 {
+    pub(super) fn throttle(&self) -> u8 {
         self.throttle
     }
 

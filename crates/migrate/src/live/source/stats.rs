@@ -11,6 +11,7 @@ use crate::source::postcopy::PostcopyStats;
 /// What kind of round it was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum RoundKind {
     /// The first one, over all memory.
     Bulk,
@@ -22,6 +23,7 @@ pub enum RoundKind {
 
 /// What a round came to. Times are serialized in seconds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct RoundReport {
     /// Counted from 0.
     pub number: u32,
@@ -106,6 +108,7 @@ impl RoundReport {
 
 /// What came of asking the guest for its free pages.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct HintStats {
     /// Lists that were asked for.
     pub lists: u32,
@@ -126,6 +129,7 @@ pub struct HintStats {
 
 /// What a live migration came to.
 #[derive(Debug, Clone, Default, Serialize)]
+#[non_exhaustive]
 pub struct LiveStats {
     /// The rounds, in order. Of a migration of thousands of them, neighbours are told together.
     pub rounds: Vec<RoundReport>,
