@@ -111,3 +111,7 @@ pub use progress::{Moved, Phase, Progress, ProgressReading};
 pub use source::multifd::{CHANNELS_MAX, MultifdSourceOptions};
 pub use source::postcopy::{Milestone, OpenPreempt, PostcopyOptions, PostcopySource, PostcopyStats};
 pub use source::precopy::{PrecopyOptions, PrecopySource, PrecopyStats};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -7,7 +7,7 @@ mod balloon;
 mod cuts;
 mod destination;
 mod discards;
-mod example_vmm;
+mod examples;
 mod from_qemu;
 mod hints;
 mod huge_pages;
