@@ -6,11 +6,12 @@
 //! another on the same socket ([`ControlSocket::turn_to`]).
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::num::NonZeroU64;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -31,6 +32,8 @@ const BACKLOG: i32 = 64;
 const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
 /// How often a change of phase is looked for. Phases last longer; an event may be this late.
 const TICK: Duration = Duration::from_millis(20);
+/// How long commands that were read may take to be answered when the job is over.
+const LAST_REPLIES: Duration = Duration::from_secs(2);
 
 /// What the job does, which decides what a cancellation means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,6 +83,8 @@ struct Shared {
     current: Mutex<Option<Current>>,
     commands: Option<Arc<dyn Commands>>,
     clients: Mutex<Vec<Client>>,
+    /// Notified when a conversation has ended.
+    dismissed: Condvar,
     /// Where the job waits for its peer, as QEMU writes addresses.
     addresses: Mutex<Vec<Value>>,
     admitted: AtomicUsize,
@@ -141,6 +146,7 @@ impl ControlSocket {
             current: Mutex::new(current),
             commands,
             clients: Mutex::default(),
+            dismissed: Condvar::new(),
             addresses: Mutex::default(),
             admitted: AtomicUsize::new(0),
         });
@@ -189,12 +195,24 @@ fn serve(listener: &UnixListener, shared: &Arc<Shared>, over: &AtomicBool) {
             announce(shared, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
         }
         if ending {
-            for client in shared.clients.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-                let _ = client.stream.shutdown(std::net::Shutdown::Both);
-            }
+            hang_up(shared);
             return;
         }
         thread::sleep(TICK);
+    }
+}
+
+/// Ends all conversations. A command that was read is answered first: a client that ended the job by it gets its reply, although the
+/// process may exit next.
+fn hang_up(shared: &Shared) {
+    let clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+    for client in clients.iter() {
+        let _ = client.stream.shutdown(Shutdown::Read);
+    }
+    let waited = shared.dismissed.wait_timeout_while(clients, LAST_REPLIES, |clients| !clients.is_empty());
+    let (mut clients, _) = waited.unwrap_or_else(PoisonError::into_inner);
+    for client in clients.drain(..) {
+        let _ = client.stream.shutdown(Shutdown::Both);
     }
 }
 
@@ -214,7 +232,7 @@ fn admit(shared: &Arc<Shared>, client: UnixStream) {
     let mine = Arc::clone(shared);
     let spawned = thread::Builder::new().name("control client".into()).spawn(move || {
         let _ = converse(&mine, &client, number);
-        let _ = client.shutdown(std::net::Shutdown::Both);
+        let _ = client.shutdown(Shutdown::Both);
         dismiss(&mine, number);
     });
     if spawned.is_err() {
@@ -224,6 +242,7 @@ fn admit(shared: &Arc<Shared>, client: UnixStream) {
 
 fn dismiss(shared: &Shared, number: usize) {
     shared.clients.lock().unwrap_or_else(PoisonError::into_inner).retain(|client| client.number != number);
+    shared.dismissed.notify_all();
 }
 
 fn announce(shared: &Shared, event: &Value) {

@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use limosa_migrate::{Commands, Control, ControlSocket, Job, Moved, Phase, Progress, Stop};
@@ -173,7 +174,7 @@ impl Commands for Vmm {
 fn a_vmm_answers_beside_the_job_and_has_one_job_after_another() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
-    let socket = ControlSocket::listen_for(&path, std::sync::Arc::new(Vmm)).unwrap();
+    let socket = ControlSocket::listen_for(&path, Arc::new(Vmm)).unwrap();
     let mut client = Client::connect(&path);
     client.hear();
     client.say(&json!({ "execute": "qmp_capabilities" }));
@@ -206,4 +207,35 @@ fn the_socket_of_another_job_that_took_its_place_is_left_alone() {
     let _second = ControlSocket::listen(&path, Job::Save, control, progress).unwrap();
     drop(first);
     assert!(Client::connect(&path).hear().get("QMP").is_some());
+}
+
+/// A VMM that ends when it is told to.
+struct Quits(mpsc::Sender<()>);
+
+impl Commands for Quits {
+    fn execute(&self, name: &str, _: &Value) -> Option<Result<Value, String>> {
+        (name == "quit").then(|| {
+            self.0.send(()).unwrap();
+            // The VMM is faster.
+            std::thread::sleep(Duration::from_millis(100));
+            Ok(json!({}))
+        })
+    }
+}
+
+#[test]
+fn a_command_that_ends_the_vmm_is_answered() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("control");
+    let (told, quits) = mpsc::channel();
+    let socket = ControlSocket::listen_for(&path, Arc::new(Quits(told))).unwrap();
+    let (mut client, mut idle) = (Client::connect(&path), Client::connect(&path));
+    assert!(client.hear().get("QMP").is_some() && idle.hear().get("QMP").is_some());
+    let ends = std::thread::spawn(move || {
+        quits.recv().unwrap();
+        drop(socket);
+    });
+    assert_eq!(client.say(&json!({ "execute": "quit" })), json!({ "return": {} }));
+    assert_eq!((client.hear(), idle.hear()), (Value::Null, Value::Null), "both are hung up on");
+    ends.join().unwrap();
 }
