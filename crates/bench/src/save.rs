@@ -1,7 +1,7 @@
 //! A VM into a file: limosa, through the socket and by file, beside stock QEMU.
 //!
 //! Every run saves a fresh paused VM whose RAM is the same random bytes. The clock begins with limosa's exec, or with the
-//! first command to QEMU, and ends when the file is durable: QEMU syncs nothing, so that is done here in its place. In
+//! first command to QEMU, and ends when the file is durable: QEMU syncs nothing, so that is done here. In
 //! memory (tmpfs) nobody syncs. How fast QEMU's single channel is at most shows where a receiver throws all of it away.
 
 use std::fs::{self, File};
@@ -58,34 +58,39 @@ const WAYS: &[(&str, Way, Option<f64>)] = &[
 ];
 
 /// Where the file goes.
-struct Place {
+struct Location {
     case: &'static str,
     dir: PathBuf,
     durable: bool,
+}
+
+/// The contents of the VM's RAM, the same in every run.
+struct Content {
+    file: File,
+    size: u64,
 }
 
 /// Runs the bench.
 pub(crate) fn run(options: &Options) -> Result<Report> {
     let machine = Machine::this(&options.qemu);
     let size = options.size.unwrap_or(2 << 30).next_multiple_of(2 << 20);
-    let places = [
-        Place { case: "disk", dir: options.dir.clone().unwrap_or_else(std::env::temp_dir), durable: true },
-        Place { case: "tmpfs", dir: PathBuf::from("/dev/shm"), durable: false },
+    let locations = [
+        Location { case: "disk", dir: options.dir.clone().unwrap_or_else(std::env::temp_dir), durable: true },
+        Location { case: "tmpfs", dir: PathBuf::from("/dev/shm"), durable: false },
     ];
     let lacking = machine.lacks_mapped_ram();
     let mut all = Vec::new();
     if lacking.is_none() {
         options.tell("filling the VM's memory");
-        let memory = random_memory(size)?;
-        let memory = &memory;
+        let memory = &Content { file: random_memory(size)?, size };
         let mut contestants = Vec::new();
-        for place in &places {
+        for location in &locations {
             for &(name, way, _) in WAYS {
-                if options.wants(place.case, name) {
+                if options.wants(location.case, name) {
                     contestants.push(Contestant {
-                        case: place.case.to_owned(),
+                        case: location.case.to_owned(),
                         variant: name.to_owned(),
-                        run: Box::new(move |frame| save(options, place, way, memory, size, frame)),
+                        run: Box::new(move |frame| save(options, location, way, memory, frame)),
                     });
                 }
             }
@@ -95,12 +100,12 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     }
     let mut report = Report::new("save", machine, options.rounds, &all);
     let why = lacking.unwrap_or_else(|| NOT_RUN.to_owned());
-    for place in &places {
+    for location in &locations {
         for &(name, _, most) in WAYS.iter().filter(|(name, ..)| *name != QEMU) {
-            let found = ["wall", "cpu"].map(|figure| ratio(&all, place.case, name, QEMU, figure));
+            let found = ["wall", "cpu"].map(|figure| ratio(&all, location.case, name, QEMU, figure));
             if let Some(most) = most {
                 let got = found.first().and_then(Option::as_ref).map(|ratio| ratio.median);
-                let name = format!("{}: wall of {name} / {QEMU}", place.case);
+                let name = format!("{}: wall of {name} / {QEMU}", location.case);
                 report.targets.push(Target::new(name, Bound::AtMost(most), got, &why));
             }
             report.ratios.extend(found.into_iter().flatten());
@@ -110,13 +115,13 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 }
 
 /// Saves a fresh VM once.
-fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, frame: &Frame) -> Result<Measured> {
-    let scratch = Scratch::new_in(&place.dir)?;
+fn save(options: &Options, location: &Location, way: Way, memory: &Content, frame: &Frame) -> Result<Measured> {
+    let scratch = Scratch::new_in(&location.dir)?;
     let path = scratch.path().join("snapshot");
-    let vm = Vm::start(&options.qemu, size, Ram::Shared(memory), Role::Source)?;
+    let vm = Vm::start(&options.qemu, memory.size, Ram::Shared(&memory.file), Role::Source)?;
     let limosa = match way {
         Way::Limosa(how) => {
-            let sync: &[&str] = if place.durable { &[] } else { &["--no-sync"] };
+            let sync: &[&str] = if location.durable { &[] } else { &["--no-sync"] };
             let prepared = Prepared::new(options, "save")?.arguments(how).arguments(sync);
             Some(prepared.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &path))
         }
@@ -135,7 +140,7 @@ fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, fr
         (_, Some(prepared)) => said = prepared.start()?.finish()?,
         (_, None) => write_by_qemu(&vm, &path)?,
     }
-    if way == Way::Multifd && place.durable {
+    if way == Way::Multifd && location.durable {
         make_durable(&path)?;
     }
     let measured = watch.stop()?;
@@ -143,7 +148,7 @@ fn save(options: &Options, place: &Place, way: Way, memory: &File, size: u64, fr
     if way != Way::Nowhere {
         moved = fs::metadata(&path).with_context(|| path.display().to_string())?.blocks() * 512;
     }
-    ensure!(moved >= size, "only {moved} of {size} bytes were saved");
+    ensure!(moved >= memory.size, "only {moved} of {} bytes were saved", memory.size);
     let others = measured.cpu.saturating_sub(qemu);
     let counter = |name: &str| said.pointer(name).and_then(Value::as_u64);
     let (reads, writes) = (counter("/channel/calls_in"), counter("/file/calls_out"));

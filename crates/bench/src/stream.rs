@@ -98,7 +98,7 @@ impl Pair {
     const ALL: [Self; 6] = [Self::Limosa, Self::Copying, Self::Faulting, Self::Plain, Self::Qemu, Self::QemuReno];
 
     fn way(self, channels: u8) -> Way {
-        let way = Way::beside(channels);
+        let way = Way::multifd(channels);
         match self {
             Self::Copying => way.leaving(ZeroCopy::Off),
             Self::Faulting => way.faulting(),
@@ -193,10 +193,12 @@ fn full_rounds(options: &Options, memory: u64, with_qemu: bool, network: Option<
         let way = pair.way(channels);
         let run: crate::frame::Run<'_> = match (pair, source, &qemu, &reno) {
             (Pair::Qemu, _, Some(source), _) => {
-                Box::new(move |_| qemu::run(options, memory, (source, None), transport, channels, &frame))
+                let sender = qemu::Sender { vm: source, memory, network: None, transport, channels };
+                Box::new(move |_| qemu::run(options, sender, &frame))
             }
             (Pair::QemuReno, _, _, Some(source)) => {
-                Box::new(move |_| qemu::run(options, memory, (source, network), transport, channels, &frame))
+                let sender = qemu::Sender { vm: source, memory, network, transport, channels };
+                Box::new(move |_| qemu::run(options, sender, &frame))
             }
             (_, Some(source), _, _) => Box::new(move |_| source.borrow_mut().send(transport, way, || frame.touch())),
             _ => continue,

@@ -93,7 +93,7 @@ fn contestant<'s>(
     method: ZeroCopy,
     channels: u8,
 ) -> Contestant<'s> {
-    let way = Way::beside(channels).leaving(method);
+    let way = Way::multifd(channels).leaving(method);
     let run = move |_: &Frame| {
         let begin = || if cell.stressed { stress.borrow_mut().begin() } else { Ok(()) };
         let measured = stage.send(cell.link, way, Caches::Cold, begin);

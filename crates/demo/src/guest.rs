@@ -46,7 +46,7 @@ use limosa_memory::dirty::{DirtyLogs, LogError, Writers};
 use limosa_memory::{GuestMemory, MemoryError};
 use limosa_page::PAGE_SIZE;
 
-use pattern::Plan;
+use pattern::{Layout, Plan};
 use state::{MAX_WRITERS, State};
 
 pub use heap::{FreeHeap, Heap};
@@ -348,6 +348,6 @@ fn new_state(
     if options.writers == 0 || options.writers > MAX_WRITERS || u64::from(options.writers) > working {
         return wrong(format!("{} writers: 1 to {MAX_WRITERS}, with a page each", options.writers));
     }
-    let plan = Plan::new(options.seed, reserved, filled, working, spacing, options.writers);
+    let plan = Plan::new(options.seed, Layout { reserved, filled, working }, spacing, options.writers);
     Ok(State { plan, rate: options.rate, writes: vec![0; options.writers.into()], extra: Vec::new() })
 }

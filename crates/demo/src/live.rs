@@ -101,7 +101,7 @@ pub fn run(options: &LiveOptions<'_>) -> Result<LiveReport, DemoError> {
         ordered?;
     }
     // A source that died before it answered may have sent all the same: what became of the guest is looked for.
-    let runs_at = settle(&source, &destination)?;
+    let runs_at = find_guest(&source, &destination)?;
 
     let runs = if runs_at == Role::Source { &source } else { &destination };
     let found = runs.status()?.beats;
@@ -131,7 +131,7 @@ pub fn run(options: &LiveOptions<'_>) -> Result<LiveReport, DemoError> {
 }
 
 /// Waits until it is certain where the guest runs: for as long as nobody has decided what is undecided.
-fn settle(source: &EndMonitor, destination: &EndMonitor) -> Result<Role, DemoError> {
+fn find_guest(source: &EndMonitor, destination: &EndMonitor) -> Result<Role, DemoError> {
     let runs = |status: &Status| status.state == State::Running && status.running;
     let died = |end: Role| Err(DemoError::Guest(format!("it ended with the process of the {}", end.name())));
     loop {

@@ -13,7 +13,7 @@ use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Tls, T
 use limosa_migrate::{ChannelSet, Gathering, GatheringOptions, MigrateError};
 
 use crate::args::Cli;
-use crate::job::Surroundings;
+use crate::job::JobHandles;
 use limosa_console::say;
 
 /// How long a command whose stream has broken off may take to end, so that its exit status can be told.
@@ -29,15 +29,15 @@ const FOR_EVER: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// A connected peer.
 pub(crate) struct Wire {
-    /// For the engine.
+    /// The main channel, for the engine.
     pub(crate) channel: Channel,
-    /// Those beside it.
+    /// The multifd channels.
     pub(crate) pages: Vec<Channel>,
-    pub(crate) end: Other,
+    pub(crate) end: PeerEnd,
 }
 
 /// What is left of a peer when the engine has the channel.
-pub(crate) struct Other {
+pub(crate) struct PeerEnd {
     channel: Channel,
     command: Option<Exec>,
     /// Whether there are bytes to read only: a file.
@@ -46,7 +46,7 @@ pub(crate) struct Other {
 
 impl Wire {
     fn new(channel: Channel, command: Option<Exec>, recorded: bool) -> anyhow::Result<Self> {
-        let end = Other { channel: channel.try_clone()?, command, recorded };
+        let end = PeerEnd { channel: channel.try_clone()?, command, recorded };
         Ok(Self { channel, pages: Vec::new(), end })
     }
 
@@ -55,7 +55,7 @@ impl Wire {
         Self::new(channel, Some(command), false)
     }
 
-    /// Reaches a destination, with so many channels beside the main one.
+    /// Reaches a destination, with so many multifd channels.
     pub(crate) fn to(uri: &Uri, options: &Options, channels: u8) -> anyhow::Result<Self> {
         if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) {
             anyhow::bail!("{uri}: multifd needs several connections: use tcp:HOST:PORT or unix:PATH");
@@ -72,7 +72,7 @@ impl Wire {
                 // has to say before it looks at the next.
                 let main = Channel::connect(uri, options)?;
                 let options = &Options { tls: options.tls.clone().map(Tls::deferred), ..options.clone() };
-                let beside = |number| {
+                let connect = |number| {
                     let connected = Channel::connect(uri, options);
                     connected.map_err(|error| {
                         anyhow::anyhow!(
@@ -81,7 +81,7 @@ impl Wire {
                         )
                     })
                 };
-                let pages = (1..=channels).map(beside).collect::<anyhow::Result<_>>()?;
+                let pages = (1..=channels).map(connect).collect::<anyhow::Result<_>>()?;
                 Ok(Self { pages, ..Self::new(main, None, false)? })
             }
         }
@@ -92,7 +92,7 @@ impl Wire {
         uri: &Uri,
         options: &Options,
         (channels, within): (u8, Option<Duration>),
-        surroundings: &Surroundings,
+        handles: &JobHandles,
     ) -> anyhow::Result<Self> {
         if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_) | Uri::Fd(_)) {
             anyhow::bail!("{uri}: multifd needs several connections: listen on tcp:HOST:PORT or unix:PATH");
@@ -113,14 +113,14 @@ impl Wire {
                     let recorded = is_regular_file(&channel);
                     return Self::new(channel, None, recorded);
                 }
-                surroundings.waits_at(listener.local_uri());
+                handles.waits_at(listener.local_uri());
                 say!("limosa: listening on {}", listener.local_uri());
                 // Strangers that connect are turned away meanwhile.
                 let options = GatheringOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
                 let mut gathering =
                     Gathering::new(&listener, options).on_refusal(|why| say!("limosa: connection rejected: {why}"));
                 loop {
-                    surroundings.control.check()?;
+                    handles.control.check()?;
                     if let Some(ChannelSet { main, pages }) = gathering.step(TICK)? {
                         return Ok(Self { pages, ..Self::new(main, None, false)? });
                     }
@@ -130,7 +130,7 @@ impl Wire {
     }
 }
 
-impl Other {
+impl PeerEnd {
     /// Whether answers can come back.
     pub(crate) fn answers(&self) -> bool {
         self.channel.carries(How::Both)

@@ -12,7 +12,7 @@ use limosa_snapshot::{PendingFile, Snapshot};
 use serde_json::json;
 
 use crate::args::ExportArgs;
-use crate::job::Surroundings;
+use crate::job::JobHandles;
 use crate::words;
 use limosa_console::{print_out, say};
 
@@ -27,15 +27,15 @@ pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     if to_stdout && stdout.is_terminal() {
         bail!("standard output is a terminal: redirect it, or give a file");
     }
-    let surroundings = Surroundings::over(None, Job::Save, "exporting", to_stdout)?;
-    let (control, progress) = (&surroundings.control, &surroundings.progress);
+    let handles = JobHandles::with_socket(None, Job::Save, "exporting", to_stdout)?;
+    let (control, progress) = (&handles.control, &handles.progress);
     let stats = if to_stdout {
         let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
         snapshot.export(own, Path::new("standard output"), control, progress)
     } else {
         snapshot.export_file(PendingFile::create(&args.stream, args.force)?, control, progress)
     };
-    drop(surroundings);
+    drop(handles);
     let stats = stats?;
     tell(args, &snapshot, &stats);
     if args.json {

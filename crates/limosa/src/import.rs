@@ -18,7 +18,7 @@ use limosa_snapshot::{
 use serde_json::{Value, json};
 
 use crate::args::ImportArgs;
-use crate::job::Surroundings;
+use crate::job::JobHandles;
 use crate::words;
 use limosa_console::{print_out, say};
 
@@ -39,10 +39,10 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let xml = args.xml.as_deref().map(|path| PendingFile::create(path, args.new.force)).transpose()?;
     let durability = args.new.durability();
     let options = WriteOptions { durability, checksum: args.new.checksum, ..WriteOptions::default() };
-    let surroundings = Surroundings::over(args.control.as_deref(), Job::Save, "importing", false)?;
+    let handles = JobHandles::with_socket(args.control.as_deref(), Job::Save, "importing", false)?;
     let (what, packer, image) = (foreign.describe(), foreign.packer(), foreign.image().cloned());
-    let imported = foreign.import(pending, options, &surroundings.control, &surroundings.progress);
-    drop(surroundings);
+    let imported = foreign.import(pending, options, &handles.control, &handles.progress);
+    drop(handles);
     let done = Done { imported: imported?, what, packer, elapsed: begun.elapsed() };
     if let (Some(pending), Some(image)) = (xml, &image) {
         write_xml(pending, image, durability).with_context(|| {
@@ -194,8 +194,8 @@ impl Stored {
                 folder.display()
             );
         }
-        let surroundings = Surroundings::over(None, Job::Save, "converting", quiet)?;
-        Ok(foreign.convert(pending, &surroundings.control, &surroundings.progress)?)
+        let handles = JobHandles::with_socket(None, Job::Save, "converting", quiet)?;
+        Ok(foreign.convert(pending, &handles.control, &handles.progress)?)
     }
 }
 

@@ -22,8 +22,8 @@ pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
     Ok(Monitor::new(Qmp::connect(address, &Options::default())?))
 }
 
-/// Everything that watches a job and reaches into it.
-pub(crate) struct Surroundings {
+/// What watches and steers a job, as long as it runs.
+pub(crate) struct JobHandles {
     pub(crate) control: Control,
     pub(crate) progress: Progress,
     socket: Option<ControlSocket>,
@@ -31,15 +31,20 @@ pub(crate) struct Surroundings {
     _bar: Option<Bar>,
 }
 
-impl Surroundings {
+impl JobHandles {
     pub(crate) fn new(args: &JobArgs, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
-        let surroundings = Self::over(args.steer.control.as_deref(), job, verb, quiet)?;
-        surroundings.control.set_max_bandwidth(args.steer.max_bandwidth);
-        Ok(surroundings)
+        let handles = Self::with_socket(args.steer.control.as_deref(), job, verb, quiet)?;
+        handles.control.set_max_bandwidth(args.steer.max_bandwidth);
+        Ok(handles)
     }
 
-    /// For a job that has no QEMU.
-    pub(crate) fn over(socket: Option<&Path>, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
+    /// For a job without a QEMU monitor; `socket` is the path of its control socket.
+    pub(crate) fn with_socket(
+        socket: Option<&Path>,
+        job: Job,
+        verb: &'static str,
+        quiet: bool,
+    ) -> anyhow::Result<Self> {
         let (control, progress) = (Control::new(), Progress::new());
         let socket = socket.map(|path| listen(path, job, &control, &progress)).transpose()?;
         let signals = SignalWatch::start(job, &control, &progress)?;

@@ -17,8 +17,8 @@ use limosa_snapshot::{Manifest, PendingFile, Published, SnapshotWriter, Via, Wri
 use serde_json::json;
 
 use crate::args::ReceiveArgs;
-use crate::endpoint::{self, Other, Wire};
-use crate::job::Surroundings;
+use crate::endpoint::{self, PeerEnd, Wire};
+use crate::job::JobHandles;
 use crate::words;
 use limosa_console::{print_out, say};
 
@@ -36,10 +36,10 @@ pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     let tls = args.tls.read()?;
     // Refused before anybody is waited for.
     let pending = PendingFile::create(&args.snapshot, args.new.force)?;
-    let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
-    surroundings.control.set_max_bandwidth(args.endpoint.max_bandwidth);
-    let received = receive(args, tls, pending, &surroundings);
-    drop(surroundings);
+    let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
+    handles.control.set_max_bandwidth(args.endpoint.max_bandwidth);
+    let received = receive(args, tls, pending, &handles);
+    drop(handles);
     let received = received?;
     tell(args, &received);
     if args.endpoint.json {
@@ -62,16 +62,16 @@ fn receive(
     args: &ReceiveArgs,
     tls: Option<Tls>,
     pending: PendingFile,
-    surroundings: &Surroundings,
+    handles: &JobHandles,
 ) -> anyhow::Result<Received> {
-    let control = &surroundings.control;
+    let control = &handles.control;
     let mut writer = SnapshotWriter::new(
         pending,
         WriteOptions { durability: args.new.durability(), checksum: args.new.checksum, write_behind: true },
     )?;
     let options = Options { get_rate: Some(control.rate().clone()), tls, ..Options::default() };
     let count = args.channels.channels.unwrap_or(0);
-    let Wire { channel, pages, end } = Wire::from(&args.uri, &options, (count, args.endpoint.timeout), surroundings)?;
+    let Wire { channel, pages, end } = Wire::from(&args.uri, &options, (count, args.endpoint.timeout), handles)?;
     let begun = Instant::now();
     let options = DestinationOptions {
         patience: Some(args.endpoint.timeout.unwrap_or(PATIENCE)),
@@ -80,7 +80,7 @@ fn receive(
         ..DestinationOptions::default()
     };
     let multifd = MultifdOptions { compression: args.channels.compression };
-    let destination = Destination::new(channel, control, &surroundings.progress, options).with_channels(pages, multifd);
+    let destination = Destination::new(channel, control, &handles.progress, options).with_channels(pages, multifd);
     let incoming = match destination.receive(&mut writer) {
         Ok(incoming) => incoming,
         Err(error) => return Err(unreceived(error, end)),
@@ -90,7 +90,7 @@ fn receive(
     let stats = incoming.stats;
     let patience = args.endpoint.timeout.unwrap_or(PATIENCE);
     let published = if answered {
-        let published = publish(&incoming, writer, surroundings)?;
+        let published = publish(&incoming, writer, handles)?;
         hand_over(incoming, &published.path).map_err(|error| afterwards(&published.path, error))??;
         end.finish(patience).map_err(|error| afterwards(&published.path, error))?;
         published
@@ -99,13 +99,13 @@ fn receive(
         if end.is_command() {
             end.finish(patience).map_err(|error| anyhow!("{error}; nothing was kept"))?;
         }
-        publish(&incoming, writer, surroundings)?
+        publish(&incoming, writer, handles)?
     };
-    surroundings.progress.enter(Phase::Completed);
+    handles.progress.enter(Phase::Completed);
     Ok(Received { published, stats, file, answered, elapsed: begun.elapsed() })
 }
 
-fn unreceived(error: MigrateError, end: Other) -> anyhow::Error {
+fn unreceived(error: MigrateError, end: PeerEnd) -> anyhow::Error {
     let hint = match &error {
         MigrateError::OneWay { .. } => "; to receive a recorded stream, use --one-way",
         MigrateError::Sink(_) => "",
@@ -116,11 +116,11 @@ fn unreceived(error: MigrateError, end: Other) -> anyhow::Error {
 }
 
 /// Gives the file its name, or tells the source that this side failed.
-fn publish(incoming: &Incoming, writer: SnapshotWriter, surroundings: &Surroundings) -> anyhow::Result<Published> {
+fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) -> anyhow::Result<Published> {
     let mut manifest = Manifest::new();
     manifest.via = Some(Via::Socket);
     manifest.pages.resent = incoming.stats.resent_pages;
-    let published = surroundings
+    let published = handles
         .control
         .check()
         .map_err(anyhow::Error::from)

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use crate::args::{HowArgs, ModeArg, PreemptArg, RestoreArgs, ZeroPageDetectionArg};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
-use crate::job::{self, Surroundings};
+use crate::job::{self, JobHandles};
 use crate::words;
 use limosa_console::{print_out, say};
 
@@ -51,15 +51,15 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let monitor = job::connect(&args.job.qmp)?;
     let snapshot = stored.snapshot("and restoring it eagerly", args.pager)?;
     let options = options(&args.how, converted);
-    let surroundings = Surroundings::new(&args.job, Job::Restore, "restoring", args.pager)?;
+    let handles = JobHandles::new(&args.job, Job::Restore, "restoring", args.pager)?;
     let observer = Observer::new(begun, reporter, args.pager, args.how.paused);
     let go = if args.recover { recover } else { restore };
     // A detached pager must not hold its caller's terminal open, and neither must its guard.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
     let guard = || Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp(), stderr())?));
-    let done = go(&monitor, &snapshot, snapshot.path(), &options, surroundings.watch(), &observer, &guard);
-    let phase = surroundings.progress.read().phase;
-    drop(surroundings);
+    let done = go(&monitor, &snapshot, snapshot.path(), &options, handles.watch(), &observer, &guard);
+    let phase = handles.progress.read().phase;
+    drop(handles);
     let report = match done {
         Ok(report) => report,
         Err(error) => {

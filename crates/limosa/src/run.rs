@@ -18,7 +18,7 @@ use limosa_qemu::guard::Guard;
 use limosa_qemu::job::Watch;
 use limosa_qemu::launch::{CommandLine, check, launch};
 use limosa_qemu::monitor::Monitor;
-use limosa_qemu::qmp::{Options, Qmp, QmpError};
+use limosa_qemu::qmp::{Options, QmpError};
 use limosa_qemu::restore::{RestoreReport, restore};
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
@@ -46,7 +46,11 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
     let mut qemu = Qemu { child, relay, program: program(&args.command) };
     let attempt = match greeted {
-        Ok(qmp) => attempt(args, line, verbose, &snapshot, qmp, &qemu.relay),
+        Ok(qmp) => {
+            let monitor = Arc::new(Monitor::new(qmp));
+            qemu.relay.quiet(&monitor);
+            attempt(args, line, verbose, &snapshot, monitor)
+        }
         Err(error) => Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, monitor: None },
     };
     // Nobody reads this file any more, or nobody can.
@@ -98,9 +102,7 @@ struct Attempt {
     monitor: Option<Arc<Monitor>>,
 }
 
-fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, qmp: Qmp, relay: &Relay) -> Attempt {
-    let monitor = Arc::new(Monitor::new(qmp));
-    relay.quiet(&monitor);
+fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, monitor: Arc<Monitor>) -> Attempt {
     let (control, progress) = (Control::new(), Progress::new());
     control.set_max_bandwidth(args.steer.max_bandwidth);
     let paused = args.how.paused || (line.paused && !args.how.run);

@@ -11,17 +11,17 @@ use limosa_snapshot::{Disk, Via};
 use serde_json::json;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, ViaArg};
-use crate::job::{self, Surroundings};
+use crate::job::{self, JobHandles};
 use crate::words;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
-    let surroundings = Surroundings::new(&args.job, Job::Save, "saving", false)?;
-    let report = save(&monitor, &args.snapshot, &options(args), surroundings.watch(), || {
+    let handles = JobHandles::new(&args.job, Job::Save, "saving", false)?;
+    let report = save(&monitor, &args.snapshot, &options(args), handles.watch(), || {
         Ok(Some(Guard::spawn(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp())?))
     });
-    drop(surroundings);
+    drop(handles);
     let report = report?;
     tell(&report);
     if args.job.json {

@@ -2,7 +2,7 @@
 
 use limosa_console::quantity;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, bail};
@@ -17,7 +17,7 @@ use serde_json::json;
 use crate::args::{PreemptArg, SendArgs, SendModeArg};
 use crate::endpoint::{self, Wire};
 use crate::import::Stored;
-use crate::job::Surroundings;
+use crate::job::JobHandles;
 use crate::restore;
 use crate::words;
 use limosa_console::{print_out, say};
@@ -54,10 +54,10 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     let snapshot = stored.snapshot("and sending it", false)?;
     snapshot.check_restorable()?;
     snapshot.lock_serving()?;
-    let surroundings = Surroundings::over(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
-    surroundings.control.set_max_bandwidth(args.endpoint.max_bandwidth);
-    let sent = send(args, tls, &snapshot, &surroundings);
-    drop(surroundings);
+    let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
+    handles.control.set_max_bandwidth(args.endpoint.max_bandwidth);
+    let sent = send(args, tls, &snapshot, &handles);
+    drop(handles);
     let sent = sent?;
     tell(args, &sent);
     if args.endpoint.json {
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &Surroundings) -> anyhow::Result<Sent> {
+fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, handles: &JobHandles) -> anyhow::Result<Sent> {
     let begun = Instant::now();
     let limit = args.endpoint.timeout;
     let options = Options {
@@ -87,12 +87,13 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
     multifd.check_zero_copy(snapshot, !args.endpoint.one_way)?;
     let Wire { channel, pages, end } = Wire::to(&args.uri, &options, args.channels.channels.unwrap_or(0))?;
     let answers = end.answers() && !args.endpoint.one_way;
-    let guest_runs = AtomicBool::new(false);
+    let start = GuestStart { begun, after: OnceLock::new() };
     let sent = if args.recover || args.mode == SendModeArg::Postcopy {
         if !answers {
             anyhow::bail!("{}: postcopy needs a return path for page requests, and this URI has none", args.uri);
         }
-        postcopy(args, snapshot, channel, &options, surroundings, (begun, &guest_runs))
+        let source = PostcopySource::new(snapshot, channel, &handles.control, &handles.progress);
+        postcopy(args, source, &options, &start)
     } else {
         let options = PrecopyOptions {
             return_path: answers,
@@ -100,7 +101,7 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
             patience: limit.unwrap_or(PATIENCE),
             ..PrecopyOptions::default()
         };
-        let source = PrecopySource::new(snapshot, channel, &surroundings.control, &surroundings.progress, options)
+        let source = PrecopySource::new(snapshot, channel, &handles.control, &handles.progress, options)
             .with_channels(pages, multifd);
         source.and_then(PrecopySource::run).map(|stats| Sent {
             normal: stats.normal_pages,
@@ -126,35 +127,36 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, surroundings: &S
             Ok(sent)
         }
         Err(error) => {
-            let advice = advice(args, &error, guest_runs.load(Ordering::Acquire));
+            let advice = advice(args, &error, start.after.get().is_some());
             Err(anyhow!("{}{advice}", limosa_console::one_line(&end.explain(error))))
         }
     }
 }
 
-fn postcopy(
-    args: &SendArgs,
-    snapshot: &Snapshot,
-    channel: Channel,
-    options: &Options,
-    surroundings: &Surroundings,
-    (begun, guest_runs): (Instant, &AtomicBool),
+/// When the guest began to run at the destination.
+struct GuestStart {
+    begun: Instant,
+    /// Measured from `begun`; empty until the guest runs.
+    after: OnceLock<Duration>,
+}
+
+fn postcopy<'a>(
+    args: &'a SendArgs,
+    source: PostcopySource<'a, Snapshot>,
+    options: &'a Options,
+    start: &'a GuestStart,
 ) -> Result<Sent, MigrateError> {
-    let to_guest = std::sync::OnceLock::new();
     let mut postcopy = PostcopyOptions { page_sizes: args.page_size.iter().cloned().collect(), ..Default::default() };
     if let Some(limit) = args.endpoint.timeout {
         postcopy.patience = limit;
     }
-    let mut source = PostcopySource::new(snapshot, channel, &surroundings.control, &surroundings.progress)
-        .with_options(postcopy)
-        .on_milestone(|milestone| {
-            if milestone == Milestone::DevicesLoaded {
-                guest_runs.store(true, Ordering::Release);
-                let after = *to_guest.get_or_init(|| begun.elapsed());
-                let what = if args.recover { "the destination continues" } else { "the guest runs" };
-                say!("{what} after {}; its memory follows", quantity::time(after));
-            }
-        });
+    let mut source = source.with_options(postcopy).on_milestone(|milestone| {
+        if milestone == Milestone::DevicesLoaded {
+            let after = *start.after.get_or_init(|| start.begun.elapsed());
+            let what = if args.recover { "the destination continues" } else { "the guest runs" };
+            say!("{what} after {}; its memory follows", quantity::time(after));
+        }
+    });
     if args.preempt == PreemptArg::On {
         source = source.with_preempt(Box::new(|| Channel::connect(&args.uri, options)));
     }
@@ -164,7 +166,7 @@ fn postcopy(
         zero: stats.zero_pages,
         channel: stats.main,
         lazy: Some(LazyReport { request_latency: stats.request_latency, main: stats.main, preempt: stats.preempt }),
-        to_guest: to_guest.get().copied(),
+        to_guest: start.after.get().copied(),
         answered: true,
         elapsed: stats.elapsed,
     })

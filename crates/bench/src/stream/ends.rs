@@ -46,7 +46,7 @@ enum Setup {
 
 /// A line that tells a source where to.
 #[derive(Debug, Serialize, Deserialize)]
-struct Send {
+struct SendOrder {
     uri: String,
     way: Way,
     /// Bytes that the guest has no use for.
@@ -91,7 +91,7 @@ mod zero_copy {
 
 impl Way {
     /// In packets on so many channels beside the main one, as it is best there.
-    pub(crate) fn beside(channels: u8) -> Self {
+    pub(crate) fn multifd(channels: u8) -> Self {
         Self { channels, zero_copy: ZeroCopy::Auto, ..Self::default() }
     }
 
@@ -278,7 +278,7 @@ impl<'c> Source<'c> {
         let all = Stopwatch::start(&[sender, receiver])?;
         let before = [process_cpu(sender)?, process_cpu(receiver)?];
         let begun = Instant::now();
-        self.child.tell(&Send { uri, way, free })?;
+        self.child.tell(&SendOrder { uri, way, free })?;
         let Answer::Sent { pages, zeros, calls, bytes, cpu, guest, lent } = self.child.answer()? else {
             bail!("the source has not sent")
         };

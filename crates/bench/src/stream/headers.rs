@@ -23,7 +23,7 @@ fn case(memory: u64) -> String {
 /// Those that are wanted.
 pub(super) fn contestants<'s>(options: &'s Options, stage: &'s Stage<'_>, memory: u64) -> Vec<Contestant<'s>> {
     let packet =
-        |(variant, pages)| (variant, Way { packet_pages: Some(pages), ..Way::beside(1).leaving(ZeroCopy::Off) });
+        |(variant, pages)| (variant, Way { packet_pages: Some(pages), ..Way::multifd(1).leaving(ZeroCopy::Off) });
     let all = [(RECORDS, Way::default())].into_iter().chain(PACKETS.map(packet));
     all.filter(|(variant, _)| options.wants(&case(memory), variant))
         .map(|(variant, way)| Contestant {

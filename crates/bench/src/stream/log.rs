@@ -28,7 +28,7 @@ const LIMIT: f64 = 0.025;
 const RUNS: [(&str, u64); 2] = [("single pages", 1), ("runs of 64", 64)];
 
 /// What a back end has shared: its end of the log.
-type Shared = Arc<Mutex<Option<OwnedFd>>>;
+type SharedLog = Arc<Mutex<Option<OwnedFd>>>;
 
 /// A log that is on, and what is written to it by hand.
 struct Stage {
@@ -41,7 +41,7 @@ struct Stage {
 impl Stage {
     fn new() -> Result<Self> {
         let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("ram", GUEST).map()?])?);
-        let shared = Shared::default();
+        let shared = SharedLog::default();
         let given = Arc::clone(&shared);
         let mut log = VhostLog::new(Arc::clone(&memory), move |base| {
             let fd = base.map(|base| base.fd.try_clone_to_owned()).transpose()?;

@@ -50,8 +50,8 @@ fn variant(way: &str) -> String {
 
 /// Whether any of them is wanted.
 pub(super) fn wanted(options: &Options, memory: u64) -> bool {
-    let beside = [COPIED, GATHERED, SPLICED].map(variant);
-    beside.iter().map(String::as_str).chain([ALONE]).any(|variant| options.wants(&case(memory), variant))
+    let variants = [COPIED, GATHERED, SPLICED].map(variant);
+    variants.iter().map(String::as_str).chain([ALONE]).any(|variant| options.wants(&case(memory), variant))
 }
 
 /// Those that are wanted. The neighbour and the sender are on the first core; where there is only one, so is everybody else.
@@ -70,7 +70,7 @@ pub(super) fn contestants<'s>(
         let measured = Measured { wall: begun.elapsed(), cpu, ..Measured::default() };
         Ok(measured.with(STEP, per_step(steps, cpu)))
     };
-    let beside = move |way| {
+    let with_neighbour = move |way| {
         let way = Way { max_bandwidth: GIGABIT, ..way };
         stage.pin(Some(first_core()?))?;
         let mut neighbour = neighbour.borrow_mut();
@@ -80,12 +80,12 @@ pub(super) fn contestants<'s>(
         Ok(measured?.with(STEP, per_step(steps, cpu)))
     };
     let copied = Way { copied: true, ..Way::default() };
-    let spliced = Way::beside(1).leaving(ZeroCopy::Splice);
+    let spliced = Way::multifd(1).leaving(ZeroCopy::Splice);
     let all: [(String, crate::frame::Run<'s>); 4] = [
         (ALONE.into(), Box::new(alone)),
-        (variant(COPIED), Box::new(move |_| beside(copied))),
-        (variant(GATHERED), Box::new(move |_| beside(Way::default()))),
-        (variant(SPLICED), Box::new(move |_| beside(spliced))),
+        (variant(COPIED), Box::new(move |_| with_neighbour(copied))),
+        (variant(GATHERED), Box::new(move |_| with_neighbour(Way::default()))),
+        (variant(SPLICED), Box::new(move |_| with_neighbour(spliced))),
     ];
     let wanted = all.into_iter().filter(|(variant, _)| options.wants(&case(memory), variant));
     wanted.map(|(variant, run)| Contestant { case: case(memory), variant, run }).collect()

@@ -14,19 +14,25 @@ use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::namespaces::Loopback;
 use crate::vm::{Ram, Role, Vm};
 
-/// Sends the VM of `source` once, to a fresh destination. QEMU is left at its defaults but for the bandwidth, which is not
-/// limited, and the number of channels.
-pub(super) fn run(
-    options: &Options,
-    memory: u64,
-    (source, network): (&Vm, Option<&Loopback>),
-    transport: Transport,
-    channels: u8,
-    frame: &Frame,
-) -> Result<Measured> {
+/// A VM that is sent, and between which ends.
+#[derive(Clone, Copy)]
+pub(super) struct Sender<'a> {
+    pub(super) vm: &'a Vm,
+    /// Bytes of its memory.
+    pub(super) memory: u64,
+    /// The network of both ends; `None` is the machine's own.
+    pub(super) network: Option<&'a Loopback>,
+    pub(super) transport: Transport,
+    pub(super) channels: u8,
+}
+
+/// Sends the VM once, to a fresh destination. QEMU is left at its defaults but for the bandwidth, which is not limited, and
+/// the number of channels.
+pub(super) fn run(options: &Options, sender: Sender<'_>, frame: &Frame) -> Result<Measured> {
+    let source = sender.vm;
     let fresh = Ram::Own { content: None };
-    let destination = Vm::start_in(network, &options.qemu, memory, fresh, Role::Destination)?;
-    let uri = match transport {
+    let destination = Vm::start_in(sender.network, &options.qemu, sender.memory, fresh, Role::Destination)?;
+    let uri = match sender.transport {
         Transport::Unix => format!("unix:{}", destination.at("incoming").display()),
         Transport::Tcp => format!("tcp:127.0.0.1:{}", free_port()?),
     };
@@ -36,7 +42,7 @@ pub(super) fn run(
     source.forget_events()?;
     for side in [source, &destination] {
         side.tune(&[("multifd", true)])?;
-        side.monitor.set(&Settings::new().parameter("multifd-channels", channels))?;
+        side.monitor.set(&Settings::new().parameter("multifd-channels", sender.channels))?;
     }
     frame.touch()?;
     let all = Stopwatch::start(&[destination.pid(), source.pid()])?;
@@ -46,18 +52,18 @@ pub(super) fn run(
     source.monitor.migrate(&uri, false)?;
     let end = destination.wait_migration(&MigrationStatus::Completed)?;
     source.wait_migration(&MigrationStatus::Completed)?;
-    let sender = process_cpu(source.pid())?.saturating_sub(before[0]);
-    let receiver = process_cpu(destination.pid())?.saturating_sub(before[1]);
+    let sender_cpu = process_cpu(source.pid())?.saturating_sub(before[0]);
+    let receiver_cpu = process_cpu(destination.pid())?.saturating_sub(before[1]);
     let measured = all.stop()?;
     let wall = end.duration_since(begin).context("the clock was set back meanwhile")?;
     let pages = source.monitor.migration()?.ram.map_or(0, |ram| ram.normal);
     Ok(Measured { wall, ..measured }
-        .with(super::SENDER, millis(sender))
-        .with(super::RECEIVER, millis(receiver))
+        .with(super::SENDER, millis(sender_cpu))
+        .with(super::RECEIVER, millis(receiver_cpu))
         .with("pages", pages))
 }
 
-/// A port of the loopback interface on which nobody listens. Somebody may take it before QEMU does, who then refuses.
+/// A free port of the loopback interface. If another process takes it before QEMU does, QEMU refuses to start.
 fn free_port() -> Result<u16> {
     let listener = TcpListener::bind(("127.0.0.1", 0)).context("a port of the loopback interface")?;
     Ok(listener.local_addr()?.port())

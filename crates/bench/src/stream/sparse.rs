@@ -41,7 +41,7 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
     }
     let run = |size: u64, source: &RefCell<Source<'_>>| {
         let frame = Frame { touch: options.touch.unwrap_or(size / EVERY) };
-        source.borrow_mut().send(Transport::Tcp, Way::beside(CHANNELS), || frame.touch())
+        source.borrow_mut().send(Transport::Tcp, Way::multifd(CHANNELS), || frame.touch())
     };
     let mut contestants: Vec<_> = sources
         .iter()

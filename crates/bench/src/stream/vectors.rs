@@ -79,13 +79,13 @@ impl Vectors {
             options.tell(&format!("filling {}", words(memory)));
             let content = content(memory, group.contents)?;
             let stage = Stage::new(options, &content, memory, self.cable.as_ref().ok())?;
-            let beside = chased.then(|| Neighbour::start(first_core()?)).transpose()?.map(RefCell::new);
+            let neighbour = chased.then(|| Neighbour::start(first_core()?)).transpose()?.map(RefCell::new);
             let mut contestants = records::contestants(options, &stage, &group.cells);
             if by_header {
                 contestants.extend(headers::contestants(options, &stage, memory));
             }
-            if let Some(beside) = &beside {
-                contestants.extend(neighbour::contestants(options, &stage, beside, memory));
+            if let Some(neighbour) = &neighbour {
+                contestants.extend(neighbour::contestants(options, &stage, neighbour, memory));
             }
             let mut tell = |line: &str| options.tell(line);
             all.extend(interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut tell)?);

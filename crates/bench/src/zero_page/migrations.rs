@@ -38,7 +38,7 @@ pub(super) fn rounds(options: &Options) -> Result<Vec<Series>> {
         for channels in CHANNELS {
             for zeros in ZeroPages::ALL {
                 if options.wants(&case(guest, channels), variant(zeros)) {
-                    let way = Way::beside(channels).with_zeros(zeros);
+                    let way = Way::multifd(channels).with_zeros(zeros);
                     contestants.push(Contestant {
                         case: case(guest, channels),
                         variant: variant(zeros).into(),

@@ -40,12 +40,12 @@ const EARLY_LIMIT: f64 = 10.0;
 const OF_BANDWIDTH: f64 = 0.9;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum CacheState {
     Cold,
     Hot,
 }
 
-impl Place {
+impl CacheState {
     fn name(self) -> &'static str {
         match self {
             Self::Cold => "cold",
@@ -128,8 +128,8 @@ fn count(zero: impl Iterator<Item = bool>) -> u64 {
     zero.map(u64::from).sum()
 }
 
-fn case(place: Place, contents: Contents) -> String {
-    format!("{}, {}", place.name(), contents.name())
+fn case(cache: CacheState, contents: Contents) -> String {
+    format!("{}, {}", cache.name(), contents.name())
 }
 
 /// What was measured, and of how much.
@@ -147,10 +147,10 @@ pub(super) fn rounds(options: &Options) -> Result<Measurements> {
     let mut measurements = Measurements { all: Vec::new(), cold, hot };
     let mut memory: Option<Mapping> = None;
     for contents in Contents::ALL {
-        let wanted: Vec<(Place, Way)> = [Place::Cold, Place::Hot]
+        let wanted: Vec<(CacheState, Way)> = [CacheState::Cold, CacheState::Hot]
             .into_iter()
-            .flat_map(|place| Way::all(contents).map(move |way| (place, way)))
-            .filter(|(place, way)| options.wants(&case(*place, contents), &way.name()))
+            .flat_map(|cache| Way::all(contents).map(move |way| (cache, way)))
+            .filter(|(cache, way)| options.wants(&case(*cache, contents), &way.name()))
             .collect();
         if wanted.is_empty() {
             continue;
@@ -167,14 +167,14 @@ pub(super) fn rounds(options: &Options) -> Result<Measurements> {
         contents.fill(memory.bytes_mut());
         let memory: &[u8] = memory.bytes();
         let mut contestants = Vec::new();
-        for (place, way) in wanted {
-            let len = usize::try_from(if place == Place::Cold { cold } else { hot })?;
+        for (cache, way) in wanted {
+            let len = usize::try_from(if cache == CacheState::Cold { cold } else { hot })?;
             let memory = memory.get(..len).context("hot memory beyond the cold")?;
             let zeros = Way::Pages(Method::Portable).look(memory).unwrap_or(0);
             contestants.push(Contestant {
-                case: case(place, contents),
+                case: case(cache, contents),
                 variant: way.name(),
-                run: Box::new(move |_: &Frame| run(way, memory, place.times(contents), zeros)),
+                run: Box::new(move |_: &Frame| run(way, memory, cache.times(contents), zeros)),
             });
         }
         let done = interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))?;
@@ -209,7 +209,7 @@ fn run(way: Way, memory: &[u8], times: u64, zeros: u64) -> Result<Measured> {
 pub(super) fn judge(report: &mut Report, measured: &Measurements) {
     let Measurements { all, cold, hot } = measured;
     let best = Method::best();
-    let zero = case(Place::Cold, Contents::Zero);
+    let zero = case(CacheState::Cold, Contents::Zero);
     let cache = caches::known_last_level();
     let why = match cache {
         None => "the size of the last-level cache is not known".to_owned(),
@@ -229,8 +229,8 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
         }
         report.ratios.extend(found);
     }
-    let early = case(Place::Hot, Contents::Early);
-    let pages = hot / PAGE_SIZE * Place::Hot.times(Contents::Early);
+    let early = case(CacheState::Hot, Contents::Early);
+    let pages = hot / PAGE_SIZE * CacheState::Hot.times(Contents::Early);
     for way in [Way::IsZero, Way::Runs(best)] {
         #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
         let got = figure(all, &early, &way.name(), "cpu").map(|cpu| cpu.median * 1e9 / pages as f64);
@@ -238,8 +238,8 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
         report.targets.push(Target::new(name, Bound::AtMost(EARLY_LIMIT), got, NOT_RUN));
     }
     for contents in Contents::ALL {
-        for place in [Place::Cold, Place::Hot] {
-            let case = case(place, contents);
+        for cache in [CacheState::Cold, CacheState::Hot] {
+            let case = case(cache, contents);
             let runs = Way::Runs(best).name();
             for other in [Way::Iterator, Way::Pages(Method::Plain), Way::Pages(best), Way::Runs(Method::Avx512)] {
                 report.ratios.extend(ratio(all, &case, &runs, &other.name(), "cpu").filter(|_| runs != other.name()));

@@ -125,16 +125,16 @@ impl End {
         let zero_copy = self.settings.zero_copy;
         // Over TLS it has shaken hands then; the others do so on their own threads.
         let tls = self.tls.clone().map(Tls::deferred);
-        let beside = (0..self.settings.channels).map(|_| connect(uri, zero_copy, tls.clone()));
-        let beside = beside.collect::<Result<Vec<_>, _>>();
-        let beside = beside.map_err(|error| error.to_string())?;
+        let multifd_channels = (0..self.settings.channels).map(|_| connect(uri, zero_copy, tls.clone()));
+        let multifd_channels = multifd_channels.collect::<Result<Vec<_>, _>>();
+        let multifd_channels = multifd_channels.map_err(|error| error.to_string())?;
         let multifd =
             MultifdSourceOptions { compression: self.settings.compression, ..MultifdSourceOptions::default() };
         let (control, progress) = (&migration.control, &migration.progress);
         let source = LiveSource::new(&self.vm, logs, main, control, progress)
             .with_params(self.settings.params())
             .shared_memory(self.settings.shared_memory());
-        let source = source.with_channels(beside, multifd).map_err(|error| error.to_string())?;
+        let source = source.with_channels(multifd_channels, multifd).map_err(|error| error.to_string())?;
         let source = source.with_postcopy(match self.settings.postcopy {
             Postcopy::Off => limosa_migrate::Postcopy::Off,
             Postcopy::AfterRounds(_) => limosa_migrate::Postcopy::Allowed,

@@ -89,7 +89,7 @@ struct State {
 }
 
 /// What the threads share.
-struct Shared {
+struct HeapInner {
     ram: Ram,
     /// Its block, where the guest sees that, and its first page as [`Ram`] counts.
     block: usize,
@@ -106,7 +106,7 @@ struct Shared {
 
 /// The heap of a guest. It stands still when it is made; dropping it ends it.
 pub struct Heap {
-    shared: Arc<Shared>,
+    shared: Arc<HeapInner>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -160,7 +160,7 @@ impl Heap {
             running: false,
             ended: false,
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(HeapInner {
             ram: Ram::whole(Arc::clone(memory)),
             block,
             address,
@@ -172,8 +172,8 @@ impl Heap {
             changed: Condvar::new(),
         });
         let mut heap = Self { shared, threads: Vec::new() };
-        heap.spawn("balloon driver", Shared::drive)?;
-        heap.spawn("balloon device", Shared::pass_on)?;
+        heap.spawn("balloon driver", HeapInner::drive)?;
+        heap.spawn("balloon device", HeapInner::pass_on)?;
         heap.shared.programs.enter();
         let programs = heap.spawn("heap", |shared| {
             let ended = catch_unwind(AssertUnwindSafe(|| shared.run_programs()));
@@ -184,7 +184,7 @@ impl Heap {
         Ok(heap)
     }
 
-    fn spawn(&mut self, name: &str, does: fn(&Shared)) -> Result<(), GuestError> {
+    fn spawn(&mut self, name: &str, does: fn(&HeapInner)) -> Result<(), GuestError> {
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || does(&shared));
         let failed = |source| GuestError::Kernel { kind: GuestKind::Threads, operation: "a thread", source };
@@ -301,7 +301,7 @@ pub struct FreeHeap {
     pub held_pages: u64,
 }
 
-impl Shared {
+impl HeapInner {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -450,7 +450,7 @@ impl State {
 }
 
 /// The balloon's device, as the engine sees it.
-struct Balloon(Arc<Shared>);
+struct Balloon(Arc<HeapInner>);
 
 impl FreePages for Balloon {
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {

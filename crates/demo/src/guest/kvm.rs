@@ -65,7 +65,7 @@ impl KvmGuest {
         let guest = Self::receive(memory, options.log)?;
         let state = super::new_state(KIND, guest.visible(), RESERVED, code::SPACING, options)?;
         guest.memory().block(0)?.write(0, &code::image(&state.plan))?;
-        for page in RESERVED..RESERVED + state.plan.filled {
+        for page in RESERVED..RESERVED + state.plan.layout.filled {
             guest.ram.store(page, state.plan.contents(page, 0));
         }
         guest.live(state, true)?;

@@ -108,16 +108,22 @@ fn inverse_of(number: u64, modulus: u64) -> Option<u64> {
     (before == 1).then(|| u64::try_from(factor_before.rem_euclid(m)).ok())?
 }
 
-/// What all of a guest's writers do.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Plan {
-    pub(super) seed: u32,
+/// The parts of a guest's memory, in pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Layout {
     /// Pages in front that are the guest's own (its code).
     pub(super) reserved: u64,
     /// Pages that have contents from the beginning, behind those.
     pub(super) filled: u64,
-    /// Pages that are written, from the same place on.
+    /// Pages that are written, from the same page on as the filled ones.
     pub(super) working: u64,
+}
+
+/// What all of a guest's writers do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Plan {
+    pub(super) seed: u32,
+    pub(super) layout: Layout,
     /// Of how many words of a page one is written.
     pub(super) spacing: usize,
     pub(super) shares: Vec<Share>,
@@ -125,16 +131,16 @@ pub(super) struct Plan {
 
 impl Plan {
     /// `writers` is at least 1 and at most `working`.
-    pub(super) fn new(seed: u32, reserved: u64, filled: u64, working: u64, spacing: usize, writers: u16) -> Self {
+    pub(super) fn new(seed: u32, layout: Layout, spacing: usize, writers: u16) -> Self {
         let writers = u64::from(writers.max(1));
-        let border = |index: u64| reserved + index.saturating_mul(working) / writers;
+        let border = |index: u64| layout.reserved + index.saturating_mul(layout.working) / writers;
         let shares = (0..writers).map(|index| Share::new(border(index), (border(index + 1) - border(index)).max(1)));
-        Self { seed, reserved, filled, working, spacing, shares: shares.collect() }
+        Self { seed, layout, spacing, shares: shares.collect() }
     }
 
     /// What a page in its `generation` holds; reserved pages are none of this.
     pub(super) fn contents(&self, page: u64, generation: u64) -> Contents {
-        if generation == 0 && page >= self.reserved.saturating_add(self.filled) {
+        if generation == 0 && page >= self.layout.reserved.saturating_add(self.layout.filled) {
             return Contents::ZERO;
         }
         Contents::of(self.seed, page, generation, self.spacing)
@@ -176,7 +182,7 @@ mod tests {
     #[test]
     fn the_shares_of_all_writers_are_the_working_set() {
         for (working, writers) in [(1, 1), (7, 3), (64, 64), (1000, 7)] {
-            let plan = Plan::new(1, 3, 0, working, 1, writers);
+            let plan = Plan::new(1, Layout { reserved: 3, filled: 0, working }, 1, writers);
             let mut next = 3;
             for share in &plan.shares {
                 assert_eq!(share.first, next);
@@ -199,7 +205,7 @@ mod tests {
 
     #[test]
     fn what_was_neither_filled_nor_written_is_zero() {
-        let plan = Plan::new(1, 0, 10, 20, 1, 2);
+        let plan = Plan::new(1, Layout { reserved: 0, filled: 10, working: 20 }, 1, 2);
         assert!(!plan.contents(9, 0).is_zero());
         assert!(plan.contents(10, 0).is_zero());
         assert!(!plan.contents(10, 1).is_zero());

@@ -83,7 +83,7 @@ impl Ram {
             for of_block in block.pages().iter() {
                 let generation = plan.generation(page, writes);
                 let expected = plan.contents(page, generation);
-                let known = page >= plan.reserved;
+                let known = page >= plan.layout.reserved;
                 // A hole is zero, and reading it would fill it.
                 if populated.get(of_block) || (known && !expected.is_zero()) {
                     block.read(of_block.offset(), &mut held)?;
@@ -201,6 +201,7 @@ mod tests {
     use limosa_memory::BlockOptions;
 
     use super::*;
+    use crate::guest::pattern::Layout;
 
     fn ram() -> Ram {
         let blocks = ["a", "b"].map(|name| BlockOptions::memfd(name, 8 << 12).map().unwrap());
@@ -218,7 +219,7 @@ mod tests {
 
     #[test]
     fn one_wrong_word_a_stale_page_and_one_at_another_place_are_found() {
-        let plan = Plan::new(3, 0, 12, 12, 1, 1);
+        let plan = Plan::new(3, Layout { reserved: 0, filled: 12, working: 12 }, 1, 1);
         type Harm = fn(&Ram, &Plan);
         let damage: [(&str, Harm); 4] = [
             ("one word", |ram, _| ram.memory().block(1).unwrap().write(4096 + 40, &[0xff]).unwrap()),
@@ -232,14 +233,17 @@ mod tests {
             damage(&ram, &plan);
             let error = ram.verify(&plan, &[0]).unwrap_err().to_string();
             assert!(error.contains("RAM block b"), "{what}: {error}");
-            let other = ram.verify(&Plan { reserved: 16, ..plan.clone() }, &[0]).unwrap().checksum;
+            let other = ram
+                .verify(&Plan { layout: Layout { reserved: 16, ..plan.layout }, ..plan.clone() }, &[0])
+                .unwrap()
+                .checksum;
             assert_ne!(before, other, "{what}");
         }
     }
 
     #[test]
     fn verifying_does_not_populate_what_is_zero() {
-        let (ram, plan) = (ram(), Plan::new(3, 0, 4, 4, 1, 1));
+        let (ram, plan) = (ram(), Plan::new(3, Layout { reserved: 0, filled: 4, working: 4 }, 1, 1));
         filled(&ram, &plan);
         let (file, _) = ram.memory().block(1).unwrap().file().unwrap();
         assert_eq!(rustix::fs::fstat(file).unwrap().st_blocks, 0);

@@ -4,7 +4,7 @@
 //! second, all ones: as fast as it can), the number of writers (u16), the counter of each (u64), the length of what the kind
 //! adds (u32) and that. Comes from another host, so nothing in it is believed.
 
-use super::pattern::{Plan, WORDS};
+use super::pattern::{Layout, Plan, WORDS};
 use super::{GuestError, GuestKind, Rate};
 
 /// Version of the format of a guest's state.
@@ -28,9 +28,9 @@ impl State {
         let mut bytes = vec![STATE_VERSION];
         let mut put = |number: &[u8]| bytes.extend_from_slice(number);
         put(&self.plan.seed.to_be_bytes());
-        put(&self.plan.reserved.to_be_bytes());
-        put(&self.plan.filled.to_be_bytes());
-        put(&self.plan.working.to_be_bytes());
+        put(&self.plan.layout.reserved.to_be_bytes());
+        put(&self.plan.layout.filled.to_be_bytes());
+        put(&self.plan.layout.working.to_be_bytes());
         put(&u32::try_from(self.plan.spacing).unwrap_or(1).to_be_bytes());
         let rate = match self.rate {
             Rate::BytesPerSecond(bytes) => bytes.min(u64::MAX - 1),
@@ -82,7 +82,7 @@ impl State {
             return Err(reader.wrong(format!("{length} bytes should follow, and {} do", extra.len())));
         }
         let extra = extra.to_vec();
-        Ok(Self { plan: Plan::new(seed, reserved, filled, working, spacing, writers), rate, writes, extra })
+        Ok(Self { plan: Plan::new(seed, Layout { reserved, filled, working }, spacing, writers), rate, writes, extra })
     }
 }
 
@@ -121,7 +121,7 @@ mod tests {
 
     fn state() -> State {
         State {
-            plan: Plan::new(7, 4, 100, 50, 128, 3),
+            plan: Plan::new(7, Layout { reserved: 4, filled: 100, working: 50 }, 128, 3),
             rate: Rate::Max,
             writes: vec![1, 2, u64::MAX],
             extra: b"registers".to_vec(),

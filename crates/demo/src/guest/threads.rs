@@ -43,7 +43,7 @@ impl Threads {
     pub(super) fn boot(memory: Arc<GuestMemory>, options: &GuestOptions) -> Result<Self, GuestError> {
         let guest = Self::receive(memory, options.log)?;
         let state = super::new_state(KIND, guest.ram.pages(), 0, 1, options)?;
-        for page in 0..state.plan.filled {
+        for page in 0..state.plan.layout.filled {
             guest.ram.store(page, state.plan.contents(page, 0));
         }
         guest.live(state)?;

@@ -7,8 +7,8 @@
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
-use crate::chaos::bout::Bout;
 use crate::chaos::dice::Dice;
+use crate::chaos::proxied_migration::ProxiedMigration;
 use crate::chaos::*;
 use limosa_channel::Uri;
 use limosa_demo::Settings;
@@ -35,7 +35,7 @@ fn hinted(seed: u64) -> Settings {
 }
 
 /// What programs have is whole, and the driver gives back what it has held, as soon as it runs.
-fn assert_whole(end: &Living) {
+fn assert_whole(end: &EndProcess) {
     let until = Instant::now() + SOON;
     loop {
         let found = end.memory();
@@ -58,30 +58,30 @@ struct Sums {
 fn trial(settings: &Settings, seed: u64, sums: &mut Sums) {
     println!("seed {seed}");
     let mut dice = Dice::new(seed ^ 0xb411);
-    let mut bout = Bout::new(settings);
+    let mut migration = ProxiedMigration::new(settings);
     let strikes = dice.below(3) == 0;
     let mut killed = None;
     if strikes {
-        bout.migrate_up_to(Direction::Forward, 4096 + dice.below(settings.memory / 2));
+        migration.migrate_up_to(Direction::Forward, 4096 + dice.below(settings.memory / 2));
         if dice.coin() {
-            bout.destination.kill();
+            migration.destination.kill();
             killed = Some(Role::Destination);
         } else {
-            bout.proxy.cut();
+            migration.proxy.cut();
         }
-        bout.proxy.go_on(Direction::Forward);
+        migration.proxy.go_on(Direction::Forward);
     } else {
-        bout.migrate();
+        migration.migrate();
     }
-    let Bout { place, source, destination, .. } = &mut bout;
-    settle(source, destination);
+    let ProxiedMigration { scene, source, destination, .. } = &mut migration;
+    wait_stable(source, destination);
     while can_recover(source, destination) {
-        let at = destination.monitor.listen("migrate-recover", &Uri::Unix(place.path("recovery"))).unwrap();
+        let at = destination.monitor.listen("migrate-recover", &Uri::Unix(scene.path("recovery"))).unwrap();
         let resume = serde_json::json!({ "uri": at.to_string(), "resume": true });
         source.monitor.execute("migrate", resume).unwrap();
-        settle(source, destination);
+        wait_stable(source, destination);
     }
-    let stuck = |source: &mut Living| {
+    let stuck = |source: &mut EndProcess| {
         source.status().is_some_and(|status| matches!(status.state, State::Undecided | State::PostcopyPaused))
     };
     let by_hand = stuck(source);
@@ -96,13 +96,13 @@ fn trial(settings: &Settings, seed: u64, sums: &mut Sums) {
         }
         Whereabouts::Source => {
             assert_whole(source);
-            let (place, again) = bout.retry(settings, false);
+            let (scene, again) = migration.retry(settings, false);
             assert_whole(&again);
-            return assert_lawful(&place, by_hand);
+            return assert_lawful(&scene, by_hand);
         }
         Whereabouts::Lost => assert!(killed.is_some(), "nobody was killed"),
     }
-    assert_lawful(place, by_hand);
+    assert_lawful(scene, by_hand);
 }
 
 fn many(count: u64, settings: impl Fn(u64) -> Settings) {

@@ -24,7 +24,7 @@ fn settings() -> Settings {
 }
 
 /// Has the source send its guest over the cable.
-fn set_off(cable: &Cable, source: &Living, destination: &Living, fresh: bool) {
+fn set_off(cable: &Cable, source: &EndProcess, destination: &EndProcess, fresh: bool) {
     let at = Uri::Tcp { host: cable.address(2), port: 0 };
     let at = destination.monitor.listen("migrate-incoming", &at).unwrap();
     migrate(source, &at, fresh);
@@ -46,10 +46,10 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
         let mut dice = Dice::new(seed ^ 0xcab1e);
         let (moment, pause) = (Duration::from_millis(dice.below(330)), dice.coin().then(|| dice.below(400)));
         println!("seed {seed}: pulled after {moment:?}, for {pause:?} ms");
-        let mut place = Place::new();
-        let source = place.start(Role::Source, &settings, Some(cable.namespace(0)));
-        let destination = place.start(Role::Destination, &settings, Some(cable.namespace(1)));
-        let (mut source, mut destination) = (place.meet(source), place.meet(destination));
+        let mut scene = Scene::new();
+        let source = scene.start(Role::Source, &settings, Some(cable.namespace(0)));
+        let destination = scene.start(Role::Destination, &settings, Some(cable.namespace(1)));
+        let (mut source, mut destination) = (scene.meet(source), scene.meet(destination));
         set_off(&cable, &source, &destination, true);
         thread::sleep(moment);
         cable.pull();
@@ -57,12 +57,12 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
             thread::sleep(Duration::from_millis(pause));
             cable.put_back();
         }
-        settle(&mut source, &mut destination);
+        wait_stable(&mut source, &mut destination);
         // What was in the kernels may come through now, and must not change anybody's mind for the worse.
         cable.put_back();
         let begun = Instant::now();
         while begun.elapsed() < Duration::from_millis(dice.below(300)) {
-            settle(&mut source, &mut destination);
+            wait_stable(&mut source, &mut destination);
         }
         let by_hand = source.status().is_some_and(|status| status.state == State::Undecided);
         let outcome = operate(&mut source, &mut destination, None, dice.coin());
@@ -72,15 +72,15 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
             Whereabouts::Destination => drop(destination.memory()),
             Whereabouts::Source => {
                 source.memory();
-                let again = place.start(Role::Destination, &settings, Some(cable.namespace(1)));
-                let mut again = place.meet(again);
+                let again = scene.start(Role::Destination, &settings, Some(cable.namespace(1)));
+                let mut again = scene.meet(again);
                 set_off(&cable, &source, &again, true);
                 let outcome = operate(&mut source, &mut again, None, true);
                 assert_eq!(outcome, Whereabouts::Destination, "another attempt: {}", words(&source.control));
                 again.memory();
             }
         }
-        assert_lawful(&place, by_hand);
+        assert_lawful(&scene, by_hand);
     }
     println!("{outcomes:?}");
 }

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use crate::chaos::bout::wait_for_byte;
 use crate::chaos::dice::Dice;
+use crate::chaos::proxied_migration::wait_for_byte;
 use crate::chaos::*;
 use limosa_channel::Uri;
 use limosa_demo::Settings;
@@ -22,24 +22,24 @@ enum Blow {
 }
 
 struct Trial {
-    place: Place,
-    source: Living,
-    destination: Living,
+    scene: Scene,
+    source: EndProcess,
+    destination: EndProcess,
     recoveries: u32,
 }
 
 impl Trial {
     fn new(settings: &Settings) -> Self {
-        let mut place = Place::new();
-        let source = place.start(Role::Source, settings, None);
-        let destination = place.start(Role::Destination, settings, None);
-        let (source, destination) = (place.meet(source), place.meet(destination));
-        Self { place, source, destination, recoveries: 0 }
+        let mut scene = Scene::new();
+        let source = scene.start(Role::Source, settings, None);
+        let destination = scene.start(Role::Destination, settings, None);
+        let (source, destination) = (scene.meet(source), scene.meet(destination));
+        Self { scene, source, destination, recoveries: 0 }
     }
 
     /// Has the destination listen behind a proxy of its own.
     fn listen(&self, command: &str) -> Proxy {
-        let name = |end: &str| self.place.path(&format!("{end}{}", self.recoveries));
+        let name = |end: &str| self.scene.path(&format!("{end}{}", self.recoveries));
         let proxy = Proxy::start(&name("proxy"), &name("real")).unwrap();
         self.destination.monitor.listen(command, &Uri::Unix(name("real"))).unwrap();
         proxy
@@ -70,7 +70,7 @@ impl Trial {
             self.recoveries += 1;
             assert!(self.recoveries < 20, "{}\n{}", words(&self.source.control), words(&self.destination.control));
             if self.recoveries == 1 {
-                let nowhere = Uri::Unix(self.place.path("no directory/socket"));
+                let nowhere = Uri::Unix(self.scene.path("no directory/socket"));
                 let refused = self.destination.monitor.listen("migrate-recover", &nowhere).unwrap_err().to_string();
                 assert!(refused.contains("No such file"), "{refused}");
             }
@@ -89,7 +89,7 @@ impl Trial {
             wait_for_byte(&proxy, direction, &mut self.source);
             proxy.cut();
             proxy.go_on(direction);
-            settle(&mut self.source, &mut self.destination);
+            wait_stable(&mut self.source, &mut self.destination);
         }
     }
 }
@@ -121,23 +121,23 @@ fn postcopies(settings: &Settings, count: u64, salt: u64) {
             .source
             .status()
             .is_some_and(|status| matches!(status.state, State::Undecided | State::PostcopyPaused));
-        let Trial { mut place, mut source, mut destination, recoveries } = trial;
+        let Trial { mut scene, mut source, mut destination, recoveries } = trial;
         let outcome = operate(&mut source, &mut destination, killed, dice.coin());
         match outcome {
             Whereabouts::Lost => assert!(killed.is_some(), "nobody was killed"),
             Whereabouts::Destination => drop(destination.memory()),
             Whereabouts::Source => {
                 source.memory();
-                let started = place.start(Role::Destination, settings, None);
-                let mut again = place.meet(started);
-                let at = again.monitor.listen("migrate-incoming", &Uri::Unix(place.path("again"))).unwrap();
+                let started = scene.start(Role::Destination, settings, None);
+                let mut again = scene.meet(started);
+                let at = again.monitor.listen("migrate-incoming", &Uri::Unix(scene.path("again"))).unwrap();
                 migrate(&source, &at, true);
                 let moved = operate(&mut source, &mut again, None, true);
                 assert_eq!(moved, Whereabouts::Destination, "another attempt: {}", words(&source.control));
                 again.memory();
             }
         }
-        assert_lawful(&place, by_hand);
+        assert_lawful(&scene, by_hand);
         let recovered = if recoveries > 0 { " recovered" } else { "" };
         *seen.entry(format!("{blow:?} {outcome:?}{recovered}")).or_insert(0) += 1;
     }

@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-use crate::chaos::bout::Bout;
 use crate::chaos::dice::Dice;
+use crate::chaos::proxied_migration::ProxiedMigration;
 use crate::chaos::*;
 use limosa_demo::Settings;
 use limosa_demo::guest::GuestKind;
@@ -40,21 +40,21 @@ struct Strike {
 
 /// Bytes of an undisturbed migration, both ways.
 fn undisturbed(settings: &Settings) -> (u64, u64) {
-    let mut bout = Bout::new(settings);
-    bout.migrate();
-    assert_eq!(operate(&mut bout.source, &mut bout.destination, None, true), Whereabouts::Destination);
-    bout.destination.memory();
-    assert_lawful(&bout.place, false);
-    (bout.proxy.passed(Direction::Forward), bout.proxy.passed(Direction::Backward))
+    let mut migration = ProxiedMigration::new(settings);
+    migration.migrate();
+    assert_eq!(operate(&mut migration.source, &mut migration.destination, None, true), Whereabouts::Destination);
+    migration.destination.memory();
+    assert_lawful(&migration.scene, false);
+    (migration.proxy.passed(Direction::Forward), migration.proxy.passed(Direction::Backward))
 }
 
 /// One migration, struck once. Where the guest was in the end.
 fn trial(settings: &Settings, strike: Strike, seed: u64) -> Whereabouts {
     println!("seed {seed}: {strike:?}");
     let mut dice = Dice::new(seed ^ 0xface);
-    let mut bout = Bout::new(settings);
-    bout.migrate_up_to(strike.direction, strike.byte);
-    let Bout { place, source, destination, proxy } = &mut bout;
+    let mut migration = ProxiedMigration::new(settings);
+    migration.migrate_up_to(strike.direction, strike.byte);
+    let ProxiedMigration { scene, source, destination, proxy } = &mut migration;
     let killed = match strike.blow {
         Blow::KillSource => {
             source.kill();
@@ -77,8 +77,8 @@ fn trial(settings: &Settings, strike: Strike, seed: u64) -> Whereabouts {
     if strike.blow != Blow::Silence {
         proxy.go_on(strike.direction);
     }
-    let by_hand = |source: &mut Living| source.status().is_some_and(|status| status.state == State::Undecided);
-    settle(source, destination);
+    let by_hand = |source: &mut EndProcess| source.status().is_some_and(|status| status.state == State::Undecided);
+    wait_stable(source, destination);
     let resumed_by_hand = by_hand(source);
     let outcome = operate(source, destination, killed, dice.coin());
     match outcome {
@@ -86,13 +86,13 @@ fn trial(settings: &Settings, strike: Strike, seed: u64) -> Whereabouts {
         Whereabouts::Destination => drop(destination.memory()),
         Whereabouts::Source => {
             source.memory();
-            let (place, destination) = bout.retry(settings, dice.coin());
+            let (scene, destination) = migration.retry(settings, dice.coin());
             destination.memory();
-            assert_lawful(&place, resumed_by_hand);
+            assert_lawful(&scene, resumed_by_hand);
             return outcome;
         }
     }
-    assert_lawful(place, resumed_by_hand);
+    assert_lawful(scene, resumed_by_hand);
     outcome
 }
 

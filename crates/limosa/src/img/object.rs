@@ -31,12 +31,12 @@ const OTHERS: [&str; 9] = [
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Secret {
     id: String,
-    from: From,
+    source: SecretSource,
     is_base64: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum From {
+enum SecretSource {
     Data(String),
     File(PathBuf),
 }
@@ -67,14 +67,14 @@ impl Secret {
             Some("base64") => true,
             Some(other) => return Err(format!("format={other}: must be raw or base64")),
         };
-        let from = match (properties.remove("data"), properties.remove("file")) {
-            (Some(data), None) => From::Data(data),
-            (None, Some(path)) => From::File(path.into()),
+        let source = match (properties.remove("data"), properties.remove("file")) {
+            (Some(data), None) => SecretSource::Data(data),
+            (None, Some(path)) => SecretSource::File(path.into()),
             (Some(_), Some(_)) => return Err(format!("secret {id}: data and file exclude each other")),
             (None, None) => return Err(format!("secret {id}: value not given; use data=TEXT or file=PATH")),
         };
         match properties.keys().next().map(String::as_str) {
-            None => Ok(Self { id, from, is_base64 }),
+            None => Ok(Self { id, source, is_base64 }),
             Some(name @ ("keyid" | "iv")) => Err(format!("secret {id}: {name}: encrypted secrets are not supported")),
             Some(name) => Err(format!("secret {id}: unknown property {name:?}")),
         }
@@ -83,9 +83,9 @@ impl Secret {
     /// Whether it can be had, and is what it says.
     fn check(&self) -> anyhow::Result<()> {
         let id = &self.id;
-        let bytes = match &self.from {
-            From::Data(text) => text.clone().into_bytes(),
-            From::File(path) => {
+        let bytes = match &self.source {
+            SecretSource::Data(text) => text.clone().into_bytes(),
+            SecretSource::File(path) => {
                 let mut bytes = Vec::new();
                 let read = File::open(path).and_then(|file| file.take(LONGEST + 1).read_to_end(&mut bytes));
                 read.with_context(|| format!("--object: secret {id}: cannot read {}", path.display()))?;
@@ -147,11 +147,14 @@ mod tests {
 
     #[test]
     fn a_secret_has_a_name_and_a_place() {
-        let secret = |id: &str, from, is_base64| Ok(Secret { id: id.into(), from, is_base64 });
-        let data = |text: &str| From::Data(text.into());
+        let secret = |id: &str, source, is_base64| Ok(Secret { id: id.into(), source, is_base64 });
+        let data = |text: &str| SecretSource::Data(text.into());
         assert_eq!(Secret::parse("secret,id=a,data=b"), secret("a", data("b"), false));
         assert_eq!(Secret::parse("qom-type=secret,data=x,,y,data=,id=a.b-c_1"), secret("a.b-c_1", data(""), false));
-        assert_eq!(Secret::parse("secret,id=a,file=b,format=base64"), secret("a", From::File("b".into()), true));
+        assert_eq!(
+            Secret::parse("secret,id=a,file=b,format=base64"),
+            secret("a", SecretSource::File("b".into()), true)
+        );
         assert_eq!(Secret::parse(r#"{"qom-type":"secret","id":"a","data":"b"}"#), secret("a", data("b"), false));
     }
 

@@ -8,15 +8,15 @@ const VIA: &[&str] = &["--via", "file"];
 #[test]
 fn a_killed_limosa_leaves_a_running_vm_and_no_file_or_a_whole_one() {
     needs_qemu!();
-    let tally = Victim::new(VIA).survives_kills_of_limosa(20, 12);
-    assert!(tally.files + tally.none >= 30 && tally.none >= 5, "{tally:?}");
+    let outcomes = Victim::new(VIA).survives_kills_of_limosa(20, 12);
+    assert!(outcomes.files + outcomes.none >= 30 && outcomes.none >= 5, "{outcomes:?}");
 }
 
 #[test]
 fn an_interrupt_at_the_beginning_leaves_a_vm_that_can_be_saved() {
     needs_qemu!();
-    let tally = Victim::new(VIA).survives_interrupts_at_the_beginning(10);
-    assert!(tally.none >= 5, "{tally:?}");
+    let outcomes = Victim::new(VIA).survives_interrupts_at_the_beginning(10);
+    assert!(outcomes.none >= 5, "{outcomes:?}");
 }
 
 #[test]
@@ -34,6 +34,6 @@ fn when_limosa_and_its_guard_die_resume_repairs_what_they_left() {
 #[test]
 fn a_vm_that_is_to_be_stopped_is_never_lost() {
     needs_qemu!();
-    let tally = Victim::new(VIA).survives_kills_with_stop();
-    assert!(tally.none >= 3, "{tally:?}");
+    let outcomes = Victim::new(VIA).survives_kills_with_stop();
+    assert!(outcomes.none >= 3, "{outcomes:?}");
 }

@@ -36,7 +36,7 @@ impl Victim {
         let top = this.top();
         this.start().wait().success();
         this.lasts = begun.elapsed();
-        this.settle(&top);
+        this.check_outcome(&top);
         this
     }
 
@@ -55,7 +55,7 @@ impl Victim {
 
     /// `top` is the file that the VM wrote to before.
     #[track_caller]
-    fn settle(&mut self, top: &PathBuf) {
+    fn check_outcome(&mut self, top: &PathBuf) {
         // The guard holds the monitor as long as it has something to do.
         drop(Qmp::connect(&self.vm.qmp_socket(), SOON).unwrap());
         self.found.assert_same(&self.vm);
@@ -117,7 +117,7 @@ fn killed_alone(via: &'static str) {
         if saving.wait().status.success() {
             victim.lasts = victim.lasts.min(after);
         }
-        victim.settle(&top);
+        victim.check_outcome(&top);
     }
     victim.end();
 }
@@ -139,7 +139,7 @@ fn killed_with_its_guard(via: &'static str) {
         drop(saving);
         wait_gone(guard);
         limosa(["resume", "--qmp", &victim.vm.qmp_socket().display().to_string()]).success();
-        victim.settle(&top);
+        victim.check_outcome(&top);
     }
     victim.end();
 }

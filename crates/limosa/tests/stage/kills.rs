@@ -36,7 +36,7 @@ pub(crate) struct Victim {
 
 /// What a kill left.
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct KillOutcomes {
     pub(crate) files: u32,
     pub(crate) none: u32,
     pub(crate) stopped: u32,
@@ -58,7 +58,7 @@ impl Victim {
         let begun = Instant::now();
         this.start().wait().success();
         this.lasts = begun.elapsed();
-        this.settle(&mut Tally::default());
+        this.check_outcome(&mut KillOutcomes::default());
         this
     }
 
@@ -81,13 +81,13 @@ impl Victim {
     }
 
     /// Kills limosa alone, at a moment in each of so many parts of the save and so often about its beginning and its end.
-    pub(crate) fn survives_kills_of_limosa(&mut self, spread: u32, at_the_ends: u32) -> Tally {
-        let mut tally = Tally::default();
+    pub(crate) fn survives_kills_of_limosa(&mut self, spread: u32, at_the_ends: u32) -> KillOutcomes {
+        let mut outcomes = KillOutcomes::default();
         for (seed, share) in Self::moments(spread, at_the_ends) {
             self.kill_within(&share, seed);
-            self.settle(&mut tally);
+            self.check_outcome(&mut outcomes);
         }
-        tally
+        outcomes
     }
 
     /// Kills limosa at a moment within this share of its save.
@@ -103,17 +103,17 @@ impl Victim {
     }
 
     /// Interrupts limosa, as Ctrl-C does, so often within the time in which a migration begins and QEMU makes its channels.
-    pub(crate) fn survives_interrupts_at_the_beginning(&self, times: u32) -> Tally {
-        let mut tally = Tally::default();
+    pub(crate) fn survives_interrupts_at_the_beginning(&self, times: u32) -> KillOutcomes {
+        let mut outcomes = KillOutcomes::default();
         for nth in 0..times {
             let saving = self.start();
             std::thread::sleep(Duration::from_millis(60) * nth / times);
             saving.signal(Signal::INT);
             let ended = saving.wait();
             assert!(!ended.status.success() || self.file.exists(), "{}", ended.stderr);
-            self.settle(&mut tally);
+            self.check_outcome(&mut outcomes);
         }
-        tally
+        outcomes
     }
 
     /// Kills the guard alone: the save goes on.
@@ -128,7 +128,7 @@ impl Victim {
             let ended = saving.wait().success();
             assert!(ended.stderr.contains("the guard process had died"), "{}", ended.stderr);
             assert!(self.file.exists());
-            self.settle(&mut Tally::default());
+            self.check_outcome(&mut KillOutcomes::default());
         }
     }
 
@@ -142,8 +142,8 @@ impl Victim {
     }
 
     /// Kills both: the next person to come is told, and `limosa resume` puts all right.
-    pub(crate) fn is_repaired_when_both_die(&mut self) -> Tally {
-        let mut tally = Tally::default();
+    pub(crate) fn is_repaired_when_both_die(&mut self) -> KillOutcomes {
+        let mut outcomes = KillOutcomes::default();
         let mut left_over = 0;
         for (seed, share) in Self::moments(8, 4) {
             let window = self.window(&share);
@@ -168,34 +168,34 @@ impl Victim {
             }
             let resumed = limosa(["resume", "--qmp", &monitor]).success();
             println!("{}", resumed.stderr);
-            self.settle(&mut tally);
+            self.check_outcome(&mut outcomes);
         }
         assert!(left_over >= 3, "only {left_over} of these kills left something to repair");
-        tally
+        outcomes
     }
 
     /// Kills limosa while it saves with `--stop`: the VM is given up only for a whole file.
-    pub(crate) fn survives_kills_with_stop(mut self) -> Tally {
+    pub(crate) fn survives_kills_with_stop(mut self) -> KillOutcomes {
         self.more.push("--stop");
-        let mut tally = Tally::default();
+        let mut outcomes = KillOutcomes::default();
         for (seed, share) in Self::moments(8, 8) {
             self.kill_within(&share, seed);
-            self.settle(&mut tally);
+            self.check_outcome(&mut outcomes);
         }
-        tally
+        outcomes
     }
 
     /// Waits until the guard has gone, and looks at what is left. The file is taken away again.
     #[track_caller]
-    fn settle(&self, tally: &mut Tally) {
+    fn check_outcome(&self, outcomes: &mut KillOutcomes) {
         // The guard holds the monitor as long as it has something to do.
         let free = Qmp::connect(&self.vm.qmp_socket(), SOON);
         assert!(free.is_ok(), "{:#}; QEMU: {:?}: {}", free.unwrap_err(), self.vm.process().try_wait(), self.vm.log());
         let left = names(self.folder.path());
         match left.as_slice() {
-            [] => tally.none += 1,
+            [] => outcomes.none += 1,
             [name] if name == "vm.snapshot" => {
-                tally.files += 1;
+                outcomes.files += 1;
                 let loaded = load_in_stock_qemu(&self.machine, &self.file, 2);
                 let mut page = [0; 4096];
                 loaded.memory_file().unwrap().read_exact_at(&mut page, FILLED.end - 4096).unwrap();
@@ -206,7 +206,7 @@ impl Victim {
         }
         if self.more.contains(&"--stop") && self.vm.run_state().unwrap() == "postmigrate" {
             assert_eq!(left.len(), 1, "the VM was given up without a file");
-            tally.stopped += 1;
+            outcomes.stopped += 1;
             self.vm.cont().unwrap();
         }
         self.found.assert_same(&self.vm);

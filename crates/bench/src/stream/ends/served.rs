@@ -24,7 +24,7 @@ use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 
 use super::super::{neighbour, plain};
-use super::{Answer, Lent, Send as To, Setup, Way};
+use super::{Answer, Lent, SendOrder, Setup, Way};
 use crate::measure::{nanoseconds, own_cpu};
 use crate::raw::Mapping;
 use crate::zero_page::Spent;
@@ -120,7 +120,7 @@ fn open(file: &str) -> Result<File> {
 
 fn send_over_and_over(
     mut next: impl FnMut() -> Result<Option<String>>,
-    send: impl Fn(&To) -> Result<()>,
+    send: impl Fn(&SendOrder) -> Result<()>,
 ) -> Result<()> {
     say(&Answer::Ready)?;
     while let Some(line) = next()? {
@@ -129,7 +129,7 @@ fn send_over_and_over(
     Ok(())
 }
 
-fn send_plainly(memory: &Mapping, to: &To) -> Result<()> {
+fn send_plainly(memory: &Mapping, to: &SendOrder) -> Result<()> {
     let before = own_cpu();
     let calls = plain::send(memory, &plain::connect(&to.uri.parse()?)?)?;
     let bytes = memory.bytes().len() as u64;
@@ -172,7 +172,7 @@ impl Still {
         Ok(DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?)
     }
 
-    fn send(&self, logs: DirtyLogs, to: &To, spent: &Spent) -> Result<()> {
+    fn send(&self, logs: DirtyLogs, to: &SendOrder, spent: &Spent) -> Result<()> {
         let before = own_cpu();
         let (control, progress) = (Control::new(), Progress::new());
         let uri: Uri = to.uri.parse()?;

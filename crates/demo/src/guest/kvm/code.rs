@@ -98,7 +98,7 @@ fn parameters(share: &Share, seed: u32) -> [u32; 4] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guest::pattern::Contents;
+    use crate::guest::pattern::{Contents, Layout};
 
     #[test]
     fn the_numbers_in_the_code_are_those_of_the_pattern() {
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn parameters_of_64_vcpus_fit_behind_the_code() {
-        let plan = Plan::new(9, 1, 0, 64, SPACING, 64);
+        let plan = Plan::new(9, Layout { reserved: 1, filled: 0, working: 64 }, SPACING, 64);
         let image = image(&plan);
         assert_eq!(image[..CODE.len()], CODE);
         assert!(CODE.len() < PARAMETERS);

@@ -113,7 +113,7 @@ impl Vcpu {
             })? {
                 Back::Again => {}
                 Back::Asked(0) => {
-                    self.settle()?;
+                    self.finish_instruction()?;
                     match gate.admit(&mut pace) {
                         Some(pages) => leave = pages,
                         None => return Ok(()),
@@ -148,7 +148,7 @@ impl Vcpu {
     }
 
     /// Has KVM finish the instruction that asked, without running another one, and notes the registers.
-    fn settle(&mut self) -> Result<(), String> {
+    fn finish_instruction(&mut self) -> Result<(), String> {
         self.fd.set_kvm_immediate_exit(1);
         let back = self.fd.run().map(|exit| format!("{exit:?}"));
         self.fd.set_kvm_immediate_exit(0);

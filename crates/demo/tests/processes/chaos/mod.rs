@@ -5,9 +5,9 @@
 //! command that the end has printed.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
-pub(crate) mod bout;
 pub(crate) mod dice;
 pub(crate) mod network;
+pub(crate) mod proxied_migration;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -46,15 +46,15 @@ pub(crate) fn small() -> Settings {
     Settings { memory: 16 << 20, dirty_rate: 100 << 20, transport: Transport::Unix, ..Settings::default() }
 }
 
-/// One process, and the connection to its control socket.
-pub(crate) struct Living {
+/// The process of one end, and the connection to its control socket.
+pub(crate) struct EndProcess {
     pub(crate) end: End,
     pub(crate) monitor: EndMonitor,
     pub(crate) control: PathBuf,
     pub(crate) dead: bool,
 }
 
-impl Living {
+impl EndProcess {
     /// What it says of itself; `None` if it is gone.
     pub(crate) fn status(&mut self) -> Option<Status> {
         if self.dead {
@@ -79,13 +79,13 @@ impl Living {
     }
 }
 
-/// A place with a witness, and the ends that have been started in it.
-pub(crate) struct Place {
+/// A folder with a witness, and the ends that were started in it.
+pub(crate) struct Scene {
     pub(crate) folder: TempDir,
     count: u32,
 }
 
-impl Place {
+impl Scene {
     pub(crate) fn new() -> Self {
         Self { folder: scratch().unwrap(), count: 0 }
     }
@@ -114,10 +114,10 @@ impl Place {
 
     /// Waits until an end can be talked to.
     #[track_caller]
-    pub(crate) fn meet(&self, mut end: End) -> Living {
+    pub(crate) fn meet(&self, mut end: End) -> EndProcess {
         let control = end.control().to_owned();
         let monitor = end.connect().unwrap_or_else(|error| panic!("{error}: {}", words(&control)));
-        Living { end, monitor, control, dead: false }
+        EndProcess { end, monitor, control, dead: false }
     }
 
     /// Who ran and stood, in order.
@@ -133,12 +133,12 @@ pub(crate) fn words(control: &Path) -> String {
 
 /// Has a source send its guest there.
 #[track_caller]
-pub(crate) fn migrate(source: &Living, to: &Uri, fresh: bool) {
+pub(crate) fn migrate(source: &EndProcess, to: &Uri, fresh: bool) {
     source.monitor.execute("migrate", json!({ "uri": to.to_string(), "fresh": fresh })).unwrap();
 }
 
 /// Whether an end waits for nothing but people.
-fn settled(status: &Status) -> bool {
+fn is_stable(status: &Status) -> bool {
     match status.state {
         State::Sending | State::Receiving => false,
         State::Running => status.running,
@@ -146,17 +146,17 @@ fn settled(status: &Status) -> bool {
     }
 }
 
-/// Waits until both ends are settled, or gone.
+/// Waits until both ends are stable, or gone.
 #[track_caller]
-pub(crate) fn settle(source: &mut Living, destination: &mut Living) -> (Option<Status>, Option<Status>) {
+pub(crate) fn wait_stable(source: &mut EndProcess, destination: &mut EndProcess) -> (Option<Status>, Option<Status>) {
     let deadline = Instant::now() + SOON;
     loop {
         let now = (source.status(), destination.status());
-        if [&now.0, &now.1].into_iter().all(|status| status.as_ref().is_none_or(settled)) {
+        if [&now.0, &now.1].into_iter().all(|status| status.as_ref().is_none_or(is_stable)) {
             return now;
         }
         if Instant::now() >= deadline {
-            panic!("not settled: {now:?}\n{}\n{}", words(&source.control), words(&destination.control));
+            panic!("not stable: {now:?}\n{}\n{}", words(&source.control), words(&destination.control));
         }
         std::thread::sleep(TICK);
     }
@@ -164,7 +164,7 @@ pub(crate) fn settle(source: &mut Living, destination: &mut Living) -> (Option<S
 
 /// Types the command with this verb that the end has printed.
 #[track_caller]
-pub(crate) fn decide(end: &mut Living, verb: &str) {
+pub(crate) fn decide(end: &mut EndProcess, verb: &str) {
     let status = end.status().expect("an end that can be told something");
     let command = status.decide.iter().find(|command| command.starts_with(&format!("limosa-demo {verb} ")));
     let command = command.unwrap_or_else(|| panic!("no {verb} among {:?}", status.decide));
@@ -191,12 +191,12 @@ pub(crate) enum Whereabouts {
 /// that was killed, if one was; `choice` decides where both ways are right.
 #[track_caller]
 pub(crate) fn operate(
-    source: &mut Living,
-    destination: &mut Living,
+    source: &mut EndProcess,
+    destination: &mut EndProcess,
     killed: Option<Role>,
     choice: bool,
 ) -> Whereabouts {
-    let found = settle(source, destination);
+    let found = wait_stable(source, destination);
     let state = |status: &Option<Status>| status.as_ref().map(|status| status.state);
     let outcome = match (state(&found.0), state(&found.1)) {
         (Some(State::Running), None | Some(State::Failed | State::Waiting)) => Whereabouts::Source,
@@ -258,16 +258,16 @@ pub(crate) fn operate(
 }
 
 /// Whether the guest runs at the destination and waits for pages that the source still has.
-pub(crate) fn can_recover(source: &mut Living, destination: &mut Living) -> bool {
-    let (here, there) = settle(source, destination);
+pub(crate) fn can_recover(source: &mut EndProcess, destination: &mut EndProcess) -> bool {
+    let (here, there) = wait_stable(source, destination);
     let waits = there.is_some_and(|status| status.state == State::PostcopyPaused);
     waits && here.is_some_and(|status| matches!(status.state, State::PostcopyPaused | State::Undecided))
 }
 
 /// The witness saw one runner at a time, and no source that ran again by itself once the destination had run.
 #[track_caller]
-pub(crate) fn assert_lawful(place: &Place, resumed_by_hand: bool) {
-    let seen = place.testimonies();
+pub(crate) fn assert_lawful(scene: &Scene, resumed_by_hand: bool) {
+    let seen = scene.testimonies();
     assert!(!seen.iter().any(|line| matches!(line, Testimony::Refused(_))), "run twice: {seen:?}");
     let first = seen.iter().position(|line| *line == Testimony::Ran("destination".into()));
     let later = first.map_or(&[][..], |first| &seen[first..]);

@@ -7,25 +7,25 @@ use limosa_demo::Settings;
 use limosa_demo::state::{Role, State};
 use limosa_testkit::{Direction, Proxy};
 
-use super::{Living, Place, Whereabouts, migrate, operate, words};
+use super::{EndProcess, Scene, Whereabouts, migrate, operate, words};
 
 /// Both ends, of which the destination listens behind a proxy.
-pub(crate) struct Bout {
-    pub(crate) place: Place,
-    pub(crate) source: Living,
-    pub(crate) destination: Living,
+pub(crate) struct ProxiedMigration {
+    pub(crate) scene: Scene,
+    pub(crate) source: EndProcess,
+    pub(crate) destination: EndProcess,
     pub(crate) proxy: Proxy,
 }
 
-impl Bout {
+impl ProxiedMigration {
     pub(crate) fn new(settings: &Settings) -> Self {
-        let mut place = Place::new();
+        let mut scene = Scene::new();
         let (source, destination) =
-            (place.start(Role::Source, settings, None), place.start(Role::Destination, settings, None));
-        let (source, destination) = (place.meet(source), place.meet(destination));
-        let proxy = Proxy::start(&place.path("proxy"), &place.path("real")).unwrap();
-        destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("real"))).unwrap();
-        Self { place, source, destination, proxy }
+            (scene.start(Role::Source, settings, None), scene.start(Role::Destination, settings, None));
+        let (source, destination) = (scene.meet(source), scene.meet(destination));
+        let proxy = Proxy::start(&scene.path("proxy"), &scene.path("real")).unwrap();
+        destination.monitor.listen("migrate-incoming", &Uri::Unix(scene.path("real"))).unwrap();
+        Self { scene, source, destination, proxy }
     }
 
     /// Begins to migrate.
@@ -42,25 +42,25 @@ impl Bout {
 
     /// Another attempt: into the same destination if it is still there and that is wanted, or into a new one. Who has the guest
     /// then.
-    pub(crate) fn retry(self, settings: &Settings, same: bool) -> (Place, Living) {
-        let Self { mut place, mut source, destination: mut old, .. } = self;
+    pub(crate) fn retry(self, settings: &Settings, same: bool) -> (Scene, EndProcess) {
+        let Self { mut scene, mut source, destination: mut old, .. } = self;
         let waits = old.status().is_some_and(|status| status.state == State::Failed);
         let (mut destination, fresh) = if waits && same {
             (old, false)
         } else {
-            let started = place.start(Role::Destination, settings, None);
-            (place.meet(started), true)
+            let started = scene.start(Role::Destination, settings, None);
+            (scene.meet(started), true)
         };
-        let at = destination.monitor.listen("migrate-incoming", &Uri::Unix(place.path("again"))).unwrap();
+        let at = destination.monitor.listen("migrate-incoming", &Uri::Unix(scene.path("again"))).unwrap();
         migrate(&source, &at, fresh);
         let moved = operate(&mut source, &mut destination, None, true);
         assert_eq!(moved, Whereabouts::Destination, "another attempt: {}", words(&source.control));
-        (place, destination)
+        (scene, destination)
     }
 }
 
-/// Waits until a proxy has let so much through as it is to, or the source is settled.
-pub(crate) fn wait_for_byte(proxy: &Proxy, direction: Direction, source: &mut Living) {
-    let busy = |source: &mut Living| source.status().is_some_and(|status| status.state == State::Sending);
+/// Waits until a proxy has let so much through as it is to, or the source is stable.
+pub(crate) fn wait_for_byte(proxy: &Proxy, direction: Direction, source: &mut EndProcess) {
+    let busy = |source: &mut EndProcess| source.status().is_some_and(|status| status.state == State::Sending);
     while !proxy.wait_stalled(direction, Duration::from_millis(5)) && busy(source) {}
 }
