@@ -14,6 +14,7 @@ use limosa_migrate::{ChannelSet, Gathering, GatheringOptions, MigrateError};
 
 use crate::args::Cli;
 use crate::job::JobHandles;
+use crate::remedy;
 use limosa_console::say;
 
 /// How long a command whose stream has broken off may take to end, so that its exit status can be told.
@@ -121,7 +122,8 @@ impl Wire {
                     Gathering::new(&listener, options).on_refusal(|why| say!("limosa: connection rejected: {why}"));
                 loop {
                     handles.control.check()?;
-                    if let Some(ChannelSet { main, pages }) = gathering.step(TICK)? {
+                    let set = gathering.step(TICK).map_err(|error| remedy::with_channels(error, channels))?;
+                    if let Some(ChannelSet { main, pages }) = set {
                         return Ok(Self { pages, ..Self::new(main, None, false)? });
                     }
                 }

@@ -17,6 +17,7 @@ mod job;
 mod packaging;
 mod receive;
 mod relay;
+mod remedy;
 mod restore;
 mod resume;
 mod run;
@@ -60,7 +61,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            say!("limosa: {}", limosa_console::one_line(&error));
+            say!("limosa: {}{}", limosa_console::one_line(&error), remedy::of_cause(&error));
             ExitCode::FAILURE
         }
     }

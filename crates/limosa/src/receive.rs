@@ -19,6 +19,7 @@ use serde_json::json;
 use crate::args::ReceiveArgs;
 use crate::endpoint::{self, PeerEnd, Wire};
 use crate::job::JobHandles;
+use crate::remedy;
 use crate::words;
 use limosa_console::{print_out, say};
 
@@ -111,8 +112,9 @@ fn unreceived(error: MigrateError, end: PeerEnd) -> anyhow::Error {
         MigrateError::Sink(_) => "",
         _ => "; nothing was kept",
     };
+    let remedy = remedy::of(&error);
     let explained = end.explain(error);
-    anyhow!("{}{hint}", limosa_console::one_line(&explained))
+    anyhow!("{}{remedy}{hint}", limosa_console::one_line(&explained))
 }
 
 /// Gives the file its name, or tells the source that this side failed.

@@ -18,6 +18,7 @@ use crate::args::{PreemptArg, SendArgs, SendModeArg};
 use crate::endpoint::{self, Wire};
 use crate::import::Stored;
 use crate::job::JobHandles;
+use crate::remedy;
 use crate::restore;
 use crate::words;
 use limosa_console::{print_out, say};
@@ -210,7 +211,7 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
         (MigrateError::Channel(_) | MigrateError::Protocol(_), _) => {
             "; not sent: see the log of the destination".into()
         }
-        _ => String::new(),
+        _ => remedy::of(error),
     }
 }
 

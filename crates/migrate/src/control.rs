@@ -63,7 +63,7 @@ impl Default for Control {
 }
 
 impl Control {
-    /// A control with no rate limit that nobody has stopped.
+    /// A control with no rate limit and no stop requested.
     pub fn new() -> Self {
         Self { state: Arc::default(), rate: RateLimit::default() }
     }
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stop_that_is_deferred_comes_when_nobody_defers_it_any_more() {
+    fn a_deferred_stop_takes_effect_when_the_last_deferral_is_dropped() {
         let control = Control::new();
         let (near, far) = Channel::pair().unwrap();
         let mut far = UnixStream::from(far);

@@ -2,7 +2,7 @@
 //!
 //! It speaks lines of JSON as QMP does (greeting, `qmp_capabilities`, `execute`/`arguments`/`id`, `return`/`error`,
 //! `MIGRATION` events), on threads of its own that touch nothing but [`Control`] and [`Progress`]: it answers at any
-//! moment, whatever the engine waits for. A VMM puts commands of its own beside these ([`Commands`]), and one job after
+//! moment, whatever the engine waits for. A VMM adds its own commands ([`Commands`]), and one job after
 //! another on the same socket ([`ControlSocket::turn_to`]).
 
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -46,7 +46,7 @@ pub enum Job {
     Live,
 }
 
-/// What a VMM answers on its socket beside the commands of a job. Called on the threads of clients, so it must not wait for
+/// What a VMM answers on its socket in addition to the commands of a job. Called on the threads of clients, so it must not wait for
 /// an engine.
 pub trait Commands: Send + Sync {
     /// Answers a command; `None` leaves it to the socket.
@@ -166,7 +166,7 @@ impl ControlSocket {
         self.shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).push(address);
     }
 
-    /// Says that the peer has come: nobody else is waited for.
+    /// Says that the peer has come: no other connection is waited for.
     pub fn waits_no_more(&self) {
         self.shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }

@@ -12,7 +12,7 @@
 //! A source that says where its device sections end (PING 6) is answered when every page and every section is in its place;
 //! its stream is whole when its word that the VM may run (PING 7) has come, and the description behind it.
 //!
-//! With [channels](Destination::with_channels) beside the main one (QEMU's multifd) most pages come on these, each read by
+//! With [multifd channels](Destination::with_channels) most pages come on these, each read by
 //! a thread of its own, and meet at join points. [`Gathering`] finds out which connection is which channel.
 
 mod buffer;
@@ -75,10 +75,10 @@ pub struct DestinationOptions {
     /// tail at once, so the next piece of it is microseconds away; the VM stands still meanwhile. What is taken for the end is
     /// certain only after [`Incoming::confirm_end`].
     pub after_the_end: Duration,
-    /// Whether the stream was recorded: nobody listens at its other end. A wish for answers is passed over then, and the
+    /// Whether the stream was recorded, so that no source listens. A wish for answers is passed over then, and the
     /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
-    /// The first bytes of the stream, if somebody has read them to see what it is; at most a buffer's (1 MiB).
+    /// The first bytes of the stream, if they have been read already to see what it is; at most a buffer's (1 MiB).
     pub head: Vec<u8>,
 }
 
@@ -139,7 +139,7 @@ impl<'a> Destination<'a> {
         Self { channel: Arc::new(channel), pages, multifd, control, progress, options, hooks: None }
     }
 
-    /// With channels beside the main one, in the order of their numbers, their initial packets read: those of a
+    /// With multifd channels, in the order of their numbers, their initial packets read: those of a
     /// [`ChannelSet`].
     #[must_use]
     pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
@@ -194,7 +194,7 @@ impl<'a> Destination<'a> {
                 for channel in self.channels() {
                     let _ = channel.shutdown(How::Both);
                     // What had come may all have been read, and then nothing tells a source over TCP that waits for room here
-                    // that nobody reads on: its kernel would ask for a minute or two. A reset does.
+                    // that reading has ended: its kernel would probe for a minute or two. A reset tells it.
                     let _ = sockopt::set_socket_linger(channel.as_ref(), Some(Duration::ZERO));
                 }
                 Err(Broken { error: self.control.explain(error), answered })
@@ -222,7 +222,7 @@ struct Receiver<'a> {
     heard: u64,
 }
 
-/// What stands behind the pages.
+/// What follows the pages.
 enum Behind {
     Devices(Vec<u8>, DeviceState),
     /// A package of so many bytes, behind what was decoded.
@@ -467,7 +467,7 @@ impl<'a> Receiver<'a> {
                 return Err(MigrateError::OneWay { peer: self.role.channel.peer().to_owned() });
             }
             Command::OpenReturnPath => self.return_path = true,
-            // That postcopy may follow binds nobody; a source that finishes before it is asked to switch is received.
+            // That postcopy may follow binds neither end; a source that finishes before it is asked to switch is received.
             Command::PostcopyAdvise(sizes) => self.advised = *sizes,
             Command::RamDiscard { .. } | Command::PostcopyListen | Command::PostcopyRun => {
                 return Err(MigrateError::SwitchedToPostcopy { offset });
@@ -548,7 +548,7 @@ impl<'a> Receiver<'a> {
     ///
     /// Over TLS stock QEMU does not announce the end of its main channel, and where it has no return path its description
     /// alone proves that all has come. With one it waits for an answer, and does not go before: a connection that ends then
-    /// was cut, perhaps by somebody who knows that the guest has put what looks like an end just there.
+    /// was cut, perhaps by an attacker who knows that the guest has put what looks like an end just there.
     fn more(&mut self) -> Result<usize, MigrateError> {
         (self.buffer.start, self.buffer.end) = (0, 0);
         match self.buffer.fill(&self.role.channel) {

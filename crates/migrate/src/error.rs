@@ -20,7 +20,7 @@ pub enum MigrateError {
     #[error(transparent)]
     Channel(#[from] ChannelError),
 
-    /// One of the channels beside the main one failed, and with it the whole job.
+    /// One of the multifd channels failed, and with it the whole job.
     #[error("multifd channel {id}: {source}")]
     Multifd {
         /// Its number, counted from 0.
@@ -29,12 +29,10 @@ pub enum MigrateError {
         source: Box<Self>,
     },
 
-    /// The main channel ended before its stream did, beside others.
-    #[error(
-        "the migration stream is not valid: {source}; if the source has another number of channels than {channels}, set the same"
-    )]
+    /// The main channel ended before its stream did; the source may have another number of multifd channels.
+    #[error("the migration stream is not valid: {source} (multifd channels here: {channels})")]
     MainEnded {
-        /// How many others there are here.
+        /// How many multifd channels there are here.
         channels: usize,
         /// Where it ended.
         source: StreamError,
@@ -99,33 +97,28 @@ pub enum MigrateError {
     },
 
     /// The source let the guest run here before its memory had come.
-    #[error(
-        "the source switched to postcopy at stream offset {offset}, but nothing runs here that could use its pages: \
-         migrate with the capability postcopy-ram off, or without migrate-start-postcopy"
-    )]
+    #[error("the source switched to postcopy at stream offset {offset}, but no VM runs here that could use its pages")]
     SwitchedToPostcopy {
         /// Where, in bytes from the start of the stream.
         offset: u64,
     },
 
     /// The source wants answers, and there is no way for them.
-    #[error(
-        "{peer}: the source wants answers, but this carries none: turn its capability return-path off, or connect both directions"
-    )]
+    #[error("{peer}: the source wants answers (capability return-path), but this channel carries none")]
     OneWay {
         /// The channel.
         peer: String,
     },
 
     /// The peer answers in TLS, and this end does not speak it.
-    #[error("{peer}: it speaks TLS, and this end does not: both have to be told to use it (tls-creds)")]
+    #[error("{peer}: it speaks TLS, and this end does not (tls-creds)")]
     WantsTls {
         /// The channel.
         peer: String,
     },
 
     /// The destination ended the migration with a status other than 0.
-    #[error("the destination reports failure (status {status}); its own log says why")]
+    #[error("the destination reports failure (status {status}), whose reason is in its own log")]
     Refused {
         /// The status of its SHUT message.
         status: u32,
@@ -162,17 +155,14 @@ pub enum MigrateError {
     Layout(#[from] LayoutDifference),
 
     /// The guest writes its memory faster than it can be sent.
-    #[error(
-        "the migration does not converge: {0}; allow more downtime or bandwidth, slow the vCPUs down (auto-converge), \
-         or switch to postcopy"
-    )]
+    #[error("the migration does not converge: {0}")]
     NoConvergence(String),
 
-    /// Somebody asked the job to stop, through its [`Control`](crate::Control).
+    /// The job was cancelled through its [`Control`](crate::Control).
     #[error("cancelled")]
     Cancelled,
 
-    /// Somebody asked a postcopy to pause: the destination waits for recovery.
+    /// A postcopy was paused on request: the destination waits for recovery.
     #[error("paused")]
     Paused,
 }

@@ -38,7 +38,7 @@ pub trait LiveVm: Sync {
     fn writers(&self) -> Writers;
 
     /// Stops vCPUs and devices. On success nothing writes guest memory any more, and everything that was written before is in
-    /// the dirty logs: rings are drained, requests under way are settled.
+    /// the dirty logs: rings are drained, requests in flight are completed.
     ///
     /// # Errors
     /// The VM cannot be stopped; it runs on as before.
@@ -53,7 +53,7 @@ pub trait LiveVm: Sync {
     /// The state of its devices and vCPUs. Only asked for while it is paused.
     ///
     /// # Errors
-    /// The state cannot be had: the VM is resumed.
+    /// The state is unavailable: the VM is resumed.
     fn device_sections(&self) -> Result<DeviceSections, VmError>;
 
     /// Slows the vCPUs down: for `percent` (0 to 99) of the time they do not run. 0 lifts it.
@@ -73,10 +73,10 @@ pub trait IncomingVm: Sync {
     fn memory(&self) -> &GuestMemory;
 
     /// Who reads or writes its memory once it runs, or before. Postcopy is refused, as soon as the source announces it, if
-    /// [vhost](Writers::VHOST) is among them: memory that has not come is missing in this process alone, and whoever maps it
-    /// elsewhere finds zeros there.
+    /// [vhost](Writers::VHOST) is among them: memory that has not come is missing in this process alone, and another process
+    /// that maps it finds zeros there.
     ///
-    /// By default nobody but the vCPUs and this process's own devices.
+    /// By default only the vCPUs and this process's own devices.
     fn users(&self) -> Writers {
         Writers::VCPUS | Writers::DEVICES
     }
@@ -86,9 +86,9 @@ pub trait IncomingVm: Sync {
     /// write them, [`load_device`](Self::load_device) included.
     ///
     /// # Errors
-    /// By default: that this VM has memory of its own.
+    /// By default: that this VM has its own memory.
     fn adopt(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
-        Err(format!("this VM has memory of its own and takes none ({} blocks were passed)", blocks.len()).into())
+        Err(format!("this VM has its own memory and takes none ({} blocks were passed)", blocks.len()).into())
     }
 
     /// Takes the state of one device, by name. In postcopy guest memory that is touched here is fetched on demand.
@@ -98,7 +98,7 @@ pub trait IncomingVm: Sync {
     fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError>;
 
     /// Takes all device sections at once, as stock QEMU packs them for postcopy: they say nothing about their lengths, so
-    /// only who knows the devices can tell them apart. As [`load_device`](Self::load_device) otherwise.
+    /// only a VMM that knows the devices can tell them apart. As [`load_device`](Self::load_device) otherwise.
     ///
     /// # Errors
     /// By default: that this VM does not know stock QEMU's devices.
@@ -108,7 +108,7 @@ pub trait IncomingVm: Sync {
     }
 
     /// Runs the VM. Called once, when every device section was loaded and the source has given the VM away. It lets vCPUs and
-    /// devices go on and does not touch guest memory itself: in postcopy nobody may be there to bring it.
+    /// devices go on and does not touch guest memory itself: in postcopy there may be no source to bring it.
     ///
     /// # Errors
     /// The VM cannot run, and nothing of it does. A source that waits for the VM's own word stays undecided then, and this may
@@ -128,18 +128,18 @@ pub enum ZeroCheck {
     Off,
 }
 
-/// How records of pages get from guest memory into the main channel. The bytes are the same; channels beside it always
+/// How records of pages get from guest memory into the main channel. The bytes are the same; multifd channels always
 /// gather.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Put {
     /// From where they live: one call sends hundreds of pages, each behind its header.
     #[default]
     Gathered,
-    /// Copied into a buffer of 16 KiB, which is written whenever it is full: the plain twin, to compare with.
+    /// Copied into a buffer of 16 KiB, which is written whenever it is full: for comparison.
     Copied,
 }
 
-/// What becomes of a migration that does not converge.
+/// What to do with a migration that does not converge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum GiveUp {
     /// Cancel: the VM runs on at the source.
@@ -154,13 +154,13 @@ pub enum GiveUp {
 /// The knobs of a migration, by QEMU's names where QEMU has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MigrationParams {
-    /// `downtime-limit`: how long the VM may stand still for the rest of its memory.
+    /// `downtime-limit`: how long the VM may be stopped for the rest of its memory.
     pub downtime_limit: Duration,
     /// `max-bandwidth`: bytes per second while it runs; `None`: no limit.
     pub max_bandwidth: Option<NonZeroU64>,
     /// `avail-switchover-bandwidth`: bytes per second to reckon with at the switchover; `None`: what was measured.
     pub avail_switchover_bandwidth: Option<NonZeroU64>,
-    /// `max-postcopy-bandwidth`: bytes per second of pages nobody asked for; `None`: no limit.
+    /// `max-postcopy-bandwidth`: bytes per second of pages that were not requested; `None`: no limit.
     pub max_postcopy_bandwidth: Option<NonZeroU64>,
     /// `auto-converge` (a capability): slow the vCPUs down if rounds do not get shorter.
     pub auto_converge: bool,

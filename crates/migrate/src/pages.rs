@@ -60,8 +60,7 @@ pub trait PageSink {
     /// The page cannot be read; a sink that does not read back, as by default, says so.
     fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
         let _ = (block, page, into);
-        Err("changes to a page that was sent before cannot be applied here; turn the capability xbzrle off at the source"
-            .into())
+        Err("deltas of pages that were sent before (capability xbzrle) cannot be applied here".into())
     }
 
     /// The sink as memory of this process, if that is what it is: pages are then received straight to where they lie, and
@@ -78,7 +77,7 @@ pub trait PageSink {
 /// # Safety
 /// What [`place`](Self::place) names must stay mapped and writable as long as `self` is borrowed, and no reference to it may
 /// exist.
-#[allow(unsafe_code, reason = "whoever implements it vouches for addresses")]
+#[allow(unsafe_code, reason = "implementations vouch for addresses")]
 pub unsafe trait PageMemory: Sync {
     /// Told what will be filled next, ascending runs: a chance to make room for all of it at once.
     ///
@@ -141,7 +140,7 @@ pub trait PageSource: Sync {
     }
 
     /// The guest memory that the pages of a block are, if they are that: a sender may gather them from there, and looks there
-    /// for zeros. Such memory may be written while it is sent, as long as whoever writes it has it sent again.
+    /// for zeros. Such memory may be written while it is sent, as long as its writer has it sent again.
     fn memory(&self, block: usize) -> Option<&MemoryBlock> {
         let _ = block;
         None
@@ -162,7 +161,7 @@ pub trait PageSource: Sync {
     /// `pages` is the claim, whether or not stored pages lie between; called often, and cheap when repeated.
     ///
     /// # Errors
-    /// Pages of the range, or the stored pages beside them, are not what was saved: the claim must not be made.
+    /// Pages of the range, or the stored pages next to them, are not what was saved: the claim must not be made.
     fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {
         let _ = (block, pages);
         Ok(())

@@ -1,4 +1,4 @@
-//! What a running engine has done so far, to be read by whoever draws a bar or answers `query-migrate`.
+//! What a running engine has done so far: for progress bars and for answers to `query-migrate`.
 //!
 //! Relaxed atomics: a reader sees numbers that may be a few microseconds apart from one another, and the engine pays one
 //! uncontended addition for a batch of pages.

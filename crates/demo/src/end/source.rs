@@ -4,8 +4,8 @@ use std::sync::Mutex;
 
 use limosa_channel::{Channel, ChannelError, Options, Tls, Uri, ZeroCopy};
 use limosa_migrate::{
-    Control, LiveOutcome, LiveSource, LiveStats, MultifdSourceOptions, OpenPreempt, Recoverable, RoundKind,
-    RoundReport, Undecided,
+    Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MultifdSourceOptions, OpenPreempt, Recoverable,
+    RoundKind, RoundReport, Undecided,
 };
 use serde_json::{Value, json};
 
@@ -45,7 +45,7 @@ impl End {
                 true
             }
             LiveOutcome::Resumed { error, stats, .. } => {
-                self.resumed(migration, &stats, &error.to_string());
+                self.resumed(migration, &stats, &with_remedy(&error));
                 true
             }
             LiveOutcome::Stuck { error, resume, stats } => {
@@ -195,6 +195,16 @@ impl End {
         };
         self.desk.tell("status", if outcome == "completed" { "completed".into() } else { Value::from("failed") });
         self.desk.report(serde_json::to_value(report).unwrap_or(Value::Null));
+    }
+}
+
+/// The words of an error, and what can be done about it.
+fn with_remedy(error: &MigrateError) -> String {
+    match error {
+        MigrateError::NoConvergence(_) => format!(
+            "{error}; allow more downtime or bandwidth, slow the vCPUs down (auto-converge), or switch to postcopy"
+        ),
+        _ => error.to_string(),
     }
 }
 

@@ -49,7 +49,7 @@ pub(crate) struct Machine {
     vcpu: Option<JoinHandle<()>>,
 }
 
-/// What the vCPU's thread shares with everybody else.
+/// What the vCPU's thread shares with the other threads.
 #[derive(Default)]
 struct Shared {
     seat: Mutex<Seat>,
@@ -169,11 +169,11 @@ impl Drop for Machine {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Seat> {
-        self.seat.lock().expect("nobody panics with it")
+        self.seat.lock().expect("no thread panics with it")
     }
 
     fn wait<'a>(&self, seat: MutexGuard<'a, Seat>) -> MutexGuard<'a, Seat> {
-        self.changed.wait(seat).expect("nobody panics with it")
+        self.changed.wait(seat).expect("no thread panics with it")
     }
 }
 
@@ -203,7 +203,7 @@ fn run(mut vcpu: VcpuFd, shared: &Shared, memory: &GuestMemoryMmap<DirtyMarks>) 
             other => bail!("unexpected exit: {other:?}"),
         }
         // The instruction is finished by the next entry, which is told to come back at once: only then are the registers
-        // those behind it, and whoever pauses now may have them.
+        // those behind it, and a pause may come now.
         vcpu.set_kvm_immediate_exit(1);
         match vcpu.run().map_err(|error| error.errno()) {
             Err(libc::EINTR) => {}

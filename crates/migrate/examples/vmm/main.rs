@@ -88,7 +88,7 @@ fn source() -> Result<()> {
     machine.go();
     machine.wait_for_laps(20)?;
 
-    // The logs: whoever writes memory is covered by one of them, or this is refused.
+    // The logs: every writer of memory is covered by one of them, or this is refused.
     let marks = ExplicitLog::new(&machine.memory, Writers::DEVICES);
     attach(&machine.devices, &machine.memory, &marks.marker())?;
     let logs = vec![Box::new(KvmLog::new(machine.slots.clone())) as _, Box::new(marks) as _];
@@ -114,7 +114,7 @@ fn source() -> Result<()> {
         }
         // The guest runs on here: another attempt may be made.
         LiveOutcome::Resumed { error, .. } => bail!("the guest stays here: {error}"),
-        // Only somebody who looks at the destination can say who has it: `resume` or `discard`.
+        // Only a look at the destination tells which end has it: `resume` or `discard`.
         LiveOutcome::Undecided(undecided) => bail!("look at the destination: {}", undecided.why()),
         other => bail!("{other:?}"),
     }

@@ -4,10 +4,10 @@
 //! channel, an initial packet one of the others. They are looked at without being taken, so order does not matter; where
 //! they cannot be looked at, the main channel is the first to connect.
 //!
-//! The law: **nobody who connects holds up anybody else**, however many they are and whatever they send or do not send.
-//! Connections that have not yet said who they are wait in a short row; when it is full, and nobody in it has said so since,
+//! The law: **no connection holds up another**, however many there are and whatever they send or do not send.
+//! Connections that have not yet said who they are wait in a short row; when it is full, and none of them has said so since,
 //! the one that has waited longest is closed, over TLS of those who have not shaken hands. What names itself wrongly ends the
-//! gathering with an error that says what to set. Over TLS the bytes are those inside, so channels are told apart as without
+//! gathering with an error that says what is expected. Over TLS the bytes are those inside, so channels are told apart as without
 //! it; who does not come through the handshake is a stranger, and told of.
 
 use std::collections::VecDeque;
@@ -35,7 +35,7 @@ const AGAIN_AFTER: Duration = Duration::from_millis(5);
 /// Which channels are expected, and how they are told apart.
 #[derive(Debug, Clone)]
 pub struct GatheringOptions {
-    /// Channels beside the main one: QEMU's `multifd-channels`.
+    /// Multifd channels: QEMU's `multifd-channels`.
     pub channels: u8,
     /// How long they may take to connect, all together.
     pub within: Duration,
@@ -182,7 +182,7 @@ impl<'a> Gathering<'a> {
         let is_strange = |waiting: &Waiting| !matches!(waiting.channel.try_establish(), Ok(true));
         let strange: Vec<_> =
             (0..).zip(&self.row).filter(|(_, waiting)| is_strange(waiting)).map(|(at, _)| at).collect();
-        // Where everybody may shake hands, those who have and say nothing are no better than others.
+        // Where every peer may shake hands, those who have and say nothing are no better than others.
         let place = strange.first().filter(|_| strange.len() >= ROW / 2).copied().unwrap_or(0);
         self.turned_away += u64::from(self.row.remove(place).is_some());
     }
@@ -238,10 +238,7 @@ impl<'a> Gathering<'a> {
             return Ok(Found::Pages(InitialPacket::decode(&bytes)?));
         }
         if got >= TLS_HELLO.len() && bytes.starts_with(&TLS_HELLO) {
-            let why = format!(
-                "{}: it speaks TLS, and this end does not: both have to be told to use it (tls-creds)",
-                channel.peer()
-            );
+            let why = format!("{}: it speaks TLS, and this end does not (tls-creds)", channel.peer());
             return Ok(Found::Refused(why));
         }
         let known = [configuration::MAGIC, multifd::MAGIC].iter().any(|known| known.starts_with(magic));
@@ -264,15 +261,14 @@ impl<'a> Gathering<'a> {
             }
             None => {
                 return Err(MigrateError::Channels(format!(
-                    "a connection says that it is multifd channel {id}, and {count} are expected (numbered from 0); set \
-                     multifd-channels to {count} at the source"
+                    "a connection says that it is multifd channel {id}, and {count} are expected (numbered from 0)"
                 )));
             }
         }
         Ok(())
     }
 
-    /// Waits until somebody connects, or one of the row says something.
+    /// Waits for a connection, or for bytes on one of the row.
     fn wait(&self, rest: Duration) -> Result<(), MigrateError> {
         let socket = self.listener.socket().ok_or_else(|| {
             MigrateError::Channels(
@@ -309,14 +305,6 @@ impl<'a> Gathering<'a> {
         }
         if !self.row.is_empty() {
             what.push_str(&format!(" ({} connections say nothing)", self.row.len()));
-        }
-        if self.pages.is_empty() {
-            what.push_str("; start it at the source, to this address");
-        } else {
-            what.push_str(&format!(
-                "; set multifd on and multifd-channels to {} at the source, and start its migration",
-                self.options.channels
-            ));
         }
         what
     }

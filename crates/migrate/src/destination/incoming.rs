@@ -1,4 +1,4 @@
-//! A stream that has arrived, and the word that its source waits for.
+//! A stream that has arrived, and the confirmation that its source waits for.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::{DestinationStats, TAIL_PATIENCE};
 use crate::error::MigrateError;
 use crate::pages::StreamStart;
 
-/// A stream that has arrived whole, and a source that waits for the word that it has.
+/// A stream that has arrived completely; its source waits for the confirmation.
 #[derive(Debug)]
 pub struct Incoming {
     /// The layout.
@@ -34,7 +34,7 @@ pub struct Incoming {
 pub(crate) enum SourceNow {
     /// For the last word.
     Waits,
-    /// Without it: it has died, or has its VM back.
+    /// Without it: it has ended, or has its VM back.
     Gone,
     /// What looked like the end of the stream was none.
     GoesOn,
@@ -63,7 +63,7 @@ pub(crate) struct Switched {
 /// A stream that has not arrived.
 pub(crate) struct Broken {
     pub(crate) error: MigrateError,
-    /// The source had been told before that everything is in its place: nobody here knows who has the VM.
+    /// The source had been told before that everything is in its place: which end has the VM is not known here.
     pub(crate) answered: bool,
 }
 
@@ -107,7 +107,7 @@ impl Incoming {
             Err(error) if error.is_cut() => Ok(()),
             Err(error) => Err(error.into()),
             Ok(_) => Err(MigrateError::Protocol(
-                "the stream goes on behind what looked like its end: what was received is not whole; try again".into(),
+                "the stream goes on behind what looked like its end: what was received is incomplete".into(),
             )),
         }
     }

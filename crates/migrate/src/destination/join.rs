@@ -106,7 +106,7 @@ impl JoinPoint {
         state.awaited.filter(|_| behind).map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// A channel has failed: nobody waits any more. The first failure counts; those after the end do not.
+    /// A channel has failed: no thread waits any more. The first failure counts; those after the end do not.
     pub(super) fn fail(&self, error: MigrateError) {
         let mut state = self.lock();
         if !state.over {

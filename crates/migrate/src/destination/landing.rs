@@ -307,7 +307,7 @@ impl<'scope> Landing<'scope> {
                 let mut batch = Moved::default();
                 orders.carry_out(&bytes, &mut target, &mut batch)?;
                 counts.count(batch);
-                // Nobody takes it back once the last buffer has been given away; there may be others to empty all the same.
+                // Its reader takes none back once it has given its last buffer away; there may be others to empty all the same.
                 let _ = home.send(Delivery { filled: (bytes, orders), home: home.clone() });
             }
             Ok(())

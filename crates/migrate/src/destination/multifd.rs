@@ -1,4 +1,4 @@
-//! One channel beside the main one, read on a thread of its own.
+//! One multifd channel, read on its own thread.
 //!
 //! A packet's header says how many pages follow and where they belong; the payload is read by one call into the thread's
 //! buffer (or unpacked into it), and the buffer goes to the landing when it is full and at every SYNC packet. No page is
@@ -25,7 +25,7 @@ pub(super) const BUFFER_LEN: usize = 2 * PACKET_PAGES * PAGE_LEN;
 /// Orders after which a buffer is given away although it is not full: packets of zero pages take no room in it.
 const ORDERS: usize = 4096;
 
-/// How the channels beside the main one are read.
+/// How the multifd channels are read.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MultifdOptions {
     /// How their pages are compressed: what the source has set as `multifd-compression`.
@@ -128,7 +128,7 @@ impl<'a> PageChannel<'a> {
                 return Ok(());
             }
             let packet = Packet::decode(&header, position, &mut offsets)?;
-            let packet = packet.ok_or_else(|| MigrateError::Protocol("a packet that is not whole".into()))?;
+            let packet = packet.ok_or_else(|| MigrateError::Protocol("an incomplete packet".into()))?;
             if self.context.join.is_over() {
                 self.loose |= !packet.normal.is_empty() || !packet.zero.is_empty();
                 return Ok(());
@@ -169,7 +169,7 @@ impl<'a> PageChannel<'a> {
             }
             got += more;
             if got < PACKET_LEN && self.context.join.is_over() {
-                // Nobody waits for the rest.
+                // The rest is not needed.
                 self.loose = true;
                 return Ok(false);
             }
@@ -266,7 +266,7 @@ impl<'a> PageChannel<'a> {
 }
 
 impl Drop for PageChannel<'_> {
-    /// What came behind the last SYNC packet is no less received; and however the thread ended, nobody waits for it.
+    /// What came behind the last SYNC packet is no less received; and however the thread ended, no thread waits for it.
     fn drop(&mut self) {
         let _ = self.exchange();
         self.context.join.ended(self.id);

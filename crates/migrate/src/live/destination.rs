@@ -7,7 +7,7 @@
 //! heard that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
 //!
 //! So there are three ends. Until the source is told that all is in its place, a failure is [`ArrivalOutcome::Failed`]: the
-//! source keeps the VM. From then on and without its word, nobody here knows whether the source has taken it for given:
+//! source keeps the VM. From then on and without its word, it is not known here whether the source has given the VM away:
 //! [`ArrivalOutcome::Undecided`]; all that the VM needs is here, and a person who has looked at the source decides. With its
 //! word the VM runs. A stock QEMU source that is gone before the VM is started leaves it undecided too; one that is told that
 //! the VM does not run (SHUT 1) keeps it.
@@ -67,7 +67,7 @@ pub struct LiveDestinationOptions {
     /// What becomes of shared memory; the source's choice has to be the same.
     pub shared_memory: SharedMemory,
     /// Whether memory is populated before pages are read to it, so that they do not fault one by one; where a processor is
-    /// left beside those that read the channels, by a thread that keeps ahead of them: at most a 32nd more than what comes.
+    /// left besides those that read the channels, by a thread that keeps ahead of them: at most a 32nd more than what comes.
     pub populate: bool,
 }
 
@@ -140,7 +140,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
         Self { vm, channel, pages, multifd, accept_preempt, control, progress, options }
     }
 
-    /// With channels beside the main one, in the order of their numbers, their initial packets read: those of a
+    /// With multifd channels, in the order of their numbers, their initial packets read: those of a
     /// [`ChannelSet`](crate::ChannelSet).
     #[must_use]
     pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
@@ -151,8 +151,8 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     /// With a second channel for requested pages in postcopy (QEMU's `postcopy-preempt`): `accept` waits for the source's next
     /// connection, from when [`run`](Self::run) is called. It is waited for no longer when the VM has come without it.
     ///
-    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `accept` should take nobody who has
-    /// not come through the handshake, and drive that handshake at once, because a stock QEMU goes on only behind it:
+    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `accept` should take no connection that has
+    /// not completed the handshake, and drive that handshake at once, because a stock QEMU goes on only behind it:
     /// [`Reception`](limosa_channel::Reception) does both. A stranger in its place ends the connection, and the VM waits for its
     /// pages until it is recovered.
     #[must_use]
@@ -252,7 +252,7 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
         }
         SourceNow::GoesOn if takes_back => {
             let _ = incoming.refuse();
-            let why = "the stream goes on behind what looked like its end: what was received is not whole; try again";
+            let why = "the stream goes on behind what looked like its end: what was received is incomplete";
             return ArrivalOutcome::Failed(MigrateError::Protocol(why.into()));
         }
         SourceNow::Waits | SourceNow::Gone | SourceNow::GoesOn => {}
@@ -310,8 +310,8 @@ impl<V: IncomingVm + ?Sized> Hooks for VmHooks<'_, '_, V> {
         }
         let postcopy = advised.is_some() && self.postcopy;
         if postcopy && self.vm.users().contains(Writers::VHOST) {
-            let why = "its vhost back ends map its memory too, and would find zeros where pages have not come: migrate with the \
-                       capability postcopy-ram off";
+            let why = "its vhost back ends map its memory too, and would find zeros where pages have not come: postcopy is \
+                       not possible";
             return Err(MigrateError::Vm { what: "run before its memory has come", source: why.into() });
         }
         self.ram.begin(self.vm.memory(), self.shared, start, advised)?;

@@ -1,6 +1,6 @@
 //! A move on one host: memory that both ends have is not sent (`x-ignore-shared`).
 //!
-//! **Law: both ends leave out the same blocks, and nobody writes them but the VM.** Which those are is decided by what the blocks
+//! **Law: both ends leave out the same blocks, and only the VM writes them.** Which those are is decided by what the blocks
 //! are, at both ends alike: shared memory with a file. The capability in the stream's configuration says whether they are
 //! left out at all, and a destination that sees it otherwise refuses. A page that comes for such a block all the same is
 //! refused too: it would be written over memory that the source's VM is running in.
@@ -46,9 +46,9 @@ impl SharedMemory {
                 refused("the source leaves out shared memory (x-ignore-shared), which is not shared here")
             }
             (false, Self::Mapped | Self::Passed) => refused(
-                "the source sends shared memory: turn x-ignore-shared on there, for it would be written while it runs",
+                "the source sends shared memory (x-ignore-shared is off there), which would be written while its VM runs",
             ),
-            (true, _) if postcopy => refused("x-ignore-shared and postcopy exclude each other: turn one of them off"),
+            (true, _) if postcopy => refused("x-ignore-shared and postcopy exclude each other"),
             _ => Ok(()),
         }
     }

@@ -8,7 +8,7 @@
 //!
 //! **The ownership law.** Whatever fails before the end of the stream was handed to the kernel lets the VM go on here.
 //! Whatever fails after it and before the destination's last word leaves it [undecided](Undecided): it stands still here
-//! until somebody who has looked at the destination decides. A last word that comes too early is not believed.
+//! until a person who has looked at the destination decides. A last word that comes too early is not believed.
 //!
 //! In postcopy ([`Postcopy`]) the last byte of the package of device state is what the end of the stream is in precopy, and
 //! the answer to the PING in it is the last word: from then on the VM runs there, and what breaks off is
@@ -84,7 +84,7 @@ type Observer<'o> = Box<dyn Fn(&RoundReport) + Send + Sync + 'o>;
 /// use limosa_channel::{Channel, Options, Uri};
 /// use limosa_migrate::{Control, LiveOutcome, LiveSource, Progress};
 ///
-/// // `vm`: a VM that runs; `logs`: they see whoever writes its memory.
+/// // `vm`: a VM that runs; `logs`: they see every write to its memory.
 /// let channel = Channel::connect(&"tcp:192.0.2.7:4444".parse::<Uri>()?, &Options::default())?;
 /// let (control, progress) = (Control::new(), Progress::new());
 /// match LiveSource::new(vm, logs, channel, &control, &progress).fresh(true).run() {
@@ -151,8 +151,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
-    /// Sends the pages on `channels`, a thread each, beside the main one: QEMU's multifd, for a destination that expects
-    /// just so many. They were connected after the main one; their order is that of their numbers. When pages are looked at
+    /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They were connected after the main one; their order is that of their numbers. When pages are looked at
     /// is said by [`MigrationParams::zero_check`], whatever the options say.
     ///
     /// # Errors
@@ -189,7 +188,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     }
 
     /// Whether the migration may go on in postcopy, which the destination has to expect. One that is [given
-    /// up](crate::live::GiveUp::Postcopy) for postcopy may in any case. Not with channels beside the main one.
+    /// up](crate::live::GiveUp::Postcopy) for postcopy may in any case. Not with multifd channels.
     #[must_use]
     pub fn with_postcopy(mut self, postcopy: Postcopy) -> Self {
         self.postcopy = postcopy;
@@ -283,8 +282,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 Err(MigrateError::Channels(why.into()))
             }
             Postcopy::AtOnce if guard.has_hints() && params.hint_wait.is_zero() => {
-                let why =
-                    "postcopy at once stops the guest before it could tell them: say how long to wait (hint_wait)";
+                let why = "hint_wait is zero, and postcopy at once stops the guest before it can report its free pages";
                 Err(MigrateError::Hints(why))
             }
             Postcopy::AtOnce if guard.has_hints() => guard.check_covered(),
@@ -332,7 +330,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                     description: Vec::new(),
                     reported: 0,
                 };
-                // A panic in the VMM's code must not leave anybody waiting: the channel is cut whatever happens.
+                // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut whatever happens.
                 let cut = CutOnDrop(&channel);
                 let moved = engine.open().and_then(|()| {
                     let _ending = multifd.as_ref().map(|multifd| multifd.spawn(scope));

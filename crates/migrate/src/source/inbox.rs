@@ -104,7 +104,7 @@ impl Inbox {
             if got == 0 {
                 return Ok(());
             }
-            // The first word of somebody who takes the stream for a broken handshake.
+            // The first byte of a peer that takes the stream for a broken handshake.
             if std::mem::take(&mut first) && bytes.get(..got).is_some_and(|said| said.starts_with(&TLS_ALERT)) {
                 return Err(MigrateError::WantsTls { peer: channel.peer().to_string() });
             }

@@ -1,4 +1,4 @@
-//! Sending pages on channels beside the main one, a thread each.
+//! Sending pages on the multifd channels, a thread each.
 //!
 //! The laws of this module: **every page of a round goes out once, on whichever channel is free next**, and **the main channel
 //! passes a join point only when the pages before it are on their way**: each channel begins with a SYNC packet, paired
@@ -31,7 +31,7 @@ use crate::pages::PageSource;
 use crate::progress::{Moved, Progress};
 use sender::ChannelSender;
 
-/// Most channels beside the main one: more only wait for each other.
+/// Most multifd channels: more only wait for each other.
 pub const CHANNELS_MAX: usize = 16;
 
 /// The multifd channels, in the order of their numbers.
@@ -109,8 +109,7 @@ impl MultifdSourceOptions {
         }
     }
 
-    /// Refuses a way of sending stored pages that was named and cannot be had: for who wants to know before anybody is
-    /// connected to. `return_path`: whether the destination answers.
+    /// Refuses a named way of sending stored pages that is not possible. Can be called before anything is connected. `return_path`: whether the destination answers.
     ///
     /// # Errors
     /// [`MigrateError::ZeroCopy`].
@@ -134,7 +133,7 @@ pub(crate) struct Multifd<'a, S: PageSource + ?Sized> {
     pub(super) control: &'a Control,
     pub(super) progress: &'a Progress,
     pub(super) options: &'a MultifdSourceOptions,
-    /// The main channel and those beside it: what a failure shuts down.
+    /// The main channel and the multifd channels: what a failure shuts down.
     pub(super) main: &'a Arc<Channel>,
     pub(super) channels: &'a [Arc<Channel>],
     /// For each block whether its memory is zero at the destination.
@@ -310,7 +309,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             }
             self.check()
         });
-        // What failed first is the cause, whoever noticed.
+        // What failed first is the cause, whichever thread noticed.
         told.map_err(|error| self.fail_with(error))?;
         let [normal, zero, left_out] = [&self.normal, &self.zero, &self.left_out].map(|counter| counter.load(Relaxed));
         let busy = Duration::from_nanos(self.busy.load(Relaxed)).max(records.take_busy());
@@ -494,7 +493,7 @@ fn another() -> MigrateError {
     MigrateError::Protocol("another channel has failed".into())
 }
 
-/// A channel's thread at work: if it panics, nobody waits for it.
+/// A channel's thread at work: if it panics, the round fails instead of waiting for it.
 struct Working<'m, 'a, S: PageSource + ?Sized>(&'m Multifd<'a, S>);
 
 impl<S: PageSource + ?Sized> Drop for Working<'_, '_, S> {

@@ -37,7 +37,7 @@ use crate::progress::{Phase, Progress};
 
 /// How often the end of the stream is tried for.
 const END_TICK: Duration = Duration::from_micros(200);
-/// Longer than anybody waits, and short enough to be added to a clock.
+/// Longer than any real wait, and short enough to be added to a clock.
 const UNTIL_IT_ENDS: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// How a postcopy is to be done.
@@ -301,7 +301,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         });
         let pushed = self.push(state, answering.is_some());
         let finished = pushed.and_then(|latency| {
-            // Not limited: the destination has everything, and a pager that goes away now leaves it nobody to tell so.
+            // Not limited: the destination has everything, and could not tell a pager that has gone away.
             state.inbox.wait_shut(UNTIL_IT_ENDS)?;
             Ok(latency)
         });
@@ -438,7 +438,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         Command::PostcopyResume.encode(&mut bytes)?;
         self.channel.put(&bytes)?;
         if let Some(preempt) = &preempt {
-            // The destination may take nobody whom it does not know, and answers when it has the channel.
+            // Over TLS the destination may take the channel only after its handshake, and answers when it has it.
             preempt.establish()?;
         }
         state.inbox.wait_resume_ack(self.options.patience)?;

@@ -1,9 +1,9 @@
 //! The source role in precopy of a guest that does not run: every page once, then the device sections.
 //!
 //! The destination's guest starts when all has arrived. Every page is sent, zero pages as zero: memory that looks fresh may
-//! be a file with old contents. Only who knows better says so, block by block ([`PrecopyOptions::fresh`]).
+//! be a file with old contents. Only a caller that knows better says so, block by block ([`PrecopyOptions::fresh`]).
 //!
-//! Pages go out as records on the one channel, or in packets on channels beside it ([`PrecopySource::with_channels`]).
+//! Pages go out as records on the one channel, or in packets on multifd channels ([`PrecopySource::with_channels`]).
 
 use std::sync::Arc;
 use std::thread;
@@ -29,11 +29,11 @@ pub struct PrecopyOptions {
     /// Whether to ask the destination for a last word. Needs a channel that carries both directions.
     pub return_path: bool,
     /// How long the destination may take to answer a PING before the first page is sent; `None` sends at once. Without an
-    /// answer nobody is there who could give a last word, and that is better known before than after. With channels beside
-    /// the main one these begin meanwhile, because QEMU answers nothing before it has been greeted on all.
+    /// answer no confirmation can come either, and that is better known before the pages are sent. Multifd channels begin
+    /// meanwhile, because QEMU answers nothing before it has been greeted on all of them.
     pub greeting: Option<Duration>,
-    /// Longest wait for that word: the destination loads the device state in that time. On channels beside the main one also
-    /// the longest time in which the destination takes nothing.
+    /// Longest wait for that word: the destination loads the device state in that time. On multifd channels also the
+    /// longest time in which the destination takes nothing.
     pub patience: Duration,
     /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
     pub fresh: Vec<String>,
@@ -88,12 +88,11 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         Self { source, channel: Arc::new(channel), control, progress, options, multifd_channels, multifd }
     }
 
-    /// Sends the pages on `channels`, a thread each, beside the main one: QEMU's multifd, for a destination that expects just
-    /// so many. They were connected after the main one; their order is that of their numbers.
+    /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They were connected after the main one; their order is that of their numbers.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; a way of sending
-    /// that is named and cannot be had; memory that would be spliced without a return path, which alone says when it may
+    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; a named way
+    /// of sending that is not possible; memory that would be spliced without a return path, which alone says when it may
     /// be used for something else.
     pub fn with_channels(
         mut self,
@@ -167,7 +166,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         })
     }
 
-    /// The main channel and those beside it.
+    /// The main channel and the multifd channels.
     fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
         std::iter::once(&self.channel).chain(&self.multifd_channels)
     }
@@ -214,7 +213,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         }
         ram::encode_eos(start.section_id, &mut bytes);
         if let Some(multifd) = multifd.filter(|_| self.options.return_path) {
-            // Until the destination has read what was passed on unread, whoever writes to the file changes it.
+            // Until the destination has read what was passed on unread, a write to the file changes it.
             Command::Ping(TAKEN).encode(&mut bytes)?;
             self.channel.put(&bytes)?;
             bytes.clear();

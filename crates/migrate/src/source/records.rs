@@ -193,8 +193,8 @@ impl<'a> RecordWriter<'a> {
         Ok((pages.len() - zeros, zeros))
     }
 
-    /// Sends runs of pages out of guest memory, from where they live. Pages may be written meanwhile: whoever lets that
-    /// happen sends them again.
+    /// Sends runs of pages out of guest memory, from where they live. Pages may be written meanwhile: the caller that
+    /// lets that happen sends them again.
     pub(crate) fn send_memory(&mut self, pages: GuestPages<'_>) -> Result<Sent, MigrateError> {
         let sent = self.place(pages, |_| {})?;
         self.put_placed(pages.memory).map(|()| sent)

@@ -22,7 +22,7 @@ struct UnsentBlock<'a> {
     stored: &'a PageBitmap,
     /// Pages of a host page.
     each: u64,
-    /// Host pages with contents that nobody has claimed.
+    /// Host pages with contents that are not claimed yet.
     to_send: AtomicPageBitmap,
     /// Host pages without contents that were asked for and answered.
     zero_sent: AtomicPageBitmap,

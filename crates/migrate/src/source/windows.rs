@@ -6,7 +6,7 @@
 //! A page that the guest has called free is taken out while the round goes on. **Law: a list takes pages out only while it is
 //! open, and it is closed before the dirty log is read.** What the guest wrote before that reading is in the log or was
 //! written before the page was free; behind it a late hint would take out what the log has just told. Both are decided under
-//! the lock that hands pages out, so a page is handed out or taken out, never both, and nobody waits for a list.
+//! the lock that hands pages out, so a page is handed out or taken out, never both, and no thread waits for a list.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -32,7 +32,7 @@ struct State {
     open: bool,
     /// Pages that were taken out of this round.
     taken: u64,
-    /// Pages that were taken out of any round; of no block, if nobody wants to know.
+    /// Pages that were taken out of any round; of no block, if they need not be known.
     free: Vec<PageBitmap>,
 }
 
@@ -160,7 +160,7 @@ impl Windows {
         self.lock().pages.get(block).map_or_else(Vec::new, |pages| pages.runs_in(within).collect())
     }
 
-    /// Does not hand these pages of a block out, which nobody needs. Of `dropped` remains what would have been handed out.
+    /// Does not hand these pages of a block out: they are not needed. Of `dropped` remains what would have been handed out.
     pub(crate) fn drop_pages(&self, block: usize, dropped: &mut PageBitmap) {
         if let Some(pages) = self.lock().pages.get_mut(block) {
             dropped.intersect_with(pages);

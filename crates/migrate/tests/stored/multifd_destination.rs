@@ -483,7 +483,7 @@ fn reasons_are_told_once_each_and_so_is_a_peer_that_goes_because_it_does_not_tru
 }
 
 #[test]
-fn channels_that_are_wrong_or_missing_are_told_with_what_to_set() {
+fn channels_that_are_wrong_or_missing_are_named() {
     let refused = |bytes: &[&[u8]], milliseconds: u64| {
         let (_folder, listener) = listener();
         let connected: Vec<_> = bytes.iter().map(|bytes| connect(&listener, bytes)).collect();
@@ -493,7 +493,7 @@ fn channels_that_are_wrong_or_missing_are_told_with_what_to_set() {
     };
     let other = InitialPacket { uuid: [8; 16], id: 1 }.encode();
     assert!(refused(&[&initial(0), &initial(0)], 20_000).contains("multifd channel 0"));
-    assert!(refused(&[&initial(2)], 20_000).contains("set multifd-channels to 2"));
+    assert!(refused(&[&initial(2)], 20_000).contains("channel 2, and 2 are expected"));
     assert!(refused(&[&initial(0), &other], 20_000).contains("another VM"));
     let missing = refused(&[&initial(0), b"", b"GET "], 200);
     for word in ["main channel", "channels 1", "1 other connections were turned away", "1 connections say nothing"] {

@@ -277,7 +277,7 @@ fn commands_of_other_roles_are_refused_by_name() {
 #[test]
 fn postcopy_may_be_announced_and_is_refused_when_it_begins() {
     let said = refusal(&[Command::PostcopyAdvise(None), Command::PostcopyListen]);
-    assert!(said.contains("switched to postcopy") && said.contains("migrate-start-postcopy"), "{said}");
+    assert!(said.contains("switched to postcopy") && said.contains("no VM runs here"), "{said}");
 }
 
 proptest! {

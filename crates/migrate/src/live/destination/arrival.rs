@@ -42,8 +42,8 @@ pub struct ArrivalStats {
     pub unheard: Option<MigrateError>,
 }
 
-/// A VM that is here as a whole and may run at the source: whoever has made sure that it does not may
-/// [`start`](Self::start) it; otherwise [`discard`](Self::discard) it.
+/// A VM that is here completely and may run at the source: [`start`](Self::start) it only when it is certain that it does not
+/// run there; otherwise [`discard`](Self::discard) it.
 pub struct UndecidedArrival<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
     why: MigrateError,
@@ -65,7 +65,7 @@ impl<'a, V: IncomingVm + ?Sized> UndecidedArrival<'a, V> {
         &self.why
     }
 
-    /// Runs the VM, on the word of somebody who knows that it does not run at the source and never will.
+    /// Runs the VM. The caller knows that it does not run at the source and never will.
     ///
     /// # Errors
     /// It cannot run.

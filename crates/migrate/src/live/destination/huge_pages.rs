@@ -61,8 +61,8 @@ pub(super) struct HugePages {
     taken: AtomicPageBitmap,
     /// A bit for each of them that is there.
     there: AtomicPageBitmap,
-    /// Held while one of them, by its number, is being taken. Whoever touched it meanwhile would have the kernel clear another
-    /// 2 MiB for nothing; those who are about other pieces do not wait.
+    /// Held while one of them, by its number, is being taken. An access meanwhile would have the kernel clear another
+    /// 2 MiB for nothing; threads that populate other pieces do not wait.
     taking: [Mutex<()>; LOCKS],
 }
 

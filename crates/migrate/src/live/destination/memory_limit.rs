@@ -42,8 +42,8 @@ impl MemoryLimit {
         // Where there is swap, memory that is short is slow and no more.
         if left < bytes && !has_swap() {
             return Err(format!(
-                "out of memory for RAM block {}: give this process more (the machine, or the control group's memory.max), \
-                 or migrate the VM elsewhere",
+                "out of memory for RAM block {}: the limit of this process is reached (the machine's memory, or the control \
+                 group's memory.max)",
                 block.name()
             )
             .into());

@@ -1,14 +1,14 @@
 //! A VM that runs here before its memory is here.
 //!
 //! The package of device sections is the source's word: with its last byte the VM is this side's. What has not come is made
-//! missing, and who touches it waits; a thread learns of that and asks the source, the pages that come are placed one host
+//! missing, and an access to it waits; a thread learns of that and asks the source, the pages that come are placed one host
 //! page at a time. The device sections are loaded by a thread of their own, because loading them may touch missing memory
 //! as well.
 //!
 //! Three laws. **Missing memory never reads as zeros** as long as the stream has not said its last word: a connection that
 //! breaks leaves the guest waiting ([`ArrivalOutcome::Paused`]), whatever is dropped. **The VM is started once or never,**
 //! whichever comes first: the thread that has loaded its devices, or a failure before that. **No request is lost:** a page
-//! that somebody waits for is asked for again over every new connection.
+//! that is waited for is requested again over every new connection.
 //!
 //! What was received as zero before the VM ran has no memory; a guest that touches it is given zeros here, without asking.
 
@@ -175,7 +175,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let package = package::read(&package)?;
     let preempt = listener.map(|listener| listener.take(&control, patience)).transpose()?;
     if let Err(error) = ram.seal(&mut faults) {
-        // Nobody will bring what is missing already, and another attempt must not wait for it.
+        // What is missing already will not come, and another attempt must not wait for it.
         faults.abandon();
         return Err(error);
     }
@@ -188,7 +188,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let connection = Connection::new(&live, channel, preempt);
     let followed = thread::scope(|scope| {
         let load = || {
-            // A panic in the VMM's code must not leave anybody waiting.
+            // A panic in the VMM's code must not leave the connection's threads waiting.
             let abort = AbortOnDrop { vm_start: &vm_start, connection: &connection };
             if let Err(error) = bring_up(vm, &package, &live, &vm_start, begun) {
                 connection.fail(error);
@@ -197,8 +197,8 @@ fn begin<'a, V: IncomingVm + ?Sized>(
         };
         let loading = thread::Builder::new().name("load devices".into()).spawn_scoped(scope, load);
         let followed = loading.map_err(MigrateError::Thread).and_then(|_| connection.follow(records));
-        // Whoever loads the devices may wait for a page. After the stream's last word what has not come is zero; and where
-        // the VM will not run, nobody looks at what is loaded.
+        // The thread that loads the devices may wait for a page. After the stream's last word what has not come is zero; and where
+        // the VM will not run, what is loaded is not used.
         match followed {
             Ok(()) => live.release(),
             Err(error) if vm_start.abort() => {
@@ -289,7 +289,7 @@ impl StartOnce {
         if vm_start.is_some() {
             return Err(MigrateError::Protocol("the VM was given up before its devices were loaded".into()));
         }
-        // Whoever panics half-way may have let it run.
+        // A panic half-way may have let it run.
         *vm_start = Some(true);
         let started = start();
         *vm_start = Some(started.is_ok());
@@ -408,7 +408,7 @@ impl<'l, 'a> Connection<'l, 'a> {
             waited.map_err(|error| MigrateError::Sink(error.into()))?;
             for event in &events {
                 if let FaultEvent::Fault(fault) = event {
-                    // Told once: it goes on the list even where nobody can be asked any more.
+                    // Reported once: it goes on the list even where no source can be asked any more.
                     self.live.fault(*fault)?;
                 }
             }
@@ -461,7 +461,7 @@ impl<'l, 'a> Connection<'l, 'a> {
         Err(MigrateError::Protocol("the source has ended its stream and owes pages that were asked for".into()))
     }
 
-    /// Whether a silent source may go on being silent: nobody waits for it, or not for long.
+    /// Whether a silent source may go on being silent: no request is in flight, or not for long.
     fn is_served(&self) -> bool {
         self.live.patience.is_none_or(|patience| self.live.requests.longest_wait() < patience)
     }

@@ -143,7 +143,7 @@ impl<'a> GuestRam<'a> {
         Ok(())
     }
 
-    /// Makes missing what has not come, and has `faults` tell of whoever touches it.
+    /// Makes missing what has not come, and has `faults` report every access to it.
     pub(super) fn seal(&self, faults: &mut FaultHandler) -> Result<(), MigrateError> {
         let Some(memory) = self.memory.get() else { return Ok(()) };
         for block in self.blocks() {

@@ -43,9 +43,9 @@ pub(super) struct Engine<'e, 'v, V: LiveVm + ?Sized> {
     pub(super) progress: &'e Progress,
     pub(super) params: MigrationParams,
     pub(super) inbox: &'e Inbox,
-    /// The channels beside the main one.
+    /// The multifd channels.
     pub(super) multifd: Option<&'e Multifd<'e, GuestSource<'v>>>,
-    /// What hands the pages of a round out, whoever sends them.
+    /// What hands the pages of a round out, to whichever thread sends them.
     pub(super) windows: &'e Windows,
     pub(super) fresh: bool,
     pub(super) observer: &'e Observer<'e>,
@@ -327,7 +327,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         bytes.extend_from_slice(&self.description);
         // A last word before the go is no word about the VM.
         self.inbox.still_open()?;
-        // From here on a stop has to wait for what the destination says: half a hand-over helps nobody.
+        // From here on a stop has to wait for what the destination says: half a hand-over is worse than none.
         self.control.hold();
         if let Some(stop) = self.control.stopped() {
             return Err(stop.into());
@@ -481,7 +481,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         Ok(result)
     }
 
-    /// Ends a section, and with channels beside the main one waits for them there.
+    /// Ends a section; with multifd channels, has the destination wait for them there.
     fn end_section(&self, bytes: &mut Vec<u8>) {
         if self.multifd.is_some_and(Multifd::joins_by_word) {
             ram::encode_multifd_flush(bytes);

@@ -24,7 +24,7 @@ pub(super) struct VmGuard<'a, V: LiveVm + ?Sized> {
     channels: Vec<Arc<Channel>>,
     /// What of its memory is not sent.
     shared: SharedMemory,
-    /// Who is asked for free pages, if anybody is.
+    /// What is asked for free pages, if the guest is to be asked.
     hints: Option<Hints>,
     logging: bool,
     throttled: bool,
@@ -62,7 +62,7 @@ impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
         self
     }
 
-    /// Makes sure that whoever writes the VM's memory is seen by one of the logs; if the guest is to be asked for free pages,
+    /// Makes sure that every writer of the VM's memory is seen by one of the logs; if the guest is to be asked for free pages,
     /// that it is seen itself, even if the VMM says that it writes nothing.
     pub(super) fn check_covered(&self) -> Result<(), MigrateError> {
         let Some(logs) = &self.logs else { return Ok(()) };
@@ -169,7 +169,7 @@ impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
     }
 
     /// Lets the VM go on here. The stream is cut first: nothing is put any more. What the kernel has by then may still leave, and
-    /// its pages may change on the way; nobody runs a VM of a stream that ends so.
+    /// its pages may change on the way; no destination runs a VM of a stream that ends so.
     pub(super) fn take_back(&mut self) -> Result<(), VmError> {
         for channel in &self.channels {
             let _ = channel.shutdown(How::Both);
@@ -212,7 +212,7 @@ impl<V: LiveVm + ?Sized> Drop for VmGuard<'_, V> {
     fn drop(&mut self) {
         self.give_pages_back();
         if !self.is_given() {
-            // On the way out of a panic: there is nobody to tell.
+            // On the way out of a panic: the error cannot be reported.
             let _ = self.take_back();
         }
     }

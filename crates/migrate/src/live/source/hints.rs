@@ -6,7 +6,7 @@
 //! without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close) comes before every reading, and a
 //! list that was closed says nothing any more, however late ([`Windows`]).
 //!
-//! Nobody waits: neither the guest's thread for the engine nor a channel for the list. What comes when a page has been handed
+//! No thread waits: neither the guest's for the engine nor a channel's for the list. What comes when a page has been handed
 //! out already comes too late for this page, which is sent: a hint saves work and promises nothing.
 //!
 //! **Law: the guest gets its pages back, whatever happens.** It holds back what it has named until it is told that this is
@@ -25,7 +25,7 @@ use super::stats::HintStats;
 use crate::progress::Progress;
 use crate::source::windows::Windows;
 
-/// Who is asked for free pages, and what was said so far.
+/// The device that is asked for free pages, and what it has said so far.
 pub(super) struct Hints {
     from: Arc<dyn FreePages>,
     state: Arc<HintState>,
@@ -181,7 +181,7 @@ impl FreePageSink for List {
     }
 }
 
-/// Whoever lets go of a list unfinished has nothing more to say: the driver has gone, or its queue broke.
+/// A list that is dropped unfinished has nothing more to say: the driver has gone, or its queue broke.
 impl Drop for List {
     fn drop(&mut self) {
         let mut lists = self.state.lock();

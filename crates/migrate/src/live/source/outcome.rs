@@ -46,9 +46,9 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
 
 /// A VM that was given away without an answer.
 ///
-/// It may run at the destination, so nothing here lets it go on but the word of somebody who has looked there:
+/// It may run at the destination, so it goes on here only by decision of a person who has looked there:
 /// [`resume`](Self::resume) if it does not run there and never will, [`discard`](Self::discard) if it does.
-#[must_use = "somebody has to decide"]
+#[must_use = "the VM stays stopped until a decision is made"]
 pub struct Undecided<'a, V: LiveVm + ?Sized> {
     pub(super) vm: &'a V,
     pub(super) logs: Option<DirtyLogs>,

@@ -87,7 +87,7 @@ impl<'v, V: LiveVm + ?Sized> Engine<'_, 'v, V> {
         let Some(mut track) = self.track.take() else {
             return Err(MigrateError::Protocol("postcopy was not announced to the destination".into()));
         };
-        // What is free, and was not sent since nor written, is as good as zero: whoever touches it is answered at once.
+        // What is free, and was not sent since nor written, is as good as zero: a request for it is answered at once.
         track.zero.iter_mut().zip(self.windows.take_free()).for_each(|(zero, free)| zero.union_with(&free));
         let known = dirty.iter().zip(&track.sent).zip(&track.zero);
         let known = known.map(|((dirty, sent), zero)| Known { dirty, sent, zero });

@@ -151,7 +151,7 @@ pub struct LiveStats {
     /// Of the main channel.
     #[serde(serialize_with = "counters")]
     pub main: Counters,
-    /// Of the channels beside it, by number.
+    /// Of the multifd channels, by number.
     #[serde(serialize_with = "many_counters")]
     pub channels: Vec<Counters>,
 }

@@ -231,12 +231,12 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 self.loan.is_some()
             }
             // What is spliced is not known to be back. A page that a balloon gives back meanwhile stays with the kernel that much
-            // longer, which nobody notices but who has a pool of huge pages, and takes the next one from it.
+            // longer, which matters only to a pool of huge pages that the next one is taken from.
             _ => memory.page_size() == PAGE_SIZE,
         })
     }
 
-    /// Ends a loan that somebody waits for.
+    /// Ends a loan that is waited for.
     fn give_back_if_wanted(&mut self) -> Result<(), MigrateError> {
         if self.loan.as_ref().is_some_and(Loan::is_wanted) { self.take_back() } else { Ok(()) }
     }

@@ -1,4 +1,4 @@
-//! A VM that runs here on a part of its memory, with nobody to ask for the rest.
+//! A VM that runs here on a part of its memory, without a source to ask for the rest.
 
 use std::sync::Arc;
 use std::thread;
@@ -16,7 +16,7 @@ use crate::live::destination::arrival::ArrivalOutcome;
 /// A VM that runs here and whose connection broke: it runs on what has come, and waits where it touches what has not.
 /// [`recover`](Self::recover) goes on; only the source has the rest.
 ///
-/// Dropping it changes nothing for the VM: what is missing stays missing, and who touches it waits for ever. Only
+/// Dropping it changes nothing for the VM: what is missing stays missing, and an access to it waits for ever. Only
 /// [`discard`](Self::discard) says that there is no guest any more.
 pub struct PausedArrival<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
@@ -75,7 +75,7 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
         conclude(vm, live, &control, followed)
     }
 
-    /// The guest is gone, and nobody will look at its memory again.
+    /// The guest is gone, and its memory will not be accessed again.
     pub fn discard(self) {
         self.live.faults.abandon();
     }

@@ -1,11 +1,11 @@
 //! Pages of one channel, placed while the guest runs.
 //!
 //! The law: **what the guest may have changed is never overwritten.** The kernel fills only what is missing, whole host
-//! pages at once; a page that comes again is dropped and counted, whoever sent it. A host page is noted as received behind
+//! pages at once; a page that comes again is dropped and counted, on whichever channel. A host page is noted as received behind
 //! its placement, so what is told to a source in a recovery is there.
 //!
-//! A page that is there although none of the channels has brought it was touched by somebody who did not wait for it, in
-//! another process that maps the memory or by writing the file: whoever did has read zeros, and the contents cannot be put in
+//! A page that is present although none of the channels has brought it was accessed without waiting for it, by another
+//! process that maps the memory or by a write to the file: that access has read zeros, and the contents cannot be put in
 //! their place any more. That is an error, and stays one.
 
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
@@ -102,8 +102,7 @@ impl<'l, 'a> Placer<'l, 'a> {
             let touched = || {
                 format!(
                     "page {} of RAM block {} is present but was never received: a user of the memory that does not wait \
-                     for pages has touched it (a vhost back end, another process that maps the memory) and has read zeros; \
-                     discard this VM, and migrate without postcopy",
+                     for pages has touched it (a vhost back end, another process that maps the memory) and has read zeros",
                     pages.start.0,
                     known.memory.name()
                 )

@@ -1,6 +1,6 @@
 //! The channel of requested pages, which the source connects when it likes.
 //!
-//! The law: **who connects is seen to before he is needed.** A stock QEMU connects this channel before it sends the package
+//! The law: **a connection is accepted before it is needed.** A stock QEMU connects this channel before it sends the package
 //! of its devices, or agrees to a recovery, and over TLS says nothing on the main one until that channel has shaken hands.
 //! So it is looked for by a thread of its own, from the beginning.
 
@@ -21,7 +21,7 @@ use crate::error::MigrateError;
 /// [`Reception::step`](limosa_channel::Reception::step) does this on a listener.
 pub type AcceptPreempt<'a> = Box<dyn FnMut(Duration) -> Result<Option<Channel>, ChannelError> + Send + 'a>;
 
-/// How long nobody may come before it is looked whether anybody is to: the thread ends by so much later.
+/// How long a connection is waited for before it is checked whether one is still needed: the thread ends that much later.
 const TICK: Duration = Duration::from_millis(20);
 
 /// Waits for the channel, until it is dropped.
@@ -42,7 +42,7 @@ impl PreemptListener {
         let keep = move || {
             while !closed.load(Ordering::Relaxed) {
                 if let Some(came) = accept(TICK).transpose() {
-                    // Nobody is there to hear it where the listener has been closed meanwhile.
+                    // The other end is gone if the listener has been closed meanwhile.
                     let _ = tell.send(came);
                     return;
                 }
@@ -61,7 +61,7 @@ impl PreemptListener {
                 Ok(came) => break Arc::new(came?),
                 Err(RecvTimeoutError::Timeout) if patience.is_none_or(|patience| begun.elapsed() < patience) => {}
                 Err(RecvTimeoutError::Timeout) => {
-                    let why = "the source has not connected its channel for requested pages (postcopy-preempt): is it on at both ends?";
+                    let why = "the source has not connected its channel for requested pages (postcopy-preempt)";
                     return Err(MigrateError::Protocol(why.into()));
                 }
                 Err(RecvTimeoutError::Disconnected) => {

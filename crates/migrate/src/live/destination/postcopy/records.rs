@@ -10,7 +10,7 @@ use limosa_stream::{Decoder, Event};
 use super::Placer;
 use crate::error::MigrateError;
 
-/// Room for what arrives at once. Smaller than a precopy's: a page that somebody waits for should not queue up behind many
+/// Room for what arrives at once. Smaller than a precopy's: a page that the guest waits for should not queue up behind many
 /// that were read with it.
 const ROOM: usize = 256 << 10;
 

@@ -1,6 +1,6 @@
 //! What the guest waits for, and the way to the source.
 //!
-//! Two laws. **Each host page is asked for once** on one connection. **No request is lost**: a page somebody waits for stays
+//! Two laws. **Each host page is asked for once** on one connection. **No request is lost**: a page that the guest waits for stays
 //! in the list until it has been placed, whatever becomes of the connection, and is asked for again on the next one.
 
 use std::collections::HashMap;
@@ -27,7 +27,7 @@ struct ReturnPath {
 
 #[derive(Debug)]
 struct InFlight {
-    /// Host pages, by block and first page, and since when somebody waits for them.
+    /// Host pages, by block and first page, and since when they are waited for.
     pages: HashMap<(usize, u64), (PageRange, Instant)>,
     latency: Histogram<u64>,
 }
@@ -56,7 +56,7 @@ impl Requests {
         }
     }
 
-    /// Somebody waits for a host page: it is asked for, unless it has been. `received` is asked once more behind that.
+    /// A host page is waited for: it is requested, unless it has been. `received` is asked once more behind that.
     ///
     /// # Errors
     /// The return path's; the page stays in the list.
@@ -74,7 +74,7 @@ impl Requests {
         }
         waiting.pages.insert((block, pages.start.0), (pages, Instant::now()));
         drop(waiting);
-        // Whoever places the page notes that first and looks at `asked` then; here it is the other way round, so that one of
+        // The thread that places the page notes that first and looks at `asked` then; here it is the other way round, so that one of
         // the two sees the other.
         fence(Ordering::SeqCst);
         if received() {
@@ -129,7 +129,7 @@ impl Requests {
         *self.path() = ReturnPath::default();
     }
 
-    /// Goes on over a new connection: `first` is said there, and everything that somebody waits for is asked for again.
+    /// Goes on over a new connection: `first` is said there, and everything that is waited for is requested again.
     pub(super) fn reconnect(&self, channel: Arc<Channel>, first: &ReturnMessage) -> Result<(), MigrateError> {
         let mut bytes = Vec::new();
         first.encode(&mut bytes)?;
@@ -140,13 +140,13 @@ impl Requests {
         waiting.into_iter().try_for_each(|(block, pages)| self.ask(block, pages))
     }
 
-    /// How long the one who has waited longest has waited.
+    /// How long the oldest request in flight has waited.
     pub(super) fn longest_wait(&self) -> Duration {
         let waiting = self.waiting();
         waiting.pages.values().map(|(_, since)| since.elapsed()).max().unwrap_or_default()
     }
 
-    /// Waits until nobody waits any more, or `over`, or nothing has come for so long: whether nobody does.
+    /// Waits until no request is in flight, or `over`, or one has waited longer than `patience`: whether none is in flight.
     pub(super) fn wait_until_answered(&self, patience: Option<Duration>, over: impl Fn() -> bool) -> bool {
         let mut waiting = self.waiting();
         loop {

@@ -15,7 +15,7 @@ use crate::live::{LiveVm, VmError};
 
 const PAGES: u64 = 32;
 
-/// A VM of one block, whose memory nobody looks at: the model has its contents.
+/// A VM of one block, whose memory is not looked at: the model has its contents.
 struct Vm(GuestMemory);
 
 impl Vm {
@@ -85,7 +85,7 @@ enum Rule {
 enum Owner {
     /// A program of the guest: its contents matter.
     Guest,
-    Nobody,
+    Free,
     /// The balloon's driver, which has told it.
     Driver,
 }
@@ -125,7 +125,7 @@ impl<'v> Model<'v> {
             marker,
             windows,
             device,
-            owner: (0..pages).map(|page| if page % 3 == 0 { Owner::Nobody } else { Owner::Guest }).collect(),
+            owner: (0..pages).map(|page| if page % 3 == 0 { Owner::Free } else { Owner::Guest }).collect(),
             here: vec![1; pages],
             there: vec![0; pages],
             list: 0,
@@ -146,11 +146,11 @@ impl<'v> Model<'v> {
     fn event(&mut self, kind: u8, page: usize) {
         match (kind % 12, self.owner[page]) {
             (0 | 1, Owner::Guest) => self.write(page),
-            (2, Owner::Guest) => self.owner[page] = Owner::Nobody,
+            (2, Owner::Guest) => self.owner[page] = Owner::Free,
             // An allocation; or the driver's shrinker gives a page back, and a program gets it at once.
-            (3 | 4, Owner::Nobody | Owner::Driver) => self.write(page),
-            (5, Owner::Driver) => self.owner[page] = Owner::Nobody,
-            (6 | 7, Owner::Nobody) => {
+            (3 | 4, Owner::Free | Owner::Driver) => self.write(page),
+            (5, Owner::Driver) => self.owner[page] = Owner::Free,
+            (6 | 7, Owner::Free) => {
                 self.owner[page] = Owner::Driver;
                 self.under_way.push((self.list, page));
             }
