@@ -1,7 +1,7 @@
 //! A QMP-shaped socket on a running job, for programs: what QEMU's monitor answers about a migration, this answers.
 //!
 //! It speaks lines of JSON as QMP does (greeting, `qmp_capabilities`, `execute`/`arguments`/`id`, `return`/`error`,
-//! `MIGRATION` events), on threads of its own that touch nothing but [`Control`] and [`Progress`]: it answers at any
+//! `MIGRATION` events), on its own threads that touch nothing but [`Control`] and [`Progress`]: it answers at any
 //! moment, whatever the engine waits for. A VMM adds its own commands ([`Commands`]), and one job after
 //! another on the same socket ([`ControlSocket::turn_to`]).
 

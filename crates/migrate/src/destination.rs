@@ -60,7 +60,7 @@ use crate::progress::{Phase, Progress};
 /// that empties it.
 const BUFFER_LEN: usize = 1 << 20;
 
-/// Longest silence inside the device sections. QEMU writes them from memory, and the VM stands still meanwhile.
+/// Longest silence inside the device sections. QEMU writes them from memory, and the VM is stopped meanwhile.
 const TAIL_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How a stream is to be received.
@@ -72,7 +72,7 @@ pub struct DestinationOptions {
     /// answer unread.
     pub patience: Option<Duration>,
     /// How long nothing may come behind the end of the device sections before it is taken for the end. QEMU writes the whole
-    /// tail at once, so the next piece of it is microseconds away; the VM stands still meanwhile. What is taken for the end is
+    /// tail at once, so the next piece of it is microseconds away; the VM is stopped meanwhile. What is taken for the end is
     /// certain only after [`Incoming::confirm_end`].
     pub after_the_end: Duration,
     /// Whether the stream was recorded, so that no source listens. A wish for answers is passed over then, and the

@@ -1,9 +1,8 @@
-//! Migration engines: source and destination roles over any place that pages come from or go to.
+//! Migration engines for VMMs: sources and destinations that speak QEMU's migration stream.
 //!
-//! An engine speaks QEMU's migration stream over a [`Channel`](limosa_channel::Channel) and moves pages between it and a
-//! [`PageSource`] or a [`PageSink`]. It is written once: whether pages live in a stored file or in a guest's memory is the
-//! trait's affair, and so is where they end up. Engines block in vectored system calls, a thread for each channel; they
-//! are watched through [`Progress`] and reached into through [`Control`].
+//! An engine moves pages between a [`Channel`](limosa_channel::Channel) and a [`PageSource`] or a [`PageSink`]: a stored file or
+//! the memory of a guest. Engines block in vectored system calls, a thread for each channel. [`Progress`] shows what an engine
+//! has done; [`Control`] stops it or changes its rate. An engine keeps clones of both.
 //!
 //! | engine | role | when the guest starts at the destination |
 //! |---|---|---|

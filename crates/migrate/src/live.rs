@@ -151,7 +151,7 @@ pub enum GiveUp {
     Postcopy,
 }
 
-/// The knobs of a migration, by QEMU's names where QEMU has them.
+/// The parameters of a migration, by QEMU's names where QEMU has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MigrationParams {
     /// `downtime-limit`: how long the VM may be stopped for the rest of its memory.

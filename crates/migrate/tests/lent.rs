@@ -122,11 +122,11 @@ impl Move<'_> {
     fn run(&self, source: &TestVm, logs: DirtyLogs, pages: u64) -> LiveStats {
         let destination = Vm::of(blocks(pages));
         let (near, far) = pair();
-        let (mut near_beside, mut taps, mut far_beside) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut near_page_channels, mut taps, mut far_page_channels) = (Vec::new(), Vec::new(), Vec::new());
         for (near, tap, far) in (0..self.taps).map(|_| Tap::new()) {
-            near_beside.push(near);
+            near_page_channels.push(near);
             taps.push(tap);
-            far_beside.push(far);
+            far_page_channels.push(far);
         }
         let (taps, progress, arrived) = (&taps, [Progress::new(), Progress::new()], Control::new());
         let stats = thread::scope(|scope| {
@@ -137,12 +137,12 @@ impl Move<'_> {
             let receiving = scope.spawn(|| {
                 let options = LiveDestinationOptions::default();
                 let role = LiveDestination::new(&destination, far, &arrived, &progress[0], options);
-                role.with_channels(far_beside, MultifdOptions { compression: Compression::None }).run()
+                role.with_channels(far_page_channels, MultifdOptions { compression: Compression::None }).run()
             });
             let packets = MultifdSourceOptions { packet_pages: 32, ..MultifdSourceOptions::default() };
             let outcome = LiveSource::new(source, logs, near, &self.control, &progress[1])
                 .with_params(self.params)
-                .with_channels(near_beside, packets)
+                .with_channels(near_page_channels, packets)
                 .unwrap()
                 .observe(|round| (self.observer)(round, taps))
                 .run();
@@ -219,8 +219,8 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
         vm.fill(0, |_| true);
         let (logs, _) = vm.logs();
         let params = MigrationParams { patience, ..MigrationParams::default() };
-        let ((near, far), (beside, deaf)) = (pair(), slow_pair());
-        let (lender, ended, gone) = (beside.try_clone().unwrap(), AtomicBool::new(false), AtomicBool::new(false));
+        let ((near, far), (page_channel, deaf)) = (pair(), slow_pair());
+        let (lender, ended, gone) = (page_channel.try_clone().unwrap(), AtomicBool::new(false), AtomicBool::new(false));
         if half_closed {
             deaf.shutdown(How::Write).unwrap();
         }
@@ -239,7 +239,7 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
             });
             let outcome = LiveSource::new(&vm, logs, near, &control, &progress)
                 .with_params(params)
-                .with_channels(vec![beside], MultifdSourceOptions::default())
+                .with_channels(vec![page_channel], MultifdSourceOptions::default())
                 .unwrap()
                 .observe(|_| ended.store(true, Ordering::SeqCst))
                 .run();
@@ -251,7 +251,7 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
         let took = begun.elapsed();
         assert!(took >= patience && took < 2 * patience, "{took:?}");
         assert!(gone.load(Ordering::SeqCst));
-        // What was not taken ends no round, and nobody stopped the VM for it.
+        // What was not taken ends no round, and the VM was not stopped for it.
         let counters = lender.counters();
         assert!(counters.lent > counters.lent_completed, "{counters:?}");
         assert!(!ended.load(Ordering::SeqCst) && vm.pauses.load(Ordering::SeqCst) == 0 && vm.runs());
@@ -291,7 +291,7 @@ fn a_discard_in_the_middle_of_a_round_that_is_held_back_does_not_wait_for_its_en
     assert!(stats.channels[0].lent > 0, "{stats:#?}");
 }
 
-/// A VM of which one block is guest memory and the other is read from somewhere, and somebody who gives a page of the first one
+/// A VM of which one block is guest memory and the other is read from somewhere, and a thread that gives a page of the first one
 /// back when the second is read for the first time.
 struct HalfStored<'a> {
     memory: &'a Memory,
@@ -356,12 +356,12 @@ fn a_discard_does_not_wait_for_windows_that_nothing_is_lent_of() {
     let (ram, reads, gone, seen) = (Arc::new(ram), AtomicU32::new(0), Arc::default(), Mutex::default());
     let source = HalfStored { memory: &memory, ram, reads, gone, seen };
     let model = MultifdModel::new(&memory, &[], Compression::None, None);
-    let ((near, far), (beside, far_beside)) = (pair(), lending_pair(ZeroCopy::Msg, true));
+    let ((near, far), (page_channel, far_page_channel)) = (pair(), lending_pair(ZeroCopy::Msg, true));
     let (control, progress) = (Control::new(), Progress::new());
     thread::scope(|scope| {
-        let arrived = scope.spawn(|| model.run(far, vec![far_beside]));
+        let arrived = scope.spawn(|| model.run(far, vec![far_page_channel]));
         let role = PrecopySource::new(&source, near, &control, &progress, PrecopyOptions::default());
-        role.with_channels(vec![beside], MultifdSourceOptions::default()).unwrap().run().unwrap();
+        role.with_channels(vec![page_channel], MultifdSourceOptions::default()).unwrap().run().unwrap();
         assert_eq!(arrived.join().unwrap().wrong, Vec::<String>::new());
     });
     model.assert_memory();

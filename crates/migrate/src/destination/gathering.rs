@@ -8,7 +8,7 @@
 //! Connections that have not yet said who they are wait in a short row; when it is full, and none of them has said so since,
 //! the one that has waited longest is closed, over TLS of those who have not shaken hands. What names itself wrongly ends the
 //! gathering with an error that says what is expected. Over TLS the bytes are those inside, so channels are told apart as without
-//! it; who does not come through the handshake is a stranger, and told of.
+//! it; a peer that does not complete the handshake is a stranger, and reported.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -52,7 +52,7 @@ pub struct ChannelSet {
     pub pages: Vec<Channel>,
 }
 
-/// Hears in a line why a connection was turned away.
+/// Is told in a line why a connection was turned away.
 type Tell<'a> = Box<dyn FnMut(&str) + 'a>;
 
 /// Accepts connections until all channels are there.
@@ -108,7 +108,7 @@ impl<'a> Gathering<'a> {
     }
 
     /// Has `tell` hear why a connection was turned away that may have meant to be a channel: one that does not come through
-    /// the TLS handshake, or that speaks TLS to an end that does not. It hears the same once, and a few reasons only.
+    /// the TLS handshake, or that speaks TLS to an end that does not. The same reason is reported once, and a few reasons only.
     #[must_use]
     pub fn on_refusal(mut self, tell: impl FnMut(&str) + 'a) -> Self {
         self.tell = Some(Box::new(tell));

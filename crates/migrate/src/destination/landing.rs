@@ -1,4 +1,4 @@
-//! From the receive buffers to the sink, on a thread of its own.
+//! From the receive buffers to the sink, on its own thread.
 //!
 //! A thread that reads notes what is to become of a buffer's pages, in order, and hands the buffer over when it is full;
 //! another carries the orders out while the next buffer fills. So the kernel's two copies, out of the socket and into the
@@ -76,7 +76,7 @@ impl Orders {
         }
     }
 
-    /// A page that changes: the delta lies at `place` in the buffer and stands at `offset` in the stream.
+    /// A page that changes: the delta lies at `place` in the buffer and is at `offset` in the stream.
     pub(super) fn delta(&mut self, block: usize, page: PageNumber, place: Range<usize>, offset: u64) {
         self.list.push(Order::Delta { block, page, place, offset });
     }

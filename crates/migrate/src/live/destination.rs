@@ -3,8 +3,8 @@
 //! The law: **the VM is never started here before the source has given it away.** A source of this kind gives its word
 //! (PING 7) when it has been told that every page and every device section is in its place (PING 6); the VM starts when
 //! that word and all that belongs to it, up to the last byte of the description, have come. A stock QEMU source has no such
-//! word: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends before it has
-//! heard that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
+//! word: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends before it is
+//! told that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
 //!
 //! So there are three ends. Until the source is told that all is in its place, a failure is [`ArrivalOutcome::Failed`]: the
 //! source keeps the VM. From then on and without its word, it is not known here whether the source has given the VM away:
@@ -59,7 +59,7 @@ pub struct LiveDestinationOptions {
     /// answer unread.
     pub patience: Option<Duration>,
     /// How long nothing may come behind the end of a stock QEMU source's stream before that is believed: what looks like an
-    /// end could lie in a device's memory. The VM stands still meanwhile. (A source of this kind says where its end is.)
+    /// end could lie in a device's memory. The VM is stopped meanwhile. (A source of this kind says where its end is.)
     pub after_the_end: Duration,
     /// Whether the source may switch to postcopy. One that announces it is refused at once where this process cannot handle
     /// faults (userfaultfd).
@@ -172,7 +172,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
 
     fn receive(self, listener: Option<PreemptListener>) -> ArrivalOutcome<'a, V> {
         let Self { vm, channel, pages, multifd, accept_preempt: _, control, progress, options } = self;
-        // A thread that has no processor of its own would only take time from those that read.
+        // A thread that has no processor to itself would only take time from those that read.
         let ahead = thread::available_parallelism().is_ok_and(|processors| processors.get() > pages.len() + 1);
         let ram = Arc::new(GuestRam::new(options.populate, ahead));
         let passing = match expect_memory(options.shared_memory, &channel) {
@@ -239,7 +239,7 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
     if !incoming.is_loaded()
         && let Err(error) = devices::load_found(vm, &incoming.tail, &incoming.devices)
     {
-        // A stock source that hears of it resumes its VM; one that has no return path was done before.
+        // A stock source that is told resumes its VM; one that has no return path was done before.
         let _ = incoming.refuse();
         return ArrivalOutcome::Failed(error);
     }
@@ -266,7 +266,7 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
         return ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error));
     }
     progress.enter(Phase::Completed);
-    // It runs, whether the source hears of it or not.
+    // It runs, whether or not the source is told.
     let unheard = incoming.acknowledge().err();
     ArrivalOutcome::Running(ArrivalStats { received: incoming.stats, postcopy: None, unheard })
 }

@@ -7,7 +7,7 @@
 //! in one write the go, the end of the stream and the description.
 //!
 //! **The ownership law.** Whatever fails before the end of the stream was handed to the kernel lets the VM go on here.
-//! Whatever fails after it and before the destination's last word leaves it [undecided](Undecided): it stands still here
+//! Whatever fails after it and before the destination's confirmation leaves it [undecided](Undecided): it stands still here
 //! until a person who has looked at the destination decides. A last word that comes too early is not believed.
 //!
 //! In postcopy ([`Postcopy`]) the last byte of the package of device state is what the end of the stream is in precopy, and
@@ -286,7 +286,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 Err(MigrateError::Hints(why))
             }
             Postcopy::AtOnce if guard.has_hints() => guard.check_covered(),
-            // Of a VM that stands still when its first page is read nothing is missed.
+            // Of a VM that is stopped when its first page is read no write is missed.
             Postcopy::AtOnce => Ok(()),
             Postcopy::Off | Postcopy::Allowed => guard.check_covered(),
         });

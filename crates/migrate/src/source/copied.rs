@@ -1,4 +1,4 @@
-//! The plain twin of gathering: everything is copied into a buffer, and one call writes the buffer whenever it is full. This is how a
+//! The copying alternative to gathering: everything is copied into a buffer, and one call writes the buffer whenever it is full. This is how a
 //! stream buffer works, and what [gathering](super::gather) is measured against.
 
 use std::io::IoSlice;

@@ -69,7 +69,7 @@ impl Inbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the return path, of a recovery or not, until SHUT, its end, or an error. Runs on a thread of its own.
+    /// Reads the return path, of a recovery or not, until SHUT, its end, or an error. Runs on its own thread.
     pub(crate) fn read_from(
         &self,
         channel: &Channel,
@@ -228,7 +228,7 @@ impl Inbox {
         self.wait_for("the resumption", patience, |state| state.resume_ack.then_some(()))
     }
 
-    /// Waits for the destination's last word; `Ok` if it is that all went well.
+    /// Waits for the destination's confirmation; `Ok` if it is that all went well.
     pub(crate) fn wait_shut(&self, patience: Duration) -> Result<(), MigrateError> {
         match self.wait_for("the end of the stream", patience, |state| state.shut)? {
             0 => Ok(()),

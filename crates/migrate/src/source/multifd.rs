@@ -234,10 +234,10 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         }
     }
 
-    /// Sends all pages in one round: those with contents on the channels, zero pages that have to be told of as records on
+    /// Sends all pages in one round: those with contents on the channels, zero pages that have to be sent as records on
     /// the main channel, in the PART section that is open there. When it returns, every channel has sent its last SYNCs.
     ///
-    /// `answered` waits until the destination has been heard of, which is not before every channel has begun.
+    /// `answered` waits until the destination has answered, which is not before every channel has begun.
     pub(super) fn send_pages(
         &self,
         answered: impl FnOnce() -> Result<(), MigrateError>,
@@ -442,7 +442,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         first.or(mine).unwrap_or_else(another)
     }
 
-    /// As [`fail`](Self::fail), for a reason that is taken from where it stands only if it is one.
+    /// As [`fail`](Self::fail), for a reason that is fetched only if it is one.
     pub(crate) fn fail_for(&self, reason: impl FnOnce() -> MigrateError) {
         let mut state = self.lock();
         if state.over {

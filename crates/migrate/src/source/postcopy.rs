@@ -358,7 +358,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         Ok(Some(preempt))
     }
 
-    /// The package, and the PART section that every later page of this channel stands in; how many bytes the package is.
+    /// The package, and the PART section that every later page of this channel is in; how many bytes the package is.
     fn package(&self) -> Result<(Vec<u8>, usize), MigrateError> {
         let package = vm::postcopy_package(self.source.device_sections(), Some(vm::PING_LOADED))?;
         let mut body = Vec::with_capacity(package.len() + 32);
@@ -368,7 +368,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         Ok((body, length))
     }
 
-    /// From the discards to the package, in a stream whose destination has been heard of.
+    /// From the discards to the package, in a stream whose destination has answered.
     fn send_switch(
         &self,
         switch: Switch<'_>,

@@ -121,7 +121,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         Ok(self)
     }
 
-    /// Sends everything and waits for the destination's last word, if there is a return path.
+    /// Sends everything and waits for the destination's confirmation, if there is a return path.
     pub fn run(self) -> Result<PrecopyStats, MigrateError> {
         let begun = Instant::now();
         self.control.watch(&self.channel);

@@ -30,7 +30,7 @@ const ROOM_LEAST: usize = 32;
 /// Zero records that go out in one call at most: 9 bytes each, so a few tens of KiB.
 const ZEROS_A_CALL: usize = 4096;
 
-/// Bytes of a record that tells of a zero page.
+/// Bytes of the record of a zero page.
 pub(crate) const ZERO_RECORD: u64 = 9;
 
 /// Writes PAGE and ZERO records to one channel.

@@ -87,7 +87,7 @@ impl Case {
             destination.memory.block(0).unwrap().write(0, &vec![0xdd; usize::try_from(RAM).unwrap()]).unwrap();
         }
         let (near, far) = pair();
-        let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..self.channels).map(|_| pair()).unzip();
+        let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..self.channels).map(|_| pair()).unzip();
         let (control, progress) = (Control::new(), Progress::new());
         let params = MigrationParams {
             zero_check: self.zero_check,
@@ -102,7 +102,7 @@ impl Case {
         };
         let (outcome, arrived) = thread::scope(|scope| {
             let receiving = scope.spawn(|| {
-                for channel in &far_beside {
+                for channel in &far_page_channels {
                     let mut first = [0; INITIAL_LEN];
                     if channel.get(&mut first).is_err() {
                         return false;
@@ -112,7 +112,7 @@ impl Case {
                 let (control, progress) = (Control::new(), Progress::new());
                 let outcome =
                     LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default())
-                        .with_channels(far_beside, MultifdOptions::default())
+                        .with_channels(far_page_channels, MultifdOptions::default())
                         .run();
                 matches!(outcome, ArrivalOutcome::Running(_))
             });
@@ -127,7 +127,7 @@ impl Case {
                 .with_params(params)
                 .fresh(self.fresh)
                 .with_postcopy(if self.postcopy.is_some() { Postcopy::Allowed } else { Postcopy::Off })
-                .with_channels(near_beside, MultifdSourceOptions::default())
+                .with_channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
                 .with_free_pages(Arc::new(Slow { balloon: Arc::clone(&guest.balloon), most: self.slow }))
                 .observe(|round| {

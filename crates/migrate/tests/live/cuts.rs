@@ -1,5 +1,5 @@
 //! Both ends of a live migration, and a network between them that is cut at random: at most one of them ever runs the VM,
-//! whoever looks at both can tell what to do, and wherever the VM runs in the end it has its memory.
+//! a look at both tells what to do, and wherever the VM runs in the end it has its memory.
 
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
@@ -41,7 +41,7 @@ enum Ends<'v> {
 
 /// How often each thing happened.
 #[derive(Debug, Default)]
-struct Tally {
+struct Endings {
     retried: u32,
     undecided: u32,
     recovered: u32,
@@ -53,8 +53,8 @@ struct Case {
     preempt: bool,
     /// After so many rounds, or at once.
     postcopy: Option<Option<u32>>,
-    /// Pages go on two channels beside the main one, in this way.
-    beside: Option<ZeroCopy>,
+    /// Pages go on two multifd channels, in this way.
+    page_channels: Option<ZeroCopy>,
 }
 
 impl Case {
@@ -63,7 +63,7 @@ impl Case {
         self.number.rotate_left(20) % below
     }
 
-    fn run(&mut self, tally: &mut Tally) {
+    fn run(&mut self, endings: &mut Endings) {
         let source = &TestVm::of(blocks());
         let vms: [OnceLock<Vm>; 16] = Default::default();
         let seed = self.number;
@@ -79,7 +79,7 @@ impl Case {
                 attempts += 1;
                 // The last attempts are not disturbed.
                 let limit = if attempts > 5 { u64::MAX } else { self.next(2 << 20) };
-                match self.attempt(vms, ends, limit, tally) {
+                match self.attempt(vms, ends, limit, endings) {
                     Ok(vm) => break vm,
                     Err(next) => ends = next,
                 }
@@ -92,18 +92,24 @@ impl Case {
                 let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
                 assert_eq!(differs, None, "page of block {block}, seed {seed}");
             }
-            tally.completed += 1;
+            endings.completed += 1;
         });
     }
 
     /// One connection: the VM that runs at the destination with all of its memory, or where both ends stand.
-    fn attempt<'v>(&mut self, vms: Vms<'v>, ends: Ends<'v>, limit: u64, tally: &mut Tally) -> Result<&'v Vm, Ends<'v>> {
+    fn attempt<'v>(
+        &mut self,
+        vms: Vms<'v>,
+        ends: Ends<'v>,
+        limit: u64,
+        endings: &mut Endings,
+    ) -> Result<&'v Vm, Ends<'v>> {
         let source = vms.source;
         let coin = self.next(2) == 0;
         let (near, far, relay) = Relay::new();
         let (near_preempt, far_preempt, relay_preempt) = Relay::new();
         // One of them is cut; the main one carries little else than pages.
-        let (limit, limits) = match (self.beside, limit) {
+        let (limit, limits) = match (self.page_channels, limit) {
             (None, _) | (_, u64::MAX) => (limit, [u64::MAX; 2]),
             _ => match self.next(4) {
                 0 => (self.next(3000), [u64::MAX; 2]),
@@ -111,10 +117,10 @@ impl Case {
                 _ => (u64::MAX, [u64::MAX, limit / 2]),
             },
         };
-        let (mut beside, mut far_beside, mut relays) = (Vec::new(), Vec::new(), Vec::new());
-        for (near, far, relay) in self.beside.into_iter().flat_map(|way| [way; 2]).map(Relay::lending) {
-            beside.push(near);
-            far_beside.push(far);
+        let (mut page_channels, mut far_page_channels, mut relays) = (Vec::new(), Vec::new(), Vec::new());
+        for (near, far, relay) in self.page_channels.into_iter().flat_map(|way| [way; 2]).map(Relay::lending) {
+            page_channels.push(near);
+            far_page_channels.push(far);
             relays.push(relay);
         }
         let (preempt, postcopy) = (self.preempt, self.postcopy);
@@ -152,12 +158,12 @@ impl Case {
                         LiveDestination::new(vm, far, &control, &progress, options).with_preempt(open).run()
                     }
                     (None, None) => {
-                        for channel in &far_beside {
+                        for channel in &far_page_channels {
                             // Who is cut before it has said who it is has no more to say.
                             let _ = channel.get(&mut [0; INITIAL_LEN]);
                         }
                         LiveDestination::new(vm, far, &control, &progress, options)
-                            .with_channels(far_beside, MultifdOptions::default())
+                            .with_channels(far_page_channels, MultifdOptions::default())
                             .run()
                     }
                 };
@@ -178,7 +184,7 @@ impl Case {
                     let role = LiveSource::new(source, logs, near, &control, &progress)
                         .with_params(params)
                         .fresh(true)
-                        .with_channels(beside, MultifdSourceOptions::default())
+                        .with_channels(page_channels, MultifdSourceOptions::default())
                         .unwrap()
                         .with_postcopy(match postcopy {
                             None => Postcopy::Off,
@@ -207,18 +213,18 @@ impl Case {
             (LiveOutcome::Completed(_), ArrivalOutcome::Running(_)) => Ok(vm),
             // It is done, and the last word about that got lost.
             (LiveOutcome::Undecided(_) | LiveOutcome::PostcopyBroken(_), ArrivalOutcome::Running(_)) => {
-                tally.undecided += 1;
+                endings.undecided += 1;
                 Ok(vm)
             }
             // It never left. What may be at the destination is thrown away.
             (LiveOutcome::Resumed { logs, .. }, ArrivalOutcome::Failed(_) | ArrivalOutcome::Undecided(_)) => {
                 assert!(source.runs() && vm.started() == 0);
-                tally.retried += 1;
+                endings.retried += 1;
                 Err(Ends::Whole(logs.expect("the logs come back")))
             }
-            // Nobody has it, and both could: here somebody decides.
+            // Neither has it, and both could: here the test decides.
             (LiveOutcome::Undecided(undecided), ArrivalOutcome::Undecided(arrived)) => {
-                tally.undecided += 1;
+                endings.undecided += 1;
                 if coin {
                     undecided.discard();
                     arrived.start().unwrap();
@@ -229,18 +235,18 @@ impl Case {
                 Err(Ends::Whole(logs))
             }
             (LiveOutcome::Undecided(undecided), ArrivalOutcome::Failed(_)) => {
-                tally.undecided += 1;
+                endings.undecided += 1;
                 assert_eq!(vm.started(), 0);
                 let logs = undecided.resume().unwrap().expect("the logs come back");
                 Err(Ends::Whole(logs))
             }
             (LiveOutcome::Undecided(undecided), ArrivalOutcome::Paused(paused)) => {
-                tally.recovered += 1;
+                endings.recovered += 1;
                 let recoverable = undecided.into_recoverable().expect("it was in postcopy");
                 Err(Ends::Broken(Box::new(recoverable), paused, vm))
             }
             (LiveOutcome::PostcopyBroken(recoverable), ArrivalOutcome::Paused(paused)) => {
-                tally.recovered += 1;
+                endings.recovered += 1;
                 Err(Ends::Broken(recoverable, paused, vm))
             }
             (outcome, arrival) => panic!("{outcome:?}, {arrival:?}"),
@@ -248,12 +254,12 @@ impl Case {
     }
 }
 
-fn many(seeds: std::ops::Range<u64>, preempt: bool, postcopy: impl Fn(u64) -> Option<Option<u32>>) -> Tally {
-    let mut tally = Tally::default();
+fn many(seeds: std::ops::Range<u64>, preempt: bool, postcopy: impl Fn(u64) -> Option<Option<u32>>) -> Endings {
+    let mut endings = Endings::default();
     for seed in seeds {
-        Case { number: number(seed), preempt, postcopy: postcopy(seed), beside: None }.run(&mut tally);
+        Case { number: number(seed), preempt, postcopy: postcopy(seed), page_channels: None }.run(&mut endings);
     }
-    tally
+    endings
 }
 
 fn number(seed: u64) -> u64 {
@@ -262,31 +268,31 @@ fn number(seed: u64) -> u64 {
 
 #[test]
 fn a_precopy_that_is_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
-    let tally = many(0..60, false, |_| None);
-    assert!(tally.completed == 60 && tally.retried > 20, "{tally:?}");
+    let endings = many(0..60, false, |_| None);
+    assert!(endings.completed == 60 && endings.retried > 20, "{endings:?}");
 }
 
 #[test]
 fn a_precopy_whose_channels_lend_or_splice_pages_and_are_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
     for (way, seeds) in [(ZeroCopy::Msg, 3000..3040), (ZeroCopy::Splice, 4000..4040)] {
-        let mut tally = Tally::default();
+        let mut endings = Endings::default();
         for seed in seeds {
-            Case { number: number(seed), preempt: false, postcopy: None, beside: Some(way) }.run(&mut tally);
+            Case { number: number(seed), preempt: false, postcopy: None, page_channels: Some(way) }.run(&mut endings);
         }
-        assert!(tally.completed == 40 && tally.retried > 20, "{way}: {tally:?}");
+        assert!(endings.completed == 40 && endings.retried > 20, "{way}: {endings:?}");
     }
 }
 
 #[test]
 fn a_postcopy_that_is_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
     let rounds = |seed: u64| Some(u32::try_from(seed % 4).ok().filter(|rounds| *rounds < 2));
-    let tally = many(1000..1060, false, rounds);
-    assert!(tally.completed == 60 && tally.retried > 10 && tally.recovered > 10, "{tally:?}");
+    let endings = many(1000..1060, false, rounds);
+    assert!(endings.completed == 60 && endings.retried > 10 && endings.recovered > 10, "{endings:?}");
 }
 
 #[test]
 fn a_postcopy_over_two_channels_that_are_cut_anywhere_leaves_the_vm_on_one_side_and_whole() {
     let rounds = |seed: u64| Some(u32::try_from(seed % 4).ok().filter(|rounds| *rounds < 2));
-    let tally = many(2000..2060, true, rounds);
-    assert!(tally.completed == 60 && tally.retried > 10 && tally.recovered > 10, "{tally:?}");
+    let endings = many(2000..2060, true, rounds);
+    assert!(endings.completed == 60 && endings.retried > 10 && endings.recovered > 10, "{endings:?}");
 }

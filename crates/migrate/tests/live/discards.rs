@@ -28,33 +28,33 @@ const METHODS: [Method; 4] = [Method::PunchHole, Method::DontNeed, Method::Remov
 /// Rounds that the guest is moved in, before it is stopped.
 const ROUNDS: u32 = 200;
 
-/// A log, and whose writes it is tried with beside the discards.
+/// A log, and whose writes it is tried with in addition to the discards.
 enum Sees {
     /// All of this process's.
-    Everybody,
+    All,
     /// Those that are marked.
     Marked(Marker),
-    /// Of those that write here, nobody: what is named is what was discarded.
-    Nobody,
+    /// Of those that write here, none: what is named is what was discarded.
+    NoWriter,
 }
 
 fn logs(vm: &TestVm, kind: &str) -> (Box<dyn DirtyLog>, Sees) {
     let memory = || Arc::clone(&vm.memory);
     let kvm = || Arc::new(Kvm::new().expect("without /dev/kvm, set LIMOSA_SKIP_KVM=1").create_vm().unwrap());
     match kind {
-        "write fault" => (Box::new(WriteFaultLog::new(memory()).unwrap()), Sees::Everybody),
-        "write protect" => (Box::new(WriteProtectLog::new(memory()).unwrap()), Sees::Everybody),
+        "write fault" => (Box::new(WriteFaultLog::new(memory()).unwrap()), Sees::All),
+        "write protect" => (Box::new(WriteProtectLog::new(memory()).unwrap()), Sees::All),
         "explicit" => {
             let log = ExplicitLog::new(&vm.memory, Writers::VCPUS);
             let marker = log.marker();
             (Box::new(log), Sees::Marked(marker))
         }
-        "vhost" => (Box::new(VhostLog::new(memory(), |_| Ok(())).unwrap()), Sees::Nobody),
-        "kvm" => (Box::new(KvmLog::new(KvmSlots::map(kvm(), memory()).unwrap())), Sees::Nobody),
+        "vhost" => (Box::new(VhostLog::new(memory(), |_| Ok(())).unwrap()), Sees::NoWriter),
+        "kvm" => (Box::new(KvmLog::new(KvmSlots::map(kvm(), memory()).unwrap())), Sees::NoWriter),
         _ => {
             let vm = kvm();
             let slots = KvmSlots::map(Arc::clone(&vm), memory()).unwrap();
-            (Box::new(KvmRingLog::new(KvmRings::enable(&vm, slots, 64 << 10).unwrap())), Sees::Nobody)
+            (Box::new(KvmRingLog::new(KvmRings::enable(&vm, slots, 64 << 10).unwrap())), Sees::NoWriter)
         }
     }
 }
@@ -84,8 +84,8 @@ fn live(vm: &TestVm, sees: &Sees, mut seed: u64) {
                 assert!(block.release(whole, method).is_ok());
             }
             _ => match sees {
-                Sees::Nobody => {}
-                Sees::Everybody => block.write(page.start.offset(), &[fill; PAGE_LEN]).unwrap(),
+                Sees::NoWriter => {}
+                Sees::All => block.write(page.start.offset(), &[fill; PAGE_LEN]).unwrap(),
                 Sees::Marked(marker) => {
                     block.write(page.start.offset(), &[fill; PAGE_LEN]).unwrap();
                     marker.mark(0, page);
@@ -157,12 +157,12 @@ fn asynchronous_write_protection_loses_neither_a_discard_nor_what_is_written_beh
 }
 
 #[test]
-fn a_log_that_writers_keep_hears_of_discards_that_nobody_marks() {
+fn a_log_that_writers_keep_reports_discards_that_no_writer_marks() {
     in_all_memory("explicit");
 }
 
 #[test]
-fn the_log_of_back_ends_hears_of_discards() {
+fn the_log_of_back_ends_reports_discards() {
     in_all_memory("vhost");
 }
 

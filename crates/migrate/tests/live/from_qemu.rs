@@ -157,7 +157,7 @@ impl Meeting {
         self.taker.memory.block(self.taker.memory.index_of("mem").unwrap()).unwrap()
     }
 
-    /// The source stands still for good, and what is here is what it has.
+    /// The source's VM is stopped for good, and what is here is what it has.
     fn assert_arrived(&self) -> Result<()> {
         self.vm.wait_run_state("postmigrate", WITHIN)?;
         self.vm.check_beat()?;
@@ -211,7 +211,7 @@ fn postcopy(preempt: bool, cuts: u32) -> Result<()> {
 fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
     meeting.vm.set_capabilities(&[("postcopy-ram", true), ("postcopy-preempt", preempt)])?;
     meeting.bandwidth("max-bandwidth", 8 << 20)?;
-    // What nobody asks for does not come before the last cut.
+    // What is not requested does not come before the last cut.
     meeting.bandwidth("max-postcopy-bandwidth", if cuts > 0 { 64 << 10 } else { 0 })?;
     if cuts > 0 {
         meeting.taker.may_look.store(0, Ordering::SeqCst);

@@ -44,16 +44,16 @@ fn vm(pages: [u64; 2]) -> TestVm {
     vm
 }
 
-/// Receives a VM on a main channel and on others beside it, to the end.
-fn receive(vm: &Vm, main: Channel, beside: Vec<Channel>) -> ArrivalOutcome<'_, Vm> {
-    for channel in &beside {
+/// Receives a VM on a main channel and on multifd channels, to the end.
+fn receive(vm: &Vm, main: Channel, page_channels: Vec<Channel>) -> ArrivalOutcome<'_, Vm> {
+    for channel in &page_channels {
         let mut first = [0; INITIAL_LEN];
         channel.get(&mut first).unwrap();
         InitialPacket::decode(&first).unwrap();
     }
     let (control, progress) = (Control::new(), Progress::new());
     LiveDestination::new(vm, main, &control, &progress, LiveDestinationOptions::default())
-        .with_channels(beside, MultifdOptions::default())
+        .with_channels(page_channels, MultifdOptions::default())
         .run()
 }
 
@@ -121,7 +121,7 @@ impl Case {
             }
         }
         let (near, far) = pair();
-        let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..self.channels).map(|_| pair()).unzip();
+        let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..self.channels).map(|_| pair()).unzip();
         let (control, progress) = (Control::new(), Progress::new());
         let params = MigrationParams {
             zero_check: self.zero_check,
@@ -137,7 +137,7 @@ impl Case {
             ..MigrationParams::default()
         };
         let (outcome, arrival) = thread::scope(|scope| {
-            let receiving = scope.spawn(|| receive(&destination, far, far_beside));
+            let receiving = scope.spawn(|| receive(&destination, far, far_page_channels));
             heap.live(scope, self.seed, Duration::from_micros(random(self.seed | 1) % 30));
             let outcome = LiveSource::new(&*source, logs, near, &control, &progress)
                 .with_params(params)
@@ -147,7 +147,7 @@ impl Case {
                     Some(_) => Postcopy::Allowed,
                     None => Postcopy::Off,
                 })
-                .with_channels(near_beside, MultifdSourceOptions::default())
+                .with_channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
                 .with_free_pages(Arc::clone(&heap) as Arc<dyn FreePages>)
                 .observe(|round| {
@@ -322,7 +322,7 @@ fn what_is_free_is_not_sent_and_the_guest_has_its_pages_back_before_its_devices_
     let hints = stats.hints.unwrap();
     assert_eq!((hints.lists, hints.complete, hints.ranges, hints.outside, hints.late), (1, 1, 3, 1, 0));
     assert!(hints.list_took.is_some() && hints.refused.is_none());
-    // What comes later is of no use to anybody.
+    // What comes later is of no use.
     answers.sinks.lock().unwrap().iter().for_each(|sink| sink.free(0..u64::MAX));
 }
 
@@ -342,14 +342,14 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
         let answers = Arc::new(Answers { lists, complete: true, ..Answers::default() });
         let destination = Vm::of(blocks([64, 128]));
         let (near, far) = pair();
-        let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
+        let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
         let (control, progress) = (Control::new(), Progress::new());
         let (outcome, arrival) = thread::scope(|scope| {
-            let receiving = scope.spawn(|| receive(&destination, far, far_beside));
+            let receiving = scope.spawn(|| receive(&destination, far, far_page_channels));
             let outcome = LiveSource::new(&source, source.logs().0, near, &control, &progress)
                 .with_params(params())
                 .fresh(fresh)
-                .with_channels(near_beside, MultifdSourceOptions::default())
+                .with_channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
                 .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
                 .run();
@@ -387,7 +387,7 @@ fn zero_at_once(postcopy: Postcopy) {
     let (logs, _marker) = source.restless_logs(1);
     let lists = vec![vec![8 * PAGE_SIZE..16 * PAGE_SIZE, 20 * PAGE_SIZE..21 * PAGE_SIZE]];
     let answers = Arc::new(Answers { lists, complete: true, ..Answers::default() });
-    // It has something there, which nobody needs; its devices look at one of the free pages before the guest runs.
+    // It has something there, which is not needed; its devices look at one of the free pages before the guest runs.
     let destination = Vm { looks_at: vec![9], ..Vm::of(blocks([64, 16])) };
     let ram = destination.memory.block(0).unwrap();
     ram.write(0, &vec![0xdd; usize::try_from(ram.len()).unwrap()]).unwrap();
@@ -409,7 +409,7 @@ fn zero_at_once(postcopy: Postcopy) {
     assert_eq!(stats.rounds[0].hinted, 9);
     // Once for each device.
     assert_eq!(*destination.seen.lock().unwrap(), [0, 0]);
-    // Asked for, and answered without its contents; of the others nobody has said anything, and they are zero all the same.
+    // Asked for, and answered without its contents; of the others nothing was said, and they are zero all the same.
     assert_eq!(stats.postcopy.unwrap().zero_pages, 1);
     assert!(arrived.postcopy.unwrap().requests > 0);
     let here = source.contents(0);
@@ -492,12 +492,12 @@ fn later_rounds_ask_again_if_they_are_long_enough() {
         let later = (100, if asks { 10 } else { 0 });
         assert_eq!(hinted[..4], [(208, 0), later, later, later], "{hinted:?}");
         assert_eq!(answers.asked.load(Ordering::SeqCst), if asks { hinted.len() - 1 } else { 1 });
-        assert_eq!(hinted.last(), Some(&(100, 0)), "nobody is asked who stands still");
+        assert_eq!(hinted.last(), Some(&(100, 0)), "a guest that is stopped is not asked");
     }
 }
 
 #[test]
-fn hints_are_refused_where_nobody_sees_what_the_guest_writes() {
+fn hints_are_refused_where_no_log_sees_what_the_guest_writes() {
     let answers = Arc::new(Answers::default());
     let refusal = |vm: &TestVm, logs, postcopy| {
         let (near, far) = pair();
@@ -514,12 +514,12 @@ fn hints_are_refused_where_nobody_sees_what_the_guest_writes() {
     };
     let vm = vm([16, 16]);
     let at_once = refusal(&vm, vm.logs().0, Postcopy::AtOnce);
-    let expected = "free-page hints cannot be used: postcopy at once stops the guest before it could tell them: say how long to \
-                    wait (hint_wait)";
+    let expected = "free-page hints cannot be used: hint_wait is zero, and postcopy at once stops the guest before it can \
+                    report its free pages";
     assert_eq!(at_once, expected);
     let unseen = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
     assert!(unseen.contains("guest memory is written by vCPUs without a dirty log"), "{unseen}");
-    // A VM that says that nobody writes is moved without a log; but a guest that tells its free pages is one that runs.
+    // A VM that reports no writers is moved without a log; but a guest that tells its free pages is one that runs.
     let vm = TestVm { writers: Writers::NONE, ..vm };
     let silent = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
     assert_eq!(silent, "free-page hints cannot be used: no dirty log sees what the guest's vCPUs write");

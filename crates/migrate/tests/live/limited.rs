@@ -120,6 +120,6 @@ fn a_guest_of_many_zeros_takes_the_memory_of_its_other_pages_and_little_more() {
 }
 
 #[test]
-fn a_guest_that_does_not_fit_is_refused_and_nobody_is_killed() {
+fn a_guest_that_does_not_fit_is_refused_and_no_process_is_killed() {
     ["private much", "shared much"].into_iter().for_each(limited);
 }

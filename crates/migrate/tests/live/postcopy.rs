@@ -250,7 +250,7 @@ fn sections_of_stock_qemu_go_to_the_vmm_as_a_whole() {
 }
 
 #[test]
-fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_hears_of_it() {
+fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_told() {
     let source = Memory::new(&[64], |_, _| true);
     let vm = Vm { refuses: Some("timer"), ..Vm::new(&[("block0", 64)]) };
     let (near, far) = pair();
@@ -423,7 +423,7 @@ fn finished_precopy(outcome: &ArrivalOutcome<'_, Vm>) {
 }
 
 #[test]
-fn a_vmm_that_panics_leaves_nobody_waiting() {
+fn a_vmm_that_panics_leaves_no_thread_waiting() {
     let vm = Vm { refuses: Some("timer"), panics: true, ..Vm::new(&[("ram", 64)]) };
     let (near, far) = pair();
     let (first, _) = opening(0..64);
@@ -434,7 +434,7 @@ fn a_vmm_that_panics_leaves_nobody_waiting() {
             drop(LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options).run());
         });
         near.put(&first).unwrap();
-        // The source hears that it is over, and does not hear that the VM runs.
+        // The source is told that it is over, and is not told that the VM runs.
         assert!(matches!(near.get_some(&mut [0; 64]), Ok(0) | Err(_)));
         receiving.join().is_err()
     });

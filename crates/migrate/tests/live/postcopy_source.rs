@@ -112,7 +112,7 @@ fn run(case: &Case) {
             assert!(vm.runs(), "{case:?}");
         }
         LiveOutcome::Undecided(undecided) => {
-            // The package was in the kernel's hands, whoever was there to read it.
+            // The package was in the kernel's hands, read or not.
             let cut = matches!(case.cut, Some(Cut::Discard | Cut::Package));
             assert!(!vm.runs() && !runs_there && cut, "{case:?}");
             undecided.resume().unwrap();
@@ -183,14 +183,14 @@ fn wherever_it_breaks_off_the_vm_is_on_one_side_and_gets_its_memory() {
 }
 
 #[test]
-fn postcopy_with_channels_beside_is_refused_before_anything_is_sent() {
+fn postcopy_with_multifd_channels_is_refused_before_anything_is_sent() {
     let vm = TestVm::new(&[8]);
     let (logs, _) = vm.logs();
-    let ((near, _far), (beside, _)) = (pair(), pair());
+    let ((near, _far), (page_channel, _)) = (pair(), pair());
     let (control, progress) = (Control::new(), Progress::new());
     let outcome = LiveSource::new(&vm, logs, near, &control, &progress)
         .with_postcopy(Postcopy::Allowed)
-        .with_channels(vec![beside], limosa_migrate::MultifdSourceOptions::default())
+        .with_channels(vec![page_channel], limosa_migrate::MultifdSourceOptions::default())
         .unwrap()
         .run();
     assert!(vm.runs());

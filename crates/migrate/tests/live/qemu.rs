@@ -57,7 +57,7 @@ const PRECOPY: How = How {
     hints: false,
 };
 
-/// What the guest calls free, whoever writes there.
+/// What the guest calls free, written or not.
 const FREE: Range<u64> = 48 << 20..BYTES;
 
 /// A guest that answers at once.
@@ -127,7 +127,7 @@ fn migrate(how: How) -> Option<LiveStats> {
     let tls = how.tls.then(|| Tls::client(folder.path(), Some("localhost")).unwrap());
     let encrypted = Options { tls: tls.clone(), ..Options::default() };
     // QEMU shakes hands with one after the other, each when its first bytes have come.
-    let beside = Options { tls: tls.map(Tls::deferred), zero_copy: ZeroCopy::Auto, ..Options::default() };
+    let deferred = Options { tls: tls.map(Tls::deferred), zero_copy: ZeroCopy::Auto, ..Options::default() };
     let block = BlockOptions::memfd("mem", BYTES).map().unwrap();
     let region = GuestRegion { guest_address: 0, block: 0, pages: block.pages() };
     let memory = GuestMemory::with_regions(vec![block], vec![region]).unwrap();
@@ -145,7 +145,7 @@ fn migrate(how: How) -> Option<LiveStats> {
         params.max_postcopy_bandwidth = NonZeroU64::new(4 << 20);
     }
     let main = Channel::connect(&uri, &encrypted).unwrap();
-    let pages = (0..how.channels).map(|_| Channel::connect(&uri, &beside).unwrap()).collect();
+    let pages = (0..how.channels).map(|_| Channel::connect(&uri, &deferred).unwrap()).collect();
     let outcome = thread::scope(|scope| {
         if how.cut {
             scope.spawn(|| {
@@ -185,8 +185,8 @@ fn migrate(how: How) -> Option<LiveStats> {
             role = role.with_postcopy(if after.is_some() { Postcopy::Allowed } else { Postcopy::AtOnce });
         }
         if how.preempt {
-            let (uri, beside) = (uri.clone(), beside.clone());
-            role = role.with_preempt(Box::new(move || Channel::connect(&uri, &beside)));
+            let (uri, deferred) = (uri.clone(), deferred.clone());
+            role = role.with_preempt(Box::new(move || Channel::connect(&uri, &deferred)));
         }
         if how.hints {
             role = role.with_free_pages(Arc::new(Free));
@@ -256,7 +256,7 @@ fn a_vm_arrives_over_one_channel() {
 }
 
 #[test]
-fn a_vm_arrives_over_two_channels_beside_the_main_one() {
+fn a_vm_arrives_over_two_multifd_channels() {
     for (compression, fresh) in [(Compression::None, true), (Compression::None, false), (Compression::Zlib, true)] {
         let Some(stats) = migrate(How { channels: 2, compression, fresh, ..PRECOPY }) else { return };
         assert_eq!(stats.channels.len(), 2);

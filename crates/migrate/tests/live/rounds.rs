@@ -57,7 +57,7 @@ impl Case {
             (ZeroCopy::Msg, true),
             (ZeroCopy::Splice, next(2) == 0),
         ];
-        // What is compressed cannot be sent as it is, and whoever demands it is refused.
+        // What is compressed cannot be sent as it is, and a demand for it is refused.
         let most = if compression == Compression::None { 4 } else { 2 };
         Self {
             seed,
@@ -98,7 +98,7 @@ impl Case {
         }
         let (logs, marker) = source.restless_logs(self.postcopy.is_some().into());
         let (near, far) = pair();
-        let (near_beside, far_beside): (Vec<_>, Vec<_>) =
+        let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) =
             (0..self.channels).map(|_| lending_pair(self.zero_copy.0, self.zero_copy.1)).unzip();
         let (control, progress) = (Control::new(), Progress::new());
         let params = MigrationParams {
@@ -117,7 +117,7 @@ impl Case {
         let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
         let (outcome, arrival) = thread::scope(|scope| {
             let receiving = scope.spawn(|| {
-                for channel in &far_beside {
+                for channel in &far_page_channels {
                     let mut first = [0; INITIAL_LEN];
                     channel.get(&mut first).unwrap();
                     InitialPacket::decode(&first).unwrap();
@@ -125,7 +125,7 @@ impl Case {
                 let expected = MultifdOptions { compression: self.compression };
                 let (control, progress) = (Control::new(), Progress::new());
                 LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default())
-                    .with_channels(far_beside, expected)
+                    .with_channels(far_page_channels, expected)
                     .run()
             });
             source.write_on(scope, marker, self.seed | 1, Duration::from_micros(random(self.seed | 1) % 40));
@@ -138,7 +138,7 @@ impl Case {
                 .with_params(params)
                 .fresh(self.fresh)
                 .with_postcopy(postcopy)
-                .with_channels(near_beside, options)
+                .with_channels(near_page_channels, options)
                 .unwrap()
                 .observe(|round| {
                     if self.postcopy == Some(Some(round.number)) {

@@ -1,4 +1,4 @@
-//! Moves on one host: memory that both ends have is not sent, and nobody but the VM writes it.
+//! Moves on one host: memory that both ends have is not sent, and only the VM writes it.
 
 use std::ops::Range;
 use std::os::fd::AsFd as _;
@@ -47,7 +47,7 @@ impl Heir {
     }
 
     /// That has mapped what `source` has.
-    fn beside(source: &TestVm) -> Self {
+    fn with_memory_of(source: &TestVm) -> Self {
         let heir = Self::new();
         let (file, offset) = source.memory.block(0).unwrap().file().unwrap();
         let ram = BlockOptions::file("ram", RAM * PAGE_SIZE, file.try_clone_to_owned().unwrap(), offset);
@@ -119,7 +119,7 @@ impl From<[SharedMemory; 2]> for Move {
 fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveStats, String>, Result<(), String>) {
     let Move { shared: [here, there], ends: (near, far), channels, guest } = how.into();
     let (logs, marker) = source.logs();
-    let (near_beside, far_beside): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
+    let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
     let params = MigrationParams {
         stalled_rounds: Some(4),
         give_up: GiveUp::Pause,
@@ -131,14 +131,14 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
     let (there_control, there_progress) = (Control::new(), Progress::new());
     thread::scope(|scope| {
         let arriving = scope.spawn(|| {
-            for channel in &far_beside {
+            for channel in &far_page_channels {
                 let mut first = [0; INITIAL_LEN];
                 channel.get(&mut first).map_err(|error| error.to_string())?;
                 InitialPacket::decode(&first).unwrap();
             }
             let options = LiveDestinationOptions { shared_memory: there, ..LiveDestinationOptions::default() };
             let role = LiveDestination::new(heir, far, &there_control, &there_progress, options);
-            match role.with_channels(far_beside, MultifdOptions::default()).run() {
+            match role.with_channels(far_page_channels, MultifdOptions::default()).run() {
                 ArrivalOutcome::Running(_) => Ok(()),
                 ArrivalOutcome::Failed(error) => Err(error.to_string()),
                 other => panic!("{other:?}"),
@@ -151,7 +151,7 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
         if let Some(free) = guest.free {
             role = role.with_free_pages(free);
         }
-        let outcome = role.with_channels(near_beside, MultifdSourceOptions::default()).unwrap().run();
+        let outcome = role.with_channels(near_page_channels, MultifdSourceOptions::default()).unwrap().run();
         source.over.store(true, Ordering::Relaxed);
         let sent = match outcome {
             LiveOutcome::Completed(stats) => Ok(stats),
@@ -198,7 +198,7 @@ fn ends_that_have_mapped_the_same_file_need_nothing_passed() {
     let near = Channel::connect(listener.local_uri(), &Default::default()).unwrap();
     let far = listener.accept(None).unwrap();
     let source = source();
-    let heir = Heir::beside(&source);
+    let heir = Heir::with_memory_of(&source);
     let (sent, arrived) = migrate(&source, &heir, Move { ends: (near, far), ..Move::from([SharedMemory::Mapped; 2]) });
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
@@ -216,7 +216,7 @@ fn ends_that_do_not_share_alike_part_before_a_page() {
     ] {
         let source = source();
         let before = source.contents(0);
-        let heir = if ends[1] == Passed { Heir::new() } else { Heir::beside(&source) };
+        let heir = if ends[1] == Passed { Heir::new() } else { Heir::with_memory_of(&source) };
         let (sent, arrived) = migrate(&source, &heir, ends);
         assert!(sent.is_err() && source.runs());
         let error = arrived.unwrap_err();
@@ -230,7 +230,7 @@ fn ends_that_do_not_share_alike_part_before_a_page() {
 #[test]
 fn a_destination_that_has_the_file_mapped_can_be_passed_it_all_the_same() {
     let source = source();
-    let heir = Heir::beside(&source);
+    let heir = Heir::with_memory_of(&source);
     let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed, SharedMemory::Mapped]);
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
@@ -371,7 +371,7 @@ fn free_pages_are_left_out_of_what_is_sent_and_what_is_shared_is_as_it_was() {
         let source = TestVm { memory, ..TestVm::new(&[1]) };
         (0..2).for_each(|block| source.fill(block, |_| true));
         let before = source.contents(0);
-        let heir = if ends == SharedMemory::Passed { Heir::new() } else { Heir::beside(&source) };
+        let heir = if ends == SharedMemory::Passed { Heir::new() } else { Heir::with_memory_of(&source) };
         // All that is shared, and ten pages of what is not.
         let free = Calls(vec![0..RAM * PAGE_SIZE, ABOVE + 10 * PAGE_SIZE..ABOVE + 20 * PAGE_SIZE]);
         let guest = Guest { writes: false, free: Some(Arc::new(free)) };

@@ -69,7 +69,7 @@ impl Attempt {
     }
 }
 
-/// At most one side runs the VM, and whoever runs it has all of it.
+/// At most one side runs the VM, and the side that runs it has all of it.
 fn obeys_the_law(vm: &TestVm, outcome: &LiveOutcome<'_, TestVm>, arrived: &Arrived) {
     match outcome {
         LiveOutcome::Completed(_) => assert!(!vm.runs() && arrived.runs, "{outcome:?}"),
@@ -79,7 +79,7 @@ fn obeys_the_law(vm: &TestVm, outcome: &LiveOutcome<'_, TestVm>, arrived: &Arriv
         LiveOutcome::Undecided(_) => assert!(!vm.runs() && arrived.ready, "{outcome:?}"),
     }
     if arrived.ready {
-        // Nobody writes a VM that has been stopped, or has been given away: the memory is still that of the moment.
+        // Nothing writes a VM that has been stopped, or has been given away: the memory is still that of the moment.
         let same = (0..vm.memory.blocks().len()).all(|block| vm.contents(block) == arrived.memory[block]);
         assert!(same || vm.runs());
         assert_eq!(arrived.devices.len(), 2);
@@ -315,7 +315,7 @@ fn a_vm_that_writes_too_fast_is_given_up_slowed_down_or_stopped_as_was_said() {
 }
 
 #[test]
-fn a_vm_that_somebody_writes_unseen_is_refused_before_anything_is_sent() {
+fn a_vm_with_a_writer_that_no_log_sees_is_refused_before_anything_is_sent() {
     let vm = TestVm::new(&[8]);
     let logs = DirtyLogs::new(Writers::NONE, Vec::new()).unwrap();
     let (outcome, arrived) = Attempt::default().run_with(&vm, logs);
@@ -355,7 +355,7 @@ fn a_vm_that_was_told_to_stay_stays() {
 }
 
 #[test]
-fn a_channel_that_dies_at_any_byte_leaves_the_vm_on_one_side() {
+fn a_channel_that_breaks_at_any_byte_leaves_the_vm_on_one_side() {
     let vm = || {
         let vm = TestVm::new(&[12, 3]);
         vm.fill(0, |page| page % 3 != 1);
@@ -378,13 +378,13 @@ fn a_channel_that_dies_at_any_byte_leaves_the_vm_on_one_side() {
         match outcome {
             LiveOutcome::Completed(_) => completed += 1,
             LiveOutcome::Undecided(_) => {
-                // The go was in the kernel's hands, and there is one complete copy here, whoever has the other one.
+                // The go was in the kernel's hands, and there is one complete copy here, wherever the other one is.
                 undecided += 1;
                 assert!(arrived.ready);
             }
             _ => {
                 resumed += 1;
-                // Whoever lets the VM go on has not given the go.
+                // A source that lets the VM go on has not given the go.
                 assert!(!arrived.runs, "{reads} {says}");
             }
         }

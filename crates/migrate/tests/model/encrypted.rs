@@ -54,7 +54,7 @@ impl Meeting {
         })
     }
 
-    /// Somebody who connects.
+    /// A peer that connects.
     pub fn stranger(&self) -> TcpStream {
         let Uri::Tcp { port, .. } = *self.listener.local_uri() else { unreachable!() };
         TcpStream::connect(("127.0.0.1", port)).unwrap()

@@ -138,7 +138,7 @@ impl TestVm {
     }
 }
 
-/// A log that always has so many pages to tell of, and sees nobody.
+/// A log that always reports so many pages, and sees no writer.
 pub struct Restless(pub u64);
 
 impl DirtyLog for Restless {

@@ -96,12 +96,12 @@ impl<'a> MultifdModel<'a> {
     }
 
     /// Takes a stream until its device sections begin, or it ends.
-    pub fn run(&self, main: Channel, beside: Vec<Channel>) -> Outcome {
-        self.outcome.lock().unwrap().packets = vec![0; beside.len()];
+    pub fn run(&self, main: Channel, page_channels: Vec<Channel>) -> Outcome {
+        self.outcome.lock().unwrap().packets = vec![0; page_channels.len()];
         let (notices, noticed) = channel();
         thread::scope(|scope| {
             let mut releases = Vec::new();
-            for (id, channel) in (0_u8..).zip(beside) {
+            for (id, channel) in (0_u8..).zip(page_channels) {
                 let (release, released) = std::sync::mpsc::channel();
                 releases.push(release);
                 let (notices, main) = (notices.clone(), &main);

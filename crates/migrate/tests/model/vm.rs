@@ -23,7 +23,7 @@ pub struct Vm {
     /// Pages of block 0 that loading a device looks at, and what it found in the first byte of each.
     pub looks_at: Vec<u64>,
     pub seen: Mutex<Vec<u8>>,
-    /// Whether whoever waits for the VM to run may go on, and whether it runs.
+    /// Whether a thread that waits for the VM to run may go on, and whether it runs.
     pub over: Mutex<Option<bool>>,
     pub changed: Condvar,
 }

@@ -171,7 +171,7 @@ impl Commands for Vmm {
 }
 
 #[test]
-fn a_vmm_answers_beside_the_job_and_has_one_job_after_another() {
+fn a_vmm_adds_commands_and_has_one_job_after_another() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
     let socket = ControlSocket::listen_for(&path, Arc::new(Vmm)).unwrap();

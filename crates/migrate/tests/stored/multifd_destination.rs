@@ -70,7 +70,7 @@ impl Main {
         start.configuration.encode(&mut bytes).unwrap();
         ram::encode_ram_start(2, &start.blocks, &mut bytes).unwrap();
         if by_round {
-            // The word stands before the EOS and the footer, 13 bytes.
+            // The join word comes before the EOS and the footer, 13 bytes.
             let at = bytes.len() - 13;
             bytes.splice(at..at, FLAG_MULTIFD_FLUSH.to_be_bytes());
         }
@@ -201,8 +201,8 @@ fn what_a_source_of_many_channels_sends_a_destination_of_many_channels_has() {
                 let (control, progress, options) = (Control::new(), Progress::new(), PrecopyOptions::default());
                 let source = PrecopySource::new(memory, connect(), &control, &progress, options);
                 let multifd = MultifdSourceOptions { compression, ..MultifdSourceOptions::default() };
-                let beside = (0..channels).map(|_| connect()).collect();
-                source.with_channels(beside, multifd).unwrap().run().unwrap()
+                let page_channels = (0..channels).map(|_| connect()).collect();
+                source.with_channels(page_channels, multifd).unwrap().run().unwrap()
             });
             let set = gather(gathering(listener, channels, 20_000)).unwrap();
             let (control, progress) = (Control::new(), Progress::new());
@@ -394,7 +394,7 @@ fn channels_are_told_apart_in_any_order_and_however_slowly_they_say_who_they_are
 }
 
 #[test]
-fn thousands_of_strangers_hold_up_nobody() {
+fn thousands_of_strangers_hold_up_no_channel() {
     let (_folder, listener) = listener();
     let listener = &listener;
     thread::scope(|scope| {
@@ -426,7 +426,7 @@ fn thousands_of_strangers_hold_up_nobody() {
 fn who_has_said_who_it_is_is_not_closed_because_others_came_behind_it() {
     let (_folder, listener) = listener();
     let _right = connect(&listener, b"QEVM");
-    // With them the row is full before anybody was looked at.
+    // With them the row is full before any connection was looked at.
     let _strangers: Vec<_> = (0..64).map(|_| connect(&listener, b"")).collect();
     gather(gathering(&listener, 0, 20_000)).unwrap();
 }

@@ -1,4 +1,4 @@
-//! The precopy source with channels beside the main one, against a destination that keeps QEMU's rules.
+//! The precopy source with multifd channels, against a destination that keeps QEMU's rules.
 
 use std::fs::File;
 use std::io::Write;
@@ -76,7 +76,8 @@ impl Way {
     ) -> (Result<PrecopyStats, MigrateError>, Outcome) {
         let model = MultifdModel::new(memory, &self.fresh, self.multifd.compression, self.trouble);
         let (near, far) = pair();
-        let (beside, far_beside): (Vec<Channel>, Vec<Channel>) = (0..self.channels).map(|_| pair()).unzip();
+        let (page_channels, far_page_channels): (Vec<Channel>, Vec<Channel>) =
+            (0..self.channels).map(|_| pair()).unzip();
         let options = PrecopyOptions {
             return_path: self.return_path,
             // On top of one another: the channels begin while the first answer is waited for.
@@ -85,9 +86,9 @@ impl Way {
             fresh: self.fresh.clone(),
         };
         let (sent, outcome) = thread::scope(|scope| {
-            let destination = scope.spawn(|| model.run(far, far_beside));
+            let destination = scope.spawn(|| model.run(far, far_page_channels));
             let role = PrecopySource::new(source, near, control, progress, options);
-            let sent = role.with_channels(beside, self.multifd.clone()).and_then(PrecopySource::run);
+            let sent = role.with_channels(page_channels, self.multifd.clone()).and_then(PrecopySource::run);
             (sent, destination.join().unwrap())
         });
         if sent.is_ok() {
@@ -96,7 +97,7 @@ impl Way {
         (sent, outcome)
     }
 
-    /// As `send`, with nobody interfering.
+    /// As `send`, without interference.
     fn send_plainly(&self, memory: &Memory) -> (Result<PrecopyStats, MigrateError>, Outcome) {
         self.send(memory, memory, &Control::new(), &Progress::new())
     }
@@ -198,8 +199,8 @@ fn no_more_than_16_channels_are_taken() {
     let memory = memory("pc-q35-10.0", &[10], every_third);
     let (control, progress) = (Control::new(), Progress::new());
     let role = PrecopySource::new(&memory, pair().0, &control, &progress, PrecopyOptions::default());
-    let beside = (0..17).map(|_| pair().0).collect();
-    let error = role.with_channels(beside, MultifdSourceOptions::default()).map(drop).unwrap_err();
+    let page_channels = (0..17).map(|_| pair().0).collect();
+    let error = role.with_channels(page_channels, MultifdSourceOptions::default()).map(drop).unwrap_err();
     assert!(error.to_string().contains("17 channels"), "{error}");
 }
 
@@ -324,17 +325,17 @@ fn a_packet_of_mapped_memory_that_is_not_full_goes_out_before_pages_that_are_rea
 }
 
 #[test]
-fn memory_is_not_spliced_where_nobody_says_that_it_has_arrived() {
+fn memory_is_not_spliced_where_its_arrival_is_not_confirmed() {
     let memory = memory("pc-q35-10.0", &[10], every_third);
     let mixed = Mixed::new(&memory);
     let (control, progress) = (Control::new(), Progress::new());
     let mut refused = Vec::new();
     for (zero_copy, return_path) in [(ZeroCopy::Splice, false), (ZeroCopy::Auto, false), (ZeroCopy::Splice, true)] {
         let (_far, near) = std::os::unix::net::UnixStream::pair().unwrap();
-        let beside = Channel::from_fd_with(near.into(), &Options { zero_copy, ..Options::default() }).unwrap();
+        let page_channel = Channel::from_fd_with(near.into(), &Options { zero_copy, ..Options::default() }).unwrap();
         let options = PrecopyOptions { return_path, ..PrecopyOptions::default() };
         let role = PrecopySource::new(&mixed, pair().0, &control, &progress, options);
-        refused.extend(role.with_channels(vec![beside], MultifdSourceOptions::default()).map(drop).err());
+        refused.extend(role.with_channels(vec![page_channel], MultifdSourceOptions::default()).map(drop).err());
     }
     assert_eq!(refused.len(), 2);
     assert!(refused.iter().all(|error| error.to_string().contains("a destination that answers")), "{refused:?}");
@@ -511,7 +512,7 @@ fn blocks_in_a_file_and_mapped_ones_go_out_in_packets_of_their_own() {
 }
 
 #[test]
-fn contents_are_read_where_they_must_be_looked_at_or_nobody_confirms_their_receipt() {
+fn contents_are_read_where_they_must_be_looked_at_or_their_receipt_is_not_confirmed() {
     let memory = memory("pc-q35-10.0", &[1000], |_, _| true);
     let ways = [Way::new(2), in_place().compression(Compression::Zlib), Way { return_path: false, ..in_place() }];
     for way in ways {
@@ -556,11 +557,12 @@ fn a_way_out_of_the_file_that_is_named_is_taken_or_refused_before_anything_is_se
 fn a_destination_that_has_nothing_to_say_once_all_channels_have_begun_is_given_up() {
     let memory = memory("pc-q35-10.0", &[3000], |_, _| true);
     let (near, _far) = pair();
-    let (beside, _far_beside): (Vec<Channel>, Vec<Channel>) = (0..3).map(|_| pair()).unzip();
+    let (page_channels, _far_page_channels): (Vec<Channel>, Vec<Channel>) = (0..3).map(|_| pair()).unzip();
     let options = PrecopyOptions { greeting: Some(Duration::from_millis(50)), ..PrecopyOptions::default() };
     let (control, progress) = (Control::new(), Progress::new());
     let role = PrecopySource::new(&memory, near, &control, &progress, options);
-    let error = role.with_channels(beside, MultifdSourceOptions::default()).and_then(PrecopySource::run).unwrap_err();
+    let error =
+        role.with_channels(page_channels, MultifdSourceOptions::default()).and_then(PrecopySource::run).unwrap_err();
     assert!(matches!(error, MigrateError::Silent { .. }), "{error}");
 }
 

@@ -293,7 +293,7 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
             assert!(said.contains(expected) || said.contains("ended before"), "{said}");
         });
     }
-    // Nobody reads or answers.
+    // The destination neither reads nor answers.
     let (near, far) = pair();
     let (control, progress) = (Control::new(), Progress::new());
     let options = PostcopyOptions { patience: Duration::from_millis(50), ..PostcopyOptions::default() };

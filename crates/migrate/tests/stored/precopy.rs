@@ -188,7 +188,7 @@ fn a_source_that_stalls_or_a_person_who_cancels_ends_the_wait() {
 }
 
 #[test]
-fn a_source_over_tcp_that_waits_for_room_hears_at_once_that_nobody_reads_on() {
+fn a_source_over_tcp_that_waits_for_room_is_told_at_once_that_reading_has_ended() {
     // More than the kernel keeps at both ends, for a destination that reads next to nothing.
     let memory = Memory::new(&[8000], |_, _| true);
     let bytes = stream(&memory, &(0..8000).map(|page| (page, true)).collect::<Vec<_>>(), true);
@@ -224,7 +224,7 @@ fn a_source_over_tcp_that_waits_for_room_hears_at_once_that_nobody_reads_on() {
 }
 
 #[test]
-fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_nobody_waits_for_an_answer() {
+fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_no_answer_is_awaited() {
     let memory = Memory::new(&[4], |_, _| true);
     let meeting = Meeting::new();
     let cut = |channel: &Channel| rustix::net::shutdown(channel, rustix::net::Shutdown::Write).unwrap();
@@ -235,12 +235,12 @@ fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_nobod
     let announce = |channel: &Channel| channel.shutdown(How::Write).unwrap();
     type End<'a> = &'a dyn Fn(&Channel);
     let ends: [(&str, bool, End<'_>, bool); 5] = [
-        ("announced, and nobody waits", false, &announce, true),
+        ("announced, no answer awaited", false, &announce, true),
         // As stock QEMU does.
-        ("cut, and nobody waits", false, &cut, true),
-        ("reset, and nobody waits", false, &reset, false),
-        ("announced, and somebody waits", true, &announce, true),
-        ("cut, and somebody waits", true, &cut, false),
+        ("cut, no answer awaited", false, &cut, true),
+        ("reset, no answer awaited", false, &reset, false),
+        ("announced, an answer awaited", true, &announce, true),
+        ("cut, an answer awaited", true, &cut, false),
     ];
     for (what, return_path, end, whole) in ends {
         let (near, far) = meeting.pair();

@@ -37,7 +37,7 @@ pub struct ArrivalStats {
     pub received: DestinationStats,
     /// What came while the VM ran here, if it was started before its memory had come.
     pub postcopy: Option<Box<PostcopyArrivalStats>>,
-    /// Why the source may not have heard that its VM runs here, if so: it is undecided then, and must be told to discard
+    /// Why the source may not know that its VM runs here, if so: it is undecided then, and must be told to discard
     /// its copy.
     pub unheard: Option<MigrateError>,
 }

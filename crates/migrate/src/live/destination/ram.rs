@@ -47,7 +47,7 @@ pub(super) struct Block<'a> {
 pub(super) struct GuestRam<'a> {
     memory: OnceLock<&'a GuestMemory>,
     blocks: OnceLock<Vec<Block<'a>>>,
-    /// Whether pages are populated all at once that are about to be read; the plain twin has them fault one by one.
+    /// Whether pages are populated all at once that are about to be read; otherwise they fault one by one.
     at_once: bool,
     /// Populates ahead of what arrives, as soon as it is known where.
     populator: Option<Populator<'a>>,

@@ -13,7 +13,7 @@ use crate::live::{GiveUp, MigrationParams};
 /// Bytes that a page with contents takes on the wire: the page, and its record's word.
 const PAGE_ON_WIRE: u64 = 4096 + 8;
 
-/// The time whose transfers the bandwidth is reckoned from.
+/// The time whose transfers the bandwidth is calculated from.
 const MEMORY: Duration = Duration::from_secs(1);
 
 const SECOND: u128 = 1_000_000_000;
@@ -108,7 +108,7 @@ impl Convergence {
         Some(Verdict::GiveUp(self.params.give_up, Reason::Time(limit)))
     }
 
-    /// Bytes per second that are reckoned with at the switchover; `None` while nothing is known.
+    /// Bytes per second that are assumed at the switchover; `None` while nothing is known.
     pub(super) fn bandwidth(&self) -> Option<u64> {
         if let Some(known) = self.params.avail_switchover_bandwidth {
             return Some(known.get());

@@ -66,7 +66,7 @@ pub(super) struct Engine<'e, 'v, V: LiveVm + ?Sized> {
 
 /// How the rounds end, and what is left to be sent.
 enum End {
-    /// The VM is stopped for it, and for what is left to be told of holes.
+    /// The VM is stopped for it, and for what is left to be sent of holes.
     Stop { rest: Vec<PageBitmap>, untold: Vec<PageBitmap> },
     /// The VM runs at the destination first.
     Postcopy(Vec<PageBitmap>),
@@ -94,7 +94,7 @@ pub(super) struct RoundResult {
     pub(super) holes: u64,
     /// What it did not get to, if it was broken off: pages,
     rest: Vec<PageBitmap>,
-    /// and holes that are to be told of.
+    /// and holes that are to be sent.
     pub(super) untold: Vec<PageBitmap>,
     pub(super) broken_off: Option<BrokenOff>,
     pub(super) busy: Duration,
@@ -126,7 +126,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         Ok(self.channel.put_with(&bytes, &passed)?)
     }
 
-    /// From the first page to the destination's last word. The destination has answered before a page is looked at: it is
+    /// From the first page to the destination's confirmation. The destination has answered before a page is looked at: it is
     /// there, and it can answer.
     pub(super) fn run(&mut self) -> Result<(), MigrateError> {
         self.inbox.wait_pong(vm::PING_OPENED, self.params.patience)?;
@@ -206,7 +206,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         Ok(last.count())
     }
 
-    /// The state of the devices of the VM, which stands still.
+    /// The state of the devices of the VM, which is stopped.
     pub(super) fn device_sections(&self) -> Result<DeviceSections, MigrateError> {
         self.vm.device_sections().map_err(|source| MigrateError::Vm { what: "tell the state of its devices", source })
     }
@@ -359,7 +359,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         if first { self.find_holes(round) } else { Ok(()) }
     }
 
-    /// Sends the round that the windows hand out, in a section of its own.
+    /// Sends the round that the windows hand out, in its own section.
     fn send(
         &mut self,
         round: &Round,

@@ -109,7 +109,7 @@ impl Hints {
         !waited.unwrap_or_else(PoisonError::into_inner).0.over
     }
 
-    /// The dirty log is about to be read: what was not said until now is not heard any more.
+    /// The dirty log is about to be read: what was not reported until now is ignored.
     pub(super) fn close(&self) {
         self.state.windows.close_lists();
         self.state.lock().over = true;

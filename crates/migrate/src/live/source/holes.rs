@@ -1,7 +1,7 @@
-//! Holes: pages that were never populated. They are never read, and a destination that is not fresh has to be told of them.
+//! Holes: pages that were never populated. They are never read, and a destination that is not fresh has to be told which they are.
 //!
 //! There may be far more of them than of all others, so they wait for the limit, and for nothing when time is up: what has not
-//! been told by then is told when the VM stands still, or discarded there.
+//! been told by then is told when the VM is stopped, or discarded there.
 //!
 //! Of memory that is full and has a few holes it takes long to find them: of a guest that tells its free pages they are looked
 //! for when it has been asked, and only among what it has not called free by then.

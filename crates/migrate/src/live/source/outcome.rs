@@ -18,7 +18,7 @@ use crate::source::postcopy::OpenPreempt;
 /// How a live migration ended.
 #[must_use = "it says who has the VM"]
 pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
-    /// The VM runs at the destination. Here it stands still for good.
+    /// The VM runs at the destination. Here it stays stopped.
     Completed(LiveStats),
     /// The VM runs here, as before: it never left.
     Resumed {
@@ -29,7 +29,7 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
         /// The logs, for another attempt. They are off, and what they held is forgotten: an attempt begins with all pages.
         logs: Option<DirtyLogs>,
     },
-    /// The VM is not at the destination, and the VMM did not let it go on here: it stands still, whole.
+    /// The VM is not at the destination, and the VMM did not let it go on here: it is stopped, and complete.
     Stuck {
         /// What ended the migration.
         error: MigrateError,
@@ -38,7 +38,7 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
         /// How far it came.
         stats: LiveStats,
     },
-    /// The VM was given away, and the destination has not said that it has it. It stands still here, whole.
+    /// The VM was given away, and the destination has not said that it has it. It is stopped here, and complete.
     Undecided(Undecided<'a, V>),
     /// The VM runs at the destination, and waits there for pages that only this side has.
     PostcopyBroken(Box<Recoverable<'a, V>>),
@@ -59,7 +59,7 @@ pub struct Undecided<'a, V: LiveVm + ?Sized> {
 
 /// The source of a VM that runs at the destination without all of its memory.
 ///
-/// The VM stands still there wherever it touches a page that has not come. The memory here is whole and must stay as it is
+/// The VM waits there wherever it touches a page that has not come. The memory here is complete and must stay as it is
 /// until the destination has all of it.
 #[must_use = "the VM at the destination waits"]
 pub struct Recoverable<'a, V: LiveVm + ?Sized> {
@@ -83,7 +83,7 @@ impl<'a, V: LiveVm + ?Sized> Recoverable<'a, V> {
         &self.stats
     }
 
-    /// The VM here, which stands still.
+    /// The VM here, which is stopped.
     pub fn vm(&self) -> &'a V {
         self.vm
     }
@@ -156,7 +156,7 @@ impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
     /// after every failure.
     ///
     /// # Errors
-    /// The VMM does not let it go on; it still stands still.
+    /// The VMM does not let it go on; it is still stopped.
     pub fn resume(self) -> Result<Option<DirtyLogs>, VmError> {
         self.vm.resume()?;
         Ok(self.logs)

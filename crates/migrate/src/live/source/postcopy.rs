@@ -77,7 +77,7 @@ pub(super) struct SwitchTo<'e> {
 }
 
 impl<'v, V: LiveVm + ?Sized> Engine<'_, 'v, V> {
-    /// Lets the VM, which stands still here, run there, and sends what it does not have. `dirty` is what was written and not
+    /// Lets the VM, which is stopped here, run there, and sends what it does not have. `dirty` is what was written and not
     /// sent.
     pub(super) fn switch_to_postcopy(&mut self, dirty: &[PageBitmap]) -> Result<(), MigrateError> {
         let mut guest = GuestSource::new(self.vm);

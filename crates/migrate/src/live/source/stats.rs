@@ -53,7 +53,7 @@ pub struct RoundReport {
     pub dirty: u64,
     /// Pages left to be sent behind it: those written, and those that a round that was broken off did not get to.
     pub rest: u64,
-    /// Bytes per second that are reckoned with from here on, if that is known.
+    /// Bytes per second that are assumed from here on, if that is known.
     pub bandwidth: Option<u64>,
     /// How long the VM would have to stand still for the rest.
     #[serde(serialize_with = "maybe_seconds")]
@@ -131,7 +131,7 @@ pub struct HintStats {
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct LiveStats {
-    /// The rounds, in order. Of a migration of thousands of them, neighbours are told together.
+    /// The rounds, in order. Of a migration of thousands of them, neighbours are joined.
     pub rounds: Vec<RoundReport>,
     /// From the beginning to the end.
     #[serde(serialize_with = "seconds")]
@@ -160,7 +160,7 @@ pub struct LiveStats {
 const REPORTS: usize = 4096;
 
 impl LiveStats {
-    /// Adds a round. Of too many, those between the first and the last are told in pairs from there on.
+    /// Adds a round. Of too many, those between the first and the last are joined in pairs from there on.
     pub(super) fn push(&mut self, report: RoundReport) {
         if self.rounds.len() >= REPORTS {
             let mut rounds = std::mem::take(&mut self.rounds).into_iter();

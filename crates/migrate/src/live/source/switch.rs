@@ -51,7 +51,7 @@ pub(super) fn plan(known: &Known<'_>, each: u64) -> Plan {
     Plan { stored, already }
 }
 
-/// A destination that was told of no discard would wait for ever on its own memory: so one host page at least is taken for
+/// A destination that was sent no discard would wait for ever on its own memory: so one host page at least is taken for
 /// missing.
 pub(super) fn discard_something(plans: &mut [Plan], each: &[u64]) {
     let whole = |plan: &Plan| plan.already.count() == plan.already.len();

@@ -104,7 +104,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 self.wait_for_rate()?;
                 let memory = self.multifd.source.memory(block).filter(|_| self.compressor.is_none());
                 if memory.is_none() {
-                    // What is read goes into packets of its own.
+                    // What is read goes into its own packets.
                     self.send_open()?;
                 }
                 match memory {
@@ -310,7 +310,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         }
         self.flush(&mut header, &mut filled)?;
         self.multifd.count(Sent { normal: self.normal.len() as u64, ..Sent::default() });
-        // What is mapped begins a packet of its own.
+        // What is mapped begins a new packet.
         self.normal.clear();
         Ok(())
     }

@@ -32,7 +32,7 @@ pub(super) fn read(package: &[u8]) -> Result<Package<'_>, MigrateError> {
     {
         return Ok(Package { bytes: rest.get(..length).unwrap_or_default(), sections: Some(sections), ping });
     }
-    // Nothing says where sections without lengths end, but what stands behind them has a known form.
+    // Nothing says where sections without lengths end, but what follows them has a known form.
     let sections = rest.strip_suffix(RUN).ok_or_else(|| wrong("does not end with RUN"))?;
     let at = sections.len().saturating_sub(PING_LEN);
     let (before, last) = sections.split_at_checked(at).unwrap_or((sections, &[]));
@@ -46,7 +46,7 @@ fn decode(bytes: &[u8]) -> Result<Option<(Command, usize)>, StreamError> {
     Command::decode(bytes)
 }
 
-/// What stands behind the last section, if that is an optional PING and RUN.
+/// What follows the last section, if that is an optional PING and RUN.
 fn end(rest: &[u8]) -> Option<Option<u32>> {
     if rest == RUN {
         return Some(None);

@@ -2,7 +2,7 @@
 //!
 //! The law: **a connection is accepted before it is needed.** A stock QEMU connects this channel before it sends the package
 //! of its devices, or agrees to a recovery, and over TLS says nothing on the main one until that channel has shaken hands.
-//! So it is looked for by a thread of its own, from the beginning.
+//! So it is looked for by its own thread, from the beginning.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::control::Control;
 use crate::error::MigrateError;
 
 /// Waits so long at most for the source's next connection, and drives the handshakes of those that have come: the channel, once
-/// there is one. Called again and again, on a thread of its own, until there is one, it fails, or the VM needs none any more.
+/// there is one. Called again and again, on its own thread, until there is one, it fails, or the VM needs none any more.
 ///
 /// [`Reception::step`](limosa_channel::Reception::step) does this on a listener.
 pub type AcceptPreempt<'a> = Box<dyn FnMut(Duration) -> Result<Option<Channel>, ChannelError> + Send + 'a>;

@@ -250,7 +250,7 @@ fn hints(device: &Arc<Device>, windows: &Arc<Windows>) -> Hints {
 }
 
 #[test]
-fn the_guest_gets_its_pages_back_once_whoever_drops_them() {
+fn the_guest_gets_its_pages_back_once_on_every_way_out() {
     let (device, windows) = (Arc::<Device>::default(), Arc::<Windows>::default());
     drop(hints(&device, &windows));
     assert_eq!(device.done.load(Relaxed), 0, "it was never asked");
