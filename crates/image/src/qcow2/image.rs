@@ -107,7 +107,11 @@ pub struct Parts {
     pub header: Header,
 }
 
-/// A qcow2 image in use; see the [module](self).
+/// A qcow2 image in use: a [`Disk`].
+///
+/// Any number of requests may be in flight, from any number of threads; there is no thread behind it, the requests that wait drive
+/// the work. What was flushed survives a kill or a power cut, and at any moment the file is a valid image, apart from leaked clusters. Contents
+/// that would be written over the image's own tables mark it as corrupt, and nothing more is written.
 pub struct Qcow2 {
     inner: Arc<Inner>,
     repaired: Option<CheckReport>,
