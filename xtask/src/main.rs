@@ -1,9 +1,10 @@
-//! `cargo xtask setup|test|demo|bench|dist|fuzz|tsan|messages`: what a developer, and the machine that checks a change, run.
+//! `cargo xtask setup|test|demo|bench|dist|fuzz|tsan|crates|api|messages`: what a developer, and the machine that checks a change, run.
 //!
 //! Law: every command does its own set-up, needs no input, and ends with a line that says how it went.
 
 use std::process::ExitCode;
 
+mod api;
 mod demo;
 mod dist;
 mod docs;
@@ -11,6 +12,7 @@ mod fuzz;
 mod messages;
 mod plot;
 mod program;
+mod published;
 mod setup;
 mod shell;
 mod test;
@@ -22,7 +24,7 @@ usage: cargo xtask COMMAND
   setup              install what the tests and the demo need (QEMU, libvirt's client, XFS's tools, Linux guests);
                      LIMOSA_SKIP_LIBVIRT=1 does without libvirt, LIMOSA_SKIP_REFLINK=1 without XFS's tools,
                      LIMOSA_SKIP_UML=1 without user-mode Linux
-  test               format, lints, documentation, all tests and model checks; LIMOSA_SKIP_QEMU=1 leaves out what
+  test               format, lints, documentation, public API, packages, all tests and model checks; LIMOSA_SKIP_QEMU=1 leaves out what
                      needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm, LIMOSA_SKIP_REFLINK=1 what mounts XFS
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
   bench NAME ...     release builds, then `limosa-bench NAME ...`
@@ -31,6 +33,8 @@ usage: cargo xtask COMMAND
   fuzz [--seconds N] [TARGET...]
                      every fuzz target, or those named, N seconds each (60)
   tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer
+  crates             packages of the published crates, and what is in them builds
+  api [--update]     what differs from the public API that docs/api records; --update records it anew
   messages [help|CRATE...]
                      every help text and message of the product in one list, for an editor";
 
@@ -49,6 +53,9 @@ fn main() -> ExitCode {
         ("dist", []) => dist::run(),
         ("fuzz", rest) => fuzz::run(rest),
         ("tsan", rest) => tsan::run(rest),
+        ("crates", []) => published::package(),
+        ("api", []) => api::run(false),
+        ("api", [update]) if update == "--update" => api::run(true),
         ("messages", rest) => messages::run(rest),
         ("help" | "--help" | "-h", _) => {
             println!("{USAGE}");

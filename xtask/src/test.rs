@@ -1,14 +1,15 @@
 //! `cargo xtask test`: everything that a change has to pass, and one closing line with the sums.
 //!
-//! Law: every step runs even if one before it failed, so that one run shows all there is to mend. Format, lints and
-//! documentation count as one check each.
+//! Law: every step runs even if one before it failed, so that one run shows all there is to mend. Format, lints,
+//! documentation, public API and packages count as one check each.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::{setup, shell};
+use crate::api::{self, Compared};
+use crate::{published, setup, shell};
 
 /// Passed, failed, skipped.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -49,9 +50,9 @@ pub(crate) fn run() -> Result<()> {
 
     note("format", check(cargo(&["fmt", "--all", "--check"])));
     note("clippy", check(cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])));
-    let mut documentation = cargo(&["doc", "--workspace", "--no-deps", "--all-features"]);
-    documentation.env("RUSTDOCFLAGS", "-D warnings");
-    note("documentation", check(documentation));
+    note("documentation", check(api::document()));
+    note("public API", compared(api::compare()));
+    note("packages", checked(published::package()));
 
     let skips = SkipLog::new()?;
     if has_nextest() {
@@ -104,11 +105,24 @@ fn has_nextest() -> bool {
 }
 
 fn check(mut command: Command) -> Tally {
-    let result = shell::run(&mut command);
+    checked(shell::run(&mut command))
+}
+
+fn checked(result: Result<()>) -> Tally {
     if let Err(error) = &result {
         eprintln!("{error:#}");
     }
     Tally::check(result.is_ok())
+}
+
+fn compared(result: Result<Compared>) -> Tally {
+    match result {
+        Ok(Compared::Skipped(why)) => {
+            println!("{why}");
+            Tally { skipped: 1, ..Tally::default() }
+        }
+        result => checked(result.map(drop)),
+    }
 }
 
 /// Runs the command, shows what it writes, and sums the lines in which it counts tests. A command that fails without
