@@ -1,4 +1,4 @@
-//! Asking a guest for its free pages, beside taking its memory by inflating a balloon.
+//! Asking a guest for its free pages, compared with taking its memory by inflating a balloon.
 //!
 //! Two guests. One is real: Linux in user-mode Linux, with its own driver, its memory idle, or resident and free (`--size`, 8 GiB).
 //! The other is a model of that driver, which can do what Linux's cannot: send arrays of 16,384 page numbers. Law: what is
@@ -18,7 +18,7 @@ use crate::report::Report;
 /// Runs the bench.
 pub(crate) fn run(options: &Options) -> Result<Report> {
     let memory = options.size.unwrap_or(8 << 30).next_multiple_of(64 << 20);
-    ensure!(memory >= 256 << 20, "a guest of less than 256 MiB has too little that is free");
+    ensure!(memory >= 256 << 20, "--size: must be at least 256M: a smaller guest has too little free memory");
     let real = uml::rounds(options, memory)?;
     let mut all = real.as_ref().map_or_else(|_| Vec::new(), Clone::clone);
     all.extend(model::rounds(options, memory)?);

@@ -69,13 +69,13 @@ pub struct Options {
     pub dir: Option<PathBuf>,
     /// Runs only the contestants whose case and variant, with a space between, start with this.
     pub only: Option<String>,
-    /// Whether stock QEMU takes part in a bench that makes sense without it.
+    /// Whether stock QEMU is also measured in a bench that runs without it by default.
     pub against_qemu: bool,
     /// The QEMU to run.
     pub qemu: String,
-    /// The limosa to run; none for the one beside the running program.
+    /// The limosa to run; `None`: the one in the directory of the running program.
     pub limosa: Option<PathBuf>,
-    /// Told a line for each run, for people who wait.
+    /// Called with a line for each run, to show progress.
     pub progress: fn(&str),
 }
 
@@ -103,19 +103,19 @@ impl Options {
         (self.progress)(line);
     }
 
-    /// That what is to run alone is no contestant.
+    /// The message when `only` selects no contestant.
     fn nobody(&self) -> String {
         let only = self.only.as_deref().unwrap_or_default();
         format!(
-            "no contestant's case and variant, with a blank between them, begin with {only:?}: cases are named for their --size, \
-             and what needs root is left out without it"
+            "--only {only:?}: no contestant's case and variant begin with this; the names of cases have their --size, and cases that \
+             need root are left out without it"
         )
     }
 
     /// The limosa program to measure.
     ///
     /// # Errors
-    /// None was named, and there is none beside the running program.
+    /// `limosa` is `None`, and the directory of the running program has no limosa.
     fn limosa(&self) -> Result<PathBuf> {
         if let Some(named) = &self.limosa {
             return Ok(named.clone());
@@ -150,7 +150,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "stream" => stream::run(options)?,
         "zero-copy" => zero_copy::run(options)?,
         "zero-page" => zero_page::run(options)?,
-        _ => bail!("no bench is named '{name}'; there are: {}", NAMES.join(", ")),
+        _ => bail!("{name:?}: unknown bench; must be one of {}", NAMES.join(", ")),
     };
     if let Some(only) = &options.only {
         report.keep_what_ran(only);

@@ -115,8 +115,9 @@ impl Loopback {
 /// A new network namespace. A namespace belongs to a thread, so one that does nothing else makes it.
 fn namespace() -> Result<OwnedFd> {
     let make = || -> Result<OwnedFd> {
-        raw::leave_network().context("a network namespace of its own")?;
-        fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "reno").context("choosing Reno in it")?;
+        raw::leave_network().context("cannot create a network namespace")?;
+        fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "reno")
+            .context("cannot choose Reno in a new network namespace")?;
         Ok(File::open("/proc/thread-self/ns/net").context("/proc/thread-self/ns/net")?.into())
     };
     let made = thread::Builder::new().name("namespace".into()).spawn(make).context("a thread")?;

@@ -28,8 +28,7 @@ impl Process {
     /// Starts `command`, with a descriptor that it gets under the same number.
     pub(crate) fn start(mut command: Command, hand: Option<BorrowedFd<'_>>) -> Result<Self> {
         raw::bind_child(&mut command, hand);
-        let child =
-            command.spawn().with_context(|| format!("{} cannot be started", command.get_program().display()))?;
+        let child = command.spawn().with_context(|| format!("cannot start {}", command.get_program().display()))?;
         Ok(Self { child })
     }
 

@@ -29,7 +29,7 @@ impl Scratch {
         let directory = tempfile::Builder::new()
             .prefix("limosa-bench-")
             .tempdir_in(parent)
-            .with_context(|| format!("{}: no directory can be made in it", parent.display()))?;
+            .with_context(|| format!("{}: cannot create a directory in it", parent.display()))?;
         all.push(directory.path().to_path_buf());
         Ok(Self { directory })
     }

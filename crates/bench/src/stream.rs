@@ -48,7 +48,7 @@ const PER_PAGE: &str = "cpu_ns_per_page";
 /// The hidden bench that the processes of this one are.
 pub const END: &str = "stream-end";
 
-/// Channels beside the main one.
+/// Multifd channels.
 const CHANNELS: [u8; 3] = [1, 2, 4];
 
 /// How the two processes are connected.

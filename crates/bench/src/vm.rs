@@ -174,7 +174,7 @@ impl Vm {
             |event: &Event| matches!(status(event), Some(MigrationStatus::PostcopyActive | MigrationStatus::Completed));
         let event = self.wait(begun).context("waiting for a migration to become a postcopy")?;
         let is_postcopy = status(&event) == Some(MigrationStatus::PostcopyActive);
-        ensure!(is_postcopy, "all was sent before the postcopy could begin: take a larger --size");
+        ensure!(is_postcopy, "all memory was sent before postcopy began: use a larger --size");
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Guest memory that leaves on channels beside the main one: copied, lent to the kernel, and spliced.
+//! Guest memory that leaves on multifd channels: copied, lent to the kernel, and spliced.
 //!
 //! Law: all three send the same packets of the same memory, from one process to another on this machine; what differs is who
 //! copies the pages, and how often. A copy is made by the sender's call. `MSG_ZEROCOPY` lends them, and the kernel copies them
@@ -21,7 +21,7 @@ use crate::namespaces::Cable;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
 use crate::stream::{Link, SENDER_PER_GIB, Stage, Stress, Way, words};
 
-/// Channels beside the main one.
+/// Multifd channels.
 const CHANNELS: [u8; 4] = [1, 2, 4, 8];
 
 /// CPU of the sender, spliced for copied, over loopback.

@@ -32,8 +32,8 @@ pub enum DemoError {
 
     /// An end is not there any more.
     #[error(
-        "the end at {control} is gone: its process has ended, and whatever guest ran in it with it; what the other end has, \
-         limosa-demo status tells"
+        "the end at {control} is gone: its process has ended, and its guest if it ran there; see limosa-demo status for the other \
+         end"
     )]
     Gone {
         /// Its control socket.
@@ -60,12 +60,12 @@ pub enum DemoError {
         source: Box<QmpError>,
     },
 
-    /// An end answers what nobody understands.
-    #[error("an end of the demonstration answers in a shape that is not its own: {0}")]
+    /// An end gives an invalid answer.
+    #[error("an end of the demonstration gave an invalid answer: {0}")]
     Answer(String),
 
-    /// An end does not get on.
-    #[error("an end of the demonstration did not {what} in time; it says {status}")]
+    /// An end makes no progress.
+    #[error("an end of the demonstration did not {what} in time; its status is {status}")]
     Late {
         /// What it did not do.
         what: &'static str,

@@ -219,7 +219,7 @@ pub enum GuestError {
     },
 
     /// A writer of it ended.
-    #[error("a writer of guest {kind} died: {why}")]
+    #[error("a writer of guest {kind} failed: {why}")]
     Died {
         /// Which.
         kind: GuestKind,

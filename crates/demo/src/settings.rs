@@ -12,13 +12,13 @@ use limosa_page::zero::Method;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
 
-/// Who says which pages were written.
+/// Which dirty log is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogKind {
-    /// userfaultfd's asynchronous write-protect, read by `PAGEMAP_SCAN` (Linux 6.7)
+    /// userfaultfd's asynchronous write protection, read by `PAGEMAP_SCAN` (Linux 6.7)
     WpAsync,
-    /// userfaultfd's write-protect with a thread that answers (Linux 5.19)
+    /// userfaultfd's write protection with a thread that answers (Linux 5.19)
     WpThread,
     /// KVM's dirty log, cleared in slices
     KvmLog,
@@ -36,7 +36,7 @@ pub enum Transport {
     Unix,
 }
 
-/// When the guest runs ahead of its pages.
+/// When the guest runs at the destination before its memory is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Postcopy {
@@ -52,19 +52,19 @@ pub enum Postcopy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum WhenStuck {
-    /// The guest goes on at the source
+    /// Cancel the migration; the guest stays at the source
     Cancel,
-    /// It is paused, however long that takes
+    /// Pause the guest, whatever the downtime
     Pause,
-    /// It runs ahead of its pages
+    /// Continue as postcopy
     Postcopy,
 }
 
-/// When pages are looked at if they are zero.
+/// When pages are checked for zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ZeroCheckKind {
-    /// Every page, in every round
+    /// In every round
     Always,
     /// In the first round only: a page that was written is rarely zero
     Bulk,
@@ -93,7 +93,7 @@ mod named {
 pub struct Settings {
     /// What the guest is made of.
     pub guest: GuestKind,
-    /// Who says which pages were written.
+    /// Which dirty log is used.
     pub log: LogKind,
     /// Bytes of guest memory.
     pub memory: u64,
@@ -101,7 +101,7 @@ pub struct Settings {
     pub dirty_rate: u64,
     /// How the ends reach each other.
     pub transport: Transport,
-    /// Channels beside the main one; 0: none.
+    /// Multifd channels; 0: none.
     pub channels: u8,
     /// How pages are compressed on them.
     #[serde(with = "named")]
@@ -109,7 +109,7 @@ pub struct Settings {
     /// How they leave there.
     #[serde(with = "named")]
     pub zero_copy: ZeroCopy,
-    /// When the guest runs ahead of its pages.
+    /// When the guest runs at the destination before its memory is there.
     pub postcopy: Postcopy,
     /// Requested pages have a channel of their own.
     pub preempt: bool,
@@ -194,49 +194,51 @@ impl Settings {
     pub fn contradiction(&self) -> Option<&'static str> {
         let kvm_log = matches!(self.log, LogKind::KvmLog | LogKind::KvmRing);
         if kvm_log && self.guest == GuestKind::Threads {
-            Some("--log kvm-log and kvm-ring are of KVM: with --guest threads use wp-async or wp-thread")
+            Some("--log kvm-log and kvm-ring need --guest kvm: with --guest threads use wp-async or wp-thread")
         } else if self.memory < 1 << 20 || !self.memory.is_multiple_of(4096) {
-            Some("--memory is at least 1M, and whole pages of 4096 bytes")
+            Some("--memory must be at least 1M and a multiple of 4096 bytes")
         } else if self.preempt && self.postcopy == Postcopy::Off && self.give_up != WhenStuck::Postcopy {
-            Some("--preempt is for --postcopy")
+            Some("--preempt needs --postcopy or --give-up postcopy")
         } else if self.channels > 0 && self.postcopy != Postcopy::Off {
-            Some("--channels is for precopy: in postcopy all but requested pages go on one channel")
+            Some("--channels cannot be combined with --postcopy: postcopy does not use multifd channels")
         } else if self.demands_zero_copy() && self.channels == 0 {
             Some(
-                "--zero-copy msg and splice are for --channels: on the main channel pages stand between headers, and are copied",
+                "--zero-copy msg and splice need --channels: pages of the main channel lie between headers and are copied",
             )
         } else if self.demands_zero_copy() && self.compression != Compression::None {
-            Some("--zero-copy msg and splice send pages as they are, and --compression makes others of them")
+            Some("--zero-copy msg and splice cannot be combined with --compression: they send pages uncompressed")
         } else if self.zero_copy == ZeroCopy::Msg && self.transport == Transport::Unix {
-            Some("--zero-copy msg is for --transport tcp; through a unix socket splice saves the copy")
+            Some("--zero-copy msg needs --transport tcp; over a unix socket use splice")
         } else if self.zero_method.is_some() && self.zero_method().is_none() {
-            Some("this processor does not have what --zero-method names (plain and portable are everywhere)")
+            Some("--zero-method is not supported by this processor (plain and portable always are)")
         } else if self.same_host && (self.postcopy != Postcopy::Off || self.channels > 0) {
-            Some("--same-host moves no page: neither --postcopy nor --channels has anything to do")
+            Some("--same-host cannot be combined with --postcopy or --channels: it sends no pages")
         } else if self.same_host && self.transport == Transport::Tcp {
-            Some("--same-host passes descriptors, which only --transport unix carries")
+            Some("--same-host needs --transport unix: it passes file descriptors")
         } else if self.hints && self.same_host {
-            Some("--same-host moves no page: --hints has nothing to leave out")
+            Some("--same-host cannot be combined with --hints: it sends no pages")
         } else if self.hints && self.postcopy == Postcopy::AtOnce && self.hint_wait_ms == 0 {
-            Some("--postcopy at-once stops the guest before it could tell its free pages: say --hint-wait, too")
+            Some("--hints with --postcopy at-once needs --hint-wait: the guest stops before it can list its free pages")
         } else if self.hint_wait_ms > 0 && !self.hints {
-            Some("--hint-wait is for --hints on")
+            Some("--hint-wait needs --hints on")
         } else if self.tls_creds.is_some() && self.demands_zero_copy() {
-            Some("--zero-copy msg and splice send pages from where they lie, and --tls-creds makes others of them")
+            Some("--zero-copy msg and splice cannot be combined with --tls-creds: they send pages unencrypted")
         } else if self.tls_creds.is_some() && self.same_host {
-            Some("--same-host passes descriptors, which an encrypted connection does not carry: leave --tls-creds out")
+            Some(
+                "--same-host cannot be combined with --tls-creds: an encrypted connection does not pass file descriptors",
+            )
         } else if self.tls_creds.is_some() && self.transport == Transport::Unix && self.tls_hostname.is_none() {
-            Some("--tls-creds over a unix socket needs --tls-hostname: the path does not say whom to expect")
+            Some("--tls-creds over a unix socket needs --tls-hostname: a path names no host")
         } else if self.tls_hostname.is_some() && self.tls_creds.is_none() {
-            Some("--tls-hostname is for --tls-creds")
+            Some("--tls-hostname needs --tls-creds")
         } else if self.tls_kernel == KernelTls::On && self.transport == Transport::Unix {
-            Some("--tls-kernel on is for --transport tcp: the kernel encrypts nothing else")
+            Some("--tls-kernel on needs --transport tcp: the kernel encrypts only TCP")
         } else {
             None
         }
     }
 
-    /// How pages are looked at, if that was said and this processor can.
+    /// The method that checks pages for zeros, if one was chosen and this processor has it.
     fn zero_method(&self) -> Option<Method> {
         let named: Option<Method> = self.zero_method.as_ref().and_then(|name| name.parse().ok());
         named.filter(|method| method.is_available())

@@ -23,9 +23,9 @@ const EXPLAIN_WITHIN: Duration = Duration::from_secs(2);
 /// How long a destination that gives no answer is listened to for a refusal: it looks at a certificate as soon as it has come.
 const LISTEN_FOR: Duration = Duration::from_secs(10);
 
-/// How long nobody may come before it is looked whether the job goes on at all.
+/// How long to wait for a connection before checking whether the job was cancelled.
 const TICK: Duration = Duration::from_millis(20);
-/// Longer than anybody waits.
+/// Longer than any job waits.
 const FOR_EVER: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// A connected peer.
@@ -64,11 +64,11 @@ impl Wire {
         match uri {
             Uri::Exec(command) => Self::exec(command, options),
             Uri::File { path, .. } => anyhow::bail!(
-                "limosa send is for somebody who receives; to keep a stream, say --one-way \"exec:cat > {}\"",
+                "limosa send needs a receiver; to write the stream into a file, use --one-way \"exec:cat > {}\"",
                 path.display()
             ),
             _ => {
-                // The main one first: who has no other means to tell them apart goes by their order.
+                // The main channel first: a destination that has no other means to tell channels apart goes by their order.
                 // Over TLS it has shaken hands then. The others do so on their own threads, because QEMU waits for what each
                 // has to say before it looks at the next.
                 let main = Channel::connect(uri, options)?;

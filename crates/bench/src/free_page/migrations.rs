@@ -16,7 +16,7 @@ use crate::measure::{Measured, millis};
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::stream::{Source, Transport, Way};
 
-/// Channels beside the main one.
+/// Multifd channels.
 const CHANNELS: u8 = 2;
 
 const WITH: &str = "with hints";

@@ -88,7 +88,7 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Result<Vec<Series
             if measured.is_ok() || tries == 0 || guest.process.ended()?.is_none() {
                 return measured;
             }
-            options.tell("user-mode Linux has died; the run is made again with another one");
+            options.tell("user-mode Linux has ended; the run is repeated with a new one");
             *place = None;
         }
     };
@@ -202,7 +202,7 @@ impl Guest {
         let end = Instant::now() + LIMIT;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            let line = self.lines.recv_timeout(left).map_err(|_| anyhow!("the guest does not say {wanted:?}"))?;
+            let line = self.lines.recv_timeout(left).map_err(|_| anyhow!("the guest did not print {wanted:?}"))?;
             if line == wanted {
                 return Ok(());
             }
@@ -216,7 +216,7 @@ impl Guest {
         let end = Instant::now() + LIMIT;
         while !so() {
             ensure!(!self.silent.load(Ordering::Relaxed), "the guest has ended before {what}");
-            ensure!(Instant::now() < end, "it takes too long until {what}");
+            ensure!(Instant::now() < end, "timed out waiting until {what}");
             thread::sleep(Duration::from_micros(200));
         }
         Ok(())

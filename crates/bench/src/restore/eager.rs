@@ -22,7 +22,7 @@ use crate::vm::{Ram, Role, Vm};
 /// Milliseconds of CPU of the sending process.
 const SENDER: &str = "sender_cpu_ms";
 
-/// Channels beside the main one; with none the main one carries all.
+/// Multifd channels; with 0 the main channel carries all.
 const CHANNELS: [Option<u8>; 4] = [None, Some(1), Some(2), Some(4)];
 
 /// Who sends, and on how many channels.

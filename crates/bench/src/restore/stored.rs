@@ -102,6 +102,6 @@ pub(super) fn wait_beat(serial: &mut std::os::unix::net::UnixStream) -> Result<(
             Err(error) => return Err(error).context("no beat from the guest"),
         }
     }
-    ensure!(byte == [BEAT], "the guest sent {byte:?}, which is no beat");
+    ensure!(byte == [BEAT], "the guest sent {byte:?} instead of a beat");
     Ok(())
 }

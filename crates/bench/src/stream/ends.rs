@@ -57,7 +57,7 @@ struct SendOrder {
 /// How memory is sent. By default as records on the main channel, gathered and without a limit.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(crate) struct Way {
-    /// Channels beside the main one.
+    /// Multifd channels.
     pub(super) channels: u8,
     /// Pages of a packet there; `None`: as many as it takes.
     pub(super) packet_pages: Option<usize>,
@@ -67,7 +67,7 @@ pub(crate) struct Way {
     pub(super) max_bandwidth: Option<NonZeroU64>,
     /// When and how pages are looked at.
     pub(super) zeros: ZeroPages,
-    /// How pages leave on the channels beside the main one.
+    /// How pages leave on the multifd channels.
     #[serde(with = "zero_copy")]
     pub(super) zero_copy: ZeroCopy,
     /// Whether the destination's memory is not populated ahead.
@@ -90,7 +90,7 @@ mod zero_copy {
 }
 
 impl Way {
-    /// In packets on so many channels beside the main one, as it is best there.
+    /// In packets on so many multifd channels, as it is best there.
     pub(crate) fn multifd(channels: u8) -> Self {
         Self { channels, zero_copy: ZeroCopy::Auto, ..Self::default() }
     }

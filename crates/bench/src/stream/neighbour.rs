@@ -3,7 +3,7 @@
 //! Law: the neighbour's own CPU time is the clock, so what it waits for the core does not count, and what it misses in the cache
 //! does. It follows a chain through half as much memory as the core's second-level cache holds, each line of it once a turn,
 //! in no order that a prefetcher would guess: alone it finds all of it there. The sender is limited to 1 Gbit/s, and so both are
-//! there all the time. Spliced pages leave on a channel beside the main one, in packets: nobody at this end copies them.
+//! there all the time. Spliced pages leave on a multifd channel, in packets, and are not copied at this end.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -44,8 +44,8 @@ fn send_part(channel: &Channel, part: &[u8]) -> Result<u64> {
             calls += 1;
         }
     }
-    let got = channel.get_some(&mut [0]).context("the other side's word")?;
-    ensure!(got == 1, "the other side has not said that it has all");
+    let got = channel.get_some(&mut [0]).context("the receiver's acknowledgement")?;
+    ensure!(got == 1, "the receiver has not acknowledged all memory");
     Ok(calls)
 }
 

@@ -9,7 +9,7 @@ use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::stream::{Source, Transport, Way, ZeroPages};
 
-/// Channels beside the main one.
+/// Multifd channels.
 const CHANNELS: [u8; 2] = [0, 2];
 
 /// What a zero-heavy guest may take of the time that it takes with the plain loop.

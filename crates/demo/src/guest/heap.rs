@@ -256,7 +256,7 @@ impl Heap {
                 0 => Owner::Free,
                 1 => Owner::Program,
                 2 => Owner::Driver,
-                _ => return Err(wrong(6 + 5 * index, "nobody has a piece that way")),
+                _ => return Err(wrong(6 + 5 * index, "unknown owner of a piece")),
             };
             Ok(Piece { owner, generation: u32::from_be_bytes(*generation) })
         };

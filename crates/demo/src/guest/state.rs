@@ -56,7 +56,7 @@ impl State {
         let seed = u32::from_be_bytes(reader.take()?);
         let [kept, filled, working] = [reader.u64()?, reader.u64()?, reader.u64()?];
         if kept != reserved {
-            return Err(reader.wrong(format!("{kept} pages of its own instead of {reserved}")));
+            return Err(reader.wrong(format!("{kept} reserved pages instead of {reserved}")));
         }
         let room = pages.saturating_sub(reserved);
         if filled > room || working > room || working == 0 {

@@ -7,7 +7,7 @@ use clap::builder::PossibleValue;
 use limosa_console::parse;
 use limosa_image::qcow2::CloneMode;
 
-/// Measure limosa beside stock QEMU and beside its own plain ways.
+/// Measure limosa, compared with stock QEMU and with its own simpler methods.
 #[derive(Debug, Parser)]
 #[command(name = "limosa-bench", version, max_term_width = 100)]
 #[command(
@@ -18,23 +18,23 @@ pub(crate) struct BenchArgs {
     #[arg(value_name = "NAME", value_parser = names())]
     pub(crate) name: String,
 
-    /// Whom to compare with, where limosa runs by itself otherwise: cow, stream
-    #[arg(long, value_name = "WHOM", value_parser = ["qemu"])]
+    /// Also measure stock QEMU, in the benches that run without it by default: cow, stream
+    #[arg(long, value_name = "PROGRAM", value_parser = ["qemu"])]
     pub(crate) against: Option<String>,
 
-    /// Memory of the VMs; 2G for save, 4G for restore, 1G for stream and zero-copy by default; for zero-page the pages that are cold, more than four times the last-level cache; for cow the disk, 2G; for free-page the guest, 8G
+    /// Memory of the VMs; default 2G for save, 4G for restore, 1G for stream and zero-copy, 8G for free-page. For cow: size of the disk, default 2G. For zero-page: size of the cold memory, by default more than four times the last-level cache
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) size: Option<u64>,
 
-    /// How much space an image takes at once for writes to come, for cow; 4M by default
+    /// For cow: how much space an image allocates ahead of writes; default 4M
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) allocate_ahead: Option<u64>,
 
-    /// How many requests the sequential cases of cow make, over the disk again and again; 65536 by default, which take 3 s or so
+    /// For cow: number of requests of each sequential case, which go over the disk repeatedly; default 65536, about 3 s
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) sequential: Option<u64>,
 
-    /// Whether merged copies are shared where the filesystem can, for cow: off, auto, or a size from which on; auto by default
+    /// For cow: whether copied data is shared (reflinked) if the file system can: off, auto, or a minimum size; default auto
     #[arg(long, value_name = "off|auto|SIZE", value_parser = clone_mode)]
     pub(crate) clone: Option<CloneMode>,
 
@@ -42,15 +42,15 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) rounds: u32,
 
-    /// The limosa program to measure; the one beside this program by default
+    /// The limosa program to measure; default: the one in the directory of this program
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) limosa: Option<PathBuf>,
 
-    /// Where files are made; the temporary directory by default
+    /// Directory for files; default: the temporary directory
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<PathBuf>,
 
-    /// Run only the contestants whose case and variant, with one blank between them, begin with this: --only "1 GiB over tcp copy, 2"
+    /// Run only the contestants whose case and variant, separated by a space, begin with TEXT, for example "1 GiB over tcp copy, 2"
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Option<String>,
 
@@ -67,16 +67,13 @@ pub(crate) struct BenchArgs {
 fn names() -> [PossibleValue; 8] {
     let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
     let [save, restore, stream, zero_page, zero_copy, cow, free_page] = [
-        ("save", "A VM into a file: limosa, and QEMU itself"),
-        ("restore", "A VM out of a file: lazily and eagerly, and QEMU itself"),
-        ("stream", "Memory of a live migration between two processes"),
-        ("zero-page", "Which pages are zero: what it costs to find out, and what it saves"),
-        (
-            "zero-copy",
-            "Pages of a live migration copied, lent by MSG_ZEROCOPY, and spliced; idle and with every core busy",
-        ),
-        ("cow", "Writes into qcow2 images, most of them to new clusters"),
-        ("free-page", "A guest asked for its free pages, beside inflating a balloon in it"),
+        ("save", "Save a VM into a file, by limosa and by QEMU"),
+        ("restore", "Restore a VM from a file, lazily and eagerly, by limosa and by QEMU"),
+        ("stream", "Send the memory of a live migration to another process"),
+        ("zero-page", "Find zero pages: what it costs and what it saves"),
+        ("zero-copy", "Send pages by copy, MSG_ZEROCOPY and splice, with idle and with busy cores"),
+        ("cow", "Write into qcow2 images, mostly to new clusters"),
+        ("free-page", "Ask a guest for its free pages, compared with inflating its balloon"),
     ]
     .map(|(name, what)| PossibleValue::new(name).help(what));
     [save, restore, stream, zero_page, zero_copy, cow, free_page, hidden]

@@ -1,4 +1,4 @@
-//! limosa-bench: measures limosa beside stock QEMU and beside its own plain ways.
+//! limosa-bench: measures limosa, compared with stock QEMU and with its own simpler methods.
 
 mod args;
 

@@ -66,7 +66,7 @@ pub fn serve() -> Result<()> {
             let (memory, logs, spent) = guest.start(RAM, memory)?;
             let vm = Still { memory, writers: Writers::VCPUS };
             say(&Answer::Ready)?;
-            let to = next()?.context("nobody said where to")?;
+            let to = next()?.context("no destination on standard input")?;
             vm.send(logs, &serde_json::from_str(&to).context("a line on standard input")?, &spent)?;
             next().map(drop)
         }

@@ -27,15 +27,15 @@ pub(crate) struct Cli {
 pub(crate) enum DemoCommand {
     /// Move a built-in guest between two processes of this machine while it runs; needs no QEMU
     Live(Box<DemoLiveArgs>),
-    /// Let an undecided source go on: the guest does not run at the destination
+    /// Resume the guest at an undecided source: it does not run at the destination
     Resume(DecideArgs),
-    /// Let an undecided destination run the guest: it does not run at the source any more
+    /// Start the guest at an undecided destination: it no longer runs at the source
     Start(DecideArgs),
-    /// Give an undecided end up: the guest runs at the other one
+    /// Discard an undecided end: the guest runs at the other end
     Discard(DecideArgs),
-    /// Go on with a postcopy whose connection is gone
+    /// Recover a postcopy whose connection is lost
     Recover(RecoverArgs),
-    /// Show what an end of a demonstration does: what to look at before deciding
+    /// Show the state of an end, before resume, start or discard
     Status(DecideArgs),
     /// Be one of the two processes of a demonstration
     #[command(hide = true)]
@@ -47,8 +47,8 @@ pub(crate) enum DemoCommand {
 
 #[derive(Debug, Args)]
 #[command(
-    after_long_help = "Two processes are started: one with a running guest, one that waits. The guest moves while it runs \
-and goes on there; both ends compare its memory.\n\n  \
+    after_long_help = "Two processes are started: one runs a guest, the other waits. The guest moves while it runs \
+and continues there; both ends compare its memory.\n\n  \
   limosa-demo live\n  \
   limosa-demo live --guest kvm --log kvm-ring --memory 64M --dirty-rate 200M\n  \
   limosa-demo live --dirty-rate 2G --timeout 2s --give-up postcopy --write-trace rounds.svg\n  \
@@ -56,112 +56,111 @@ and goes on there; both ends compare its memory.\n\n  \
   limosa-demo live --hints on --hint-wait 100ms"
 )]
 pub(crate) struct DemoLiveArgs {
-    /// What the guest is
+    /// The kind of guest
     #[arg(long, value_enum, default_value_t = GuestKind::Threads)]
     pub(crate) guest: GuestKind,
 
-    /// Who tells which pages the guest has written; wp-async for threads and kvm-log for KVM by default
+    /// The dirty log; default: wp-async for threads, kvm-log for kvm
     #[arg(long, value_enum)]
     pub(crate) log: Option<LogKind>,
 
-    /// The guest's memory
+    /// Size of the guest's memory
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse::size)]
     pub(crate) memory: u64,
 
-    /// How much of it the guest writes a second; 0 for none
+    /// How much memory the guest writes per second; 0: none
     #[arg(long, value_name = "RATE", default_value = "50M", value_parser = parse_dirty_rate)]
     pub(crate) dirty_rate: u64,
 
-    /// How the two processes reach each other
+    /// How the two processes are connected
     #[arg(long, value_enum, default_value_t = Transport::Tcp)]
     pub(crate) transport: Transport,
 
-    /// Move memory on N channels beside the main one, 1 to 16 (QEMU's multifd and multifd-channels)
+    /// Move memory on N multifd channels, 1 to 16, in addition to the main channel (QEMU's multifd and multifd-channels)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: Option<u8>,
 
-    /// How pages are compressed on these channels (QEMU's multifd-compression)
+    /// Compression of pages on the multifd channels (QEMU's multifd-compression)
     #[arg(long, value_parser = compression(), default_value = "none", requires = "channels")]
     pub(crate) compression: Compression,
 
-    /// How pages leave on these channels: copied, lent to the kernel (msg: `MSG_ZEROCOPY`), or spliced. auto splices, as both ends
-    /// are on one machine
+    /// How pages are sent on the multifd channels; auto splices, because both ends are on one machine
     #[arg(long, value_parser = zero_copy(), value_name = "METHOD", default_value = "auto")]
     pub(crate) zero_copy: ZeroCopy,
 
-    /// When the guest runs ahead of its pages: off, at-once, or after-rounds=N
+    /// When the guest runs at the destination before its memory is there: off, at-once, or after-rounds=N
     #[arg(long, value_name = "WHEN", default_value = "off", value_parser = parse_postcopy)]
     pub(crate) postcopy: Postcopy,
 
-    /// Answer requested pages on a connection of their own (QEMU's postcopy-preempt)
+    /// Answer page requests on a separate channel (QEMU's postcopy-preempt)
     #[arg(long)]
     pub(crate) preempt: bool,
 
-    /// Pass the memory itself instead of its pages: both ends are on one machine (QEMU's x-ignore-shared)
+    /// Pass the memory itself instead of its contents, because both ends are on one machine (QEMU's x-ignore-shared)
     #[arg(long)]
     pub(crate) same_host: bool,
 
-    /// How long the guest may stand still for the rest of its memory (QEMU's downtime-limit)
+    /// Longest downtime of the guest (QEMU's downtime-limit)
     #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = parse::time)]
     pub(crate) downtime_limit: Duration,
 
-    /// Most bytes a second while it runs, no limit by default (QEMU's max-bandwidth)
+    /// Maximum bandwidth in bytes per second while the guest runs; unlimited by default (QEMU's max-bandwidth)
     #[arg(long, value_name = "RATE", value_parser = parse::rate)]
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
-    /// When pages are looked at if they are zero
+    /// When pages are checked for zeros
     #[arg(long, value_enum, default_value_t = ZeroCheckKind::Always)]
     pub(crate) zero_check: ZeroCheckKind,
 
-    /// Send hundreds of pages of the main channel by one call, from where they are; off copies them into a buffer of 16 KiB
+    /// Send hundreds of pages of the main channel in one call, without copying them first; off copies them into a buffer of 16 KiB
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "VECTORS", default_value = "on")]
     pub(crate) vectors: bool,
 
-    /// By which instructions they are looked at: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon; the best there are
-    /// by default
+    /// Instructions that check pages for zeros: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon; default: the best
+    /// available
     #[arg(long, value_name = "METHOD")]
     pub(crate) zero_method: Option<Method>,
 
-    /// Make room at the destination ahead of arriving pages
+    /// Populate memory of the destination ahead of arriving pages
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "POPULATE", default_value = "on")]
     pub(crate) populate: bool,
 
-    /// Ask the guest which of its memory is free, and do not send that: half of the memory is then a heap that programs allocate,
-    /// write and give back, and a balloon's driver tells what of it is free
+    /// Ask the guest for its free pages, and do not send these. Half of the memory is then a heap that programs allocate, write and
+    /// free, and a balloon driver reports what is free
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "HINTS", default_value = "off")]
     pub(crate) hints: bool,
 
-    /// How long the first round, or the stop of `--postcopy at-once`, may wait for the list of what is free; by default the list takes
-    /// pages out while they are sent
+    /// How long the first round, or the stop of `--postcopy at-once`, may wait for the list of free pages; by default nothing waits,
+    /// and pages are left out as soon as they are listed
     #[arg(long, value_name = "TIME", value_parser = parse::time, requires = "hints")]
     pub(crate) hint_wait: Option<Duration>,
 
-    /// How long it may take until the guest changes over
+    /// Longest time until switchover
     #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) timeout: Option<Duration>,
 
-    /// What becomes of it after that time
+    /// What to do when --timeout expires
     #[arg(long, value_enum, default_value_t = WhenStuck::Cancel, requires = "timeout")]
     pub(crate) give_up: WhenStuck,
 
-    /// Encrypt the connections: a folder with ca-cert.pem and both ends' certificates and keys, server-cert.pem,
-    /// server-key.pem, client-cert.pem, client-key.pem (the dir of QEMU's tls-creds-x509); the server's names 127.0.0.1
+    /// Encrypt the connections by TLS; DIR has ca-cert.pem, server-cert.pem, server-key.pem, client-cert.pem and client-key.pem (the
+    /// dir of QEMU's tls-creds-x509)
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_creds: Option<PathBuf>,
 
-    /// Whom the server's certificate names, if not 127.0.0.1 (QEMU's tls-hostname)
+    /// Host name expected in the server's certificate; default: 127.0.0.1 (QEMU's tls-hostname)
     #[arg(long, value_name = "NAME", requires = "tls_creds")]
     pub(crate) tls_hostname: Option<String>,
 
-    /// Who seals and opens what goes over the connections
+    /// Whether the kernel encrypts and decrypts the connections
     #[arg(long, value_parser = kernel_tls(), value_name = "WHEN", default_value = "off", requires = "tls_creds")]
     pub(crate) tls_kernel: KernelTls,
 
-    /// Draw the rounds over time: memory that is left, rates, the pause
+    /// Draw the rounds over time: remaining memory, rates, downtime
     #[arg(long, value_name = "F.svg")]
     pub(crate) write_trace: Option<PathBuf>,
 
-    /// Listen here for programs that watch and steer the source (as QMP does); the destination listens at SOCK.destination
+    /// Create a QMP-like socket here to monitor and control the source; that of the destination is SOCK.destination
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 
@@ -173,7 +172,7 @@ pub(crate) struct DemoLiveArgs {
 /// An end, by its control socket.
 #[derive(Debug, Args)]
 pub(crate) struct DecideArgs {
-    /// The end's control socket, as it was told
+    /// The end's control socket
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: PathBuf,
 
@@ -237,10 +236,10 @@ fn compression() -> impl TypedValueParser<Value = Compression> {
 
 fn zero_copy() -> impl TypedValueParser<Value = ZeroCopy> {
     one_of([
-        (ZeroCopy::Off, "off", "Copied into the kernel, like everything else"),
-        (ZeroCopy::Auto, "auto", "The best that the connection allows"),
+        (ZeroCopy::Off, "off", "Copied into the kernel"),
+        (ZeroCopy::Auto, "auto", "The best method that the connection allows"),
         (ZeroCopy::Msg, "msg", "Lent to the kernel by `MSG_ZEROCOPY`, over TCP"),
-        (ZeroCopy::Splice, "splice", "By reference, over TCP and unix sockets"),
+        (ZeroCopy::Splice, "splice", "Spliced by reference, over TCP and unix sockets"),
     ])
 }
 

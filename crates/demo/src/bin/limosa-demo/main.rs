@@ -54,7 +54,7 @@ fn go(args: &DecideArgs, role: Role) -> anyhow::Result<ExitCode> {
     let status = end.status()?;
     if status.role != role {
         let other = if role == Role::Source { "start" } else { "resume" };
-        anyhow::bail!("this is the {}: there it is limosa-demo {other}", status.role.name());
+        anyhow::bail!("this end is the {}: use limosa-demo {other}", status.role.name());
     }
     if !status.running {
         end.execute("cont", Value::Null)?;
@@ -83,14 +83,14 @@ fn discard(args: &DecideArgs) -> anyhow::Result<ExitCode> {
         anyhow::bail!("the guest runs at this end: nothing is discarded");
     }
     end.execute("quit", Value::Null)?;
-    say!("limosa-demo: the {} gives the guest up and ends", status.role.name());
+    say!("limosa-demo: the {} discards the guest and ends", status.role.name());
     if args.json {
         print_out!("{}", json!({ "discarded": status.role.name() }));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Connects the two ends of a postcopy again, over a socket beside the destination's.
+/// Connects the two ends of a postcopy again, over a socket next to the destination's.
 fn recover(args: &RecoverArgs) -> anyhow::Result<ExitCode> {
     let (source, destination) = (EndMonitor::connect(&args.control)?, EndMonitor::connect(&args.destination)?);
     let at = PathBuf::from(format!("{}.recovery", args.destination.display()));
@@ -99,7 +99,7 @@ fn recover(args: &RecoverArgs) -> anyhow::Result<ExitCode> {
     let over = |status: &Status| status.state != State::Receiving;
     let status = destination.wait_status(SOON, "get the rest of its memory", over)?;
     if status.state != State::Running {
-        anyhow::bail!("the postcopy goes on no further: {}", status.why.unwrap_or(status.status));
+        anyhow::bail!("the postcopy was not completed: {}", status.why.unwrap_or(status.status));
     }
     say!("limosa-demo: all of the guest's memory is at the destination");
     Ok(ExitCode::SUCCESS)

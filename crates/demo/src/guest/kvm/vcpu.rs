@@ -154,12 +154,12 @@ impl Vcpu {
         self.fd.set_kvm_immediate_exit(0);
         match back {
             Err(error) if error.errno() == libc::EINTR => {}
-            other => return Err(format!("vCPU {}: it should have stood still: {other:?}", self.index)),
+            other => return Err(format!("vCPU {}: expected an immediate exit, got {other:?}", self.index)),
         }
         let registers = self.fd.get_regs().map_err(|error| format!("vCPU {}: KVM_GET_REGS: {error}", self.index))?;
         let writes = self.seat.writes.load(Ordering::Relaxed);
         if !agrees(&registers, self.index, &self.share, writes) {
-            return Err(format!("vCPU {}: after {writes} pages it stands at {registers:x?}", self.index));
+            return Err(format!("vCPU {}: after {writes} pages its registers are {registers:x?}", self.index));
         }
         *self.seat.registers.lock().unwrap_or_else(PoisonError::into_inner) = registers;
         Ok(())
