@@ -3,6 +3,7 @@
 use anyhow::anyhow;
 use limosa_migrate::MigrateError;
 use limosa_qemu::job::JobError;
+use limosa_stream::{Fault, Feature, StreamError};
 
 /// The remedy, to be appended to the words of the error; empty if there is none.
 pub(crate) fn of(error: &MigrateError) -> String {
@@ -16,8 +17,19 @@ pub(crate) fn of(error: &MigrateError) -> String {
         MigrateError::OneWay { .. } => {
             "; turn the source's capability return-path off, or connect both directions".into()
         }
+        MigrateError::Stream(error) => of_stream(error).into(),
         MigrateError::WantsTls { .. } => "; both ends have to use TLS (--tls-creds, and tls-creds in QEMU)".into(),
         _ => String::new(),
+    }
+}
+
+fn of_stream(error: &StreamError) -> &'static str {
+    match error.fault() {
+        Fault::Unsupported(Feature::Multifd) => {
+            "; receive it with --channels, as many as the source's multifd-channels, or turn the capability multifd off at \
+             the source"
+        }
+        _ => "",
     }
 }
 
@@ -25,7 +37,10 @@ pub(crate) fn of(error: &MigrateError) -> String {
 pub(crate) fn of_cause(error: &anyhow::Error) -> String {
     let engine = |cause: &'_ (dyn std::error::Error + 'static)| match cause.downcast_ref::<JobError>() {
         Some(JobError::Migrate(error)) => Some(of(error)),
-        _ => cause.downcast_ref::<MigrateError>().map(of),
+        _ => cause
+            .downcast_ref::<MigrateError>()
+            .map(of)
+            .or_else(|| cause.downcast_ref::<StreamError>().map(|error| of_stream(error).into())),
     };
     error.chain().find_map(engine).unwrap_or_default()
 }
@@ -44,6 +59,12 @@ pub(crate) fn with_channels(error: MigrateError, channels: u8) -> anyhow::Error 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_stream_with_multifd_channels_is_to_be_received_with_them() {
+        let error = StreamError::new(7, "section \"ram\"", Fault::Unsupported(Feature::Multifd));
+        assert!(of(&MigrateError::Stream(error)).contains("--channels"));
+    }
 
     #[test]
     fn the_remedy_is_found_behind_contexts_and_jobs() {

@@ -65,7 +65,7 @@ pub trait Commands: Send + Sync {
 #[derive(Debug)]
 pub struct ControlSocket {
     _file: SocketFile,
-    shared: Arc<Shared>,
+    server: Arc<Server>,
     over: Arc<AtomicBool>,
     listener: Option<thread::JoinHandle<()>>,
 }
@@ -79,7 +79,8 @@ struct Current {
     begun: Instant,
 }
 
-struct Shared {
+/// What the threads of the socket share.
+struct Server {
     current: Mutex<Option<Current>>,
     commands: Option<Arc<dyn Commands>>,
     clients: Mutex<Vec<Client>>,
@@ -90,15 +91,15 @@ struct Shared {
     admitted: AtomicUsize,
 }
 
-impl Shared {
+impl Server {
     fn current(&self) -> Option<Current> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").field("current", &self.current).finish_non_exhaustive()
+        f.debug_struct("Server").field("current", &self.current).finish_non_exhaustive()
     }
 }
 
@@ -130,19 +131,19 @@ impl ControlSocket {
     pub fn turn_to(&self, job: Job, control: Control, progress: Progress) {
         self.waits_no_more();
         let next = Current { job, control, progress, begun: Instant::now() };
-        *self.shared.current.lock().unwrap_or_else(PoisonError::into_inner) = Some(next);
+        *self.server.current.lock().unwrap_or_else(PoisonError::into_inner) = Some(next);
     }
 
     /// Tells an event to all clients, as QMP does: a VMM's `STOP` and `RESUME`.
     pub fn announce(&self, event: &str, data: &Value) {
-        announce(&self.shared, &json!({ "event": event, "data": data, "timestamp": now() }));
+        announce(&self.server, &json!({ "event": event, "data": data, "timestamp": now() }));
     }
 
     fn open(path: &Path, current: Option<Current>, commands: Option<Arc<dyn Commands>>) -> io::Result<Self> {
         let (socket, file) = limosa_socket::listen(path, BACKLOG)?;
         let listener = UnixListener::from(socket);
         let over = Arc::new(AtomicBool::new(false));
-        let shared = Arc::new(Shared {
+        let server = Arc::new(Server {
             current: Mutex::new(current),
             commands,
             clients: Mutex::default(),
@@ -150,9 +151,9 @@ impl ControlSocket {
             addresses: Mutex::default(),
             admitted: AtomicUsize::new(0),
         });
-        let (stop, mine) = (Arc::clone(&over), Arc::clone(&shared));
+        let (stop, mine) = (Arc::clone(&over), Arc::clone(&server));
         let thread = thread::Builder::new().name("control".into()).spawn(move || serve(&listener, &mine, &stop))?;
-        Ok(Self { _file: file, shared, over, listener: Some(thread) })
+        Ok(Self { _file: file, server, over, listener: Some(thread) })
     }
 
     /// Says where the job waits for its peer: `query-migrate` tells it from now on, as `socket-address`.
@@ -163,12 +164,12 @@ impl ControlSocket {
             Uri::Fd(number) => json!({ "type": "fd", "str": number.to_string() }),
             _ => return,
         };
-        self.shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).push(address);
+        self.server.addresses.lock().unwrap_or_else(PoisonError::into_inner).push(address);
     }
 
     /// Says that the peer has come: no other connection is waited for.
     pub fn waits_no_more(&self) {
-        self.shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.server.addresses.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 
@@ -182,20 +183,20 @@ impl Drop for ControlSocket {
 }
 
 /// Accepts clients and announces phases until the job is over; then says the last phase and hangs up.
-fn serve(listener: &UnixListener, shared: &Arc<Shared>, over: &AtomicBool) {
+fn serve(listener: &UnixListener, server: &Arc<Server>, over: &AtomicBool) {
     let mut announced = Phase::Setup;
     loop {
         let ending = over.load(Ordering::Acquire);
         while let Ok((client, _)) = listener.accept() {
-            admit(shared, client);
+            admit(server, client);
         }
-        let phase = shared.current().map_or(Phase::Setup, |current| current.progress.read().phase);
+        let phase = server.current().map_or(Phase::Setup, |current| current.progress.read().phase);
         if phase != announced {
             announced = phase;
-            announce(shared, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
+            announce(server, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
         }
         if ending {
-            hang_up(shared);
+            hang_up(server);
             return;
         }
         thread::sleep(TICK);
@@ -204,49 +205,49 @@ fn serve(listener: &UnixListener, shared: &Arc<Shared>, over: &AtomicBool) {
 
 /// Ends all conversations. A command that was read is answered first: a client that ended the job by it gets its reply, although the
 /// process may exit next.
-fn hang_up(shared: &Shared) {
-    let clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+fn hang_up(server: &Server) {
+    let clients = server.clients.lock().unwrap_or_else(PoisonError::into_inner);
     for client in clients.iter() {
         let _ = client.stream.shutdown(Shutdown::Read);
     }
-    let waited = shared.dismissed.wait_timeout_while(clients, LAST_REPLIES, |clients| !clients.is_empty());
+    let waited = server.dismissed.wait_timeout_while(clients, LAST_REPLIES, |clients| !clients.is_empty());
     let (mut clients, _) = waited.unwrap_or_else(PoisonError::into_inner);
     for client in clients.drain(..) {
         let _ = client.stream.shutdown(Shutdown::Both);
     }
 }
 
-fn admit(shared: &Arc<Shared>, client: UnixStream) {
+fn admit(server: &Arc<Server>, client: UnixStream) {
     // A client that does not read must not hold up the events of the others.
     let _ = client.set_nonblocking(false);
     let _ = client.set_write_timeout(Some(Duration::from_secs(1)));
     let Ok(stream) = client.try_clone() else { return };
-    let number = shared.admitted.fetch_add(1, Ordering::Relaxed);
+    let number = server.admitted.fetch_add(1, Ordering::Relaxed);
     {
-        let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut clients = server.clients.lock().unwrap_or_else(PoisonError::into_inner);
         if clients.len() >= CLIENTS {
             return;
         }
         clients.push(Client { number, stream, listens: false });
     }
-    let mine = Arc::clone(shared);
+    let mine = Arc::clone(server);
     let spawned = thread::Builder::new().name("control client".into()).spawn(move || {
         let _ = converse(&mine, &client, number);
         let _ = client.shutdown(Shutdown::Both);
         dismiss(&mine, number);
     });
     if spawned.is_err() {
-        dismiss(shared, number);
+        dismiss(server, number);
     }
 }
 
-fn dismiss(shared: &Shared, number: usize) {
-    shared.clients.lock().unwrap_or_else(PoisonError::into_inner).retain(|client| client.number != number);
-    shared.dismissed.notify_all();
+fn dismiss(server: &Server, number: usize) {
+    server.clients.lock().unwrap_or_else(PoisonError::into_inner).retain(|client| client.number != number);
+    server.dismissed.notify_all();
 }
 
-fn announce(shared: &Shared, event: &Value) {
-    let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+fn announce(server: &Server, event: &Value) {
+    let mut clients = server.clients.lock().unwrap_or_else(PoisonError::into_inner);
     clients.retain_mut(|client| !client.listens || say(&mut client.stream, event).is_ok());
 }
 
@@ -256,7 +257,7 @@ fn say(client: &mut UnixStream, message: &Value) -> io::Result<()> {
     client.write_all(line.as_bytes())
 }
 
-fn converse(shared: &Shared, client: &UnixStream, number: usize) -> io::Result<()> {
+fn converse(server: &Server, client: &UnixStream, number: usize) -> io::Result<()> {
     let mut out = client.try_clone()?;
     let version = json!({ "qemu": { "major": 0, "minor": 0, "micro": 0 }, "package": concat!("limosa ", env!("CARGO_PKG_VERSION")) });
     say(&mut out, &json!({ "QMP": { "version": version, "capabilities": [] } }))?;
@@ -277,7 +278,7 @@ fn converse(shared: &Shared, client: &UnixStream, number: usize) -> io::Result<(
         let reply = match serde_json::from_slice::<Value>(&line) {
             Ok(command) => {
                 negotiated = command.get("execute").and_then(Value::as_str) == Some("qmp_capabilities");
-                let mut reply = answer(shared, &command);
+                let mut reply = answer(server, &command);
                 if let (Some(id), Some(reply)) = (command.get("id"), reply.as_object_mut()) {
                     reply.insert("id".into(), id.clone());
                 }
@@ -290,13 +291,13 @@ fn converse(shared: &Shared, client: &UnixStream, number: usize) -> io::Result<(
             continue;
         }
         // Under the lock of those who announce: no event before the reply, and none lost after it.
-        let mut clients = shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut clients = server.clients.lock().unwrap_or_else(PoisonError::into_inner);
         say(&mut out, &reply)?;
         clients.iter_mut().filter(|client| client.number == number).for_each(|client| client.listens = true);
     }
 }
 
-fn answer(shared: &Shared, command: &Value) -> Value {
+fn answer(server: &Server, command: &Value) -> Value {
     let Some(name) = command.get("execute").and_then(Value::as_str) else {
         return error("GenericError", "expected {\"execute\": COMMAND}");
     };
@@ -305,22 +306,22 @@ fn answer(shared: &Shared, command: &Value) -> Value {
         return done;
     }
     let nothing = Value::Object(serde_json::Map::new());
-    let own = shared.commands.as_ref();
+    let own = server.commands.as_ref();
     match own.and_then(|own| own.execute(name, command.get("arguments").unwrap_or(&nothing))) {
         Some(Ok(value)) => return json!({ "return": value }),
         Some(Err(why)) => return error("GenericError", &why),
         None => {}
     }
-    let Some(current) = shared.current() else {
+    let Some(current) = server.current() else {
         return match name {
-            "query-migrate" => json!({ "return": amended(shared, serde_json::Map::new()) }),
+            "query-migrate" => json!({ "return": amended(server, serde_json::Map::new()) }),
             "migrate_cancel" => done,
             _ => error("GenericError", "no migration has begun here"),
         };
     };
     let phase = current.progress.read().phase;
     match name {
-        "query-migrate" => json!({ "return": query_migrate(shared, &current) }),
+        "query-migrate" => json!({ "return": query_migrate(server, &current) }),
         "query-migrate-parameters" => {
             let mut parameters = json!({ "max-bandwidth": current.control.max_bandwidth().map_or(0, NonZeroU64::get) });
             if let (Some(limit), Some(parameters)) = (current.control.downtime_limit(), parameters.as_object_mut()) {
@@ -377,7 +378,7 @@ fn set_parameters(current: &Current, arguments: Option<&Value>) -> Result<(), St
     Ok(())
 }
 
-fn query_migrate(shared: &Shared, current: &Current) -> Value {
+fn query_migrate(server: &Server, current: &Current) -> Value {
     let reading = current.progress.read();
     let total = reading.total_pages.saturating_mul(limosa_page::PAGE_SIZE);
     let unique =
@@ -399,15 +400,15 @@ fn query_migrate(shared: &Shared, current: &Current) -> Value {
         },
     });
     let Value::Object(mut answer) = answer else { return answer };
-    let addresses = shared.addresses.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let addresses = server.addresses.lock().unwrap_or_else(PoisonError::into_inner).clone();
     if !addresses.is_empty() {
         answer.insert("socket-address".into(), addresses.into());
     }
-    amended(shared, answer)
+    amended(server, answer)
 }
 
-fn amended(shared: &Shared, mut answer: serde_json::Map<String, Value>) -> Value {
-    if let Some(own) = &shared.commands {
+fn amended(server: &Server, mut answer: serde_json::Map<String, Value>) -> Value {
+    if let Some(own) = &server.commands {
         own.amend(&mut answer);
     }
     Value::Object(answer)

@@ -139,10 +139,7 @@ pub enum Feature {
     #[error("the stream carries xbzrle page deltas; turn the capability xbzrle off at the source")]
     Xbzrle,
     /// Flag 0x200: pages travel on multifd channels.
-    #[error(
-        "the stream joins with multifd channels, which carry its pages; say --channels, as many as the source's \
-         multifd-channels, or turn the capability multifd off at the source"
-    )]
+    #[error("the stream joins with multifd channels, which carry its pages, and none are open here")]
     Multifd,
     /// Flag 0x40 of a multifd packet: the state of an assigned device.
     #[error("the channel carries device state (of an assigned device, vfio), which is not supported")]

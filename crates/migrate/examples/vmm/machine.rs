@@ -45,13 +45,13 @@ pub(crate) struct Machine {
     /// The memory, as the device sees it: what it writes is marked.
     pub(crate) devices: GuestMemoryMmap<DirtyMarks>,
     pub(crate) slots: Arc<KvmSlots>,
-    shared: Arc<Shared>,
+    control: Arc<VcpuControl>,
     vcpu: Option<JoinHandle<()>>,
 }
 
 /// What the vCPU's thread shares with the other threads.
 #[derive(Default)]
-struct Shared {
+struct VcpuControl {
     seat: Mutex<Seat>,
     changed: Condvar,
     laps: AtomicU64,
@@ -82,8 +82,8 @@ impl Machine {
         let slots = KvmSlots::map(Arc::clone(&vm), Arc::clone(&memory))?;
         let vcpu = vm.create_vcpu(0).context("KVM_CREATE_VCPU")?;
         flat(&vcpu)?;
-        let shared = Arc::new(Shared::default());
-        let (of_thread, status) = (Arc::clone(&shared), devices.clone());
+        let control = Arc::new(VcpuControl::default());
+        let (of_thread, status) = (Arc::clone(&control), devices.clone());
         let thread = thread::spawn(move || {
             let ended = run(vcpu, &of_thread, &status);
             let mut seat = of_thread.lock();
@@ -91,64 +91,64 @@ impl Machine {
             seat.parked = true;
             of_thread.changed.notify_all();
         });
-        Ok(Self { memory, devices, slots, shared, vcpu: Some(thread) })
+        Ok(Self { memory, devices, slots, control, vcpu: Some(thread) })
     }
 
     /// Puts a new guest into the memory.
     pub(crate) fn boot(&self) -> Result<()> {
         self.devices.write_slice(&CODE, GuestAddress(0))?;
-        self.shared.lock().registers = kvm_regs { rflags: 2, ..kvm_regs::default() };
+        self.control.lock().registers = kvm_regs { rflags: 2, ..kvm_regs::default() };
         Ok(())
     }
 
     pub(crate) fn go(&self) {
-        let mut seat = self.shared.lock();
+        let mut seat = self.control.lock();
         (seat.wanted, seat.parked) = (Wanted::Run, false);
-        self.shared.changed.notify_all();
+        self.control.changed.notify_all();
     }
 
     /// Returns when the vCPU stands still.
     pub(crate) fn stop(&self) -> Result<()> {
-        let mut seat = self.shared.lock();
+        let mut seat = self.control.lock();
         seat.wanted = Wanted::Pause;
         while !seat.parked {
-            seat = self.shared.wait(seat);
+            seat = self.control.wait(seat);
         }
         seat.failed.as_ref().map_or(Ok(()), |why| bail!("the vCPU has failed: {why}"))
     }
 
     pub(crate) fn laps(&self) -> u64 {
-        self.shared.laps.load(Ordering::SeqCst)
+        self.control.laps.load(Ordering::SeqCst)
     }
 
     pub(crate) fn wait_for_laps(&self, laps: u64) -> Result<()> {
-        let mut seat = self.shared.lock();
+        let mut seat = self.control.lock();
         while self.laps() < laps {
             if let Some(why) = &seat.failed {
                 bail!("the vCPU has failed: {why}");
             }
-            seat = self.shared.wait(seat);
+            seat = self.control.wait(seat);
         }
         Ok(())
     }
 
     /// The vCPU's registers. (Its segments are the same for ever.)
     pub(crate) fn state(&self) -> Vec<u8> {
-        let kvm_regs { rax, rcx, rdx, rip, rflags, .. } = self.shared.lock().registers;
+        let kvm_regs { rax, rcx, rdx, rip, rflags, .. } = self.control.lock().registers;
         [rax, rcx, rdx, rip, rflags].into_iter().flat_map(u64::to_be_bytes).collect()
     }
 
     pub(crate) fn load(&self, state: &[u8]) -> Result<()> {
         let words: Vec<_> = state.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
         let [rax, rcx, rdx, rip, rflags] = words[..] else { bail!("{} bytes are no state of a vCPU", state.len()) };
-        self.shared.lock().registers = kvm_regs { rax, rcx, rdx, rip, rflags, ..kvm_regs::default() };
-        self.shared.laps.store(rdx, Ordering::SeqCst);
+        self.control.lock().registers = kvm_regs { rax, rcx, rdx, rip, rflags, ..kvm_regs::default() };
+        self.control.laps.store(rdx, Ordering::SeqCst);
         Ok(())
     }
 
     /// Whether all memory is as the guest and the device wrote it; it stands still.
     pub(crate) fn check(&self) -> Result<()> {
-        let laps = self.shared.lock().registers.rdx;
+        let laps = self.control.lock().registers.rdx;
         for address in (COUNTED..MEMORY as u64).step_by(4096).chain([STATUS]) {
             let word: u32 = self.devices.read_obj(GuestAddress(address))?;
             ensure!(u64::from(word) == laps, "{address:#x} has {word}, and {laps} laps are over");
@@ -159,15 +159,15 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        self.shared.lock().wanted = Wanted::End;
-        self.shared.changed.notify_all();
+        self.control.lock().wanted = Wanted::End;
+        self.control.changed.notify_all();
         if let Some(thread) = self.vcpu.take() {
             let _ = thread.join();
         }
     }
 }
 
-impl Shared {
+impl VcpuControl {
     fn lock(&self) -> MutexGuard<'_, Seat> {
         self.seat.lock().expect("no thread panics with it")
     }
@@ -178,15 +178,15 @@ impl Shared {
 }
 
 /// The life of the vCPU.
-fn run(mut vcpu: VcpuFd, shared: &Shared, memory: &GuestMemoryMmap<DirtyMarks>) -> Result<()> {
+fn run(mut vcpu: VcpuFd, control: &VcpuControl, memory: &GuestMemoryMmap<DirtyMarks>) -> Result<()> {
     let mut set = false;
     loop {
-        let mut seat = shared.lock();
+        let mut seat = control.lock();
         seat.parked = seat.wanted != Wanted::Run;
         set &= !seat.parked;
-        shared.changed.notify_all();
+        control.changed.notify_all();
         while seat.wanted == Wanted::Pause {
-            seat = shared.wait(seat);
+            seat = control.wait(seat);
         }
         if seat.wanted == Wanted::End {
             return Ok(());
@@ -213,8 +213,8 @@ fn run(mut vcpu: VcpuFd, shared: &Shared, memory: &GuestMemoryMmap<DirtyMarks>) 
         let registers = vcpu.get_regs()?;
         let laps = u32::try_from(registers.rdx).context("laps")?;
         memory.write_obj(laps, GuestAddress(STATUS))?;
-        shared.lock().registers = registers;
-        shared.laps.store(laps.into(), Ordering::SeqCst);
+        control.lock().registers = registers;
+        control.laps.store(laps.into(), Ordering::SeqCst);
     }
 }
 

@@ -280,7 +280,7 @@ fn a_vm_arrives_over_tls_each_channel_a_session_of_its_own() {
 }
 
 #[test]
-fn a_vm_arrives_in_packets_of_fewer_pages_and_by_the_plain_twin() {
+fn a_vm_arrives_in_packets_of_fewer_pages_and_copied_through_a_buffer() {
     for (channels, packet_pages, put) in [(1, 1, Put::Gathered), (2, 64, Put::Gathered), (0, 128, Put::Copied)] {
         let Some(stats) = migrate(How { channels, packet_pages, put, ..PRECOPY }) else { return };
         let contents = stats.sum(|round| round.normal);

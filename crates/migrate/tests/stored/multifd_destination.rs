@@ -301,11 +301,11 @@ fn a_sink_that_fails_is_the_reason_and_wakes_every_channel() {
 }
 
 #[test]
-fn a_join_point_without_channels_says_what_to_set() {
+fn a_join_point_without_channels_is_refused_by_name() {
     let memory = memory();
     let main = Main::new(&memory, true).end();
     let error = receive(main, Vec::new(), &[], &mut Kept::default()).unwrap_err().to_string();
-    assert!(error.contains("--channels") && error.contains("multifd"), "{error}");
+    assert!(error.contains("multifd channels") && error.contains("none are open here"), "{error}");
 }
 
 #[test]
