@@ -75,9 +75,9 @@ fn a_guest_that_tells_its_free_pages_moves_without_them() {
         assert!(ended.stderr.contains("pages were free, and not sent"), "{}", ended.stderr);
     }
     for (wrong, said) in [
-        (&["--hint-wait", "1s", "--hints", "off"][..], "--hint-wait is for --hints on"),
-        (&["--hints", "on", "--postcopy", "at-once"], "stops the guest before it could tell its free pages"),
-        (&["--hints", "on", "--same-host", "--transport", "unix"], "--hints has nothing to leave out"),
+        (&["--hint-wait", "1s", "--hints", "off"][..], "--hint-wait needs --hints on"),
+        (&["--hints", "on", "--postcopy", "at-once"], "the guest stops before it can list its free pages"),
+        (&["--hints", "on", "--same-host", "--transport", "unix"], "--same-host cannot be combined with --hints"),
     ] {
         let ended = demo([&["live"][..], wrong].concat());
         assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
@@ -149,10 +149,16 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
     assert!(ended.status.success() || ended.stderr.contains("this kernel has no TLS"), "{}", ended.stderr);
     assert!(!ended.stderr.contains("in time"), "{}", ended.stderr);
     for (wrong, said) in [
-        (&["--transport", "unix", "--same-host"][..], "--same-host passes descriptors"),
+        (&["--transport", "unix", "--same-host"][..], "--same-host cannot be combined with --tls-creds"),
         (&["--transport", "unix"], "--tls-hostname"),
-        (&["--channels", "2", "--zero-copy", "msg"], "--tls-creds makes others of them"),
-        (&["--channels", "2", "--zero-copy", "splice"], "--tls-creds makes others of them"),
+        (
+            &["--channels", "2", "--zero-copy", "msg"],
+            "cannot be combined with --tls-creds: they send pages unencrypted",
+        ),
+        (
+            &["--channels", "2", "--zero-copy", "splice"],
+            "cannot be combined with --tls-creds: they send pages unencrypted",
+        ),
     ] {
         let ended = demo([&["live"][..], &creds, wrong].concat());
         assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
