@@ -10,6 +10,7 @@
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
 //! - [`Authority`] issues certificates, good ones and bad ones, for TLS.
+//! - `image` (feature `image`) makes qcow2 images in memory, for tests of `limosa-image`.
 //! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
@@ -17,7 +18,8 @@
 //! - [`let_usr1_interrupt`] has a signal do nothing but interrupt.
 //!
 //! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
-//! crate of limosa is used here, so that a test checks limosa by independent means.
+//! crate of limosa is used here, so that a test checks limosa by independent means. The exception is `image`, which sets up what a
+//! test works on.
 //!
 //! ```no_run
 //! use limosa_testkit::{BeatGuest, Machine};
@@ -44,6 +46,8 @@ mod certificates;
 mod cgroup;
 mod disk_tools;
 mod fault;
+#[cfg(feature = "image")]
+pub mod image;
 mod initrd;
 mod libvirt;
 mod linux;

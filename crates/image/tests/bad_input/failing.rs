@@ -2,25 +2,17 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2Options, check};
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::{Failing, Fault};
 use limosa_storage::{Buffer, Storage, block_on};
+use limosa_testkit::image::filled;
 
-use crate::made;
-
-fn filled(byte: u8, length: usize) -> Buffer {
-    Buffer::copied(&vec![byte; length])
-}
+use crate::{made, opened};
 
 /// A bit of everything, whatever becomes of it; what failed.
 fn session(file: Arc<dyn Storage>) -> Vec<ImageError> {
-    let opened = block_on(async {
-        let header = Header::read(&*file).await?;
-        let parts = Parts { file, data_file: None, backing: None, header };
-        Qcow2::open(parts, Qcow2Options { allocate_ahead: 64 << 10, ..Qcow2Options::default() }).await
-    });
-    let disk = match opened {
+    let disk = match opened(&file, Qcow2Options { allocate_ahead: 64 << 10, ..Qcow2Options::default() }) {
         Ok(disk) => disk,
         Err(error) => return vec![error],
     };

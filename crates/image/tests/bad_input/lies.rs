@@ -8,8 +8,9 @@ use limosa_image::GuestOffset;
 use limosa_image::qcow2::{Compression, CreateOptions, Header, Qcow2Options, create, read_snapshots};
 use limosa_storage::testing::{Counting, SparseMemory};
 use limosa_storage::{Buffer, Storage, block_on};
+use limosa_testkit::image::{number, put};
 
-use crate::{made, number, opened, put, read};
+use crate::{made, opened, read};
 
 const CLUSTER: u64 = 64 << 10;
 const COPIED: u64 = 1 << 63;

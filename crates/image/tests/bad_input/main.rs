@@ -4,40 +4,29 @@
 mod cut_off;
 mod cycles;
 mod failing;
-#[path = "../fields/mod.rs"]
-mod fields;
 mod lies;
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
-use limosa_image::{Disk, GuestOffset, ImageError};
-use limosa_storage::testing::SparseMemory;
-use limosa_storage::{Buffer, Storage, block_on};
-
-use fields::{number, put};
+use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options};
+use limosa_image::{Disk, ImageError};
+use limosa_storage::{Storage, block_on};
+use limosa_testkit::image::{TestImage, try_read, write};
 
 /// An image in memory, with contents of its own in its first clusters, closed.
 fn made(options: &CreateOptions, contents: &[u8]) -> Arc<dyn Storage> {
-    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-    block_on(create(&*file, None, options)).unwrap();
-    let disk = opened(&file, Qcow2Options::default()).unwrap();
-    block_on(disk.write(GuestOffset(0), Buffer::copied(contents).into())).unwrap();
+    let image = TestImage::new(options);
+    let disk = image.open();
+    write(&*disk, 0, contents);
     block_on(disk.close()).unwrap();
-    file
+    image.file
 }
 
 fn opened(file: &Arc<dyn Storage>, options: Qcow2Options) -> Result<Arc<Qcow2>, ImageError> {
-    block_on(async {
-        let header = Header::read(&**file).await?;
-        let parts = Parts { file: Arc::clone(file), data_file: None, backing: None, header };
-        Qcow2::open(parts, options).await
-    })
+    TestImage::existing(Arc::clone(file)).try_open(None, options)
 }
 
 /// What is read, or what is said in its place.
 fn read(disk: &dyn Disk, at: u64, length: usize) -> Result<Vec<u8>, String> {
-    let found = Buffer::copied(&vec![0xee; length]);
-    block_on(disk.read(GuestOffset(at), found.clone().into())).map_err(|error| error.to_string())?;
-    Ok(found.to_vec())
+    try_read(disk, at, length as u64).map_err(|error| error.to_string())
 }

@@ -2,20 +2,18 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CheckOptions, CheckReport, CreateOptions, Repair, check, create, repair};
-use limosa_storage::testing::{Counting, SparseMemory};
-use limosa_storage::{Buffer, MemoryStorage, Operation, Storage, block_on};
+use limosa_image::qcow2::{CheckOptions, CheckReport, CreateOptions, Repair, check, repair};
+use limosa_storage::testing::Counting;
+use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
+use limosa_testkit::image::{TestImage, contents, number, put};
 
 use crate::cuts::views;
-use crate::fields::{number, put};
 use crate::verdict::{figures, stock};
 use crate::zoo;
 
 /// An empty image in memory.
 fn empty(options: &CreateOptions) -> Arc<dyn Storage> {
-    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-    block_on(create(&*file, None, options)).unwrap();
-    file
+    TestImage::new(options).file
 }
 
 /// A check, and the bytes that it read.
@@ -169,10 +167,4 @@ fn what_is_said_after_a_repair_is_true_also_of_a_table_that_lies_over_the_header
     assert_ne!(report.corruptions, found.corruptions, "the bit was cleared");
     let (again, _) = checked(&file);
     assert_eq!((again.corruptions, again.leaks), (report.corruptions, report.leaks));
-}
-
-fn contents(file: &dyn Storage) -> Vec<u8> {
-    let all = Buffer::zeroed(usize::try_from(file.length().unwrap()).unwrap());
-    block_on(file.read(0, all.clone().into())).unwrap();
-    all.to_vec()
 }

@@ -2,8 +2,6 @@
 
 mod breaking;
 mod cuts;
-#[path = "../fields/mod.rs"]
-mod fields;
 mod hostile;
 mod resized_more;
 mod resizing;

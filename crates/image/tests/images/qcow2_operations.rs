@@ -2,25 +2,24 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::{Counts, CreateOptions, Operations, Parts, Qcow2, Qcow2Options, create};
-use limosa_image::{Disk, GuestOffset};
-use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
+use limosa_image::Disk;
+use limosa_image::qcow2::{Counts, CreateOptions, Operations, Qcow2, Qcow2Options};
+use limosa_storage::block_on;
+use limosa_testkit::image::{self, TestImage};
 
 const SIZE: u64 = 4 << 20;
 
-fn image(backing: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
-    let file: Arc<dyn Storage> = Arc::new(MemoryStorage::new(64 << 20));
-    let options = CreateOptions { size: SIZE, ..CreateOptions::default() };
-    let header = block_on(create(&*file, None, &options)).unwrap();
-    block_on(Qcow2::open(Parts { file, data_file: None, backing, header }, Qcow2Options::default())).unwrap()
+fn opened(backing: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
+    let image = TestImage::new(&CreateOptions { size: SIZE, ..CreateOptions::default() });
+    image.open_over(backing, Qcow2Options::default())
 }
 
 fn write(disk: &Qcow2, at: u64, length: usize) {
-    block_on(disk.write(GuestOffset(at), Buffer::copied(&vec![7; length]).into())).unwrap();
+    image::write(disk, at, &vec![7; length]);
 }
 
 fn full() -> Arc<dyn Disk> {
-    let disk = image(None);
+    let disk = opened(None);
     write(&disk, 0, usize::try_from(SIZE / 2).unwrap());
     disk
 }
@@ -32,7 +31,7 @@ fn contents(counts: Counts) -> [u64; 4] {
 
 #[test]
 fn a_first_write_is_one_operation_where_zeros_are_proven_and_a_rewrite_always() {
-    let disk = image(None);
+    let disk = opened(None);
     write(&disk, 100 << 10, 4096);
     assert_eq!(contents(disk.counts()), [0, 1, 0, 0]);
     assert_eq!(disk.counts().data_writes.bytes, 4096);
@@ -42,7 +41,7 @@ fn a_first_write_is_one_operation_where_zeros_are_proven_and_a_rewrite_always() 
 
 #[test]
 fn a_write_over_a_backing_image_is_one_read_and_one_write() {
-    let disk = image(Some(full()));
+    let disk = opened(Some(full()));
     write(&disk, 100 << 10, 4096);
     assert_eq!(contents(disk.counts()), [0, 0, 1, 1]);
     assert_eq!(disk.counts().cow_writes.bytes, 64 << 10);
@@ -56,7 +55,7 @@ fn a_write_over_a_backing_image_is_one_read_and_one_write() {
 
 #[test]
 fn a_run_of_new_clusters_is_one_write_and_a_flush_with_nothing_to_note_is_one_flush() {
-    let disk = image(None);
+    let disk = opened(None);
     write(&disk, 0, 1 << 20);
     assert_eq!(contents(disk.counts()), [0, 1, 0, 0]);
     block_on(disk.flush()).unwrap();

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use limosa_image::qcow2::{Header, Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::Qcow2Options;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
+use limosa_testkit::image::TestImage;
 use limosa_testkit::{qemu_img, qemu_io};
 
 struct Folder(tempfile::TempDir);
@@ -45,12 +46,8 @@ impl Folder {
     }
 
     fn open(&self, name: &str, data_file: Option<&str>, backing: Option<Arc<dyn Disk>>) -> Arc<dyn Disk> {
-        let file = self.storage(name);
-        let header = block_on(Header::read(&*file)).unwrap();
-        let data_file = data_file.map(|name| self.storage(name));
-        let parts = Parts { file, data_file, backing, header };
-        let options = Qcow2Options { read_only: true, cache_size: 0, ..Qcow2Options::default() };
-        block_on(Qcow2::open(parts, options)).unwrap()
+        let image = TestImage { file: self.storage(name), data_file: data_file.map(|name| self.storage(name)) };
+        image.open_over(backing, Qcow2Options { read_only: true, cache_size: 0, ..Qcow2Options::default() })
     }
 
     /// Reads all of a disk in requests of many sizes, and compares with what the stock tools make of it.

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_image::raw::{Raw, RawOptions};
 use limosa_storage::Storage;
 use limosa_storage::testing::SparseMemory;
+use limosa_testkit::image::raw;
 use limosa_testkit::{qemu_img, qemu_img_output, scratch};
 use tempfile::TempDir;
 
@@ -87,8 +87,7 @@ impl Bed {
             }
         };
         let len = bytes.len() as u64;
-        let options = RawOptions { read_only: true, ..RawOptions::default() };
-        Some(Raw::open(over(Arc::new(SparseMemory::file_with("below", bytes, len))), &options).unwrap())
+        Some(raw(over(Arc::new(SparseMemory::file_with("below", bytes, len)))))
     }
 
     /// Asks stock QEMU about what the storages contain now: whether the image is sound, and whether the guest sees `expected`.

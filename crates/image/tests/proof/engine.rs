@@ -4,9 +4,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use limosa_image::Disk;
-use limosa_image::qcow2::{CloneMode, Header, Parts, Qcow2, Qcow2Options, ResizeOptions, resize};
+use limosa_image::qcow2::{CloneMode, Header, Parts, Qcow2Options, ResizeOptions, resize};
 use limosa_storage::testing::{Chance, Delayed, Fault, Held, PowerCut, SparseMemory};
 use limosa_storage::{Storage, block_on};
+use limosa_testkit::image::TestImage;
 
 use crate::bed::{Bed, Make, Over, Storages, differs};
 use crate::linear::Watched;
@@ -36,11 +37,7 @@ pub(crate) fn open(storages: Storages, chance: &mut Chance) -> Verdict<Arc<dyn D
 
 pub(crate) fn open_as(storages: Storages, options: Qcow2Options) -> Verdict<Arc<dyn Disk>> {
     let Storages { image, data, below } = storages;
-    let opened = block_on(async {
-        let header = Header::read(&*image).await?;
-        Qcow2::open(Parts { file: image, data_file: data, backing: below, header }, options).await
-    });
-    match opened {
+    match (TestImage { file: image, data_file: data }).try_open(below, options) {
         Ok(disk) => Ok(disk),
         Err(error) => Err(format!("open: {error}")),
     }

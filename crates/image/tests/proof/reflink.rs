@@ -8,11 +8,11 @@ use std::cell::{Cell, RefCell};
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CloneMode, Header, Parts, Qcow2, Qcow2Options};
-use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::qcow2::{CloneMode, Qcow2Options};
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::testing::Chance;
 use limosa_storage::{Buffer, CacheMode, FileOptions, FileStorage, Storage, block_on};
+use limosa_testkit::image::{TestImage, raw};
 use limosa_testkit::{ReflinkFolder, note_skip, on_reflinks};
 use tempfile::TempDir;
 
@@ -43,17 +43,8 @@ fn below(bed: &Bed, cache: CacheMode) -> Option<Arc<dyn Disk>> {
     let open = || file(&bed.folder.path().join("below"), cache, true);
     match bed.recipe.below {
         Below::Nothing => None,
-        Below::Raw | Below::Shorter => {
-            let raw = RawOptions { read_only: true, ..RawOptions::default() };
-            Some(Raw::open(open(), &raw).unwrap())
-        }
-        Below::Longer => {
-            let file = open();
-            let header = block_on(Header::read(&*file)).unwrap();
-            let read_only = Qcow2Options { read_only: true, ..Qcow2Options::default() };
-            let parts = Parts { file, data_file: None, backing: None, header };
-            Some(block_on(Qcow2::open(parts, read_only)).unwrap())
-        }
+        Below::Raw | Below::Shorter => Some(raw(open())),
+        Below::Longer => Some(TestImage::existing(open()).open_read_only()),
     }
 }
 

@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
+use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset};
-use limosa_storage::testing::SparseMemory;
-use limosa_storage::{Buffer, Create, FileOptions, FileStorage, Storage, block_on};
+use limosa_storage::{Create, FileOptions, FileStorage, Storage, block_on};
+use limosa_testkit::image::{self, TestImage, leaks};
 use limosa_testkit::{qemu_img, qemu_img_output, scratch};
 
 const CLUSTER: u64 = 64 << 10;
@@ -16,29 +16,23 @@ const BYTES: usize = 64 << 10;
 const AHEAD: u64 = 4 << 20;
 
 fn open(file: Arc<dyn Storage>, allocate_ahead: u64) -> Arc<Qcow2> {
-    let header = block_on(Header::read(&*file)).unwrap();
-    let options = Qcow2Options { allocate_ahead, ..Qcow2Options::default() };
-    block_on(Qcow2::open(Parts { file, data_file: None, backing: None, header }, options)).unwrap()
+    TestImage::existing(file).open_with(Qcow2Options { allocate_ahead, ..Qcow2Options::default() })
 }
 
-fn make(file: &dyn Storage, extended_l2: bool) {
-    let options = CreateOptions { size: 64 << 20, extended_l2, ..CreateOptions::default() };
-    block_on(create(file, None, &options)).unwrap();
+fn options(extended_l2: bool) -> CreateOptions {
+    CreateOptions { size: 64 << 20, extended_l2, ..CreateOptions::default() }
 }
 
 /// Writes to clusters of these numbers, one after the other.
 fn write(disk: &dyn Disk, clusters: Range<u64>) {
     for cluster in clusters {
-        let bytes = Buffer::copied(&[u8::try_from(cluster % 255 + 1).unwrap(); BYTES]);
-        block_on(disk.write(GuestOffset(cluster * CLUSTER), bytes.into())).unwrap();
+        image::write(disk, cluster * CLUSTER, &[u8::try_from(cluster % 255 + 1).unwrap(); BYTES]);
     }
 }
 
 fn is_there(disk: &dyn Disk, clusters: Range<u64>) -> bool {
     clusters.into_iter().all(|cluster| {
-        let found = Buffer::zeroed(BYTES);
-        block_on(disk.read(GuestOffset(cluster * CLUSTER), found.clone().into())).unwrap();
-        found.to_vec() == [u8::try_from(cluster % 255 + 1).unwrap(); BYTES]
+        image::read(disk, cluster * CLUSTER, CLUSTER) == [u8::try_from(cluster % 255 + 1).unwrap(); BYTES]
     })
 }
 
@@ -46,10 +40,8 @@ fn is_there(disk: &dyn Disk, clusters: Range<u64>) -> bool {
 fn written(folder: &Path, extended_l2: bool, closed: bool) -> PathBuf {
     let path = folder.join("image");
     let _ = std::fs::remove_file(&path);
-    let options = FileOptions { create: Create::New, ..FileOptions::default() };
-    let file = FileStorage::open(&path, &options).unwrap();
-    make(&*file, extended_l2);
-    let disk = open(file, AHEAD);
+    let file = FileStorage::open(&path, &FileOptions { create: Create::New, ..FileOptions::default() }).unwrap();
+    let disk = open(TestImage::create_in(file, &options(extended_l2)).file, AHEAD);
     write(&*disk, 0..5);
     block_on(disk.flush()).unwrap();
     if closed {
@@ -94,18 +86,15 @@ fn an_image_that_was_not_closed_has_leaks_of_what_was_taken_ahead_and_nothing_wo
         drop(disk);
         assert_eq!(code(), Some(3));
         let file = FileStorage::open(&path, &options).unwrap();
-        let report = block_on(check(&*file, CheckOptions::default())).unwrap();
         // Of the 64 the L2 table and the contents are in use.
-        assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, AHEAD / CLUSTER - 6, 0));
+        assert_eq!(leaks(&*file), AHEAD / CLUSTER - 6);
         assert!(is_there(&*open(file, AHEAD), 0..7));
     }
 }
 
 #[test]
 fn nothing_is_cut_off_that_the_file_had_before_or_that_lies_behind_what_is_given_back() {
-    let memory = SparseMemory::file("image", 256 << 20);
-    make(&memory, true);
-    let file: Arc<dyn Storage> = Arc::new(memory);
+    let TestImage { file, .. } = TestImage::new(&options(true));
     // Somebody made the file longer.
     block_on(file.set_len(8 << 20)).unwrap();
     let disk = open(Arc::clone(&file), AHEAD);
@@ -116,22 +105,18 @@ fn nothing_is_cut_off_that_the_file_had_before_or_that_lies_behind_what_is_given
     let disk = open(Arc::clone(&file), 16 << 20);
     write(&*disk, 3..4);
     let all = vec![9; 20 << 20];
-    block_on(disk.write(GuestOffset(32 << 20), Buffer::copied(&all).into())).unwrap();
+    image::write(&*disk, 32 << 20, &all);
     block_on(disk.close()).unwrap();
-    let report = block_on(check(&*file, CheckOptions::default())).unwrap();
-    assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0));
+    assert_eq!(leaks(&*file), 0);
     let disk = open(file, AHEAD);
     assert!(is_there(&*disk, 0..4));
-    let found = Buffer::zeroed(all.len());
-    block_on(disk.read(GuestOffset(32 << 20), found.clone().into())).unwrap();
-    assert!(found.to_vec() == all);
+    assert!(image::read(&*disk, 32 << 20, 20 << 20) == all);
 }
 
 #[test]
 fn how_much_is_taken_ahead_decides_how_many_clusters_are_counted_before_they_are_used() {
     let leaks = |allocate_ahead| {
-        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
-        make(&*file, false);
+        let TestImage { file, .. } = TestImage::new(&options(false));
         let disk = open(Arc::clone(&file), allocate_ahead);
         write(&*disk, 0..3);
         block_on(disk.flush()).unwrap();
@@ -140,7 +125,7 @@ fn how_much_is_taken_ahead_decides_how_many_clusters_are_counted_before_they_are
         let disk = open(Arc::clone(&file), 0);
         write(&*disk, 3..4);
         block_on(disk.close()).unwrap();
-        block_on(check(&*file, CheckOptions::default())).unwrap().leaks
+        leaks(&*file)
     };
     // The L2 table is the first of them.
     assert_eq!([0, CLUSTER, 1 << 20, 4 << 20].map(leaks), [0, 0, 12, 60]);
@@ -148,21 +133,14 @@ fn how_much_is_taken_ahead_decides_how_many_clusters_are_counted_before_they_are
 
 #[test]
 fn free_clusters_across_the_end_of_a_slice_of_refcounts_are_used_anew() {
-    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 4 << 20));
-    block_on(create(&*file, None, &CreateOptions { size: 1 << 20, cluster_size: 512, ..CreateOptions::default() }))
-        .unwrap();
-    let disk = open(file, 0);
-    let (at, length) = (GuestOffset(0), 512 << 10);
-    let written = block_on(async {
-        disk.write(at, Buffer::copied(&vec![1; length]).into()).await?;
-        disk.discard(at, length as u64).await?;
-        disk.flush().await?;
-        // 256 refcounts are in a slice: some requests want clusters of both sides.
-        disk.write(at, Buffer::copied(&vec![2; length]).into()).await?;
-        let found = Buffer::zeroed(length);
-        disk.read(at, found.clone().into()).await?;
-        assert!(found.to_vec().iter().all(|byte| *byte == 2));
-        disk.close().await
-    });
-    written.unwrap();
+    let options = CreateOptions { size: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+    let disk = open(TestImage::new(&options).file, 0);
+    let length = 512 << 10;
+    image::write(&*disk, 0, &vec![1; length]);
+    block_on(disk.discard(GuestOffset(0), length as u64)).unwrap();
+    block_on(disk.flush()).unwrap();
+    // 256 refcounts are in a slice: some requests want clusters of both sides.
+    image::write(&*disk, 0, &vec![2; length]);
+    assert!(image::read(&*disk, 0, length as u64).iter().all(|byte| *byte == 2));
+    block_on(disk.close()).unwrap();
 }

@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 
-use limosa_image::qcow2::{CloneMode, CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
-use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::qcow2::{CloneMode, CreateOptions, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Chance, Counting, Failing, Fault, Held, SparseMemory};
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, Operation, Storage, block_on};
+use limosa_testkit::image::{TestImage, poll_once, raw, read_all, write};
 use limosa_testkit::{on_reflinks, qemu_img, qemu_io, scratch};
 
 const M: u64 = 1 << 20;
@@ -32,25 +32,10 @@ fn memory(name: &str, bytes: Vec<u8>) -> Arc<dyn Storage> {
     Arc::new(SparseMemory::file_with(name, bytes, 256 * M).cloning())
 }
 
-fn raw(file: Arc<dyn Storage>) -> Arc<dyn Disk> {
-    Raw::open(file, &RawOptions { read_only: true, ..RawOptions::default() }).unwrap()
-}
-
 /// An image with clusters of 1 MiB in `file`, which has not been made yet.
 fn image(file: Arc<dyn Storage>, backing: Option<Arc<dyn Disk>>, options: &Qcow2Options) -> Arc<Qcow2> {
     let how = CreateOptions { size: SIZE, cluster_size: M, ..CreateOptions::default() };
-    let header = block_on(create(&*file, None, &how)).unwrap();
-    block_on(Qcow2::open(Parts { file, data_file: None, backing, header }, options.clone())).unwrap()
-}
-
-fn write(disk: &dyn Disk, at: u64, bytes: &[u8]) {
-    block_on(disk.write(GuestOffset(at), Buffer::copied(bytes).into())).unwrap();
-}
-
-fn read(disk: &dyn Disk) -> Vec<u8> {
-    let found = Buffer::zeroed(usize::try_from(disk.len()).unwrap());
-    block_on(disk.read(GuestOffset(0), found.clone().into())).unwrap();
-    found.to_vec()
+    TestImage::create_in(file, &how).open_over(backing, options.clone())
 }
 
 /// The same bytes with others over them.
@@ -59,11 +44,6 @@ fn with(bytes: &[u8], at: u64, new: &[u8]) -> Vec<u8> {
     [&bytes[..at], new, &bytes[at + new.len()..]].concat()
 }
 
-fn goes_on(request: &mut Pending<'_>) -> Poll<bool> {
-    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).map(|done| done.is_ok())
-}
-
-/// What was asked for the contents of a new cluster at `host`, `at` bytes into the cluster being written.
 fn cloned_and_written(host: u64, at: u64, length: u64) -> [Asked; 2] {
     let image = || "image".to_owned();
     let written = host + at..host + at + length;
@@ -96,7 +76,7 @@ fn a_write_over_a_raw_image_is_one_clone_and_one_write_and_reads_nothing() {
     let counts = disk.counts();
     assert_eq!((counts.clones.operations, counts.clones.bytes), (2, 2 * M));
     assert_eq!((counts.data_writes.operations, counts.cow_reads.operations, counts.cow_writes.operations), (2, 0, 0));
-    assert_eq!(read(&*disk), with(&with(&below, 5 * M, &[1; 512]), 2 * M + 12288, &[7; 4096]));
+    assert_eq!(read_all(&*disk), with(&with(&below, 5 * M, &[1; 512]), 2 * M + 12288, &[7; 4096]));
     block_on(disk.close()).unwrap();
 }
 
@@ -108,11 +88,8 @@ fn a_cluster_of_a_backing_qcow2_image_that_lies_together_is_cloned_from_where_it
     let contents = random(4 * M);
     write(&*base, 0, &contents);
     block_on(base.close()).unwrap();
-    let header = block_on(Header::read(&*below)).unwrap();
-    let read_only = Qcow2Options { read_only: true, ..Qcow2Options::default() };
-    let base = block_on(Qcow2::open(Parts { file: below, data_file: None, backing: None, header }, read_only)).unwrap();
-    let backing: Arc<dyn Disk> = base;
-    let disk = image(file, Some(backing), &Qcow2Options::default());
+    let base = TestImage::existing(below).open_read_only();
+    let disk = image(file, Some(base), &Qcow2Options::default());
     write(&*disk, 0, &[1; 512]);
     counting.take();
     // Where it reads anything it is to know the tables.
@@ -128,7 +105,7 @@ fn a_cluster_of_a_backing_qcow2_image_that_lies_together_is_cloned_from_where_it
     assert!(asked(&counting).iter().all(|(_, operation, _)| *operation == Operation::Write));
     let all = [&contents[..], &vec![0; 4 << 20]].concat();
     let expected = with(&with(&with(&all, 0, &[1; 512]), 3 * M, &[7; 4096]), 6 * M + 4096, &[8; 4096]);
-    assert_eq!(read(&*disk), expected);
+    assert_eq!(read_all(&*disk), expected);
     block_on(disk.close()).unwrap();
 }
 
@@ -146,16 +123,14 @@ fn a_cluster_that_a_snapshot_shares_is_cloned_within_the_image() {
     let counting = Counting::new();
     let kept = SparseMemory::file_with("image", std::fs::read(path).unwrap(), 256 * M).cloning();
     let file = counting.over(Arc::new(kept.clone()));
-    let header = block_on(Header::read(&*file)).unwrap();
-    let parts = Parts { file, data_file: None, backing: None, header };
-    let disk = block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap();
+    let disk = TestImage::existing(file).open();
     write(&*disk, 7 * M, &[4; 512]);
     counting.take();
     write(&*disk, M + 65536, &[7; 65536]);
     let seen = asked(&counting);
     assert_eq!(seen, cloned_and_written(host(&seen), 65536, 65536));
     let expected = with(&with(&vec![3; 8 << 20], M + 65536, &[7; 65536]), 7 * M, &[4; 512]);
-    assert_eq!(read(&*disk), expected);
+    assert_eq!(read_all(&*disk), expected);
     block_on(disk.close()).unwrap();
     std::fs::write(path, kept.contents()).unwrap();
     qemu_img(["check", "-q", path]).unwrap();
@@ -178,15 +153,13 @@ fn what_a_snapshot_shares_is_not_cloned_from_the_backing_image_below_it() {
     qemu_io(["-f", "qcow2", "-c", "write -q -P 3 1M 1M", &path]).unwrap();
     qemu_img(["snapshot", "-c", "before", &path]).unwrap();
     let file = memory("image", std::fs::read(&path).unwrap());
-    let header = block_on(Header::read(&*file)).unwrap();
     let backing = Some(raw(memory("below", contents.clone())));
-    let disk =
-        block_on(Qcow2::open(Parts { file, data_file: None, backing, header }, Qcow2Options::default())).unwrap();
+    let disk = TestImage::existing(file).open_over(backing, Qcow2Options::default());
     // From the end of what only the backing image has into what the snapshot shares.
     write(&*disk, M - 65536, &[7; 131_072]);
     assert_eq!(disk.counts().clones.operations, 2);
     let expected = with(&contents, M, &[3; 1 << 20]);
-    assert_eq!(read(&*disk), with(&expected, M - 65536, &[7; 131_072]));
+    assert_eq!(read_all(&*disk), with(&expected, M - 65536, &[7; 131_072]));
 }
 
 #[test]
@@ -208,7 +181,7 @@ fn a_storage_that_cannot_clone_is_asked_once_and_then_everything_is_copied() {
     assert_eq!((count("image", Operation::Clone), count("below", Operation::Read)), (1, 3));
     let counts = disk.counts();
     assert_eq!((counts.clones.operations, counts.cow_reads.operations, counts.cow_writes.operations), (0, 3, 3));
-    assert_eq!(read(&*disk), expected);
+    assert_eq!(read_all(&*disk), expected);
 }
 
 #[test]
@@ -222,7 +195,7 @@ fn a_clone_that_fails_does_not_fail_the_guests_write() {
         failing.fail(0, u64::MAX, fault);
         write(&*disk, M + 4096, &[7; 512]);
         assert_eq!(failing.seen(), (1, 1));
-        assert_eq!(read(&*disk), with(&below, M + 4096, &[7; 512]), "{fault:?}");
+        assert_eq!(read_all(&*disk), with(&below, M + 4096, &[7; 512]), "{fault:?}");
     }
 }
 
@@ -240,7 +213,7 @@ fn little_is_copied_and_so_is_everything_with_clones_off() {
         let data = vec![7; data];
         write(&*disk, M + 4096, &data);
         assert!(counting.take().iter().all(|seen| seen.operation != Operation::Clone), "{options:?}");
-        assert_eq!((disk.counts().clones.operations, read(&*disk)), (0, with(&below, M + 4096, &data)));
+        assert_eq!((disk.counts().clones.operations, read_all(&*disk)), (0, with(&below, M + 4096, &data)));
     }
 }
 
@@ -258,7 +231,7 @@ fn zeros_behind_a_short_backing_image_are_not_cloned_and_what_is_before_them_is(
     let cloned = (image(), Operation::Clone, host + 4096..host + 512 * 1024);
     assert_eq!(seen[seen.len() - 2..], [cloned, (image(), Operation::Write, host..host + 4096)]);
     let whole = [&below[..], &vec![0; (SIZE - M - 512 * 1024).try_into().unwrap()]].concat();
-    assert_eq!(read(&*disk), with(&whole, M, &[7; 4096]));
+    assert_eq!(read_all(&*disk), with(&whole, M, &[7; 4096]));
 }
 
 #[test]
@@ -268,19 +241,19 @@ fn nothing_is_written_before_the_clone_is_there_and_writes_that_come_meanwhile_s
     let below = random(SIZE);
     let disk = image(held.over(file), Some(raw(memory("below", below.clone()))), &Qcow2Options::default());
     let mut first = disk.write(GuestOffset(M + 65536), Buffer::copied(&[1; 4096]).into());
-    assert!(goes_on(&mut first).is_pending());
+    assert!(poll_once(&mut first).is_pending());
     counting.take();
     let mut others: Vec<Pending<'_>> = [(M, 2), (M + 66560, 3), (M + 900_096, 4)]
         .into_iter()
         .map(|(at, byte)| disk.write(GuestOffset(at), Buffer::copied(&[byte; 4096]).into()))
         .collect();
-    assert!(others.iter_mut().all(|write| goes_on(write).is_pending()));
+    assert!(others.iter_mut().all(|write| poll_once(write).is_pending()));
     assert!(counting.take().is_empty(), "nothing is written before");
     let [clone] = &held.waiting()[..] else { panic!("one clone for all") };
     let host = clone.range.start;
     assert!(held.let_go(clone.number));
-    assert_eq!(goes_on(&mut first), Poll::Ready(true));
-    assert!(others.iter_mut().all(|write| goes_on(write) == Poll::Ready(true)));
+    assert_eq!(poll_once(&mut first), Poll::Ready(true));
+    assert!(others.iter_mut().all(|write| poll_once(write) == Poll::Ready(true)));
     let mut seen = asked(&counting);
     seen.sort_by_key(|(.., range)| (range.start, range.end));
     let write = |range: Range<u64>| ("image".to_owned(), Operation::Write, host + range.start..host + range.end);
@@ -293,7 +266,7 @@ fn nothing_is_written_before_the_clone_is_there_and_writes_that_come_meanwhile_s
         expected = with(&expected, at, &[byte; 4096]);
     }
     drop((first, others));
-    assert_eq!(read(&*disk), expected);
+    assert_eq!(read_all(&*disk), expected);
 }
 
 /// Writes over a raw image in files of a folder: how often space was shared. The bytes are right, whether or not.
@@ -313,7 +286,7 @@ fn on_files(folder: &Path, cache: CacheMode) -> u64 {
         write(&*disk, at, &[7; 4096]);
         expected = with(&expected, at, &[7; 4096]);
     }
-    assert_eq!(read(&*disk), expected);
+    assert_eq!(read_all(&*disk), expected);
     block_on(disk.close()).unwrap();
     let (asked, counts) = (target.counters().clones.operations, disk.counts());
     // Either every time, or it was tried once.

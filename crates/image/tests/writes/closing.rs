@@ -1,23 +1,20 @@
 //! What the end of an image says, and to whom.
 
 use std::sync::Arc;
-use std::task::{Context, Waker};
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Parts, Qcow2, Qcow2Options, check, create};
+use limosa_image::qcow2::{CreateOptions, Qcow2};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Failing, Fault, Held, SparseMemory};
+use limosa_storage::testing::{Failing, Fault, Held};
 use limosa_storage::{Buffer, Operation, Storage, block_on};
+use limosa_testkit::image::{TestImage, leaks, memory_file, poll_once, write};
 
 /// An image with a write that was not flushed.
 fn written(over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> (Arc<dyn Storage>, Arc<Qcow2>) {
-    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
-    let options = CreateOptions { size: 64 << 20, ..CreateOptions::default() };
-    let header = block_on(create(&*file, None, &options)).unwrap();
-    let parts = Parts { file: over(Arc::clone(&file)), data_file: None, backing: None, header };
-    let disk = block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap();
-    block_on(disk.write(GuestOffset(0), Buffer::copied(&[1; 512]).into())).unwrap();
-    (file, disk)
+    let image = TestImage::new(&CreateOptions { size: 64 << 20, ..CreateOptions::default() });
+    let disk = image.over(over).open();
+    write(&*disk, 0, &[1; 512]);
+    (image.file, disk)
 }
 
 #[test]
@@ -34,20 +31,15 @@ fn a_close_that_nobody_waited_for_is_brought_to_its_end_by_the_next_one() {
     let held = Held::only(&[Operation::Flush]);
     let (file, disk) = written(|storage| held.over(storage));
     let mut close = disk.close();
-    assert!(close.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert!(poll_once(&mut close).is_pending());
     assert!(block_on(disk.flush()).is_err(), "nothing is begun after a close was");
     drop(close);
     held.open();
     block_on(disk.close()).unwrap();
-    assert!(block_on(check(&*file, CheckOptions::default())).unwrap().is_clean());
+    assert_eq!(leaks(&*file), 0);
     // A data cluster and its L2 table behind header, refcount table and block, and L1 table.
     assert_eq!(file.length().unwrap(), 6 * (64 << 10));
     block_on(disk.close()).unwrap();
-}
-
-/// Whether it is done, asked once.
-fn is_done(request: &mut Pending<'_>) -> bool {
-    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }
 
 #[test]
@@ -55,28 +47,19 @@ fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
     for raw in [false, true] {
         for operation in [Operation::Read, Operation::Write] {
             let held = Held::only(&[operation]);
-            let contents: Arc<dyn Storage> = Arc::new(SparseMemory::file("contents", 256 << 20));
             let disk: Arc<dyn Disk> = if raw {
+                let contents = memory_file("contents");
                 block_on(contents.set_len(64 << 20)).unwrap();
-                Raw::open(held.over(Arc::clone(&contents)), &RawOptions::default()).unwrap()
+                Raw::open(held.over(contents), &RawOptions::default()).unwrap()
             } else {
                 // With a file for contents alone, what the close itself writes is not held.
-                let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
                 let options =
-                    CreateOptions { size: 64 << 20, data_file: Some("contents".into()), ..CreateOptions::default() };
-                let header = block_on(create(&*file, Some(&*contents), &options)).unwrap();
-                let once = Parts {
-                    file: Arc::clone(&file),
-                    data_file: Some(Arc::clone(&contents)),
-                    backing: None,
-                    header: header.clone(),
-                };
-                let first = block_on(Qcow2::open(once, Qcow2Options::default())).unwrap();
-                block_on(first.write(GuestOffset(0), Buffer::copied(&[1; 512]).into())).unwrap();
+                    CreateOptions { size: 64 << 20, data_file: Some("data".into()), ..CreateOptions::default() };
+                let image = TestImage::new(&options);
+                let first = image.open();
+                write(&*first, 0, &[1; 512]);
                 block_on(first.close()).unwrap();
-                let data_file = Some(held.over(Arc::clone(&contents)));
-                let parts = Parts { file, data_file, backing: None, header };
-                block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap()
+                TestImage { data_file: image.data_file.map(|contents| held.over(contents)), ..image }.open()
             };
             let begin = |disk: &Arc<dyn Disk>| match operation {
                 Operation::Read => {
@@ -90,13 +73,13 @@ fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
                 }
             };
             let (mut begun, mut dropped) = (begin(&disk), begin(&disk));
-            assert!(!is_done(&mut begun) && !is_done(&mut dropped));
+            assert!(poll_once(&mut begun).is_pending() && poll_once(&mut dropped).is_pending());
             let mut close = disk.close();
-            assert!(!is_done(&mut close), "raw: {raw}, {operation}: it ended before a request");
+            assert!(poll_once(&mut close).is_pending(), "raw: {raw}, {operation}: it ended before a request");
             assert!(block_on(begin(&disk)).unwrap_err().to_string().contains("it has been closed"));
             drop(dropped);
             held.open();
-            assert!(!is_done(&mut close), "raw: {raw}, {operation}: it ended before a request");
+            assert!(poll_once(&mut close).is_pending(), "raw: {raw}, {operation}: it ended before a request");
             block_on(begun).unwrap();
             block_on(close).unwrap();
         }

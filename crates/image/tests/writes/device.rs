@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
-use limosa_image::{Disk, GuestOffset, Preallocation};
+use limosa_image::Preallocation;
+use limosa_image::qcow2::{CreateOptions, create};
 use limosa_storage::{
-    Alignment, Buffer, Extent, IoVector, MemoryStorage, Operation, Request, Storage, StorageError, ZeroHow, block_on,
+    Alignment, Extent, IoVector, MemoryStorage, Operation, Request, Storage, StorageError, ZeroHow, block_on,
 };
+use limosa_testkit::image::{TestImage, read_all};
 
 /// Memory of a length of its own.
 #[derive(Debug, Clone)]
@@ -92,18 +93,12 @@ fn nothing_that_lay_on_a_device_is_seen_through_a_new_image() {
             let (file, data) = (device(4 << 20), device(1 << 20));
             let data_file = data_file_raw.map(|_| &data as &dyn Storage);
             block_on(create(&file, data_file, &options)).unwrap();
-            let header = block_on(Header::read(&file)).unwrap();
-            let parts = Parts {
+            let image = TestImage {
                 file: Arc::new(file),
                 data_file: data_file_raw.map(|_| Arc::new(data.clone()) as Arc<dyn Storage>),
-                backing: None,
-                header,
             };
-            let qcow2 = Qcow2Options { read_only: true, ..Qcow2Options::default() };
-            let disk = block_on(Qcow2::open(parts, qcow2)).unwrap();
-            let found = Buffer::copied(&[1; SIZE]);
-            block_on(disk.read(GuestOffset(0), found.clone().into())).unwrap();
-            assert!(found.is_zero(), "{options:?}");
+            let found = read_all(&*image.open_read_only());
+            assert!(found.iter().all(|byte| *byte == 0), "{options:?}");
             if data_file_raw == Some(true) {
                 assert_eq!(data.0.contents(), [0; SIZE]);
             }

@@ -1,52 +1,28 @@
 //! Writes that fail while others are under way: the others, and what comes after them, do not feel it.
 
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::thread;
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
+use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Failing, Fault, Held, SparseMemory};
-use limosa_storage::{Buffer, Operation, Storage, block_on};
+use limosa_storage::testing::{Failing, Fault, Held};
+use limosa_storage::{Operation, Storage, block_on};
+use limosa_testkit::image::{TestImage, filled, leaks, poll_once, read};
 
 const CLUSTER: u64 = 64 << 10;
 
 /// An empty image, and what it is opened over.
 fn image(extended_l2: bool, over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> (Arc<dyn Storage>, Arc<Qcow2>) {
-    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
-    let options = CreateOptions { size: 64 << 20, extended_l2, ..CreateOptions::default() };
-    let header = block_on(create(&*file, None, &options)).unwrap();
-    let parts = Parts { file: over(Arc::clone(&file)), data_file: None, backing: None, header };
-    let disk = block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap();
-    (file, disk)
-}
-
-fn filled(byte: u8, length: u64) -> Buffer {
-    Buffer::copied(&vec![byte; usize::try_from(length).unwrap()])
-}
-
-/// Goes on with a request as far as it comes.
-fn goes_on(request: &mut Pending<'_>) -> Poll<bool> {
-    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).map(|done| done.is_ok())
-}
-
-fn read(disk: &dyn Disk, at: u64, length: u64) -> Vec<u8> {
-    let found = filled(0xee, length);
-    block_on(disk.read(GuestOffset(at), found.clone().into())).unwrap();
-    found.to_vec()
-}
-
-/// Clusters that are counted and not in use, of an image that was closed.
-fn leaks(file: &dyn Storage) -> u64 {
-    let report = block_on(check(file, CheckOptions::default())).unwrap();
-    assert_eq!((report.corruptions, report.check_errors), (0, 0));
-    report.leaks
+    let image = TestImage::new(&CreateOptions { size: 64 << 20, extended_l2, ..CreateOptions::default() });
+    let disk = image.over(over).open();
+    (image.file, disk)
 }
 
 /// Carries a request to its end, and of what is held everything but one.
 fn ends(mut request: Pending<'_>, held: &Held, but: Option<u64>) -> bool {
     loop {
-        if let Poll::Ready(fine) = goes_on(&mut request) {
+        if let Poll::Ready(fine) = poll_once(&mut request) {
             return fine;
         }
         let waiting = held.waiting().into_iter().find(|waiting| Some(waiting.number) != but);
@@ -60,14 +36,14 @@ fn a_failed_writes_cluster_is_nobody_elses_while_somebody_writes_beside_it_and_f
     let (file, disk) = image(false, |storage| held.over(failing.over(storage)));
     assert!(ends(disk.write(GuestOffset(32 << 20), filled(1, 512).into()), &held, None));
     let mut first = disk.write(GuestOffset(0), filled(2, 512).into());
-    assert!(goes_on(&mut first).is_pending());
+    assert!(poll_once(&mut first).is_pending());
     let mut beside = disk.write(GuestOffset(4096), filled(3, 512).into());
-    assert!(goes_on(&mut beside).is_pending());
+    assert!(poll_once(&mut beside).is_pending());
     let [one, other] = &held.waiting()[..] else { panic!("both are written to the new cluster at once") };
     assert_eq!(other.range.start, one.range.start + 4096);
     failing.fail(0, 1, Fault::NoSpace);
     assert!(held.let_go(one.number));
-    assert_eq!(goes_on(&mut first), Poll::Ready(false));
+    assert_eq!(poll_once(&mut first), Poll::Ready(false));
     // Whoever comes now gets another cluster, whatever is flushed meanwhile.
     for cluster in 1..4 {
         let from = filled(0x10 + cluster, CLUSTER).into();
@@ -75,7 +51,7 @@ fn a_failed_writes_cluster_is_nobody_elses_while_somebody_writes_beside_it_and_f
         assert!(ends(disk.flush(), &held, Some(other.number)));
     }
     assert!(held.let_go(other.number));
-    assert_eq!(goes_on(&mut beside), Poll::Ready(false), "its cluster is not the disk's");
+    assert_eq!(poll_once(&mut beside), Poll::Ready(false), "its cluster is not the disk's");
     for cluster in 1..4 {
         assert_eq!(read(&*disk, u64::from(cluster) * CLUSTER, CLUSTER), vec![0x10 + cluster; 64 << 10]);
     }
@@ -107,30 +83,26 @@ fn a_storage_that_is_full_costs_no_clusters_however_often_it_is_tried() {
 fn clusters_that_no_table_could_be_told_of_are_free_again() {
     let (held, failing) = (Held::only(&[Operation::Write]), Failing::only(&[Operation::Read]));
     held.open();
-    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
-    let options = CreateOptions { size: 2 << 30, ..CreateOptions::default() };
-    let header = block_on(create(&*file, None, &options)).unwrap();
-    let over = held.over(failing.over(Arc::clone(&file)));
-    let parts = Parts { file: over, data_file: None, backing: None, header };
+    let image = TestImage::new(&CreateOptions { size: 2 << 30, ..CreateOptions::default() });
     let options = Qcow2Options { cache_size: 0, allocate_ahead: 0, ..Qcow2Options::default() };
-    let disk = block_on(Qcow2::open(parts, options)).unwrap();
+    let disk = image.over(|storage| held.over(failing.over(storage))).open_with(options);
     for table in 0..4 {
         block_on(disk.write(GuestOffset(table << 29), filled(1, 512).into())).unwrap();
     }
     block_on(disk.flush()).unwrap();
     held.close();
     let mut write = disk.write(GuestOffset(8 << 20), filled(2, CLUSTER).into());
-    assert!(goes_on(&mut write).is_pending());
+    assert!(poll_once(&mut write).is_pending());
     // So much is read meanwhile that the slice that the write has looked at is not in memory any more.
     for slice in 0..250 {
-        read(&*disk, (slice % 126 + 2) << 24, 512);
+        let _ = read(&*disk, (slice % 126 + 2) << 24, 512);
     }
     failing.fail(0, u64::MAX, Fault::Broken);
     assert!(!ends(write, &held, None), "the slice was still there");
     failing.mend();
     held.open();
     block_on(disk.close()).unwrap();
-    assert_eq!(leaks(&*file), 0);
+    assert_eq!(leaks(&*image.file), 0);
 }
 
 #[test]
@@ -140,16 +112,14 @@ fn a_refcount_table_that_could_not_be_put_in_place_is_not_relied_on() {
     for fault in [Fault::Broken, Fault::Late] {
         for after in 0.. {
             let failing = Failing::only(&[Operation::Write, Operation::Flush]);
-            let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 256 << 20));
             let options =
                 CreateOptions { size: 4 << 20, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
-            let header = block_on(create(&*file, None, &options)).unwrap();
-            let table = header.refcount_table;
-            let parts = Parts { file: failing.over(Arc::clone(&file)), data_file: None, backing: None, header };
+            let image = TestImage::new(&options);
+            let table = image.header().refcount_table;
             let options = Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() };
-            let disk = block_on(Qcow2::open(parts, options)).unwrap();
+            let disk = image.over(|storage| failing.over(storage)).open_with(options);
             let mut end = 0;
-            while file.length().unwrap() < FULL {
+            while image.file.length().unwrap() < FULL {
                 block_on(disk.write(GuestOffset(end), filled(1, 4096).into())).unwrap();
                 end += 4096;
             }
@@ -165,22 +135,16 @@ fn a_refcount_table_that_could_not_be_put_in_place_is_not_relied_on() {
                 block_on(disk.write(GuestOffset(at), filled(3, 4096).into())).unwrap();
             }
             block_on(disk.flush()).unwrap();
-            leaks(&*file);
+            let _ = leaks(&*image.file);
             block_on(disk.close()).unwrap();
-            assert_eq!(leaks(&*file), 0);
+            assert_eq!(leaks(&*image.file), 0);
             assert_ne!(disk.header().refcount_table, table, "it is the same");
-            assert_eq!(read(&*disk_again(&file), end, 512), [3; 512]);
+            assert_eq!(read(&*image.open_read_only(), end, 512), [3; 512]);
             if !failed {
                 break;
             }
         }
     }
-}
-
-fn disk_again(file: &Arc<dyn Storage>) -> Arc<Qcow2> {
-    let header = block_on(Header::read(&**file)).unwrap();
-    let parts = Parts { file: Arc::clone(file), data_file: None, backing: None, header };
-    block_on(Qcow2::open(parts, Qcow2Options { read_only: true, ..Qcow2Options::default() })).unwrap()
 }
 
 #[test]
@@ -196,7 +160,7 @@ fn writes_that_wait_for_many_that_fail_need_no_deep_stack() {
         let mut rounds = 0;
         while !writes.is_empty() {
             // Each of them tries for itself, after those before it.
-            writes.retain_mut(|write| goes_on(write).is_pending());
+            writes.retain_mut(|write| poll_once(write).is_pending());
             held.waiting().iter().for_each(|waiting| assert!(held.let_go(waiting.number)));
             rounds += 1;
         }
@@ -211,7 +175,7 @@ fn what_others_wrote_behind_the_end_meanwhile_is_not_cut_off_where_there_is_no_s
     let (file, disk) = image(true, |storage| held.over(failing.over(storage)));
     failing.fail(0, u64::MAX, Fault::NoSpace);
     let mut write = disk.write(GuestOffset(0), filled(4, CLUSTER).into());
-    assert!(goes_on(&mut write).is_pending());
+    assert!(poll_once(&mut write).is_pending());
     let [waiting] = &held.waiting()[..] else { panic!("the file is made longer first") };
     let behind = waiting.range.end + (1 << 20);
     block_on(file.write(behind, filled(5, 512).into())).unwrap();

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
-use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Chance, Counting, Held, SparseMemory};
 use limosa_storage::{Buffer, Operation, Storage, block_on};
+use limosa_testkit::image::{self, TestImage, leaks, memory_file, poll_once, raw, write};
 
 const K: u64 = 1 << 10;
 const CLUSTER: u64 = 64 * K;
@@ -39,20 +39,12 @@ fn bench(
     over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>,
 ) -> Bench {
     let counting = Counting::new();
-    let how = CreateOptions { size: SIZE, ..CreateOptions::default() };
-    let header = block_on(create(&*file, None, &how)).unwrap();
-    let raw = RawOptions { read_only: true, ..RawOptions::default() };
-    let backing = below.map(|below| -> Arc<dyn Disk> { Raw::open(counting.over(over(below)), &raw).unwrap() });
-    let watched = counting.over(over(Arc::clone(&file)));
-    let parts = Parts { file: watched, data_file: None, backing, header };
-    let disk = block_on(Qcow2::open(parts, options)).unwrap();
+    let image = TestImage::create_in(file, &CreateOptions { size: SIZE, ..CreateOptions::default() });
+    let over = |storage| counting.over(over(storage));
+    let disk = image.over(over).open_over(below.map(|below| raw(over(below))), options);
     write(&*disk, SIZE - CLUSTER, &[0xee; BYTES]);
     counting.take();
-    Bench { counting, file, disk }
-}
-
-fn file() -> Arc<dyn Storage> {
-    Arc::new(SparseMemory::file("image", MOST))
+    Bench { counting, file: image.file, disk }
 }
 
 fn full() -> (Arc<dyn Storage>, Vec<u8>) {
@@ -60,18 +52,8 @@ fn full() -> (Arc<dyn Storage>, Vec<u8>) {
     (Arc::new(SparseMemory::file_with("below", bytes.clone(), MOST)), bytes)
 }
 
-fn write(disk: &dyn Disk, at: u64, bytes: &[u8]) {
-    block_on(disk.write(GuestOffset(at), Buffer::copied(bytes).into())).unwrap();
-}
-
 fn read(disk: &dyn Disk, range: Range<u64>) -> Vec<u8> {
-    let found = Buffer::copied(&vec![0xcc; usize::try_from(range.end - range.start).unwrap()]);
-    block_on(disk.read(GuestOffset(range.start), found.clone().into())).unwrap();
-    found.to_vec()
-}
-
-fn goes_on(request: &mut Pending<'_>) -> Poll<bool> {
-    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).map(|done| done.is_ok())
+    image::read(disk, range.start, range.end - range.start)
 }
 
 impl Bench {
@@ -86,11 +68,11 @@ impl Bench {
     }
 }
 
-fn below(operation: Operation, range: Range<u64>) -> (String, Operation, Range<u64>) {
+fn to_below(operation: Operation, range: Range<u64>) -> (String, Operation, Range<u64>) {
     ("below".into(), operation, range)
 }
 
-fn image(operation: Operation, range: Range<u64>) -> (String, Operation, Range<u64>) {
+fn to_image(operation: Operation, range: Range<u64>) -> (String, Operation, Range<u64>) {
     ("image".into(), operation, range)
 }
 
@@ -103,7 +85,7 @@ fn around(cluster: &[u8], at: u64, data: &[u8]) -> Vec<u8> {
 #[test]
 fn over_a_backing_image_it_is_two_operations_and_three_where_more_than_16_kib_would_be_skipped() {
     let (storage, bytes) = full();
-    let bench = bench(file(), Some(storage), options(1 << 20), |storage| storage);
+    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| storage);
     let cluster = |number: u64| &bytes[usize::try_from(number * CLUSTER).unwrap()..][..BYTES];
     for (number, data, reads) in [
         (0_u64, 12 * K..16 * K, vec![(0, 64 * K)]),
@@ -116,8 +98,8 @@ fn over_a_backing_image_it_is_two_operations_and_three_where_more_than_16_kib_wo
         let new = vec![7; usize::try_from(data.end - data.start).unwrap()];
         write(&*bench.disk, number * CLUSTER + data.start, &new);
         let at = number * CLUSTER;
-        let mut expected: Vec<_> = reads.into_iter().map(|(from, to)| below(READ, at + from..at + to)).collect();
-        expected.push(image(WRITE, 0..CLUSTER));
+        let mut expected: Vec<_> = reads.into_iter().map(|(from, to)| to_below(READ, at + from..at + to)).collect();
+        expected.push(to_image(WRITE, 0..CLUSTER));
         assert_eq!(bench.asked(), expected, "{data:x?}");
         assert_eq!(read(&*bench.disk, at..at + CLUSTER), around(cluster(number), data.start, &new));
         bench.counting.take();
@@ -128,7 +110,7 @@ fn over_a_backing_image_it_is_two_operations_and_three_where_more_than_16_kib_wo
 fn without_contents_below_it_is_one_write_of_the_guests_bytes_where_the_storage_proves_zeros() {
     // Beyond the end, in a hole, and in space that was never written.
     for (ahead, prepare) in [(0, "end"), (1 << 20, "end"), (0, "hole"), (0, "unwritten")] {
-        let file = file();
+        let file = memory_file("image");
         let bench = bench(Arc::clone(&file), None, options(ahead), |storage| storage);
         let end = file.length().unwrap();
         match prepare {
@@ -138,8 +120,8 @@ fn without_contents_below_it_is_one_write_of_the_guests_bytes_where_the_storage_
         }
         write(&*bench.disk, 12 * K, &[7; 4096]);
         // Without anything taken ahead, the file is made longer for each cluster.
-        let longer = ((ahead, prepare) == (0, "end")).then(|| image(Operation::Allocate, 0..CLUSTER));
-        let expected: Vec<_> = longer.into_iter().chain([image(WRITE, 12 * K..16 * K)]).collect();
+        let longer = ((ahead, prepare) == (0, "end")).then(|| to_image(Operation::Allocate, 0..CLUSTER));
+        let expected: Vec<_> = longer.into_iter().chain([to_image(WRITE, 12 * K..16 * K)]).collect();
         assert_eq!(bench.asked(), expected, "{prepare}");
         assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&vec![0; BYTES], 12 * K, &[7; 4096]));
     }
@@ -147,7 +129,7 @@ fn without_contents_below_it_is_one_write_of_the_guests_bytes_where_the_storage_
 
 #[test]
 fn a_cluster_that_is_used_anew_is_written_as_a_whole_and_nothing_of_what_it_was_is_seen() {
-    let bench = bench(file(), None, options(0), |storage| storage);
+    let bench = bench(memory_file("image"), None, options(0), |storage| storage);
     write(&*bench.disk, 0, &[0xaa; BYTES]);
     let old = bench.counting.take().pop().unwrap().range;
     block_on(bench.disk.discard(GuestOffset(0), CLUSTER)).unwrap();
@@ -166,7 +148,7 @@ fn on_a_block_device_a_cluster_is_written_as_a_whole_and_nothing_of_what_lay_the
         let device: Arc<dyn Storage> = Arc::new(SparseMemory::device("image", 8 << 20, 3));
         let bench = bench(device, None, options(ahead), |storage| storage);
         write(&*bench.disk, 12 * K, &[7; 4096]);
-        assert_eq!(bench.asked(), [image(WRITE, 0..CLUSTER)]);
+        assert_eq!(bench.asked(), [to_image(WRITE, 0..CLUSTER)]);
         assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&vec![0; BYTES], 12 * K, &[7; 4096]));
     }
 }
@@ -175,15 +157,15 @@ fn on_a_block_device_a_cluster_is_written_as_a_whole_and_nothing_of_what_lay_the
 fn nothing_is_read_where_the_backing_image_has_a_hole() {
     let bytes = [vec![5; 8 << 10], vec![0; 56 << 10], vec![0; 64 << 10]].concat();
     let storage: Arc<dyn Storage> = Arc::new(SparseMemory::file_with("below", bytes, MOST));
-    let bench = bench(file(), Some(storage), options(1 << 20), |storage| storage);
+    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| storage);
     // A hole all over, and what lies behind the backing image's end.
     for cluster in [1, 2] {
         write(&*bench.disk, cluster * CLUSTER + 12 * K, &[7; 4096]);
-        assert_eq!(bench.asked(), [image(WRITE, 12 * K..16 * K)]);
+        assert_eq!(bench.asked(), [to_image(WRITE, 12 * K..16 * K)]);
     }
     // A hole behind what is there: it is neither read nor written.
     write(&*bench.disk, 12 * K, &[7; 4096]);
-    assert_eq!(bench.asked(), [below(READ, 0..8 * K), image(WRITE, 0..16 * K)]);
+    assert_eq!(bench.asked(), [to_below(READ, 0..8 * K), to_image(WRITE, 0..16 * K)]);
     let first = [vec![5; 8 << 10], vec![0; 56 << 10]].concat();
     assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&first, 12 * K, &[7; 4096]));
 }
@@ -193,21 +175,14 @@ fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
     let counting = Counting::new();
     let storage = counting.over(Arc::new(SparseMemory::file("below", MOST)));
     let how = CreateOptions { size: SIZE, ..CreateOptions::default() };
-    let header = block_on(create(&*storage, None, &how)).unwrap();
-    let parts = Parts { file: Arc::clone(&storage), data_file: None, backing: None, header };
-    let base = block_on(Qcow2::open(parts, options(0))).unwrap();
+    let below = TestImage::create_in(storage, &how);
+    let base = below.open_with(options(0));
     // Zeros where something was, and still lies.
     write(&*base, 0, &[0xaa; BYTES]);
     block_on(base.write_zeroes(GuestOffset(0), CLUSTER, false)).unwrap();
     block_on(base.close()).unwrap();
-    let header = block_on(Header::read(&*storage)).unwrap();
-    let parts = Parts { file: storage, data_file: None, backing: None, header };
-    let base = block_on(Qcow2::open(parts, Qcow2Options { read_only: true, ..options(0) })).unwrap();
-    let image_file = counting.over(file());
-    let header = block_on(create(&*image_file, None, &how)).unwrap();
-    let backing: Arc<dyn Disk> = base;
-    let parts = Parts { file: image_file, data_file: None, backing: Some(backing), header };
-    let disk = block_on(Qcow2::open(parts, options(1 << 20))).unwrap();
+    let base = below.open_with(Qcow2Options { read_only: true, ..options(0) });
+    let disk = TestImage::create_in(counting.over(memory_file("image")), &how).open_over(Some(base), options(1 << 20));
     // The tables of both are in memory from here on.
     write(&*disk, 9 * CLUSTER, &[1; 512]);
     counting.take();
@@ -227,17 +202,17 @@ fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
     let held = Held::only(&[READ]);
     held.open();
     let (storage, bytes) = full();
-    let bench = bench(file(), Some(storage), options(1 << 20), |storage| held.over(storage));
+    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.over(storage));
     held.close();
     let requests = [(12 * K, 1_u8), (16 * K, 2), (14 * K, 3), (40 * K, 4)];
     let begin = |(at, byte): (u64, u8)| bench.disk.write(GuestOffset(at), Buffer::copied(&[byte; 4096]).into());
     let mut writes: Vec<Pending<'_>> = requests.map(begin).into();
-    assert!(writes.iter_mut().all(|write| goes_on(write).is_pending()));
+    assert!(writes.iter_mut().all(|write| poll_once(write).is_pending()));
     let [copy] = &held.waiting()[..] else { panic!("one read for all") };
     assert!(held.let_go(copy.number));
-    assert!(writes.iter_mut().all(|write| goes_on(write) == Poll::Ready(true)));
+    assert!(writes.iter_mut().all(|write| poll_once(write) == Poll::Ready(true)));
     drop(writes);
-    assert_eq!(bench.asked(), [below(READ, 0..CLUSTER), image(WRITE, 0..CLUSTER)]);
+    assert_eq!(bench.asked(), [to_below(READ, 0..CLUSTER), to_image(WRITE, 0..CLUSTER)]);
     assert_eq!(bench.disk.counts().joined, 3);
     held.open();
     let mut expected = bytes[..BYTES].to_vec();
@@ -251,17 +226,17 @@ fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
 fn requests_to_one_new_cluster_on_proven_zeros_are_written_beside_each_other_at_once() {
     let held = Held::only(&[WRITE]);
     held.open();
-    let bench = bench(file(), None, options(1 << 20), |storage| held.over(storage));
+    let bench = bench(memory_file("image"), None, options(1 << 20), |storage| held.over(storage));
     held.close();
     let begin = |at: u64| bench.disk.write(GuestOffset(at), Buffer::copied(&[7; 4096]).into());
     let mut writes: Vec<Pending<'_>> = [12 * K, 16 * K, 40 * K].map(begin).into();
-    assert!(writes.iter_mut().all(|write| goes_on(write).is_pending()));
+    assert!(writes.iter_mut().all(|write| poll_once(write).is_pending()));
     let [first, second, third] = &held.waiting()[..] else { panic!("three writes at once") };
     assert_eq!((second.range.start, third.range.start), (first.range.start + 4 * K, first.range.start + 28 * K));
     held.open();
-    assert!(writes.iter_mut().all(|write| goes_on(write) == Poll::Ready(true)));
+    assert!(writes.iter_mut().all(|write| poll_once(write) == Poll::Ready(true)));
     drop(writes);
-    let written = [12 * K..16 * K, 16 * K..20 * K, 40 * K..44 * K].map(|range| image(WRITE, range));
+    let written = [12 * K..16 * K, 16 * K..20 * K, 40 * K..44 * K].map(|range| to_image(WRITE, range));
     assert_eq!(bench.asked(), written);
 }
 
@@ -270,32 +245,31 @@ fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_n
     let held = Held::only(&[READ, WRITE]);
     held.open();
     let (storage, bytes) = full();
-    let bench = bench(file(), Some(storage), options(1 << 20), |storage| held.over(storage));
+    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.over(storage));
     held.close();
     let mut dropped = bench.disk.write(GuestOffset(12 * K), Buffer::copied(&[1; 4096]).into());
-    assert!(goes_on(&mut dropped).is_pending());
+    assert!(poll_once(&mut dropped).is_pending());
     let mut joined = bench.disk.write(GuestOffset(16 * K), Buffer::copied(&[2; 4096]).into());
-    assert!(goes_on(&mut joined).is_pending());
+    assert!(poll_once(&mut joined).is_pending());
     drop(dropped);
     // Once each is let go it goes on by whoever is left.
     held.open();
-    assert_eq!(goes_on(&mut joined), Poll::Ready(true));
+    assert_eq!(poll_once(&mut joined), Poll::Ready(true));
     drop(joined);
-    assert_eq!(bench.asked(), [below(READ, 0..CLUSTER), image(WRITE, 0..CLUSTER)]);
+    assert_eq!(bench.asked(), [to_below(READ, 0..CLUSTER), to_image(WRITE, 0..CLUSTER)]);
     let first = around(&bytes[..BYTES], 12 * K, &[1; 4096]);
     assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&first, 16 * K, &[2; 4096]));
 
     // One that nobody has joined is ended by the next request, wherever that is.
     held.close();
     let mut dropped = bench.disk.write(GuestOffset(CLUSTER), Buffer::copied(&[3; 4096]).into());
-    assert!(goes_on(&mut dropped).is_pending());
+    assert!(poll_once(&mut dropped).is_pending());
     drop(dropped);
     held.open();
     bench.counting.take();
     assert_eq!(read(&*bench.disk, SIZE - 512..SIZE), [0xee; 512]);
-    assert_eq!(bench.asked(), [image(WRITE, 0..CLUSTER), image(READ, CLUSTER - 512..CLUSTER)]);
+    assert_eq!(bench.asked(), [to_image(WRITE, 0..CLUSTER), to_image(READ, CLUSTER - 512..CLUSTER)]);
     assert_eq!(read(&*bench.disk, CLUSTER..CLUSTER + 4096), [3; 4096]);
     block_on(bench.disk.close()).unwrap();
-    let report = block_on(check(&*bench.file, CheckOptions::default())).unwrap();
-    assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0));
+    assert_eq!(leaks(&*bench.file), 0);
 }

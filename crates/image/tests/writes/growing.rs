@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::thread;
 
 use futures_util::future::join_all;
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
-use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Qcow2, Qcow2Options, check};
 use limosa_image::{Disk, GuestOffset, Preallocation};
-use limosa_storage::testing::{Chance, Failing, Fault, Loss, PowerCut, SparseMemory};
-use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
+use limosa_storage::testing::{Chance, Failing, Fault, Loss, PowerCut};
+use limosa_storage::{MemoryStorage, Storage, block_on};
+use limosa_testkit::image::{TestImage, contents, filled, raw_filled, read_all};
 
 const KB: u64 = 1 << 10;
 
@@ -26,27 +26,8 @@ fn kinds() -> Vec<CreateOptions> {
 }
 
 fn open(file: Arc<dyn Storage>, below: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
-    block_on(async {
-        let header = Header::read(&*file).await.unwrap();
-        let options = Qcow2Options { cache_size: 0, allocate_ahead: 16 * KB, ..Qcow2Options::default() };
-        Qcow2::open(Parts { file, data_file: None, backing: below, header }, options).await.unwrap()
-    })
-}
-
-fn filled(byte: u8, length: u64) -> Buffer {
-    Buffer::copied(&vec![byte; usize::try_from(length).unwrap()])
-}
-
-fn read(disk: &dyn Disk) -> Vec<u8> {
-    let found = filled(0xee, disk.len());
-    block_on(disk.read(GuestOffset(0), found.clone().into())).unwrap();
-    found.to_vec()
-}
-
-fn contents(file: &dyn Storage) -> Vec<u8> {
-    let all = Buffer::zeroed(usize::try_from(file.length().unwrap()).unwrap());
-    block_on(file.read(0, all.clone().into())).unwrap();
-    all.to_vec()
+    let options = Qcow2Options { cache_size: 0, allocate_ahead: 16 * KB, ..Qcow2Options::default() };
+    TestImage::existing(file).open_over(below, options)
 }
 
 /// What a check finds: leaks.
@@ -60,10 +41,9 @@ fn sound(file: &dyn Storage, what: &str) -> u64 {
 fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_flushed() {
     let mut chance = Chance::new(1);
     for options in kinds() {
-        let made = SparseMemory::file("image", 1 << 30);
-        block_on(create(&made, None, &options)).unwrap();
+        let made = TestImage::new(&options);
         let power = PowerCut::new();
-        let storage = power.storage("image", contents(&made), 1 << 30);
+        let storage = power.storage("image", contents(&*made.file), 1 << 30);
         let disk = open(Arc::clone(&storage), None);
         block_on(disk.write(GuestOffset(0), filled(1, 64 * KB).into())).unwrap();
         block_on(disk.flush()).unwrap();
@@ -92,7 +72,7 @@ fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_
                     block_on(limosa_image::qcow2::repair(&*cut, repaired, CheckOptions::default())).unwrap();
                 }
                 sound(&*cut, &what);
-                let found = read(&*open(cut, None));
+                let found = read_all(&*open(cut, None));
                 let (old, new) = found.split_at(64 << 10);
                 assert!(old.iter().all(|byte| [1, 2].contains(byte)), "{what}");
                 let written = new.len().saturating_sub(64 << 10);
@@ -108,8 +88,7 @@ fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_
 #[test]
 fn a_disk_grows_again_and_again_while_threads_write_and_flush() {
     for options in kinds() {
-        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-        block_on(create(&*file, None, &options)).unwrap();
+        let TestImage { file, .. } = TestImage::new(&options);
         let disk = open(Arc::clone(&file), None);
         thread::scope(|scope| {
             for writer in 0..3_u8 {
@@ -132,10 +111,10 @@ fn a_disk_grows_again_and_again_while_threads_write_and_flush() {
                 block_on(disk.grow(64 * KB + size * 96 * KB)).unwrap();
             }
         });
-        let before = read(&*disk);
+        let before = read_all(&*disk);
         block_on(disk.close()).unwrap();
         assert_eq!(sound(&*file, &format!("{options:?}")), 0, "{options:?}");
-        let after = read(&*open(file, None));
+        let after = read_all(&*open(file, None));
         assert!(before == after && after.len() as u64 == 64 * KB + 16 * 96 * KB, "{options:?}");
         let wrong = after
             .chunks(1024)
@@ -149,20 +128,15 @@ fn a_disk_grows_again_and_again_while_threads_write_and_flush() {
 fn what_the_backing_image_has_behind_the_old_end_is_not_seen_and_what_was_written_is() {
     for options in kinds().into_iter().filter(|options| options.preallocation == Preallocation::Off) {
         let options = CreateOptions { size: 64 * KB + 512, backing_file: Some("below".into()), ..options };
-        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-        block_on(create(&*file, None, &options)).unwrap();
-        let raw = RawOptions { read_only: true, ..RawOptions::default() };
-        let below = || {
-            let bytes = MemoryStorage::with(vec![7; 200 << 10], 200 << 10);
-            Some(Raw::open(Arc::new(bytes), &raw).unwrap() as Arc<dyn Disk>)
-        };
+        let TestImage { file, .. } = TestImage::new(&options);
+        let below = || Some(raw_filled(7, 200 << 10));
         let disk = open(Arc::clone(&file), below());
         block_on(disk.write(GuestOffset(64 * KB), filled(1, 512).into())).unwrap();
         block_on(disk.grow(300 * KB)).unwrap();
         let expected = [vec![7; 64 << 10], vec![1; 512], vec![0; (236 << 10) - 512]].concat();
-        assert!(read(&*disk) == expected, "{options:?}");
+        assert!(read_all(&*disk) == expected, "{options:?}");
         block_on(disk.close()).unwrap();
-        assert!(read(&*open(Arc::clone(&file), below())) == expected, "{options:?}");
+        assert!(read_all(&*open(Arc::clone(&file), below())) == expected, "{options:?}");
         assert_eq!(sound(&*file, &format!("{options:?}")), 0);
     }
 }
@@ -171,8 +145,7 @@ fn what_the_backing_image_has_behind_the_old_end_is_not_seen_and_what_was_writte
 fn a_growth_that_fails_leaves_the_disk_as_it_was_and_can_be_tried_again() {
     for options in kinds() {
         for (nth, fault) in (0..30).flat_map(|nth| Fault::ALL.map(|fault| (nth, fault))) {
-            let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-            block_on(create(&*file, None, &options)).unwrap();
+            let TestImage { file, .. } = TestImage::new(&options);
             let failing = Failing::new();
             let disk = open(failing.over(Arc::clone(&file)), None);
             block_on(disk.write(GuestOffset(0), filled(1, 64 * KB).into())).unwrap();
@@ -188,16 +161,15 @@ fn a_growth_that_fails_leaves_the_disk_as_it_was_and_can_be_tried_again() {
             sound(&*file, &what);
             let expected =
                 [(2, 32), (1, 32), (0, 960), (3, 32), (0, 992)].map(|(byte, kilobytes)| vec![byte; kilobytes << 10]);
-            assert!(read(&*open(file, None)) == expected.concat(), "{what}");
+            assert!(read_all(&*open(file, None)) == expected.concat(), "{what}");
         }
     }
 }
 
 #[test]
 fn a_disk_in_use_does_not_become_shorter() {
-    let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-    block_on(create(&*file, None, &CreateOptions { size: 64 * KB, ..CreateOptions::default() })).unwrap();
-    let disk = open(file, None);
+    let image = TestImage::new(&CreateOptions { size: 64 * KB, ..CreateOptions::default() });
+    let disk = open(image.file, None);
     let said = |size| block_on(disk.grow(size)).unwrap_err().to_string();
     assert_eq!(said(512), "image: it has 65536 bytes; while it is in use it does not become shorter");
     assert_eq!(said(100_000), "image: a size of 100000 bytes, which is no multiple of 512");

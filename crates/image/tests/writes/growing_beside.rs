@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
-use limosa_image::raw::{Raw, RawOptions};
-use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Failing, Fault, Held, SparseMemory};
-use limosa_storage::{Buffer, MemoryStorage, Operation, Storage, block_on};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2, Qcow2Options, check};
+use limosa_image::{Disk, GuestOffset};
+use limosa_storage::testing::{Failing, Fault, Held};
+use limosa_storage::{Operation, Storage, block_on};
+use limosa_testkit::image::{self, TestImage, filled, poll_once, raw_filled};
 
 const CLUSTER: u64 = 64 << 10;
 /// The old end lies within a cluster, and within a subcluster.
@@ -30,8 +30,7 @@ impl Sort {
 }
 
 struct Bed {
-    file: Arc<dyn Storage>,
-    data: Option<Arc<dyn Storage>>,
+    image: TestImage,
     sort: Sort,
 }
 
@@ -47,12 +46,8 @@ impl Bed {
             data_file: (sort == Sort::DataFile).then(|| "data".into()),
             ..CreateOptions::default()
         };
-        let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-        let data =
-            (sort == Sort::DataFile).then(|| -> Arc<dyn Storage> { Arc::new(SparseMemory::file("data", 1 << 30)) });
-        block_on(create(&*file, data.as_deref(), &options)).unwrap();
-        let bed = Self { file, data, sort };
-        let disk = bed.open(|storage| storage);
+        let bed = Self { image: TestImage::new(&options), sort };
+        let disk = bed.open();
         write(&*disk, 0, 1, OLD);
         block_on(disk.close()).unwrap();
         bed
@@ -61,37 +56,27 @@ impl Bed {
     /// The image in use: requests are held from now on.
     fn held(&self, held: &Held) -> Arc<Qcow2> {
         held.open();
-        let disk = self.open(|storage| held.over(storage));
+        let disk = self.open_over(|storage| held.over(storage));
         held.close();
         disk
     }
 
-    fn open(&self, over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> Arc<Qcow2> {
-        let header = block_on(Header::read(&*self.file)).unwrap();
-        let raw = RawOptions { read_only: true, ..RawOptions::default() };
-        let below =
-            || -> Arc<dyn Disk> { Raw::open(Arc::new(MemoryStorage::with(vec![7; 1 << 19], 1 << 19)), &raw).unwrap() };
-        let backing = matches!(self.sort, Sort::Backed | Sort::BackedVersion2).then(below);
-        let parts =
-            Parts { file: over(Arc::clone(&self.file)), data_file: self.data.clone().map(&over), backing, header };
-        block_on(Qcow2::open(parts, Qcow2Options::default())).unwrap()
+    fn open(&self) -> Arc<Qcow2> {
+        self.open_over(|storage| storage)
+    }
+
+    fn open_over(&self, over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> Arc<Qcow2> {
+        let backing = matches!(self.sort, Sort::Backed | Sort::BackedVersion2).then(|| raw_filled(7, 1 << 19));
+        self.image.over(over).open_over(backing, Qcow2Options::default())
     }
 }
 
 fn write(disk: &dyn Disk, at: u64, byte: u8, length: u64) {
-    let bytes = Buffer::copied(&vec![byte; usize::try_from(length).unwrap()]);
-    block_on(disk.write(GuestOffset(at), bytes.into())).unwrap();
+    image::write(disk, at, &filled(byte, length).to_vec());
 }
 
 fn read(disk: &dyn Disk, range: Range<u64>) -> Vec<u8> {
-    let found = Buffer::copied(&vec![0xee; usize::try_from(range.end - range.start).unwrap()]);
-    block_on(disk.read(GuestOffset(range.start), found.clone().into())).unwrap();
-    found.to_vec()
-}
-
-/// Goes on with a request as far as it comes.
-fn goes_on(request: &mut Pending<'_>) -> Poll<bool> {
-    request.as_mut().poll(&mut Context::from_waker(Waker::noop())).map(|done| done.is_ok())
+    image::read(disk, range.start, range.end - range.start)
 }
 
 fn corruptions(file: &dyn Storage) -> u64 {
@@ -110,7 +95,7 @@ fn zeroing_up_to_the_old_end_leaves_what_was_written_behind_it_meanwhile() {
                 how => disk.write_zeroes(GuestOffset(512), OLD - 512, how == "unmap"),
             };
             // It has begun, and waits for a table.
-            assert!(goes_on(&mut zeroing).is_pending());
+            assert!(poll_once(&mut zeroing).is_pending());
             held.open();
             block_on(disk.grow(NEW)).unwrap();
             write(&*disk, OLD, 3, CLUSTER);
@@ -126,8 +111,8 @@ fn zeroing_up_to_the_old_end_leaves_what_was_written_behind_it_meanwhile() {
             };
             sound(&*disk);
             block_on(disk.close()).unwrap();
-            sound(&*bed.open(|storage| storage));
-            assert_eq!(corruptions(&*bed.file), 0, "{what}");
+            sound(&*bed.open());
+            assert_eq!(corruptions(&*bed.image.file), 0, "{what}");
         }
     }
 }
@@ -139,14 +124,14 @@ fn a_disk_that_is_made_longer_twice_at_once_keeps_what_was_written_in_between() 
         let held = Held::only(&[Operation::Flush, Operation::Read]);
         let disk = bed.held(&held);
         let mut slow = disk.grow(NEW);
-        assert!(goes_on(&mut slow).is_pending());
+        assert!(poll_once(&mut slow).is_pending());
         held.open();
         let mut quick = disk.grow(NEW);
         let mut is_slow_over = false;
         let grown = loop {
-            match goes_on(&mut quick) {
+            match poll_once(&mut quick) {
                 Poll::Ready(grown) => break grown,
-                Poll::Pending => is_slow_over = is_slow_over || goes_on(&mut slow).is_ready(),
+                Poll::Pending => is_slow_over = is_slow_over || poll_once(&mut slow).is_ready(),
             }
         };
         assert!(grown, "{sort:?}");
@@ -156,7 +141,7 @@ fn a_disk_that_is_made_longer_twice_at_once_keeps_what_was_written_in_between() 
         }
         assert!(read(&*disk, OLD..NEW).iter().all(|byte| *byte == 3), "{sort:?}");
         block_on(disk.close()).unwrap();
-        assert!(read(&*bed.open(|storage| storage), OLD..NEW).iter().all(|byte| *byte == 3), "{sort:?}");
+        assert!(read(&*bed.open(), OLD..NEW).iter().all(|byte| *byte == 3), "{sort:?}");
     }
 }
 
@@ -167,14 +152,14 @@ fn a_growth_that_nobody_waits_for_any_more_keeps_no_other_from_its_end() {
     let disk = bed.held(&held);
     let mut left = disk.grow(NEW);
     let mut dropped = disk.grow(NEW);
-    assert!(goes_on(&mut left).is_pending() && goes_on(&mut dropped).is_pending());
+    assert!(poll_once(&mut left).is_pending() && poll_once(&mut dropped).is_pending());
     drop(dropped);
     held.open();
     block_on(disk.grow(2 * NEW)).unwrap();
     assert_eq!(disk.len(), 2 * NEW);
     drop(left);
     block_on(disk.close()).unwrap();
-    assert_eq!(corruptions(&*bed.file), 0);
+    assert_eq!(corruptions(&*bed.image.file), 0);
 }
 
 #[test]
@@ -188,12 +173,10 @@ fn a_growth_that_fails_wherever_it_does_leaves_the_file_whole_at_once() {
     for options in kinds {
         for fault in Fault::ALL {
             for nth in 0.. {
-                let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 30));
-                let header = block_on(create(&*file, None, &options)).unwrap();
+                let TestImage { file, .. } = TestImage::new(&options);
                 let failing = Failing::only(&[Operation::Write, Operation::Flush]);
-                let parts = Parts { file: failing.over(Arc::clone(&file)), data_file: None, backing: None, header };
                 let usual = Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() };
-                let disk = block_on(Qcow2::open(parts, usual)).unwrap();
+                let disk = TestImage::existing(failing.over(Arc::clone(&file))).open_with(usual);
                 write(&*disk, 0, 1, 64 << 10);
                 block_on(disk.flush()).unwrap();
                 failing.fail(nth, 1, fault);

@@ -5,39 +5,29 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use limosa_image::chain::{Image, OpenOptions, open_image};
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Qcow2, Qcow2Options, check};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::{Failing, Fault};
-use limosa_storage::{Buffer, MemoryStorage, Operation, Storage, block_on};
+use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
+use limosa_testkit::image::{self, TestImage, filled};
 use limosa_testkit::{qemu_img, qemu_io, qemu_skipped, scratch};
 
 const CLUSTER: u64 = 64 << 10;
 
-fn filled(byte: u8, length: u64) -> Buffer {
-    Buffer::copied(&vec![byte; usize::try_from(length).unwrap()])
-}
-
 fn read(disk: &Qcow2, at: u64) -> Vec<u8> {
-    let found = Buffer::zeroed(512);
-    block_on(disk.read(GuestOffset(at), found.clone().into())).unwrap();
-    found.to_vec()
+    image::read(disk, at, 512)
 }
 
 fn open_over(file: Arc<dyn Storage>, read_only: bool) -> Result<Arc<Qcow2>, ImageError> {
-    block_on(async {
-        let header = Header::read(&*file).await?;
-        let options = Qcow2Options { read_only, ..Qcow2Options::default() };
-        Qcow2::open(Parts { file, data_file: None, backing: None, header }, options).await
-    })
+    TestImage::existing(file).try_open(None, Qcow2Options { read_only, ..Qcow2Options::default() })
 }
 
 /// An image that was written, flushed, and not closed.
 fn abandoned() -> MemoryStorage {
     let storage = MemoryStorage::new(16 << 20);
     let options = CreateOptions { size: 64 << 20, lazy_refcounts: true, ..CreateOptions::default() };
-    block_on(create(&storage, None, &options)).unwrap();
-    let disk = open_over(Arc::new(storage.clone()), false).unwrap();
+    let disk = TestImage::create_in(Arc::new(storage.clone()), &options).open();
     assert!(disk.repaired().is_none());
     block_on(disk.write(GuestOffset(0), filled(1, 3 * CLUSTER).into())).unwrap();
     block_on(disk.write(GuestOffset(32 << 20), filled(2, CLUSTER).into())).unwrap();

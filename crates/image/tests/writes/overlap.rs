@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
+use limosa_image::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create};
 use limosa_image::{Disk, GuestOffset, HostOffset, ImageError};
-use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
+use limosa_storage::{MemoryStorage, Storage, block_on};
+use limosa_testkit::image::{self, TestImage, filled, number, put};
 
 const CLUSTER: u64 = 64 << 10;
 const COPIED: u64 = 1 << 63;
@@ -31,8 +32,8 @@ impl Victim {
         // A snapshot without contents: its table, and an L1 table of zeros.
         let end = victim.storage.length().unwrap().next_multiple_of(CLUSTER);
         let table = [&(end + CLUSTER).to_be_bytes()[..], &1_u32.to_be_bytes(), &[0, 1, 0, 1], &[0; 16], &[0; 4]];
-        victim.put(end, &[&table.concat()[..], &24_u32.to_be_bytes()[..], &[0; 24], b"1s"].concat());
-        victim.put(end + CLUSTER, &vec![0; 64 << 10]);
+        put(&victim.storage, end, &[&table.concat()[..], &24_u32.to_be_bytes()[..], &[0; 24], b"1s"].concat());
+        put(&victim.storage, end + CLUSTER, &vec![0; 64 << 10]);
         victim.header.snapshots = (HostOffset(end), 1);
         block_on(victim.header.write_fields(&victim.storage)).unwrap();
         for at in [end, end + CLUSTER] {
@@ -46,39 +47,26 @@ impl Victim {
     }
 
     fn open_with(&self, options: Qcow2Options) -> Arc<Qcow2> {
-        block_on(async {
-            let header = Header::read(&self.storage).await.unwrap();
-            let parts = Parts { file: Arc::new(self.storage.clone()), data_file: None, backing: None, header };
-            Qcow2::open(parts, options).await.unwrap()
-        })
-    }
-
-    fn put(&self, at: u64, bytes: &[u8]) {
-        block_on(self.storage.write(at, Buffer::copied(bytes).into())).unwrap();
-    }
-
-    fn number(&self, at: u64) -> u64 {
-        let at = usize::try_from(at).unwrap();
-        u64::from_be_bytes(self.storage.contents()[at..at + 8].try_into().unwrap())
+        TestImage::existing(Arc::new(self.storage.clone())).open_with(options)
     }
 
     fn block(&self) -> u64 {
-        self.number(self.header.refcount_table.0.0)
+        number(&self.storage, self.header.refcount_table.0.0)
     }
 
     fn l2(&self) -> u64 {
-        self.number(self.header.l1.0.0) & OFFSET
+        number(&self.storage, self.header.l1.0.0) & OFFSET
     }
 
     fn set_refcount(&self, at: u64, count: u16) {
-        self.put(self.block() + at / CLUSTER * 2, &count.to_be_bytes());
+        put(&self.storage, self.block() + at / CLUSTER * 2, &count.to_be_bytes());
     }
 
     fn set_entry(&self, entry: u64, bitmap: u64) {
         if self.header.features.extended_l2() {
-            self.put(self.l2() + FORGED * 16, &[entry.to_be_bytes(), bitmap.to_be_bytes()].concat());
+            put(&self.storage, self.l2() + FORGED * 16, &[entry.to_be_bytes(), bitmap.to_be_bytes()].concat());
         } else {
-            self.put(self.l2() + FORGED * 8, &entry.to_be_bytes());
+            put(&self.storage, self.l2() + FORGED * 8, &entry.to_be_bytes());
         }
     }
 
@@ -123,10 +111,6 @@ impl Victim {
             assert!(before[cluster.clone()] == after[cluster], "{other}");
         }
     }
-}
-
-fn filled(byte: u8, length: u64) -> Buffer {
-    Buffer::copied(&vec![byte; usize::try_from(length).unwrap()])
 }
 
 const HERE: GuestOffset = GuestOffset(FORGED * CLUSTER);
@@ -226,9 +210,7 @@ fn a_new_table_is_not_given_back_with_contents_that_were_said_to_lie_there_befor
     assert!(block_on(Header::read(&victim.storage)).unwrap().features.corrupt());
     block_on(disk.close()).unwrap();
     let disk = victim.open_with(Qcow2Options { read_only: true, ..Qcow2Options::default() });
-    let found = Buffer::zeroed(512);
-    block_on(disk.read(far, found.clone().into())).unwrap();
-    assert_eq!(found.to_vec(), [7; 512]);
+    assert_eq!(image::read(&*disk, far.0, 512), [7; 512]);
 }
 
 #[test]
@@ -237,7 +219,7 @@ fn tables_that_lie_on_each_other_are_not_written() {
     // An entry of the L1 table that leads to another table.
     for (name, at) in Victim::new(false).tables().into_iter().filter(|(name, _)| *name != "L2 table") {
         let victim = Victim::new(false);
-        victim.put(victim.header.l1.0.0, &(COPIED | at).to_be_bytes());
+        put(&victim.storage, victim.header.l1.0.0, &(COPIED | at).to_be_bytes());
         let named = if name == "refcount block" { name } else { "L2 table" };
         victim.refuses(named, at, write);
     }
@@ -245,7 +227,7 @@ fn tables_that_lie_on_each_other_are_not_written() {
     for (name, at) in Victim::new(false).tables() {
         let victim = Victim::new(false);
         let second = victim.header.refcount_table.0.0 + 8;
-        victim.put(second, &at.to_be_bytes());
+        put(&victim.storage, second, &at.to_be_bytes());
         assert!(!name.is_empty());
         victim.refuses("refcount block", at, write);
     }
@@ -253,8 +235,8 @@ fn tables_that_lie_on_each_other_are_not_written() {
     let victim = Victim::new(false);
     let mut header = victim.header.clone();
     header.snapshots.0 = header.l1.0;
-    victim.put(header.l1.0.0, &vec![0; 64 << 10]);
-    victim.put(header.l1.0.0 + 36, &24_u32.to_be_bytes());
+    put(&victim.storage, header.l1.0.0, &vec![0; 64 << 10]);
+    put(&victim.storage, header.l1.0.0 + 36, &24_u32.to_be_bytes());
     block_on(header.write_fields(&victim.storage)).unwrap();
     let error = write(&victim.open()).unwrap_err();
     assert!(error.to_string().contains("lies there, too"), "{error}");
@@ -268,17 +250,17 @@ fn a_refcount_block_is_not_made_where_a_table_lies() {
     let mut header = block_on(create(&storage, None, &options)).unwrap();
     let victim = Victim { storage, header: header.clone() };
     let ones: Vec<u8> = (0..64).flat_map(|_| 1_u64.to_be_bytes()).collect();
-    victim.put(victim.block(), &ones);
+    put(&victim.storage, victim.block(), &ones);
     let table = header.refcount_table.0.0;
     for behind in [64, 64 * 64] {
         // At first the second block is missing; then the whole table is full, and a longer one is to be made.
         for entry in 1..behind / 64 {
             let block = (1 << 20) + entry * 512;
-            victim.put(block, &ones);
-            victim.put(table + entry * 8, &block.to_be_bytes());
+            put(&victim.storage, block, &ones);
+            put(&victim.storage, table + entry * 8, &block.to_be_bytes());
         }
         let at = behind * 512;
-        victim.put(at, &vec![0; 4096]);
+        put(&victim.storage, at, &vec![0; 4096]);
         header.l1.0 = HostOffset(at);
         block_on(header.write_fields(&victim.storage)).unwrap();
         let disk = victim.open();
