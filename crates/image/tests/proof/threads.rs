@@ -176,15 +176,16 @@ mod tests {
     #[test]
     fn threads_on_the_same_bytes_find_out_what_no_order_explains() {
         let first = vec![3; 64 << 10];
-        let found = |defect| {
+        let found = |defect, seed| {
             let memory = SparseMemory::file_with("disk", first.clone(), 1 << 20);
-            let storage = Delayed::new(1, Duration::from_micros(50)).over(Arc::new(memory));
-            let plan = Plan { seed: 1, cluster: SECTOR, steps: 200, depth: 1, drops: false, discards_may_stay: false };
+            let storage = Delayed::new(seed, Duration::from_micros(50)).over(Arc::new(memory));
+            let plan = Plan { seed, cluster: SECTOR, steps: 200, depth: 1, drops: false, discards_may_stay: false };
             overlapping(&Plain::disk(storage, first.len() as u64, defect), &first, 4, plan)
         };
-        found(None).unwrap();
+        found(None, 1).unwrap();
         for defect in [Defect::LosesWrites, Defect::RunsOver, Defect::SpeaksTooEarly] {
-            found(Some(defect)).expect_err(&format!("{defect:?}"));
+            // It shows only where requests meet: on a busy machine threads may take turns, and do so for a whole run.
+            assert!((1..=50).any(|seed| found(Some(defect), seed).is_err()), "{defect:?} is not found out");
         }
     }
 }
