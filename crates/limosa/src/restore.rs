@@ -10,7 +10,8 @@ use limosa_migrate::{Job, MigrateError};
 use limosa_qemu::guard::Guard;
 use limosa_qemu::job::JobError;
 use limosa_qemu::restore::{
-    LazyReport, Mode, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover, restore,
+    LazyReport, Mode, Restore, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover,
+    restore,
 };
 use serde_json::{Value, json};
 
@@ -57,7 +58,15 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     // A detached pager must not hold its caller's terminal open, and neither must its guard.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
     let guard = || Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp(), stderr())?));
-    let done = go(&monitor, &snapshot, snapshot.path(), &options, handles.watch(), &observer, &guard);
+    let done = go(Restore {
+        monitor: &monitor,
+        snapshot: &snapshot,
+        path: snapshot.path(),
+        options: &options,
+        watch: handles.watch(),
+        observer: &observer,
+        guarded: &guard,
+    });
     let phase = handles.progress.read().phase;
     drop(handles);
     let report = match done {

@@ -19,7 +19,7 @@ use limosa_qemu::job::Watch;
 use limosa_qemu::launch::{CommandLine, check, launch};
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Options, QmpError};
-use limosa_qemu::restore::{RestoreReport, restore};
+use limosa_qemu::restore::{Restore, RestoreReport, restore};
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
@@ -123,13 +123,10 @@ fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, 
         Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))
     };
     let listen = |path: &Path| job::listen(path, Job::Restore, &control, &progress);
-    let result = args
-        .steer
-        .control
-        .as_deref()
-        .map(listen)
-        .transpose()
-        .and_then(|_socket| Ok(restore(&monitor, snapshot, &args.snapshot, &options, watch, &observer, &guard)?));
+    let result = args.steer.control.as_deref().map(listen).transpose().and_then(|_socket| {
+        let (monitor, path, options) = (&monitor, &args.snapshot, &options);
+        Ok(restore(Restore { monitor, snapshot, path, options, watch, observer: &observer, guarded: &guard })?)
+    });
     let lazy_guest = observer.has_lazy_guest();
     let result = if lazy_guest { result } else { result.context("not restored; the snapshot is unchanged") };
     Attempt { result, lazy_guest, monitor: Some(monitor) }

@@ -44,6 +44,22 @@ pub(crate) fn count(places: &[Place]) -> u64 {
     places.iter().map(|place| place.pages.div_ceil(CHUNK_PAGES)).sum()
 }
 
+/// A RAM block of a snapshot: its number, where it lies, and which of its pages are stored.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StoredBlock<'a> {
+    pub(crate) index: usize,
+    pub(crate) place: &'a Place,
+    pub(crate) stored: &'a PageBitmap,
+}
+
+/// A chunk of a RAM block.
+struct Chunk<'a> {
+    place: &'a Place,
+    pages: PageRange,
+    /// Its index among all chunks of the snapshot.
+    index: u64,
+}
+
 /// The pages of the `index`-th chunk of a block.
 fn chunk_pages(place: &Place, index: u64) -> PageRange {
     let start = PageNumber(index * CHUNK_PAGES);
@@ -208,8 +224,7 @@ impl Verifier {
     pub(crate) fn read(
         &self,
         file: &StoreFile,
-        (block, place): (usize, &Place),
-        stored: &PageBitmap,
+        StoredBlock { index: block, place, stored }: StoredBlock<'_>,
         pages: PageRange,
         mut into: &mut [u8],
     ) -> Result<(), SnapshotError> {
@@ -217,28 +232,28 @@ impl Verifier {
         while !rest.is_empty() {
             let index = rest.start.0 / CHUNK_PAGES;
             let chunk = chunk_pages(place, index);
+            let whole = Chunk { place, pages: chunk, index: self.global(block, index) };
             let (now, later) = rest.split_at(chunk.end);
             rest = later;
             let Some(part) = into.split_off_mut(..length(now)) else {
                 return Err(file.misuse("a buffer shorter than the pages it is for".to_owned()));
             };
-            let global = self.global(block, index);
             if stored.count_in(chunk) == 0 {
-                self.check(file, place, chunk, global, self.zeros.of(chunk))?;
+                self.check(file, &whole, self.zeros.of(chunk))?;
                 part.fill(0);
             } else if now == chunk {
                 // A whole chunk is verified where it lies, which costs no reading.
                 file.read_pages(place, stored, chunk, part)?;
-                self.check(file, place, chunk, global, crc32c::crc32c(part))?;
-            } else if let Some(cached) = self.cached(global) {
+                self.check(file, &whole, crc32c::crc32c(part))?;
+            } else if let Some(cached) = self.cached(whole.index) {
                 copy(file, &cached, chunk, now, part)?;
             } else {
                 // Also if it was verified before: that was another reading of the file.
                 let mut buffer = vec![0; length(chunk)];
                 file.read_pages(place, stored, chunk, &mut buffer)?;
-                self.check(file, place, chunk, global, crc32c::crc32c(&buffer))?;
+                self.check(file, &whole, crc32c::crc32c(&buffer))?;
                 copy(file, &buffer, chunk, now, part)?;
-                self.keep(global, buffer.into());
+                self.keep(whole.index, buffer.into());
             }
         }
         Ok(())
@@ -248,8 +263,7 @@ impl Verifier {
     pub(crate) fn verify(
         &self,
         file: &StoreFile,
-        (block, place): (usize, &Place),
-        stored: &PageBitmap,
+        StoredBlock { index: block, place, stored }: StoredBlock<'_>,
         pages: PageRange,
     ) -> Result<(), SnapshotError> {
         let mut buffer = Vec::new();
@@ -258,8 +272,8 @@ impl Verifier {
             let index = rest.start.0 / CHUNK_PAGES;
             let chunk = chunk_pages(place, index);
             rest = rest.split_at(chunk.end).1;
-            let global = self.global(block, index);
-            if self.verified.get(PageNumber(global)) {
+            let whole = Chunk { place, pages: chunk, index: self.global(block, index) };
+            if self.verified.get(PageNumber(whole.index)) {
                 continue;
             }
             let found = if stored.count_in(chunk) == 0 {
@@ -269,7 +283,7 @@ impl Verifier {
                 file.read_pages(place, stored, chunk, &mut buffer)?;
                 crc32c::crc32c(&buffer)
             };
-            self.check(file, place, chunk, global, found)?;
+            self.check(file, &whole, found)?;
         }
         Ok(())
     }
@@ -280,23 +294,17 @@ impl Verifier {
     }
 
     /// Compares the checksum `found` of a whole chunk with the one that was recorded.
-    fn check(
-        &self,
-        file: &StoreFile,
-        place: &Place,
-        chunk: PageRange,
-        global: u64,
-        found: u32,
-    ) -> Result<(), SnapshotError> {
-        let recorded = usize::try_from(global).ok().and_then(|index| self.recorded.get(index)).copied();
+    fn check(&self, file: &StoreFile, chunk: &Chunk<'_>, found: u32) -> Result<(), SnapshotError> {
+        let Chunk { place, pages, index } = *chunk;
+        let recorded = usize::try_from(index).ok().and_then(|index| self.recorded.get(index)).copied();
         let Some(recorded) = recorded else {
-            return Err(file.misuse(format!("no checksum for {chunk} of RAM block {}", place.name)));
+            return Err(file.misuse(format!("no checksum for {pages} of RAM block {}", place.name)));
         };
         if found != recorded {
             let (path, block) = (file.path().to_path_buf(), place.name.clone());
-            return Err(SnapshotError::Checksum { path, block, offset: chunk.start.offset(), recorded, found });
+            return Err(SnapshotError::Checksum { path, block, offset: pages.start.offset(), recorded, found });
         }
-        self.verified.set(PageNumber(global));
+        self.verified.set(PageNumber(index));
         Ok(())
     }
 

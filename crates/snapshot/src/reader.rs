@@ -18,7 +18,7 @@ use limosa_stream::mapped_ram::Layout;
 use rustix::fs::FileType;
 
 use crate::anatomy::Anatomy;
-use crate::checksum::{self, Verifier};
+use crate::checksum::{self, StoredBlock, Verifier};
 use crate::error::SnapshotError;
 use crate::lock;
 use crate::manifest::Manifest;
@@ -289,7 +289,7 @@ impl Snapshot {
     pub fn verify(&self, block: usize, pages: PageRange) -> Result<(), SnapshotError> {
         let Some(verifier) = &self.verifier else { return Ok(()) };
         let (place, stored) = self.block(block, pages)?;
-        verifier.verify(&self.file, (block, place), stored, pages)?;
+        verifier.verify(&self.file, StoredBlock { index: block, place, stored }, pages)?;
         self.still_whole()
     }
 
@@ -313,7 +313,7 @@ impl Snapshot {
             return Err(self.file.misuse(format!("a buffer of {} bytes for {pages}", into.len())));
         }
         match &self.verifier {
-            Some(verifier) => verifier.read(&self.file, (block, place), stored, pages, into)?,
+            Some(verifier) => verifier.read(&self.file, StoredBlock { index: block, place, stored }, pages, into)?,
             None => self.file.read_pages(place, stored, pages, into)?,
         }
         self.still_whole()

@@ -122,9 +122,8 @@ impl Iterator for Places {
     }
 }
 
-fn entry(how: Registered, file: RawFd, load: Load, memory: *mut u8, slot: usize, at: u64) -> squeue::Entry {
+fn entry(how: Registered, file: RawFd, load: Load, (slot, start): (usize, *mut u8), at: u64) -> squeue::Entry {
     let len = load.size as u32;
-    let start = memory.wrapping_add(slot * load.size);
     macro_rules! with {
         ($file:expr) => {
             match (load.write, how.buffers) {
@@ -166,9 +165,9 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
         while begun < load.count
             && let Some(slot) = free.pop()
         {
-            let at = places.next().unwrap_or_default();
+            let (at, place) = (places.next().unwrap_or_default(), (slot, memory.wrapping_add(slot * load.size)));
             // SAFETY: memory and file outlive the ring.
-            unsafe { ring.submission().push(&entry(how, file, load, memory, slot, at))? };
+            unsafe { ring.submission().push(&entry(how, file, load, place, at))? };
             begun += 1;
         }
         ring.submit_and_wait(1)?;

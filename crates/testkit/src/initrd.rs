@@ -1,6 +1,6 @@
 //! An initial RAM disk: a cpio archive of the "new ASCII" form (kernel docs: driver-api/early-userspace/buffer-format).
 
-use anyhow::{Context as _, Result};
+use anyhow::{Result, ensure};
 
 /// An archive being written.
 #[derive(Debug, Default)]
@@ -12,30 +12,31 @@ pub(crate) struct Initrd {
 impl Initrd {
     /// Adds a folder.
     pub(crate) fn folder(&mut self, path: &str) {
-        self.entry(path, 0o040_755, (0, 0), 0, &[]);
+        self.entry(path, 0o040_755, (0, 0), &[]);
     }
 
     /// Adds a character device.
     pub(crate) fn character_device(&mut self, path: &str, major: u32, minor: u32) {
-        self.entry(path, 0o020_600, (major, minor), 0, &[]);
+        self.entry(path, 0o020_600, (major, minor), &[]);
     }
 
     /// Adds a file.
     pub(crate) fn file(&mut self, path: &str, permissions: u32, content: &[u8]) -> Result<()> {
-        let size = u32::try_from(content.len()).with_context(|| format!("{path} is too large for an initrd"))?;
-        self.entry(path, 0o100_000 | permissions, (0, 0), size, content);
+        ensure!(u32::try_from(content.len()).is_ok(), "{path} is too large for an initrd");
+        self.entry(path, 0o100_000 | permissions, (0, 0), content);
         Ok(())
     }
 
     /// The archive with its end mark.
     pub(crate) fn finish(mut self) -> Vec<u8> {
         self.entries = 0;
-        self.entry("TRAILER!!!", 0, (0, 0), 0, &[]);
+        self.entry("TRAILER!!!", 0, (0, 0), &[]);
         self.archive
     }
 
-    fn entry(&mut self, path: &str, mode: u32, device: (u32, u32), size: u32, content: &[u8]) {
+    fn entry(&mut self, path: &str, mode: u32, device: (u32, u32), content: &[u8]) {
         self.entries += 1;
+        let size = u32::try_from(content.len()).unwrap_or(u32::MAX);
         let name_size = u32::try_from(path.len() + 1).unwrap_or(u32::MAX);
         // inode, mode, user, group, links, time, size, device of the file (2), device (2), name's size, checksum
         let fields = [self.entries, mode, 0, 0, 1, 0, size, 0, 0, device.0, device.1, name_size, 0];

@@ -259,16 +259,17 @@ fn faults(recipe: &Recipe, seed: u64) -> Verdict {
         let kept = Kept::new();
         let _ = bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is);
         let open_over = |over: &Over<'_>| open(kept.again(&bed, over), &mut Chance::new(seed));
-        let found = faults::run(&bed.first, plan, after, times, fault, &open_over).and_then(|ended| {
-            most = most.min(ended.requests.0);
-            if let Some(seen) = ended.seen {
-                return bed.judge(&kept.contents(), &seen, true);
-            }
-            bed.check(&kept.contents(), true)?;
-            let options = Qcow2Options { read_only: true, ..Qcow2Options::default() };
-            let seen = read_all(&*open_as(kept.again(&bed, &as_it_is), options)?)?;
-            ended.watched.history.survived(&seen, usize::MAX)
-        });
+        let found =
+            faults::run(&bed.first, plan, faults::Failure { after, times, fault }, &open_over).and_then(|ended| {
+                most = most.min(ended.requests.0);
+                if let Some(seen) = ended.seen {
+                    return bed.judge(&kept.contents(), &seen, true);
+                }
+                bed.check(&kept.contents(), true)?;
+                let options = Qcow2Options { read_only: true, ..Qcow2Options::default() };
+                let seen = read_all(&*open_as(kept.again(&bed, &as_it_is), options)?)?;
+                ended.watched.history.survived(&seen, usize::MAX)
+            });
         found.map_err(|error| format!("{fault:?} {times} times after {after} requests: {error}"))?;
         bed.restore();
     }

@@ -19,22 +19,29 @@ pub(crate) struct Ended {
     pub(crate) requests: (u64, u64),
 }
 
+/// Which requests to storages fail, and how.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Failure {
+    /// So many succeed before.
+    pub(crate) after: u64,
+    pub(crate) times: u64,
+    pub(crate) fault: Fault,
+}
+
 /// Puts a load on a disk one of whose storage requests fails, or all from one on until the load is over.
 ///
 /// `open` opens the disk, with every storage going through what it is given.
 pub(crate) fn run(
     first: &[u8],
     plan: Plan,
-    after: u64,
-    times: u64,
-    fault: Fault,
+    failure: Failure,
     open: &dyn Fn(&Over<'_>) -> Verdict<Arc<dyn Disk>>,
 ) -> Verdict<Ended> {
     let (held, failing) = (Held::all().lazily(), Failing::new());
     held.open();
     let disk = open(&|storage| held.over(failing.over(storage)))?;
     held.close();
-    failing.fail(after, times, fault);
+    failing.fail(failure.after, failure.times, failure.fault);
     let mut watched = Watched::new(disk, first.to_vec(), plan, &held, PowerCut::new());
     watched.may_fail = true;
     watched.run()?;
@@ -62,7 +69,7 @@ mod tests {
             for after in [0, 5, 20] {
                 let memory = Arc::new(SparseMemory::file_with("disk", first.clone(), 1 << 20));
                 let open = |over: &Over<'_>| Ok(Plain::disk(over(memory.clone()), first.len() as u64, None));
-                let ended = run(&first, plan, after, 3, fault, &open).unwrap();
+                let ended = run(&first, plan, Failure { after, times: 3, fault }, &open).unwrap();
                 assert_eq!((ended.seen.as_ref(), ended.requests.1), (Some(&memory.contents()), 3));
                 ended.watched.history.survived(&memory.contents(), usize::MAX).unwrap();
             }

@@ -191,13 +191,19 @@ pub(super) fn serve(
             error: JobError::Place { what: "start a thread to serve", path: job.path.to_owned(), source },
             guest_runs: false,
         })?;
-        let to_guest = attend(job, &heard, ends, &kept, resumes, || engine.is_finished());
+        let to_guest = attend(job, &heard, &EndGate { ends, open: &kept }, resumes, || engine.is_finished());
         let result = engine.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sender panicked".into())));
         match result {
             Ok(stats) => Ok((stats, to_guest.unwrap_or_else(|| job.begun.elapsed()))),
             Err(error) => Err(Unserved { error: error.into(), guest_runs: loaded.load(Ordering::Acquire) }),
         }
     })
+}
+
+/// What the stream's end waits for: QEMU has duplicates of limosa's ends of the channels.
+struct EndGate<'a> {
+    ends: &'a Ends,
+    open: &'a AtomicBool,
 }
 
 /// Looks after the monitor while the engine runs: tells when the guest is there, and opens the gate to the stream's end.
@@ -207,8 +213,7 @@ pub(super) fn serve(
 fn attend(
     job: &RestoreJob<'_>,
     heard: &mpsc::Receiver<Milestone>,
-    ends: &Ends,
-    kept: &AtomicBool,
+    gate: &EndGate<'_>,
     resumes: bool,
     over: impl Fn() -> bool,
 ) -> Option<Duration> {
@@ -222,8 +227,8 @@ fn attend(
         match message {
             Some(Milestone::DevicesLoaded) => loaded = true,
             Some(Milestone::AllPlaced) => {
-                keep_open(job.monitor, ends);
-                kept.store(true, Ordering::Release);
+                keep_open(job.monitor, gate.ends);
+                gate.open.store(true, Ordering::Release);
             }
             None if ended && (!waits_for_guest || job.is_unloaded()) => return to_guest,
             None => {}

@@ -135,23 +135,38 @@ pub struct RestoreReport {
     pub vm_state: String,
 }
 
-/// Restores `snapshot`, which was opened from `path`, into the QEMU behind `monitor`.
-///
-/// A lazy restore starts the guest long before its memory is there; `guarded` starts the process that brings the rest if
-/// this one is killed.
+/// What is restored, where to, and how.
+#[derive(Clone, Copy)]
+pub struct Restore<'a> {
+    /// The QEMU that takes the VM.
+    pub monitor: &'a Monitor,
+    /// The VM.
+    pub snapshot: &'a Snapshot,
+    /// Where the snapshot was opened.
+    pub path: &'a Path,
+    /// How the VM is to be restored.
+    pub options: &'a RestoreOptions,
+    /// Steers and observes the transfer.
+    pub watch: Watch<'a>,
+    /// Is told when the guest runs.
+    pub observer: &'a dyn RestoreObserver,
+    /// Starts the process that brings the rest of a lazy restore if this one is killed.
+    pub guarded: &'a StartGuard<'a>,
+}
+
+impl std::fmt::Debug for Restore<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Restore").field("path", &self.path).field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// Restores a snapshot. A lazy restore starts the guest long before its memory is there.
 ///
 /// # Errors
 /// Before the guest runs: the QEMU has to be thrown away, and a fresh one can be tried with; the snapshot is untouched.
 /// After: the guest stalls on missing pages, and [`recover`] goes on.
-pub fn restore(
-    monitor: &Monitor,
-    snapshot: &Snapshot,
-    path: &Path,
-    options: &RestoreOptions,
-    watch: Watch<'_>,
-    observer: &dyn RestoreObserver,
-    guarded: &StartGuard<'_>,
-) -> Result<RestoreReport, JobError> {
+pub fn restore(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
+    let Restore { monitor, snapshot, path, options, watch, observer, guarded } = restore;
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
     let (runs, page_sizes) = (plan.runs, plan.page_sizes);

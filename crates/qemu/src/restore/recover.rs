@@ -1,6 +1,5 @@
 //! Finishing a lazy restore that was interrupted.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,8 +8,8 @@ use limosa_migrate::PostcopySource;
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
-use super::{RestoreJob, RestoreObserver, RestoreOptions, RestoreReport, StartGuard, identity, lazy, preflight};
-use crate::job::{JobError, Watch};
+use super::{Restore, RestoreJob, RestoreReport, identity, lazy, preflight};
+use crate::job::JobError;
 use crate::marker::{JobKind, JobMarker, MarkerError};
 use crate::monitor::{MigrationStatus, Monitor};
 use crate::process::ProcessIdentity;
@@ -18,19 +17,12 @@ use crate::process::ProcessIdentity;
 /// How long QEMU may take to notice that its channel is gone.
 const PAUSED_WITHIN: Duration = Duration::from_secs(10);
 
-/// Goes on with a lazy restore of `snapshot` whose limosa died or was told to leave the guest paused.
+/// Goes on with a lazy restore whose limosa was killed, or was told to leave the guest paused.
 ///
 /// # Errors
 /// If this QEMU does not stand on this snapshot, or is not in need. After a failure it can be tried again.
-pub fn recover(
-    monitor: &Monitor,
-    snapshot: &Snapshot,
-    path: &Path,
-    options: &RestoreOptions,
-    watch: Watch<'_>,
-    observer: &dyn RestoreObserver,
-    guarded: &StartGuard<'_>,
-) -> Result<RestoreReport, JobError> {
+pub fn recover(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
+    let Restore { monitor, snapshot, path, options, watch, observer, guarded } = restore;
     let begun = Instant::now();
     let mut marker = own_marker(monitor, snapshot)?;
     match marker.claim(monitor) {
