@@ -64,3 +64,8 @@ pub use reception::{Reception, RefusalLog};
 pub use tls::{KernelTls, Tls, TlsFailure, UnknownKernelTls};
 pub use uri::{Uri, UriError};
 pub use zero_copy::{Lending, ZeroCopy};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

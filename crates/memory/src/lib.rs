@@ -61,3 +61,8 @@ pub use layout::GuestLayout;
 pub use loan::Loan;
 pub use memory::{GuestMemory, GuestRegion};
 pub use release::Method;
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

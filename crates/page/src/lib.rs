@@ -44,3 +44,8 @@ pub mod zero;
 pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap};
 pub use number::{PAGE_BITS, PAGE_LEN, PAGE_SIZE, PageNumber};
 pub use range::PageRange;
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -88,3 +88,8 @@ fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     let probe = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
     Ok(net::connect(&probe, address) == Err(Errno::CONNREFUSED))
 }
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

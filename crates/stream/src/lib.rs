@@ -95,3 +95,8 @@ pub use device_sections::DeviceSections;
 pub use error::{EncodeError, Fault, Feature, StreamError};
 pub use ram::RamBlock;
 pub use return_path::{ReturnDecoder, ReturnMessage};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
