@@ -166,6 +166,7 @@ impl Flusher {
             let [table, why] = cut_off(fault);
             return Err(self.header.broken(table, why).await);
         }
+        self.header.ascertain().await?;
         self.allocator.write_out().await?;
         let CapturedTables { l1, slices, new } = captured;
         let cluster = self.context.geometry().cluster_size();

@@ -1,6 +1,7 @@
 //! The header of an image in use, and everything that is done one after the other: changes of refcounts and of the header.
 //!
-//! Law: what the header says in memory it says in the file, durably. An image that was found to be corrupt is marked as such, durably, and
+//! Law: what the header says in memory it says in the file, durably. After a change that failed the file may say either; memory says what
+//! was before, and the next flush has the file say so, too, before anything else. An image that was found to be corrupt is marked as such, durably, and
 //! nothing more is written for the guest, or given back; what was acknowledged before is still flushed.
 
 use std::sync::Arc;
@@ -30,6 +31,8 @@ pub(super) struct HeaderOwner {
     serial: Serial,
     begun: AtomicBool,
     marked_corrupt: AtomicBool,
+    /// A change failed: the file's header may be another than that in memory.
+    uncertain: AtomicBool,
 }
 
 impl HeaderOwner {
@@ -41,6 +44,7 @@ impl HeaderOwner {
             serial: Serial::new(Rank::Serial),
             begun: AtomicBool::new(false),
             marked_corrupt: AtomicBool::new(false),
+            uncertain: AtomicBool::new(false),
         }
     }
 
@@ -74,14 +78,26 @@ impl HeaderOwner {
         self.serial.clear();
     }
 
-    /// Changes fields of the header, durably. Only within [`HeaderOwner::exclusively`].
+    /// Changes fields of the header, durably; if that fails, memory says what was before. Only within [`HeaderOwner::exclusively`].
     pub(super) async fn change(&self, change: impl FnOnce(&mut Header)) -> Result<(), ImageError> {
         let mut header = self.now();
         change(&mut header);
         self.context.counters().add(Purpose::HeaderWrite, header.encode_fields().len() as u64);
+        self.uncertain.store(true, Ordering::Release);
         header.write_fields(&**self.context.file()).await?;
+        self.context.flush_file().await?;
         *self.header.lock() = header;
-        self.context.flush_file().await
+        self.uncertain.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// Has the file say what memory says, if a change failed before. Whatever the flush writes next is where the header leads to.
+    pub(super) async fn ascertain(self: &Arc<Self>) -> Result<(), ImageError> {
+        if !self.uncertain.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let owner = Arc::clone(self);
+        self.exclusively(async move { owner.change(|_| {}).await }.boxed()).await
     }
 
     /// The file's header was changed by others to lead to this refcount table. Only within [`HeaderOwner::exclusively`].
@@ -163,9 +179,10 @@ impl HeaderOwner {
     }
 
     async fn mark_corrupt(&self) {
-        if !self.marked_corrupt.swap(true, Ordering::AcqRel) && self.context.rules().version > 2 {
-            // If it cannot be marked, what it was marked for is said all the same.
-            let _ = self.change(|header| header.features.set_corrupt(true)).await;
+        let mark = !self.marked_corrupt.swap(true, Ordering::AcqRel) && self.context.rules().version > 2;
+        if mark && self.change(|header| header.features.set_corrupt(true)).await.is_err() {
+            // What it was to be marked for is said all the same, and the next flush tries again.
+            self.header.lock().features.set_corrupt(true);
         }
     }
 }

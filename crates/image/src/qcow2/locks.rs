@@ -18,12 +18,12 @@ pub(super) enum Rank {
     Closing,
     /// The last growth.
     Growing,
+    /// Jobs that nothing waits for any more.
+    DroppedJobs,
     /// Jobs under way.
     Jobs,
     /// What a job has gathered, or where it writes.
     Job,
-    /// Jobs that nothing waits for any more.
-    DroppedJobs,
     /// The flush under way, and the next one.
     Flushes,
     /// The last change of refcounts or of the header.

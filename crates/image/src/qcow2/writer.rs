@@ -148,6 +148,10 @@ impl Writer {
     /// Writes all of `from` at `at`. Borrows nothing: parts of it wait in shared futures.
     pub(super) async fn write(self: Arc<Self>, at: GuestOffset, from: IoVector) -> Result<(), ImageError> {
         self.allocator.begin_writing().await?;
+        if from.is_empty() {
+            // At the end of the disk there is nothing to look up.
+            return Ok(());
+        }
         let end = at + from.len() as u64;
         let in_use = self.allocator.enter();
         if let Lookup::Found(Extent { length, kind: Kind::Own { host, copied: true } }) = self.tables.look(at, end)?
@@ -267,6 +271,8 @@ impl Writer {
             if until <= pos {
                 return Ok(Claim::Wait { length: range.end.min(end) - pos, job: future });
             }
+            // Their handles go first: while there is one more, a request that is dropped does not see that its job is left alone.
+            drop((job, future));
             drop(jobs);
             return self.claim(pos, until.min(end), &part_of(bytes, 0, until.min(end) - pos));
         }

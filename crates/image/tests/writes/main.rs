@@ -4,6 +4,7 @@ mod allocate_ahead;
 mod clones;
 mod closing;
 mod device;
+mod failed_growth;
 mod failed_writes;
 mod first_writes;
 mod growing;

@@ -66,9 +66,9 @@ impl Writer {
 
     /// Notes the jobs that nothing waits for.
     fn note_dropped(&self) {
-        let alone = self.jobs.alone();
+        // Before the look: another drop at the same time may have handles of the same jobs, and has noted them when this lock is free.
         let mut jobs = self.dropped.jobs.lock();
-        jobs.extend(alone);
+        jobs.extend(self.jobs.alone());
         self.dropped.any.store(!jobs.is_empty(), Ordering::Release);
     }
 }
