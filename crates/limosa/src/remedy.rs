@@ -1,8 +1,10 @@
 //! What a user can do about an engine's failure. The libraries say what is wrong; which option helps is said here.
 
 use anyhow::anyhow;
+use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
 use limosa_qemu::job::JobError;
+use limosa_storage::{OpenError, StorageError};
 use limosa_stream::{Fault, Feature, StreamError};
 
 /// The remedy, to be appended to the words of the error; empty if there is none.
@@ -33,16 +35,33 @@ fn of_stream(error: &StreamError) -> &'static str {
     }
 }
 
-/// The remedy for the engine's failure that is the cause of `error`, if one is.
+fn of_storage(error: &StorageError) -> &'static str {
+    match error.open_error() {
+        Some(OpenError::UringUnavailable(_)) => "; use threads (-i threads)",
+        Some(OpenError::DirectIoUnsupported) => "; use another cache mode (writeback)",
+        Some(OpenError::Locked { read_only: true, .. }) => {
+            "; to read it all the same, in a state that may be inconsistent, use -U"
+        }
+        _ => "",
+    }
+}
+
+/// The remedy for the library's failure that is the cause of `error`, if one is.
 pub(crate) fn of_cause(error: &anyhow::Error) -> String {
-    let engine = |cause: &'_ (dyn std::error::Error + 'static)| match cause.downcast_ref::<JobError>() {
-        Some(JobError::Migrate(error)) => Some(of(error)),
-        _ => cause
-            .downcast_ref::<MigrateError>()
-            .map(of)
-            .or_else(|| cause.downcast_ref::<StreamError>().map(|error| of_stream(error).into())),
+    let of_one = |cause: &'_ (dyn std::error::Error + 'static)| {
+        if let Some(JobError::Migrate(error)) = cause.downcast_ref() {
+            return Some(of(error));
+        }
+        // An image's error shows its storage's error as its own: only here it is found in the chain.
+        if let Some(ImageError::Storage(error)) = cause.downcast_ref() {
+            return Some(of_storage(error).into());
+        }
+        let migrate = cause.downcast_ref().map(of);
+        let stream = || cause.downcast_ref().map(|error| of_stream(error).into());
+        let storage = || cause.downcast_ref().map(|error| of_storage(error).into());
+        migrate.or_else(stream).or_else(storage)
     };
-    error.chain().find_map(engine).unwrap_or_default()
+    error.chain().find_map(of_one).unwrap_or_default()
 }
 
 /// The failure of a listener that expects so many multifd channels, with a remedy where they did not come together.
@@ -58,12 +77,35 @@ pub(crate) fn with_channels(error: MigrateError, channels: u8) -> anyhow::Error 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use limosa_storage::Operation;
+
     use super::*;
 
     #[test]
     fn a_stream_with_multifd_channels_is_to_be_received_with_them() {
         let error = StreamError::new(7, "section \"ram\"", Fault::Unsupported(Feature::Multifd));
         assert!(of(&MigrateError::Stream(error)).contains("--channels"));
+    }
+
+    #[test]
+    fn a_file_that_another_process_writes_can_be_read_without_a_lock() {
+        let locked = |read_only| {
+            let reason = OpenError::Locked { conflict: "locked".into(), processes: Vec::new(), read_only };
+            StorageError::of(Operation::Lock, &Arc::from("disk"), reason)
+        };
+        for error in [locked(true).into(), anyhow::Error::from(ImageError::from(locked(true))).context("not opened")] {
+            assert!(of_cause(&error).ends_with("use -U"), "{error:?}");
+        }
+        assert_eq!(of_cause(&ImageError::from(locked(false)).into()), "");
+    }
+
+    #[test]
+    fn what_the_kernel_or_the_filesystem_lacks_is_replaced_by_an_option() {
+        let remedy = |reason| of_cause(&StorageError::of(Operation::Open, &Arc::from("disk"), reason).into());
+        assert!(remedy(OpenError::UringUnavailable("not built in".into())).contains("threads"));
+        assert!(remedy(OpenError::DirectIoUnsupported).contains("writeback"));
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod counters;
 mod extents;
 mod lock;
 pub(crate) mod open;
+mod open_error;
 mod options;
 pub(crate) mod transfer;
 
@@ -21,6 +22,7 @@ use std::sync::{Arc, OnceLock};
 pub use counters::{Count, FileCounters};
 pub use lock::LockPolicy;
 pub use open::FileIdentity;
+pub use open_error::OpenError;
 pub use options::{CacheMode, Create, FileOptions, Io, UnknownCacheMode};
 
 use crate::buffer::IoVector;
@@ -59,9 +61,9 @@ impl FileStorage {
     /// Opens the file at a path.
     ///
     /// # Errors
-    /// Errors of the kernel; [`io::ErrorKind::ResourceBusy`] if another process holds a conflicting lock (see [`LockPolicy`]);
-    /// [`io::ErrorKind::InvalidInput`] if it is neither a regular file nor a block device; [`io::ErrorKind::Unsupported`] if direct I/O
-    /// or [`Io::Uring`] is requested and unavailable.
+    /// Errors of the kernel; [`OpenError::Locked`] ([`io::ErrorKind::ResourceBusy`]) if another process holds a conflicting lock (see
+    /// [`LockPolicy`]); [`OpenError`] ([`io::ErrorKind::Unsupported`]) if direct I/O or [`Io::Uring`] is requested and unavailable;
+    /// [`io::ErrorKind::InvalidInput`] if it is neither a regular file nor a block device.
     pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
         Self::with(OpenFile::at(path.as_ref(), options)?, options)
     }
@@ -82,8 +84,7 @@ impl FileStorage {
                 (Ok(()), _) => Io::Uring,
                 (Err(_), Io::Auto) => Io::Threads,
                 (Err(reason), _) => {
-                    let reason = format!("io_uring is not available ({reason}): use threads");
-                    return Err(file.failed(Operation::Open, io::Error::new(io::ErrorKind::Unsupported, reason)));
+                    return Err(file.failed(Operation::Open, OpenError::UringUnavailable(reason.to_string())));
                 }
             },
         };

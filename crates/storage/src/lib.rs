@@ -33,7 +33,8 @@ pub use buffer::{Buffer, IoVector};
 pub use drive::block_on;
 pub use error::{Operation, StorageError};
 pub use file::{
-    CacheMode, Count, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, UnknownCacheMode,
+    CacheMode, Count, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, OpenError,
+    UnknownCacheMode,
 };
 pub use memory::MemoryStorage;
 pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};

@@ -12,6 +12,7 @@ use serde_json::json;
 use super::meter::Meter;
 use super::open;
 use super::options::CompareOptions;
+use crate::remedy;
 use limosa_console::{all_printed, print_out, say};
 
 /// An image cannot be opened.
@@ -51,7 +52,7 @@ pub(crate) fn run(options: &CompareOptions) -> anyhow::Result<ExitCode> {
 
 /// Says why nothing was compared.
 pub(crate) fn refuse(error: &anyhow::Error) -> ExitCode {
-    failed(&limosa_console::one_line(error), OPEN)
+    failed(&format!("{}{}", limosa_console::one_line(error), remedy::of_cause(error)), OPEN)
 }
 
 fn failed(line: &str, status: u8) -> ExitCode {

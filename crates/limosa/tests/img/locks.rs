@@ -25,6 +25,13 @@ fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
     {
         bed.both_refuse(words, "x");
     }
+    // Without a lock it can be read: the program names the option, wherever it prints the error.
+    for (words, status) in [(&["info", "x"][..], 1), (&["compare", "x", "x"], 2)] {
+        let ours = Answer::from(bed.limosa(words));
+        assert!(ours.status == Some(status) && ours.stderr.trim_end().ends_with("use -U"), "{words:?}: {ours:?}");
+    }
+    let ours = Answer::from(bed.limosa(&["resize", "x", "2M"]));
+    assert!(ours.stderr.contains("qemu-io (process ") && !ours.stderr.contains("-U"), "{ours:?}");
     for words in [&["create", "-q", "-f", "qcow2", "x", "1M"][..], &["create", "-q", "x", "1M"]] {
         bed.both_refuse(words, "x");
     }

@@ -16,6 +16,8 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 
+use crate::file::open_error::OpenError;
+
 /// The byte for use of permission 0.
 const USED: libc::off_t = 100;
 /// The byte for denial of permission 0.
@@ -91,7 +93,7 @@ impl fmt::Display for Conflict {
 /// Locks a file, and fails if another process holds a conflicting lock.
 ///
 /// # Errors
-/// [`io::ErrorKind::ResourceBusy`] with the processes that have it open; else the kernel's error.
+/// [`OpenError::Locked`] with the processes that have it open; else the kernel's error.
 pub(crate) fn lock(fd: BorrowedFd<'_>, read_only: bool, policy: LockPolicy) -> io::Result<()> {
     if policy == LockPolicy::None {
         return Ok(());
@@ -138,14 +140,9 @@ fn failed(fd: BorrowedFd<'_>, read_only: bool, error: io::Error) -> io::Error {
     if !busy.contains(&error.kind()) {
         return error;
     }
-    let reason =
+    let conflict =
         if error.raw_os_error().is_some() { "another process has locked it".into() } else { error.to_string() };
-    let who = match holders(fd) {
-        names if names.is_empty() => String::from("no visible process of this machine has it open"),
-        names => format!("it is open in {}", names.join(", ")),
-    };
-    let advice = if read_only { "; to read it all the same, in a state that may be inconsistent, use -U" } else { "" };
-    io::Error::new(io::ErrorKind::ResourceBusy, format!("{reason} ({who}){advice}"))
+    OpenError::Locked { conflict, processes: holders(fd), read_only }.into()
 }
 
 /// Processes that have the file open, as far as /proc shows them to us; at most four.

@@ -17,6 +17,7 @@ use crate::file::blocks::{Blocks, Held};
 use crate::file::bounce;
 use crate::file::counters::Counters;
 use crate::file::lock::{self, LockPolicy};
+use crate::file::open_error::OpenError;
 use crate::file::options::{CacheMode, Create, FileOptions};
 use crate::ring::Registrations;
 use crate::storage::Alignment;
@@ -103,12 +104,7 @@ impl OpenFile {
         }
         let direct = if options.cache.is_direct() { OFlags::DIRECT } else { OFlags::empty() };
         fcntl_setfl(&fd, (flags - OFlags::NONBLOCK - OFlags::DIRECT) | direct).map_err(|error| {
-            let reason = "the filesystem does not support direct I/O; use another cache mode (writeback)";
-            failed(if error == Errno::INVAL {
-                io::Error::new(io::ErrorKind::Unsupported, reason)
-            } else {
-                error.into()
-            })
+            failed(if error == Errno::INVAL { OpenError::DirectIoUnsupported.into() } else { error.into() })
         })?;
         let alignment = if options.cache.is_direct() {
             align::direct(&fd, is_block_device).map_err(failed)?
