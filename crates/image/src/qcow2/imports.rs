@@ -1,65 +1,165 @@
-//! Which modules of qcow2 import which: none of them, through others, itself.
+//! Which modules of the crate import which: no module of qcow2 imports itself through others.
 //!
-//! What is read is the source text, up to a file's tests: every path that begins with `super::` or `crate::qcow2::`. Modules of a folder
-//! count as the module that the folder belongs to.
+//! The source is read as tokens, so that groups, inline modules, visibilities, macros and code behind a file's tests count too. A path
+//! that begins with `super`, `self` or `crate` is resolved to the module it leads to, through the re-exports of `lib.rs` and `qcow2.rs`.
+//! What would hide an import (a glob or another name for a parent) is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+
 /// By module: what it imports.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// The names that follow a path's beginning: one, or those of a group.
-fn names(rest: &str) -> Vec<String> {
-    let name = |text: &str| text.chars().take_while(|char| char.is_alphanumeric() || *char == '_').collect::<String>();
-    let Some(group) = rest.strip_prefix('{') else { return vec![name(rest)] };
-    let (mut depth, mut names, mut fresh) = (1, Vec::new(), true);
-    for (at, char) in group.char_indices() {
-        match char {
-            '{' => depth += 1,
-            '}' => depth -= 1,
-            ',' if depth == 1 => fresh = true,
-            _ if fresh && !char.is_whitespace() => {
-                names.push(name(&group[at..]));
-                fresh = false;
-            }
-            _ => {}
-        }
-        if depth == 0 {
-            break;
-        }
-    }
-    names
+/// A path from the crate's root.
+type ModulePath = Vec<String>;
+
+/// The paths that a file mentions.
+#[derive(Default)]
+struct Mentioned {
+    /// By the name under which a file has it: `use a::b as c` is a path `a::b` with the name `c`.
+    paths: Vec<(ModulePath, String)>,
+    /// Paths whose meaning cannot be told from this file.
+    hidden: Vec<String>,
 }
 
-/// What a file imports that is `depth` folders below the crate's own modules.
-fn imported(text: &str, depth: usize) -> Vec<String> {
-    let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
-    let code: String = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
-    let mut found = Vec::new();
-    for (at, _) in code.match_indices("super::").chain(code.match_indices("crate::qcow2::")) {
-        if code[..at].ends_with("super::") {
-            continue;
-        }
-        let mut rest = &code[at..];
-        if let Some(path) = rest.strip_prefix("crate::qcow2::") {
-            found.extend(names(path));
-            continue;
-        }
-        let mut up = 0;
-        while let Some(path) = rest.strip_prefix("super::") {
-            (rest, up) = (path, up + 1);
-        }
-        if up == depth {
-            found.extend(names(rest));
+impl Mentioned {
+    fn in_file(text: &str, module: &[String]) -> Self {
+        let mut found = Self::default();
+        found.search(text.parse().expect("a file of Rust source"), module);
+        found
+    }
+
+    /// Every path in `tokens`, which stand in the module `module`.
+    fn search(&mut self, tokens: TokenStream, module: &[String]) {
+        let tokens: Vec<_> = tokens.into_iter().collect();
+        let mut at = 0;
+        while at < tokens.len() {
+            if let [TokenTree::Ident(keyword), TokenTree::Ident(name), TokenTree::Group(body), ..] = &tokens[at..]
+                && keyword == "mod"
+                && body.delimiter() == Delimiter::Brace
+            {
+                if !is_test(&tokens[..at]) {
+                    self.search(body.stream(), &child(module, &name.to_string()));
+                }
+                at += 3;
+            } else if ident(&tokens, at).is_some_and(|name| matches!(&*name, "super" | "self" | "crate"))
+                && separated(&tokens, at + 1)
+                && !(at >= 2 && separated(&tokens, at - 2))
+            {
+                at = self.path(&tokens, at, module, module);
+            } else if ident(&tokens, at).is_some_and(|name| matches!(&*name, "super" | "crate"))
+                && ident(&tokens, at + 1).is_some_and(|word| word == "as")
+            {
+                self.hidden.push(format!("another name for {}", tokens[at]));
+                at += 2;
+            } else if ident(&tokens, at).is_some_and(|word| word == "pub")
+                && matches!(tokens.get(at + 1), Some(TokenTree::Group(scope)) if scope.delimiter() == Delimiter::Parenthesis)
+            {
+                // A visibility imports nothing.
+                at += 2;
+            } else if let TokenTree::Group(group) = &tokens[at] {
+                self.search(group.stream(), module);
+                at += 1;
+            } else {
+                at += 1;
+            }
         }
     }
-    found
+
+    /// The path, or the group of paths, that begins at `at` and goes on from `from`. Returns where it ends.
+    fn path(&mut self, tokens: &[TokenTree], mut at: usize, module: &[String], from: &[String]) -> usize {
+        let mut path = from.to_vec();
+        let mut last = String::new();
+        loop {
+            match tokens.get(at) {
+                Some(TokenTree::Ident(name)) => {
+                    last = name.to_string();
+                    match &*last {
+                        "self" => {}
+                        "crate" => path.clear(),
+                        "super" => drop(path.pop()),
+                        name => path.push(name.to_owned()),
+                    }
+                }
+                Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Brace => {
+                    let names: Vec<_> = group.stream().into_iter().collect();
+                    for one in names.split(|token| matches!(token, TokenTree::Punct(mark) if mark.as_char() == ',')) {
+                        if !one.is_empty() {
+                            self.path(one, 0, module, &path);
+                        }
+                    }
+                    return at + 1;
+                }
+                // A glob: what it gives names to is not known here.
+                Some(TokenTree::Punct(mark)) if mark.as_char() == '*' => {
+                    at += 1;
+                    break;
+                }
+                _ => break,
+            }
+            at += 1;
+            if !separated(tokens, at) {
+                break;
+            }
+            at += 2;
+        }
+        if ident(tokens, at).is_some_and(|word| word == "as") {
+            last = ident(tokens, at + 1).unwrap_or_default();
+            at += 2;
+        }
+        if path.is_empty() || path == ["qcow2"] {
+            self.hidden.push(format!("everything in {path:?}"));
+        }
+        self.paths.push((path, last));
+        at
+    }
+}
+
+fn child(module: &[String], name: &str) -> ModulePath {
+    module.iter().cloned().chain([name.to_owned()]).collect()
+}
+
+fn ident(tokens: &[TokenTree], at: usize) -> Option<String> {
+    match tokens.get(at) {
+        Some(TokenTree::Ident(ident)) => Some(ident.to_string()),
+        _ => None,
+    }
+}
+
+/// Whether `::` is at `at`.
+fn separated(tokens: &[TokenTree], at: usize) -> bool {
+    let colon = |at| matches!(tokens.get(at), Some(TokenTree::Punct(mark)) if mark.as_char() == ':');
+    colon(at) && colon(at + 1)
+}
+
+/// Whether an item behind these tokens has `#[cfg(test)]`.
+fn is_test(before: &[TokenTree]) -> bool {
+    matches!(before.last(), Some(TokenTree::Group(attribute)) if attribute.to_string().replace(' ', "") == "[cfg(test)]")
+}
+
+/// The modules of the crate, and what the two files that re-export give names to.
+struct Modules {
+    known: BTreeSet<String>,
+    re_exported: BTreeMap<String, ModulePath>,
+}
+
+impl Modules {
+    /// The module that `path` leads to: `qcow2::NAME`, or a name at the crate's root.
+    fn of(&self, path: &[String]) -> Option<String> {
+        let length = if path.first().is_some_and(|name| name == "qcow2") { 2 } else { 1 };
+        let name = path.get(..length)?.join("::");
+        if self.known.contains(&name) {
+            return Some(name);
+        }
+        self.re_exported.get(&name).and_then(|path| self.of(path))
+    }
 }
 
 /// A module from which one comes back to it, and the way.
-fn circle(imports: &Imports) -> Option<Vec<&str>> {
+fn cycle(imports: &Imports) -> Option<Vec<&str>> {
     fn visit<'a>(imports: &'a Imports, way: &mut Vec<&'a str>, done: &mut BTreeSet<&'a str>) -> bool {
         let Some(module) = way.last().copied() else { return false };
         for next in imports.get(module).into_iter().flatten() {
@@ -85,35 +185,94 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
 }
 
-#[test]
-fn no_module_imports_itself_through_others() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/qcow2");
+/// What each module of the crate in `folder` imports, by the name of the module: the folder of a module belongs to it.
+///
+/// # Panics
+///
+/// If an import is hidden.
+fn imports_of(folder: &Path) -> Imports {
+    let mut mentioned: BTreeMap<ModulePath, Mentioned> = BTreeMap::new();
+    for file in files(folder) {
+        let inside = file.strip_prefix(folder).unwrap().with_extension("");
+        let mut module: ModulePath = inside.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+        if module == ["lib"] {
+            module.clear();
+        }
+        if module.last().is_some_and(|name| name == "tests") {
+            continue;
+        }
+        let found = Mentioned::in_file(&fs::read_to_string(&file).unwrap(), &module);
+        assert!(found.hidden.is_empty(), "{}: {:?}", file.display(), found.hidden);
+        mentioned.insert(module, found);
+    }
+    let re_exports = |module: ModulePath| {
+        let text =
+            fs::read_to_string(folder.join(module.first().map_or("lib", String::as_str)).with_extension("rs")).unwrap();
+        // A `use` of a child needs neither `self` nor `crate`: this is made one that is found.
+        let text = text.replace("pub use ", "pub use self::").replace("pub(crate) use ", "pub(crate) use self::");
+        let found = Mentioned::in_file(&text, &module).paths;
+        found.into_iter().map(move |(path, name)| (child(&module, &name).join("::"), path)).collect::<Vec<_>>()
+    };
+    let re_exported = [vec![], vec!["qcow2".to_owned()]].into_iter().flat_map(re_exports).collect();
+    let known = mentioned.keys().filter(|path| *path != &["qcow2"]).map(|path| {
+        let length = if path.first().is_some_and(|name| name == "qcow2") { 2 } else { 1 };
+        path[..length.min(path.len())].join("::")
+    });
+    let modules = Modules { known: known.filter(|name| !name.is_empty()).collect(), re_exported };
     let mut imports = Imports::new();
-    for file in files(&folder) {
-        let inside = file.strip_prefix(&folder).unwrap().with_extension("");
-        let parts: Vec<_> = inside.iter().map(|part| part.to_str().unwrap()).collect();
-        let found = imported(&fs::read_to_string(&file).unwrap(), parts.len());
-        imports.entry(parts[0].to_owned()).or_default().extend(found);
+    for (module, found) in &mentioned {
+        let Some(name) = modules.of(module) else { continue };
+        let of_module = imports.entry(name.clone()).or_default();
+        of_module
+            .extend(found.paths.iter().filter_map(|(path, _)| modules.of(path)).filter(|imported| *imported != name));
     }
-    let modules: BTreeSet<String> = imports.keys().cloned().collect();
-    for (module, imported) in &mut imports {
-        imported.retain(|name| name != module && modules.contains(name));
-    }
-    // It has been read: owners are above what they work with.
-    for (above, below) in [("writer", "flusher"), ("flusher", "tables"), ("tables", "allocator"), ("check", "header")] {
-        assert!(imports[above].contains(below), "{above} imports {:?}", imports[above]);
-    }
-    assert_eq!(circle(&imports), None);
+    imports
 }
 
 #[test]
-fn a_circle_is_found_in_whatever_way_it_is_written() {
-    let text =
-        "//! super::nothing::Here\nuse super::{a::{B, C},\n  d::E};\nuse super::super::f;\nuse crate::qcow2::g::H;\n";
-    assert_eq!(imported(text, 1), ["a", "d", "g"]);
-    assert_eq!(imported(text, 2), ["f", "g"]);
-    let tested = "fn f(x: super::a::X) {}\n#[cfg(test)]\nmod tests {\n    use super::b;\n}\n";
-    assert_eq!(imported(tested, 1), ["a"]);
+fn no_module_of_qcow2_imports_itself_through_others() {
+    let imports = imports_of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+    // Owners are above what they work with: a check that the files have been read.
+    for (above, below) in [("writer", "flusher"), ("flusher", "tables"), ("tables", "allocator"), ("check", "header")] {
+        let (above, below) = (format!("qcow2::{above}"), format!("qcow2::{below}"));
+        assert!(imports[&above].contains(&below), "{above} imports {:?}", imports[&above]);
+    }
+    assert!(imports["chain"].contains("qcow2::image"), "chain imports {:?}", imports["chain"]);
+    assert_eq!(cycle(&imports), None);
+}
+
+#[test]
+fn an_import_is_found_in_whichever_way_it_is_written() {
+    let module = ["qcow2".to_owned(), "tables".to_owned()];
+    let paths = |text: &str| {
+        let found = Mentioned::in_file(text, &module);
+        assert!(found.hidden.is_empty(), "{:?}", found.hidden);
+        found.paths.into_iter().map(|(path, _)| path.join("::")).collect::<Vec<_>>()
+    };
+    assert_eq!(paths("use super::{a::{B, C},\n  d::E};"), ["qcow2::a::B", "qcow2::a::C", "qcow2::d::E"]);
+    assert_eq!(paths("use crate::{qcow2::a::B, offset::C};"), ["qcow2::a::B", "offset::C"]);
+    assert_eq!(paths("use super::super::qcow2::a::B;"), ["qcow2::a::B"]);
+    assert_eq!(paths("use super::{super::offset::C};"), ["offset::C"]);
+    assert_eq!(paths("use super::Qcow2 as Other;"), ["qcow2::Qcow2"]);
+    assert_eq!(paths("mod inner { fn f(_: &super::super::a::B) {} }"), ["qcow2::a::B"]);
+    assert_eq!(paths("fn f() { assert!(super::a::b()) }"), ["qcow2::a::b"]);
+    assert_eq!(paths("pub(in super::super) fn f() {}"), [""; 0]);
+    assert_eq!(paths("#[cfg(test)]\nmod tests { use super::super::a; }\nfn f(_: super::d::E) {}"), ["qcow2::d::E"]);
+    let refused = [
+        "use super::*;",
+        "use crate::*;",
+        "use crate as all;",
+        "use crate::qcow2 as all;",
+        "use super::super::qcow2;",
+        "use super::{self};",
+    ];
+    for text in refused {
+        assert!(!Mentioned::in_file(text, &module).hidden.is_empty(), "{text}");
+    }
+}
+
+#[test]
+fn a_cycle_is_found() {
     let imports = |edges: &[(&str, &str)]| {
         let mut imports = Imports::new();
         for (from, to) in edges {
@@ -121,7 +280,7 @@ fn a_circle_is_found_in_whatever_way_it_is_written() {
         }
         imports
     };
-    assert_eq!(circle(&imports(&[("a", "b"), ("a", "c"), ("b", "c")])), None);
-    let circular = imports(&[("a", "b"), ("b", "c"), ("c", "b")]);
-    assert_eq!(circle(&circular), Some(vec!["a", "b", "c", "b"]));
+    assert_eq!(cycle(&imports(&[("a", "b"), ("a", "c"), ("b", "c")])), None);
+    let cyclic = imports(&[("a", "b"), ("b", "c"), ("c", "b")]);
+    assert_eq!(cycle(&cyclic), Some(vec!["a", "b", "c", "b"]));
 }
