@@ -59,7 +59,7 @@ pub trait Disk: Send + Sync + Debug {
     /// Makes durable what was acknowledged.
     fn flush(&self) -> Pending<'_>;
 
-    /// Where the bytes from `at` on come from: as many as are alike, at most `length`, at least one.
+    /// Where the bytes from `at` on come from: as many as are alike, at most `length`, at least one. A `length` of 0 counts as 1.
     fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped>;
 
     /// The storage in which contents of a disk `depth` files further down lie as they are, at the offsets that [`Disk::map`] tells.

@@ -307,6 +307,7 @@ impl Disk for Raw {
     }
 
     fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped> {
+        let length = length.max(1);
         Box::pin(async move {
             let _inside = self.admit(at, length)?;
             let host = self.host(at, length);

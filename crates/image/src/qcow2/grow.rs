@@ -14,7 +14,7 @@ use super::flusher::Flusher;
 use super::header::{Header, L1_MOST};
 use super::header_owner::HeaderOwner;
 use super::locks::Rank;
-use super::shared_future::{Serial, SharedFuture};
+use super::shared_future::Serial;
 use super::tables::Tables;
 use super::writer::{Writer, Zeroing};
 use crate::error::ImageError;
@@ -60,9 +60,11 @@ impl Grower {
     }
 
     /// Makes the disk `size` bytes long, after those growths that were begun before.
-    pub(super) fn grow(self: &Arc<Self>, size: u64) -> SharedFuture {
+    pub(super) async fn grow(self: &Arc<Self>, size: u64) -> Result<(), ImageError> {
         let grower = Arc::clone(self);
-        self.growths.run(async move { grower.grow_now(size).await }.boxed())
+        let growth = self.growths.run(async move { grower.grow_now(size).await }.boxed());
+        let _unfinished = self.writer.finish_if_dropped(&growth);
+        growth.await
     }
 
     async fn grow_now(&self, size: u64) -> Result<(), ImageError> {

@@ -351,6 +351,7 @@ impl Disk for Qcow2 {
     }
 
     fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped> {
+        let length = length.max(1);
         Box::pin(async move {
             let _inside = self.inner.admit(at, length)?;
             self.inner.writer.end_dropped().await;

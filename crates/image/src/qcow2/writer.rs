@@ -281,6 +281,7 @@ impl Writer {
         let reserves = work == CopyJob::Reserve;
         let state = if reserves { State::Sealed } else { State::Gathering(vec![(pos, part_of(bytes, 0, length))]) };
         let job = Arc::new(Job { range, fill, state: Rank::Job.mutex(state) });
+        debug_assert!(self.jobs.is_of_one_region(&job.range), "{:?}", job.range);
         let future =
             self.start(Arc::clone(&job), move |writer, job| async move { writer.carry_out(&job, work).await }.boxed());
         jobs.insert(job, future.clone());

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2Options, check};
-use limosa_image::{Disk, GuestOffset};
+use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::{Failing, Fault};
 use limosa_storage::{Operation, block_on};
 use limosa_testkit::image::{TestImage, filled, read_all};
@@ -54,5 +54,8 @@ fn writing_nothing_at_the_end_of_the_disk_is_no_damage() {
     let image = TestImage::new(&CreateOptions { size: 512 << 20, ..CreateOptions::default() });
     let disk = image.open();
     block_on(disk.write(GuestOffset(disk.len()), filled(1, 0).into())).unwrap();
+    let end = block_on(disk.map(GuestOffset(disk.len()), 0));
+    assert!(matches!(end, Err(ImageError::Outside { .. })), "{end:?}");
+    assert_eq!(block_on(disk.map(GuestOffset(0), 0)).unwrap().length, 1);
     block_on(disk.close()).unwrap();
 }

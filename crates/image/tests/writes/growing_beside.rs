@@ -146,7 +146,24 @@ fn a_disk_that_is_made_longer_twice_at_once_keeps_what_was_written_in_between() 
 }
 
 #[test]
-fn a_growth_that_nobody_waits_for_any_more_keeps_no_other_from_its_end() {
+fn a_dropped_growth_is_ended_by_the_next_request() {
+    let bed = Bed::new(Sort::Usual);
+    let held = Held::only(&[Operation::Flush, Operation::Read]);
+    let disk = bed.held(&held);
+    let mut dropped = disk.grow(NEW);
+    assert!(poll_once(&mut dropped).is_pending());
+    drop(dropped);
+    assert_eq!(disk.len(), OLD);
+    held.open();
+    read(&*disk, 0..512);
+    assert_eq!(disk.len(), NEW);
+    assert!(read(&*disk, OLD..NEW).iter().all(|byte| *byte == 0));
+    block_on(disk.close()).unwrap();
+    assert_eq!(corruptions(&*bed.image.file), 0);
+}
+
+#[test]
+fn a_growth_that_is_dropped_keeps_no_other_from_its_end() {
     let bed = Bed::new(Sort::Usual);
     let held = Held::only(&[Operation::Flush, Operation::Read]);
     let disk = bed.held(&held);

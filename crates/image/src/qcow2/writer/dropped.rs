@@ -1,4 +1,4 @@
-//! Jobs that nothing waits for any more, because their requests were dropped.
+//! Jobs, and other work, that nothing waits for any more because their requests were dropped.
 //!
 //! Law: a request that begins after another one was dropped finds what that one had begun over and done, so that nothing changes by
 //! itself later on.
@@ -33,6 +33,12 @@ impl DroppedJobs {
     }
 }
 
+/// Work that is ended by others if what waits for it is dropped.
+pub(in super::super) struct Unfinished {
+    work: SharedFuture,
+    writer: Arc<Writer>,
+}
+
 /// A request whose jobs are ended by others if it is dropped.
 pub(in super::super) struct Whole {
     request: Option<BoxFuture<'static, Result<(), ImageError>>>,
@@ -53,7 +59,12 @@ impl Writer {
         Whole { request: Some(request.boxed()), writer: Arc::clone(self) }
     }
 
-    /// Ends the jobs of requests that were dropped.
+    /// Has work that is more than jobs ended by others if the request that holds this is dropped.
+    pub(in super::super) fn finish_if_dropped(self: &Arc<Self>, work: &SharedFuture) -> Unfinished {
+        Unfinished { work: work.clone(), writer: Arc::clone(self) }
+    }
+
+    /// Ends what requests that were dropped have begun.
     pub(in super::super) async fn end_dropped(&self) {
         while self.dropped.any.load(Ordering::Acquire) {
             let jobs = self.dropped.jobs.lock().clone();
@@ -70,6 +81,16 @@ impl Writer {
         let mut jobs = self.dropped.jobs.lock();
         jobs.extend(self.jobs.alone());
         self.dropped.any.store(!jobs.is_empty(), Ordering::Release);
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if self.work.peek().is_none() {
+            let mut jobs = self.writer.dropped.jobs.lock();
+            jobs.push(self.work.clone());
+            self.writer.dropped.any.store(true, Ordering::Release);
+        }
     }
 }
 

@@ -102,6 +102,11 @@ impl Jobs {
         self.shards.get(Self::number(at.0 >> self.region_bits)).unwrap_or(first).lock()
     }
 
+    /// Whether all of a range is of one region, as a claim has to be.
+    pub(super) fn is_of_one_region(&self, range: &Range<GuestOffset>) -> bool {
+        range.start.0 >> self.region_bits == range.end.0.saturating_sub(1) >> self.region_bits
+    }
+
     /// Whether any job has claimed a part of a range, which may be of several regions.
     pub(super) fn claims(&self, range: &Range<GuestOffset>) -> bool {
         let regions = range.start.0 >> self.region_bits..=range.end.0.saturating_sub(1) >> self.region_bits;
@@ -150,7 +155,9 @@ impl Shard {
         entry.or_else(|| self.map.range(range.start..range.end).next().map(|(_, entry)| entry)).cloned()
     }
 
+    /// Notes a claim, which touches no other and is of one region.
     pub(super) fn insert(&mut self, job: Arc<Job>, future: SharedFuture) {
+        debug_assert!(!job.range.is_empty() && self.overlapping(&job.range).is_none(), "{:?} is claimed", job.range);
         self.map.insert(job.range.start, (job, future));
     }
 

@@ -203,6 +203,7 @@ impl Writer {
         }
         let until = range.end;
         let job = Arc::new(Job { fill: until..until, range, state: Rank::Job.mutex(State::Sealed) });
+        debug_assert!(self.jobs.is_of_one_region(&job.range), "{:?}", job.range);
         let future = self.start(Arc::clone(&job), move |writer, job| {
             async move { writer.zero_entries(&job.range, reach, zeroing, rules).await }.boxed()
         });
