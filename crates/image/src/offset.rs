@@ -1,30 +1,22 @@
 //! Offsets and numbers of clusters that cannot be mixed up.
 
 use std::fmt;
-use std::ops::{Add, AddAssign, Range, Sub};
+use std::ops::{Add, AddAssign, Range, Sub, SubAssign};
 
-/// What all of them can do: a length is added, and the difference of two is a length.
+/// What all positions can do: a distance is added, and the difference of two is a distance.
 macro_rules! position {
-    ($name:ident) => {
-        impl Add<u64> for $name {
+    ($name:ident, $distance:ty, $number:ident => $plain:expr) => {
+        impl Add<$distance> for $name {
             type Output = Self;
 
-            fn add(self, length: u64) -> Self {
-                Self(self.0 + length)
+            fn add(self, $number: $distance) -> Self {
+                Self(self.0 + $plain)
             }
         }
 
-        impl AddAssign<u64> for $name {
-            fn add_assign(&mut self, length: u64) {
-                self.0 += length;
-            }
-        }
-
-        impl Sub for $name {
-            type Output = u64;
-
-            fn sub(self, other: Self) -> u64 {
-                self.0 - other.0
+        impl AddAssign<$distance> for $name {
+            fn add_assign(&mut self, $number: $distance) {
+                self.0 += $plain;
             }
         }
 
@@ -39,7 +31,15 @@ macro_rules! position {
 /// What offsets can do besides; `unit` is a power of two.
 macro_rules! offset {
     ($name:ident) => {
-        position!($name);
+        position!($name, u64, bytes => bytes);
+
+        impl Sub for $name {
+            type Output = u64;
+
+            fn sub(self, other: Self) -> u64 {
+                self.0 - other.0
+            }
+        }
 
         impl $name {
             /// The beginning of the unit that it is in.
@@ -75,13 +75,68 @@ pub struct HostOffset(pub u64);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct HostCluster(pub(crate) u64);
 
+/// Clusters, counted. A length without a type of its own is in bytes, everywhere.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ClusterCount(pub(crate) u64);
+
 /// What leads from guest offsets to host offsets, for bytes that lie together on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shift(u64);
 
 offset!(GuestOffset);
 offset!(HostOffset);
-position!(HostCluster);
+position!(HostCluster, ClusterCount, clusters => clusters.0);
+
+impl Sub for HostCluster {
+    type Output = ClusterCount;
+
+    fn sub(self, other: Self) -> ClusterCount {
+        ClusterCount(self.0 - other.0)
+    }
+}
+
+impl Add for ClusterCount {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self(self.0 + other.0)
+    }
+}
+
+impl AddAssign for ClusterCount {
+    fn add_assign(&mut self, other: Self) {
+        self.0 += other.0;
+    }
+}
+
+impl Sub for ClusterCount {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self(self.0 - other.0)
+    }
+}
+
+impl SubAssign for ClusterCount {
+    fn sub_assign(&mut self, other: Self) {
+        self.0 -= other.0;
+    }
+}
+
+impl ClusterCount {
+    pub(crate) const NONE: Self = Self(0);
+    pub(crate) const ONE: Self = Self(1);
+
+    /// Bytes of so many clusters.
+    pub(crate) const fn bytes(self, cluster_bits: u32) -> u64 {
+        self.0 << cluster_bits
+    }
+
+    /// As an index or a capacity.
+    pub(crate) fn as_usize(self) -> usize {
+        usize::try_from(self.0).unwrap_or(usize::MAX)
+    }
+}
 
 impl GuestOffset {
     /// Itself, or the beginning of the next unit.
@@ -126,7 +181,7 @@ impl Shift {
     }
 }
 
-/// Bytes, or clusters, of a range.
+/// Bytes of a range.
 pub(crate) fn length<T: Copy + PartialOrd + Sub<Output = u64>>(range: &Range<T>) -> u64 {
     if range.start < range.end { range.end - range.start } else { 0 }
 }

@@ -28,7 +28,7 @@ use super::refcount_array;
 use super::refcounts::{LowerError, Refcounts};
 use super::shared_future::SharedFuture;
 use crate::error::ImageError;
-use crate::offset::{HostCluster, HostOffset, length};
+use crate::offset::{ClusterCount, HostCluster, HostOffset, length};
 
 /// Where no cluster can begin: an entry has no more bits for it.
 const END: u64 = 1 << 56;
@@ -99,10 +99,10 @@ impl Allocator {
 /// Handing out.
 impl Allocator {
     /// So many clusters, in as few runs as possible. They are counted, and belong to the caller.
-    pub(super) async fn allocate(self: &Arc<Self>, count: u64) -> Result<Vec<Run>, ImageError> {
+    pub(super) async fn allocate(self: &Arc<Self>, count: ClusterCount) -> Result<Vec<Run>, ImageError> {
         let mut runs: Vec<Run> = Vec::new();
         let mut need = count;
-        while need > 0 {
+        while need > ClusterCount::NONE {
             let taken = self.pool.lock().take(need);
             if let Some(run) = taken {
                 need -= run.count;
@@ -134,7 +134,7 @@ impl Allocator {
         }
     }
 
-    fn refill(self: &Arc<Self>, need: u64) -> SharedFuture {
+    fn refill(self: &Arc<Self>, need: ClusterCount) -> SharedFuture {
         let allocator = Arc::clone(self);
         let work = async move {
             // Another request before this one may have done it.
@@ -142,7 +142,8 @@ impl Allocator {
                 return Ok(());
             }
             let context = &allocator.context;
-            let want = need.max(context.options().allocate_ahead >> context.geometry().cluster_bits);
+            let ahead = context.options().allocate_ahead >> context.geometry().cluster_bits;
+            let want = need.max(ClusterCount(ahead));
             allocator.header.ready_for_refcounts().await?;
             let (first, count) = allocator.find_free(need, want).await?;
             let clusters = first..first + count;
@@ -191,13 +192,17 @@ impl Allocator {
     }
 
     /// Up to `want` free clusters, whose refcounts are in one slice.
-    async fn find_free(self: &Arc<Self>, need: u64, want: u64) -> Result<(HostCluster, u64), ImageError> {
+    async fn find_free(
+        self: &Arc<Self>,
+        need: ClusterCount,
+        want: ClusterCount,
+    ) -> Result<(HostCluster, ClusterCount), ImageError> {
         // Given back ones are used up first; a run of a request's own length is better than a longer one in parts.
         let reused = self.pool.lock().reuse(need);
         if let Some((first, count)) = reused {
             // They are counted slice by slice.
-            let left = self.refcounts.address(first)?.map_or(0, |address| address.left);
-            if left == 0 {
+            let left = self.refcounts.address(first)?.map_or(ClusterCount::NONE, |address| address.left);
+            if left == ClusterCount::NONE {
                 return Err(self.context.corrupt(format!("refcount of cluster {first}"), "its refcount block is gone"));
             }
             if left < count {
@@ -208,7 +213,7 @@ impl Allocator {
         let geometry = *self.context.geometry();
         loop {
             let cursor = self.pool.lock().cursor();
-            if cursor.0.saturating_add(want) >= END >> geometry.cluster_bits {
+            if cursor.0.saturating_add(want.0) >= END >> geometry.cluster_bits {
                 return Err(self.context.unsupported("it has no room for another cluster"));
             }
             let Some(address) = self.refcounts.address(cursor)? else {
@@ -216,18 +221,19 @@ impl Allocator {
                 continue;
             };
             let order = geometry.refcount_order;
-            let most = usize::try_from(address.left).unwrap_or(usize::MAX);
-            let ahead = usize::try_from(want).unwrap_or(usize::MAX);
+            let most = address.left.as_usize();
+            let ahead = want.as_usize();
             let (skipped, count) = self
                 .refcounts
                 .look(address.slice, |bytes| {
                     let is_free = |index: &usize| refcount_array::get(bytes, order, address.index + index) == Some(0);
                     let skipped = (0..most).find(is_free).unwrap_or(most);
-                    (skipped as u64, (skipped..most).take(ahead).take_while(is_free).count() as u64)
+                    let count = (skipped..most).take(ahead).take_while(is_free).count();
+                    (ClusterCount(skipped as u64), ClusterCount(count as u64))
                 })
                 .await?;
             self.pool.lock().searched_to(cursor + skipped + count);
-            if count > 0 {
+            if count > ClusterCount::NONE {
                 return Ok((cursor + skipped, count));
             }
         }
@@ -238,11 +244,11 @@ impl Allocator {
         let mut runs: Vec<Run> = Vec::new();
         let zeros = zero_parts(&**self.context.file(), &self.bytes_of(clusters));
         for first in (clusters.start.0..clusters.end.0).map(HostCluster) {
-            let bytes = self.bytes_of(&(first..first + 1));
+            let bytes = self.bytes_of(&(first..first + ClusterCount::ONE));
             let zeroed = zeros.iter().any(|zero| zero.start <= bytes.start.0 && bytes.end.0 <= zero.end);
             match runs.last_mut() {
-                Some(run) if run.zeroed == zeroed => run.count += 1,
-                _ => runs.push(Run { first, count: 1, zeroed }),
+                Some(run) if run.zeroed == zeroed => run.count += ClusterCount::ONE,
+                _ => runs.push(Run { first, count: ClusterCount::ONE, zeroed }),
             }
         }
         runs
@@ -259,23 +265,23 @@ impl Allocator {
             return self.grow_table(at).await;
         }
         let host = at.begin(geometry.cluster_bits);
-        self.admit_free(&self.bytes_of(&(at..at + 1))).await?;
-        self.write_block(host, at.0 % per_block, 1).await?;
+        self.admit_free(&self.bytes_of(&(at..at + ClusterCount::ONE))).await?;
+        self.write_block(host, at.0 % per_block, ClusterCount::ONE).await?;
         // The table refers to it: its contents have to be there before.
         self.context.flush_file().await?;
         let entry = Buffer::copied(&host.0.to_be_bytes());
         self.context.write_table(Purpose::RefcountWrite, table_at + number * 8, entry.into()).await?;
         self.refcounts.has_block(index, host);
         self.metadata.add(host, TableKind::RefcountBlock);
-        self.pool.lock().searched_to(at + 1);
+        self.pool.lock().searched_to(at + ClusterCount::ONE);
         Ok(())
     }
 
     /// Writes a new refcount block that counts `count` clusters once, from its number `first` on.
-    async fn write_block(&self, host: HostOffset, first: u64, count: u64) -> Result<(), ImageError> {
+    async fn write_block(&self, host: HostOffset, first: u64, count: ClusterCount) -> Result<(), ImageError> {
         let geometry = self.context.geometry();
         let mut bytes = vec![0; usize::try_from(geometry.cluster_size()).unwrap_or(0)];
-        for index in first..first + count {
+        for index in first..first + count.0 {
             let index = usize::try_from(index).unwrap_or(usize::MAX);
             // All are in the block, and 1 fits into a bit.
             let _ = refcount_array::set(&mut bytes, geometry.refcount_order, index, 1);
@@ -307,18 +313,18 @@ impl Allocator {
             )));
         }
         table.resize(usize::try_from(clusters * per_cluster).unwrap_or(0), 0);
-        let end = at + blocks + clusters;
+        let end = at + ClusterCount(blocks + clusters);
         self.admit_free(&self.bytes_of(&(at..end))).await?;
         for block in 0..blocks {
-            let host = (at + block).begin(bits);
+            let host = (at + ClusterCount(block)).begin(bits);
             let counted = (first_block + block) * per_block;
             let (from, to) = (at.0.max(counted), end.0.min(counted + per_block));
-            self.write_block(host, from - counted, to - from).await?;
+            self.write_block(host, from - counted, ClusterCount(to - from)).await?;
             if let Some(entry) = usize::try_from(first_block + block).ok().and_then(|index| table.get_mut(index)) {
                 *entry = host.0;
             }
         }
-        let table_at = (at + blocks).begin(bits);
+        let table_at = (at + ClusterCount(blocks)).begin(bits);
         let bytes: Vec<u8> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
         self.context.write_table(Purpose::RefcountWrite, table_at, Buffer::copied(&bytes).into()).await?;
         self.context.flush_file().await?;
@@ -327,12 +333,12 @@ impl Allocator {
         // the search has come to `at` again, and the same has been written there.
         self.header.change(|header| header.refcount_table = (table_at, length)).await?;
         for block in 0..blocks {
-            self.metadata.add((at + block).begin(bits), TableKind::RefcountBlock);
+            self.metadata.add((at + ClusterCount(block)).begin(bits), TableKind::RefcountBlock);
         }
         self.refcounts.has_table(table_at, table);
         self.pool.lock().searched_to(end);
-        self.metadata.move_refcount_table(&self.bytes_of(&(at + blocks..end)));
-        let old = old_at.cluster(bits)..old_at.cluster(bits) + old / per_cluster;
+        self.metadata.move_refcount_table(&self.bytes_of(&(at + ClusterCount(blocks)..end)));
+        let old = old_at.cluster(bits)..old_at.cluster(bits) + ClusterCount(old / per_cluster);
         self.give_up(Dropped { clusters: old, table: false }).await
     }
 }
@@ -347,7 +353,7 @@ impl Allocator {
     fn drop_reference(&self, host: HostOffset, length: u64, table: bool) {
         let bits = self.context.geometry().cluster_bits;
         let last = HostOffset(host.0 + length - 1).cluster(bits);
-        self.drop_clusters(host.cluster(bits)..last + 1, table);
+        self.drop_clusters(host.cluster(bits)..last + ClusterCount::ONE, table);
     }
 
     /// The L1 table refers to this L2 table no more.
@@ -440,7 +446,7 @@ impl Allocator {
             // A storage need not take it back.
             let _ = self.context.file().discard(bytes.start.0..bytes.end.0).await;
         }
-        self.pool.lock().give_back(clusters.start, length(clusters));
+        self.pool.lock().give_back(clusters.start, clusters.end - clusters.start);
     }
 
     /// Refcounts that differ from the file are written, unless they are written late.
@@ -566,7 +572,7 @@ impl Allocator {
         }
         let geometry = self.context.geometry();
         let first = old.start.cluster(geometry.cluster_bits);
-        let clusters = first..first + geometry.clusters(length(&old));
+        let clusters = first..first + ClusterCount(geometry.clusters(length(&old)));
         self.give_up(Dropped { clusters, table: false }).await
     }
 }

@@ -1,5 +1,7 @@
 //! Sizes, and where in which table an offset is found.
 
+use std::fmt;
+
 use crate::offset::GuestOffset;
 
 /// The sizes that an image was made with.
@@ -13,13 +15,23 @@ pub struct Geometry {
     pub extended_l2: bool,
 }
 
+/// The number of an entry of the L1 table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct L1Index(pub(super) u64);
+
 /// Where the L2 entry of an offset is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct EntryIndex {
     /// The entry in the L1 table.
-    pub(super) l1: u64,
+    pub(super) l1: L1Index,
     /// The entry in the L2 table.
     pub(super) l2: u32,
+}
+
+impl fmt::Display for L1Index {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
 }
 
 impl Geometry {
@@ -92,7 +104,7 @@ impl Geometry {
     #[expect(clippy::cast_possible_truncation, reason = "an entry's number is below 2^21")]
     pub(super) const fn index(&self, at: GuestOffset) -> EntryIndex {
         let l2 = (at.0 >> self.cluster_bits & (self.l2_entries() - 1)) as u32;
-        EntryIndex { l1: at.0 / self.l2_covers(), l2 }
+        EntryIndex { l1: L1Index(at.0 / self.l2_covers()), l2 }
     }
 }
 
@@ -104,7 +116,7 @@ mod tests {
     fn an_offset_is_found_in_its_tables() {
         let usual = Geometry { cluster_bits: 16, refcount_order: 4, extended_l2: false };
         assert_eq!((usual.l2_entries(), usual.l2_covers(), usual.refcounts_per_block()), (8192, 512 << 20, 32768));
-        assert_eq!(usual.index(GuestOffset((512 << 20) + (3 << 16) + 5)), EntryIndex { l1: 1, l2: 3 });
+        assert_eq!(usual.index(GuestOffset((512 << 20) + (3 << 16) + 5)), EntryIndex { l1: L1Index(1), l2: 3 });
         assert_eq!(usual.refcount_max(), 0xffff);
         let fine = Geometry { cluster_bits: 9, refcount_order: 6, extended_l2: true };
         assert_eq!((fine.l2_entries(), fine.subcluster_size(), fine.refcounts_per_block()), (32, 16, 64));

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::entry::{EntryFault, L1Entry};
-use super::geometry::Geometry;
+use super::geometry::{Geometry, L1Index};
 use super::locks::{Rank, RankedRwLock};
 use crate::offset::HostOffset;
 
@@ -55,17 +55,17 @@ impl L1 {
         (table.at, table.words.len())
     }
 
-    pub(super) fn get(&self, index: u64) -> Result<L1Entry, L1Fault> {
+    pub(super) fn get(&self, index: L1Index) -> Result<L1Entry, L1Fault> {
         let table = self.table.read();
-        let word = usize::try_from(index).ok().and_then(|index| table.words.get(index)).ok_or(L1Fault::Short)?;
+        let word = usize::try_from(index.0).ok().and_then(|index| table.words.get(index)).ok_or(L1Fault::Short)?;
         L1Entry::decode(*word, &self.geometry).map_err(L1Fault::Entry)
     }
 
-    pub(super) fn set(&self, index: u64, entry: L1Entry) {
+    pub(super) fn set(&self, index: L1Index, entry: L1Entry) {
         let mut table = self.table.write();
-        if let Some(word) = usize::try_from(index).ok().and_then(|index| table.words.get_mut(index)) {
+        if let Some(word) = usize::try_from(index.0).ok().and_then(|index| table.words.get_mut(index)) {
             *word = entry.encode();
-            table.dirty.insert(index / (BLOCK / 8));
+            table.dirty.insert(index.0 / (BLOCK / 8));
         }
     }
 

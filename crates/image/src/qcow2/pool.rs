@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::offset::HostCluster;
+use crate::offset::{ClusterCount, HostCluster};
 
 /// The most runs of given-back clusters that are remembered; the rest is found again by looking through the refcounts.
 const REMEMBERED: usize = 1 << 16;
@@ -11,7 +11,7 @@ const REMEMBERED: usize = 1 << 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Run {
     pub(super) first: HostCluster,
-    pub(super) count: u64,
+    pub(super) count: ClusterCount,
     /// The storage proves that they read as zeros.
     pub(super) zeroed: bool,
 }
@@ -21,19 +21,19 @@ pub(super) struct Pool {
     /// Taken ahead: their refcounts are 1.
     ahead: VecDeque<Run>,
     /// Below `cursor`, and free: first ones and how many.
-    free: BTreeMap<HostCluster, u64>,
+    free: BTreeMap<HostCluster, ClusterCount>,
     /// Where the search for free clusters goes on.
     cursor: HostCluster,
 }
 
 impl Pool {
     /// Takes up to `want` clusters out of what was taken ahead.
-    pub(super) fn take(&mut self, want: u64) -> Option<Run> {
+    pub(super) fn take(&mut self, want: ClusterCount) -> Option<Run> {
         let front = self.ahead.front_mut()?;
         let run = Run { count: front.count.min(want), ..*front };
         front.first += run.count;
         front.count -= run.count;
-        if front.count == 0 {
+        if front.count == ClusterCount::NONE {
             self.ahead.pop_front();
         }
         Some(run)
@@ -61,7 +61,7 @@ impl Pool {
     }
 
     /// Takes up to `want` free clusters that were given back: a run that is long enough, or any.
-    pub(super) fn reuse(&mut self, want: u64) -> Option<(HostCluster, u64)> {
+    pub(super) fn reuse(&mut self, want: ClusterCount) -> Option<(HostCluster, ClusterCount)> {
         let fits = self.free.iter().take(64).find(|(_, count)| **count >= want);
         let (first, count) = fits.or_else(|| self.free.first_key_value()).map(|(first, count)| (*first, *count))?;
         self.free.remove(&first);
@@ -92,12 +92,12 @@ impl Pool {
     }
 
     /// The free ones that lie behind all others.
-    pub(super) fn last_free(&self) -> Option<(HostCluster, u64)> {
+    pub(super) fn last_free(&self) -> Option<(HostCluster, ClusterCount)> {
         self.free.last_key_value().map(|(first, count)| (*first, *count))
     }
 
     /// These are free now.
-    pub(super) fn give_back(&mut self, first: HostCluster, count: u64) {
+    pub(super) fn give_back(&mut self, first: HostCluster, count: ClusterCount) {
         if first >= self.cursor {
             return;
         }
@@ -127,23 +127,23 @@ mod tests {
     fn given_back_clusters_grow_together_and_are_used_by_what_fits() {
         let mut pool = Pool { cursor: HostCluster(100), ..Pool::default() };
         for (first, count) in [(10, 2), (14, 1), (12, 2), (50, 8), (120, 3)] {
-            pool.give_back(HostCluster(first), count);
+            pool.give_back(HostCluster(first), ClusterCount(count));
         }
-        assert_eq!(pool.free, BTreeMap::from([(HostCluster(10), 5), (HostCluster(50), 8)]));
-        assert_eq!(pool.reuse(6), Some((HostCluster(50), 6)));
-        assert_eq!(pool.reuse(6), Some((HostCluster(10), 5)));
-        assert_eq!(pool.reuse(1), Some((HostCluster(56), 1)));
-        assert_eq!(pool.reuse(2), Some((HostCluster(57), 1)));
-        assert_eq!(pool.reuse(1), None);
+        assert_eq!(pool.free, BTreeMap::from([(HostCluster(10), ClusterCount(5)), (HostCluster(50), ClusterCount(8))]));
+        assert_eq!(pool.reuse(ClusterCount(6)), Some((HostCluster(50), ClusterCount(6))));
+        assert_eq!(pool.reuse(ClusterCount(6)), Some((HostCluster(10), ClusterCount(5))));
+        assert_eq!(pool.reuse(ClusterCount(1)), Some((HostCluster(56), ClusterCount(1))));
+        assert_eq!(pool.reuse(ClusterCount(2)), Some((HostCluster(57), ClusterCount(1))));
+        assert_eq!(pool.reuse(ClusterCount(1)), None);
     }
 
     #[test]
     fn what_was_taken_ahead_is_handed_out_in_order() {
         let mut pool = Pool::default();
-        let run = |first, count| Run { first: HostCluster(first), count, zeroed: true };
+        let run = |first, count| Run { first: HostCluster(first), count: ClusterCount(count), zeroed: true };
         pool.add_ahead(vec![run(5, 3)]);
-        assert_eq!(pool.take(2), Some(run(5, 2)));
-        assert_eq!(pool.take(2), Some(run(7, 1)));
-        assert_eq!(pool.take(2), None);
+        assert_eq!(pool.take(ClusterCount(2)), Some(run(5, 2)));
+        assert_eq!(pool.take(ClusterCount(2)), Some(run(7, 1)));
+        assert_eq!(pool.take(ClusterCount(2)), None);
     }
 }

@@ -15,7 +15,7 @@ use super::counters::Purpose;
 use super::locks::{Rank, RankedMutex};
 use super::refcount_array;
 use crate::error::ImageError;
-use crate::offset::{HostCluster, HostOffset};
+use crate::offset::{ClusterCount, HostCluster, HostOffset};
 
 /// Bits of a table's entry that say where the block lies.
 const BLOCK: u64 = !511;
@@ -50,7 +50,7 @@ pub(super) struct RefcountAddress {
     /// Which one in the slice it is.
     pub(super) index: usize,
     /// How many are in the slice from it on, itself included.
-    pub(super) left: u64,
+    pub(super) left: ClusterCount,
 }
 
 /// Why a refcount was not lowered.
@@ -143,7 +143,7 @@ impl Refcounts {
         let inside = cluster.0 % per_block;
         let index = usize::try_from(inside % per_slice).unwrap_or(usize::MAX);
         let slice = at + inside / per_slice * slice_size;
-        Ok(Some(RefcountAddress { slice, index, left: per_slice - inside % per_slice }))
+        Ok(Some(RefcountAddress { slice, index, left: ClusterCount(per_slice - inside % per_slice) }))
     }
 
     /// Looks at a slice's bytes, reading it if need be.
@@ -213,12 +213,12 @@ impl Refcounts {
     }
 
     /// Has `count` clusters from `first` on, whose refcounts are in one slice, counted once.
-    pub(super) async fn count_once(&self, first: HostCluster, count: u64) -> Result<(), ImageError> {
+    pub(super) async fn count_once(&self, first: HostCluster, count: ClusterCount) -> Result<(), ImageError> {
         let Some(address) = self.address(first)? else {
             return Err(self.context.corrupt(format!("refcount of cluster {first}"), "it has no refcount block"));
         };
         let order = self.context.geometry().refcount_order;
-        let count = usize::try_from(count).unwrap_or(usize::MAX);
+        let count = count.as_usize();
         self.change(address.slice, |bytes| {
             for index in address.index..address.index.saturating_add(count) {
                 // All are in the slice, and 1 fits into a bit.
@@ -245,8 +245,8 @@ impl Refcounts {
             };
             match lowered {
                 Some(0) => match free.last_mut() {
-                    Some(run) if run.end == cluster => run.end += 1,
-                    _ => free.push(cluster..cluster + 1),
+                    Some(run) if run.end == cluster => run.end += ClusterCount::ONE,
+                    _ => free.push(cluster..cluster + ClusterCount::ONE),
                 },
                 Some(_) => {}
                 None => return Err(LowerError::Zero(cluster)),

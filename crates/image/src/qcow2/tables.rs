@@ -15,6 +15,7 @@ use super::allocator::Allocator;
 use super::context::Context;
 use super::counters::Purpose;
 use super::entry::{L1Entry, L2Entry};
+use super::geometry::L1Index;
 use super::l1::{CapturedBlock, L1, L1Fault};
 use super::locks::{Rank, RankedMutex};
 use super::lookup::{Extent, Lookup, extent};
@@ -22,7 +23,7 @@ use super::pool::Run;
 use super::shared_future::SharedFuture;
 use super::slices::{CapturedSlice, Full, Slices};
 use crate::error::ImageError;
-use crate::offset::{GuestOffset, HostOffset};
+use crate::offset::{ClusterCount, GuestOffset, HostOffset};
 
 /// Has changed slices written, so that there is room for others.
 pub(super) trait MakeRoom: Send + Sync {
@@ -35,7 +36,7 @@ pub(super) struct Tables {
     l1: L1,
     slices: Slices,
     /// L2 tables that are being made, by their L1 entries.
-    making: RankedMutex<HashMap<u64, SharedFuture>>,
+    making: RankedMutex<HashMap<L1Index, SharedFuture>>,
     /// L2 tables whose contents in the file mean nothing yet.
     new: RankedMutex<HashSet<HostOffset>>,
     /// How often clusters were zeroed that stay where they are: a read that was under way may have read what was written there since.
@@ -107,7 +108,7 @@ impl Tables {
         self.slices.presses()
     }
 
-    fn l1_entry(&self, index: u64) -> Result<L1Entry, ImageError> {
+    fn l1_entry(&self, index: L1Index) -> Result<L1Entry, ImageError> {
         self.l1.get(index).map_err(|fault| {
             let (at, entries) = self.l1.place();
             let why = match fault {
@@ -118,7 +119,7 @@ impl Tables {
         })
     }
 
-    fn l1_index(&self, at: GuestOffset) -> u64 {
+    fn l1_index(&self, at: GuestOffset) -> L1Index {
         self.context.geometry().index(at).l1
     }
 
@@ -257,7 +258,7 @@ impl Tables {
     }
 
     /// The L2 table of an L1 entry, which nothing else refers to; made if need be.
-    async fn table_for(self: &Arc<Self>, index: u64) -> Result<HostOffset, ImageError> {
+    async fn table_for(self: &Arc<Self>, index: L1Index) -> Result<HostOffset, ImageError> {
         loop {
             let entry = self.l1_entry(index)?;
             if let Some(table) = entry.table.filter(|_| entry.copied) {
@@ -267,7 +268,7 @@ impl Tables {
         }
     }
 
-    fn make_table(self: &Arc<Self>, index: u64) -> SharedFuture {
+    fn make_table(self: &Arc<Self>, index: L1Index) -> SharedFuture {
         let begin = || {
             let tables = Arc::clone(self);
             let make = async move {
@@ -281,12 +282,12 @@ impl Tables {
         self.making.lock().entry(index).or_insert_with(begin).clone()
     }
 
-    async fn make_table_now(&self, index: u64) -> Result<(), ImageError> {
+    async fn make_table_now(&self, index: L1Index) -> Result<(), ImageError> {
         let entry = self.l1_entry(index)?;
         if entry.table.is_some() && entry.copied {
             return Ok(());
         }
-        let runs = self.allocator.allocate(1).await?;
+        let runs = self.allocator.allocate(ClusterCount::ONE).await?;
         let geometry = self.context.geometry();
         let at = runs.first().map_or(HostOffset(0), |run| run.first.begin(geometry.cluster_bits));
         let length = geometry.cluster_size();

@@ -19,7 +19,7 @@ use super::plan::{Origin, Part, Plan, Want};
 use super::{Segment, Writer};
 use crate::disk::MapKind;
 use crate::error::ImageError;
-use crate::offset::{GuestOffset, HostOffset, Shift, length};
+use crate::offset::{ClusterCount, GuestOffset, HostOffset, Shift, length};
 
 /// What a job that writes does. `entries` are of the clusters from guest offset `start` on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -91,10 +91,10 @@ impl Writer {
             return Ok((vec![NewPlace { guest: range.clone(), host, zeroed }], Vec::new()));
         }
         let bits = self.context.geometry().cluster_bits;
-        let runs = self.allocator.allocate(length(range) >> bits).await?;
+        let runs = self.allocator.allocate(ClusterCount(length(range) >> bits)).await?;
         let mut guest = range.start;
         let place = |run: &Run| {
-            let range = guest..guest + (run.count << bits);
+            let range = guest..guest + run.count.bytes(bits);
             guest = range.end;
             NewPlace { guest: range, host: run.first.begin(bits), zeroed: run.zeroed }
         };
