@@ -49,7 +49,7 @@ impl Mentioned {
                 && separated(&tokens, at + 1)
                 && !(at >= 2 && separated(&tokens, at - 2))
             {
-                at = self.path(&tokens, at, module, module);
+                at = self.path(&tokens, at, module);
             } else if ident(&tokens, at).is_some_and(|name| matches!(&*name, "super" | "crate"))
                 && ident(&tokens, at + 1).is_some_and(|word| word == "as")
             {
@@ -70,7 +70,7 @@ impl Mentioned {
     }
 
     /// The path, or the group of paths, that begins at `at` and goes on from `from`. Returns where it ends.
-    fn path(&mut self, tokens: &[TokenTree], mut at: usize, module: &[String], from: &[String]) -> usize {
+    fn path(&mut self, tokens: &[TokenTree], mut at: usize, from: &[String]) -> usize {
         let mut path = from.to_vec();
         let mut last = String::new();
         loop {
@@ -88,7 +88,7 @@ impl Mentioned {
                     let names: Vec<_> = group.stream().into_iter().collect();
                     for one in names.split(|token| matches!(token, TokenTree::Punct(mark) if mark.as_char() == ',')) {
                         if !one.is_empty() {
-                            self.path(one, 0, module, &path);
+                            self.path(one, 0, &path);
                         }
                     }
                     return at + 1;
