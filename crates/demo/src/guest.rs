@@ -22,7 +22,7 @@
 //! assert_eq!(sound.pages, 1024);
 //!
 //! // A guest that takes the state without the memory notices.
-//! let other = guest::receive(GuestKind::Threads, memory()?, guest::LogChoice::Best)?;
+//! let other = guest::receive(GuestKind::Threads, memory()?, guest::LogKind::Best)?;
 //! other.load(&guest.save()?)?;
 //! assert!(other.verify().is_err());
 //! # Ok(()) }
@@ -75,21 +75,24 @@ impl fmt::Display for GuestKind {
     }
 }
 
-/// The dirty log to be used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum LogChoice {
-    /// The best one there is for the guest on this kernel.
+/// Which dirty log is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogKind {
+    /// The best one there is for the guest on this kernel
     #[default]
+    #[value(skip)]
     Best,
-    /// [`WriteProtectLog`](limosa_memory::dirty::WriteProtectLog).
-    WriteProtect,
-    /// [`WriteFaultLog`](limosa_memory::dirty::WriteFaultLog).
-    WriteFault,
-    /// [`KvmLog`](limosa_memory::dirty::kvm::KvmLog); the guest `kvm` alone, as the next two.
+    /// userfaultfd's asynchronous write protection, read by `PAGEMAP_SCAN` (Linux 6.7)
+    WpAsync,
+    /// userfaultfd's write protection with a thread that answers (Linux 5.19)
+    WpThread,
+    /// KVM's dirty log, cleared in slices
     KvmLog,
-    /// The same, without protecting pages in slices.
+    /// KVM's dirty log, without protecting pages in slices
+    #[value(skip)]
     KvmLogInOneStep,
-    /// [`KvmRingLog`](limosa_memory::dirty::kvm::KvmRingLog).
+    /// KVM's dirty ring
     KvmRing,
 }
 
@@ -126,7 +129,7 @@ pub struct GuestOptions {
     /// Tells the contents of guests apart.
     pub seed: u32,
     /// The dirty log it is to have.
-    pub log: LogChoice,
+    pub log: LogKind,
 }
 
 impl Default for GuestOptions {
@@ -137,7 +140,7 @@ impl Default for GuestOptions {
             filled: None,
             writers: 1,
             seed: 1,
-            log: LogChoice::Best,
+            log: LogKind::Best,
         }
     }
 }
@@ -321,7 +324,7 @@ pub fn boot(kind: GuestKind, memory: Arc<GuestMemory>, options: &GuestOptions) -
 ///
 /// # Errors
 /// A machine that cannot run it.
-pub fn receive(kind: GuestKind, memory: Arc<GuestMemory>, log: LogChoice) -> Result<Box<dyn Guest>, GuestError> {
+pub fn receive(kind: GuestKind, memory: Arc<GuestMemory>, log: LogKind) -> Result<Box<dyn Guest>, GuestError> {
     match kind {
         GuestKind::Threads => Ok(Box::new(threads::Threads::receive(memory, log)?)),
         GuestKind::Kvm => Ok(Box::new(kvm::KvmGuest::receive(memory, log)?)),

@@ -4,27 +4,13 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::guest::{GuestKind, LogChoice};
+use crate::guest::{GuestKind, LogKind};
 use clap::ValueEnum;
 use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
 use limosa_migrate::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
 use limosa_page::zero::Method;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
-
-/// Which dirty log is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum LogKind {
-    /// userfaultfd's asynchronous write protection, read by `PAGEMAP_SCAN` (Linux 6.7)
-    WpAsync,
-    /// userfaultfd's write protection with a thread that answers (Linux 5.19)
-    WpThread,
-    /// KVM's dirty log, cleared in slices
-    KvmLog,
-    /// KVM's dirty ring
-    KvmRing,
-}
 
 /// How the ends reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -46,30 +32,6 @@ pub enum Postcopy {
     AfterRounds(u32),
     /// At once.
     AtOnce,
-}
-
-/// What becomes of a migration that does not converge.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum WhenStuck {
-    /// Cancel the migration; the guest stays at the source
-    Cancel,
-    /// Pause the guest, whatever the downtime
-    Pause,
-    /// Continue as postcopy
-    Postcopy,
-}
-
-/// When pages are checked for zeros.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum ZeroCheckKind {
-    /// In every round
-    Always,
-    /// In the first round only: a page that was written is rarely zero
-    Bulk,
-    /// Never
-    Off,
 }
 
 /// Settings that are enumerations of the libraries travel by their names.
@@ -120,7 +82,8 @@ pub struct Settings {
     /// `max-bandwidth`, in bytes a second.
     pub max_bandwidth: Option<NonZeroU64>,
     /// When pages are looked at.
-    pub zero_check: ZeroCheckKind,
+    #[serde(with = "named")]
+    pub zero_check: ZeroCheck,
     /// How they are looked at, by [`Method`]'s names; the best that there is if nothing is said.
     pub zero_method: Option<String>,
     /// Page records on the main channel are gathered, and not copied into a buffer.
@@ -136,7 +99,8 @@ pub struct Settings {
     /// How long it may take until the switchover, in milliseconds.
     pub timeout_ms: Option<u64>,
     /// What becomes of it then.
-    pub give_up: WhenStuck,
+    #[serde(with = "named")]
+    pub give_up: GiveUp,
     /// How long an end waits for an answer that the other owes, in milliseconds.
     pub patience_ms: u64,
     /// The folder with both ends' certificates and keys, if the connections are encrypted.
@@ -164,7 +128,7 @@ impl Default for Settings {
             same_host: false,
             downtime_limit_ms: 300,
             max_bandwidth: None,
-            zero_check: ZeroCheckKind::Always,
+            zero_check: ZeroCheck::Always,
             zero_method: None,
             vectors: true,
             populate: true,
@@ -172,7 +136,7 @@ impl Default for Settings {
             hint_wait_ms: 0,
             hint_pages: MigrationParams::default().hint_pages,
             timeout_ms: None,
-            give_up: WhenStuck::Cancel,
+            give_up: GiveUp::Cancel,
             patience_ms: 10_000,
             tls_creds: None,
             tls_hostname: None,
@@ -197,7 +161,7 @@ impl Settings {
             Some("--log kvm-log and kvm-ring need --guest kvm: with --guest threads use wp-async or wp-thread")
         } else if self.memory < 1 << 20 || !self.memory.is_multiple_of(4096) {
             Some("--memory must be at least 1M and a multiple of 4096 bytes")
-        } else if self.preempt && self.postcopy == Postcopy::Off && self.give_up != WhenStuck::Postcopy {
+        } else if self.preempt && self.postcopy == Postcopy::Off && self.give_up != GiveUp::Postcopy {
             Some("--preempt needs --postcopy or --give-up postcopy")
         } else if self.channels > 0 && self.postcopy != Postcopy::Off {
             Some("--channels cannot be combined with --postcopy: postcopy does not use multifd channels")
@@ -271,19 +235,11 @@ impl Settings {
         MigrationParams {
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
-            zero_check: match self.zero_check {
-                ZeroCheckKind::Always => ZeroCheck::Always,
-                ZeroCheckKind::Bulk => ZeroCheck::Bulk,
-                ZeroCheckKind::Off => ZeroCheck::Off,
-            },
+            zero_check: self.zero_check,
             zero_method: self.zero_method().unwrap_or_else(Method::best),
             put: if self.vectors { Put::Gathered } else { Put::Copied },
             timeout: self.timeout_ms.map(Duration::from_millis),
-            give_up: match self.give_up {
-                WhenStuck::Cancel => GiveUp::Cancel,
-                WhenStuck::Pause => GiveUp::Pause,
-                WhenStuck::Postcopy => GiveUp::Postcopy,
-            },
+            give_up: self.give_up,
             hint_wait: Duration::from_millis(self.hint_wait_ms),
             hint_pages: self.hint_pages,
             patience: Duration::from_millis(self.patience_ms),
@@ -294,16 +250,6 @@ impl Settings {
     /// What becomes of the guest's memory.
     pub fn shared_memory(&self) -> SharedMemory {
         if self.same_host { SharedMemory::Passed } else { SharedMemory::Sent }
-    }
-
-    /// The log, as guests have it.
-    pub fn log(&self) -> LogChoice {
-        match self.log {
-            LogKind::WpAsync => LogChoice::WriteProtect,
-            LogKind::WpThread => LogChoice::WriteFault,
-            LogKind::KvmLog => LogChoice::KvmLog,
-            LogKind::KvmRing => LogChoice::KvmRing,
-        }
     }
 }
 

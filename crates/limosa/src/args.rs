@@ -22,9 +22,7 @@ use std::ffi::OsString;
 
 use clap::{Parser, Subcommand};
 
-pub(crate) use balloon::{
-    BalloonArgs, BalloonCommand, BalloonCtlArgs, BalloonCtlCommand, BalloonServeArgs, DiscardArg, OnOffArg,
-};
+pub(crate) use balloon::{BalloonArgs, BalloonCommand, BalloonCtlArgs, BalloonCtlCommand, BalloonServeArgs};
 pub(crate) use channels::ChannelArgs;
 pub(crate) use endpoint::EndpointArgs;
 pub(crate) use img::{ImgArgs, ImgCommand};
@@ -33,7 +31,7 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;
-pub(crate) use restore::{HowArgs, ModeArg, PreemptArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
+pub(crate) use restore::{HowArgs, ModeArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendModeArg};

@@ -24,7 +24,7 @@ use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::args::{BalloonArgs, BalloonCommand, BalloonServeArgs, DiscardArg, OnOffArg};
+use crate::args::{BalloonArgs, BalloonCommand, BalloonServeArgs};
 use commands::BalloonCommands;
 use ending::{Ending, Farewell};
 use job::Jobs;
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
-    if let Some(name) = [(DiscardArg::Dontneed, "dontneed"), (DiscardArg::Free, "free")]
+    if let Some(name) = [(Strategy::By(Method::DontNeed), "dontneed"), (Strategy::By(Method::Free), "free")]
         .into_iter()
         .find_map(|(discard, name)| (discard == args.discard).then_some(name))
     {
@@ -54,14 +54,13 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
             "--discard {name} does not free memory that a front end shares: use auto, punch-hole, remove or none"
         );
     }
-    let balloon =
-        Arc::new(Balloon::new(Options { reporting_off: args.reporting == OnOffArg::Off, ..Options::default() }));
+    let balloon = Arc::new(Balloon::new(Options { reporting_off: !args.reporting, ..Options::default() }));
     if let Some(target) = args.target {
         balloon.set_target(target)?;
     }
     let ending = Arc::new(Ending::default());
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
-    let device = VhostUserBalloon::new(Arc::clone(&balloon), strategy(args.discard));
+    let device = VhostUserBalloon::new(Arc::clone(&balloon), args.discard);
     if args.control.as_ref() == Some(&args.vhost_user) {
         anyhow::bail!("--vhost-user and --control must be different paths");
     }
@@ -132,17 +131,6 @@ fn serving(
         end
     });
     thread.context("cannot start a thread for the front end")
-}
-
-fn strategy(discard: DiscardArg) -> Strategy {
-    match discard {
-        DiscardArg::Auto => Strategy::Auto,
-        DiscardArg::PunchHole => Strategy::By(Method::PunchHole),
-        DiscardArg::Dontneed => Strategy::By(Method::DontNeed),
-        DiscardArg::Remove => Strategy::By(Method::Remove),
-        DiscardArg::Free => Strategy::By(Method::Free),
-        DiscardArg::None => Strategy::Nothing,
-    }
 }
 
 fn tell(args: &BalloonServeArgs, balloon: &Balloon, server: &Server, begun: Instant) {

@@ -15,7 +15,7 @@ use limosa_qemu::restore::{
 };
 use serde_json::{Value, json};
 
-use crate::args::{HowArgs, ModeArg, PreemptArg, RestoreArgs, ZeroPageDetectionArg};
+use crate::args::{HowArgs, ModeArg, RestoreArgs, ZeroPageDetectionArg};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, JobHandles};
@@ -129,7 +129,7 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
             detect_zero: args.zero_page_detection == ZeroPageDetectionArg::Multifd,
             zero_copy: args.zero_copy,
         }),
-        preempt: args.preempt == PreemptArg::On,
+        preempt: args.preempt,
         run: match (args.run, args.paused) {
             (true, _) => RunChoice::Run,
             (_, true) => RunChoice::Paused,

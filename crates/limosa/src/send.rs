@@ -14,7 +14,7 @@ use limosa_qemu::restore::LazyReport;
 use limosa_snapshot::Snapshot;
 use serde_json::json;
 
-use crate::args::{PreemptArg, SendArgs, SendModeArg};
+use crate::args::{SendArgs, SendModeArg};
 use crate::endpoint::{self, Wire};
 use crate::import::Stored;
 use crate::job::JobHandles;
@@ -158,7 +158,7 @@ fn postcopy<'a>(
             say!("{what} after {}; its memory follows", quantity::time(after));
         }
     });
-    if args.preempt == PreemptArg::On {
+    if args.preempt {
         source = source.with_preempt(Box::new(|| Channel::connect(&args.uri, options)));
     }
     let stats = if args.recover { source.recover() } else { source.start() }?;

@@ -104,7 +104,7 @@ pub use live::destination::{
 pub use live::source::{
     HintStats, LiveOutcome, LiveSource, LiveStats, Postcopy, Recoverable, RoundKind, RoundReport, Undecided,
 };
-pub use live::{GiveUp, IncomingVm, LiveVm, MigrationParams, Put, SharedMemory, VmError, ZeroCheck};
+pub use live::{GiveUp, IncomingVm, LiveVm, MigrationParams, Put, SharedMemory, UnknownName, VmError, ZeroCheck};
 pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamStart};
 pub use progress::{Moved, Phase, Progress, ProgressReading};
 pub use source::multifd::{CHANNELS_MAX, MultifdSourceOptions};

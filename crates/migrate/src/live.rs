@@ -8,7 +8,9 @@ pub(crate) mod shared_memory;
 pub(crate) mod source;
 
 use std::error::Error;
+use std::fmt;
 use std::num::NonZeroU64;
+use std::str::FromStr;
 use std::time::Duration;
 
 use limosa_memory::GuestMemory;
@@ -17,6 +19,7 @@ use limosa_memory::share::PassedBlock;
 use limosa_page::zero::Method;
 use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
+use thiserror::Error as ThisError;
 
 #[cfg(doc)]
 use self::source::LiveSource;
@@ -128,6 +131,21 @@ pub enum ZeroCheck {
     Off,
 }
 
+impl ZeroCheck {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Always, Self::Bulk, Self::Off];
+
+    /// The name, as [`FromStr`] reads it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Always => "always",
+            Self::Bulk => "bulk",
+            Self::Off => "off",
+        }
+    }
+}
+
 /// How records of pages get from guest memory into the main channel. The bytes are the same; multifd channels always
 /// gather.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -149,6 +167,61 @@ pub enum GiveUp {
     Pause,
     /// Switch to postcopy.
     Postcopy,
+}
+
+impl GiveUp {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Cancel, Self::Pause, Self::Postcopy];
+
+    /// The name, as [`FromStr`] reads it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cancel => "cancel",
+            Self::Pause => "pause",
+            Self::Postcopy => "postcopy",
+        }
+    }
+}
+
+/// A name that no value of a setting has.
+#[derive(Debug, Clone, PartialEq, Eq, ThisError)]
+#[error("{name:?}: expected {expected}")]
+pub struct UnknownName {
+    /// The name.
+    pub name: String,
+    /// The names that there are.
+    pub expected: &'static str,
+}
+
+impl fmt::Display for ZeroCheck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ZeroCheck {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        let found = Self::ALL.into_iter().find(|value| value.name() == name);
+        found.ok_or_else(|| UnknownName { name: name.to_owned(), expected: "always, bulk or off" })
+    }
+}
+
+impl fmt::Display for GiveUp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for GiveUp {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        let found = Self::ALL.into_iter().find(|value| value.name() == name);
+        found.ok_or_else(|| UnknownName { name: name.to_owned(), expected: "cancel, pause or postcopy" })
+    }
 }
 
 /// The parameters of a migration, by QEMU's names where QEMU has them.

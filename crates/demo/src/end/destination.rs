@@ -13,8 +13,9 @@ use super::orders::Order;
 use super::vm::Vm;
 use super::{End, Migration, REACH, tell};
 use crate::report::{Calls, DestinationReport, FaultLatency};
-use crate::settings::{Postcopy, WhenStuck};
+use crate::settings::Postcopy;
 use crate::state::State;
+use limosa_migrate::GiveUp;
 
 /// How long nobody may come before it is looked whether this end goes on at all.
 const TICK: Duration = Duration::from_millis(10);
@@ -49,7 +50,7 @@ impl End {
 
     /// Whether the guest may run here before its memory is here.
     fn may_postcopy(&self) -> bool {
-        self.settings.postcopy != Postcopy::Off || self.settings.give_up == WhenStuck::Postcopy
+        self.settings.postcopy != Postcopy::Off || self.settings.give_up == GiveUp::Postcopy
     }
 
     /// What becomes of the guest. Whether this end goes on.

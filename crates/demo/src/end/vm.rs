@@ -86,7 +86,7 @@ impl Vm {
     /// Makes the guest: it stands still.
     fn make(&self, memory: Arc<GuestMemory>, role: Role) -> Result<(), GuestError> {
         let settings = &self.settings;
-        let (kind, log) = (settings.guest, settings.log());
+        let (kind, log) = (settings.guest, settings.log);
         let guest = match role {
             Role::Source => {
                 let rate = Rate::BytesPerSecond(settings.dirty_rate);

@@ -22,7 +22,7 @@ use super::gate::Gate;
 use super::pattern::Plan;
 use super::ram::Ram;
 use super::state::State;
-use super::{Guest, GuestError, GuestKind, GuestOptions, LogChoice, Rate, Verified};
+use super::{Guest, GuestError, GuestKind, GuestOptions, LogKind, Rate, Verified};
 use vcpu::{Seat, Vcpu};
 
 const KIND: GuestKind = GuestKind::Kvm;
@@ -42,7 +42,7 @@ const REGISTERS: usize = 18;
 /// The guest.
 pub(super) struct KvmGuest {
     ram: Ram,
-    log: LogChoice,
+    log: LogKind,
     life: Mutex<Option<Arc<Life>>>,
 }
 
@@ -72,7 +72,7 @@ impl KvmGuest {
         Ok(guest)
     }
 
-    pub(super) fn receive(memory: Arc<GuestMemory>, log: LogChoice) -> Result<Self, GuestError> {
+    pub(super) fn receive(memory: Arc<GuestMemory>, log: LogKind) -> Result<Self, GuestError> {
         let at_zero = memory
             .regions()
             .first()
@@ -97,7 +97,7 @@ impl KvmGuest {
         let vm = Arc::new(open()?.create_vm().map_err(|error| unavailable("KVM_CREATE_VM", error))?);
         let slots = KvmSlots::map(Arc::clone(&vm), Arc::clone(self.memory()))?;
         let rings = match self.log {
-            LogChoice::KvmRing => Some(KvmRings::enable(&vm, Arc::clone(&slots), RING)?),
+            LogKind::KvmRing => Some(KvmRings::enable(&vm, Arc::clone(&slots), RING)?),
             _ => None,
         };
         let State { plan, rate, .. } = state;
@@ -213,13 +213,11 @@ impl Guest for KvmGuest {
         let life = self.life()?;
         let memory = Arc::clone(self.memory());
         let log: Box<dyn DirtyLog> = match (self.log, &life.rings) {
-            (LogChoice::WriteProtect, _) => Box::new(WriteProtectLog::new(memory)?),
-            (LogChoice::WriteFault, _) => Box::new(WriteFaultLog::new(memory)?),
-            (LogChoice::KvmRing, Some(rings)) => Box::new(KvmRingLog::new(Arc::clone(rings))),
-            (LogChoice::Best | LogChoice::KvmLog | LogChoice::KvmRing, _) => {
-                Box::new(KvmLog::new(Arc::clone(&life.slots)))
-            }
-            (LogChoice::KvmLogInOneStep, _) => Box::new(KvmLog::new(Arc::clone(&life.slots)).in_one_step()),
+            (LogKind::WpAsync, _) => Box::new(WriteProtectLog::new(memory)?),
+            (LogKind::WpThread, _) => Box::new(WriteFaultLog::new(memory)?),
+            (LogKind::KvmRing, Some(rings)) => Box::new(KvmRingLog::new(Arc::clone(rings))),
+            (LogKind::Best | LogKind::KvmLog | LogKind::KvmRing, _) => Box::new(KvmLog::new(Arc::clone(&life.slots))),
+            (LogKind::KvmLogInOneStep, _) => Box::new(KvmLog::new(Arc::clone(&life.slots)).in_one_step()),
         };
         Ok(DirtyLogs::new(self.writers(), vec![log])?)
     }

@@ -12,14 +12,14 @@ use super::gate::{Gate, Pace};
 use super::pattern::{Plan, Share};
 use super::ram::{Damage, Ram};
 use super::state::State;
-use super::{Guest, GuestError, GuestKind, GuestOptions, LogChoice, Rate, Verified};
+use super::{Guest, GuestError, GuestKind, GuestOptions, LogKind, Rate, Verified};
 
 const KIND: GuestKind = GuestKind::Threads;
 
 /// The guest.
 pub(super) struct Threads {
     ram: Ram,
-    log: LogChoice,
+    log: LogKind,
     life: Mutex<Option<Arc<Life>>>,
 }
 
@@ -50,8 +50,8 @@ impl Threads {
         Ok(guest)
     }
 
-    pub(super) fn receive(memory: Arc<GuestMemory>, log: LogChoice) -> Result<Self, GuestError> {
-        if matches!(log, LogChoice::KvmLog | LogChoice::KvmLogInOneStep | LogChoice::KvmRing) {
+    pub(super) fn receive(memory: Arc<GuestMemory>, log: LogKind) -> Result<Self, GuestError> {
+        if matches!(log, LogKind::KvmLog | LogKind::KvmLogInOneStep | LogKind::KvmRing) {
             let why = "KVM's logs see what vCPUs write, and it has none: use one of userfaultfd's".into();
             return Err(GuestError::Options { kind: KIND, why });
         }
@@ -140,8 +140,8 @@ impl Guest for Threads {
     fn dirty_logs(&self) -> Result<DirtyLogs, GuestError> {
         let memory = Arc::clone(self.memory());
         let log: Box<dyn DirtyLog> = match self.log {
-            LogChoice::WriteProtect => Box::new(WriteProtectLog::new(memory)?),
-            LogChoice::WriteFault => Box::new(WriteFaultLog::new(memory)?),
+            LogKind::WpAsync => Box::new(WriteProtectLog::new(memory)?),
+            LogKind::WpThread => Box::new(WriteFaultLog::new(memory)?),
             _ => dirty::best_for(&memory)?,
         };
         Ok(DirtyLogs::new(self.writers(), vec![log])?)

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::acts::{copy, let_it_write};
-use limosa_demo::guest::{self, Guest, GuestError, GuestKind, GuestOptions, LogChoice, Rate};
+use limosa_demo::guest::{self, Guest, GuestError, GuestKind, GuestOptions, LogKind, Rate};
 use limosa_memory::dirty::DirtyPages;
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_page::PAGE_LEN;
@@ -21,7 +21,7 @@ fn memory() -> Arc<GuestMemory> {
     Arc::new(GuestMemory::new(blocks.map(|options| options.map().unwrap()).into()).unwrap())
 }
 
-fn busy(log: LogChoice) -> GuestOptions {
+fn busy(log: LogKind) -> GuestOptions {
     GuestOptions { rate: Rate::Max, writers: 2, log, ..GuestOptions::default() }
 }
 
@@ -35,7 +35,7 @@ fn the_code_writes_what_the_pattern_says_whenever_it_stands_still() {
     if skipped() {
         return;
     }
-    let guest = boot(&busy(LogChoice::Best));
+    let guest = boot(&busy(LogKind::Best));
     assert_eq!(guest.verify().unwrap().writes, 0);
     for round in 0..50 {
         let_it_write(&*guest, 100);
@@ -49,10 +49,10 @@ fn a_guest_goes_on_in_copied_memory_and_a_changed_page_is_noticed() {
     if skipped() {
         return;
     }
-    let source = boot(&busy(LogChoice::Best));
+    let source = boot(&busy(LogKind::Best));
     let_it_write(&*source, 500);
     let state = source.save().unwrap();
-    let target = guest::receive(GuestKind::Kvm, memory(), LogChoice::KvmRing).unwrap();
+    let target = guest::receive(GuestKind::Kvm, memory(), LogKind::KvmRing).unwrap();
     assert!(matches!(target.save(), Err(GuestError::Unborn)));
     copy(source.memory(), target.memory(), &DirtyPages::all(source.memory()));
     target.load(&state).unwrap();
@@ -75,7 +75,7 @@ fn a_state_that_is_not_this_guests_is_refused() {
     if skipped() {
         return;
     }
-    let guest = boot(&busy(LogChoice::Best));
+    let guest = boot(&busy(LogKind::Best));
     let state = guest.save().unwrap();
     let mut wrong = state.clone();
     // The last register but one of the last vCPU, its instruction pointer.
@@ -90,7 +90,7 @@ fn a_state_that_is_not_this_guests_is_refused() {
     guest.verify().unwrap();
 }
 
-fn shadow_of(log: LogChoice, rounds: u64) {
+fn shadow_of(log: LogKind, rounds: u64) {
     if skipped() {
         return;
     }
@@ -133,23 +133,23 @@ fn shadow_of(log: LogChoice, rounds: u64) {
 
 #[test]
 fn a_shadow_kept_by_kvms_dirty_log_is_equal_whenever_the_guest_stands_still() {
-    shadow_of(LogChoice::KvmLog, 1000);
+    shadow_of(LogKind::KvmLog, 1000);
 }
 
 #[test]
 fn a_shadow_kept_by_kvms_dirty_log_in_one_step_is_equal_whenever_the_guest_stands_still() {
-    shadow_of(LogChoice::KvmLogInOneStep, 1000);
+    shadow_of(LogKind::KvmLogInOneStep, 1000);
 }
 
 #[test]
 fn a_shadow_kept_by_kvms_dirty_ring_is_equal_whenever_the_guest_stands_still() {
-    shadow_of(LogChoice::KvmRing, 1000);
+    shadow_of(LogKind::KvmRing, 1000);
 }
 
 #[test]
 fn a_shadow_kept_by_write_protection_of_a_vms_memory_is_equal_whenever_the_guest_stands_still() {
-    shadow_of(LogChoice::WriteProtect, 250);
-    shadow_of(LogChoice::WriteFault, 250);
+    shadow_of(LogKind::WpAsync, 250);
+    shadow_of(LogKind::WpThread, 250);
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn a_ring_that_runs_full_stops_no_vcpu_for_good_and_loses_nothing() {
     let blocks = vec![BlockOptions::memfd("pc.ram", 64 << 20).map().unwrap()];
     let memory = Arc::new(GuestMemory::new(blocks).unwrap());
     // Each vCPU writes more pages in one lap than its ring has room for.
-    let options = GuestOptions { filled: Some(0), ..busy(LogChoice::KvmRing) };
+    let options = GuestOptions { filled: Some(0), ..busy(LogKind::KvmRing) };
     let guest = guest::boot(GuestKind::Kvm, memory, &options)
         .unwrap_or_else(|error| panic!("{error} (LIMOSA_SKIP_KVM=1 skips the tests that need KVM)"));
     let mut logs = guest.dirty_logs().unwrap();

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::acts::{copy, let_it_write};
-use limosa_demo::guest::{self, GuestError, GuestKind, GuestOptions, LogChoice, Rate};
+use limosa_demo::guest::{self, GuestError, GuestKind, GuestOptions, LogKind, Rate};
 use limosa_memory::dirty::DirtyPages;
 use limosa_memory::{BlockOptions, GuestMemory};
 
@@ -42,7 +42,7 @@ fn a_guest_goes_on_in_copied_memory_and_notices_memory_that_lacks_one_page() {
     let_it_write(&*source, 5000);
     let state = source.save().unwrap();
 
-    let target = guest::receive(GuestKind::Threads, memory(), LogChoice::Best).unwrap();
+    let target = guest::receive(GuestKind::Threads, memory(), LogKind::Best).unwrap();
     assert!(matches!(target.verify(), Err(GuestError::Unborn)));
     copy(source.memory(), target.memory(), &DirtyPages::all(source.memory()));
     target.load(&state).unwrap();
@@ -86,7 +86,7 @@ fn options_that_do_not_fit_the_memory_are_refused() {
 
 #[test]
 fn a_shadow_kept_by_fetched_pages_alone_is_equal_whenever_the_guest_stands_still() {
-    for log in [LogChoice::WriteProtect, LogChoice::WriteFault] {
+    for log in [LogKind::WpAsync, LogKind::WpThread] {
         let options = GuestOptions { log, working_set: Some(320 << 10), ..busy() };
         let guest = guest::boot(GuestKind::Threads, memory_of(256 << 10, 128 << 10), &options).unwrap();
         let shadow = guest::receive(GuestKind::Threads, memory_of(256 << 10, 128 << 10), log).unwrap();

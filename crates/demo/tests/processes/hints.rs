@@ -13,8 +13,9 @@ use crate::chaos::*;
 use limosa_channel::Uri;
 use limosa_demo::Settings;
 use limosa_demo::guest::GuestKind;
+use limosa_demo::guest::LogKind;
 use limosa_demo::report::SourceReport;
-use limosa_demo::settings::{LogKind, Postcopy};
+use limosa_demo::settings::Postcopy;
 use limosa_demo::state::{Role, State};
 use limosa_testkit::Direction;
 
@@ -28,7 +29,7 @@ fn hinted(seed: u64) -> Settings {
         max_bandwidth: NonZeroU64::new(dice.pick(&[0, 100 << 20, 400 << 20])),
         downtime_limit_ms: dice.pick(&[5, 30]),
         timeout_ms: Some(1500),
-        give_up: limosa_demo::settings::WhenStuck::Pause,
+        give_up: limosa_migrate::GiveUp::Pause,
         channels: dice.pick(&[0, 0, 2]),
         ..small()
     }

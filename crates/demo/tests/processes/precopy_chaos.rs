@@ -13,7 +13,7 @@ use crate::chaos::proxied_migration::ProxiedMigration;
 use crate::chaos::*;
 use limosa_demo::Settings;
 use limosa_demo::guest::GuestKind;
-use limosa_demo::settings::LogKind;
+use limosa_demo::guest::LogKind;
 use limosa_demo::state::{Role, State};
 use limosa_testkit::Direction;
 

@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::builder::TypedValueParser;
+use clap::{ArgAction, Args, Subcommand};
+use limosa_balloon::Strategy;
+use limosa_console::{one_of, parse};
+use limosa_memory::Method;
 use limosa_qemu::qmp::MonitorAddress;
-
-use limosa_console::parse;
 
 #[derive(Debug, Args)]
 #[command(
@@ -44,12 +46,12 @@ pub(crate) struct BalloonServeArgs {
     pub(crate) control: Option<PathBuf>,
 
     /// How memory is returned to the host
-    #[arg(long, value_name = "HOW", value_enum, default_value_t = DiscardArg::Auto)]
-    pub(crate) discard: DiscardArg,
+    #[arg(long, value_name = "HOW", value_parser = discard(), default_value = "auto")]
+    pub(crate) discard: Strategy,
 
     /// Whether pages that the guest reports as free are returned to the host; can be changed later
-    #[arg(long, value_name = "on|off", value_enum, default_value_t = OnOffArg::On)]
-    pub(crate) reporting: OnOffArg,
+    #[arg(long, value_name = "on|off", value_parser = reporting(), action = ArgAction::Set, default_value = "on")]
+    pub(crate) reporting: bool,
 
     /// Initial memory of the guest without the balloon; by default all of it
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
@@ -60,28 +62,23 @@ pub(crate) struct BalloonServeArgs {
     pub(crate) json: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DiscardArg {
-    /// Chosen by the kind of memory
-    Auto,
-    /// `fallocate(PUNCH_HOLE)` on the file that backs the memory
-    PunchHole,
-    /// `madvise(MADV_DONTNEED)`, for private memory; not possible with a front end
-    Dontneed,
-    /// `madvise(MADV_REMOVE)`, for shared memory
-    Remove,
-    /// `madvise(MADV_FREE)`, for private memory; not possible with a front end
-    Free,
-    /// Not at all
-    None,
+fn discard() -> impl TypedValueParser<Value = Strategy> {
+    one_of([
+        (Strategy::Auto, "auto", "Chosen by the kind of memory"),
+        (Strategy::By(Method::PunchHole), "punch-hole", "`fallocate(PUNCH_HOLE)` on the file that backs the memory"),
+        (
+            Strategy::By(Method::DontNeed),
+            "dontneed",
+            "`madvise(MADV_DONTNEED)`, for private memory; not possible with a front end",
+        ),
+        (Strategy::By(Method::Remove), "remove", "`madvise(MADV_REMOVE)`, for shared memory"),
+        (Strategy::By(Method::Free), "free", "`madvise(MADV_FREE)`, for private memory; not possible with a front end"),
+        (Strategy::Nothing, "none", "Not at all"),
+    ])
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnOffArg {
-    /// Return them to the host
-    On,
-    /// Keep them
-    Off,
+fn reporting() -> impl TypedValueParser<Value = bool> {
+    one_of([(true, "on", "Return them to the host"), (false, "off", "Keep them")])
 }
 
 #[derive(Debug, Args)]
@@ -130,7 +127,7 @@ pub(crate) enum BalloonCtlCommand {
     },
     /// Return pages that the guest reports as free to the host, or keep them
     Reporting {
-        #[arg(value_enum)]
-        what: OnOffArg,
+        #[arg(value_name = "WHAT", value_parser = reporting(), action = ArgAction::Set)]
+        what: bool,
     },
 }

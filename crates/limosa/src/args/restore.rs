@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
-use super::channels::file_zero_copy;
-use clap::{Args, ValueEnum};
-use limosa_channel::Uri;
-use limosa_channel::ZeroCopy;
+use clap::builder::TypedValueParser;
+use clap::{ArgAction, Args, ValueEnum};
+use limosa_channel::{Uri, ZeroCopy};
+use limosa_console::one_of;
 use limosa_qemu::qmp::MonitorAddress;
 
+use super::channels::file_zero_copy;
 use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -20,12 +21,11 @@ pub(crate) enum ModeArg {
     Eager,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PreemptArg {
-    /// Answer page requests on a second channel
-    On,
-    /// Answer page requests on the main channel, between other pages
-    Off,
+pub(super) fn preempt() -> impl TypedValueParser<Value = bool> {
+    one_of([
+        (true, "on", "Answer page requests on a second channel"),
+        (false, "off", "Answer page requests on the main channel, between other pages"),
+    ])
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -64,8 +64,8 @@ pub(crate) struct HowArgs {
 
     /// Answer page requests on a separate channel (QEMU's postcopy-preempt). Lower latency, but if limosa is killed at the
     /// very end, the restore may never complete
-    #[arg(long, value_enum, default_value_t = PreemptArg::Off)]
-    pub(crate) preempt: PreemptArg,
+    #[arg(long, value_parser = preempt(), action = ArgAction::Set, default_value = "off")]
+    pub(crate) preempt: bool,
 
     /// Run the guest, whatever state it was saved in
     #[arg(long, conflicts_with = "paused")]

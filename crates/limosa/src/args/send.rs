@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use super::channels::file_zero_copy;
-use clap::{Args, ValueEnum};
-use limosa_channel::Uri;
-use limosa_channel::ZeroCopy;
-
-use super::{ChannelArgs, EndpointArgs, PreemptArg, TlsClientArgs};
+use clap::{ArgAction, Args, ValueEnum};
+use limosa_channel::{Uri, ZeroCopy};
 use limosa_console::parse;
+
+use super::channels::file_zero_copy;
+use super::restore::preempt;
+use super::{ChannelArgs, EndpointArgs, TlsClientArgs};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SendModeArg {
@@ -47,8 +47,8 @@ pub(crate) struct SendArgs {
     pub(crate) page_size: Vec<(String, u64)>,
 
     /// With postcopy, answer page requests on a second connection; the destination must set postcopy-preempt
-    #[arg(long, value_enum, default_value_t = PreemptArg::Off)]
-    pub(crate) preempt: PreemptArg,
+    #[arg(long, value_parser = preempt(), action = ArgAction::Set, default_value = "off")]
+    pub(crate) preempt: bool,
 
     /// Resume an interrupted postcopy; first give the destination QEMU the command migrate-recover with this URI
     #[arg(long, conflicts_with = "mode")]
@@ -72,7 +72,7 @@ impl SendArgs {
     /// What does not go together, in the words of `clap`.
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         let postcopy = self.recover || self.mode == SendModeArg::Postcopy;
-        let two = self.preempt == PreemptArg::On;
+        let two = self.preempt;
         if !postcopy && (two || !self.page_size.is_empty()) {
             Some("--page-size and --preempt need --mode postcopy")
         } else if postcopy && self.endpoint.one_way {

@@ -15,7 +15,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::line::StatusLine;
-use crate::args::{BalloonCtlArgs, BalloonCtlCommand, OnOffArg};
+use crate::args::{BalloonCtlArgs, BalloonCtlCommand};
 use limosa_console::{all_printed, print_out, say};
 
 /// How often the server is asked again.
@@ -252,8 +252,7 @@ impl Ctl {
         Ok(())
     }
 
-    fn reporting(&self, what: OnOffArg) -> anyhow::Result<()> {
-        let on = what == OnOffArg::On;
+    fn reporting(&self, on: bool) -> anyhow::Result<()> {
         self.ask("balloon-reporting", json!({ "enable": on }))?;
         if self.json {
             print_out!("{}", json!({ "reporting": on }));

@@ -9,7 +9,9 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 use limosa_channel::{KernelTls, ZeroCopy};
 use limosa_console::{on_off, one_of, parse};
 use limosa_demo::guest::GuestKind;
-use limosa_demo::settings::{LogKind, Postcopy, Settings, Transport, WhenStuck, ZeroCheckKind};
+use limosa_demo::guest::LogKind;
+use limosa_demo::settings::{Postcopy, Settings, Transport};
+use limosa_migrate::{GiveUp, ZeroCheck};
 use limosa_page::zero::Method;
 use limosa_stream::multifd::Compression;
 
@@ -109,8 +111,8 @@ pub(crate) struct DemoLiveArgs {
     pub(crate) max_bandwidth: Option<NonZeroU64>,
 
     /// When pages are checked for zeros
-    #[arg(long, value_enum, default_value_t = ZeroCheckKind::Always)]
-    pub(crate) zero_check: ZeroCheckKind,
+    #[arg(long, value_parser = zero_check(), default_value = "always")]
+    pub(crate) zero_check: ZeroCheck,
 
     /// Send hundreds of pages of the main channel in one call, without copying them first; off copies them into a buffer of 16 KiB
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "VECTORS", default_value = "on")]
@@ -140,8 +142,8 @@ pub(crate) struct DemoLiveArgs {
     pub(crate) timeout: Option<Duration>,
 
     /// What to do when --timeout expires
-    #[arg(long, value_enum, default_value_t = WhenStuck::Cancel, requires = "timeout")]
-    pub(crate) give_up: WhenStuck,
+    #[arg(long, value_parser = give_up(), default_value = "cancel", requires = "timeout")]
+    pub(crate) give_up: GiveUp,
 
     /// Encrypt the connections by TLS; DIR has ca-cert.pem, server-cert.pem, server-key.pem, client-cert.pem and client-key.pem (the
     /// dir of QEMU's tls-creds-x509)
@@ -240,6 +242,22 @@ fn zero_copy() -> impl TypedValueParser<Value = ZeroCopy> {
         (ZeroCopy::Auto, "auto", "The best method that the connection allows"),
         (ZeroCopy::Msg, "msg", "Lent to the kernel by `MSG_ZEROCOPY`, over TCP"),
         (ZeroCopy::Splice, "splice", "Spliced by reference, over TCP and unix sockets"),
+    ])
+}
+
+fn zero_check() -> impl TypedValueParser<Value = ZeroCheck> {
+    one_of([
+        (ZeroCheck::Always, "always", "In every round"),
+        (ZeroCheck::Bulk, "bulk", "In the first round only: a page that was written is rarely zero"),
+        (ZeroCheck::Off, "off", "Never"),
+    ])
+}
+
+fn give_up() -> impl TypedValueParser<Value = GiveUp> {
+    one_of([
+        (GiveUp::Cancel, "cancel", "Cancel the migration; the guest stays at the source"),
+        (GiveUp::Pause, "pause", "Pause the guest, whatever the downtime"),
+        (GiveUp::Postcopy, "postcopy", "Continue as postcopy"),
     ])
 }
 
