@@ -20,7 +20,7 @@ use crate::session::{Answer, Session};
 
 /// Why a connection is over.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Over {
+pub(crate) enum Disconnect {
     /// The front end has gone.
     Closed,
     /// Somebody has stopped the server.
@@ -30,11 +30,11 @@ pub(crate) enum Over {
 }
 
 /// Answers messages until the connection is over; `stop` is readable when it is to be.
-pub(crate) fn serve(socket: &OwnedFd, stop: BorrowedFd<'_>, session: &mut Session, faults: &Faults) -> Over {
+pub(crate) fn serve(socket: &OwnedFd, stop: BorrowedFd<'_>, session: &mut Session, faults: &Faults) -> Disconnect {
     let mut body = [0; MAX_BODY];
     loop {
-        if let Err(over) = answer_one(socket, stop, session, faults, &mut body) {
-            return over;
+        if let Err(disconnect) = answer_one(socket, stop, session, faults, &mut body) {
+            return disconnect;
         }
     }
 }
@@ -45,23 +45,23 @@ fn answer_one(
     session: &mut Session,
     faults: &Faults,
     body: &mut [u8; MAX_BODY],
-) -> Result<(), Over> {
+) -> Result<(), Disconnect> {
     let mut incoming = Incoming { socket, stop, faults, descriptors: Vec::new() };
     let mut header = [0; HEADER];
     incoming.get(&mut header)?;
     let header = Header::decode(&header).map_err(|error| {
         faults.note(Fault::Message, &error);
-        Over::Refused
+        Disconnect::Refused
     })?;
     // `decode` has seen to it that it fits.
-    let body = body.get_mut(..header.length).ok_or(Over::Refused)?;
+    let body = body.get_mut(..header.length).ok_or(Disconnect::Refused)?;
     incoming.get(body)?;
     let descriptors = incoming.descriptors;
 
     let mut done = Err(());
     match Request::from_number(header.request) {
         None => faults.note(Fault::Unknown, &format_args!("request {} is not known", header.request)),
-        Some(request) => match session.follow(request, body, descriptors) {
+        Some(request) => match session.handle(request, body, descriptors) {
             Ok(Answer::Done) => done = Ok(()),
             Ok(Answer::Body(body)) => return put(socket, stop, &reply(header.request, &body), None),
             Ok(Answer::WithDescriptor(body, descriptor)) => {
@@ -71,7 +71,7 @@ fn answer_one(
                 faults.note(Fault::Refused, &format_args!("{request}: {refusal}"));
                 // It waits for an answer of another kind, which there is not.
                 if request.is_answered() {
-                    return Err(Over::Refused);
+                    return Err(Disconnect::Refused);
                 }
             }
         },
@@ -81,7 +81,7 @@ fn answer_one(
         return put(socket, stop, &reply(header.request, &u64::from(done.is_err()).to_le_bytes()), None);
     }
     // Who cannot be told would go on as if all were well, and its guest would wait for ever.
-    done.map_err(|()| Over::Refused)
+    done.map_err(|()| Disconnect::Refused)
 }
 
 struct Incoming<'a> {
@@ -93,7 +93,7 @@ struct Incoming<'a> {
 
 impl Incoming<'_> {
     /// Fills the buffer; what comes beside the bytes is kept.
-    fn get(&mut self, buffer: &mut [u8]) -> Result<(), Over> {
+    fn get(&mut self, buffer: &mut [u8]) -> Result<(), Disconnect> {
         let mut filled = 0;
         while let Some(rest) = buffer.get_mut(filled..).filter(|rest| !rest.is_empty()) {
             // Room for one more than there may be, so that too many are seen.
@@ -114,16 +114,16 @@ impl Incoming<'_> {
                                 "a message with more than {MAX_DESCRIPTORS} descriptors, or none left for them"
                             ),
                         );
-                        return Err(Over::Refused);
+                        return Err(Disconnect::Refused);
                     }
                     if got.bytes == 0 {
-                        return Err(Over::Closed);
+                        return Err(Disconnect::Closed);
                     }
                     filled += got.bytes;
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => wait(self.socket, self.stop, PollFlags::IN)?,
-                Err(_) => return Err(Over::Closed),
+                Err(_) => return Err(Disconnect::Closed),
             }
         }
         Ok(())
@@ -135,7 +135,7 @@ fn put(
     stop: BorrowedFd<'_>,
     mut bytes: &[u8],
     descriptor: Option<BorrowedFd<'_>>,
-) -> Result<(), Over> {
+) -> Result<(), Disconnect> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let rights: Vec<_> = descriptor.into_iter().collect();
@@ -151,19 +151,19 @@ fn put(
             }
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => wait(socket, stop, PollFlags::OUT)?,
-            Err(_) => return Err(Over::Closed),
+            Err(_) => return Err(Disconnect::Closed),
         }
     }
     Ok(())
 }
 
 /// Waits until the socket is ready, or somebody stops the server.
-fn wait(socket: &OwnedFd, stop: BorrowedFd<'_>, what: PollFlags) -> Result<(), Over> {
+fn wait(socket: &OwnedFd, stop: BorrowedFd<'_>, what: PollFlags) -> Result<(), Disconnect> {
     let mut both = [PollFd::new(socket, what), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
     match poll(&mut both, None) {
         Ok(_) | Err(Errno::INTR) => {}
-        Err(_) => return Err(Over::Closed),
+        Err(_) => return Err(Disconnect::Closed),
     }
     let [_, stop] = &both;
-    if stop.revents().is_empty() { Ok(()) } else { Err(Over::Stopped) }
+    if stop.revents().is_empty() { Ok(()) } else { Err(Disconnect::Stopped) }
 }

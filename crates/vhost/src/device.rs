@@ -28,7 +28,7 @@ pub trait Device: Send + Sync {
     /// How many queues there may be; at most [`MAX_QUEUES`](crate::MAX_QUEUES).
     fn queues(&self) -> usize;
 
-    /// What the driver has accepted of [`Device::features`]. Said anew after every [reset](Self::reset), before a ring runs.
+    /// What the driver has accepted of [`Device::features`]. Called again after every [reset](Self::reset), before a ring runs.
     fn accepted(&self, features: u64);
 
     /// The configuration's bytes from `offset` on; zeros beyond its end.

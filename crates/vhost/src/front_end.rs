@@ -13,11 +13,11 @@ use crate::message;
 /// A handle to a front end, cheap to clone. None of its calls waits.
 #[derive(Clone, Debug)]
 pub struct FrontEnd {
-    shared: Arc<Shared>,
+    state: Arc<FrontEndState>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct FrontEndState {
     connected: AtomicBool,
     /// Where requests to the front end go (`VHOST_USER_SET_BACKEND_REQ_FD`).
     channel: Mutex<Option<OwnedFd>>,
@@ -35,33 +35,33 @@ impl FrontEnd {
     /// The kernel has no eventfd for it.
     pub fn new() -> std::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let shared = Shared {
+        let state = FrontEndState {
             connected: AtomicBool::new(true),
             channel: Mutex::new(None),
             kicked: AtomicU64::new(0),
             idle: AtomicU64::new(0),
             wake,
         };
-        Ok(Self { shared: Arc::new(shared) })
+        Ok(Self { state: Arc::new(state) })
     }
 
     /// Whether the connection still stands.
     pub fn is_connected(&self) -> bool {
-        self.shared.connected.load(Ordering::SeqCst)
+        self.state.connected.load(Ordering::SeqCst)
     }
 
     /// Whether a queue ran and does not now: the front end has stopped or disabled it, or it makes no sense. Also a driver whose
     /// module is unloaded may leave no other trace than that. (One that has not run yet is about to.)
     pub fn is_idle(&self, queue: usize) -> bool {
-        self.shared.idle.load(Ordering::SeqCst) & bit(queue) != 0
+        self.state.idle.load(Ordering::SeqCst) & bit(queue) != 0
     }
 
     /// A queue runs, or has run and does not.
     pub(crate) fn set_idle(&self, queue: usize, idle: bool) {
         if idle {
-            self.shared.idle.fetch_or(bit(queue), Ordering::SeqCst);
+            self.state.idle.fetch_or(bit(queue), Ordering::SeqCst);
         } else {
-            self.shared.idle.fetch_and(!bit(queue), Ordering::SeqCst);
+            self.state.idle.fetch_and(!bit(queue), Ordering::SeqCst);
         }
     }
 
@@ -79,9 +79,9 @@ impl FrontEnd {
 
     /// Has the worker look at a queue, as if the driver had kicked it. A queue that there is not is ignored.
     pub fn kick(&self, queue: usize) {
-        self.shared.kicked.fetch_or(bit(queue), Ordering::SeqCst);
+        self.state.kicked.fetch_or(bit(queue), Ordering::SeqCst);
         // An eventfd that is full wakes, too.
-        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.state.wake, &1_u64.to_ne_bytes());
     }
 
     /// Where requests to the front end go from now on.
@@ -93,25 +93,25 @@ impl FrontEnd {
 
     /// The connection is gone.
     pub(crate) fn disconnect(&self) {
-        self.shared.connected.store(false, Ordering::SeqCst);
+        self.state.connected.store(false, Ordering::SeqCst);
         let before = self.channel().take();
         drop(before);
     }
 
     /// What is readable when somebody wants a queue looked at, or the worker to look around.
     pub(crate) fn wake(&self) -> &OwnedFd {
-        &self.shared.wake
+        &self.state.wake
     }
 
     /// The queues that somebody wants looked at, a bit each; none the next time.
     pub(crate) fn take_kicked(&self) -> u64 {
         let mut count = [0; 8];
-        let _ = rustix::io::read(&self.shared.wake, &mut count);
-        self.shared.kicked.swap(0, Ordering::SeqCst)
+        let _ = rustix::io::read(&self.state.wake, &mut count);
+        self.state.kicked.swap(0, Ordering::SeqCst)
     }
 
     fn channel(&self) -> MutexGuard<'_, Option<OwnedFd>> {
-        self.shared.channel.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.channel.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -108,8 +108,8 @@ pub fn play(input: &[u8]) -> usize {
     let (mut input, mut followed) = (Input(input), 0);
     while let Some(step) = input.byte() {
         if step >= 0xf0 {
-            let pending = worker.kicks(false);
-            worker.turn(pending | u64::from(step & 7));
+            let pending = worker.take_kicks(false);
+            worker.process_queues(pending | u64::from(step & 7));
             continue;
         }
         if step >= 0xe0 {
@@ -124,7 +124,7 @@ pub fn play(input: &[u8]) -> usize {
         let body = input.bytes(usize::from(length));
         let request = Request::ALL.get(usize::from(step) % Request::ALL.len()).copied();
         if let Some(request) = request
-            && let Ok(answer) = session.follow(request, body, descriptors)
+            && let Ok(answer) = session.handle(request, body, descriptors)
         {
             followed += 1;
             if let (Answer::Body(answer), Request::GetConfig) = (answer, request) {

@@ -221,7 +221,7 @@ mod tests {
 
     /// Where a server dies while it gives a buffer back.
     #[derive(Clone, Copy, Debug, PartialEq)]
-    enum Death {
+    enum Kill {
         BeforeTheRing,
         AfterTheRing,
         BeforeTheIndex,
@@ -231,7 +231,7 @@ mod tests {
         #[test]
         fn whatever_the_instant_what_is_not_used_is_worked_on_again_in_its_order(
             steps in prop::collection::vec((any::<bool>(), 0_u16..SIZE), 0..60),
-            death in prop::sample::select(vec![None, Some(Death::BeforeTheRing), Some(Death::AfterTheRing), Some(Death::BeforeTheIndex)]),
+            kill in prop::sample::select(vec![None, Some(Kill::BeforeTheRing), Some(Kill::AfterTheRing), Some(Kill::BeforeTheIndex)]),
         ) {
             let area = roomy();
             let mut ring = InflightRing::of(&area, 1, ROOM, SIZE).unwrap();
@@ -248,13 +248,13 @@ mod tests {
                     out.retain(|&other| other != head);
                 }
             }
-            if let (Some(death), Some(&head)) = (death, out.first()) {
+            if let (Some(kill), Some(&head)) = (kill, out.first()) {
                 ring.giving(head);
-                if death != Death::BeforeTheRing {
+                if kill != Kill::BeforeTheRing {
                     used = used.wrapping_add(1);
                     out.remove(0);
                 }
-                if death == Death::BeforeTheIndex {
+                if kill == Kill::BeforeTheIndex {
                     ring.mark(head, false);
                 }
             }

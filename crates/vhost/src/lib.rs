@@ -55,7 +55,6 @@
 //! # Ok(()) }
 //! ```
 
-mod bell;
 mod connection;
 mod device;
 mod error;
@@ -65,6 +64,7 @@ mod front_end;
 pub mod fuzzing;
 mod inflight;
 pub mod message;
+mod notifier;
 mod ram;
 mod server;
 mod session;

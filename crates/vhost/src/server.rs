@@ -21,7 +21,7 @@ use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{SocketFlags, accept_with};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use crate::connection::{self, Over};
+use crate::connection::{self, Disconnect};
 use crate::fault::{Fault, Faults};
 use crate::session::Session;
 use crate::worker::Worker;
@@ -171,7 +171,7 @@ impl Server {
             match accept_with(&self.listener, SocketFlags::CLOEXEC) {
                 Ok(socket) => {
                     self.connections.fetch_add(1, Ordering::Relaxed);
-                    if self.serve_one(socket)? == Over::Stopped {
+                    if self.serve_one(socket)? == Disconnect::Stopped {
                         return Ok(());
                     }
                 }
@@ -182,7 +182,7 @@ impl Server {
     }
 
     /// Serves a front end on threads of its own, and waits for them.
-    fn serve_one(&self, socket: OwnedFd) -> Result<Over, ServerError> {
+    fn serve_one(&self, socket: OwnedFd) -> Result<Disconnect, ServerError> {
         let failed = |source| ServerError::Kernel { path: self.path.clone(), operation: "a connection", source };
         // Readable when the other end is closed: when the thread has ended, however it does.
         let (ended, ends) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(errno.into()))?;
@@ -201,8 +201,8 @@ impl Server {
         if !self.has_ended(&ended).map_err(|errno| failed(errno.into()))? {
             return Err(ServerError::Held { path: self.path.clone() });
         }
-        let over = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        over.map_err(failed)
+        let disconnect = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        disconnect.map_err(failed)
     }
 
     /// Waits for the end of a connection; for so long as there is patience once the server is to stop.
@@ -233,7 +233,7 @@ struct Connection {
 }
 
 impl Connection {
-    fn serve(self) -> io::Result<Over> {
+    fn serve(self) -> io::Result<Disconnect> {
         let front_end = FrontEnd::new()?;
         let worker = Worker::new(self.device.clone(), front_end.clone(), self.queues, self.faults.clone())?;
         let worker = Arc::new(worker);
@@ -243,9 +243,9 @@ impl Connection {
             let _ends = EndsOnDrop(&worker);
             self.device.attached(front_end.clone());
             let mut session = Session::new(self.device.clone(), worker.clone(), front_end, self.faults.clone());
-            let over = connection::serve(&self.socket, self.stop.as_fd(), &mut session, &self.faults);
+            let disconnect = connection::serve(&self.socket, self.stop.as_fd(), &mut session, &self.faults);
             session.end();
-            Ok(over)
+            Ok(disconnect)
         })
     }
 }

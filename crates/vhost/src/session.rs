@@ -20,15 +20,15 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{FileType, MemfdFlags, fstat, ftruncate, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
-use crate::bell::Bell;
 use crate::fault::{Fault, Faults};
 use crate::inflight::{InflightRing, bytes_for_ring};
 use crate::message::{
     ConfigPiece, InflightArea, MAX_CONFIG, MessageError, Request, TableRegion, VringAddress, VringDescriptor,
     VringState, number,
 };
+use crate::notifier::Notifier;
 use crate::ram::{MAX_REGIONS, Ram, RamRegion};
-use crate::vring::{RingPlace, RingSetup};
+use crate::vring::{RingAddresses, RingSetup};
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, RamError};
 
@@ -41,7 +41,7 @@ const REPLY_ACK: u64 = 1 << 3;
 /// Several queues, acknowledgements, requests to the front end, configuration, inflight areas, reset, and regions one by one.
 const PROTOCOL: u64 = 1 | REPLY_ACK | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15;
 
-/// What is said to a message.
+/// The answer to a message.
 #[derive(Debug)]
 pub(crate) enum Answer {
     /// Nothing, or an acknowledgement if one is wanted.
@@ -65,9 +65,9 @@ pub(crate) enum Refusal {
     Other(String),
 }
 
-/// What the front end has said about a ring.
+/// What the front end has set for a ring.
 #[derive(Debug, Default)]
-struct Said {
+struct VringSettings {
     size: u16,
     base: u16,
     address: Option<VringAddress>,
@@ -94,7 +94,7 @@ pub(crate) struct Session {
     protocol: u64,
     regions: Vec<RamRegion>,
     ram: Option<Arc<Ram>>,
-    rings: Vec<Said>,
+    rings: Vec<VringSettings>,
     inflight: Option<(Arc<MmapRegion>, InflightArea)>,
     /// The device may have something of the driver's.
     touched: bool,
@@ -106,7 +106,7 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn new(device: Arc<dyn Device>, worker: Arc<Worker>, front_end: FrontEnd, faults: Arc<Faults>) -> Self {
-        let rings = worker.rings().iter().map(|_| Said::default()).collect();
+        let rings = worker.rings().iter().map(|_| VringSettings::default()).collect();
         Self {
             device,
             worker,
@@ -131,7 +131,7 @@ impl Session {
     }
 
     /// Does what a message says.
-    pub(crate) fn follow(
+    pub(crate) fn handle(
         &mut self,
         request: Request,
         body: &[u8],
@@ -142,13 +142,13 @@ impl Session {
             Request::GetFeatures => {
                 // See above: the rings are user-mode Linux's no longer, and nothing else says so.
                 if self.features & PROTOCOL_FEATURES == 0 && self.protocol != 0 {
-                    self.begin_anew();
+                    self.reset();
                 }
                 return answer(self.offered());
             }
             Request::SetFeatures => self.set_features(number(body)?)?,
             Request::SetOwner => {}
-            Request::ResetOwner | Request::ResetDevice => self.begin_anew(),
+            Request::ResetOwner | Request::ResetDevice => self.reset(),
             Request::GetProtocolFeatures => return answer(PROTOCOL),
             Request::SetProtocolFeatures => {
                 let protocol = number(body)?;
@@ -163,8 +163,8 @@ impl Session {
             Request::SetVringNum => {
                 let state = VringState::decode(body)?;
                 let size = u16::try_from(state.value).ok().filter(|size| size.is_power_of_two() && *size <= 32768);
-                let said = self.ring(state.index)?.1;
-                said.size =
+                let settings = self.ring(state.index)?.1;
+                settings.size =
                     size.ok_or_else(|| Refusal::Other(format!("a ring cannot have {} descriptors", state.value)))?;
             }
             Request::SetVringBase => {
@@ -185,26 +185,26 @@ impl Session {
             }
             Request::SetVringEnable => {
                 let state = VringState::decode(body)?;
-                let (index, said) = self.ring(state.index)?;
-                said.enabled = state.value != 0;
+                let (index, settings) = self.ring(state.index)?;
+                settings.enabled = state.value != 0;
                 self.apply_enabled(index);
             }
             Request::SetVringKick => {
                 let (index, descriptor) = self.ring_descriptor(body, descriptors)?;
                 refuse_if(descriptor.is_none(), || format!("queue {index} cannot be polled, it has to be kicked"))?;
-                let kick = descriptor.map(Bell::new);
+                let kick = descriptor.map(Notifier::new);
                 self.worker.set_kick(index, kick).map_err(|e| Refusal::Other(format!("a kick descriptor: {e}")))?;
                 self.start(index)?;
             }
             Request::SetVringCall => {
                 let (index, descriptor) = self.ring_descriptor(body, descriptors)?;
                 if let Some(ring) = self.worker.rings().get(index) {
-                    ring.vring.set_call(descriptor.map(Bell::new));
+                    ring.vring.set_call(descriptor.map(Notifier::new));
                 }
             }
             Request::SetVringErr => {
                 let (index, descriptor) = self.ring_descriptor(body, descriptors)?;
-                self.worker.set_error(index, descriptor.map(Bell::new));
+                self.worker.set_error(index, descriptor.map(Notifier::new));
             }
             Request::SetBackendReqFd => {
                 let socket = only(descriptors)?;
@@ -231,7 +231,7 @@ impl Session {
     /// The connection is gone.
     pub(crate) fn end(&mut self) {
         self.front_end.disconnect();
-        self.begin_anew();
+        self.reset();
         // The memory of a guest that is gone must not stay with a device that waits for the next one.
         if let Some(Ok(none)) = self.ram.take().map(|_| Ram::new(Vec::new())) {
             self.device.memory(Arc::new(none));
@@ -246,10 +246,10 @@ impl Session {
         refuse_if(features & !self.offered() != 0, || format!("features {features:#x} were not offered"))?;
         if self.paused && features == self.features {
             // Rings begin disabled, whoever's they are.
-            self.rings.iter_mut().for_each(|said| said.enabled = false);
+            self.rings.iter_mut().for_each(|settings| settings.enabled = false);
             return Ok(());
         }
-        self.begin_anew();
+        self.reset();
         self.features = features;
         self.tell_accepted();
         Ok(())
@@ -264,11 +264,11 @@ impl Session {
     }
 
     /// Every ring stops, and the device forgets the driver.
-    fn begin_anew(&mut self) {
+    fn reset(&mut self) {
         for index in 0..self.rings.len() {
             self.tear_down(index);
         }
-        self.rings.fill_with(Said::default);
+        self.rings.fill_with(VringSettings::default);
         (0..self.rings.len()).for_each(|index| self.front_end.set_idle(index, false));
         (self.paused, self.inherited, self.accepted) = (false, false, false);
         if std::mem::take(&mut self.touched) {
@@ -338,17 +338,20 @@ impl Session {
         self.touched = true;
         self.device.memory(ram.clone());
         for index in 0..self.rings.len() {
-            let (Some(said), Some(ring)) = (self.rings.get(index), self.worker.rings().get(index)) else { continue };
-            if said.started {
-                let place = said.address.as_ref().and_then(|address| place(&ram, address));
-                let moved = place.ok_or_else(|| "it is not in the new memory".to_owned());
-                let moved = moved.and_then(|place| ring.vring.remap(place, &ram).map_err(|error| error.to_string()));
+            let (Some(settings), Some(ring)) = (self.rings.get(index), self.worker.rings().get(index)) else {
+                continue;
+            };
+            if settings.started {
+                let addresses = settings.address.as_ref().and_then(|address| addresses(&ram, address));
+                let moved = addresses.ok_or_else(|| "it is not in the new memory".to_owned());
+                let moved =
+                    moved.and_then(|addresses| ring.vring.remap(addresses, &ram).map_err(|error| error.to_string()));
                 if let Err(why) = moved {
                     self.faults.note(Fault::Ring, &format_args!("queue {index}: {why}; it stops"));
                     let next = self.tear_down(index);
-                    if let Some(said) = self.rings.get_mut(index) {
-                        (said.started, said.address) = (false, None);
-                        said.base = next.unwrap_or(said.base);
+                    if let Some(settings) = self.rings.get_mut(index) {
+                        (settings.started, settings.address) = (false, None);
+                        settings.base = next.unwrap_or(settings.base);
                     }
                     self.device.stopped(index);
                 }
@@ -360,7 +363,7 @@ impl Session {
 
     // ---- rings
 
-    fn ring(&mut self, index: u32) -> Result<(usize, &mut Said), Refusal> {
+    fn ring(&mut self, index: u32) -> Result<(usize, &mut VringSettings), Refusal> {
         let rings = self.rings.len();
         let unknown = || Refusal::Other(format!("there is no queue {index}, the device has {rings}"));
         let index = usize::try_from(index).map_err(|_| unknown())?;
@@ -379,7 +382,7 @@ impl Session {
 
     /// A ring whose kick descriptor came is started, or goes on with another one.
     fn start(&mut self, index: usize) -> Result<(), Refusal> {
-        if self.rings.get(index).is_some_and(|said| !said.started) {
+        if self.rings.get(index).is_some_and(|settings| !settings.started) {
             if self.is_another_driver(index) {
                 self.change_driver();
             }
@@ -395,25 +398,25 @@ impl Session {
     /// whose rings all stopped at their beginnings cannot be told from the next one, and has left nothing behind.)
     fn is_another_driver(&mut self, index: usize) -> bool {
         let paused = self.paused;
-        let Some(said) = self.rings.get_mut(index) else { return false };
-        let stopped_at = said.stopped_at.take();
-        let base = said.base;
-        self.paused = paused && self.rings.iter().any(|said| said.stopped_at.is_some());
+        let Some(settings) = self.rings.get_mut(index) else { return false };
+        let stopped_at = settings.stopped_at.take();
+        let base = settings.base;
+        self.paused = paused && self.rings.iter().any(|settings| settings.stopped_at.is_some());
         paused && stopped_at.is_some_and(|at| at != base)
     }
 
     /// The device forgets the driver; rings that the next one has started already begin again.
     fn change_driver(&mut self) {
         (self.paused, self.inherited, self.accepted) = (false, false, false);
-        self.rings.iter_mut().for_each(|said| said.known = false);
+        self.rings.iter_mut().for_each(|settings| settings.known = false);
         let started: Vec<usize> =
-            (0..).zip(&self.rings).filter_map(|(index, said)| said.started.then_some(index)).collect();
+            (0..).zip(&self.rings).filter_map(|(index, settings)| settings.started.then_some(index)).collect();
         for &index in &started {
             self.halt(index);
             let next = self.worker.rings().get(index).and_then(|ring| ring.vring.tear_down());
-            if let Some(said) = self.rings.get_mut(index) {
-                said.started = false;
-                said.base = next.unwrap_or(said.base);
+            if let Some(settings) = self.rings.get_mut(index) {
+                settings.started = false;
+                settings.base = next.unwrap_or(settings.base);
             }
         }
         self.device.reset();
@@ -426,15 +429,16 @@ impl Session {
         }
     }
 
-    /// Sets a ring up as the front end has said.
+    /// Sets a ring up as the front end has set it.
     fn set_up(&mut self, index: usize) -> Result<(), Refusal> {
         self.tell_accepted();
-        if let (Some(said), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) {
-            let address = said.address.ok_or_else(|| Refusal::Other(format!("queue {index} has no address yet")))?;
+        if let (Some(settings), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) {
+            let address =
+                settings.address.ok_or_else(|| Refusal::Other(format!("queue {index} has no address yet")))?;
             let ram = self.ram.as_ref().ok_or_else(|| Refusal::Other("there is no memory yet".into()))?;
-            let place = place(ram, &address)
+            let addresses = addresses(ram, &address)
                 .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
-            let size = said.size;
+            let size = settings.size;
             // What a front end has no area for it does not want to be kept.
             let tracked = self.inflight.as_ref().filter(|(_, about)| index < usize::from(about.queues));
             let inflight = tracked.map(|(area, about)| {
@@ -444,13 +448,18 @@ impl Session {
                 })
             });
             let inflight = inflight.transpose()?;
-            let setup =
-                RingSetup { size, place, base: said.base, event_index: self.features & EVENT_INDEX != 0, inflight };
+            let setup = RingSetup {
+                size,
+                addresses,
+                base: settings.base,
+                event_index: self.features & EVENT_INDEX != 0,
+                inflight,
+            };
             let was_used = ring.vring.set_up(setup, ram)?;
             ring.broken.store(false, Ordering::SeqCst);
-            said.started = true;
+            settings.started = true;
             self.touched = true;
-            let known = std::mem::replace(&mut said.known, true);
+            let known = std::mem::replace(&mut settings.known, true);
             if was_used && !known && !std::mem::replace(&mut self.inherited, true) {
                 self.device.inherited();
             }
@@ -460,26 +469,26 @@ impl Session {
 
     /// The address of a ring that is started already has changed.
     fn move_ring(&mut self, index: u32) -> Result<(), Refusal> {
-        let (index, said) = self.ring(index)?;
-        if !said.started {
+        let (index, settings) = self.ring(index)?;
+        if !settings.started {
             return Ok(());
         }
-        let (Some(address), Some(ram)) = (said.address, self.ram.clone()) else { return Ok(()) };
-        let place = place(&ram, &address)
+        let (Some(address), Some(ram)) = (settings.address, self.ram.clone()) else { return Ok(()) };
+        let addresses = addresses(&ram, &address)
             .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
         self.halt(index);
         if let Some(ring) = self.worker.rings().get(index) {
-            ring.vring.remap(place, &ram)?;
+            ring.vring.remap(addresses, &ram)?;
             self.apply_enabled(index);
         }
         Ok(())
     }
 
     fn apply_enabled(&mut self, index: usize) {
-        let (Some(said), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) else { return };
-        let enabled = said.started && (said.enabled || self.features & PROTOCOL_FEATURES == 0);
-        said.ran |= enabled;
-        self.front_end.set_idle(index, said.ran && !enabled);
+        let (Some(settings), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) else { return };
+        let enabled = settings.started && (settings.enabled || self.features & PROTOCOL_FEATURES == 0);
+        settings.ran |= enabled;
+        self.front_end.set_idle(index, settings.ran && !enabled);
         // Whoever finds that it makes no sense says both in the other order.
         if ring.broken.load(Ordering::SeqCst) {
             self.front_end.set_idle(index, true);
@@ -488,7 +497,7 @@ impl Session {
         if enabled {
             self.front_end.kick(index);
         } else {
-            self.worker.let_go(index);
+            self.worker.wait_until_idle(index);
         }
     }
 
@@ -496,7 +505,7 @@ impl Session {
     fn halt(&self, index: usize) {
         if let Some(ring) = self.worker.rings().get(index) {
             ring.vring.enable(false);
-            self.worker.let_go(index);
+            self.worker.wait_until_idle(index);
         }
     }
 
@@ -510,15 +519,15 @@ impl Session {
 
     /// Stops a ring and says where whoever starts it again goes on.
     fn stop(&mut self, index: u32) -> Result<u16, Refusal> {
-        let (index, said) = self.ring(index)?;
-        (said.started, said.address) = (false, None);
+        let (index, settings) = self.ring(index)?;
+        (settings.started, settings.address) = (false, None);
         let next = self.tear_down(index);
-        let Some(said) = self.rings.get_mut(index) else { return Ok(0) };
-        said.base = next.unwrap_or(said.base);
-        let base = said.base;
+        let Some(settings) = self.rings.get_mut(index) else { return Ok(0) };
+        settings.base = next.unwrap_or(settings.base);
+        let base = settings.base;
         if next.is_some() {
-            said.stopped_at = next;
-            self.paused = !self.rings.iter().any(|said| said.started);
+            settings.stopped_at = next;
+            self.paused = !self.rings.iter().any(|settings| settings.started);
             self.apply_enabled(index);
             self.device.stopped(index);
         }
@@ -564,8 +573,8 @@ fn map(region: TableRegion, descriptor: OwnedFd) -> Result<RamRegion, RamError> 
     RamRegion::map(region.guest_address, region.length, region.user_address, descriptor, region.file_offset)
 }
 
-fn place(ram: &Ram, address: &VringAddress) -> Option<RingPlace> {
-    Some(RingPlace {
+fn addresses(ram: &Ram, address: &VringAddress) -> Option<RingAddresses> {
+    Some(RingAddresses {
         descriptors: ram.guest_address(address.descriptors)?,
         available: ram.guest_address(address.available)?,
         used: ram.guest_address(address.used)?,

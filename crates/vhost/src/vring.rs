@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
-use crate::bell::Bell;
 use crate::inflight::InflightRing;
+use crate::notifier::Notifier;
 use crate::{QueueError, Ram};
 
 /// The descriptors of one buffer, read from the guest's memory as they are asked for.
@@ -31,7 +31,7 @@ const MAX_QUEUE_SIZE: u16 = 32768;
 
 /// Where a ring is in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RingPlace {
+pub(crate) struct RingAddresses {
     pub(crate) descriptors: GuestAddress,
     pub(crate) available: GuestAddress,
     pub(crate) used: GuestAddress,
@@ -42,7 +42,7 @@ pub(crate) struct RingPlace {
 pub(crate) struct RingSetup {
     /// Descriptors, a power of two.
     pub(crate) size: u16,
-    pub(crate) place: RingPlace,
+    pub(crate) addresses: RingAddresses,
     /// Index of the first buffer to be taken.
     pub(crate) base: u16,
     pub(crate) event_index: bool,
@@ -62,18 +62,18 @@ struct State {
     ram: Option<Arc<Ram>>,
     /// It may be looked at, if it is set up.
     enabled: bool,
-    call: Option<Bell>,
+    call: Option<Notifier>,
     /// What the device has, in the order in which it was taken: the place in the ring of available buffers, and the head.
     /// What a server before had taken has no place.
     taken: VecDeque<(Option<u16>, u16)>,
     inflight: Option<InflightRing>,
-    again: Option<Again>,
+    resubmission: Option<Resubmission>,
 }
 
 /// Buffers that are worked on again, because a server was killed that had taken them: as a ring of their own, since the driver's
 /// may name others in their places by now.
 #[derive(Debug)]
-struct Again {
+struct Resubmission {
     queue: Queue,
     memory: Arc<GuestMemoryMmap>,
 }
@@ -86,10 +86,10 @@ impl Vring {
             queue,
             ram: Some(ram),
             enabled: true,
-            call: call.map(Bell::new),
+            call: call.map(Notifier::new),
             taken: VecDeque::new(),
             inflight: None,
-            again: None,
+            resubmission: None,
         };
         Self { state: Mutex::new(state) }
     }
@@ -103,7 +103,7 @@ impl Vring {
             call: None,
             taken: VecDeque::new(),
             inflight: None,
-            again: None,
+            resubmission: None,
         };
         Self { state: Mutex::new(state) }
     }
@@ -114,31 +114,32 @@ impl Vring {
         let used = queue.used_idx(&**ram.memory(), Ordering::Acquire)?.0;
         let mut inflight = setup.inflight;
         let heads = inflight.as_mut().map(|inflight| inflight.take_up(used)).transpose()?.unwrap_or_default();
-        let again = if heads.is_empty() { None } else { Some(again(&heads, &setup.place, setup.size, ram)?) };
+        let resubmission =
+            if heads.is_empty() { None } else { Some(resubmission(&heads, &setup.addresses, setup.size, ram)?) };
         let mut state = self.lock();
         state.queue = queue;
         state.queue.set_next_used(used);
-        if again.is_some() {
+        if resubmission.is_some() {
             state.queue.set_next_avail(used.wrapping_add(u16::try_from(heads.len()).unwrap_or(u16::MAX)));
         }
         state.taken.clear();
-        (state.inflight, state.again) = (inflight, again);
+        (state.inflight, state.resubmission) = (inflight, resubmission);
         state.ram = Some(ram.clone());
         // Whoever ran it before may have been stopped, or have died, between giving something back and calling.
         if used != 0
             && let Some(call) = &state.call
         {
-            call.ring();
+            call.notify();
         }
         Ok(used != 0)
     }
 
     /// The memory is another one, and the ring with it; nothing else has changed.
-    pub(crate) fn remap(&self, place: RingPlace, ram: &Arc<Ram>) -> Result<(), QueueError> {
+    pub(crate) fn remap(&self, addresses: RingAddresses, ram: &Arc<Ram>) -> Result<(), QueueError> {
         let mut state = self.lock();
         let setup = RingSetup {
             size: state.queue.size(),
-            place,
+            addresses,
             base: state.queue.next_avail(),
             event_index: state.queue.event_idx_enabled(),
             inflight: None,
@@ -149,7 +150,7 @@ impl Vring {
         state.ram = Some(ram.clone());
         // The device may have been stopped between giving something back and calling, and who counts that is new.
         if let Some(call) = &state.call {
-            call.ring();
+            call.notify();
         }
         Ok(())
     }
@@ -161,13 +162,13 @@ impl Vring {
 
     /// What is written to when the driver is to be called. It is called at once if the ring is set up: what came back before may have
     /// gone with the call that there was, to where nobody listens any more, and is not called for again.
-    pub(crate) fn set_call(&self, call: Option<Bell>) {
+    pub(crate) fn set_call(&self, call: Option<Notifier>) {
         let mut state = self.lock();
         state.call = call;
         if state.ram.is_some()
             && let Some(call) = &state.call
         {
-            call.ring();
+            call.notify();
         }
     }
 
@@ -176,8 +177,8 @@ impl Vring {
         let mut state = self.lock();
         state.ram.take()?;
         let mut next = state.queue.next_avail();
-        while let Some(&(place, head)) = state.taken.back() {
-            if place != Some(next.wrapping_sub(1)) {
+        while let Some(&(index, head)) = state.taken.back() {
+            if index != Some(next.wrapping_sub(1)) {
                 break;
             }
             next = next.wrapping_sub(1);
@@ -188,7 +189,7 @@ impl Vring {
         }
         // What else was taken is lost to whoever does not keep the inflight area.
         state.taken.clear();
-        state.again = None;
+        state.resubmission = None;
         state.inflight = None;
         Some(next)
     }
@@ -201,15 +202,15 @@ impl Vring {
         let mut guard = self.lock();
         let state = &mut *guard;
         let ram = state.running()?;
-        if let Some(again) = &mut state.again {
-            if let Some(chain) = again.queue.iter(again.memory.clone())?.next() {
+        if let Some(resubmission) = &mut state.resubmission {
+            if let Some(chain) = resubmission.queue.iter(resubmission.memory.clone())?.next() {
                 // It is marked as in flight already, with its place in the order.
                 state.taken.push_back((None, chain.head_index()));
                 return Ok(Some(chain));
             }
-            state.again = None;
+            state.resubmission = None;
         }
-        let place = state.queue.next_avail();
+        let index = state.queue.next_avail();
         let chain = state.queue.iter(ram.memory().clone())?.next();
         if let Some(chain) = &chain {
             let head = chain.head_index();
@@ -219,7 +220,7 @@ impl Vring {
             if let Some(inflight) = &mut state.inflight {
                 inflight.taken(head);
             }
-            state.taken.push_back((Some(place), head));
+            state.taken.push_back((Some(index), head));
         }
         Ok(chain)
     }
@@ -261,7 +262,7 @@ impl Vring {
         let mut state = self.lock();
         let wanted = state.needs_notification()?;
         if wanted && let Some(call) = &state.call {
-            call.ring();
+            call.notify();
         }
         Ok(wanted)
     }
@@ -282,17 +283,17 @@ impl Vring {
     }
 
     /// The driver need not kick, for now.
-    pub(crate) fn quiet(&self) -> Result<(), QueueError> {
+    pub(crate) fn disable_notification(&self) -> Result<(), QueueError> {
         let mut state = self.lock();
         let ram = state.running()?;
         Ok(state.queue.disable_notification(&**ram.memory())?)
     }
 
     /// The driver is to kick again; says the index of the next buffer if there is one already.
-    pub(crate) fn listen(&self) -> Result<Option<u16>, QueueError> {
+    pub(crate) fn enable_notification(&self) -> Result<Option<u16>, QueueError> {
         let mut state = self.lock();
         let ram = state.running()?;
-        let more = state.queue.enable_notification(&**ram.memory())? || state.again.is_some();
+        let more = state.queue.enable_notification(&**ram.memory())? || state.resubmission.is_some();
         Ok(more.then(|| state.queue.next_avail()))
     }
 
@@ -328,14 +329,14 @@ impl State {
 fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
     let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
     queue.try_set_size(setup.size)?;
-    queue.try_set_desc_table_address(setup.place.descriptors)?;
-    queue.try_set_avail_ring_address(setup.place.available)?;
-    queue.try_set_used_ring_address(setup.place.used)?;
+    queue.try_set_desc_table_address(setup.addresses.descriptors)?;
+    queue.try_set_avail_ring_address(setup.addresses.available)?;
+    queue.try_set_used_ring_address(setup.addresses.used)?;
     queue.set_event_idx(setup.event_index);
     queue.set_next_avail(setup.base);
     queue.set_ready(true);
     // Address 0 is how `virtio_queue` marks a ring that is not set up.
-    if setup.place.available.0 == 0 || !queue.is_valid(&**ram.memory()) {
+    if setup.addresses.available.0 == 0 || !queue.is_valid(&**ram.memory()) {
         return Err(virtio_queue::Error::FindMemoryRegion.into());
     }
     Ok(queue)
@@ -343,7 +344,7 @@ fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
 
 /// A ring of available buffers with those heads, behind the guest's memory and visible to nobody else; descriptors are the
 /// driver's.
-fn again(heads: &[u16], place: &RingPlace, size: u16, ram: &Ram) -> Result<Again, QueueError> {
+fn resubmission(heads: &[u16], addresses: &RingAddresses, size: u16, ram: &Ram) -> Result<Resubmission, QueueError> {
     // Flags, index, the heads, and the event index that nobody reads.
     let length = (6 + 2 * usize::from(size)).next_multiple_of(4096);
     let end = ram.regions().last().map_or(0, |region| region.guest_address + region.length);
@@ -356,8 +357,8 @@ fn again(heads: &[u16], place: &RingPlace, size: u16, ram: &Ram) -> Result<Again
     memory.write_slice(&words, start).map_err(virtio_queue::Error::GuestMemory)?;
     let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
     queue.try_set_size(size)?;
-    queue.try_set_desc_table_address(place.descriptors)?;
+    queue.try_set_desc_table_address(addresses.descriptors)?;
     queue.try_set_avail_ring_address(start)?;
     queue.set_ready(true);
-    Ok(Again { queue, memory: Arc::new(memory) })
+    Ok(Resubmission { queue, memory: Arc::new(memory) })
 }

@@ -2,7 +2,7 @@
 //!
 //! It waits for kicks (epoll) and lets the device look at one queue after the other, a bounded amount of work at a time. Laws:
 //! no lock is held while the device works; what does not run is not worked on; and whoever stops a ring can wait until the
-//! device is out of it ([`Worker::let_go`]).
+//! device is out of it ([`Worker::wait_until_idle`]).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,8 +13,8 @@ use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
 use rustix::io::Errno;
 
-use crate::bell::Bell;
 use crate::fault::{Fault, Faults};
+use crate::notifier::Notifier;
 use crate::{Device, FrontEnd, More, QueueError, Vring};
 
 /// What the epoll set calls the descriptor that wakes; queues are called by their index.
@@ -24,8 +24,8 @@ const WAKE: u64 = u64::MAX;
 #[derive(Debug)]
 pub(crate) struct Ring {
     pub(crate) vring: Vring,
-    kick: Mutex<Option<Bell>>,
-    error: Mutex<Option<Bell>>,
+    kick: Mutex<Option<Notifier>>,
+    error: Mutex<Option<Notifier>>,
     /// It makes no sense, and is left alone until it is set up anew.
     pub(crate) broken: AtomicBool,
 }
@@ -70,7 +70,7 @@ impl Worker {
     }
 
     /// What the queue is kicked by from now on.
-    pub(crate) fn set_kick(&self, queue: usize, kick: Option<Bell>) -> io::Result<()> {
+    pub(crate) fn set_kick(&self, queue: usize, kick: Option<Notifier>) -> io::Result<()> {
         let Some(ring) = self.rings.get(queue) else { return Ok(()) };
         let mut place = lock(&ring.kick);
         if let Some(before) = place.take() {
@@ -86,14 +86,14 @@ impl Worker {
     }
 
     /// What is rung when the ring makes no sense.
-    pub(crate) fn set_error(&self, queue: usize, error: Option<Bell>) {
+    pub(crate) fn set_error(&self, queue: usize, error: Option<Notifier>) {
         if let Some(ring) = self.rings.get(queue) {
             *lock(&ring.error) = error;
         }
     }
 
     /// Returns when the device is not working on that queue. Whoever calls has seen to it that it does not begin again.
-    pub(crate) fn let_go(&self, queue: usize) {
+    pub(crate) fn wait_until_idle(&self, queue: usize) {
         let at = lock(&self.at);
         drop(self.left.wait_while(at, |at| *at == Some(queue)).unwrap_or_else(PoisonError::into_inner));
     }
@@ -108,13 +108,13 @@ impl Worker {
     pub(crate) fn run(&self) {
         let mut pending = 0_u64;
         while !self.ends.load(Ordering::SeqCst) {
-            pending |= self.kicks(pending == 0);
-            pending = self.turn(pending);
+            pending |= self.take_kicks(pending == 0);
+            pending = self.process_queues(pending);
         }
     }
 
     /// The queues that were kicked, a bit each; waits for one if it may.
-    pub(crate) fn kicks(&self, may_wait: bool) -> u64 {
+    pub(crate) fn take_kicks(&self, may_wait: bool) -> u64 {
         let mut events = Vec::with_capacity(self.rings.len() + 1);
         let zero = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 0 };
         match epoll::wait(&self.epoll, spare_capacity(&mut events), (!may_wait).then_some(&zero)) {
@@ -139,7 +139,7 @@ impl Worker {
             };
             let mut place = lock(&ring.kick);
             if let Some(kick) = &*place {
-                if !kick.hush() {
+                if !kick.drain() {
                     // Its other end is closed: it would be readable for ever.
                     let _ = epoll::delete(&self.epoll, kick);
                     *place = None;
@@ -151,17 +151,17 @@ impl Worker {
     }
 
     /// A turn for each of these queues. Says which of them want another one.
-    pub(crate) fn turn(&self, queues: u64) -> u64 {
+    pub(crate) fn process_queues(&self, queues: u64) -> u64 {
         let mut again = 0;
         for (index, ring) in self.rings.iter().enumerate() {
-            if queues & (1 << index) != 0 && self.look_at(index, ring) == More::Yes {
+            if queues & (1 << index) != 0 && self.process(index, ring) == More::Yes {
                 again |= 1 << index;
             }
         }
         again
     }
 
-    fn look_at(&self, index: usize, ring: &Ring) -> More {
+    fn process(&self, index: usize, ring: &Ring) -> More {
         *lock(&self.at) = Some(index);
         // Only now: whoever stops the ring looks whether we are at it after he has stopped it.
         let more = if ring.vring.runs() && !ring.broken.load(Ordering::SeqCst) {
@@ -179,7 +179,7 @@ impl Worker {
                 self.faults
                     .note(kind, &format_args!("queue {index}: {error}; it is left alone until it is set up anew"));
                 if let Some(error) = &*lock(&ring.error) {
-                    error.ring();
+                    error.notify();
                 }
                 More::No
             }
@@ -191,15 +191,15 @@ impl Worker {
     }
 
     fn work(&self, index: usize, vring: &Vring) -> Result<More, QueueError> {
-        vring.quiet()?;
+        vring.disable_notification()?;
         if self.device.work(index, vring)? == More::Yes {
             return Ok(More::Yes);
         }
         // What came since the device looked has another look. What it leaves lying on purpose waits for the next kick.
-        let Some(next) = vring.listen()? else { return Ok(More::No) };
-        vring.quiet()?;
+        let Some(next) = vring.enable_notification()? else { return Ok(More::No) };
+        vring.disable_notification()?;
         let more = self.device.work(index, vring)?;
-        let left = vring.listen()?;
+        let left = vring.enable_notification()?;
         Ok(if left.is_some_and(|left| left != next) { More::Yes } else { more })
     }
 }

@@ -101,7 +101,7 @@ fn rings_are_refused_that_cannot_be() {
     assert!(peer.done(Request::SetVringAddr, &bad, &[]));
     assert!(!peer.done(Request::SetVringKick, &longs(&[1]), &[guest.kick.as_fd()]), "it ends outside");
     assert!(!peer.done(Request::SetVringKick, &longs(&[1 | 1 << 8]), &[]), "nobody polls it");
-    assert!(!peer.done(Request::SetVringKick, &longs(&[1]), &[guest.file.as_fd()]), "a file is no bell");
+    assert!(!peer.done(Request::SetVringKick, &longs(&[1]), &[guest.file.as_fd()]), "a file carries no notifications");
     peer.start(&guest, 0, true);
 }
 

@@ -1,8 +1,8 @@
-//! Descriptors that are written to and read from so that somebody takes notice: an eventfd, a pipe, or a socket (user-mode Linux
-//! calls through one).
+//! Descriptors that carry notifications: kicks, calls and errors of rings. An eventfd, a pipe, or a socket (user-mode Linux calls
+//! through one).
 //!
 //! Law: nothing that the other end leaves undone keeps us waiting. What it does can: the open file is its own too, and it may make
-//! that blocking again and fill it. So bells are rung and hushed by threads of the connection alone, which a server that is
+//! that blocking again and fill it. So notifiers are written and drained by threads of the connection alone, which a server that is
 //! stopped leaves behind if it has to ([`crate::Stopper`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,14 +11,14 @@ use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-/// One of them.
+/// A descriptor that carries notifications.
 #[derive(Debug)]
-pub(crate) struct Bell {
+pub(crate) struct Notifier {
     descriptor: OwnedFd,
     socket: bool,
 }
 
-impl Bell {
+impl Notifier {
     /// What is not a socket is made non-blocking, which its other users do not mind: they poll it.
     pub(crate) fn new(descriptor: OwnedFd) -> Self {
         let kind = fstat(&descriptor).map(|status| FileType::from_raw_mode(status.st_mode));
@@ -29,8 +29,8 @@ impl Bell {
         Self { descriptor, socket }
     }
 
-    /// Rings it. One that is full rings already; one that nobody listens to is not our loss.
-    pub(crate) fn ring(&self) {
+    /// Sends a notification. A full descriptor is readable already; if its other end is closed, the failure has no effect here.
+    pub(crate) fn notify(&self) {
         let one = 1_u64.to_ne_bytes();
         let _ = if self.socket {
             send(&self.descriptor, &one, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
@@ -39,8 +39,8 @@ impl Bell {
         };
     }
 
-    /// Takes in that it was rung; `false` if nobody can ring it any more.
-    pub(crate) fn hush(&self) -> bool {
+    /// Reads the notifications that came. `false` if its other end is closed.
+    pub(crate) fn drain(&self) -> bool {
         let mut bytes = [0; 512];
         let taken = if self.socket {
             recv(&self.descriptor, &mut bytes, RecvFlags::DONTWAIT).map(|(_, taken)| taken)
@@ -51,7 +51,7 @@ impl Bell {
     }
 }
 
-impl AsFd for Bell {
+impl AsFd for Notifier {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
@@ -67,22 +67,22 @@ mod tests {
     fn an_eventfd_that_is_full_keeps_nobody_waiting() {
         let descriptor = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         rustix::io::write(&descriptor, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        let bell = Bell::new(descriptor);
-        bell.ring();
-        assert!(bell.hush() && bell.hush());
+        let notifier = Notifier::new(descriptor);
+        notifier.notify();
+        assert!(notifier.drain() && notifier.drain());
     }
 
     #[test]
     fn a_socket_is_read_empty_and_its_end_is_seen() {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-        let (ours, theirs) = (Bell::new(ours), Bell::new(theirs));
+        let (ours, theirs) = (Notifier::new(ours), Notifier::new(theirs));
         for _ in 0..3 {
-            theirs.ring();
+            theirs.notify();
         }
-        assert!(ours.hush(), "three times eight bytes");
-        assert!(ours.hush(), "nothing more, and nobody waits for it");
+        assert!(ours.drain(), "three times eight bytes");
+        assert!(ours.drain(), "nothing more, and nobody waits for it");
         drop(theirs);
-        assert!(!ours.hush());
-        ours.ring();
+        assert!(!ours.drain());
+        ours.notify();
     }
 }
