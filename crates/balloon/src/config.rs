@@ -43,7 +43,7 @@ impl Default for Config {
 
 /// What a write by the driver came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Written {
+pub(crate) struct ConfigWrite {
     /// [`Config::actual`] has another value now.
     pub(crate) actual_changed: bool,
     /// Bytes were meant for fields that are not the driver's, or for none.
@@ -82,8 +82,8 @@ impl Config {
 
     /// Takes what the driver writes into its own fields, and nothing else. The field for poison is there only if that feature
     /// is `offered`.
-    pub(crate) fn write(&self, offered: Features, offset: u32, bytes: &[u8]) -> Written {
-        let mut written = Written::default();
+    pub(crate) fn write(&self, offered: Features, offset: u32, bytes: &[u8]) -> ConfigWrite {
+        let mut written = ConfigWrite::default();
         let field = |at: u64, field: &AtomicU32| {
             let mut mine = 0;
             let before = field.load(Ordering::Acquire);
@@ -179,9 +179,9 @@ mod tests {
         config.set_num_pages(0x0102_0304);
         let all = Features::default();
         assert_eq!(config.poison(), None);
-        assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), Written { actual_changed: true, refused: false });
-        assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), Written::default());
-        assert_eq!(config.write(all, 12, &0xaau32.to_le_bytes()), Written::default());
+        assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), ConfigWrite { actual_changed: true, refused: false });
+        assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), ConfigWrite::default());
+        assert_eq!(config.write(all, 12, &0xaau32.to_le_bytes()), ConfigWrite::default());
         for (offset, bytes) in [(0, &[1u8; 4][..]), (8, &[1; 4]), (16, &[1]), (u32::MAX, &[1; 8]), (2, &[4, 3, 7, 0])] {
             assert!(config.write(all, offset, bytes).refused, "{offset}");
         }

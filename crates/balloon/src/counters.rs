@@ -20,11 +20,11 @@ macro_rules! counters {
 
         /// The counters while they count.
         #[derive(Debug, Default)]
-        pub(crate) struct Counting {
+        pub(crate) struct AtomicCounters {
             $(pub(crate) $name: Counter,)*
         }
 
-        impl Counting {
+        impl AtomicCounters {
             pub(crate) fn read(&self) -> Counters {
                 Counters { $($name: self.$name.0.load(Ordering::Relaxed)),* }
             }

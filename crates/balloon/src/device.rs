@@ -16,7 +16,7 @@ mod hinting;
 mod pending;
 mod report;
 mod statistics;
-mod turn;
+mod work_budget;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,7 +27,7 @@ use limosa_page::PAGE_SIZE;
 use ballooned::Ballooned;
 
 use crate::config::Config;
-use crate::counters::{Counters, Counting};
+use crate::counters::{AtomicCounters, Counters};
 use crate::layout::{Features, Numbering, Role};
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
@@ -127,11 +127,11 @@ pub struct Balloon {
     epoch: AtomicU64,
     reporting: AtomicBool,
     statistics_wanted: AtomicBool,
-    statistics: Mutex<statistics::Latest>,
+    statistics: Mutex<statistics::LatestStatistics>,
     guest: Mutex<Guest>,
     hinting: Mutex<Hinting>,
     queues: [Mutex<Queue>; Role::ALL.len()],
-    counters: Counting,
+    counters: AtomicCounters,
 }
 
 impl std::fmt::Debug for Balloon {
@@ -162,7 +162,7 @@ impl Balloon {
             guest: Mutex::default(),
             hinting: Mutex::default(),
             queues: Default::default(),
-            counters: Counting::default(),
+            counters: AtomicCounters::default(),
         }
     }
 

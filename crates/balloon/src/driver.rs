@@ -7,7 +7,7 @@
 //!
 //! A [`Machine`] stands between driver and device, where a VMM has a bus; its device may be behind a vhost-user server
 //! (`FrontEnd`, with the feature `vhost-user` too). Either somebody works on its queues on a thread
-//! of his own ([`Machine::worker`]), or the driver's own waiting does ([`Machine::turn`]), so that a test knows every step.
+//! of his own ([`Machine::worker`]), or the driver's own waiting does ([`Machine::work_if_no_worker`]), so that a test knows every step.
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -50,7 +50,7 @@ use vm_memory::GuestMemory;
 use crate::layout::{Features, Role};
 #[cfg(feature = "vhost-user")]
 pub use front_end::{FrontEnd, FrontEndError};
-pub use machine::{Machine, News, Remote, Worker};
+pub use machine::{DriverNotifier, Machine, RemoteDevice, Worker};
 pub use pages::{Blocks, Pages};
 use queue::{Buffer, DriverQueue};
 pub use queue::{QUEUE, RINGS, RingError};
@@ -94,7 +94,7 @@ pub struct Driver<M, P> {
     command: u32,
     /// Whether its list is not complete.
     telling: bool,
-    /// The machine's news before the last look at them.
+    /// The machine's count of events before the last look at the queues.
     seen: u64,
 }
 
@@ -186,12 +186,12 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// # Errors
     /// The rings are not in the machine's memory any more, or the device is gone.
     pub fn poll(&mut self) -> Result<bool, RingError> {
-        self.machine.turn();
-        self.seen = self.machine.news();
+        self.machine.work_if_no_worker();
+        self.seen = self.machine.events();
         let sized = self.resize()?;
         let hinted = self.hint()?;
         let told = self.statistics()?;
-        self.machine.turn();
+        self.machine.work_if_no_worker();
         Ok(sized || hinted || told)
     }
 
@@ -259,7 +259,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         let Some(head) = queue.add(buffers)? else { return Ok(()) };
         machine.kick(queue.number());
         loop {
-            let seen = machine.news();
+            let seen = machine.events();
             match queue.used()? {
                 Some(used) if used == head => return Ok(()),
                 Some(_) => {}

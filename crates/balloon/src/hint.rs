@@ -41,7 +41,7 @@ pub enum HintState {
 
 /// What an id on the queue means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum IdMeans {
+pub(crate) enum IdMeaning {
     /// The blocks of the command begin.
     Begin,
     /// The list of the command is complete.
@@ -108,17 +108,17 @@ impl Handshake {
     }
 
     /// The driver has sent an id.
-    pub(crate) fn id(&mut self, id: u32) -> IdMeans {
+    pub(crate) fn id(&mut self, id: u32) -> IdMeaning {
         match self.state {
             HintState::Requested if id == self.id && self.before.is_none() => {
                 self.state = HintState::Started;
-                IdMeans::Begin
+                IdMeaning::Begin
             }
             HintState::Started if id != self.id => {
                 self.state = HintState::Stopped;
-                IdMeans::Complete
+                IdMeaning::Complete
             }
-            _ => IdMeans::Stale,
+            _ => IdMeaning::Stale,
         }
     }
 
@@ -149,18 +149,18 @@ mod tests {
         assert_eq!((handshake.command(), handshake.takes_blocks()), (DONE, false));
         let id = handshake.request();
         // The old buffers come first, and the field that they point to may have the new id already.
-        assert_eq!((id, handshake.command(), handshake.id(id)), (FIRST_ID, DONE, IdMeans::Stale));
+        assert_eq!((id, handshake.command(), handshake.id(id)), (FIRST_ID, DONE, IdMeaning::Stale));
         assert_eq!(handshake.unannounced(), Some(id));
         assert!(handshake.announce(id) && !handshake.announce(id));
         assert_eq!(handshake.unannounced(), None);
         assert_eq!(handshake.command(), id);
         assert!(!handshake.takes_blocks());
         // What is left of a command before.
-        assert_eq!(handshake.id(0), IdMeans::Stale);
-        assert_eq!(handshake.id(id), IdMeans::Begin);
+        assert_eq!(handshake.id(0), IdMeaning::Stale);
+        assert_eq!(handshake.id(id), IdMeaning::Begin);
         assert!(handshake.takes_blocks());
         assert_eq!(handshake.command(), id);
-        assert_eq!(handshake.id(0), IdMeans::Complete);
+        assert_eq!(handshake.id(0), IdMeaning::Complete);
         assert_eq!((handshake.command(), handshake.takes_blocks()), (STOP, false));
         assert!(handshake.done());
         assert_eq!(handshake.command(), DONE);
@@ -175,13 +175,13 @@ mod tests {
         handshake.id(first);
         let second = handshake.request();
         assert_ne!(first, second);
-        assert_eq!((handshake.command(), handshake.id(second)), (STOP, IdMeans::Stale));
+        assert_eq!((handshake.command(), handshake.id(second)), (STOP, IdMeaning::Stale));
         assert!(!handshake.announce(first), "that was another one");
         assert!(handshake.announce(second));
         assert!(!handshake.takes_blocks());
-        assert_eq!(handshake.id(first), IdMeans::Stale);
+        assert_eq!(handshake.id(first), IdMeaning::Stale);
         assert!(!handshake.takes_blocks());
-        assert_eq!(handshake.id(second), IdMeans::Begin);
+        assert_eq!(handshake.id(second), IdMeaning::Begin);
     }
 
     #[test]
@@ -229,7 +229,7 @@ mod tests {
                         let id = handshake.request();
                         prop_assert_ne!(id, before);
                         prop_assert!(handshake.command() < FIRST_ID);
-                        prop_assert_eq!(handshake.id(id), IdMeans::Stale);
+                        prop_assert_eq!(handshake.id(id), IdMeaning::Stale);
                         prop_assert!(handshake.announce(id));
                         prop_assert!(handshake.command() >= FIRST_ID);
                     }

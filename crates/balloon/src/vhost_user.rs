@@ -111,7 +111,7 @@ impl Device for VhostUserBalloon {
             let mut ram = self.ram.lock().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(&mut *ram, shared)
         };
-        self.balloon.memory(reclaim.unwrap_or_else(|| Arc::new(Untouched::of(&memory))));
+        self.balloon.memory(reclaim.unwrap_or_else(|| Arc::new(NoReclaim::of(&memory))));
         drop(before);
     }
 
@@ -185,16 +185,16 @@ impl Transport for FrontEnd {
 
 /// Memory that is known and cannot be given back.
 #[derive(Debug)]
-struct Untouched(Vec<Range<u64>>);
+struct NoReclaim(Vec<Range<u64>>);
 
-impl Untouched {
+impl NoReclaim {
     fn of(memory: &Ram) -> Self {
         let range = |region: &limosa_vhost::RamRegion| region.guest_address..region.guest_address + region.length;
         Self(memory.regions().iter().map(range).collect())
     }
 }
 
-impl Reclaim for Untouched {
+impl Reclaim for NoReclaim {
     fn ram(&self) -> &[Range<u64>] {
         &self.0
     }
@@ -278,7 +278,7 @@ mod tests {
     fn memory_is_given_back_by_whom_its_user_says() {
         let device = VhostUserBalloon::with(Arc::new(Balloon::new(Options::default())), |ram| {
             assert_eq!(ram.regions().len(), 1, "where there is none nobody is asked");
-            Ok(Arc::new(Untouched(vec![0..4096])))
+            Ok(Arc::new(NoReclaim(vec![0..4096])))
         });
         device.memory(ram());
         assert_eq!(device.balloon().size().ram, 4096);
@@ -331,12 +331,12 @@ mod tests {
         device.attached(FrontEnd::new().unwrap());
         device.accepted(device.features());
         device.inherited();
-        struct Nobody;
-        impl FreePageSink for Nobody {
+        struct IgnoringSink;
+        impl FreePageSink for IgnoringSink {
             fn free(&self, _range: Range<u64>) {}
             fn complete(&self) {}
         }
-        assert!(device.balloon().request(Arc::new(Nobody)).is_err());
+        assert!(device.balloon().request(Arc::new(IgnoringSink)).is_err());
     }
 
     #[test]

@@ -7,9 +7,9 @@ use limosa_memory::free::FreePageSink;
 use vm_memory::Bytes as _;
 
 use super::pending::{BUFFERS, Pending};
-use super::turn::Turn;
+use super::work_budget::WorkBudget;
 use super::{Balloon, More, Queue};
-use crate::hint::{Handshake, HintState, IdMeans};
+use crate::hint::{Handshake, HintState, IdMeaning};
 use crate::numbers;
 use crate::ring::Ring;
 
@@ -50,15 +50,15 @@ impl Balloon {
     pub(super) fn work_on_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         // A command that is given from here on may have buffers in front of it that are not seen any more.
         let given = self.lock(&self.hinting).handshake.unannounced();
-        let (mut turn, mut left) = (Turn::default(), 0);
+        let (mut budget, mut left) = (WorkBudget::default(), 0);
         // A buffer that could not be given back because the ring had stopped.
         self.go_on(state, &mut left, ring)?;
         let more = loop {
-            if turn.is_over(4 * BUFFERS) || self.is_reset(state.epoch) {
+            if budget.is_spent(4 * BUFFERS) || self.is_reset(state.epoch) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
-            turn.take(&chain);
+            budget.take(&chain);
             state.pending = Some(Pending::new(chain.head_index(), Vec::new()));
             self.hint(chain);
             self.go_on(state, &mut left, ring)?;
@@ -99,17 +99,17 @@ impl Balloon {
         let complete = {
             let mut hinting = self.lock(&self.hinting);
             match hinting.handshake.id(id) {
-                IdMeans::Begin => {
+                IdMeaning::Begin => {
                     hinting.list.last = Some(Instant::now());
                     None
                 }
-                IdMeans::Complete => {
+                IdMeaning::Complete => {
                     hinting.list.last = Some(Instant::now());
                     hinting.list.complete = true;
                     self.config.set_hint_command(hinting.handshake.command());
                     hinting.sink.take()
                 }
-                IdMeans::Stale => {
+                IdMeaning::Stale => {
                     // A list that is stopped ends with such an id, so it says nothing of the driver.
                     self.counters.stale_ids.add(1);
                     None

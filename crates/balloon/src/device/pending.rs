@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use virtio_queue::DescriptorChain;
 
-use super::turn::Turn;
+use super::work_budget::WorkBudget;
 use super::{Balloon, More, Queue};
 use crate::numbers;
 use crate::reclaim::Reclaim;
@@ -61,13 +61,13 @@ impl Balloon {
         runs: impl Fn(&mut Queue, DescriptorChain<R::Handle>) -> Vec<Range<u64>>,
     ) -> Result<More, R::Error> {
         let mut left = DISCARDS;
-        let mut turn = Turn::default();
+        let mut budget = WorkBudget::default();
         let more = loop {
-            if !self.go_on(state, &mut left, ring)? || turn.is_over(BUFFERS) {
+            if !self.go_on(state, &mut left, ring)? || budget.is_spent(BUFFERS) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
-            turn.take(&chain);
+            budget.take(&chain);
             let head = chain.head_index();
             state.pending = Some(Pending::new(head, runs(state, chain)));
         };

@@ -11,7 +11,7 @@ use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestMemory};
 
 use super::pending::BUFFERS;
-use super::turn::Turn;
+use super::work_budget::WorkBudget;
 use super::{Balloon, More, Queue};
 use crate::layout::{Features, Role};
 use crate::ring::Ring;
@@ -19,13 +19,13 @@ use crate::statistics::{ENTRIES, ENTRY, Statistics};
 
 /// The last statistics of the driver that there is.
 #[derive(Default)]
-pub(super) struct Latest {
+pub(super) struct LatestStatistics {
     statistics: Option<Statistics>,
     /// Counts also those of drivers before, so that who waits for new ones knows them.
     sequence: u64,
 }
 
-impl Latest {
+impl LatestStatistics {
     pub(super) fn forget(&mut self) {
         self.statistics = None;
     }
@@ -60,13 +60,13 @@ impl Balloon {
     }
 
     pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        let (mut turn, mut unread) = (Turn::default(), false);
+        let (mut budget, mut unread) = (WorkBudget::default(), false);
         let more = loop {
-            if turn.is_over(BUFFERS) || self.is_reset(state.epoch) {
+            if budget.is_spent(BUFFERS) || self.is_reset(state.epoch) {
                 break More::Yes;
             }
             let Some(chain) = ring.pop()? else { break More::No };
-            turn.take(&chain);
+            budget.take(&chain);
             unread = std::mem::take(&mut state.outdated);
             if !unread {
                 self.read_statistics(&chain);
@@ -79,7 +79,7 @@ impl Balloon {
         };
         // Asked for while none is held: the next buffer that is read holds what was wanted, and is not given back for it.
         if !self.is_reset(state.epoch)
-            && ((self.statistics_wanted.swap(false, Ordering::AcqRel) && turn.is_empty()) || unread)
+            && ((self.statistics_wanted.swap(false, Ordering::AcqRel) && budget.is_empty()) || unread)
             && let Some(held) = state.held
         {
             let asked_again = |_: &R::Error| self.statistics_wanted.store(true, Ordering::Release);

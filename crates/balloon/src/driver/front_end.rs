@@ -18,7 +18,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use virtio_queue::{Queue, QueueT as _};
 
-use super::machine::{News, Remote};
+use super::machine::{DriverNotifier, RemoteDevice};
 use crate::layout::Features;
 
 /// Where the memory's guest address 0 is said to be in this process: nobody looks there.
@@ -178,7 +178,7 @@ impl FrontEnd {
         self.have(Request::SetMemTable, &body, &files)
     }
 
-    fn begin_all(&self, features: Features, news: News) -> io::Result<()> {
+    fn begin_all(&self, features: Features, notifier: DriverNotifier) -> io::Result<()> {
         self.have(Request::SetFeatures, &(features.bits() | VERSION_1 | PROTOCOL_FEATURES).to_le_bytes(), &[])?;
         self.share_memory()?;
         let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
@@ -187,7 +187,7 @@ impl FrontEnd {
             self.have(Request::SetBackendReqFd, &[], &[theirs.as_fd()])?;
             let inner = Arc::clone(&self.inner);
             let thread = thread::Builder::new().name("balloon front end".into());
-            *listener = Some(thread.spawn(move || listen(&ours, &inner, &news))?);
+            *listener = Some(thread.spawn(move || listen(&ours, &inner, &notifier))?);
         }
         Ok(())
     }
@@ -222,7 +222,7 @@ impl FrontEnd {
 }
 
 /// Passes on what the server has to tell: interrupts, and messages, of which there is one kind.
-fn listen(messages: &UnixStream, inner: &Inner, news: &News) {
+fn listen(messages: &UnixStream, inner: &Inner, notifier: &DriverNotifier) {
     let mut buffer = [0; 256];
     let mut gone = false;
     while !inner.over.load(Ordering::Acquire) {
@@ -248,7 +248,7 @@ fn listen(messages: &UnixStream, inner: &Inner, news: &News) {
             gone = recv(messages, &mut buffer);
             inner.lost.fetch_or(gone, Ordering::AcqRel);
         }
-        news.tell();
+        notifier.notify();
     }
 }
 
@@ -260,8 +260,8 @@ fn recv(messages: &UnixStream, buffer: &mut [u8]) -> bool {
     got.is_ok_and(|got| got.bytes == 0)
 }
 
-impl Remote for FrontEnd {
-    fn is_there(&self) -> bool {
+impl RemoteDevice for FrontEnd {
+    fn is_connected(&self) -> bool {
         !self.inner.lost.load(Ordering::Acquire)
     }
 
@@ -269,8 +269,8 @@ impl Remote for FrontEnd {
         Features::from_bits(self.features)
     }
 
-    fn begin(&self, features: Features, news: News) {
-        if let Err(error) = self.begin_all(features, news) {
+    fn begin(&self, features: Features, notifier: DriverNotifier) {
+        if let Err(error) = self.begin_all(features, notifier) {
             self.lost("beginning", &error);
         }
     }

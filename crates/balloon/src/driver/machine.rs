@@ -16,12 +16,12 @@ use crate::ring::OwnRing;
 type DeviceRing<M> = OwnRing<Arc<M>, Box<dyn Fn() + Send + Sync>>;
 
 /// A device that somebody else has: what a driver does to it.
-pub trait Remote: Send + Sync + std::fmt::Debug {
+pub trait RemoteDevice: Send + Sync + std::fmt::Debug {
     /// What it offers.
     fn features(&self) -> Features;
 
-    /// Begins anew with these. From now on `news` is told of interrupts and changes of the configuration.
-    fn begin(&self, features: Features, news: News);
+    /// Begins anew with these. From now on `notifier` is notified of interrupts and changes of the configuration.
+    fn begin(&self, features: Features, notifier: DriverNotifier);
 
     /// A field of its configuration.
     fn read_config(&self, offset: u32) -> u32;
@@ -39,32 +39,32 @@ pub trait Remote: Send + Sync + std::fmt::Debug {
     fn stop(&self);
 
     /// Whether it is still there. What is with a device that is gone never comes back.
-    fn is_there(&self) -> bool {
+    fn is_connected(&self) -> bool {
         true
     }
 }
 
-/// How a [`Remote`] tells its driver that there is something to look at.
+/// Notifies the driver of a [`RemoteDevice`] of interrupts and changes of the configuration.
 #[derive(Clone)]
-pub struct News(Arc<Bus>);
+pub struct DriverNotifier(Arc<Bus>);
 
-impl News {
-    /// There is.
-    pub fn tell(&self) {
+impl DriverNotifier {
+    /// There is something to look at.
+    pub fn notify(&self) {
         self.0.interrupt();
     }
 }
 
-impl std::fmt::Debug for News {
+impl std::fmt::Debug for DriverNotifier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("News")
+        f.write_str("DriverNotifier")
     }
 }
 
 #[derive(Debug)]
 enum Device {
-    Here(Arc<Balloon>),
-    There(Arc<dyn Remote>),
+    Local(Arc<Balloon>),
+    Remote(Arc<dyn RemoteDevice>),
 }
 
 /// A device, and the rings over which its driver reaches it.
@@ -95,7 +95,7 @@ struct State {
     /// Bits of queues that nobody works on.
     held: u64,
     /// Counts interrupts and changes of the configuration.
-    news: u64,
+    events: u64,
     /// Threads that work on the queues.
     workers: usize,
     over: bool,
@@ -119,7 +119,7 @@ impl Bus {
     }
 
     fn interrupt(&self) {
-        self.lock().news += 1;
+        self.lock().events += 1;
         self.changed.notify_all();
     }
 }
@@ -138,14 +138,20 @@ impl Transport for Bus {
 impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     /// A machine with this device, whose rings lie in `memory` from guest-physical `rings_at` on ([`RINGS`](super::RINGS) bytes).
     pub fn new(balloon: Arc<Balloon>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
-        Arc::new(Self { device: Device::Here(balloon), memory, rings_at, rings: Mutex::default(), bus: Arc::default() })
+        Arc::new(Self {
+            device: Device::Local(balloon),
+            memory,
+            rings_at,
+            rings: Mutex::default(),
+            bus: Arc::default(),
+        })
     }
 
     /// A machine whose device somebody else has, and works on its queues by himself.
-    pub fn over(remote: Arc<dyn Remote>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
+    pub fn over(remote: Arc<dyn RemoteDevice>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
         let bus = Arc::<Bus>::default();
         bus.lock().workers = 1;
-        Arc::new(Self { device: Device::There(remote), memory, rings_at, rings: Mutex::default(), bus })
+        Arc::new(Self { device: Device::Remote(remote), memory, rings_at, rings: Mutex::default(), bus })
     }
 
     /// Starts a thread that works on the queues until it is dropped.
@@ -174,7 +180,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 
     /// Works on the queues that want it, unless a [worker](Self::worker) does.
-    pub fn turn(&self) {
+    pub fn work_if_no_worker(&self) {
         if self.bus.lock().workers == 0 {
             self.work();
         }
@@ -203,44 +209,44 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
 
     pub(super) fn features(&self) -> Features {
         match &self.device {
-            Device::Here(balloon) => balloon.features(),
-            Device::There(remote) => remote.features(),
+            Device::Local(balloon) => balloon.features(),
+            Device::Remote(remote) => remote.features(),
         }
     }
 
     /// A driver takes the device; then it gives it its queues.
     pub(super) fn begin(&self, features: Features) {
         match &self.device {
-            Device::Here(balloon) => {
+            Device::Local(balloon) => {
                 self.stop();
                 balloon.reset();
                 balloon.attached(Arc::clone(&self.bus) as _);
                 balloon.accepted(features);
             }
-            Device::There(remote) => remote.begin(features, News(Arc::clone(&self.bus))),
+            Device::Remote(remote) => remote.begin(features, DriverNotifier(Arc::clone(&self.bus))),
         }
     }
 
     pub(super) fn read_config(&self, offset: u32) -> u32 {
         match &self.device {
-            Device::Here(balloon) => {
+            Device::Local(balloon) => {
                 let mut bytes = [0; 4];
                 balloon.read_config(offset, &mut bytes);
                 u32::from_le_bytes(bytes)
             }
-            Device::There(remote) => remote.read_config(offset),
+            Device::Remote(remote) => remote.read_config(offset),
         }
     }
 
     pub(super) fn write_config(&self, offset: u32, value: u32) {
         match &self.device {
-            Device::Here(balloon) => balloon.write_config(offset, &value.to_le_bytes()),
-            Device::There(remote) => remote.write_config(offset, value),
+            Device::Local(balloon) => balloon.write_config(offset, &value.to_le_bytes()),
+            Device::Remote(remote) => remote.write_config(offset, value),
         }
     }
 
     pub(super) fn start(&self, number: usize, queue: Queue) {
-        if let Device::There(remote) = &self.device {
+        if let Device::Remote(remote) = &self.device {
             return remote.start(number, &queue);
         }
         let bus = Arc::clone(&self.bus);
@@ -253,38 +259,38 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     pub(super) fn end(&self) {
         self.stop();
         match &self.device {
-            Device::Here(balloon) => balloon.reset(),
-            Device::There(remote) => remote.stop(),
+            Device::Local(balloon) => balloon.reset(),
+            Device::Remote(remote) => remote.stop(),
         }
     }
 
     pub(super) fn kick(&self, number: usize) {
         match &self.device {
-            Device::Here(_) => self.bus.kick(number),
-            Device::There(remote) => remote.kick(number),
+            Device::Local(_) => self.bus.kick(number),
+            Device::Remote(remote) => remote.kick(number),
         }
     }
 
     pub(super) fn has_device(&self) -> bool {
         match &self.device {
-            Device::Here(_) => true,
-            Device::There(remote) => remote.is_there(),
+            Device::Local(_) => true,
+            Device::Remote(remote) => remote.is_connected(),
         }
     }
 
     /// Counts interrupts and changes of the configuration.
-    pub(super) fn news(&self) -> u64 {
-        self.bus.lock().news
+    pub(super) fn events(&self) -> u64 {
+        self.bus.lock().events
     }
 
-    /// Waits until there is other news than `seen`, at most for `time`. Without a worker, works instead.
+    /// Waits until there is another event than `seen`, at most for `time`. Without a worker, works instead.
     pub(super) fn wait(&self, seen: u64, time: Duration) {
         let state = self.bus.lock();
         if state.workers == 0 {
             drop(state);
             return self.work();
         }
-        let waits = |state: &mut State| state.news == seen && !state.over;
+        let waits = |state: &mut State| state.events == seen && !state.over;
         drop(self.bus.changed.wait_timeout_while(state, time, waits));
     }
 
@@ -300,7 +306,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
 
     /// Works on every queue that was kicked until it has nothing left.
     fn work(&self) {
-        let Device::Here(balloon) = &self.device else { return };
+        let Device::Local(balloon) = &self.device else { return };
         loop {
             let kicked = self.bus.lock().take_kicked();
             if kicked == 0 {

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::machine::{Guest, Heard, MIB, RAM, USED, settle};
+use crate::machine::{Guest, MIB, RAM, ReceivedList, USED, poll_until_idle};
 use limosa_balloon::driver::{Driver, Pages as _};
 use limosa_balloon::{Features, GuestRam, HintState, Numbering, Options, Strategy};
 use limosa_memory::free::{FreePageSink, FreePages as _, FreePagesError};
@@ -14,7 +14,7 @@ fn a_balloon_takes_memory_and_gives_it_back() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     guest.balloon.set_target(40 * MIB).unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(guest.balloon.size().actual, 40 * MIB);
     assert!(guest.is_gone(40 * MIB..RAM), "the model inflates from the top");
     assert!(guest.is_intact(0..40 * MIB));
@@ -23,7 +23,7 @@ fn a_balloon_takes_memory_and_gives_it_back() {
     assert_eq!(counters.discards, 24, "one call for a run");
 
     guest.balloon.set_target(1 << 40).unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!((guest.balloon.size().actual, guest.balloon.counters().deflated_pages), (RAM, 6144));
     assert_eq!(guest.free_ranges(), [USED..RAM]);
     assert!(guest.balloon.set_target(0).is_err());
@@ -36,7 +36,7 @@ fn arrays_may_have_any_length() {
         let mut driver = guest.probe().with_arrays_of(numbers);
         let pages = 500;
         guest.balloon.set_target(RAM - pages * 4096).unwrap();
-        settle(&mut driver);
+        poll_until_idle(&mut driver);
         assert_eq!(driver.balloon_pages(), 500);
         assert!(guest.is_gone(RAM - pages * 4096..RAM) && guest.is_intact(0..RAM - pages * 4096));
         assert_eq!(guest.balloon.counters().arrays, 500u64.div_ceil(numbers as u64));
@@ -48,7 +48,7 @@ fn a_target_that_was_set_before_the_guest_came_holds_for_it() {
     let guest = Guest::with(Options::default(), |memory| Arc::new(GuestRam::new(memory, Strategy::Nothing)));
     guest.balloon.set_target(60 * MIB).unwrap();
     let mut driver = guest.probe();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(guest.balloon.size().actual, 60 * MIB);
     assert!(guest.is_intact(0..RAM), "nothing is given back by strategy none");
 }
@@ -58,20 +58,20 @@ fn statistics_come_when_they_are_asked_for() {
     let guest = Guest::new();
     assert!(guest.balloon.request_statistics().unwrap_err().contains("load virtio_balloon"));
     let mut driver = guest.probe();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     let first = guest.balloon.statistics().expect("the driver gives some when it is loaded");
     assert_eq!((first.free_memory(), first.sequence), (Some(RAM - USED), 1));
     guest.free.lock().unwrap().allocate(4 * MIB);
     assert_eq!(guest.balloon.statistics().unwrap().sequence, 1);
     guest.balloon.request_statistics().unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     let second = guest.balloon.statistics().unwrap();
     assert_eq!((second.free_memory(), second.sequence), (Some(RAM - USED - 4 * MIB), 2));
 
     // They go with their driver, and who waits for others than those is not told of as many.
     driver.unload().unwrap();
     assert_eq!(guest.balloon.statistics(), None);
-    settle(&mut guest.probe());
+    poll_until_idle(&mut guest.probe());
     assert_eq!(guest.balloon.statistics().unwrap().sequence, 3);
 
     let guest = Guest::new();
@@ -84,15 +84,15 @@ fn a_list_of_free_pages_is_complete_and_can_be_had_again() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     for round in 1..=3 {
-        let heard = Arc::new(Heard::default());
-        guest.balloon.request(heard.clone()).unwrap();
-        settle(&mut driver);
-        assert!(heard.is_complete());
-        assert_eq!(heard.joined(), [USED..RAM]);
+        let received = Arc::new(ReceivedList::default());
+        guest.balloon.request(received.clone()).unwrap();
+        poll_until_idle(&mut driver);
+        assert!(received.is_complete());
+        assert_eq!(received.joined(), [USED..RAM]);
         assert_eq!(driver.shrinker().held(), 12, "the guest holds them until DONE");
         guest.balloon.done();
         guest.balloon.done();
-        settle(&mut driver);
+        poll_until_idle(&mut driver);
         assert_eq!((driver.shrinker().held(), guest.free_ranges()), (0, vec![USED..RAM]));
         let list = guest.balloon.hint_list();
         assert!(list.complete && list.state == HintState::Done);
@@ -121,19 +121,19 @@ fn a_list_that_is_stopped_half_way_tells_no_more_and_the_next_one_is_whole() {
     }
     let stopper = Arc::new(Stopper(Mutex::new(0), guest.balloon.clone()));
     guest.balloon.request(stopper.clone()).unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(*stopper.0.lock().unwrap(), 3);
     let counters = guest.balloon.counters();
     assert_eq!((counters.hinted_blocks, counters.stale_hints, counters.hint_lists), (3, 9, 0));
     assert_eq!(guest.balloon.hint_list().state, HintState::Stopped);
 
     // Blocks of the first list are still held, so the second one is empty until DONE gives them back.
-    let heard = Arc::new(Heard::default());
+    let received = Arc::new(ReceivedList::default());
     guest.balloon.done();
-    settle(&mut driver);
-    guest.balloon.request(heard.clone()).unwrap();
-    settle(&mut driver);
-    assert_eq!(heard.joined(), [USED..RAM]);
+    poll_until_idle(&mut driver);
+    guest.balloon.request(received.clone()).unwrap();
+    poll_until_idle(&mut driver);
+    assert_eq!(received.joined(), [USED..RAM]);
 }
 
 /// As Linux does, which has one field for the ids of all lists; a device that is behind must not take one list for another.
@@ -142,24 +142,24 @@ fn a_driver_waits_for_nobody_while_it_tells() {
     const LISTS: usize = 3;
     let guest = Guest::new();
     let mut driver = guest.probe();
-    let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
+    let (first, second) = (Arc::new(ReceivedList::default()), Arc::new(ReceivedList::default()));
     guest.balloon.request(first.clone()).unwrap();
-    guest.machine.turn();
+    guest.machine.work_if_no_worker();
     guest.machine.hold(LISTS, true);
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(
         (driver.shrinker().held(), first.joined()),
         (12, vec![]),
         "all of it is on the ring, and nobody has looked"
     );
     guest.balloon.done();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     let taken = guest.free.lock().unwrap().allocate(4 * MIB).unwrap();
     guest.balloon.request(second.clone()).unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(second.joined(), []);
     guest.machine.hold(LISTS, false);
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(
         (first.joined(), second.joined()),
         (vec![], vec![USED..taken]),
@@ -172,10 +172,10 @@ fn a_driver_waits_for_nobody_while_it_tells() {
 fn a_new_request_ends_the_one_before() {
     let guest = Guest::new();
     let mut driver = guest.probe();
-    let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
+    let (first, second) = (Arc::new(ReceivedList::default()), Arc::new(ReceivedList::default()));
     guest.balloon.request(first.clone()).unwrap();
     guest.balloon.request(second.clone()).unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(first.joined(), []);
     assert!(!first.is_complete() && second.is_complete());
 }
@@ -184,23 +184,23 @@ fn a_new_request_ends_the_one_before() {
 fn blocks_that_the_shrinker_takes_back_are_not_told_of() {
     let guest = Guest::new();
     let mut driver = guest.probe();
-    let heard = Arc::new(Heard::default());
-    guest.balloon.request(heard).unwrap();
-    settle(&mut driver);
+    let received = Arc::new(ReceivedList::default());
+    guest.balloon.request(received).unwrap();
+    poll_until_idle(&mut driver);
     let before = guest.balloon.counters();
     let back = driver.shrinker().take_back(2);
     assert_eq!(back.len(), 2);
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(guest.balloon.counters(), before, "the device cannot know");
     guest.balloon.done();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(guest.free.lock().unwrap().free_bytes(), RAM - USED - 8 * MIB);
 }
 
 #[test]
 fn who_cannot_be_asked_for_free_pages_says_why() {
     let guest = Guest::new();
-    let why = |guest: &Guest| match guest.balloon.request(Arc::new(Heard::default())) {
+    let why = |guest: &Guest| match guest.balloon.request(Arc::new(ReceivedList::default())) {
         Err(FreePagesError::NotOffered { why }) => why,
         other => panic!("{other:?}"),
     };
@@ -252,7 +252,7 @@ fn queues_are_numbered_as_linux_numbers_them() {
         let guest = Guest::new();
         let mut driver = guest.probe_with(features);
         guest.balloon.set_target(60 * MIB).unwrap();
-        settle(&mut driver);
+        poll_until_idle(&mut driver);
         assert_eq!(guest.balloon.size().actual, 60 * MIB, "{features:?}");
         if features.has(Features::REPORTING) {
             assert!(driver.report(MIB).unwrap() > 0);
@@ -267,22 +267,22 @@ fn a_driver_that_is_unloaded_and_loaded_again_finds_an_empty_balloon() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     guest.balloon.set_target(40 * MIB).unwrap();
-    settle(&mut driver);
-    let heard = Arc::new(Heard::default());
-    guest.balloon.request(heard).unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
+    let received = Arc::new(ReceivedList::default());
+    guest.balloon.request(received).unwrap();
+    poll_until_idle(&mut driver);
     driver.unload().unwrap();
     assert_eq!(guest.balloon.size().actual, RAM);
     assert_eq!(guest.balloon.hint_list().state, HintState::Done);
     assert_eq!(guest.free_ranges(), [USED..RAM]);
 
     let mut driver = guest.probe();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(guest.balloon.size().actual, 40 * MIB, "the target holds for the next driver");
-    let heard = Arc::new(Heard::default());
-    guest.balloon.request(heard.clone()).unwrap();
-    settle(&mut driver);
-    assert_eq!(heard.joined(), [USED..40 * MIB]);
+    let received = Arc::new(ReceivedList::default());
+    guest.balloon.request(received.clone()).unwrap();
+    poll_until_idle(&mut driver);
+    assert_eq!(received.joined(), [USED..40 * MIB]);
 }
 
 /// A driver holds hinted blocks until it reads DONE, be it from the device that comes after the one that asked for them.
@@ -298,13 +298,13 @@ fn a_device_that_begins_says_that_guests_may_have_their_pages() {
     assert_eq!(command(&guest), DONE, "before there is a driver");
     let mut driver = guest.probe();
     assert_eq!(command(&guest), DONE, "and when there is one");
-    guest.balloon.request(Arc::new(Heard::default())).unwrap();
+    guest.balloon.request(Arc::new(ReceivedList::default())).unwrap();
     assert_eq!(command(&guest), DONE, "and until its queue was looked at");
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert!(command(&guest) != DONE && driver.shrinker().held() == 12);
     guest.balloon.reset();
     assert_eq!(command(&guest), DONE);
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!((driver.shrinker().held(), guest.free_ranges()), (0, vec![USED..RAM]));
 }
 
@@ -312,13 +312,13 @@ fn a_device_that_begins_says_that_guests_may_have_their_pages() {
 fn a_driver_that_vanishes_amid_a_list_leaves_nothing_behind() {
     let guest = Guest::new();
     let mut driver = guest.probe();
-    let heard = Arc::new(Heard::default());
-    guest.balloon.request(heard.clone()).unwrap();
+    let received = Arc::new(ReceivedList::default());
+    guest.balloon.request(received.clone()).unwrap();
     // The first poll gives the id and some blocks, and the guest is reset before the end of the list.
     driver.poll().unwrap();
     guest.balloon.reset();
     drop(driver);
-    assert_eq!(Arc::strong_count(&heard), 1, "nobody waits for the list any more");
+    assert_eq!(Arc::strong_count(&received), 1, "nobody waits for the list any more");
     assert_eq!(guest.balloon.hint_list().state, HintState::Done);
 }
 
@@ -327,7 +327,7 @@ fn who_wants_to_know_of_changes_looks() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     guest.balloon.set_target(62 * MIB).unwrap();
-    settle(&mut driver);
+    poll_until_idle(&mut driver);
     assert_eq!(
         (guest.balloon.actual_changes(), guest.balloon.size().actual),
         (2, 62 * MIB),
@@ -349,12 +349,12 @@ fn threads_make_no_difference() {
     let guest = Guest::new();
     let _worker = guest.machine.worker().unwrap();
     let mut driver: Driver<_, _> = guest.probe();
-    let heard = Arc::new(Heard::default());
-    guest.balloon.request(heard.clone()).unwrap();
+    let received = Arc::new(ReceivedList::default());
+    guest.balloon.request(received.clone()).unwrap();
     guest.balloon.set_target(32 * MIB).unwrap();
-    while !(heard.is_complete() && guest.balloon.size().actual <= 48 * MIB) {
+    while !(received.is_complete() && guest.balloon.size().actual <= 48 * MIB) {
         driver.poll().unwrap();
-        if heard.is_complete() {
+        if received.is_complete() {
             guest.balloon.done();
         }
         driver.wait(Duration::from_millis(1));

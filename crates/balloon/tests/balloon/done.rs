@@ -14,7 +14,7 @@ use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 
 use crate::bare::{Bare, BareRing, Memory, POISON, WRITABLE};
-use crate::machine::{Heard, MIB};
+use crate::machine::{MIB, ReceivedList};
 
 const HINT: usize = 3;
 const DONE: u32 = 1;
@@ -54,23 +54,23 @@ impl<'m> Ring for Broken<'m> {
 
 #[test]
 fn a_ring_that_breaks_amid_a_list_ends_it() {
-    let (bare, told, heard) = (Bare::new(), Arc::new(Told::default()), Arc::new(Heard::default()));
+    let (bare, told, received) = (Bare::new(), Arc::new(Told::default()), Arc::new(ReceivedList::default()));
     bare.balloon.attached(told.clone());
     bare.balloon.accepted(Features::default());
     bare.balloon.write_config(POISON, &[0; 4]);
-    bare.balloon.request(heard.clone()).unwrap();
+    bare.balloon.request(received.clone()).unwrap();
     let ring = bare.ring();
     bare.balloon.work(HINT, &ring).unwrap();
     bare.guest.write_obj(bare.command().to_le(), GuestAddress(0x4000)).unwrap();
     bare.offer(0, 0x4000, 4, 0);
     bare.offer(1, 8 * MIB, 4 << 20, WRITABLE);
     bare.balloon.work(HINT, &ring).unwrap();
-    assert_eq!((heard.joined(), bare.balloon.hint_list().state), (vec![8 * MIB..12 * MIB], HintState::Started));
+    assert_eq!((received.joined(), bare.balloon.hint_list().state), (vec![8 * MIB..12 * MIB], HintState::Started));
     let before = told.0.load(Ordering::Relaxed);
     assert!(bare.balloon.work(HINT, &Broken(ring)).is_err());
     assert_eq!((bare.command(), told.0.load(Ordering::Relaxed)), (DONE, before + 1));
-    assert_eq!((bare.balloon.hint_list().state, Arc::strong_count(&heard)), (HintState::Done, 1));
-    assert!(!heard.is_complete());
+    assert_eq!((bare.balloon.hint_list().state, Arc::strong_count(&received)), (HintState::Done, 1));
+    assert!(!received.is_complete());
 }
 
 #[test]
@@ -90,8 +90,8 @@ fn a_front_end_that_goes_amid_a_list_ends_it() {
     let machine = Machine::over(front_end, Arc::new(guest), MIB);
     let free = Arc::new(std::sync::Mutex::new(Blocks::new(16 * MIB..RAM)));
     let mut driver = Driver::probe(machine, free, Features::default()).unwrap();
-    let heard = Arc::new(Heard::default());
-    balloon.request(heard.clone()).unwrap();
+    let received = Arc::new(ReceivedList::default());
+    balloon.request(received.clone()).unwrap();
     let end = Instant::now() + Duration::from_secs(60);
     // A part of it: nobody is there to tell the rest.
     while balloon.hint_list().blocks == 0 {
@@ -102,11 +102,11 @@ fn a_front_end_that_goes_amid_a_list_ends_it() {
     }
     assert_eq!(balloon.hint_list().state, HintState::Started);
     drop(driver);
-    while Arc::strong_count(&heard) > 1 || balloon.hint_list().state != HintState::Done {
+    while Arc::strong_count(&received) > 1 || balloon.hint_list().state != HintState::Done {
         assert!(Instant::now() < end, "somebody waits for the list: {:?}", balloon.hint_list());
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert!(!heard.is_complete() && !balloon.has_driver());
+    assert!(!received.is_complete() && !balloon.has_driver());
     stopper.stop();
     thread.join().unwrap().unwrap();
 }

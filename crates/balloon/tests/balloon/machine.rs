@@ -73,19 +73,19 @@ impl Guest {
     }
 }
 
-/// Does everything there is to do.
-pub(crate) fn settle(driver: &mut TestDriver) {
+/// Polls the driver until it has nothing left to do.
+pub(crate) fn poll_until_idle(driver: &mut TestDriver) {
     while driver.poll().unwrap() {}
 }
 
-/// What came of a list.
+/// What a sink received of a list of free pages.
 #[derive(Debug, Default)]
-pub(crate) struct Heard {
+pub(crate) struct ReceivedList {
     pub(crate) ranges: Mutex<Vec<Range<u64>>>,
     pub(crate) complete: Mutex<bool>,
 }
 
-impl Heard {
+impl ReceivedList {
     /// The ranges, ascending and joined.
     pub(crate) fn joined(&self) -> Vec<Range<u64>> {
         let mut ranges = self.ranges.lock().unwrap().clone();
@@ -105,7 +105,7 @@ impl Heard {
     }
 }
 
-impl FreePageSink for Heard {
+impl FreePageSink for ReceivedList {
     fn free(&self, range: Range<u64>) {
         self.ranges.lock().unwrap().push(range);
     }

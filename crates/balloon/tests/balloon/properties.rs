@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use crate::bare::POISON;
-use crate::machine::{Guest, Heard, MIB, RAM, Rings, TestDriver, USED, settle};
+use crate::machine::{Guest, MIB, RAM, ReceivedList, Rings, TestDriver, USED, poll_until_idle};
 use limosa_balloon::driver::Pages as _;
 use limosa_balloon::{Balloon, Features, HintState, More, Options, OwnRing, Reclaim, Transport};
 use limosa_memory::MemoryError;
@@ -18,7 +18,7 @@ use vm_memory::{Bytes as _, GuestAddress};
 enum Step {
     Target(u64),
     Poll,
-    Settle,
+    PollUntilIdle,
     Request,
     Stop,
     Done,
@@ -38,7 +38,7 @@ fn step() -> impl Strategy<Value = Step> {
         (1u64..RAM / 4096).prop_map(Step::Target),
         Just(Step::Poll),
         Just(Step::Poll),
-        Just(Step::Settle),
+        Just(Step::PollUntilIdle),
         Just(Step::Request),
         Just(Step::Stop),
         Just(Step::Done),
@@ -114,7 +114,7 @@ impl World {
         match step {
             Step::Target(pages) => balloon.set_target(pages * 4096).unwrap(),
             Step::Poll => drop(driver.poll().unwrap()),
-            Step::Settle => settle(driver),
+            Step::PollUntilIdle => poll_until_idle(driver),
             Step::Request => {
                 self.lists += 1;
                 balloon.request(Arc::new(Sink(Arc::clone(&self.owned), self.lists))).unwrap();
@@ -193,13 +193,13 @@ proptest! {
         world.step(Step::Lag(false));
         // Whatever came before, the next list is whole, and the balloon gets as near to its size as there are free pages.
         world.step(Step::Done);
-        world.step(Step::Settle);
-        let heard = Arc::new(Heard::default());
-        world.guest.balloon.request(heard.clone()).unwrap();
-        world.step(Step::Settle);
-        prop_assert!(heard.is_complete());
+        world.step(Step::PollUntilIdle);
+        let received = Arc::new(ReceivedList::default());
+        world.guest.balloon.request(received.clone()).unwrap();
+        world.step(Step::PollUntilIdle);
+        prop_assert!(received.is_complete());
         world.step(Step::Done);
-        world.step(Step::Settle);
+        world.step(Step::PollUntilIdle);
         world.check();
         let size = world.guest.balloon.size();
         let left = world.guest.free.lock().unwrap().free_bytes();
@@ -265,8 +265,8 @@ proptest! {
         balloon.attached(Arc::new(Nowhere));
         balloon.accepted(Features::from_bits(features));
         balloon.write_config(POISON, &[0; 4]);
-        let heard = Arc::new(Heard::default());
-        let asked = balloon.request(heard.clone()).is_ok();
+        let received = Arc::new(ReceivedList::default());
+        let asked = balloon.request(received.clone()).is_ok();
         balloon.write_config(POISON, &[u8::from(poison); 4]);
         for (number, count) in counts.into_iter().enumerate() {
             // All rings share what was written; of each, that many buffers are said to be available.
@@ -286,7 +286,7 @@ proptest! {
                 let more = balloon.work(number, &ring);
                 prop_assert!(*noted.given_back.lock().unwrap() - before <= 128);
                 let told = balloon.counters();
-                prop_assert_eq!(told.hinted_blocks, heard.ranges.lock().unwrap().len() as u64);
+                prop_assert_eq!(told.hinted_blocks, received.ranges.lock().unwrap().len() as u64);
                 prop_assert!(asked || told.hinted_blocks == 0);
                 if !matches!(more, Ok(More::Yes)) {
                     break;
@@ -295,8 +295,8 @@ proptest! {
         }
         balloon.reset();
         let in_ram = |range: &Range<u64>| noted.ram.iter().any(|ram| ram.start <= range.start && range.end <= ram.end);
-        prop_assert!(heard.ranges.lock().unwrap().iter().all(in_ram));
-        prop_assert_eq!(Arc::strong_count(&heard), 1, "whoever asked is let go");
+        prop_assert!(received.ranges.lock().unwrap().iter().all(in_ram));
+        prop_assert_eq!(Arc::strong_count(&received), 1, "whoever asked is let go");
         prop_assert_eq!(balloon.hint_list().state, HintState::Done);
     }
 }

@@ -14,7 +14,7 @@ use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::bare::{Bare, BareRing, Memory, WRITABLE};
-use crate::machine::{Heard, MIB};
+use crate::machine::{MIB, ReceivedList};
 
 /// Counts warnings.
 #[derive(Clone, Default)]
@@ -167,8 +167,8 @@ fn begin_list(bare: &Bare, ring: &BareRing<'_>) {
 #[test]
 fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
     let bare = bare();
-    let heard = Arc::new(Heard::default());
-    bare.balloon.request(heard.clone()).unwrap();
+    let received = Arc::new(ReceivedList::default());
+    bare.balloon.request(received.clone()).unwrap();
     let ring = bare.ring();
     begin_list(&bare, &ring);
     let flood = Flood { ring, bare: &bare, next: Cell::new(1) };
@@ -176,7 +176,7 @@ fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
         assert_eq!(bare.balloon.work(HINT, &flood).unwrap(), More::Yes, "others have their turn");
         assert_eq!(bare.balloon.counters().hinted_blocks, look * 256);
     }
-    assert_eq!(heard.ranges.lock().unwrap().len(), 5 * 256);
+    assert_eq!(received.ranges.lock().unwrap().len(), 5 * 256);
     bare.balloon.done();
     assert_eq!(bare.balloon.work(HINT, &flood).unwrap(), More::Yes);
     assert_eq!((bare.balloon.counters().stale_hints, is_untouched(&bare)), (256, true));

@@ -297,7 +297,7 @@ fn a_list_whose_ring_stops_goes_on_with_it() {
     ring.stopped.set(true);
     assert!(bare.balloon.work(3, &ring).is_err());
     assert_eq!((bare.command(), bare.balloon.hint_list().state), (id, HintState::Started));
-    // Behind a stop that the device has not heard of yet.
+    // Behind a stop that the device does not know of yet.
     assert!(bare.balloon.work(3, &ring).is_err());
 
     ring.stopped.set(false);

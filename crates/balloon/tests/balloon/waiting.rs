@@ -12,7 +12,7 @@ use limosa_memory::{BlockOptions, GuestMemory, MemoryError};
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::bare::{Bare, WRITABLE};
-use crate::machine::{Guest, Heard, MIB, RAM};
+use crate::machine::{Guest, MIB, RAM, ReceivedList};
 
 /// A strategy whose first discard waits until somebody lets it go on.
 #[derive(Debug)]
@@ -78,7 +78,7 @@ fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
     assert_eq!(guest.balloon.size().actual, RAM - 3 * 4096);
     guest.balloon.set_target(50 * MIB).unwrap();
     guest.balloon.request_statistics().unwrap();
-    guest.balloon.request(Arc::new(Heard::default())).unwrap();
+    guest.balloon.request(Arc::new(ReceivedList::default())).unwrap();
     guest.balloon.stop();
     guest.balloon.done();
     let _ = (guest.balloon.statistics(), guest.balloon.counters(), guest.balloon.hint_list());

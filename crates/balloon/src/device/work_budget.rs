@@ -13,16 +13,16 @@ use vm_memory::GuestMemory;
 /// many arrays as are taken at a time; a single buffer has up to a million.
 const WORDS: u64 = 1 << 16;
 
-/// What was taken in one look.
+/// How much was read of a queue in one call of [`Balloon::work`](super::Balloon::work).
 #[derive(Debug, Default)]
-pub(super) struct Turn {
+pub(super) struct WorkBudget {
     buffers: usize,
     words: u64,
 }
 
-impl Turn {
+impl WorkBudget {
     /// Whether enough was taken: so many buffers, or so much in fewer.
-    pub(super) fn is_over(&self, buffers: usize) -> bool {
+    pub(super) fn is_spent(&self, buffers: usize) -> bool {
         self.buffers >= buffers || self.words >= WORDS
     }
 
