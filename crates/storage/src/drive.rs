@@ -64,7 +64,7 @@ impl ThreadWaker {
         }
     }
 
-    fn turn(&self, from: u32, to: u32) -> bool {
+    fn transition(&self, from: u32, to: u32) -> bool {
         self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 }
@@ -135,7 +135,7 @@ impl Driver {
             }
             polls += 1;
             if polls % GATHERED == 0 {
-                self.turn(false);
+                self.submit_and_reap(false);
             }
             while self.wake.state.load(Ordering::Acquire) == state::AWAKE {
                 self.sleep();
@@ -151,32 +151,32 @@ impl Driver {
         let backoff = self.backoff.get();
         self.backoff.set(backoff.saturating_sub(1));
         if should_block && backoff == 0 {
-            if self.wake.turn(state::AWAKE, state::IN_CALL) && self.with_ring(Ring::block) {
+            if self.wake.transition(state::AWAKE, state::IN_CALL) && self.with_ring(Ring::block) {
                 self.backoff.set(BACKOFF);
             }
         } else if has_requests {
-            if self.wake.turn(state::AWAKE, state::IN_RING) {
-                self.turn(true);
+            if self.wake.transition(state::AWAKE, state::IN_RING) {
+                self.submit_and_reap(true);
             }
-        } else if self.wake.turn(state::AWAKE, state::PARKED) {
+        } else if self.wake.transition(state::AWAKE, state::PARKED) {
             thread::park();
-            self.wake.turn(state::PARKED, state::AWAKE);
+            self.wake.transition(state::PARKED, state::AWAKE);
         }
     }
 
     /// Submits gathered requests, waits for a completion if `wait` is set, and wakes the tasks whose requests are complete.
-    fn turn(&self, wait: bool) {
-        self.with_ring(|ring| ring.turn(wait));
+    fn submit_and_reap(&self, wait: bool) {
+        self.with_ring(|ring| ring.submit_and_reap(wait));
     }
 
-    /// Calls `turn` with the ring, and wakes the tasks whose requests are complete. Returns whether the thread was woken meanwhile.
-    fn with_ring(&self, turn: impl FnOnce(&mut Ring) -> Completed) -> bool {
+    /// Calls `call` with the ring, and wakes the tasks whose requests are complete. Returns whether the thread was woken meanwhile.
+    fn with_ring(&self, call: impl FnOnce(&mut Ring) -> Completed) -> bool {
         let mut done = {
             let mut ring = self.ring.borrow_mut();
             let Some(ring) = ring.as_mut() else { return false };
-            turn(ring)
+            call(ring)
         };
-        let is_woken = ![state::IN_RING, state::IN_CALL].iter().any(|from| self.wake.turn(*from, state::AWAKE));
+        let is_woken = ![state::IN_RING, state::IN_CALL].iter().any(|from| self.wake.transition(*from, state::AWAKE));
         // The borrow of the ring has ended: tasks that are woken, or dropped, may use it.
         done.wake_all();
         if let Some(ring) = self.ring.borrow_mut().as_mut() {
@@ -219,7 +219,7 @@ impl Drop for Inside<'_> {
         let driver = self.0;
         if driver.depth.get() == 1 {
             while driver.ring.borrow().as_ref().is_some_and(Ring::has_requests) {
-                driver.turn(true);
+                driver.submit_and_reap(true);
             }
         } else {
             // A wake-up of the outer call may have been consumed by this one: let the outer call poll again.

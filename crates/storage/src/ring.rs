@@ -281,7 +281,7 @@ impl Ring {
     }
 
     /// Submits gathered requests, waits for a completion or a wake-up if `wait` is set, and reaps completions.
-    pub(crate) fn turn(&mut self, wait: bool) -> Completed {
+    pub(crate) fn submit_and_reap(&mut self, wait: bool) -> Completed {
         let mut gathered = mem::take(&mut self.gathered);
         for index in gathered.drain(..) {
             let entry = lock(&self.slots).slots.get_mut(index).and_then(|slot| entry(&self.handle, slot, index));

@@ -22,14 +22,14 @@
 //! ```
 
 mod chance;
+mod completion;
 mod counting;
 mod delayed;
 mod failing;
 mod hard_disk;
 mod held;
-mod later;
 mod power_cut;
-mod settled;
+mod scheduler;
 mod sparse;
 
 use std::any::Any;
@@ -72,7 +72,7 @@ struct CloneCall {
     from: Arc<dyn Storage>,
     from_offset: u64,
     /// Whether the storage could.
-    shared: Arc<AtomicBool>,
+    cloned: Arc<AtomicBool>,
 }
 
 impl CloneCall {
@@ -80,7 +80,7 @@ impl CloneCall {
         let length = self.range.end.saturating_sub(self.range.start);
         let cloned = storage.clone_range(self.range.start, &self.from, self.from_offset, length);
         Box::pin(async move {
-            self.shared.store(cloned.await?, Ordering::Release);
+            self.cloned.store(cloned.await?, Ordering::Release);
             Ok(())
         })
     }
@@ -221,10 +221,10 @@ impl Storage for Through {
     }
 
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
-        let (range, shared) = (offset..offset.saturating_add(length), Arc::<AtomicBool>::default());
-        let clone = CloneCall { range, from: Arc::clone(from), from_offset, shared: Arc::clone(&shared) };
+        let (range, cloned) = (offset..offset.saturating_add(length), Arc::<AtomicBool>::default());
+        let clone = CloneCall { range, from: Arc::clone(from), from_offset, cloned: Arc::clone(&cloned) };
         let request = self.request(Call::Clone(clone));
-        Box::pin(async move { request.await.map(|()| shared.load(Ordering::Acquire)) })
+        Box::pin(async move { request.await.map(|()| cloned.load(Ordering::Acquire)) })
     }
 
     fn clone_block(&self) -> u64 {

@@ -56,17 +56,17 @@ impl Blocks {
     }
 
     /// Waits until no held range overlaps this one, and holds it. For changes of whole blocks.
-    pub(crate) fn hold(&self, range: Range<u64>) -> Held<'_> {
+    pub(crate) fn hold(&self, range: Range<u64>) -> HeldRange<'_> {
         let mut held = self.lock();
         while held.iter().any(|other| other.start < range.end && range.start < other.end) {
             held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
         }
         held.push(range.clone());
-        Held { blocks: self, range, is_part: false }
+        HeldRange { blocks: self, range, is_part: false }
     }
 
     /// Holds a range, and waits until no counted write is in flight. For partial writes.
-    pub(crate) fn hold_for_parts(&self, range: Range<u64>) -> Held<'_> {
+    pub(crate) fn hold_for_parts(&self, range: Range<u64>) -> HeldRange<'_> {
         self.parts.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let mut hold = self.hold(range);
@@ -86,13 +86,13 @@ impl Blocks {
 
 /// A range that no other write may change partially.
 #[derive(Debug)]
-pub(crate) struct Held<'a> {
+pub(crate) struct HeldRange<'a> {
     blocks: &'a Blocks,
     range: Range<u64>,
     is_part: bool,
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldRange<'_> {
     fn drop(&mut self) {
         let mut held = self.blocks.lock();
         if let Some(index) = held.iter().position(|range| *range == self.range) {

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use crate::error::{Operation, StorageError};
 use crate::file::align;
-use crate::file::blocks::{Blocks, Held};
+use crate::file::blocks::{Blocks, HeldRange};
 use crate::file::bounce;
 use crate::file::counters::Counters;
 use crate::file::lock::{self, LockPolicy};
@@ -157,7 +157,7 @@ impl OpenFile {
     }
 
     /// Holds the blocks that a range touches, where partial writes could undo a change to it.
-    pub(crate) fn hold(&self, range: &Range<u64>) -> Option<Held<'_>> {
+    pub(crate) fn hold(&self, range: &Range<u64>) -> Option<HeldRange<'_>> {
         self.has_blocks().then(|| self.blocks.hold(bounce::around(self.alignment, range)))
     }
 

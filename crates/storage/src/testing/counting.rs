@@ -32,10 +32,10 @@ pub struct Counts {
 
 /// Keeps what was asked, in order, and passes it on as it is.
 #[derive(Debug, Clone, Default)]
-pub struct Counting(Arc<Shared>);
+pub struct Counting(Arc<RequestLog>);
 
 #[derive(Debug, Default)]
-struct Shared(Mutex<Vec<Seen>>);
+struct RequestLog(Mutex<Vec<Seen>>);
 
 impl Counting {
     /// Nothing was asked yet.
@@ -68,13 +68,13 @@ impl Counting {
     }
 }
 
-impl Shared {
+impl RequestLog {
     fn note(&self, storage: &Arc<dyn Storage>, operation: Operation, range: Range<u64>, buffers: usize) {
         lock(&self.0).push(Seen { storage: Arc::clone(storage.name()), operation, range, buffers });
     }
 }
 
-impl Behaviour for Shared {
+impl Behaviour for RequestLog {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let buffers = match &call {
             Call::Read { into: vector, .. } | Call::Write { from: vector, .. } => vector.buffers().len(),

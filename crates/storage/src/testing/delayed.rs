@@ -4,17 +4,17 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::chance::Chance;
-use super::later::Later;
+use super::scheduler::Scheduler;
 use super::{Behaviour, Call, Through, lock};
 use crate::storage::{Request, Storage};
 
 /// Carries every request out after a while between nothing and `most`, by chance.
 #[derive(Debug, Clone)]
-pub struct Delayed(Arc<Shared>);
+pub struct Delayed(Arc<RandomDelay>);
 
 #[derive(Debug)]
-struct Shared {
-    later: Later,
+struct RandomDelay {
+    scheduler: Scheduler,
     chance: Mutex<Chance>,
     most: Duration,
 }
@@ -23,7 +23,7 @@ impl Delayed {
     /// With delays up to `most`.
     #[must_use]
     pub fn new(seed: u64, most: Duration) -> Self {
-        Self(Arc::new(Shared { later: Later::new(), chance: Mutex::new(Chance::new(seed)), most }))
+        Self(Arc::new(RandomDelay { scheduler: Scheduler::new(), chance: Mutex::new(Chance::new(seed)), most }))
     }
 
     /// The same storage, with delays.
@@ -33,11 +33,11 @@ impl Delayed {
     }
 }
 
-impl Behaviour for Shared {
+impl Behaviour for RandomDelay {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let nanos = u64::try_from(self.most.as_nanos()).unwrap_or(u64::MAX);
         let delay = Duration::from_nanos(lock(&self.chance).below(nanos));
-        self.later.at(Instant::now() + delay, storage, call)
+        self.scheduler.at(Instant::now() + delay, storage, call)
     }
 }
 
@@ -48,7 +48,7 @@ mod tests {
     use crate::{Buffer, block_on};
 
     #[test]
-    fn a_dropped_request_settles_by_itself() {
+    fn a_dropped_request_is_completed() {
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
         let delayed = Delayed::new(1, Duration::from_millis(2));
         let storage = delayed.over(memory.clone());

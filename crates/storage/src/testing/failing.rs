@@ -41,10 +41,10 @@ struct State {
 
 /// Lets chosen requests fail, and passes the others on.
 #[derive(Debug, Clone, Default)]
-pub struct Failing(Arc<Shared>);
+pub struct Failing(Arc<FaultPlan>);
 
 #[derive(Debug, Default)]
-struct Shared(Mutex<State>);
+struct FaultPlan(Mutex<State>);
 
 impl Failing {
     /// Nothing fails yet.
@@ -86,7 +86,7 @@ impl Failing {
     }
 }
 
-impl Shared {
+impl FaultPlan {
     fn fault(&self, operation: Operation) -> Option<Fault> {
         let mut state = lock(&self.0);
         if !state.only.is_empty() && !state.only.contains(&operation) {
@@ -109,7 +109,7 @@ fn half(offset: u64, len: usize) -> usize {
     half.saturating_sub(usize::try_from((offset + half as u64) % 512).unwrap_or(0))
 }
 
-impl Behaviour for Shared {
+impl Behaviour for FaultPlan {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let Some(fault) = self.fault(call.operation()) else {
             return call.begin(&**storage);

@@ -3,18 +3,18 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::later::Later;
+use super::scheduler::Scheduler;
 use super::{Behaviour, Call, Through, lock};
 use crate::storage::{Request, Storage};
 
 /// Stands for a hard disk: one request after the other, each for the same time, wherever it is and however long. All storages under one
 /// of these share its head.
 #[derive(Debug, Clone)]
-pub struct HardDisk(Arc<Shared>);
+pub struct HardDisk(Arc<Disk>);
 
 #[derive(Debug)]
-struct Shared {
-    later: Later,
+struct Disk {
+    scheduler: Scheduler,
     each: Duration,
     busy_until: Mutex<Instant>,
 }
@@ -26,7 +26,7 @@ impl HardDisk {
     /// With so much time for each request.
     #[must_use]
     pub fn new(each: Duration) -> Self {
-        Self(Arc::new(Shared { later: Later::new(), each, busy_until: Mutex::new(Instant::now()) }))
+        Self(Arc::new(Disk { scheduler: Scheduler::new(), each, busy_until: Mutex::new(Instant::now()) }))
     }
 
     /// The same storage, on this disk.
@@ -36,11 +36,11 @@ impl HardDisk {
     }
 }
 
-impl Behaviour for Shared {
+impl Behaviour for Disk {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let mut busy_until = lock(&self.busy_until);
         *busy_until = Instant::now().max(*busy_until) + self.each;
-        self.later.at(*busy_until, storage, call)
+        self.scheduler.at(*busy_until, storage, call)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use super::settled::Settled;
+use super::completion::Completion;
 use super::{Behaviour, Call, Through, lock};
 use crate::drive::block_on;
 use crate::error::Operation;
@@ -27,7 +27,7 @@ struct Entry {
     waiting: Waiting,
     storage: Arc<dyn Storage>,
     call: Call,
-    settled: Settled,
+    completion: Completion,
 }
 
 #[derive(Debug, Default)]
@@ -44,10 +44,10 @@ struct State {
 
 /// Holds requests until they are let go; those that nobody waits for any more, too.
 #[derive(Debug, Clone, Default)]
-pub struct Held(Arc<Shared>);
+pub struct Held(Arc<HeldRequests>);
 
 #[derive(Debug, Default)]
-struct Shared(Mutex<State>);
+struct HeldRequests(Mutex<State>);
 
 impl Held {
     /// Holds everything.
@@ -111,11 +111,11 @@ impl Held {
 
 impl Entry {
     fn carry_out(self) {
-        self.settled.set(block_on(self.call.begin(&*self.storage)));
+        self.completion.complete(block_on(self.call.begin(&*self.storage)));
     }
 }
 
-impl Behaviour for Shared {
+impl Behaviour for HeldRequests {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let mut state = lock(&self.0);
         state.calls += 1;
@@ -129,7 +129,7 @@ impl Behaviour for Shared {
     }
 }
 
-impl Shared {
+impl HeldRequests {
     fn begin(&self, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let operation = call.operation();
         let mut state = lock(&self.0);
@@ -140,9 +140,9 @@ impl Shared {
         let waiting =
             Waiting { number: state.came, storage: Arc::clone(storage.name()), operation, range: call.range() };
         state.came += 1;
-        let settled = Settled::default();
-        let request = settled.request();
-        state.entries.push(Entry { waiting, storage: Arc::clone(storage), call, settled });
+        let completion = Completion::default();
+        let request = completion.request();
+        state.entries.push(Entry { waiting, storage: Arc::clone(storage), call, completion });
         request
     }
 }

@@ -186,7 +186,7 @@ impl Behaviour for Recording {
             return Box::pin(std::future::ready(outcome));
         }
         if let Some(clone) = clone {
-            if !clone.shared.load(Ordering::Acquire) {
+            if !clone.cloned.load(Ordering::Acquire) {
                 return Box::pin(std::future::ready(outcome));
             }
             // From then on it is as good, and as bad, as a write.

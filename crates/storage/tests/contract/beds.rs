@@ -76,7 +76,7 @@ macro_rules! beds {
                 space_is_there_and_what_was_in_it_stays,
                 extents_cover_what_was_asked_and_promise_only_zeros,
                 many_requests_at_once_leave_each_byte_one_or_the_other,
-                dropped_requests_settle,
+                dropped_requests_complete,
                 a_request_may_be_polled_by_whoever_has_a_waker,
                 a_request_may_be_begun_on_one_thread_and_finished_on_another,
                 several_threads_have_requests_under_way,

@@ -250,7 +250,7 @@ fn begin(request: &mut Request, waker: &Waker) -> Poll<Result<(), StorageError>>
     request.as_mut().poll(&mut Context::from_waker(waker))
 }
 
-pub(crate) fn dropped_requests_settle(make: Make<'_>) {
+pub(crate) fn dropped_requests_complete(make: Make<'_>) {
     let storage = make();
     write(&*storage, 0, &[1; 64 << 10]);
     block_on(async {

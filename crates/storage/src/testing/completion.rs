@@ -19,10 +19,10 @@ struct State {
 
 /// Whoever carries the request out says here what became of it.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Settled(Arc<Mutex<State>>);
+pub(super) struct Completion(Arc<Mutex<State>>);
 
-impl Settled {
-    pub(super) fn set(&self, outcome: Outcome) {
+impl Completion {
+    pub(super) fn complete(&self, outcome: Outcome) {
         let waker = {
             let mut state = lock(&self.0);
             state.outcome = Some(outcome);
@@ -32,13 +32,13 @@ impl Settled {
     }
 
     pub(super) fn request(&self) -> Request {
-        Box::pin(Waits(Arc::clone(&self.0)))
+        Box::pin(CompletionFuture(Arc::clone(&self.0)))
     }
 }
 
-struct Waits(Arc<Mutex<State>>);
+struct CompletionFuture(Arc<Mutex<State>>);
 
-impl Future for Waits {
+impl Future for CompletionFuture {
     type Output = Outcome;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {

@@ -1,6 +1,6 @@
-//! Requests that are carried out at a time of their own, by a thread of their own.
+//! Requests that are carried out when they are due, by a separate thread.
 //!
-//! Law: what was asked for is carried out, also if nobody waits for it any more, and also if the behaviour is dropped.
+//! Law: what was asked for is carried out, also if its future is dropped, and also if the behaviour is dropped.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-use super::settled::Settled;
+use super::completion::Completion;
 use super::{Call, lock};
 use crate::drive::block_on;
 use crate::storage::{Request, Storage};
@@ -17,11 +17,11 @@ use crate::storage::{Request, Storage};
 struct Job {
     storage: Arc<dyn Storage>,
     call: Call,
-    settled: Settled,
+    completion: Completion,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct DueRequests {
     /// The one that is due first is the last one: popped from the end.
     jobs: BTreeMap<Reverse<(Instant, u64)>, Job>,
     asked: u64,
@@ -29,47 +29,47 @@ struct Queue {
 }
 
 #[derive(Debug, Default)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct SharedQueue {
+    queue: Mutex<DueRequests>,
     changed: Condvar,
 }
 
 /// A thread that carries out requests when they are due.
 #[derive(Debug)]
-pub(super) struct Later(Arc<Shared>);
+pub(super) struct Scheduler(Arc<SharedQueue>);
 
-impl Later {
+impl Scheduler {
     pub(super) fn new() -> Self {
-        let shared = Arc::<Shared>::default();
-        let theirs = Arc::clone(&shared);
+        let queue = Arc::<SharedQueue>::default();
+        let theirs = Arc::clone(&queue);
         thread::spawn(move || theirs.run());
-        Self(shared)
+        Self(queue)
     }
 
     pub(super) fn at(&self, due: Instant, storage: &Arc<dyn Storage>, call: Call) -> Request {
-        let settled = Settled::default();
-        let request = settled.request();
+        let completion = Completion::default();
+        let request = completion.request();
         let mut queue = lock(&self.0.queue);
         queue.asked += 1;
         let key = Reverse((due, queue.asked));
-        queue.jobs.insert(key, Job { storage: Arc::clone(storage), call, settled });
+        queue.jobs.insert(key, Job { storage: Arc::clone(storage), call, completion });
         drop(queue);
         self.0.changed.notify_one();
         request
     }
 }
 
-impl Drop for Later {
+impl Drop for Scheduler {
     fn drop(&mut self) {
         lock(&self.0.queue).over = true;
         self.0.changed.notify_one();
     }
 }
 
-impl Shared {
+impl SharedQueue {
     fn run(&self) {
         while let Some(job) = self.next() {
-            job.settled.set(block_on(job.call.begin(&*job.storage)));
+            job.completion.complete(block_on(job.call.begin(&*job.storage)));
         }
     }
 
