@@ -58,6 +58,9 @@ pub(crate) fn run() -> Result<()> {
     if has_nextest() {
         let mut tests = cargo(&["nextest", "run", "--workspace", "--all-features", "--no-fail-fast", "--config-file"]);
         tests.arg(shell::workspace().join("xtask/nextest.toml"));
+        // Most tests wait for guests, disks and time limits more than they compute.
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        tests.arg("--test-threads").arg((2 * processors).to_string());
         note("tests", counted(skips.pass_to(tests), nextest_summary)?);
     } else {
         let tests = cargo(&["test", "--workspace", "--all-targets", "--all-features", "--no-fail-fast"]);
@@ -91,12 +94,11 @@ fn cargo(arguments: &[&str]) -> Command {
 }
 
 /// What several threads do to a bitmap, a dirty log or a file's blocks at once, in every order that there is: compiled with the model
-/// checker's atomics and locks, in a folder of its own, and nothing but the tests called `models`.
+/// checker's atomics and locks, and nothing but the tests called `models`. Only the crates of this workspace are compiled anew.
 fn models() -> Command {
     let crates = ["-p", "limosa-page", "-p", "limosa-memory", "-p", "limosa-storage"];
     let mut command = cargo(&["test", "--lib", "--no-fail-fast", "models::"]);
-    command.args(crates);
-    command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", shell::workspace().join("target/loom"));
+    command.args(crates).env("RUSTC_WORKSPACE_WRAPPER", shell::workspace().join("xtask/loom-rustc"));
     command
 }
 
