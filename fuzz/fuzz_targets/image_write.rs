@@ -55,7 +55,7 @@ fn fixed(image: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Whether nothing is wrong but that space is lost; `None` if nobody says so: it was not closed, or cannot be gone through.
+/// Whether nothing is wrong except lost space; `None` if that is unknown: it was not closed, or cannot be checked.
 fn in_order(storage: &MemoryStorage) -> Option<bool> {
     block_on(Header::read(storage)).ok().filter(|header| !header.features.dirty())?;
     let options = CheckOptions { memory: 1 << 20, findings: 0 };

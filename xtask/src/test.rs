@@ -227,7 +227,7 @@ impl SkipLog {
 
 impl Drop for SkipLog {
     fn drop(&mut self) {
-        // A file that is left in the temporary folder harms nobody.
+        // A file that is left in the temporary folder is harmless.
         let _ = std::fs::remove_file(&self.path);
     }
 }

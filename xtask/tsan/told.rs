@@ -94,7 +94,7 @@ unsafe fn told_wait_timeout(condition: *const c_void, mutex: *const c_void, time
     }
 }
 
-/// A value that is made once: told before anybody can see that it is there.
+/// A value that is made once: reported before any thread can see that it exists.
 #[unsafe(export_name = env!("WRAP_ONCE_CALL"))]
 unsafe fn told_call(once: *const c_void, ignore_poisoning: bool, make: &mut dyn FnMut(*const c_void)) {
     // SAFETY: as above.
@@ -123,7 +123,7 @@ unsafe fn told_decrement(scope: *const c_void, panicked: bool) {
 const ACQUIRE: c_int = 2;
 const ACQUIRE_RELEASE: c_int = 4;
 
-/// `Arc` gives its count back with release order, and whoever was the last has a fence, which the sanitizer does not know. So every count
+/// `Arc` gives its count back with release order, and the last owner has a fence, which the sanitizer does not know. So every count
 /// that is given back acquires too.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn __wrap___tsan_atomic64_fetch_sub(address: *mut u64, value: u64, _order: c_int) -> u64 {

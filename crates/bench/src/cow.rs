@@ -110,7 +110,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     }
     let frame = Frame { touch: options.touch.unwrap_or(0) };
     let all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
-    ensure!(!all.is_empty(), "{}", options.nobody());
+    ensure!(!all.is_empty(), "{}", options.none_selected());
     let why = match (options.against_qemu, stock) {
         (false, _) => "QEMU was not asked for (--against qemu)",
         (true, false) => "no QEMU was found",

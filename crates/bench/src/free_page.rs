@@ -23,7 +23,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let mut all = real.as_ref().map_or_else(|_| Vec::new(), Clone::clone);
     all.extend(model::rounds(options, memory)?);
     all.extend(migrations::rounds(options, memory)?);
-    ensure!(!all.is_empty(), "{}", options.nobody());
+    ensure!(!all.is_empty(), "{}", options.none_selected());
     let mut report = Report::new("free-page", Machine::this(&options.qemu), options.rounds, &all);
     uml::judge(&mut report, &all, memory, real.as_ref().err().map(String::as_str));
     model::judge(&mut report, &all, memory);

@@ -104,7 +104,7 @@ impl Options {
     }
 
     /// The message when `only` selects no contestant.
-    fn nobody(&self) -> String {
+    fn none_selected(&self) -> String {
         let only = self.only.as_deref().unwrap_or_default();
         format!(
             "--only {only:?}: no contestant's case and variant begin with this; the names of cases have their --size, and cases that \

@@ -1,4 +1,4 @@
-//! What a run costs: wall seconds, CPU seconds of everybody who worked for it, and how busy others kept the machine.
+//! What a run costs: wall seconds, CPU seconds of all processes that worked for it, and how busy others kept the machine.
 //!
 //! CPU seconds are the steadier figure on a shared machine, so every run has them. They are those of this process, of its
 //! children that ended during the run, and of named processes such as a QEMU.
@@ -98,7 +98,7 @@ fn cpu_clock(clock: ClockId) -> Duration {
 }
 
 /// CPU time of a process and all its threads, also of those that have ended, as precise as the scheduler counts. (The
-/// `/proc/PID/stat` that everybody reads has ticks of 10 ms, a large part of a run of 200.)
+/// `/proc/PID/stat`, the usual source, has ticks of 10 ms, a large part of a run of 200.)
 pub(crate) fn process_cpu(pid: u32) -> Result<Duration> {
     raw::process_cpu(pid).with_context(|| format!("process {pid} is gone before it was measured"))
 }

@@ -1,7 +1,7 @@
 //! Two network namespaces and a cable between them: a network for two processes of a bench.
 //!
 //! Law: the machine's own network is not touched, and nothing is left behind, whatever becomes of this process. The
-//! namespaces have no name: they are there as long as somebody holds their descriptors or runs in them, and the cable goes
+//! namespaces have no name: they exist as long as a process holds their descriptors or runs in them, and the cable goes
 //! with them.
 //!
 //! Both ends prefer Reno, which every kernel has. What the machine itself prefers may spread what is sent over time (BBR

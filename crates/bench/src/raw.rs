@@ -44,7 +44,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// The first `len` bytes of `file`, shared. Nobody else may write or truncate the file while it is mapped.
+    /// The first `len` bytes of `file`, shared. No other process may write or truncate the file while it is mapped.
     pub(crate) fn of_file(file: &File, len: usize) -> io::Result<Self> {
         // SAFETY: as in `anonymous`; the descriptor is valid for the duration of the call.
         let address = unsafe {

@@ -97,7 +97,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Saves the VMs and lets everybody restore them.
+/// Saves the VMs and lets every contestant restore them.
 fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
     let entries = |case: &str, postcopy: bool| -> Vec<(&'static str, Way)> {
         let ways = WAYS.iter().filter(|(_, way)| postcopy || !matches!(way, Way::Postcopy { .. }));
@@ -150,7 +150,7 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
             run: Box::new(move |_| way.run(options, stored, source, &frame)),
         }));
     }
-    ensure!(!contestants.is_empty(), "{}", options.nobody());
+    ensure!(!contestants.is_empty(), "{}", options.none_selected());
     interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
 }
 

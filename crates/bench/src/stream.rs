@@ -90,7 +90,7 @@ enum Pair {
     Qemu,
     /// QEMU where Reno is preferred, as limosa's channels do between two processes of one machine.
     QemuReno,
-    /// Nobody: write and read calls.
+    /// Neither: write and read calls.
     Plain,
 }
 
@@ -139,7 +139,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let log = log::rounds(options)?;
     let all: Vec<Series> = full.into_iter().chain(sparse).chain(records).chain(log).collect();
     // Without a cable even all that was asked for may be what this machine cannot show.
-    ensure!(!all.is_empty() || vectors.has_wanted(options), "{}", options.nobody());
+    ensure!(!all.is_empty() || vectors.has_wanted(options), "{}", options.none_selected());
     let why = match (options.against_qemu, &qemu) {
         (false, _) => "QEMU was not asked for (--against qemu)",
         (true, None) => "no QEMU was found",

@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// What the RAM is.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Ram<'a> {
-    /// A file, shared with whoever else has it.
+    /// A file, shared with other processes that map it.
     Shared(&'a File),
     /// QEMU's own, with this file's bytes at 1 MiB if there is one.
     Own { content: Option<&'a Path> },

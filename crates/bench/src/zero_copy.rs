@@ -77,7 +77,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
             }
         }
     }
-    anyhow::ensure!(!contestants.is_empty(), "{}", options.nobody());
+    anyhow::ensure!(!contestants.is_empty(), "{}", options.none_selected());
     let all = interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))?;
     drop(contestants);
     let mut report = Report::new("zero-copy", machine, options.rounds, &all);

@@ -26,7 +26,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let holes = holes::rounds(options)?;
     let migrations = migrations::rounds(options)?;
     let all: Vec<Series> = pages.all.iter().cloned().chain(holes).chain(migrations).collect();
-    ensure!(!all.is_empty(), "{}", options.nobody());
+    ensure!(!all.is_empty(), "{}", options.none_selected());
     let mut report = Report::new("zero-page", Machine::this(&options.qemu), options.rounds, &all);
     pages::judge(&mut report, &pages);
     holes::judge(&mut report, &all);

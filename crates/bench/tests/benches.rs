@@ -189,7 +189,7 @@ fn what_cannot_be_measured_without_network_namespaces_is_no_error_and_says_why()
     let mut command = Command::new("setpriv");
     command.arg("--no-new-privs");
     if rustix::process::geteuid().is_root() {
-        // Nobody else could make them anyway.
+        // Only root could make them anyway.
         command.args(["--bounding-set", "-sys_admin"]);
     }
     command.arg(env!("CARGO_BIN_EXE_limosa-bench"));

@@ -1,6 +1,6 @@
 //! Lines for people (stderr) and for programs (stdout).
 //!
-//! Law: a job does not fail because nobody listens. A terminal that has hung up or a pipe that was closed loses words, not
+//! Law: a job does not fail because its output is not read. A terminal that has hung up or a pipe that was closed loses output, not
 //! VMs; `println!` would panic. But a command whose only work is what it prints has failed if that did not get out.
 
 use std::fmt;
@@ -29,7 +29,7 @@ macro_rules! print_out {
 pub fn print_line(words: fmt::Arguments<'_>) {
     let mut out = io::stdout().lock();
     if let Err(error) = out.write_fmt(format_args!("{words}\n")).and_then(|()| out.flush()) {
-        // Somebody who closes a pipe has read enough.
+        // A reader that closes a pipe has read enough.
         if error.kind() != io::ErrorKind::BrokenPipe {
             let _ = LOST.set(error);
         }

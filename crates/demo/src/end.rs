@@ -2,7 +2,7 @@
 //!
 //! One thread has the guest's migration and does what it is ordered, one thing after another; the control socket's threads
 //! answer at any moment and pass orders on. **Law: what is undecided stays.** An end with a copy of the guest
-//! that may be the only one neither runs it by itself nor ends; it waits until somebody decides, and has said how.
+//! that may be the only one neither runs it by itself nor ends; it waits for the operator's decision, and has printed how to decide.
 
 mod destination;
 mod orders;
@@ -139,23 +139,23 @@ impl End {
         Migration { control, progress, cpu: before.cpu }
     }
 
-    /// Says that somebody has to decide, and waits for the word.
+    /// Prints that the operator has to decide, and waits for the order.
     fn ask(&self, state: State, why: &str) -> Order {
-        // Said first: whoever sees the state finds the words.
+        // Printed first: a reader of the state finds the advice already there.
         tell(&advice(self.desk.role(), state, self.desk.socket(), why));
         self.desk.turn(state, Some(why.to_owned()));
-        // Without a socket nobody can decide any more: as if discarded.
+        // Without a socket no order can arrive any more: as if discarded.
         self.orders.recv().unwrap_or(Order::Discard)
     }
 }
 
 /// A line for people.
 fn tell(line: &str) {
-    // Nobody may be listening; the guest goes on all the same.
+    // The output may be closed; the guest goes on all the same.
     let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("{line}\n"));
 }
 
-/// Ends this process when whoever started it is gone.
+/// Ends this process when its parent is gone.
 fn end_with_input() -> Result<(), DemoError> {
     let watch = || {
         let mut sink = [0; 64];

@@ -130,7 +130,7 @@ pub fn run(options: &LiveOptions<'_>) -> Result<LiveReport, DemoError> {
     })
 }
 
-/// Waits until it is certain where the guest runs: for as long as nobody has decided what is undecided.
+/// Waits until it is certain where the guest runs: while the state is undecided, for the operator's decision.
 fn find_guest(source: &EndMonitor, destination: &EndMonitor) -> Result<Role, DemoError> {
     let runs = |status: &Status| status.state == State::Running && status.running;
     let died = |end: Role| Err(DemoError::Guest(format!("it ended with the process of the {}", end.name())));
@@ -144,7 +144,7 @@ fn find_guest(source: &EndMonitor, destination: &EndMonitor) -> Result<Role, Dem
             (Err(_), Ok(Status { state: State::Failed | State::Waiting, .. })) => return died(Role::Source),
             (Ok(Status { state: State::Gone, .. }), Err(_)) => return died(Role::Destination),
             (Err(error), Err(_)) => return Err(error),
-            // On its way, or somebody has to decide.
+            // On its way, or the operator has to decide.
             _ => std::thread::sleep(TICK),
         }
     }

@@ -25,7 +25,7 @@ impl EndMonitor {
     /// Connects.
     ///
     /// # Errors
-    /// Nobody is there.
+    /// No process listens there.
     pub fn connect(control: &Path) -> Result<Self, DemoError> {
         let options = Options { reply: Duration::from_secs(60), ..Options::default() };
         let address = MonitorAddress::Unix(control.to_owned());

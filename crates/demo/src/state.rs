@@ -34,7 +34,7 @@ pub enum State {
     Waiting,
     /// A guest is being received.
     Receiving,
-    /// All has been sent (or has come), and the last word did not get through: somebody has to decide.
+    /// All has been sent (or has come), and the last message did not get through: the operator has to decide.
     Undecided,
     /// The guest runs at the destination and waits for pages: the connection is gone.
     PostcopyPaused,

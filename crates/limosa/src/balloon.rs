@@ -105,7 +105,7 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
             }
         }
     }
-    // First the programs, so that nobody asks for more.
+    // First the control socket, so that no client orders more.
     drop((line, socket));
     drop(farewell);
     let end = serving.join();

@@ -79,7 +79,7 @@ pub(crate) fn leave_session() {
     let _ = rustix::process::setsid();
 }
 
-/// Says the one line, if there is somebody to hear it.
+/// Prints the one line, if the command's stdout is still open.
 pub(crate) struct Reporter {
     open: AtomicBool,
 }
@@ -94,7 +94,7 @@ impl Reporter {
         self.say(&json!({ "mode": mode, "to_guest_ms": quantity::millis(after) }));
     }
 
-    /// It does not; `true` if that was heard.
+    /// It does not; `true` if that was written.
     pub(crate) fn failed(&self, why: &str) -> bool {
         self.say(&json!({ "failed": why }))
     }
@@ -105,7 +105,7 @@ impl Reporter {
         }
         let mut stdout = std::io::stdout().lock();
         let heard = writeln!(stdout, "{what}").and_then(|()| stdout.flush()).is_ok();
-        // The command's caller may wait for the end of what it reads from the terminal: let go of both streams.
+        // The command's caller may wait for the end of what it reads from the terminal: close both streams.
         if let Ok(null) = std::fs::OpenOptions::new().write(true).open("/dev/null") {
             let _ = rustix::stdio::dup2_stdout(&null);
             let _ = rustix::stdio::dup2_stderr(&null);

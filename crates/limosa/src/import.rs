@@ -172,7 +172,7 @@ impl Stored {
         })
     }
 
-    /// Whether the snapshot has no name, so that nobody can go on with it after this process.
+    /// Whether the snapshot has no name, so that no other process can continue with it after this one.
     pub(crate) fn is_foreign(&self) -> bool {
         matches!(self, Self::Foreign(_))
     }

@@ -73,7 +73,7 @@ fn usage(error: &clap::Error) -> ExitCode {
     let words: Vec<_> = std::env::args_os().skip(1).filter(|word| !word.as_encoded_bytes().starts_with(b"-")).collect();
     match (error.use_stderr(), words.first(), words.get(1)) {
         (false, ..) => ExitCode::SUCCESS,
-        // As of qemu-img: 2 says that an image is corrupt. But 1 says that two of them differ, which nobody has looked at.
+        // As in qemu-img: 2 means that an image is corrupt. But for `compare` 1 means that the images differ, which was not checked.
         (true, Some(command), of) if command == "img" && of.is_none_or(|of| of != "compare") => ExitCode::FAILURE,
         _ => ExitCode::from(2),
     }

@@ -35,7 +35,7 @@ pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     }
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
     let tls = args.tls.read()?;
-    // Refused before anybody is waited for.
+    // Refused before it waits for a connection.
     let pending = PendingFile::create(&args.snapshot, args.new.force)?;
     let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
     handles.control.set_max_bandwidth(args.endpoint.max_bandwidth);

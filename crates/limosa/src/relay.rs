@@ -40,9 +40,9 @@ struct State {
     target: Option<Pid>,
     /// What else is said to it: not while it ends.
     monitor: Weak<Monitor>,
-    /// Those that came before it was known.
+    /// Those that arrived before it was known.
     early: Vec<Signal>,
-    /// Whether somebody, by whatever way, has asked QEMU to end.
+    /// Whether QEMU has been asked to end, in whatever way.
     end_asked: bool,
 }
 

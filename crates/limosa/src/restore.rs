@@ -115,7 +115,7 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
 pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
     RestoreOptions {
         mode: match args.mode {
-            // Nobody could go on with a file that is gone with this process.
+            // The converted file is gone with this process, so no other could continue from it.
             _ if converted => Mode::Eager,
             ModeArg::Auto => Mode::Auto,
             ModeArg::Lazy => Mode::Lazy,

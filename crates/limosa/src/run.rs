@@ -1,8 +1,8 @@
-//! `limosa run`: starts a QEMU, restores a VM into it, and stands in front of it until it ends.
+//! `limosa run`: starts a QEMU, restores a VM into it, and relays for it until it ends.
 //!
-//! The law: whoever started this sees that QEMU. It has the terminal, the standard streams and the process group, signals
-//! are handed on ([`Relay`]), its exit status is limosa's. QEMU does not die with limosa: a pager that is killed stalls the
-//! guest, to be recovered, and does not end it. A QEMU that could not be given its VM is ended.
+//! Law: to its caller, limosa looks like that QEMU. QEMU has the terminal, the standard streams and the process group, signals
+//! are forwarded ([`Relay`]), its exit status is limosa's. QEMU does not end with limosa: a pager that is killed stalls the
+//! guest, which can be recovered, and does not end it. A QEMU that could not be given its VM is ended.
 
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         }
         Err(error) => Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, monitor: None },
     };
-    // Nobody reads this file any more, or nobody can.
+    // The restore has read all of this file, or has failed.
     drop(snapshot);
     let status = match attempt.result {
         Ok(report) => {

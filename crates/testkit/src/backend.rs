@@ -121,7 +121,7 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        // Nobody can be told any more; the pages stay reserved until the next boot.
+        // A failure cannot be reported any more; the pages stay reserved until the next boot.
         let _ = self.change_count(|count| count.saturating_sub(self.pages));
     }
 }

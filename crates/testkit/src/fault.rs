@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Sends SIGKILL to a process. The caller must be its parent and must not have waited for it, or the id may be
-/// somebody else's by now.
+/// another process's by now.
 ///
 /// # Errors
 /// No such process, or not ours to kill.

@@ -13,7 +13,7 @@ const LENGTH: usize = 4096;
 const MAGIC: &[u8; 8] = b"godwits!";
 /// How many MiB of them are to be held.
 const VARIABLE: &str = "LIMOSA_HOLD_MIB";
-/// The file that says that they are held; whoever removes it asks for a look at them.
+/// The file that says that they are held; its removal asks for a check of them.
 const HELD: &str = "/tmp/held";
 /// The file that says what was found.
 const VERDICT: &str = "/tmp/verdict";

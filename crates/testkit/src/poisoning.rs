@@ -1,4 +1,4 @@
-//! An allocator that fills what is freed, so that whoever still reads it shows.
+//! An allocator that fills what is freed, so that a use after free shows.
 #![allow(unsafe_code)] // An allocator is unsafe to write.
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -22,10 +22,10 @@ unsafe impl GlobalAlloc for Poisoning {
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        // SAFETY: the caller gives back memory of this layout, and nobody else uses it any more.
+        // SAFETY: the caller gives back memory of this layout, and uses it no more.
         unsafe {
             start.write_bytes(Self::POISON, layout.size());
-            // To a compiler nobody reads it any more, and it need not be written.
+            // Without `black_box` the compiler could leave the write out, since nothing reads it.
             System.dealloc(black_box(start), layout);
         }
     }

@@ -75,7 +75,7 @@ impl Process {
     /// Sends a signal; does nothing if the child has ended.
     pub fn signal(&self, signal: Signal) {
         let mut child = self.lock();
-        // While the lock is held nobody reaps the child, so the pid cannot have been given to another process.
+        // While the lock is held no thread reaps the child, so the pid cannot have been given to another process.
         if matches!(child.try_wait(), Ok(None))
             && let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw)
         {
@@ -118,7 +118,7 @@ fn fork_from_the_lasting_thread(command: Command) -> Result<Child> {
         let (sender, receiver) = channel::<Order>();
         std::thread::spawn(move || {
             while let Ok((mut command, answer)) = receiver.recv() {
-                // If nobody waits for the answer any more the child is dropped, which std leaves running: end it.
+                // If no thread waits for the answer any more the child is dropped, which std leaves running: end it.
                 if let Err(unwanted) = answer.send(spawn_bound_to_us(&mut command))
                     && let Ok(mut child) = unwanted.0
                 {

@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result};
 /// A direction through the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From whoever connected to the proxy to the listener behind it: the migration stream.
+    /// From the client of the proxy to the listener behind it: the migration stream.
     Forward,
     /// Back: the return path.
     Backward,

@@ -1,7 +1,7 @@
-//! A filesystem whose files share space (XFS), for one test: in memory, behind a loop device, mounted where nobody else sees it.
+//! A filesystem whose files share space (XFS), for one test: in memory, behind a loop device, mounted where no other process sees it.
 //!
-//! Law: what is mounted is mounted in a mount namespace of one thread, from a file on a tmpfs that is mounted there, too. Whoever
-//! is killed leaves an empty folder behind.
+//! Law: what is mounted is mounted in a mount namespace of one thread, from a file on a tmpfs that is mounted there, too. A test
+//! that is killed leaves an empty folder behind.
 
 #![allow(unsafe_code)] // unshare(2) of a thread has no safe wrapper.
 
@@ -17,7 +17,7 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use crate::{scratch, skipped};
 
-/// XFS is not made smaller than 300 MB (mkfs.xfs); what nobody writes takes no memory.
+/// XFS is not made smaller than 300 MB (mkfs.xfs); what is not written takes no memory.
 const BYTES: u64 = 512 << 20;
 /// How long those who had files open get until the kernel has closed them.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -45,11 +45,11 @@ impl ReflinkFolder {
     }
 
     /// Stops the filesystem as a power cut does, what it has not yet written to its log or its files being lost, and mounts it again,
-    /// which recovers it from its log. Whoever had files open there has to be gone: of a flush that is under way meanwhile the kernel
-    /// tells one thread that it failed, and another one that it did not.
+    /// which recovers it from its log. Processes that had files open there must have ended: of a flush that is under way meanwhile the kernel
+    /// reports to one thread that it failed, and to another one that it did not.
     ///
     /// # Errors
-    /// It is not the test's own, somebody still has files open, or it cannot be recovered.
+    /// It is not the test's own, a process still has files open, or it cannot be recovered.
     pub fn cut_power(&self) -> Result<()> {
         let image = self.image.as_ref().context("only a filesystem of the test's own can lose its power")?;
         run("xfs_io", [OsStr::new("-x"), OsStr::new("-c"), OsStr::new("shutdown"), self.path.as_os_str()])?;

@@ -1,6 +1,6 @@
 //! The guest's serial port: a thread drains it into lines with their times, so that the guest never waits for us.
 //!
-//! Law: whoever asks what the guest has written so far gets all of it, however far the thread is.
+//! Law: a caller that asks what the guest has written so far gets all of it, however far the thread is.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -42,7 +42,7 @@ impl Serial {
     /// Connects to the socket of a character device.
     ///
     /// # Errors
-    /// Nobody listens there.
+    /// No process listens there.
     pub fn connect(path: &Path) -> Result<Self> {
         Self::over(UnixStream::connect(path).with_context(|| format!("the serial port {}", path.display()))?)
     }

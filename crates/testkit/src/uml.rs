@@ -34,7 +34,7 @@ const TMPFS: &str = "/dev/shm";
 pub struct UmlGuest {
     /// MiB of memory.
     pub memory: u64,
-    /// Sockets of devices, with their virtio device ids (2: block, 5: balloon). Somebody listens there already.
+    /// Sockets of devices, with their virtio device ids (2: block, 5: balloon). A process listens there already.
     pub devices: Vec<(PathBuf, u32)>,
     /// Modules that it has in `/modules`, and loads at once.
     pub modules: Vec<String>,
@@ -207,7 +207,7 @@ fn has_crashed(process: &Process) -> bool {
     });
     let signal = match looked {
         Some(ended) => ended.and_then(|ended| ended.terminating_signal()),
-        // Somebody has reaped it.
+        // Another thread has reaped it.
         None => process.try_wait().ok().flatten().and_then(|status| status.signal()),
     };
     signal == Some(Signal::SEGV.as_raw())
@@ -242,7 +242,7 @@ impl Guard {
     }
 
     fn end_group(&self) {
-        // First the guard, or it might end whoever gets the number next.
+        // First the guard, or it might end the process that gets the number next.
         self.process.kill();
         let end = Instant::now() + Duration::from_secs(10);
         while kill_process_group(self.group, Signal::KILL).is_ok() && members(self.group) > 0 && Instant::now() < end {

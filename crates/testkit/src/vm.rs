@@ -106,12 +106,12 @@ impl Vm {
         self.folder.path()
     }
 
-    /// A QMP monitor that nobody is connected to: limosa's.
+    /// A QMP monitor without a connection: limosa's.
     pub fn qmp_socket(&self) -> PathBuf {
         self.folder.path().join("qmp")
     }
 
-    /// The testkit's own monitor, for whoever waits for events.
+    /// The testkit's own monitor, also for tests that wait for events.
     pub fn qmp(&self) -> MutexGuard<'_, Qmp> {
         self.qmp.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,7 +1,7 @@
 //! `cargo xtask setup`: QEMU, libvirt's client and driver, XFS's tools, and the parts of two Linux guests, on Debian and Ubuntu.
 //!
-//! Law: what is there already is not touched, and then nothing is run but a look at it. What needs root is planned
-//! first ([`plan`]); root executes the plan, anybody else gets it as one line to run. The guests' kernels and busybox are
+//! Law: what exists already is not touched, only checked. What needs root is planned
+//! first ([`plan`]); root executes the plan, any other user gets it as one line to run. The guests' kernels and busybox are
 //! never installed: they are unpacked into cache folders ([`packages`]).
 
 use std::path::Path;

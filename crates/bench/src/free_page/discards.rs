@@ -1,4 +1,4 @@
-//! Memory that is given back while somebody looks at the clock.
+//! Times of giving back memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(super) enum Pieces {
     Pages,
 }
 
-/// How much was given back, and what it took. The clock is that of whoever asks for it.
+/// How much was given back, and the time it took, by the clock of the caller.
 #[derive(Debug, Default)]
 pub(super) struct Discards {
     per_page: AtomicU64,

@@ -80,7 +80,7 @@ impl Stored {
                 Err(error) => return Err(error).context("SEEK_DATA"),
             };
             while at < end {
-                // Without a copy, because nobody looks.
+                // Without a copy, because the bytes are not used.
                 let most = usize::try_from(end - at).unwrap_or(usize::MAX).min(1 << 30);
                 if sendfile(&nowhere, &file, Some(&mut at), most).context("reading the snapshot")? == 0 {
                     return Ok(());

@@ -206,7 +206,7 @@ impl Child {
 pub(crate) struct Source<'c> {
     child: Child,
     memory: u64,
-    /// The network that it and whoever receives from it are in, if it is not the machine's own.
+    /// The network that it and the receiver are in, if it is not the machine's own.
     cable: Option<&'c Cable>,
     /// Whether both are [no more than calls](plain).
     plain: bool,

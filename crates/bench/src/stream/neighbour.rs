@@ -54,7 +54,7 @@ pub(super) fn wanted(options: &Options, memory: u64) -> bool {
     variants.iter().map(String::as_str).chain([ALONE]).any(|variant| options.wants(&case(memory), variant))
 }
 
-/// Those that are wanted. The neighbour and the sender are on the first core; where there is only one, so is everybody else.
+/// Those that are wanted. The neighbour and the sender are on the first core; where there is only one, so are all other processes.
 pub(super) fn contestants<'s>(
     options: &'s Options,
     stage: &'s Stage<'_>,

@@ -17,7 +17,7 @@ pub(super) enum Contents {
     Middle,
     /// Zeros but for one byte right before the last word.
     Late,
-    /// Half of the pages zero and half random, in an order that nobody foresees.
+    /// Half of the pages zero and half random, in an unpredictable order.
     Mixed,
 }
 

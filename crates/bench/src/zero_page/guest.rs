@@ -57,7 +57,7 @@ impl Guest {
         .next_multiple_of(2 << 20)
     }
 
-    /// Bytes of so much memory that whoever receives it will take.
+    /// How many bytes of so much memory the receiver will take up.
     pub(super) fn takes(self, memory: u64, zeros: ZeroPages) -> u64 {
         match (self, zeros) {
             (Self::ZeroHeavy, ZeroPages::Always | ZeroPages::Plainly | ZeroPages::Bulk) => memory / HEAVY,

@@ -1,7 +1,7 @@
 //! What zero detection is measured against: reading memory at the width of its vectors and doing nothing with it, and the loop
 //! that the compiler makes.
 //!
-//! A read is a load of every byte, joined into sums of bits that somebody might look at, so that no load can be left out; no
+//! A read is a load of every byte, joined into sums of bits that might be used, so that the compiler can leave no load out; no
 //! branch depends on it. What is read belongs to the bench alone, so nothing has to be volatile.
 #![allow(unsafe_code, reason = "uses vector instructions")]
 

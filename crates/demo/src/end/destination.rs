@@ -17,7 +17,7 @@ use crate::settings::Postcopy;
 use crate::state::State;
 use limosa_migrate::GiveUp;
 
-/// How long nobody may come before it is looked whether this end goes on at all.
+/// How long to wait for a connection before it is checked whether this end goes on at all.
 const TICK: Duration = Duration::from_millis(10);
 
 impl End {

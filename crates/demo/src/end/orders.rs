@@ -1,7 +1,7 @@
 //! The control socket of an end: what it answers by itself, and what it passes on to the thread that has the guest.
 //!
 //! Law: an order is taken only in a state in which it means something, and then exactly once: the state is changed together
-//! with taking it. Whoever asks hears at once whether it was taken; what came of it, `query-status` tells.
+//! with taking it. The client gets an answer at once whether it was taken; `query-status` returns the result.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -296,7 +296,7 @@ mod tests {
         let there = json!({ "uri": "tcp:127.0.0.1:9", "fresh": false });
         ask(&desk, "migrate", there.clone()).unwrap();
         assert!(ask(&desk, "migrate", there).unwrap_err().contains("sending its guest"));
-        assert!(ask(&desk, "cont", json!({})).is_err(), "nobody may run it while it is sent");
+        assert!(ask(&desk, "cont", json!({})).is_err(), "it must not run while it is sent");
         assert!(matches!(orders.try_recv(), Ok(Order::Send { fresh: false, .. })));
         desk.turn(State::Undecided, Some("the network was cut".into()));
         let status: Status = serde_json::from_value(ask(&desk, "query-status", json!({})).unwrap()).unwrap();

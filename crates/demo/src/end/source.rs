@@ -93,7 +93,7 @@ impl End {
         match self.ask(State::PostcopyPaused, &why) {
             Order::Recover(uri) => self.go_on(migration, broken, &uri),
             Order::Go => {
-                // By hand: whoever said so knows that the destination is dead.
+                // By hand: the operator who ordered this knows that the destination has ended.
                 match broken.vm().run() {
                     Ok(()) => self.desk.turn(State::Running, None),
                     Err(error) => self.desk.turn(State::Failed, Some(error.to_string())),

@@ -78,7 +78,7 @@ impl Vm {
         make(memory, Rate::BytesPerSecond(self.settings.dirty_rate), HEAP_SEED, marked)
     }
 
-    /// Who can be asked which of the guest's pages are free, if somebody can.
+    /// The source of the list of the guest's free pages, if there is one.
     pub(super) fn free_pages(&self) -> Option<Arc<dyn FreePages>> {
         self.heap.as_ref().map(Heap::balloon)
     }

@@ -4,11 +4,11 @@
 //! The heap is a RAM block of its own, [`HEAP`], in pieces that a program has as a whole. A model, after Linux's: its page
 //! allocator for the heap, and its balloon's driver for what is asked of it. The driver **holds back** what it has told until the
 //! device says that this is over; if memory is short, its shrinker gives pieces to programs before that **without telling
-//! anybody**, and they are written at once. What it tells goes through a device that passes it on some time later, in any order, and goes
+//! the device**, and they are written at once. What it tells goes through a device that passes it on some time later, in any order, and goes
 //! on doing so after it was told to stop.
 //!
 //! **Law: what a program has holds what the program wrote.** That follows from the heap's state, as with all of the guest; a
-//! piece that nobody has may hold anything.
+//! free piece may hold anything.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -46,7 +46,7 @@ const DEVICE_TICK: Duration = Duration::from_micros(200);
 /// Who has a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
-    /// Nobody.
+    /// The allocator.
     Free = 0,
     /// A program.
     Program = 1,
@@ -265,7 +265,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Looks at what programs have, and adds it to what was found elsewhere. Pages that nobody has, and those that the
+    /// Checks what programs have, and adds it to what was found elsewhere. Also counts free pages, and those that the
     /// driver holds back.
     ///
     /// # Errors
@@ -295,7 +295,7 @@ impl Heap {
 /// Pages of a heap that no program has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FreeHeap {
-    /// Nobody has them.
+    /// Free in the allocator.
     pub free_pages: u64,
     /// The balloon's driver holds them back.
     pub held_pages: u64,
@@ -381,7 +381,7 @@ impl HeapInner {
         }
     }
 
-    /// Takes the next free piece and tells it, if somebody wants to know.
+    /// Takes the next free piece and reports it, if a report was requested.
     fn tell_one(&self, state: &mut State) {
         let Some(mut asked) = state.asked.take() else { return };
         match &mut asked.stopping {

@@ -101,7 +101,7 @@ fn trial(settings: &Settings, seed: u64, sums: &mut Sums) {
             assert_whole(&again);
             return assert_lawful(&scene, by_hand);
         }
-        Whereabouts::Lost => assert!(killed.is_some(), "nobody was killed"),
+        Whereabouts::Lost => assert!(killed.is_some(), "lost, although no end was killed"),
     }
     assert_lawful(scene, by_hand);
 }

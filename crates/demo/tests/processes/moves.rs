@@ -240,7 +240,7 @@ fn a_migration_is_watched_and_steered_by_its_control_sockets() {
     let there = demo(["status", "--control", &socket, "--json"]).success();
     assert!(there.stderr.contains("the guest does not run here (inmigrate)"), "{}", there.stderr);
     assert!(source.execute("cont", json!({})).is_err(), "it is being sent");
-    // Whoever lets go of the limits lets it end.
+    // Without the limits it completes.
     let limits = json!({ "max-bandwidth": 0, "downtime-limit": 2000 });
     source.execute("migrate-set-parameters", limits).unwrap();
     let report: Value = serde_json::from_str(&running.wait().success().stdout).unwrap();

@@ -58,7 +58,7 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
             cable.put_back();
         }
         wait_stable(&mut source, &mut destination);
-        // What was in the kernels may come through now, and must not change anybody's mind for the worse.
+        // What was in the kernels' buffers may arrive now, and must not make either end's decision worse.
         cable.put_back();
         let begun = Instant::now();
         while begun.elapsed() < Duration::from_millis(dice.below(300)) {
@@ -68,7 +68,7 @@ fn a_cable_that_is_pulled_at_any_moment_leaves_one_guest_that_can_be_found() {
         let outcome = operate(&mut source, &mut destination, None, dice.coin());
         outcomes.push(outcome);
         match outcome {
-            Whereabouts::Lost => panic!("nobody was killed"),
+            Whereabouts::Lost => panic!("lost, although no end was killed"),
             Whereabouts::Destination => drop(destination.memory()),
             Whereabouts::Source => {
                 source.memory();

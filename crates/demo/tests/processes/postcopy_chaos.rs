@@ -124,7 +124,7 @@ fn postcopies(settings: &Settings, count: u64, salt: u64) {
         let Trial { mut scene, mut source, mut destination, recoveries } = trial;
         let outcome = operate(&mut source, &mut destination, killed, dice.coin());
         match outcome {
-            Whereabouts::Lost => assert!(killed.is_some(), "nobody was killed"),
+            Whereabouts::Lost => assert!(killed.is_some(), "lost, although no end was killed"),
             Whereabouts::Destination => drop(destination.memory()),
             Whereabouts::Source => {
                 source.memory();

@@ -24,7 +24,7 @@ enum Blow {
     KillDestination,
     /// The connection is closed, both ways.
     Cut,
-    /// Nothing more comes through in this direction, and nobody is told; both ends have to find out.
+    /// Nothing more arrives in this direction, and neither end gets an error; both have to find out.
     Silence,
     /// Nothing comes through for so many milliseconds.
     Delay(u64),

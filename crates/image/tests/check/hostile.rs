@@ -121,7 +121,7 @@ fn what_an_l1_table_refers_to_that_is_lost_is_not_given_back() {
     assert!(found.leaks > 0);
     let report = block_on(repair(&storage, Repair::All, CheckOptions::default())).unwrap();
     assert_eq!((report.corruptions, report.leaks), (1, found.leaks));
-    assert!(storage.contents() == bytes, "if somebody finds the table, all that it refers to is still there");
+    assert!(storage.contents() == bytes, "if the table is found by hand, all that it refers to still exists");
 }
 
 #[test]

@@ -129,7 +129,7 @@ impl Bed {
         let image = image.to_str().unwrap();
         let mut output = qemu_img_output(["check", "-f", "qcow2", image]).unwrap();
         if self.recipe.lazy && output.status.code() == Some(2) {
-            // An image that says that its refcounts are not up to date is repaired by whoever opens it.
+            // An image that says that its refcounts are not up to date is repaired by the program that opens it.
             qemu_img(["check", "-q", "-f", "qcow2", "-r", "all", image]).map_err(|error| error.to_string())?;
             output = qemu_img_output(["check", "-f", "qcow2", image]).unwrap();
         }

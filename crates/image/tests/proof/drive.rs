@@ -143,7 +143,7 @@ impl Driver {
         Some((flight.asked, flight.range))
     }
 
-    /// Lets go what is held although nobody waits for it.
+    /// Releases what is held although no request waits for it.
     pub(crate) fn settle(&mut self) {
         assert!(self.flights.is_empty(), "requests are under way");
         while let Some(first) = self.held.waiting().first() {

@@ -72,7 +72,7 @@ fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
     block_on(chain::open(&reference, &options)).map_err(|error| format!("open: {error}"))
 }
 
-/// The process that is killed. Called by nobody else, it does nothing.
+/// The process that is killed. Run in any other way, it does nothing.
 #[test]
 #[ignore = "the other side of the kills: they run it"]
 fn the_process_that_is_killed() {

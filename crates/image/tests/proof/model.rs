@@ -33,7 +33,7 @@ pub(crate) struct Plan {
 /// What is not known until nothing is under way.
 #[derive(Debug)]
 enum Loose {
-    /// Somebody dropped a request: anything.
+    /// A request was dropped: anything.
     Undefined(Range<u64>),
     /// What was there, or zeros.
     MayBeZero(Range<u64>),

@@ -95,7 +95,7 @@ fn an_image_that_was_not_closed_has_leaks_of_what_was_taken_ahead_and_nothing_wo
 #[test]
 fn nothing_is_cut_off_that_the_file_had_before_or_that_lies_behind_what_is_given_back() {
     let TestImage { file, .. } = TestImage::new(&options(true));
-    // Somebody made the file longer.
+    // Another process made the file longer.
     block_on(file.set_len(8 << 20)).unwrap();
     let disk = open(Arc::clone(&file), AHEAD);
     write(&*disk, 0..3);

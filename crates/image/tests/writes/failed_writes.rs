@@ -44,7 +44,7 @@ fn a_failed_writes_cluster_is_nobody_elses_while_somebody_writes_beside_it_and_f
     failing.fail(0, 1, Fault::NoSpace);
     assert!(held.let_go(one.number));
     assert_eq!(poll_once(&mut first), Poll::Ready(false));
-    // Whoever comes now gets another cluster, whatever is flushed meanwhile.
+    // The next writes get other clusters, whatever is flushed meanwhile.
     for cluster in 1..4 {
         let from = filled(0x10 + cluster, CLUSTER).into();
         assert!(ends(disk.write(GuestOffset(u64::from(cluster) * CLUSTER), from), &held, Some(other.number)));
@@ -130,7 +130,7 @@ fn a_refcount_table_that_could_not_be_put_in_place_is_not_relied_on() {
                 failed |= block_on(disk.write(GuestOffset(at), filled(2, 4096).into())).is_err();
             }
             failing.mend();
-            // Whatever failed: what is flushed now is there, and counted, although nobody closes the image.
+            // Whatever failed: what is flushed now exists, and is counted, although the image is not closed.
             for at in (end..end + (256 << 10)).step_by(4096) {
                 block_on(disk.write(GuestOffset(at), filled(3, 4096).into())).unwrap();
             }

@@ -1,4 +1,4 @@
-//! What a first write to a cluster costs: the exact requests to the storages, and no byte of anybody else.
+//! What a first write to a cluster costs: the exact requests to the storages, and no byte of another cluster.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -252,7 +252,7 @@ fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_n
     let mut joined = bench.disk.write(GuestOffset(16 * K), Buffer::copied(&[2; 4096]).into());
     assert!(poll_once(&mut joined).is_pending());
     drop(dropped);
-    // Once each is let go it goes on by whoever is left.
+    // Once each is released, the requests that are left continue it.
     held.open();
     assert_eq!(poll_once(&mut joined), Poll::Ready(true));
     drop(joined);
@@ -260,7 +260,7 @@ fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_n
     let first = around(&bytes[..BYTES], 12 * K, &[1; 4096]);
     assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&first, 16 * K, &[2; 4096]));
 
-    // One that nobody has joined is ended by the next request, wherever that is.
+    // One that no request has joined is completed by the next request, whatever its cluster.
     held.close();
     let mut dropped = bench.disk.write(GuestOffset(CLUSTER), Buffer::copied(&[3; 4096]).into());
     assert!(poll_once(&mut dropped).is_pending());

@@ -96,7 +96,7 @@ impl Victim {
         let untouched = |range: std::ops::Range<usize>| before[range.clone()] == after[range];
         assert!(untouched(0..72) && untouched(80..before.len()), "{error}");
 
-        // Everybody else is refused, too, and closing changes nothing of the tables that nobody else writes.
+        // Every other request is refused, too, and closing changes nothing of the tables that no request has written.
         for number in [0, FORGED, 100] {
             block_on(disk.write(GuestOffset(number * CLUSTER), filled(9, 512).into())).unwrap_err();
             block_on(disk.discard(GuestOffset(number * CLUSTER), CLUSTER)).unwrap_err();
@@ -197,7 +197,7 @@ fn tables_that_are_counted_as_free_are_not_handed_out() {
 
 #[test]
 fn a_new_table_is_not_given_back_with_contents_that_were_said_to_lie_there_before() {
-    // Contents that nobody has counted: their place is free for a new L2 table.
+    // Contents that are not counted: their cluster is free for a new L2 table.
     let victim = Victim::new(false);
     let end = victim.storage.length().unwrap().next_multiple_of(CLUSTER);
     victim.set_entry(end, 0);

@@ -56,7 +56,7 @@ pub(crate) enum ImgCommand {
     Resize(ImgResizeArgs),
     /// Measure requests to an image
     Bench(Box<ImgBenchArgs>),
-    /// What qemu-img has, or nobody.
+    /// A command that only qemu-img has, or an unknown one.
     #[command(external_subcommand)]
     Other(Vec<OsString>),
 }

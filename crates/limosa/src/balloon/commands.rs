@@ -67,7 +67,7 @@ impl Commands for BalloonCommands {
                     .and_then(|value| self.jobs.set_target(&self.balloon, value).map_err(|error| error.to_string()));
                 set.map(|()| json!({}))
             }
-            // As QEMU: a balloon that nobody has is an error.
+            // As in QEMU: a balloon without a driver is an error.
             "query-balloon" if !self.balloon.has_driver() => {
                 Err("no balloon driver is active in the guest: load virtio_balloon there".into())
             }

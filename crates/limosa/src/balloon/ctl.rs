@@ -1,6 +1,6 @@
 //! `limosa balloon ctl`: what people ask of a balloon that is served.
 //!
-//! Law: what was begun for somebody who breaks it off is broken off; the server puts everything back.
+//! Law: a job whose client interrupts it or disconnects is cancelled; the server restores what was there before.
 
 use limosa_console::quantity;
 use std::cell::{Cell, RefCell};
@@ -108,7 +108,7 @@ impl Ctl {
                 actual: number(&device, "actual"),
                 target: number(&device, "target"),
             }),
-            // A stock QEMU's own balloon says less. It is of whole pages, and what the guest has not got nobody can give it.
+            // A stock QEMU's balloon reports less. Its size is in whole pages, and it cannot give a guest more than its RAM.
             Err(error) if error.is_unknown_command() => {
                 let ram = stock_ram(
                     &self.ask("query-memory-size-summary", json!({}))?,
@@ -366,7 +366,7 @@ mod tests {
         ]);
         assert_eq!(stock_ram(&summary, &devices), 384 * MIB);
         assert_eq!(stock_ram(&summary, &json!([])), 256 * MIB);
-        // It is somebody else's program that answers.
+        // The answers come from another program: any number may be in them.
         devices[1] = json!({ "type": "dimm", "data": { "size": u64::MAX } });
         devices[2] = json!({ "type": "dimm" });
         assert_eq!(stock_ram(&summary, &devices), u64::MAX);

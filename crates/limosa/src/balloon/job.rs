@@ -109,7 +109,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Somebody orders a target. It holds at once, and is what is there when a job that has squeezed the guest ends; a
+    /// Sets the target that a client ordered. It applies at once, and again when a job that has squeezed the guest ends; a
     /// guest that is being squeezed is squeezed no further.
     pub(super) fn set_target(&self, balloon: &Balloon, bytes: u64) -> Result<(), ZeroTarget> {
         let mut jobs = self.lock();

@@ -1,7 +1,7 @@
 //! `limosa img convert`.
 //!
-//! Law: a target that was just made reads as zeros, and nobody says so of one that was there; a file that is there is not touched
-//! before all sources are open; a file that was made for a copy that failed is taken away again, since it looks like the copy.
+//! Law: a target that was just made reads as zeros, and an existing one is not assumed to; an existing file is not touched
+//! before all sources are open; a file that was made for a copy that failed is removed again, since it looks like the copy.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -48,7 +48,7 @@ fn backing_length(options: &CreateOptions, backing: &OsStr, format: Option<&str>
     let format = format.map(str::parse).transpose().with_context(|| options.name.to_string())?;
     let reference = Reference::from_image(backing, &path(&options.name)?)?;
     let policy = if options.untrusted { Policy::Refuse } else { Policy::Follow };
-    // Its length alone is asked for, so whoever writes it is not in the way; nor is he for qemu-img.
+    // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
     let open = OpenOptions { format, read_only: true, lock: LockPolicy::None, policy, ..OpenOptions::default() };
     let why = || {
         format!("{}: cannot open its backing file; to create the image anyway, use -u and give a size", options.name)
@@ -114,7 +114,7 @@ pub(crate) fn make(name: &Name, cache: CacheMode, format: &FormatOptions) -> any
     // Before anything is overwritten.
     qcow2.check().map_err(|why| anyhow::anyhow!("{name}: {why}"))?;
     let data_file = match format.path("data_file") {
-        // By a name from where we are, not from where the image is: so whoever opens the image will look for it.
+        // Relative to the working directory, not to the image's: readers of the image resolve the name like this.
         Some(data_file) => Some(NewFile::open(&Name(data_file.to_owned()), cache)?),
         None => None,
     };

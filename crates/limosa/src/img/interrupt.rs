@@ -49,7 +49,7 @@ pub(crate) fn made(path: &Path, finished: bool) {
     }
 }
 
-/// Listens to signals, but for those that whoever started this has it ignore.
+/// Listens to signals, except those that were ignored when the process was started.
 ///
 /// # Errors
 /// The kernel's.

@@ -1,7 +1,7 @@
-//! How far `limosa img` is, and how fast it may be.
+//! The progress of `limosa img`, and its rate limit.
 //!
-//! Whoever asks with `-p` and reads what is printed gets the line that qemu-img prints; people at a terminal get a bar. Either is
-//! brought to an end also if a signal ends the process.
+//! With `-p` and without a terminal the line is that of qemu-img; at a terminal it is a bar. Either is
+//! finished also if a signal ends the process.
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;

@@ -1,7 +1,7 @@
 //! Opening images for the commands.
 //!
-//! Law: an image that is written below nobody's knowledge is not: without `-U` others are asked by locks, and with
-//! `--untrusted` no file is opened that was not named here.
+//! Law: no image is written that another process has open: locks tell, unless `-U` is given. With
+//! `--untrusted` no file is opened that was not named on the command line.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ pub(crate) fn to_read(source: &Source) -> anyhow::Result<Arc<dyn Disk>> {
 /// Opens an image, with all that lies below it, to be written.
 ///
 /// # Errors
-/// As of [`to_read`]; somebody else has it open.
+/// As of [`to_read`]; another process has it open.
 pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<Arc<dyn Disk>> {
     let how = OpenOptions { read_only: false, qcow2, ..how(source)? };
     let image = block_on(chain::open_image(&reference(source)?, &how))?;
@@ -73,7 +73,7 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
     Ok(disk)
 }
 
-/// What whoever changes a raw image is told that nobody called one.
+/// The warning before a write to an image that was probed as raw.
 pub(crate) fn warn_of_guess(source: &Source) {
     say!(
         "limosa: {}: format not given; probed as raw (use -f raw). Writes that would make its first sector look like \

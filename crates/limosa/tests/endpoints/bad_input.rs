@@ -1,4 +1,4 @@
-//! Whoever comes, and whatever comes: a clear line, no partial file, and the real source is still served.
+//! Whatever connects and whatever it sends: a clear line, no partial file, and the real source is still served.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -66,7 +66,7 @@ fn strangers_at_the_port_do_not_keep_the_source_out() {
     chatty.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     assert_eq!(chatty.read(&mut [0; 10]).unwrap_or(0), 0, "it is hung up on");
     drop(connect());
-    // Thousands, faster than anybody looks at them.
+    // Thousands, faster than they are accepted.
     for _ in 0..3000 {
         let mut one = connect();
         let _ = one.write_all(b"x");
@@ -99,7 +99,7 @@ fn nobody_and_silence_are_waited_for_as_long_as_was_said() {
     assert_failed(&limosa.wait(), &["nothing moved for 1s"]);
     let words = ["receive", "exec:exec sleep 1000", text(&snapshot), "--timeout", "300ms"];
     start_command(scene.command(&words)).wait().one_line(&["nothing moved for 300ms", "nothing was kept"]);
-    // Waiting for nobody in particular can be given up at any moment.
+    // Waiting for a connection can be interrupted at any moment.
     let (limosa, _) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &[]);
     limosa.signal(rustix::process::Signal::INT);
     assert_failed(&limosa.wait(), &["cancelled"]);
@@ -138,7 +138,7 @@ fn a_source_that_wants_answers_over_a_pipe_is_told_what_to_do() {
     let scene = Scene::new();
     let saved = crate::scene::saved_beat(&scene, &beat(), &[]);
     let stream = scene.path("stream");
-    // A sender that believes that somebody answers: what it says first is recorded.
+    // A sender that takes the command for a destination that answers: its first bytes are recorded.
     let uri = format!("exec:head -c 300 > {}", stream.display());
     let words = ["send", text(&saved.snapshot), &uri, "--timeout", "1s"];
     assert!(!start_command(scene.command(&words)).wait().status.success());

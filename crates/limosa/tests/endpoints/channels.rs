@@ -24,7 +24,7 @@ fn a_stored_vm_migrates_to_qemu_on_several_channels() {
     needs_qemu!();
     let scene = Scene::new();
     let unix = format!("unix:{}", scene.path("in.sock").display());
-    // The UUID that every channel states is in the snapshot; nobody asks the destination.
+    // The UUID that every channel states is in the snapshot; the destination is not asked.
     let known = beat().argument("-uuid").argument("6e8bc430-9c3a-11d9-9669-0800200c9a66");
     for machine in [beat(), known] {
         let saved = saved_beat(&scene, &machine, &["--force"]);
@@ -81,7 +81,7 @@ fn a_way_out_of_the_file_that_cannot_be_had_is_refused_before_anybody_is_connect
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);
     for more in [&["--compression", "zstd"][..], &["--one-way"]] {
-        // Nobody listens there, which would be said otherwise.
+        // No process listens there, and the error would say so if it were reached.
         let words = [&["--timeout", "3s", "--channels", "2", "--zero-copy", "splice"], more].concat();
         let ended = start_send(&scene, &saved.snapshot, &free_port(), &words).wait();
         assert_failed(&ended, &["zero-copy is not available: ", "read"]);

@@ -146,7 +146,7 @@ pub(crate) fn length(path: &Path) -> u64 {
     std::fs::metadata(path).unwrap().len()
 }
 
-/// Writes bytes into a file, past whoever else looks after it.
+/// Writes bytes into a file directly, without its locks.
 #[track_caller]
 pub(crate) fn poke(path: &Path, at: u64, bytes: &[u8]) {
     std::fs::File::options().write(true).open(path).unwrap().write_all_at(bytes, at).unwrap();

@@ -98,7 +98,7 @@ fn what_would_lose_data_or_makes_no_sense_is_refused() {
         (&["--preallocation", "foo", "x", "2M"], "foo"),
         (&["--preallocation", "full", "--shrink", "x", "512k"], "--preallocation"),
         (&["absent", "2M"], "absent"),
-        // Nobody called it raw: one line all the same.
+        // Its format was not given, which is warned about elsewhere: one line all the same.
         (&["raw", "512k"], "--shrink"),
         (&["-f", "raw", "odd", "700"], "--shrink"),
     ] {

@@ -361,7 +361,7 @@ fn one_guest_after_the_other_is_served_and_the_target_holds_for_all() {
         let _guest = Guest::boot(&balloon, Features::default());
         wait_for("its size", || (balloon.json(&["query"])["actual"] == 500 * MIB).then_some(()));
     }
-    wait_for("nobody", || (balloon.json(&["query"])["driver"] == false).then_some(()));
+    wait_for("no driver", || (balloon.json(&["query"])["driver"] == false).then_some(()));
     // A server that was killed has left its sockets; the next one takes their places.
     balloon.limosa.signal(Signal::KILL);
     wait_for("its end", || (!balloon.limosa.is_running()).then_some(()));
@@ -376,7 +376,7 @@ fn holds_a_pattern_if_it_is_told_to() {
     pattern::hold_if_told();
 }
 
-/// User-mode Linux 6.1 takes its device away when nobody answers any more, and never looks for another one: so what comes behind
+/// User-mode Linux 6.1 removes its device when the back end is gone, and never looks for another one: so the balloon that follows
 /// the one that was killed serves another guest.
 #[test]
 fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_once() {
@@ -408,7 +408,7 @@ fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_onc
             let all = ram.to_string();
             assert_eq!(balloon.json(&["target", &all, "--wait", "60s"])["actual"], ram);
 
-            // It dies with a list that is going on, or with an array of which nobody knows how far it has come.
+            // It is killed while a list is being sent, or with an array of which an unknown part has been handled.
             let free = guest.meminfo("MemFree").unwrap();
             if inflating {
                 balloon.json(&["target", &(ram - 100 * MIB).to_string()]);
@@ -446,8 +446,8 @@ fn reports_can_be_left_alone_and_memory_be_kept() {
 #[test]
 fn what_cannot_be_done_is_said_in_one_line() {
     let folder = scratch().unwrap();
-    let nobody = folder.path().join("nobody").into_os_string().into_string().unwrap();
-    limosa(["balloon", "ctl", &nobody, "query"]).one_line(&[&nobody]);
+    let absent = folder.path().join("absent").into_os_string().into_string().unwrap();
+    limosa(["balloon", "ctl", &absent, "query"]).one_line(&[&absent]);
     let away = folder.path().join("away/balloon.sock").into_os_string().into_string().unwrap();
     limosa(["balloon", "--vhost-user", &away]).one_line(&[&away]);
     for wrong in [&["balloon"][..], &["balloon", "--control", "x"], &["balloon", "ctl", "x", "target", "0"]] {
@@ -466,7 +466,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     balloon.ctl(&["target", "256M", "--wait", "50ms"]).one_line(&["no balloon driver became active"]);
     let later = balloon.ctl(&["target", "1T"]).success();
     assert!(later.stderr.contains("no balloon driver is active in the guest yet"), "{}", later.stderr);
-    limosa(["balloon", "ctl", "nobody", "query"]).one_line(&["cannot connect", "--control socket"]);
+    limosa(["balloon", "ctl", "absent", "query"]).one_line(&["cannot connect", "--control socket"]);
     limosa(["balloon", "--vhost-user", "x", "--control", "x"]).one_line(&["must be different paths"]);
     let taken = balloon.device().into_os_string().into_string().unwrap();
     limosa(["balloon", "--vhost-user", &taken]).one_line(&[&taken, "(--vhost-user)", "must not be in use"]);

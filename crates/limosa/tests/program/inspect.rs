@@ -33,7 +33,7 @@ fn record(vm: &Vm, file: &Path) {
     vm.wait_migrated().unwrap();
 }
 
-/// Expects what is true of every description of such a VM, whoever wrote the file.
+/// Expects what is true of every description of such a VM, be the file limosa's or QEMU's.
 #[track_caller]
 fn assert_describes(machine: &Machine, told: &Value) {
     assert!(told["machine"].as_str().unwrap().starts_with("pc-q35-"), "{told}");

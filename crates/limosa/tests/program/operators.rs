@@ -13,11 +13,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
 
-/// The user `nobody` and its group, wherever Linux runs.
+/// The user `nobody` and its group, on any Linux.
 const NOBODY: u32 = 65534;
 
-/// Another user, who need have no name.
-const SOMEBODY: &str = "12345";
+/// Another user; it may have no name.
+const OTHER_USER: &str = "12345";
 
 /// What becomes a QEMU of that user, with and without the right to use userfaultfd.
 const AS_NOBODY: &[&str] = &["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"];
@@ -215,18 +215,18 @@ fn limosa_without_the_right_to_give_qemu_a_private_place_says_what_to_do() {
     let scene = Scene::new();
     scene.save(&[]);
     let vm = scene.start("vm", &[AS_NOBODY, MAY_FAULT].concat(), &incoming(&[]));
-    // A monitor and a snapshot that were opened to everybody.
+    // A monitor and a snapshot with access for all users.
     for path in [scene.theirs.path(), scene.ours.path(), &vm.folder, Path::new(&vm.socket()), &scene.snapshot()] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
     }
     std::fs::set_permissions(scene.ours.path().join("tmp"), std::fs::Permissions::from_mode(0o777)).unwrap();
     let (socket, snapshot) = (vm.socket(), scene.snapshot());
     let words = ["restore", text(&snapshot), "--qmp", &socket, "--mode", "lazy"];
-    let somebody = ["setpriv", "--reuid", SOMEBODY, "--regid", SOMEBODY, "--clear-groups"];
-    let refused = scene.limosa(&somebody, &[&words[..], &["--preempt", "on"]].concat()).wait();
+    let as_other_user = ["setpriv", "--reuid", OTHER_USER, "--regid", OTHER_USER, "--clear-groups"];
+    let refused = scene.limosa(&as_other_user, &[&words[..], &["--preempt", "on"]].concat()).wait();
     refused.one_line(&["QEMU runs as user 65534 and limosa as user 12345", "as root", "--listen"]);
     // What needs no place works all the same.
-    scene.limosa(&somebody, &words).wait().success();
+    scene.limosa(&as_other_user, &words).wait().success();
     vm.assert_beats(&scene.machine);
     scene.assert_tidy();
 }

@@ -22,7 +22,7 @@ impl Bystander {
     fn new(machine: &Machine) -> Self {
         let vm = machine.start().unwrap();
         vm.wait_beats(1).unwrap();
-        // Settings of its own: whoever leaves QEMU's defaults behind is noticed.
+        // Settings that differ from QEMU's defaults: a command that leaves the defaults behind is noticed.
         vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 7 << 20, "downtime-limit": 123 })).unwrap();
         let found = Found::of(&vm);
         Self { vm, found }
@@ -79,7 +79,7 @@ fn what_is_no_place_for_a_file_is_refused_before_the_vm_is_touched() {
 fn a_file_that_is_being_served_is_not_replaced() {
     needs_qemu!();
     let (folder, file) = place();
-    // Memory that nobody asks for, so that a slow restore lasts.
+    // Memory that the guest does not touch, so that a slow restore lasts.
     let machine = Machine::beat(BeatGuest::over(8 << 20));
     let bystander = Bystander::new(&machine);
     save(&bystander.vm, &file, &[]);
@@ -108,7 +108,7 @@ fn a_folder_without_permission_is_refused() {
     let root = rustix::process::geteuid().is_root();
     std::fs::set_permissions(&closed, Permissions::from_mode(if root { 0o755 } else { 0o555 })).unwrap();
     std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
-    // The monitor is open to whoever limosa runs as.
+    // The monitor is open to the user that limosa runs as.
     std::fs::set_permissions(bystander.vm.folder(), Permissions::from_mode(0o755)).unwrap();
     std::fs::set_permissions(bystander.vm.qmp_socket(), Permissions::from_mode(0o666)).unwrap();
     for via in ["socket", "file"] {
@@ -237,7 +237,7 @@ fn what_is_no_monitor_is_named() {
     save_at(&at("plain")).one_line(&["plain", "cannot connect"]);
     drop(UnixListener::bind(at("dead")).unwrap());
     save_at(&at("dead")).one_line(&["dead", "refused"]);
-    // Somebody who greets with something else.
+    // A server that greets with something else.
     let chatty = UnixListener::bind(at("chatty")).unwrap();
     let talker = std::thread::spawn(move || {
         let (stream, _): (UnixStream, _) = chatty.accept().unwrap();
@@ -247,7 +247,7 @@ fn what_is_no_monitor_is_named() {
     });
     save_at(&at("chatty")).one_line(&["chatty", "no QMP monitor"]);
     talker.join().unwrap();
-    // Somebody who hangs up.
+    // A server that hangs up.
     let rude = UnixListener::bind(at("rude")).unwrap();
     let hanger = std::thread::spawn(move || drop(rude.accept().unwrap()));
     save_at(&at("rude")).one_line(&["rude"]);

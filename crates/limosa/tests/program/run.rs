@@ -1,4 +1,4 @@
-//! `limosa run`: a VM comes back in a QEMU that limosa starts, and whoever started limosa sees that QEMU.
+//! `limosa run`: a VM comes back in a QEMU that limosa starts, and to its caller limosa looks like that QEMU.
 
 mod scene;
 mod terminal;

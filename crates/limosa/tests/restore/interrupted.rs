@@ -41,13 +41,13 @@ enum Left {
     Healed,
     /// The guest was there with all its pages; at most QEMU's settings were left.
     Whole,
-    /// QEMU has every page, has read the end, and waits for an answer to a page that was never stored, which nobody can give
+    /// QEMU has every page, has read the end, and waits for an answer to a page that was never stored, which no process can give
     /// any more. Possible with `--preempt on` alone, and what its help warns of.
     Unended,
     /// QEMU ended itself: it lost its source between the last device and the start of the guest, took that for a failed load,
     /// and had started the guest by the time it ended. As if the power had failed then.
     Ended,
-    /// QEMU's main loop waits for a page, so that nobody new can talk to it. Possible if the guard is killed too.
+    /// QEMU's main loop waits for a page, so that it accepts no new connection. Possible if the guard is killed too.
     HeldUp,
 }
 
@@ -132,7 +132,7 @@ fn found(destination: &Vm) -> Left {
         if !is_alive(destination.pid()) {
             return if destination.serial().lines().is_empty() { Left::Nothing } else { Left::Ended };
         }
-        // Nobody serves its memory any more, so a main thread that waits for some does so for good.
+        // Its memory is not served any more, so a main thread that waits for a page waits for good.
         waits = if std::fs::read_to_string(&stack).unwrap_or_default() == "handle_userfault" { waits + 1 } else { 0 };
         if waits > 100 {
             return if destination.serial().lines().is_empty() { Left::Nothing } else { Left::HeldUp };
@@ -267,7 +267,7 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
     }
 }
 
-/// Kills limosa with its guard, so that nobody goes on.
+/// Kills limosa with its guard, so that no process continues the restore.
 fn kill_both(limosa: Program) {
     let guard = guard(&limosa);
     if let Some(guard) = guard {

@@ -107,7 +107,7 @@ fn a_monitor_that_greets_but_never_answers_is_given_up() {
     let scene = Scene::new();
     let socket = scene.path("monitor");
     let listener = UnixListener::bind(&socket).unwrap();
-    // What a QEMU does whose main loop waits for memory that nobody brings.
+    // What a QEMU does whose main loop waits for a page that never arrives.
     let greeter = std::thread::spawn(move || {
         let (mut client, _) = listener.accept().unwrap();
         let version = r#"{"qemu": {"major": 10, "minor": 0, "micro": 2}, "package": ""}"#;

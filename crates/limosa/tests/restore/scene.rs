@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::stage::{Ended, Program, SOON, assert_beats, names, save, start_command, wait_for};
 
-/// A rate so low that pages that nobody asks for do not come before the test lets them.
+/// A rate so low that pages that were not requested do not arrive before the test allows them.
 pub(crate) const TRICKLE: [&str; 2] = ["--max-bandwidth", "4K"];
 
 /// The folder of one test; limosa's temporary directory is in it, so that leftovers are seen.

@@ -69,7 +69,7 @@ fn memory_and_disk_of_a_writing_guest_are_of_one_instant_and_both_vms_go_on() {
         assert!(sectors_written(&own, "qcow2") >= last_written(&restored));
         drop(restored);
         qemu_img(&["check", "-q", own.to_str().unwrap()]);
-        assert_eq!(sectors_written(&below.0, below.1), frozen, "nobody wrote to the frozen file");
+        assert_eq!(sectors_written(&below.0, below.1), frozen, "the frozen file was written to");
         wait_writes(vm.serial(), 2);
         assert_never_torn(&vm);
         below = (text(&overlay, "overlay").into(), "qcow2");
@@ -118,7 +118,7 @@ fn a_restore_refuses_disks_that_would_ruin_what_others_stand_on() {
     limosa(restore_arguments(&destination, &snapshot, &[])).success();
     assert_beats(&destination);
     drop(destination);
-    // Somebody merged the overlay: the frozen file is no more what it was.
+    // As after a merge of the overlay: the frozen file has changed.
     let file = std::fs::File::options().write(true).open(&image).unwrap();
     file.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(5)).unwrap();
     let destination =

@@ -1,7 +1,7 @@
 //! limosa, or limosa and its guard, are killed at random moments of a save with overlays, while the guest writes.
 //!
-//! Law: the VM runs, on the disks that it had, or, where a whole snapshot stands under its name, on overlays over them; no overlay that
-//! nobody uses is left, and every write is there.
+//! Law: the VM runs, on the disks that it had, or, where a complete snapshot has its name, on overlays over them; no unused
+//! overlay is left, and no write is lost.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ struct Victim {
     vm: Vm,
     found: Found,
     via: &'static str,
-    /// How long a save takes that nobody kills: no longer than the shortest that was over before its kill came, since the machine may
+    /// How long a save takes that is not killed: no longer than the shortest that was over before its kill came, since the machine may
     /// have been busier when the first was measured.
     lasts: Duration,
     /// How many overlays were kept because the snapshot was there, and how many kills left the disks as they were.
@@ -81,7 +81,7 @@ impl Victim {
         }
         let left = names(self.folder.path());
         let overlays = usize::try_from(self.kept).unwrap();
-        assert_eq!(left.len(), 1 + overlays, "an overlay that nobody uses, or one too few: {left:?}");
+        assert_eq!(left.len(), 1 + overlays, "an unused overlay, or one too few: {left:?}");
     }
 
     /// Stops the VM and looks for every write that the guest was told is durable.

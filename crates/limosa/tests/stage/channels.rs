@@ -10,8 +10,8 @@ use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt}
 
 use super::{Found, assert_beats, limosa, load_in_stock_qemu, place, save_arguments, small};
 
-/// A port of this host that nobody listens at, and that the kernel gives to nobody else until this process ends: it is bound
-/// here, in a way that lets whoever names it listen there all the same.
+/// A port of this host that no process listens at, and that the kernel assigns to no other until this one ends: it is bound
+/// here, in a way that lets a process that names it listen there all the same.
 pub(crate) fn free_port() -> String {
     static BOUND: Mutex<Vec<OwnedFd>> = Mutex::new(Vec::new());
     let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
@@ -43,7 +43,7 @@ impl Transport {
         }
     }
 
-    /// As [`of_limosa`](Self::of_limosa), where QEMU listens: it tells nobody which port it took.
+    /// As [`of_limosa`](Self::of_limosa), where QEMU listens: it does not report which port it took.
     pub(crate) fn of_qemu(self, folder: &Path) -> Option<String> {
         if self == Self::Tcp { Some(free_port()) } else { self.of_limosa(folder) }
     }

@@ -29,7 +29,7 @@ pub(crate) struct Victim {
     folder: TempDir,
     file: PathBuf,
     more: Vec<&'static str>,
-    /// How long a save takes that nobody kills: no longer than the shortest that was over before its kill came, since the machine may
+    /// How long a save takes that is not killed: no longer than the shortest that was over before its kill came, since the machine may
     /// have been busier when the first was measured.
     lasts: Duration,
 }

@@ -17,7 +17,7 @@ use super::live::{TestVm, random};
 pub enum Owner {
     /// A program, to whom the contents matter.
     Program,
-    Nobody,
+    Allocator,
     /// The driver, which has told it.
     Driver,
 }
@@ -56,7 +56,7 @@ impl Heap {
     pub fn new(vm: &Arc<TestVm>, marker: Marker, block: usize, each: u64) -> Arc<Self> {
         let region = vm.memory.regions().iter().find(|region| region.block == block).unwrap();
         let pieces = usize::try_from(region.pages.len() / each).unwrap();
-        let owner = (0..pieces).map(|piece| if piece % 3 == 0 { Owner::Program } else { Owner::Nobody }).collect();
+        let owner = (0..pieces).map(|piece| if piece % 3 == 0 { Owner::Program } else { Owner::Allocator }).collect();
         Arc::new(Self {
             vm: Arc::clone(vm),
             marker,
@@ -118,7 +118,7 @@ impl Heap {
                 let page = PageNumber(pages.start.0 + (seed >> 17) % self.each);
                 self.write(PageRange::starting_at(page, 1), fill);
             }
-            Owner::Program => state.owner[piece] = Owner::Nobody,
+            Owner::Program => state.owner[piece] = Owner::Allocator,
             Owner::Driver if !seed.is_multiple_of(3) => {}
             before => {
                 if before == Owner::Driver {
@@ -148,7 +148,7 @@ impl Heap {
             }
         }
         let from = *at;
-        match state.owner.iter().skip(from).position(|owner| *owner == Owner::Nobody) {
+        match state.owner.iter().skip(from).position(|owner| *owner == Owner::Allocator) {
             Some(behind) => {
                 let piece = from + behind;
                 *at = piece + 1;
@@ -215,7 +215,7 @@ impl FreePages for Heap {
         let mut state = self.state.lock().unwrap();
         state.list = None;
         for owner in state.owner.iter_mut().filter(|owner| **owner == Owner::Driver) {
-            *owner = Owner::Nobody;
+            *owner = Owner::Allocator;
         }
     }
 }

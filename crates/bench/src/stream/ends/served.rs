@@ -1,6 +1,6 @@
-//! What the processes do that are told so by a line.
+//! The work of processes that take commands as lines.
 //!
-//! Law: whoever answers has done what it says.
+//! Law: an answer is sent only after the work it reports is done.
 
 use std::fs::File;
 use std::io::{self, BufRead, Write};
@@ -163,7 +163,7 @@ impl Still {
         Ok(Self { memory: Arc::new(GuestMemory::new(vec![block.map()?])?), writers: Writers::NONE })
     }
 
-    /// The logs that see who writes it: nobody does. Of a guest that tells its free pages one has to see the guest.
+    /// The logs of what is written to it: nothing is. For a guest that reports its free pages, one log has to see the guest.
     fn logs(&self, guest: bool) -> Result<DirtyLogs> {
         if !guest {
             return Ok(DirtyLogs::new(Writers::NONE, Vec::new())?);

@@ -31,7 +31,7 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
         notice: &|line| say!("limosa-demo: {line}"),
     };
     at_signal(limosa_demo::live::remove_folders)?;
-    // Before anything runs: whoever cannot have the picture is to know it now.
+    // Before anything runs: if the picture cannot be written, this is reported now.
     let picture = args.write_trace.as_deref().map(|path| {
         let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
         anyhow::Ok((path, file))

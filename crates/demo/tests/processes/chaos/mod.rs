@@ -245,7 +245,7 @@ pub(crate) fn operate(
         (None, Some(State::Failed)) if killed == Some(Role::Source) => Whereabouts::Lost,
         (Some(State::Gone), None) if killed == Some(Role::Destination) => Whereabouts::Lost,
         other => panic!(
-            "nobody could decide this: {other:?}, {found:?}\n{}\n{}",
+            "no operator could decide this: {other:?}, {found:?}\n{}\n{}",
             words(&source.control),
             words(&destination.control)
         ),

@@ -58,7 +58,7 @@ impl Cable {
         format!("10.77.{}.{end}", self.third)
     }
 
-    /// Nothing comes through any more, and nobody is told.
+    /// Nothing arrives any more, and neither end gets an error.
     pub(crate) fn pull(&self) {
         // At the far end: what the near one sends is lost on the way, as with a switch that dies.
         ip(&["-n", &self.names[1], "link", "set", "cable", "down"]).unwrap();

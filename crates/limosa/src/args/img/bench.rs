@@ -37,7 +37,7 @@ pub(crate) struct ImgBenchArgs {
     offset: u64,
 
     /// Write; without this, read
-    // Without locks nobody would know that a running VM has the image.
+    // Without locks the image could be in use by a running VM.
     #[arg(short, long, conflicts_with = "force_share")]
     write: bool,
 

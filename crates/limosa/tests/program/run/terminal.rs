@@ -19,7 +19,7 @@ use crate::stage::{SOON, limosa, wait_for, wait_gone};
 struct Terminal {
     keyboard: File,
     shown: Arc<Mutex<Vec<u8>>>,
-    /// Ends when nobody has the terminal open any more, and all that was shown has been read.
+    /// Ends when no process has the terminal open any more, and all that was shown has been read.
     reader: JoinHandle<()>,
     process: Process,
     name: String,
@@ -51,7 +51,7 @@ impl Terminal {
         let kept = Arc::clone(&shown);
         let reader = std::thread::spawn(move || {
             let mut piece = [0; 4096];
-            // Fails when nobody has the terminal open any more.
+            // Fails when no process has the terminal open any more.
             while let Ok(length @ 1..) = screen.read(&mut piece) {
                 kept.lock().unwrap().extend(&piece[..length]);
             }
@@ -77,7 +77,7 @@ impl Terminal {
         });
     }
 
-    /// All that was shown, once nobody has the terminal open any more.
+    /// All that was shown, once no process has the terminal open any more.
     #[track_caller]
     fn shown_in_the_end(&self) -> String {
         wait_for("the end of the terminal", || self.reader.is_finished().then(|| self.shown()))
