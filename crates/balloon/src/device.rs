@@ -78,6 +78,7 @@ pub struct Options {
 
 /// How much memory the guest has, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Size {
     /// Without a balloon.
     pub ram: u64,

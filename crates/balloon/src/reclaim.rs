@@ -52,6 +52,7 @@ pub trait Reclaim: Send + Sync + fmt::Debug {
 
 /// How memory is given back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Strategy {
     /// By what the memory is.
     #[default]

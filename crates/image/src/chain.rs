@@ -5,7 +5,6 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -330,12 +329,7 @@ impl Seen {
     fn look(&self, by: Option<&Arc<str>>, path: &Path) -> Result<(), ImageError> {
         // Whatever is wrong with it is found out by opening it.
         let Ok(metadata) = fs::metadata(path) else { return Ok(()) };
-        let identity = if metadata.file_type().is_block_device() {
-            FileIdentity { device: metadata.rdev(), inode: 0 }
-        } else {
-            FileIdentity { device: metadata.dev(), inode: metadata.ino() }
-        };
-        self.check(by, path.as_os_str(), identity)
+        self.check(by, path.as_os_str(), FileIdentity::of(&metadata))
     }
 
     fn take(&mut self, by: Option<&Arc<str>>, storage: &FileStorage) -> Result<(), ImageError> {

@@ -103,6 +103,7 @@ pub struct ZeroHow {
 
 /// Alignment of requests in bytes: powers of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Alignment {
     /// Of offsets and lengths.
     pub offset: u32,
@@ -110,13 +111,33 @@ pub struct Alignment {
     pub memory: u32,
 }
 
+impl Alignment {
+    /// No alignment is required.
+    pub const NONE: Self = Self::new(1, 1);
+
+    /// Alignment of offsets and lengths, and of memory addresses, in bytes: powers of two.
+    #[must_use]
+    pub const fn new(offset: u32, memory: u32) -> Self {
+        Self { offset, memory }
+    }
+}
+
 /// A range of one kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Extent {
     /// Its offsets in bytes.
     pub range: Range<u64>,
     /// Its kind.
     pub kind: ExtentKind,
+}
+
+impl Extent {
+    /// A range of offsets in bytes, and its kind.
+    #[must_use]
+    pub const fn new(range: Range<u64>, kind: ExtentKind) -> Self {
+        Self { range, kind }
+    }
 }
 
 /// Kind of an extent.

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What can be wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Fault {
     /// A message that cannot be taken apart; the connection ends.
     Message,

@@ -31,6 +31,7 @@ const BACKEND_CONFIG_CHANGE: u32 = 2;
 /// What a front end asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
+#[non_exhaustive]
 #[allow(missing_docs, reason = "they are the protocol's own names")]
 pub enum Request {
     GetFeatures = 1,
@@ -62,7 +63,7 @@ pub enum Request {
 
 impl Request {
     /// All that are understood.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: &[Self] = &[
         Self::GetFeatures,
         Self::SetFeatures,
         Self::SetOwner,
@@ -92,7 +93,7 @@ impl Request {
 
     /// The request of that number, if it is understood.
     pub fn from_number(number: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|request| request.number() == number)
+        Self::ALL.iter().copied().find(|request| request.number() == number)
     }
 
     /// Its number on the wire.
@@ -500,7 +501,7 @@ mod tests {
     #[test]
     fn the_numbers_of_requests_are_unambiguous() {
         for request in Request::ALL {
-            assert_eq!(Request::from_number(request.number()), Some(request));
+            assert_eq!(Request::from_number(request.number()), Some(*request));
         }
         assert_eq!(Request::from_number(6), None);
     }

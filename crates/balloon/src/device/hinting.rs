@@ -23,6 +23,7 @@ pub(super) struct Hinting {
 
 /// How far a list of free pages has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct HintList {
     /// How far the handshake is.
     pub state: HintState,

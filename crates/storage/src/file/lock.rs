@@ -27,6 +27,7 @@ const COUNT: u8 = 4;
 
 /// Whether QEMU's image locks are taken and respected.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LockPolicy {
     /// As in QEMU: a writer excludes all others, and readers exclude writers. Without effect where the filesystem does not support
     /// such locks.

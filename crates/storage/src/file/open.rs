@@ -1,10 +1,10 @@
 //! An open file.
 
-use std::fs::OpenOptions;
+use std::fs::{Metadata, OpenOptions};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -24,11 +24,24 @@ use crate::storage::Alignment;
 
 /// Identity of a file, whatever its path: equal for two paths of one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub struct FileIdentity {
     /// Device number of the filesystem, or of the block device itself.
     pub device: u64,
     /// Inode number; 0 for a block device.
     pub inode: u64,
+}
+
+impl FileIdentity {
+    /// The identity of the file that has this metadata.
+    #[must_use]
+    pub fn of(metadata: &Metadata) -> Self {
+        if metadata.file_type().is_block_device() {
+            Self { device: metadata.rdev(), inode: 0 }
+        } else {
+            Self { device: metadata.dev(), inode: metadata.ino() }
+        }
+    }
 }
 
 /// An open file. Requests in flight keep it open and locked.

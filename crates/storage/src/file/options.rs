@@ -79,6 +79,7 @@ impl FromStr for CacheMode {
 
 /// What executes requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Io {
     /// `io_uring` where it is available, else threads. Large requests through the page cache mostly copy memory; they go to threads,
     /// which copy in parallel.
@@ -94,6 +95,7 @@ pub enum Io {
 
 /// Whether a file is created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Create {
     /// It must exist.
     #[default]
