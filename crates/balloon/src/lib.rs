@@ -92,3 +92,8 @@ pub use ring::{OwnRing, Ring};
 pub use statistics::Statistics;
 #[cfg(feature = "vhost-user")]
 pub use vhost_user::VhostUserBalloon;
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -38,3 +38,8 @@ pub use file::{
 };
 pub use memory::MemoryStorage;
 pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -81,3 +81,8 @@ pub use vring::{Chain, Vring};
 
 /// Most queues of a device.
 pub const MAX_QUEUES: usize = 64;
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
