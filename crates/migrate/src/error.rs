@@ -162,7 +162,8 @@ pub enum MigrateError {
     #[error("cancelled")]
     Cancelled,
 
-    /// A postcopy was paused on request: the destination waits for recovery.
+    /// A postcopy was paused on request: the destination waits for recovery. If the request came between the end of the stream and its
+    /// answer, the destination has every page and needs none.
     #[error("paused")]
     Paused,
 }
