@@ -90,26 +90,26 @@ impl Counters {
     }
 
     pub(super) fn counts(&self) -> Counts {
-        let tally = |purpose: Purpose| {
+        let operations = |purpose: Purpose| {
             let load =
                 |from: &[AtomicU64; PURPOSES]| from.get(purpose as usize).map_or(0, |n| n.load(Ordering::Relaxed));
             Operations { operations: load(&self.operations), bytes: load(&self.bytes) }
         };
         Counts {
-            data_reads: tally(Purpose::DataRead),
-            data_writes: tally(Purpose::DataWrite),
-            cow_reads: tally(Purpose::CowRead),
-            cow_writes: tally(Purpose::CowWrite),
-            clones: tally(Purpose::Clone),
-            l1_writes: tally(Purpose::L1Write),
-            l2_reads: tally(Purpose::L2Read),
-            l2_writes: tally(Purpose::L2Write),
-            refcount_reads: tally(Purpose::RefcountRead),
-            refcount_writes: tally(Purpose::RefcountWrite),
-            header_writes: tally(Purpose::HeaderWrite),
-            zeroes: tally(Purpose::WriteZeroes),
-            discards: tally(Purpose::Discard),
-            flushes: tally(Purpose::Flush).operations,
+            data_reads: operations(Purpose::DataRead),
+            data_writes: operations(Purpose::DataWrite),
+            cow_reads: operations(Purpose::CowRead),
+            cow_writes: operations(Purpose::CowWrite),
+            clones: operations(Purpose::Clone),
+            l1_writes: operations(Purpose::L1Write),
+            l2_reads: operations(Purpose::L2Read),
+            l2_writes: operations(Purpose::L2Write),
+            refcount_reads: operations(Purpose::RefcountRead),
+            refcount_writes: operations(Purpose::RefcountWrite),
+            header_writes: operations(Purpose::HeaderWrite),
+            zeroes: operations(Purpose::WriteZeroes),
+            discards: operations(Purpose::Discard),
+            flushes: operations(Purpose::Flush).operations,
             joined: self.joined.load(Ordering::Relaxed),
         }
     }

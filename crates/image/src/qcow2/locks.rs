@@ -4,6 +4,9 @@
 //! lock is held for a look or a change, never across an `await`, and nothing that could panic half-way is done under it. With debug
 //! assertions every thread keeps a list of what it holds, and a lock that is taken out of order panics; without them a
 //! [`RankedMutex`] is a [`Mutex`] and nothing more.
+//!
+//! One lock is outside of the order: that of [`Requests`](crate::requests::Requests), which every format has. It is taken with no other
+//! held, and no other is taken under it.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
