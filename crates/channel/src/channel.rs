@@ -101,9 +101,7 @@ impl Channel {
         let peer = peer.into();
         let failed = |source: io::Error| ChannelError::setup(Operation::Configure, peer.clone(), source);
         let unsupported = |why| ChannelError::Unsupported { operation: Operation::Configure, peer: peer.clone(), why };
-        if let Some(why) = options.contradiction() {
-            return Err(unsupported(why));
-        }
+        options.check(Operation::Configure, &peer)?;
         let (transport, wakes) = match descriptor::kind(&fd).map_err(failed)? {
             Kind::Stream(family) => {
                 if matches!(family, AddressFamily::INET | AddressFamily::INET6) {
@@ -112,7 +110,8 @@ impl Channel {
                 let transport = match &options.tls {
                     None => Transport::Socket(fd, Arc::default()),
                     Some(tls) if !tls.knows_its_peer() => {
-                        return Err(unsupported("TLS needs the expected host name (tls-hostname)"));
+                        let failure = Box::new(TlsFailure::NoHostName);
+                        return Err(ChannelError::Tls { operation: Operation::Configure, peer, offset: None, failure });
                     }
                     Some(tls) => Transport::Tls(Arc::new(
                         Session::over(fd, tls, options.connect_timeout)
@@ -169,6 +168,9 @@ impl Channel {
         let lender = Lender::new(options.zero_copy, &transport).map_err(|refusal| match refusal {
             Refusal::Unsupported(why) => {
                 ChannelError::Unsupported { operation: Operation::Configure, peer: Arc::clone(&peer), why }
+            }
+            Refusal::MemoryLock { limit, least } => {
+                ChannelError::MemoryLock { operation: Operation::Configure, peer: Arc::clone(&peer), limit, least }
             }
             Refusal::Failed(source) => ChannelError::setup(Operation::Configure, Arc::clone(&peer), source),
         })?;

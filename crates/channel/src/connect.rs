@@ -35,9 +35,7 @@ impl Channel {
     /// [`ChannelError::Tls`] if the peer is not who it should be.
     pub fn connect(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let peer: Arc<str> = uri.to_string().into();
-        if let Some(why) = options.contradiction() {
-            return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
-        }
+        options.check(OPERATION, &peer)?;
         let timeout = options.connect_timeout.map(|time| time.max(Duration::from_millis(1)));
         if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(|tls| !tls.is_client()) {
             let why = "a connecting end needs TLS credentials of a client, with the expected host name";

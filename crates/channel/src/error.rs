@@ -140,8 +140,25 @@ pub enum ChannelError {
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
-        /// What is wrong with it, and what would do.
+        /// What is wrong with it.
         why: &'static str,
+    },
+    /// This process may not pin as much memory as `MSG_ZEROCOPY` needs: the limit is `RLIMIT_MEMLOCK`, which does not hold for a
+    /// process with `CAP_IPC_LOCK`.
+    #[error(
+        "{operation} {peer}: RLIMIT_MEMLOCK is {} KiB, and MSG_ZEROCOPY pins at least {} KiB on a channel",
+        limit >> 10,
+        least.div_ceil(1024)
+    )]
+    MemoryLock {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// The limit in bytes.
+        limit: u64,
+        /// Bytes that a channel pins at least.
+        least: u64,
     },
     /// The two ends have no secret, or lost it.
     #[error("{operation} {peer}{}: TLS: {failure}", at(*offset))]
@@ -224,6 +241,7 @@ impl ChannelError {
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Refused { source, .. } | Self::Broken { source, .. } | Self::Io { source, .. } => Some(source.kind()),
+            Self::MemoryLock { .. } => Some(io::ErrorKind::PermissionDenied),
             _ => None,
         }
     }

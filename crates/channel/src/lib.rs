@@ -61,7 +61,7 @@ pub use listener::Listener;
 pub use options::Options;
 pub use rate::RateLimit;
 pub use reception::{Reception, RefusalLog};
-pub use tls::{KernelTls, Tls, TlsFailure, UnknownKernelTls};
+pub use tls::{KernelTls, KernelTlsFailure, Tls, TlsFailure, TlsRefusal, UnknownKernelTls};
 pub use uri::{Uri, UriError};
 pub use zero_copy::{Lending, ZeroCopy};
 

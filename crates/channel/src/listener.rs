@@ -57,9 +57,7 @@ impl Listener {
         let name: Arc<str> = uri.to_string().into();
         let failed = |source: io::Error| ChannelError::setup(operation, name.clone(), source);
         let unsupported = |why| ChannelError::Unsupported { operation, peer: name.clone(), why };
-        if let Some(why) = options.contradiction() {
-            return Err(unsupported(why));
-        }
+        options.check(operation, &name)?;
         if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(Tls::is_client) {
             return Err(unsupported("a listening end needs TLS credentials of a server"));
         }

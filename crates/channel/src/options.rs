@@ -1,9 +1,11 @@
 //! How a channel is to be set up.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::error::{ChannelError, Operation};
 use crate::rate::RateLimit;
-use crate::tls::{self, Tls};
+use crate::tls::{KernelTlsFailure, Tls, TlsFailure};
 use crate::zero_copy::ZeroCopy;
 
 /// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy, no encryption.
@@ -36,11 +38,19 @@ pub(crate) const COPIED_BY_TLS: &str = "zero-copy and TLS exclude each other";
 
 impl Options {
     /// What does not go together: told before anybody is reached.
-    pub(crate) fn contradiction(&self) -> Option<&'static str> {
-        let tls = self.tls.as_ref()?;
+    ///
+    /// # Errors
+    /// [`ChannelError::Unsupported`], and [`ChannelError::Tls`] if the kernel's TLS is demanded and missing.
+    pub(crate) fn check(&self, operation: Operation, peer: &Arc<str>) -> Result<(), ChannelError> {
+        let Some(tls) = &self.tls else { return Ok(()) };
+        let peer = || Arc::clone(peer);
         if matches!(self.zero_copy, ZeroCopy::Msg | ZeroCopy::Splice) {
-            return Some(COPIED_BY_TLS);
+            return Err(ChannelError::Unsupported { operation, peer: peer(), why: COPIED_BY_TLS });
         }
-        tls.misses_the_kernels().then_some(tls::NO_KERNEL_TLS)
+        if tls.misses_the_kernels() {
+            let failure = Box::new(TlsFailure::Kernel(KernelTlsFailure::Missing));
+            return Err(ChannelError::Tls { operation, peer: peer(), offset: None, failure });
+        }
+        Ok(())
     }
 }

@@ -60,7 +60,7 @@ impl Passed {
         let more = descriptors.len() > wanted || message.msg_flags & libc::MSG_CTRUNC != 0;
         if more {
             let why = if descriptors.len() < wanted {
-                "descriptors passed by the peer were lost: too many open files in this process (raise ulimit -n)".into()
+                "descriptors passed by the peer were lost: too many open files in this process (RLIMIT_NOFILE)".into()
             } else {
                 format!("the peer passes more than {wanted} descriptors")
             };

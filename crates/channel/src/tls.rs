@@ -16,7 +16,7 @@
 //! | `session` | both directions of one connection |
 //! | `kernel` | directions whose keys the kernel has |
 //! | `plaintext` | between records and memory that is no slice |
-//! | `failure` | what went wrong, in words that say what to do |
+//! | `failure` | what went wrong |
 
 mod credentials;
 mod failure;
@@ -27,7 +27,7 @@ mod record;
 mod session;
 
 pub use credentials::Tls;
-pub use failure::TlsFailure;
-pub(crate) use kernel::{ByKernel, NONE as NO_KERNEL_TLS};
+pub use failure::{KernelTlsFailure, TlsFailure, TlsRefusal};
+pub(crate) use kernel::ByKernel;
 pub use kernel::{KernelTls, UnknownKernelTls};
 pub(crate) use session::Session;

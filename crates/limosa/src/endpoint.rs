@@ -118,8 +118,8 @@ impl Wire {
                 say!("limosa: listening on {}", listener.local_uri());
                 // Strangers that connect are turned away meanwhile.
                 let options = GatheringOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
-                let mut gathering =
-                    Gathering::new(&listener, options).on_refusal(|why| say!("limosa: connection rejected: {why}"));
+                let mut gathering = Gathering::new(&listener, options)
+                    .on_refusal(|why| say!("limosa: connection rejected: {why}{}", remedy::of(why)));
                 loop {
                     handles.control.check()?;
                     let set = gathering.step(TICK).map_err(|error| remedy::with_channels(error, channels))?;

@@ -1,6 +1,7 @@
 //! What a user can do about an engine's failure. The libraries say what is wrong; which option helps is said here.
 
 use anyhow::anyhow;
+use limosa_channel::{ChannelError, KernelTlsFailure, TlsFailure, TlsRefusal};
 use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
 use limosa_qemu::job::JobError;
@@ -20,6 +21,8 @@ pub(crate) fn of(error: &MigrateError) -> String {
             "; turn the source's capability return-path off, or connect both directions".into()
         }
         MigrateError::Stream(error) => of_stream(error).into(),
+        MigrateError::Channel(error) => of_channel(error),
+        MigrateError::Multifd { source, .. } => of(source),
         MigrateError::WantsTls { .. } => "; both ends have to use TLS (--tls-creds, and tls-creds in QEMU)".into(),
         _ => String::new(),
     }
@@ -31,6 +34,49 @@ fn of_stream(error: &StreamError) -> &'static str {
             "; receive it with --channels, as many as the source's multifd-channels, or turn the capability multifd off at \
              the source"
         }
+        Fault::Unsupported(Feature::MultifdCompression { .. }) => {
+            "; set multifd-compression to none, zlib or zstd at the source"
+        }
+        Fault::Unsupported(Feature::Xbzrle) => "; turn the capability xbzrle off at the source",
+        Fault::Unsupported(Feature::CompressedPage) => "; turn the capability compress off at the source",
+        Fault::Unsupported(Feature::DirtyBitmaps) => "; turn the capability dirty-bitmaps off at the source",
+        _ => "",
+    }
+}
+
+fn of_channel(error: &ChannelError) -> String {
+    match error {
+        ChannelError::Tls { failure, .. } => of_tls(failure).into(),
+        ChannelError::MemoryLock { least, .. } => {
+            let least = least.div_ceil(1024);
+            format!("; raise it (ulimit -l {least}, LimitMEMLOCK={least}K), or grant CAP_IPC_LOCK")
+        }
+        _ => String::new(),
+    }
+}
+
+fn of_tls(failure: &TlsFailure) -> &'static str {
+    match failure {
+        TlsFailure::UnknownAuthority { .. } | TlsFailure::Refused(TlsRefusal::Unverifiable) => {
+            "; both ends need certificates of the same CA"
+        }
+        TlsFailure::Expired { .. } | TlsFailure::Revoked => "; it needs a new one",
+        TlsFailure::NotYetValid { .. } => "; check the clocks of both machines",
+        TlsFailure::WrongName { .. } => "; if that name is correct, set --tls-hostname (tls-hostname in QEMU)",
+        TlsFailure::NoHostName => "; set --tls-hostname",
+        TlsFailure::NoCertificate => "; it needs client-cert.pem and client-key.pem of this end's authority",
+        TlsFailure::Refused(TlsRefusal::CertificateRequired) => {
+            "; put client-cert.pem and client-key.pem next to ca-cert.pem"
+        }
+        TlsFailure::NotTls => "; enable TLS there as well (tls-creds)",
+        TlsFailure::Ended | TlsFailure::Truncated { first: true } | TlsFailure::Reset { first: true } => {
+            "; the log of the other end says why"
+        }
+        TlsFailure::Kernel(KernelTlsFailure::Missing) => {
+            "; load the module (modprobe tls), or use --tls-kernel auto, which falls back to TLS in this process"
+        }
+        TlsFailure::Kernel(KernelTlsFailure::SplitKeyUpdate) => "; use --tls-kernel off",
+        TlsFailure::Kernel(_) => "; use --tls-kernel auto, which falls back to TLS in this process",
         _ => "",
     }
 }
@@ -57,9 +103,10 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
             return Some(of_storage(error).into());
         }
         let migrate = cause.downcast_ref().map(of);
+        let channel = || cause.downcast_ref().map(of_channel);
         let stream = || cause.downcast_ref().map(|error| of_stream(error).into());
         let storage = || cause.downcast_ref().map(|error| of_storage(error).into());
-        migrate.or_else(stream).or_else(storage)
+        migrate.or_else(channel).or_else(stream).or_else(storage)
     };
     error.chain().find_map(of_one).unwrap_or_default()
 }
@@ -78,8 +125,9 @@ pub(crate) fn with_channels(error: MigrateError, channels: u8) -> anyhow::Error 
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::time::Duration;
 
-    use limosa_storage::Operation;
+    use limosa_channel::Operation;
 
     use super::*;
 
@@ -90,10 +138,56 @@ mod tests {
     }
 
     #[test]
+    fn features_of_the_source_that_are_not_supported_can_be_turned_off() {
+        for (feature, remedy) in [
+            (Feature::Xbzrle, "xbzrle off"),
+            (Feature::CompressedPage, "compress off"),
+            (Feature::DirtyBitmaps, "dirty-bitmaps off"),
+            (Feature::MultifdCompression { method: "qpl" }, "none, zlib or zstd"),
+        ] {
+            let error = StreamError::new(7, "section \"ram\"", Fault::Unsupported(feature));
+            assert!(of_cause(&error.into()).contains(remedy), "{remedy}");
+        }
+    }
+
+    #[test]
+    fn a_failed_tls_handshake_has_a_remedy_by_its_reason() {
+        let tls = |failure| ChannelError::Tls {
+            operation: Operation::Connect,
+            peer: "tcp:a:1".into(),
+            offset: None,
+            failure: Box::new(failure),
+        };
+        for (failure, remedy) in [
+            (TlsFailure::Expired { ago: Duration::from_secs(1) }, "it needs a new one"),
+            (TlsFailure::NotYetValid { ahead: Duration::from_secs(1) }, "check the clocks"),
+            (TlsFailure::WrongName { expected: "b".into(), presented: vec![] }, "--tls-hostname"),
+            (TlsFailure::NoCertificate, "client-cert.pem and client-key.pem"),
+            (TlsFailure::Refused(TlsRefusal::CertificateRequired), "next to ca-cert.pem"),
+            (TlsFailure::Refused(TlsRefusal::Unverifiable), "certificates of the same CA"),
+            (TlsFailure::NotTls, "tls-creds"),
+            (TlsFailure::Ended, "the log of the other end"),
+            (TlsFailure::Kernel(KernelTlsFailure::Missing), "modprobe tls"),
+            (TlsFailure::Kernel(KernelTlsFailure::NotTcp), "--tls-kernel auto"),
+        ] {
+            let error = MigrateError::Multifd { id: 1, source: Box::new(tls(failure).into()) };
+            assert!(of(&error).contains(remedy), "{error}: {}", of(&error));
+        }
+        assert_eq!(of_cause(&tls(TlsFailure::BadRecord).into()), "");
+    }
+
+    #[test]
+    fn a_limit_of_locked_memory_can_be_raised_to_what_a_channel_needs() {
+        let (operation, peer) = (Operation::Configure, "tcp:a:1".into());
+        let error = ChannelError::MemoryLock { operation, peer, limit: 65_536, least: 1_064_960 };
+        assert_eq!(of_cause(&error.into()), "; raise it (ulimit -l 1040, LimitMEMLOCK=1040K), or grant CAP_IPC_LOCK");
+    }
+
+    #[test]
     fn a_file_that_another_process_writes_can_be_read_without_a_lock() {
         let locked = |read_only| {
             let reason = OpenError::Locked { conflict: "locked".into(), processes: Vec::new(), read_only };
-            StorageError::of(Operation::Lock, &Arc::from("disk"), reason)
+            StorageError::of(limosa_storage::Operation::Lock, &Arc::from("disk"), reason)
         };
         for error in [locked(true).into(), anyhow::Error::from(ImageError::from(locked(true))).context("not opened")] {
             assert!(of_cause(&error).ends_with("use -U"), "{error:?}");
@@ -103,7 +197,8 @@ mod tests {
 
     #[test]
     fn what_the_kernel_or_the_filesystem_lacks_is_replaced_by_an_option() {
-        let remedy = |reason| of_cause(&StorageError::of(Operation::Open, &Arc::from("disk"), reason).into());
+        let remedy =
+            |reason| of_cause(&StorageError::of(limosa_storage::Operation::Open, &Arc::from("disk"), reason).into());
         assert!(remedy(OpenError::UringUnavailable("not built in".into())).contains("threads"));
         assert!(remedy(OpenError::DirectIoUnsupported).contains("writeback"));
     }

@@ -183,7 +183,8 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
             args.uri
         );
     }
-    match (error, args.channels.channels) {
+    let remedy = remedy::of(error);
+    let hint = match (error, args.channels.channels) {
         (
             MigrateError::Channel(_)
             | MigrateError::Multifd { .. }
@@ -211,8 +212,9 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
         (MigrateError::Channel(_) | MigrateError::Protocol(_), _) => {
             "; not sent: see the log of the destination".into()
         }
-        _ => remedy::of(error),
-    }
+        _ => String::new(),
+    };
+    remedy + &hint
 }
 
 fn tell(args: &SendArgs, sent: &Sent) {

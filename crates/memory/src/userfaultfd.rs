@@ -240,7 +240,7 @@ impl Userfaultfd {
     /// A new one with these features.
     ///
     /// # Errors
-    /// `PermissionDenied`: what to do is [`NOT_ALLOWED`]; `EINVAL`: the kernel does not have all the features.
+    /// `PermissionDenied`: what is missing is in [`NOT_ALLOWED`]; `EINVAL`: the kernel does not have all the features.
     pub(crate) fn open(access: FaultAccess, features: Features) -> io::Result<Self> {
         let new = create(access)?;
         new.api(features)?;
@@ -371,9 +371,9 @@ impl From<Range<u64>> for RangeArgument {
     }
 }
 
-/// What somebody who is refused userfaultfd can do.
-pub(crate) const NOT_ALLOWED: &str = "let this user open /dev/userfaultfd for reading and writing, or set the sysctl \
-                               vm.unprivileged_userfaultfd to 1, or give the process CAP_SYS_PTRACE";
+/// What gives a process userfaultfd (userfaultfd(2)).
+pub(crate) const NOT_ALLOWED: &str = "it requires read and write access to /dev/userfaultfd, the sysctl \
+                               vm.unprivileged_userfaultfd = 1, or the capability CAP_SYS_PTRACE";
 
 fn create(access: FaultAccess) -> io::Result<Userfaultfd> {
     let mut flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;

@@ -136,7 +136,7 @@ impl Fault {
 #[non_exhaustive]
 pub enum Feature {
     /// Records of capability `xbzrle` (flag 0x40): page deltas.
-    #[error("the stream carries xbzrle page deltas; turn the capability xbzrle off at the source")]
+    #[error("the stream carries xbzrle page deltas")]
     Xbzrle,
     /// Flag 0x200: pages travel on multifd channels.
     #[error("the stream joins with multifd channels, which carry its pages, and none are open here")]
@@ -145,9 +145,7 @@ pub enum Feature {
     #[error("the channel carries device state (of an assigned device, vfio), which is not supported")]
     MultifdDeviceState,
     /// Pages of a multifd channel, compressed by special hardware.
-    #[error(
-        "the channel's pages are compressed by {method}; set multifd-compression to none, zlib or zstd at the source"
-    )]
+    #[error("the channel's pages are compressed by {method}; only none, zlib and zstd are supported")]
     MultifdCompression {
         /// QEMU's name of the method.
         method: &'static str,
@@ -156,10 +154,10 @@ pub enum Feature {
     #[error("the stream is controlled by RDMA hooks, which only an rdma: transport can follow")]
     RdmaHook,
     /// Flag 0x100: pages compressed one by one, removed in QEMU 9.1.
-    #[error("the stream carries compressed pages; turn the capability compress off at the source")]
+    #[error("the stream carries compressed pages")]
     CompressedPage,
     /// Section `dirty-bitmap`: capability `dirty-bitmaps`.
-    #[error("the stream carries block dirty bitmaps; turn the capability dirty-bitmaps off at the source")]
+    #[error("the stream carries block dirty bitmaps")]
     DirtyBitmaps,
     /// An iterable section of another device, for example of an assigned one (vfio).
     #[error("iterable section {name:?} does not record its length, so it cannot be skipped")]

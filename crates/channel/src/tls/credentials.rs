@@ -216,7 +216,7 @@ fn server_name(host: &str) -> Option<ServerName<'static>> {
 }
 
 fn not_a_name(name: &str) -> String {
-    format!("{name:?} is neither a host's name nor an address (tls-hostname)")
+    format!("{name:?} is neither a host's name nor an address")
 }
 
 /// What a certificate is good for among the authorities.

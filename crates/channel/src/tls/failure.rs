@@ -1,10 +1,11 @@
-//! What can go wrong with TLS, in words that say what to do about it.
+//! What can go wrong with TLS.
 
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 use thiserror::Error;
@@ -14,50 +15,53 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum TlsFailure {
     /// The peer's certificate leads to no authority that this end trusts.
-    #[error("its certificate is not issued by a CA in {authorities}; both ends need certificates of the same CA")]
+    #[error("its certificate is not issued by a CA in {authorities}")]
     UnknownAuthority {
         /// The file with the authorities.
         authorities: Arc<str>,
     },
     /// The peer's certificate is not valid any more.
-    #[error("its certificate has expired ({} ago); it needs a new one", Span(*ago))]
+    #[error("its certificate has expired ({} ago)", Span(*ago))]
     Expired {
         /// Since when.
         ago: Duration,
     },
     /// The peer's certificate is not valid yet.
-    #[error("its certificate is not valid yet (in {}); check the clocks of both machines", Span(*ahead))]
+    #[error("its certificate is not valid yet (in {})", Span(*ahead))]
     NotYetValid {
         /// For how long.
         ahead: Duration,
     },
-    /// The peer's certificate is of somebody else.
-    #[error("its certificate is for {}, not for {expected}; if that is correct, set tls-hostname", names(presented))]
+    /// The peer's certificate has another name.
+    #[error("its certificate is for {}, not for {expected}", names(presented))]
     WrongName {
-        /// Who was to be reached.
+        /// The expected name.
         expected: String,
-        /// Whom the certificate names.
+        /// The names in the certificate.
         presented: Vec<String>,
     },
     /// The peer's certificate was taken back by its authority.
-    #[error("its certificate has been revoked; it needs a new one")]
+    #[error("its certificate has been revoked")]
     Revoked,
     /// The peer has no certificate, and was asked for one.
-    #[error("it has shown no certificate; it needs client-cert.pem and client-key.pem of this end's authority")]
+    #[error("it has shown no certificate")]
     NoCertificate,
     /// Anything else that is wrong with the peer's certificate.
     #[error("its certificate is invalid: {0}")]
     BadCertificate(String),
-    /// The peer's words.
+    /// The peer's alert.
     #[error("it has refused: {0}")]
-    Refused(String),
+    Refused(TlsRefusal),
+    /// A client has no name that the server's certificate must have.
+    #[error("the expected host name is not given")]
+    NoHostName,
     /// The peer does not speak TLS.
-    #[error("its data is not TLS; enable TLS there as well (tls-creds)")]
+    #[error("its data is not TLS")]
     NotTls,
     /// The peer closed the connection instead of shaking hands.
     #[error(
-        "it has closed the connection in the TLS handshake; its own log says why: it may not use TLS, or not trust this \
-         end's certificate"
+        "it has closed the connection in the TLS handshake: it may not use TLS, or not trust this end's \
+         certificate"
     )]
     Ended,
     /// The handshake took too long.
@@ -81,10 +85,79 @@ pub enum TlsFailure {
     BadRecord,
     /// The kernel was to seal and open records, and cannot.
     #[error("in the kernel: {0}")]
-    Kernel(String),
+    Kernel(KernelTlsFailure),
     /// The two ends have nothing in common, or one breaks TLS's rules.
     #[error("{0}")]
     Protocol(String),
+}
+
+/// What a peer's alert says (RFC 8446, section 6.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TlsRefusal {
+    /// `unknown_ca`.
+    #[error("this end's certificate is not issued by a CA that it trusts")]
+    UnknownAuthority,
+    /// `certificate_required`.
+    #[error("it requires a certificate, and this end has none")]
+    CertificateRequired,
+    /// `decrypt_error`: it trusts an authority of the same name with another key.
+    #[error("it cannot verify this end's certificate")]
+    Unverifiable,
+    /// `certificate_expired`.
+    #[error("this end's certificate has expired")]
+    Expired,
+    /// `certificate_revoked`.
+    #[error("this end's certificate has been revoked")]
+    Revoked,
+    /// `bad_certificate`, `certificate_unknown`, `unsupported_certificate`.
+    #[error("it does not accept this end's certificate")]
+    BadCertificate,
+    /// `protocol_version`.
+    #[error("it has no TLS 1.3")]
+    Version,
+    /// `handshake_failure`.
+    #[error("it has no cipher in common with this end")]
+    NoCommonCipher,
+    /// Any other alert, by its number.
+    #[error("alert {0}")]
+    Alert(u8),
+}
+
+/// Why the kernel does not seal or open the records of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum KernelTlsFailure {
+    /// The kernel is built without TLS, or its module is not loaded.
+    #[error("this kernel has no TLS, or its module is not loaded")]
+    Missing,
+    /// The socket does not block, so that the kernel would discard sealed data when it is closed.
+    #[error("its socket is in non-blocking mode")]
+    NonBlocking,
+    /// The socket is of another protocol.
+    #[error("its socket is not a TCP connection")]
+    NotTcp,
+    /// The socket cannot be set up.
+    #[error("{0}")]
+    Setup(Errno),
+    /// The kernel does not take the first key.
+    #[error("it does not take the key: {0}")]
+    Key(Errno),
+    /// The kernel does not take a key that follows the first.
+    #[error("it does not take a new key: {0}")]
+    NewKey(Errno),
+    /// The kernel has no such cipher.
+    #[error("it does not take a new key: another cipher")]
+    NewCipher,
+    /// The key for sending may not seal more records.
+    #[error("its key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can)")]
+    KeyUsedUp,
+    /// The peer's new key cannot be given to the kernel.
+    #[error("the peer renewed its key, and this kernel cannot renew keys (Linux 6.14 can)")]
+    KeyRenewed,
+    /// The peer split a key update over two records.
+    #[error("the peer split a key update over two records, which the kernel cannot open")]
+    SplitKeyUpdate,
 }
 
 impl TlsFailure {
@@ -129,22 +202,17 @@ impl TlsFailure {
     /// The peer's word that it will not go on.
     pub(super) fn of_alert(alert: AlertDescription) -> Self {
         Self::Refused(match alert {
-            AlertDescription::UnknownCA => "this end's certificate is not issued by a CA that it trusts".into(),
-            AlertDescription::CertificateRequired => {
-                "it requires a certificate, and this end has none; put client-cert.pem and client-key.pem next to ca-cert.pem"
-                    .into()
-            }
-            // An authority of the same name, and another key.
-            AlertDescription::DecryptError => "it cannot verify this end's certificate; both ends need certificates of the \
-                same CA".into(),
-            AlertDescription::CertificateExpired => "this end's certificate has expired".into(),
-            AlertDescription::CertificateRevoked => "this end's certificate has been revoked".into(),
+            AlertDescription::UnknownCA => TlsRefusal::UnknownAuthority,
+            AlertDescription::CertificateRequired => TlsRefusal::CertificateRequired,
+            AlertDescription::DecryptError => TlsRefusal::Unverifiable,
+            AlertDescription::CertificateExpired => TlsRefusal::Expired,
+            AlertDescription::CertificateRevoked => TlsRefusal::Revoked,
             AlertDescription::BadCertificate
             | AlertDescription::CertificateUnknown
-            | AlertDescription::UnsupportedCertificate => "it does not accept this end's certificate".into(),
-            AlertDescription::ProtocolVersion => "it has no TLS 1.3".into(),
-            AlertDescription::HandshakeFailure => "it has no cipher in common with this end".into(),
-            alert => format!("alert {}", u8::from(alert)),
+            | AlertDescription::UnsupportedCertificate => TlsRefusal::BadCertificate,
+            AlertDescription::ProtocolVersion => TlsRefusal::Version,
+            AlertDescription::HandshakeFailure => TlsRefusal::NoCommonCipher,
+            alert => TlsRefusal::Alert(u8::from(alert)),
         })
     }
 }
@@ -181,7 +249,7 @@ fn names(presented: &[String]) -> String {
 
 fn early(first: bool) -> &'static str {
     if first {
-        ", and not a byte has come: it may not trust this end's certificate; its own log says why"
+        ", and not a byte has come: it may not trust this end's certificate"
     } else {
         " (close_notify): it was cut"
     }

@@ -120,8 +120,7 @@ impl Handshake {
         let wrong = |error: Error| TlsFailure::of(error, &authorities);
         let connection = match &tls.role {
             Role::Client { config, name, .. } => {
-                let nobody = || TlsFailure::Protocol("the expected host name is not given (tls-hostname)".into());
-                let name = name.clone().ok_or_else(nobody)?;
+                let name = name.clone().ok_or(TlsFailure::NoHostName)?;
                 Connection::Client(UnbufferedClientConnection::new(Arc::clone(config), name).map_err(wrong)?)
             }
             Role::Server(config) => {

@@ -35,7 +35,7 @@ pub(super) use input::{Input, Received};
 pub(super) use key::Key;
 pub(super) use output::{Output, yield_to_kernel};
 
-use super::failure::TlsFailure;
+use super::failure::{KernelTlsFailure, TlsFailure};
 use option::Support;
 
 /// Who seals and opens the records of an encrypted channel.
@@ -88,13 +88,6 @@ impl FromStr for KernelTls {
     }
 }
 
-/// What is said of a kernel that has no TLS.
-pub(crate) const NONE: &str =
-    "this kernel has no TLS, or its module is not loaded (modprobe tls); auto falls back without kernel TLS";
-
-const CUT: &str =
-    "the peer split a key update over two records, which the kernel cannot open; it works without kernel TLS";
-
 /// Whether it is known that this kernel has no TLS.
 pub(crate) fn is_missing() -> bool {
     option::support() == Support::None
@@ -119,20 +112,18 @@ impl Kernel {
             KernelTls::Auto => false,
             KernelTls::On => true,
         };
-        let refused = |why: &str| if demanded { Err(TlsFailure::Kernel(why.to_owned())) } else { Ok(None) };
+        let refused = |why| if demanded { Err(TlsFailure::Kernel(why)) } else { Ok(None) };
         // What the kernel has sealed and could not send it would throw away when the socket is closed.
         if fcntl_getfl(socket).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK)) {
-            return refused("its socket is in non-blocking mode; auto falls back without kernel TLS");
+            return refused(KernelTlsFailure::NonBlocking);
         }
         match option::attach(socket) {
             Ok(()) => Ok(Some(Self { demanded })),
             // The peer has said that it is gone: nobody will shake hands.
             Err(Errno::NOTCONN) => Ok(None),
-            Err(Errno::NOENT) => refused(NONE),
-            Err(Errno::OPNOTSUPP | Errno::NOPROTOOPT) => {
-                refused("its socket is not a TCP connection; auto falls back without kernel TLS")
-            }
-            Err(errno) => refused(&format!("{errno}; auto does without it")),
+            Err(Errno::NOENT) => refused(KernelTlsFailure::Missing),
+            Err(Errno::OPNOTSUPP | Errno::NOPROTOOPT) => refused(KernelTlsFailure::NotTcp),
+            Err(errno) => refused(KernelTlsFailure::Setup(errno)),
         }
     }
 
@@ -140,7 +131,7 @@ impl Kernel {
     pub(super) fn or_without<T>(self, handed_over: Result<T, Errno>) -> Result<Option<T>, TlsFailure> {
         match handed_over {
             Ok(over) => Ok(Some(over)),
-            Err(errno) if self.demanded => Err(TlsFailure::Kernel(format!("it does not take the key: {errno}"))),
+            Err(errno) if self.demanded => Err(TlsFailure::Kernel(KernelTlsFailure::Key(errno))),
             Err(_) => Ok(None),
         }
     }
@@ -194,7 +185,7 @@ fn of_record(errno: Errno) -> Option<TlsFailure> {
         Errno::MSGSIZE => Some(TlsFailure::Protocol("a record that is too long".into())),
         Errno::INVAL => Some(TlsFailure::Protocol("a record of another version".into())),
         // Once it has seen the beginning of the word that a new key follows, it opens nothing before it has that (Linux 6.14).
-        Errno::KEYEXPIRED => Some(TlsFailure::Kernel(CUT.into())),
+        Errno::KEYEXPIRED => Some(TlsFailure::Kernel(KernelTlsFailure::SplitKeyUpdate)),
         _ => None,
     }
 }

@@ -55,7 +55,9 @@ const SKIPPED_MAX: u32 = 256;
 pub(crate) enum Refusal {
     /// It cannot have it.
     Unsupported(&'static str),
-    /// The kernel's answer, or a limit.
+    /// So few bytes may be pinned, and so many have to be.
+    MemoryLock { limit: u64, least: u64 },
+    /// The kernel's answer.
     Failed(io::Error),
 }
 
@@ -287,14 +289,7 @@ fn lend_by_message(transport: &Transport) -> Result<Method, Refusal> {
     if !matches!(family, AddressFamily::INET | AddressFamily::INET6) {
         return Err(Refusal::Unsupported("MSG_ZEROCOPY is for TCP; on a unix socket splice saves the copy"));
     }
-    memlock::allowed().map_err(|limit| {
-        let (limit, least) = (limit >> 10, memlock::LEAST.div_ceil(1024));
-        let why = format!(
-            "RLIMIT_MEMLOCK is {limit} KiB, and MSG_ZEROCOPY pins at least {least} KiB on a channel: raise it (ulimit -l {least}, \
-             LimitMEMLOCK={least}K) or grant CAP_IPC_LOCK"
-        );
-        Refusal::Failed(io::Error::new(io::ErrorKind::PermissionDenied, why))
-    })?;
+    memlock::allowed().map_err(|limit| Refusal::MemoryLock { limit, least: memlock::LEAST })?;
     transport.allow_lending().map_err(Refusal::Failed)?;
     // A completion that nobody has taken is an error that poll tells of at once: who waits there for room would not wait.
     let blocking = || fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK);

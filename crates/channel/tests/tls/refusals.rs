@@ -50,13 +50,7 @@ fn a_server_of_another_authority_is_refused() {
     let (client, server) = words(&unverifying(other.folder()), &bed.client());
     assert!(client.contains("its certificate is not issued by a CA in") && client.contains("ca-cert.pem"), "{client}");
     assert!(client.starts_with("connecting to tcp:127.0.0.1:"), "{client}");
-    assert!(
-        server.contains(
-            "TLS: it has refused: it cannot verify this end's certificate; both ends need certificates of the \
-            same CA"
-        ),
-        "{server}"
-    );
+    assert!(server.contains("TLS: it has refused: it cannot verify this end's certificate"), "{server}");
 }
 
 #[test]
@@ -81,12 +75,7 @@ fn a_client_of_another_authority_is_refused() {
     let client = with(Tls::client(&certificates, None).unwrap());
     let (client, server) = words(&bed.server(), &client);
     assert!(server.contains("its certificate is not issued by a CA in"), "{server}");
-    assert!(
-        client.contains(
-            "it has refused: it cannot verify this end's certificate; both ends need certificates of the same CA"
-        ),
-        "{client}"
-    );
+    assert!(client.contains("it has refused: it cannot verify this end's certificate"), "{client}");
 }
 
 #[test]
@@ -112,7 +101,7 @@ fn a_server_of_another_name_is_refused_unless_that_name_is_expected() {
     bed.authority.issue(&folder, TlsEnd::Server, &["limosa.example", "10.1.2.3"], Validity::Now).unwrap();
     let server = unverifying(&folder);
     let (client, _) = words(&server, &bed.client());
-    assert!(client.contains("its certificate is for limosa.example, 10.1.2.3, not for 127.0.0.1; "), "{client}");
+    assert!(client.contains("its certificate is for limosa.example, 10.1.2.3, not for 127.0.0.1"), "{client}");
     for name in ["limosa.example", "10.1.2.3"] {
         let expecting = with(Tls::client(bed.folder(), Some(name)).unwrap());
         connected(&server, &expecting).unwrap();
@@ -126,7 +115,7 @@ fn a_client_without_a_certificate_is_refused_by_who_verifies() {
     let bed = Bed::new();
     let client = with(Tls::client(bed.another("anonymous"), None).unwrap());
     let (said, server) = words(&bed.server(), &client);
-    assert!(server.contains("it has shown no certificate") && server.contains("client-cert.pem"), "{server}");
+    assert!(server.contains("it has shown no certificate"), "{server}");
     assert!(said.contains("it requires a certificate, and this end has none"), "{said}");
     connected(&unverifying(bed.folder()), &client).unwrap();
 }
@@ -159,7 +148,7 @@ fn a_peer_that_speaks_no_tls_is_told_apart() {
         let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
         let error = look(&server).unwrap_err();
         assert_eq!(error.tls_failure(), Some(&TlsFailure::NotTls), "{error}");
-        assert!(error.to_string().contains("its data is not TLS; enable TLS there as well"), "{error}");
+        assert!(error.to_string().ends_with("TLS: its data is not TLS"), "{error}");
         // And again, whoever asks.
         assert!(server.get(&mut [0]).is_err() && server.put(b"?").is_err());
     }

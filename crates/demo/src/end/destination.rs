@@ -119,7 +119,7 @@ impl End {
             return Ok((listener, ChannelSet { main, pages: Vec::new() }));
         }
         let options = GatheringOptions { channels, within: REACH, main_first: false };
-        let mut gathering = Gathering::new(&listener, options).on_refusal(turned_away);
+        let mut gathering = Gathering::new(&listener, options).on_refusal(|why| turned_away(&why.to_string()));
         let set = loop {
             control.check().map_err(|error| words(&error))?;
             if let Some(set) = gathering.step(TICK).map_err(|error| words(&error))? {

@@ -20,7 +20,7 @@ pub enum FaultError {
     /// The kernel cannot do it.
     #[error("userfaultfd of this kernel has no {what}")]
     Unsupported {
-        /// What is missing, and what to do.
+        /// What is missing.
         what: &'static str,
     },
 

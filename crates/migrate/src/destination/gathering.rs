@@ -52,8 +52,8 @@ pub struct ChannelSet {
     pub pages: Vec<Channel>,
 }
 
-/// Is told in a line why a connection was turned away.
-type Tell<'a> = Box<dyn FnMut(&str) + 'a>;
+/// Receives the reason why a connection was turned away.
+type Tell<'a> = Box<dyn FnMut(&MigrateError) + 'a>;
 
 /// Accepts connections until all channels are there.
 pub struct Gathering<'a> {
@@ -94,7 +94,7 @@ enum Found {
     Pages(InitialPacket),
     Stranger,
     /// One that may have meant to be a channel.
-    Refused(String),
+    Refused(MigrateError),
 }
 
 impl<'a> Gathering<'a> {
@@ -110,7 +110,7 @@ impl<'a> Gathering<'a> {
     /// Has `tell` hear why a connection was turned away that may have meant to be a channel: one that does not come through
     /// the TLS handshake, or that speaks TLS to an end that does not. The same reason is reported once, and a few reasons only.
     #[must_use]
-    pub fn on_refusal(mut self, tell: impl FnMut(&str) + 'a) -> Self {
+    pub fn on_refusal(mut self, tell: impl FnMut(&MigrateError) + 'a) -> Self {
         self.tell = Some(Box::new(tell));
         self
     }
@@ -205,10 +205,11 @@ impl<'a> Gathering<'a> {
         Ok(())
     }
 
-    fn refuse(&mut self, why: String) {
+    fn refuse(&mut self, error: MigrateError) {
         self.turned_away += 1;
+        let why = error.to_string();
         if let Some(tell) = self.tell.as_mut().filter(|_| self.reasons.is_new(&why)) {
-            tell(&why);
+            tell(&error);
         }
         self.why = Some(why);
     }
@@ -221,11 +222,11 @@ impl<'a> Gathering<'a> {
             // It has gone again. Who has shaken hands before may not trust this end, and not say so: stock QEMU goes so.
             Ok(Some(_)) => {
                 let gone = channel.get(&mut bytes).err();
-                let why = gone.filter(|gone| gone.tls_failure().is_some()).map(|gone| Found::Refused(gone.to_string()));
+                let why = gone.filter(|gone| gone.tls_failure().is_some()).map(|gone| Found::Refused(gone.into()));
                 return Ok(why.unwrap_or(Found::Stranger));
             }
             Err(error) if error.is_closed() => return Ok(Found::Stranger),
-            Err(error) if error.tls_failure().is_some() => return Ok(Found::Refused(error.to_string())),
+            Err(error) if error.tls_failure().is_some() => return Ok(Found::Refused(error.into())),
             Err(error) => return Err(error.into()),
         };
         let magic = bytes.get(..got.min(4)).unwrap_or_default();
@@ -238,8 +239,7 @@ impl<'a> Gathering<'a> {
             return Ok(Found::Pages(InitialPacket::decode(&bytes)?));
         }
         if got >= TLS_HELLO.len() && bytes.starts_with(&TLS_HELLO) {
-            let why = format!("{}: it speaks TLS, and this end does not (tls-creds)", channel.peer());
-            return Ok(Found::Refused(why));
+            return Ok(Found::Refused(MigrateError::WantsTls { peer: channel.peer().to_owned() }));
         }
         let known = [configuration::MAGIC, multifd::MAGIC].iter().any(|known| known.starts_with(magic));
         Ok(if known { Found::Unknown { began: true } } else { Found::Stranger })

@@ -461,7 +461,7 @@ fn who_has_shaken_hands_stays_while_strangers_come_and_go() {
 fn reasons_are_told_once_each_and_so_is_a_peer_that_goes_because_it_does_not_trust_this_end() {
     let meeting = Meeting::new();
     let mut told = Vec::new();
-    let mut gathering = gathering(&meeting.listener, 0, 30_000).on_refusal(|why| told.push(why.to_owned()));
+    let mut gathering = gathering(&meeting.listener, 0, 30_000).on_refusal(|why| told.push(why.to_string()));
     for number in 0..6 {
         if number % 2 == 0 {
             meeting.stranger().write_all(b"QEVM, and no TLS").unwrap();

@@ -14,13 +14,10 @@ use rustls::ContentType;
 use super::key::Key;
 use super::option::{self, KeyDirection};
 use super::{of_record, record_type};
-use crate::tls::failure::TlsFailure;
+use crate::tls::failure::{KernelTlsFailure, TlsFailure};
 use crate::tls::record::{NewKeys, Opened, Reader, RecordContent};
 use crate::transport;
 use crate::vector::{Batch, In};
-
-const RENEWED: &str = "the peer renewed its key, and this kernel cannot renew keys (Linux 6.14 can); auto falls back \
-    without kernel TLS";
 
 /// The direction of a socket that the kernel opens.
 #[derive(Debug)]
@@ -87,7 +84,7 @@ impl Input {
             RecordContent::Nothing => Opened::Control { renew: false },
             RecordContent::Close => Opened::Close,
             RecordContent::NewKey { answer } => {
-                let refused = || TlsFailure::Kernel(RENEWED.into());
+                let refused = || TlsFailure::Kernel(KernelTlsFailure::KeyRenewed);
                 let key = Key::new(&keys.next_receiving()?, 0).ok_or_else(refused)?;
                 option::set(socket.as_fd(), KeyDirection::Receiving, &key).map_err(|_| refused())?;
                 Opened::Control { renew: answer }

@@ -21,7 +21,7 @@ use rustls::ContentType;
 use super::key::Key;
 use super::option::{self, KeyDirection};
 use super::{of_record, record_type};
-use crate::tls::failure::TlsFailure;
+use crate::tls::failure::{KernelTlsFailure, TlsFailure};
 use crate::tls::record::{CLOSE, NewKeys, UPDATE};
 use crate::transport;
 use crate::vector::{Batch, Out};
@@ -34,9 +34,6 @@ const CALL_MAX: u64 = 1 << 20;
 const RECORD_OVERHEAD: u64 = 5 + 1 + 16;
 /// How long the kernel is left to itself when it has room for what it holds.
 const YIELD: Duration = Duration::from_micros(50);
-
-const USED_UP: &str = "its key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can); auto falls \
-    back without kernel TLS";
 
 /// The direction of a socket that the kernel seals.
 #[derive(Debug)]
@@ -137,15 +134,16 @@ impl Output {
     /// Goes on with the next key. The peer is told so by the last record of this one.
     fn renew(&mut self, socket: &OwnedFd, keys: &mut dyn NewKeys) -> io::Result<()> {
         if !self.renews || self.lost {
-            return Err(TlsFailure::Kernel(USED_UP.into()).into());
+            return Err(TlsFailure::Kernel(KernelTlsFailure::KeyUsedUp).into());
         }
         self.say(socket, ContentType::Handshake, &UPDATE)?;
         self.lost = true;
         self.given = self.given.wrapping_add(self.record_overhead(socket)?);
         self.first = 0;
-        let refused = |why: &dyn std::fmt::Display| TlsFailure::Kernel(format!("it does not take a new key: {why}"));
-        let key = Key::new(&keys.next_sending()?, 0).ok_or_else(|| refused(&"another cipher"))?;
-        option::set(socket.as_fd(), KeyDirection::Sending, &key).map_err(|errno| refused(&errno))?;
+        let refused = TlsFailure::Kernel;
+        let key = Key::new(&keys.next_sending()?, 0).ok_or(refused(KernelTlsFailure::NewCipher))?;
+        option::set(socket.as_fd(), KeyDirection::Sending, &key)
+            .map_err(|errno| refused(KernelTlsFailure::NewKey(errno)))?;
         self.lost = false;
         self.room = self.limit;
         Ok(())
