@@ -1,7 +1,7 @@
 //! A connection: bytes and descriptors of a socket, as messages to a [`Session`] and its answers.
 //!
-//! Law: whatever the other end does, at most one message and its descriptors are held, and whoever stops the server does not wait
-//! for a message.
+//! Law: at most one message and its descriptors are held, and stopping the server does not wait for a message, regardless of
+//! what the front end does.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -21,15 +21,15 @@ use crate::session::{Answer, Session};
 /// Why a connection is over.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Disconnect {
-    /// The front end has gone.
+    /// The front end has closed the connection.
     Closed,
-    /// Somebody has stopped the server.
+    /// The server was stopped.
     Stopped,
-    /// The front end says what cannot be understood, or cannot be told that it asks for what is not there.
+    /// A message could not be parsed, or a refused one has no reply that could report it.
     Refused,
 }
 
-/// Answers messages until the connection is over; `stop` is readable when it is to be.
+/// Answers messages until the connection ends; `stop` is readable when the server is to stop.
 pub(crate) fn serve(socket: &OwnedFd, stop: BorrowedFd<'_>, session: &mut Session, faults: &Faults) -> Disconnect {
     let mut body = [0; MAX_BODY];
     loop {
@@ -53,7 +53,7 @@ fn answer_one(
         faults.note(Fault::Message, &error);
         Disconnect::Refused
     })?;
-    // `decode` has seen to it that it fits.
+    // `decode` has checked that it fits.
     let body = body.get_mut(..header.length).ok_or(Disconnect::Refused)?;
     incoming.get(body)?;
     let descriptors = incoming.descriptors;
@@ -69,18 +69,19 @@ fn answer_one(
             }
             Err(refusal) => {
                 faults.note(Fault::Refused, &format_args!("{request}: {refusal}"));
-                // It waits for an answer of another kind, which there is not.
+                // The front end waits for a reply with contents, and there is none.
                 if request.is_answered() {
                     return Err(Disconnect::Refused);
                 }
             }
         },
     }
-    // Asked only now: who negotiates acknowledgements may want one for just that (user-mode Linux does).
+    // Checked only now: the request that negotiates acknowledgements may ask for one itself (user-mode Linux does).
     if header.needs_reply && session.acknowledges() {
         return put(socket, stop, &reply(header.request, &u64::from(done.is_err()).to_le_bytes()), None);
     }
-    // Who cannot be told would go on as if all were well, and its guest would wait for ever.
+    // Without an acknowledgement the front end would continue as if the request had succeeded, and its guest would wait
+    // forever.
     done.map_err(|()| Disconnect::Refused)
 }
 
@@ -92,11 +93,11 @@ struct Incoming<'a> {
 }
 
 impl Incoming<'_> {
-    /// Fills the buffer; what comes beside the bytes is kept.
+    /// Fills the buffer; descriptors that come with the bytes are kept.
     fn get(&mut self, buffer: &mut [u8]) -> Result<(), Disconnect> {
         let mut filled = 0;
         while let Some(rest) = buffer.get_mut(filled..).filter(|rest| !rest.is_empty()) {
-            // Room for one more than there may be, so that too many are seen.
+            // Room for one more than is allowed, so that too many are detected.
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS + 1))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -111,7 +112,7 @@ impl Incoming<'_> {
                         self.faults.note(
                             Fault::Message,
                             &format_args!(
-                                "a message with more than {MAX_DESCRIPTORS} descriptors, or none left for them"
+                                "a message has more than {MAX_DESCRIPTORS} descriptors, or this process has none left"
                             ),
                         );
                         return Err(Disconnect::Refused);
@@ -157,7 +158,7 @@ fn put(
     Ok(())
 }
 
-/// Waits until the socket is ready, or somebody stops the server.
+/// Waits until the socket is ready or the server is stopped.
 fn wait(socket: &OwnedFd, stop: BorrowedFd<'_>, what: PollFlags) -> Result<(), Disconnect> {
     let mut both = [PollFd::new(socket, what), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
     match poll(&mut both, None) {

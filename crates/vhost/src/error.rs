@@ -1,15 +1,15 @@
-//! What rings, memory and messages fail with.
+//! Errors of rings and memory tables.
 
 use std::io;
 
-/// Why a ring cannot be worked on.
+/// Why a ring cannot be processed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QueueError {
-    /// It does not run (any more): whoever drives the guest has stopped it. No fault of anybody's.
+    /// It does not run (any more): the front end has stopped it. This is not a fault.
     #[error("the ring does not run")]
     Stopped,
-    /// The driver's ring makes no sense, or lies outside its memory. The ring is left alone until it is set up anew.
+    /// The driver's ring is invalid, or outside the guest's memory. The ring is not processed until it is set up again.
     #[error("the driver's ring is broken: {0}")]
     Broken(#[from] virtio_queue::Error),
     /// A buffer was to be given back that was not taken out, or was given back before.
@@ -18,7 +18,7 @@ pub enum QueueError {
         /// The index of its first descriptor.
         head: u16,
     },
-    /// The device cannot work on it.
+    /// The device cannot process it.
     #[error("{0}")]
     Device(String),
 }
@@ -27,34 +27,34 @@ pub enum QueueError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RamError {
-    /// A region that cannot be.
+    /// An invalid region.
     #[error("memory region at guest address {guest_address:#x} of {length:#x} bytes: {why}")]
     Region {
         /// Its first byte as the guest sees it.
         guest_address: u64,
         /// Bytes.
         length: u64,
-        /// What does not fit.
+        /// What is invalid.
         why: String,
     },
-    /// The kernel does not map it.
+    /// The kernel refused to map it.
     #[error("memory region at guest address {guest_address:#x} of {length:#x} bytes: {operation}: {source}")]
     Kernel {
         /// Its first byte as the guest sees it.
         guest_address: u64,
         /// Bytes.
         length: u64,
-        /// What was to be done.
+        /// The operation that failed.
         operation: &'static str,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
     /// More regions than a table may have.
     #[error("{got} memory regions, at most {most} are possible")]
     TooMany {
-        /// Regions there would be.
+        /// Number of regions.
         got: usize,
-        /// Regions there may be.
+        /// Maximum number of regions.
         most: usize,
     },
 }

@@ -1,23 +1,22 @@
-//! What goes wrong outside, counted by kind and said once for each kind.
-//!
-//! Law: what a front end or a guest does wrong, however often, is a line for each kind of it and no more.
+//! Faults of front ends and guests, counted by kind and logged once for each kind. Law: a front end or a guest causes at most
+//! one line of the log for each kind of fault, however often the fault occurs.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What can be wrong.
+/// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// A message that cannot be taken apart; the connection ends.
+    /// A message that cannot be parsed; the connection ends.
     Message,
-    /// A request that is not known, or was not offered.
+    /// A request that is unknown, or was not offered.
     Unknown,
     /// A request that does not fit the device, the rings or the memory.
     Refused,
-    /// A ring that makes no sense.
+    /// An invalid ring.
     Ring,
-    /// A device that cannot work on a queue.
+    /// A device that cannot process a queue.
     Device,
 }
 
@@ -25,21 +24,21 @@ impl Fault {
     const ALL: [Self; 5] = [Self::Message, Self::Unknown, Self::Refused, Self::Ring, Self::Device];
 }
 
-/// How often each was seen.
+/// How often each kind occurred.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     counts: [AtomicU64; Fault::ALL.len()],
 }
 
 impl Faults {
-    /// Counts one, and says it if it is the first of its kind.
+    /// Counts one, and logs it if it is the first of its kind.
     pub(crate) fn note(&self, fault: Fault, what: &dyn fmt::Display) {
         if self.count_of(fault).fetch_add(1, Ordering::Relaxed) == 0 {
-            tracing::warn!("vhost-user: {what} (more of this kind are counted, and not said)");
+            tracing::warn!("vhost-user: {what} (further faults of this kind are only counted)");
         }
     }
 
-    /// So many were seen.
+    /// How often a kind occurred.
     pub(crate) fn count(&self, fault: Fault) -> u64 {
         self.count_of(fault).load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What a device may ask of the front end that it is attached to.
+//! A device's handle to the front end that it is attached to.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use rustix::net::{SendFlags, send};
 
 use crate::message;
 
-/// A handle to a front end, cheap to clone. None of its calls waits.
+/// A handle to a front end, cheap to clone. None of its calls blocks.
 #[derive(Clone, Debug)]
 pub struct FrontEnd {
     state: Arc<FrontEndState>,
@@ -19,20 +19,20 @@ pub struct FrontEnd {
 #[derive(Debug)]
 struct FrontEndState {
     connected: AtomicBool,
-    /// Where requests to the front end go (`VHOST_USER_SET_BACKEND_REQ_FD`).
+    /// The socket for requests to the front end (`VHOST_USER_SET_BACKEND_REQ_FD`).
     channel: Mutex<Option<OwnedFd>>,
-    /// One bit for each queue that somebody wants looked at.
+    /// One bit for each queue that is to be processed.
     kicked: AtomicU64,
-    /// One bit for each queue that ran and does not now.
+    /// One bit for each queue that has run and does not run now.
     idle: AtomicU64,
     wake: OwnedFd,
 }
 
 impl FrontEnd {
-    /// A handle of somebody who is connected.
+    /// A handle to a front end that is connected.
     ///
     /// # Errors
-    /// The kernel has no eventfd for it.
+    /// The kernel has no eventfd left.
     pub fn new() -> std::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let state = FrontEndState {
@@ -45,18 +45,18 @@ impl FrontEnd {
         Ok(Self { state: Arc::new(state) })
     }
 
-    /// Whether the connection still stands.
+    /// Whether the front end is still connected.
     pub fn is_connected(&self) -> bool {
         self.state.connected.load(Ordering::SeqCst)
     }
 
-    /// Whether a queue ran and does not now: the front end has stopped or disabled it, or it makes no sense. Also a driver whose
-    /// module is unloaded may leave no other trace than that. (One that has not run yet is about to.)
+    /// Whether a queue has run and does not run now: the front end has stopped or disabled it, or it is invalid. This may also
+    /// be the only sign of a driver whose module is unloaded. (A queue that has not run yet is about to.)
     pub fn is_idle(&self, queue: usize) -> bool {
         self.state.idle.load(Ordering::SeqCst) & bit(queue) != 0
     }
 
-    /// A queue runs, or has run and does not.
+    /// Records whether a queue that has run is idle.
     pub(crate) fn set_idle(&self, queue: usize, idle: bool) {
         if idle {
             self.state.idle.fetch_or(bit(queue), Ordering::SeqCst);
@@ -65,8 +65,8 @@ impl FrontEnd {
         }
     }
 
-    /// Tells the driver that the configuration has changed; the change is to be visible to
-    /// [`Device::read_config`](crate::Device::read_config) before. Says whether there was a way to tell.
+    /// Notifies the driver that the configuration has changed; the change must be visible to
+    /// [`Device::read_config`](crate::Device::read_config) before. Returns whether the front end has a channel for it.
     ///
     /// If the channel is full, nothing is added to it: the front end has then not read an older message of this kind, and what
     /// it reads of the configuration after that message is the change too.
@@ -77,33 +77,33 @@ impl FrontEnd {
         matches!(told, Ok(_) | Err(Errno::AGAIN))
     }
 
-    /// Has the worker look at a queue, as if the driver had kicked it. A queue that there is not is ignored.
+    /// Has the worker process a queue, as if the driver had kicked it. The number of a queue that does not exist is ignored.
     pub fn kick(&self, queue: usize) {
         self.state.kicked.fetch_or(bit(queue), Ordering::SeqCst);
-        // An eventfd that is full wakes, too.
+        // A full eventfd wakes, too.
         let _ = rustix::io::write(&self.state.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Where requests to the front end go from now on.
+    /// Sets the socket for requests to the front end.
     pub(crate) fn set_channel(&self, socket: OwnedFd) {
         let before = self.channel().replace(socket);
-        // Not under the lock: a socket may linger when it is closed, and whoever tells of a change would wait for it.
+        // Not under the lock: closing a socket may linger, and a notification of a change would wait for it.
         drop(before);
     }
 
-    /// The connection is gone.
+    /// The front end has disconnected.
     pub(crate) fn disconnect(&self) {
         self.state.connected.store(false, Ordering::SeqCst);
         let before = self.channel().take();
         drop(before);
     }
 
-    /// What is readable when somebody wants a queue looked at, or the worker to look around.
+    /// A descriptor that is readable when a queue is to be processed, or the worker is to check its state.
     pub(crate) fn wake(&self) -> &OwnedFd {
         &self.state.wake
     }
 
-    /// The queues that somebody wants looked at, a bit each; none the next time.
+    /// The queues that are to be processed, one bit each; they are cleared.
     pub(crate) fn take_kicked(&self) -> u64 {
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.state.wake, &mut count);
@@ -115,7 +115,7 @@ impl FrontEnd {
     }
 }
 
-/// The bit of a queue; none of one that there cannot be.
+/// The bit of a queue; 0 for a number that is too large.
 fn bit(queue: usize) -> u64 {
     u32::try_from(queue).ok().and_then(|queue| 1_u64.checked_shl(queue)).unwrap_or(0)
 }

@@ -1,4 +1,4 @@
-//! What fuzzers and property tests call: a session without a socket, and a device that does a little of everything.
+//! For fuzzers and property tests: a session without a socket, and a device that does a little of everything.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +17,7 @@ use crate::{Device, FrontEnd, More, QueueError, Ram, Vring};
 /// Bytes of the guest's memory.
 const MEMORY: u64 = 64 << 10;
 
-/// Adds up what it reads, and gives back every other buffer at once.
+/// Sums the lengths of descriptors, and gives back every other buffer at once.
 #[derive(Default)]
 struct Toy {
     held: Mutex<Vec<u16>>,
@@ -65,7 +65,7 @@ impl Device for Toy {
     }
 
     fn stopped(&self, _queue: usize) {
-        // Of whichever queue: what is not given back is lost to its driver alone.
+        // Of all queues: a buffer that is not given back is lost to its driver only.
         self.reset();
     }
 
@@ -90,11 +90,10 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Plays the input as messages, writes of the guest to its memory, and turns of the queues. Returns how many messages were
-/// followed.
-///
-/// An input is a list of steps: a byte that says which request, or (from 0xe0 on) a write to memory or (from 0xf0 on) turns of the
-/// queues; then what descriptors come with it (two bits a descriptor, at most two); then the length of the body, and the body.
+/// Plays the input as messages, writes of the guest to its memory, and processing of the queues. Returns how many messages
+/// succeeded. An input is a list of steps: a byte for the request, or (from 0xe0 on) a write to memory or (from 0xf0 on)
+/// processing of the queues; then the descriptors that come with it (two bits each, at most two); then the length of the body,
+/// and the body.
 pub fn play(input: &[u8]) -> usize {
     let Ok(memory) = memfd_create("fuzz", MemfdFlags::CLOEXEC) else { return 0 };
     let Ok(front_end) = FrontEnd::new() else { return 0 };
@@ -146,7 +145,7 @@ fn descriptor(kind: u8, memory: &OwnedFd) -> Option<OwnedFd> {
     }
 }
 
-/// A well-formed input: a front end that sets up a ring with one buffer, a turn, and the ring stopped and started.
+/// A well-formed input: a front end that sets up a ring with one buffer, processing of it, and the ring stopped and started.
 pub fn seed() -> Vec<u8> {
     let mut input = Vec::new();
     let mut step = |request: Request, kinds: u8, body: &[u8]| {
@@ -179,7 +178,7 @@ pub fn seed() -> Vec<u8> {
         input.extend_from_slice(body);
     };
     step(Request::GetConfig, 0, &words(&[0, 4, 0, 0]));
-    // The VM stops, goes on, and is reset.
+    // The VM stops, continues, and is reset.
     for base in [1, 0] {
         step(Request::GetVringBase, 0, &words(&[1, 0]));
         step(Request::SetFeatures, 0, &longs(&[1 << 32 | 1 << 30 | 1 << 29]));

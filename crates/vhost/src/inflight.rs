@@ -1,15 +1,13 @@
-//! Inflight areas: what a device had taken out of its rings when its server was killed.
+//! In-flight areas: the buffers that a device had taken out of its rings when its server was killed. Shared memory that the
+//! front end keeps and passes to the next server (QEMU's docs/interop/vhost-user.rst, "Inflight I/O tracking"). For every split
+//! ring it has a header of 16 bytes (features u64, version u16, descriptors u16, head that was given back last u16, index of
+//! used buffers u16) and 16 bytes for each descriptor (in flight u8, 5 unused, next u16, counter u64).
 //!
-//! Shared memory that the front end keeps and gives to the next server (QEMU's docs/interop/vhost-user.rst, "Inflight I/O
-//! tracking"). For every split ring it has a header of 16 bytes (features u64, version u16, descriptors u16, head that was given
-//! back last u16, index of used buffers u16) and 16 bytes for each descriptor (in flight u8, 5 unused, next u16, counter u64).
-//!
-//! **Law: at any instant at which the server may die, a buffer that was taken out is marked here or is not yet given back in
-//! the ring, so that the next server works on it again; one that the driver sees as used is not.** The order of the stores
-//! below is what keeps it. What the area says is the front end's word: it is checked before it is used.
-//!
-//! An area is made for the largest ring that there may be, and a driver may choose a smaller one: its descriptors are the first of
-//! the area's. A larger ring has no place in it, and an area that cannot be read is no area in which nothing is: both are refused.
+//! **Law: at any instant at which the server may be killed, a buffer that was taken out is marked here or is not yet given back
+//! in the ring, so that the next server processes it again; one that the driver sees as used is not.** The order of the stores
+//! below guarantees it. The contents of the area come from the front end: they are checked before use. An area has room for the
+//! largest possible ring, and a driver may choose a smaller one, which uses the first of the area's descriptors. A larger ring
+//! does not fit, and an area that cannot be read is not an empty one: both are refused.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -20,7 +18,7 @@ use crate::QueueError;
 
 const HEADER: usize = 16;
 const ENTRY: usize = 16;
-/// Distance of rings from each other is a multiple of this.
+/// The distance between rings is a multiple of this.
 const ALIGNMENT: usize = 64;
 const VERSION: u16 = 1;
 
@@ -38,22 +36,22 @@ pub(crate) fn bytes_for_ring(size: u16) -> usize {
     (HEADER + ENTRY * usize::from(size)).next_multiple_of(ALIGNMENT)
 }
 
-/// The part of an area that is one ring's.
+/// The part of an area that belongs to one ring.
 #[derive(Clone, Debug)]
 pub(crate) struct InflightRing {
     area: Arc<MmapRegion>,
     start: usize,
-    /// Descriptors that the area has for a ring.
+    /// Number of descriptors that the area has for a ring.
     room: u16,
-    /// Descriptors of this one.
+    /// Number of descriptors of this ring.
     size: u16,
-    /// The next buffer's place in the order in which they were taken.
+    /// The next buffer's number in the order in which buffers were taken.
     counter: u64,
 }
 
 impl InflightRing {
-    /// The part of ring number `index`, of `size` descriptors, in an area of rings that may have `room` descriptors; none if it
-    /// has no place there.
+    /// The part of ring number `index`, of `size` descriptors, in an area of rings of up to `room` descriptors; `None` if it
+    /// does not fit.
     pub(crate) fn of(area: &Arc<MmapRegion>, index: usize, room: u16, size: u16) -> Option<Self> {
         let start = index.checked_mul(bytes_for_ring(room))?;
         let end = start.checked_add(bytes_for_ring(room))?;
@@ -61,15 +59,15 @@ impl InflightRing {
         fits.then(|| Self { area: area.clone(), start, room, size, counter: 0 })
     }
 
-    /// Takes up what the server before left: `used` is the index that the driver sees. Says which buffers are to be worked on
+    /// Takes over from the previous server: `used` is the index that the driver sees. Returns the buffers to be processed
     /// again, in the order in which they were taken.
     ///
     /// # Errors
-    /// What is there cannot be read, so nobody knows what was left.
+    /// The area cannot be read, so it is unknown which buffers were in flight.
     pub(crate) fn take_up(&mut self, used: u16) -> Result<Vec<u16>, QueueError> {
         let (version, descriptors) = (self.load_u16(AT_VERSION), self.load_u16(AT_DESCRIPTORS));
         if version == 0 {
-            // Nobody has used it.
+            // It has not been used.
             for head in 0..self.size {
                 self.mark(head, false);
             }
@@ -86,7 +84,7 @@ impl InflightRing {
                 self.room
             )));
         }
-        // What was given back between the two indexes was not unmarked any more. At most a whole ring can have been.
+        // Buffers that were given back between the two indexes are still marked: at most as many as the ring has.
         let behind = used.wrapping_sub(self.load_u16(AT_USED)).min(self.size);
         let mut given = self.load_u16(AT_LAST_GIVEN);
         for _ in 0..behind {
@@ -127,7 +125,7 @@ impl InflightRing {
         self.store_u16(AT_USED, used);
     }
 
-    /// A buffer went back to those that the driver has made available.
+    /// A buffer that was taken out is available again.
     pub(crate) fn untaken(&self, head: u16) {
         self.mark(head, false);
     }
@@ -156,7 +154,7 @@ impl InflightRing {
         self.area.as_volatile_slice().load(self.start + at, Ordering::SeqCst).map_or(0, u16::from_le)
     }
 
-    // `of` has seen to it that everything lies inside; what does not is not stored.
+    // `of` has checked that everything lies inside; a store outside has no effect.
     fn store_u16(&self, at: usize, value: u16) {
         let _ = self.area.as_volatile_slice().store(value.to_le(), self.start + at, Ordering::SeqCst);
     }

@@ -1,12 +1,9 @@
-//! vhost-user server plumbing shared by devices.
+//! vhost-user server plumbing shared by devices. A [`Device`] states what it is and what it does with a queue. It sees the
+//! guest's memory as [`Ram`], a queue as a [`Vring`], and the VMM as a [`FrontEnd`]. [`message`] is the protocol on the wire.
 //!
-//! A [`Device`] says what it is and what it does with a queue. It sees the guest's memory as [`Ram`], a queue as a [`Vring`],
-//! and whoever drives the guest as a [`FrontEnd`]. [`message`] is the protocol on the wire.
-//!
-//! A [`Server`] listens, and serves one front end after the other.
-//!
-//! Rings come from rust-vmm's `virtio-queue`, over `vm-memory`; everything else of the protocol is here, so that front ends work
-//! that others refuse: user-mode Linux sends a memory table with room to spare, and wants to be told of configuration changes.
+//! A [`Server`] listens, and serves one front end after the other. Rings come from rust-vmm's `virtio-queue`, over `vm-memory`;
+//! the rest of the protocol is here, so that front ends work that other servers refuse: user-mode Linux sends a memory table
+//! longer than needed, and requires notifications of configuration changes.
 //!
 //! # Example
 //!
@@ -32,7 +29,7 @@
 //!     fn memory(&self, _memory: Arc<Ram>) {}
 //!     fn attached(&self, _front_end: FrontEnd) {}
 //!     fn work(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
-//!         // One a time: other queues, and whoever wants to stop this one, have their turn between.
+//!         // One buffer a call, so that other queues are processed and the ring can be stopped in between.
 //!         let Some(chain) = vring.pop()? else { return Ok(More::No) };
 //!         vring.add_used(chain.head_index(), 0)?;
 //!         vring.notify()?;
@@ -48,7 +45,7 @@
 //! let stopper = server.stopper();
 //! std::thread::scope(|scope| {
 //!     let serving = scope.spawn(|| server.serve());
-//!     // A VMM connects here, and goes; others may follow.
+//!     // A VMM connects here, and disconnects; others may follow.
 //!     stopper.stop();
 //!     serving.join().expect("it does not panic")
 //! })?;
@@ -79,7 +76,7 @@ pub use ram::{MAX_REGIONS, Ram, RamRegion};
 pub use server::{Server, ServerError, Stopper};
 pub use vring::{Chain, Vring};
 
-/// Most queues of a device.
+/// Maximum number of queues of a device.
 pub const MAX_QUEUES: usize = 64;
 
 /// The example of the README, compiled.

@@ -1,23 +1,24 @@
-//! Messages of the vhost-user protocol, taken apart and put together without I/O.
+//! Messages of the vhost-user protocol, decoded and encoded without I/O.
 //!
-//! A message is a header of 12 bytes (request, flags, length of the body; all little-endian here, native by the letter), a body,
-//! and descriptors beside it (QEMU's docs/interop/vhost-user.rst). What is said in a body is not believed here, only read.
+//! A message is a header of 12 bytes (request, flags, length of the body; all little-endian here, native by the letter), a
+//! body, and descriptors that come with it (QEMU's docs/interop/vhost-user.rst). The contents of a body are decoded here, not
+//! validated.
 
 use std::fmt;
 
 /// Bytes of a header.
 pub const HEADER: usize = 12;
 
-/// Longest body that is accepted: a configuration (256 bytes and their header) and a table of eight regions both fit.
+/// Maximum length of a body: a configuration (256 bytes and their header) and a table of eight regions both fit.
 pub const MAX_BODY: usize = 4096;
 
-/// Most descriptors that come with one message.
+/// Maximum number of descriptors of one message.
 pub const MAX_DESCRIPTORS: usize = 8;
 
-/// Most regions in one `SET_MEM_TABLE`.
+/// Maximum number of regions in one `SET_MEM_TABLE`.
 pub const MAX_TABLE: usize = 8;
 
-/// Longest piece of configuration that one message reads or writes, in bytes.
+/// Maximum number of bytes of configuration that one message reads or writes.
 pub const MAX_CONFIG: usize = 256;
 
 /// The version that every message carries in its flags.
@@ -28,7 +29,7 @@ const NEED_REPLY: u32 = 1 << 3;
 /// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`
 const BACKEND_CONFIG_CHANGE: u32 = 2;
 
-/// What a front end asks for.
+/// A request of a front end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[non_exhaustive]
@@ -62,7 +63,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// All that are understood.
+    /// All requests that are supported.
     pub const ALL: &[Self] = &[
         Self::GetFeatures,
         Self::SetFeatures,
@@ -91,7 +92,7 @@ impl Request {
         Self::RemMemReg,
     ];
 
-    /// The request of that number, if it is understood.
+    /// The request with that number, if it is supported.
     pub fn from_number(number: u32) -> Option<Self> {
         Self::ALL.iter().copied().find(|request| request.number() == number)
     }
@@ -101,7 +102,7 @@ impl Request {
         self as u32
     }
 
-    /// Whether the protocol has an answer of its own to it, besides the one that `REPLY_ACK` adds.
+    /// Whether the protocol defines a reply to it, other than the one that `REPLY_ACK` adds.
     pub fn is_answered(self) -> bool {
         matches!(
             self,
@@ -122,44 +123,44 @@ impl fmt::Display for Request {
     }
 }
 
-/// Why a message cannot be understood.
+/// Why a message cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {
     /// A version, or flags, that a front end does not send.
-    #[error("message {request} has flags {flags:#x}: not one of version 1 from a front end")]
+    #[error("message {request} has flags {flags:#x}: not a version 1 message of a front end")]
     Flags {
         /// Number of the request.
         request: u32,
-        /// As they came.
+        /// The flags as received.
         flags: u32,
     },
-    /// A body that is too long to be one.
+    /// A body that is too long.
     #[error("message {request} has a body of {length} bytes, at most {MAX_BODY} are possible")]
     Long {
         /// Number of the request.
         request: u32,
-        /// Bytes announced.
+        /// Its length according to the header, in bytes.
         length: u32,
     },
     /// A body of the wrong length.
-    #[error("a body of {got} bytes, {wanted} are wanted")]
+    #[error("a body has {got} bytes, expected {wanted}")]
     Length {
-        /// Bytes that came.
+        /// Its length in bytes.
         got: usize,
-        /// Bytes that are wanted.
+        /// The expected length in bytes.
         wanted: usize,
     },
     /// Too many regions in a table.
     #[error("{regions} memory regions in one table, at most {MAX_TABLE} are possible")]
     Regions {
-        /// As many.
+        /// Their number.
         regions: u32,
     },
     /// A piece of configuration that is too long.
     #[error("{size} bytes of configuration, 1 to {MAX_CONFIG} are possible")]
     ConfigSize {
-        /// Bytes asked for.
+        /// Its length in bytes.
         size: u32,
     },
 }
@@ -167,16 +168,16 @@ pub enum MessageError {
 /// A header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Number of the request; [`Request::from_number`] knows those that are understood.
+    /// Number of the request; see [`Request::from_number`].
     pub request: u32,
-    /// Whether the front end wants to be told how it went.
+    /// Whether the front end asks for an acknowledgement.
     pub needs_reply: bool,
-    /// Bytes of the body.
+    /// Length of the body in bytes.
     pub length: usize,
 }
 
 impl Header {
-    /// Takes a header apart.
+    /// Decodes a header.
     ///
     /// # Errors
     /// Flags that a front end does not send, or a body that is too long.
@@ -193,7 +194,7 @@ impl Header {
         Ok(Self { request, needs_reply: flags & NEED_REPLY != 0, length })
     }
 
-    /// Puts a header together.
+    /// Encodes a header.
     pub fn encode(&self) -> [u8; HEADER] {
         let flags = VERSION | if self.needs_reply { NEED_REPLY } else { 0 };
         header(self.request, flags, self.length)
@@ -216,7 +217,7 @@ pub fn reply(request: u32, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// What tells the front end that the configuration has changed; it goes to the socket of `SET_BACKEND_REQ_FD`.
+/// The message that the configuration has changed, for the socket of `SET_BACKEND_REQ_FD`.
 pub fn config_change() -> [u8; HEADER] {
     header(BACKEND_CONFIG_CHANGE, VERSION, 0)
 }
@@ -266,7 +267,7 @@ pub struct VringState {
 }
 
 impl VringState {
-    /// Takes it apart.
+    /// Decodes it.
     ///
     /// # Errors
     /// A body of another length.
@@ -275,31 +276,31 @@ impl VringState {
         Ok(Self { index: fields.u32()?, value: fields.u32()? })
     }
 
-    /// Puts it together.
+    /// Encodes it.
     pub fn encode(&self) -> Vec<u8> {
         [self.index.to_le_bytes(), self.value.to_le_bytes()].concat()
     }
 }
 
-/// Where a ring is, in the front end's address space: `SET_VRING_ADDR`.
+/// The addresses of a ring in the front end's address space: `SET_VRING_ADDR`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VringAddress {
     /// Index of the ring.
     pub index: u32,
     /// Whether writes to it are to be logged, and other flags.
     pub flags: u32,
-    /// The descriptors.
+    /// Address of the descriptor table.
     pub descriptors: u64,
-    /// What the device has used.
+    /// Address of the used ring.
     pub used: u64,
-    /// What the driver made available.
+    /// Address of the available ring.
     pub available: u64,
-    /// Where writes to the ring of used buffers are logged.
+    /// Address at which writes to the used ring are logged.
     pub log: u64,
 }
 
 impl VringAddress {
-    /// Takes it apart.
+    /// Decodes it.
     ///
     /// # Errors
     /// A body of another length.
@@ -321,12 +322,12 @@ impl VringAddress {
 pub struct VringDescriptor {
     /// Index of the ring.
     pub index: u8,
-    /// No descriptor comes with the message.
+    /// The message has no descriptor.
     pub none: bool,
 }
 
 impl VringDescriptor {
-    /// Takes it apart.
+    /// Decodes it.
     ///
     /// # Errors
     /// A body of another length.
@@ -337,16 +338,16 @@ impl VringDescriptor {
     }
 }
 
-/// A region of memory as a table has it.
+/// A region of memory in a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableRegion {
-    /// Its first byte as the guest sees it.
+    /// Guest-physical address of its first byte.
     pub guest_address: u64,
     /// Bytes.
     pub length: u64,
-    /// Its first byte in the front end's address space.
+    /// Address of its first byte in the front end's address space.
     pub user_address: u64,
-    /// Its first byte in the file.
+    /// Offset of its first byte in the file.
     pub file_offset: u64,
 }
 
@@ -362,7 +363,7 @@ impl TableRegion {
         })
     }
 
-    /// One region alone: `ADD_MEM_REG`, `REM_MEM_REG`.
+    /// One region: `ADD_MEM_REG`, `REM_MEM_REG`.
     ///
     /// # Errors
     /// A body of another length.
@@ -372,11 +373,11 @@ impl TableRegion {
         Self::take(&mut fields)
     }
 
-    /// The regions of a whole table: `SET_MEM_TABLE`. Room that the table has for more regions than it says is passed over:
-    /// user-mode Linux sends room for two, always.
+    /// The regions of a whole table: `SET_MEM_TABLE`. Space in the body for more regions than it announces is ignored:
+    /// user-mode Linux always sends space for two.
     ///
     /// # Errors
-    /// More than [`MAX_TABLE`] regions, or a body that has no room for them or for more than could be.
+    /// More than [`MAX_TABLE`] regions, or a body that is too short for them or too long for a table.
     pub fn decode_table(body: &[u8]) -> Result<Vec<Self>, MessageError> {
         let mut fields = Fields(body);
         let regions = fields.u32()?;
@@ -397,17 +398,17 @@ impl TableRegion {
 pub struct ConfigPiece<'a> {
     /// Its first byte.
     pub offset: u32,
-    /// As they came; `SET_CONFIG` says with bit 0 that a migration writes.
+    /// Flags as received; bit 0 of `SET_CONFIG`: a migration writes.
     pub flags: u32,
-    /// As many bytes as are asked for, or their new contents.
+    /// As many bytes as are requested, or their new contents.
     pub bytes: &'a [u8],
 }
 
 impl<'a> ConfigPiece<'a> {
-    /// Takes it apart.
+    /// Decodes it.
     ///
     /// # Errors
-    /// No bytes, more than [`MAX_CONFIG`], or another number than it says.
+    /// No bytes, more than [`MAX_CONFIG`], or another number than announced.
     pub fn decode(body: &'a [u8]) -> Result<Self, MessageError> {
         let mut fields = Fields(body);
         let (offset, size, flags) = (fields.u32()?, fields.u32()?, fields.u32()?);
@@ -421,7 +422,7 @@ impl<'a> ConfigPiece<'a> {
         Ok(Self { offset, flags, bytes: fields.0 })
     }
 
-    /// Puts it together.
+    /// Encodes it.
     pub fn encode(&self) -> Vec<u8> {
         let size = u32::try_from(self.bytes.len()).unwrap_or(u32::MAX);
         let mut body = [self.offset, size, self.flags].map(u32::to_le_bytes).concat();
@@ -433,18 +434,18 @@ impl<'a> ConfigPiece<'a> {
 /// An inflight area: `GET_INFLIGHT_FD`, `SET_INFLIGHT_FD`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InflightArea {
-    /// Bytes of it.
+    /// Its length in bytes.
     pub length: u64,
-    /// Where it begins in its file.
+    /// Its offset in the file.
     pub offset: u64,
-    /// How many rings it has room for.
+    /// Number of rings that it has room for.
     pub queues: u16,
-    /// How many descriptors each of them has.
+    /// Number of descriptors of each of them.
     pub queue_size: u16,
 }
 
 impl InflightArea {
-    /// Takes it apart. Front ends written in C send four more bytes, which align the next one.
+    /// Decodes it. Front ends written in C send four more bytes of padding.
     ///
     /// # Errors
     /// A body of another length.
@@ -456,7 +457,7 @@ impl InflightArea {
         Ok(Self { length: fields.u64()?, offset: fields.u64()?, queues: fields.u16()?, queue_size: fields.u16()? })
     }
 
-    /// Puts it together, in as many bytes as the request had.
+    /// Encodes it, in as many bytes as the request had.
     pub fn encode(&self, length: usize) -> Vec<u8> {
         let mut body = [self.length.to_le_bytes(), self.offset.to_le_bytes()].concat();
         body.extend_from_slice(&self.queues.to_le_bytes());

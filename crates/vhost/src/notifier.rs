@@ -1,9 +1,7 @@
-//! Descriptors that carry notifications: kicks, calls and errors of rings. An eventfd, a pipe, or a socket (user-mode Linux calls
-//! through one).
-//!
-//! Law: nothing that the other end leaves undone keeps us waiting. What it does can: the open file is its own too, and it may make
-//! that blocking again and fill it. So notifiers are written and drained by threads of the connection alone, which a server that is
-//! stopped leaves behind if it has to ([`crate::Stopper`]).
+//! Descriptors that carry notifications: kicks, calls and errors of rings. An eventfd, a pipe, or a socket (user-mode Linux
+//! calls through one). Law: a passive other end never makes this end wait. An active one can: it shares the open file
+//! description, and may make it blocking again and fill it. So only the connection's threads write and drain notifiers; a
+//! server that is stopped abandons them if necessary ([`crate::Stopper`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -19,7 +17,7 @@ pub(crate) struct Notifier {
 }
 
 impl Notifier {
-    /// What is not a socket is made non-blocking, which its other users do not mind: they poll it.
+    /// A descriptor that is not a socket is made non-blocking. That does not disturb its other users: they poll it.
     pub(crate) fn new(descriptor: OwnedFd) -> Self {
         let kind = fstat(&descriptor).map(|status| FileType::from_raw_mode(status.st_mode));
         let socket = matches!(kind, Ok(FileType::Socket));
@@ -64,7 +62,7 @@ mod tests {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     #[test]
-    fn an_eventfd_that_is_full_keeps_nobody_waiting() {
+    fn a_notification_to_a_full_eventfd_does_not_wait() {
         let descriptor = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         rustix::io::write(&descriptor, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         let notifier = Notifier::new(descriptor);
@@ -80,7 +78,7 @@ mod tests {
             theirs.notify();
         }
         assert!(ours.drain(), "three times eight bytes");
-        assert!(ours.drain(), "nothing more, and nobody waits for it");
+        assert!(ours.drain(), "nothing more to read, and no wait for it");
         drop(theirs);
         assert!(!ours.drain());
         ours.notify();

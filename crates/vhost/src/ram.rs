@@ -1,9 +1,9 @@
 //! The guest's memory, as a front end shares it.
 //!
-//! A region is a piece of a file that the front end has open. It is mapped here, writable, and kept out of core dumps. What the
-//! front end says about it is checked before: the file is one that has pages and is long enough, and no two regions overlap.
-//! Who shortens the file afterwards makes every access a signal that ends this process, as everywhere where memory is shared:
-//! the front end, that is the VMM, can do that, its guest cannot.
+//! A region is a part of a file that the front end has open. It is mapped here, writable, and excluded from core dumps. The
+//! front end's description is checked before: the file has pages and is long enough, and no two regions overlap. If the file is
+//! truncated afterwards, every access raises a signal that ends this process, as with any shared memory: the front end, that is
+//! the VMM, can do that; its guest cannot.
 #![allow(unsafe_code, reason = "advises the kernel about mappings")]
 
 use std::fs::File;
@@ -18,22 +18,22 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, Mmap
 
 use crate::RamError;
 
-/// Granularity of the places and lengths of mappings, in bytes.
+/// Granularity of addresses, offsets and lengths of mappings, in bytes.
 const PAGE: u64 = 4096;
 
-/// Most regions of a table.
+/// Maximum number of regions of a table.
 pub const MAX_REGIONS: usize = 64;
 
 /// One region of guest memory.
 #[derive(Clone, Debug)]
 pub struct RamRegion {
-    /// Its first byte as the guest's physical memory has it.
+    /// Guest-physical address of its first byte.
     pub guest_address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Its first byte in the front end's own address space: rings are named by such addresses.
+    /// Address of its first byte in the front end's address space: messages give the addresses of rings in it.
     pub user_address: u64,
-    /// Its first byte in the file.
+    /// Offset of its first byte in the file.
     pub file_offset: u64,
     file: Arc<File>,
     mapping: Arc<MmapRegion>,
@@ -43,8 +43,8 @@ impl RamRegion {
     /// Maps a region.
     ///
     /// # Errors
-    /// The descriptor is of no regular file (memfds are), the file is too short, something is not a number of pages or wraps
-    /// around the end of the address space, or the kernel refuses.
+    /// The descriptor is not a regular file (memfds are), the file is too short, a value is not a multiple of the page size or
+    /// exceeds the address space, or the kernel refuses.
     pub fn map(
         guest_address: u64,
         length: u64,
@@ -56,9 +56,9 @@ impl RamRegion {
         let kernel = |operation, source| RamError::Kernel { guest_address, length, operation, source };
         let whole = |value: u64| value.is_multiple_of(PAGE);
         if length == 0 || !whole(length) || !whole(guest_address) || !whole(file_offset) {
-            return Err(refuse("it is no number of whole pages"));
+            return Err(refuse("it does not consist of whole pages"));
         }
-        // Rings are found by user addresses, whose end is computed too.
+        // Rings are looked up by user address, so the end of that range must exist, too.
         if guest_address.checked_add(length).is_none() || user_address.checked_add(length).is_none() {
             return Err(refuse("it reaches beyond the end of the address space"));
         }
@@ -66,7 +66,7 @@ impl RamRegion {
         let Some(end) = end else { return Err(refuse("it reaches beyond the end of any file")) };
         let status = fstat(&file).map_err(|errno| kernel("fstat", errno.into()))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
-            return Err(refuse("its descriptor is no file with pages"));
+            return Err(refuse("its descriptor is not a regular file"));
         }
         if status.st_size < end {
             return Err(refuse(&format!("its file has {} bytes, {end} are needed", status.st_size)));
@@ -81,14 +81,14 @@ impl RamRegion {
                 };
                 kernel("mmap", source)
             })?;
-        // Secrets of the guest do not belong into a core file.
+        // Secrets of the guest do not belong in a core dump.
         // SAFETY: advice about whether memory is dumped does not change it; the mapping was made above and lives.
         unsafe { madvise(mapping.as_ptr().cast(), size, Advice::LinuxDontDump) }
             .map_err(|errno| kernel("madvise", errno.into()))?;
         Ok(Self { guest_address, length, user_address, file_offset, file, mapping: Arc::new(mapping) })
     }
 
-    /// The file that it is a piece of.
+    /// The file that it is a part of.
     pub fn file(&self) -> &File {
         &self.file
     }

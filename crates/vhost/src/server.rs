@@ -1,10 +1,10 @@
-//! The server: a socket that front ends connect to, one after the other.
+//! The server: a socket to which front ends connect, one after the other.
 //!
-//! **Law: whoever stops it waits for no front end.** What a front end shares may keep whoever touches it for ever: it can make a
-//! call descriptor blocking and full at any moment, because that is a property of the open file, which is its own too; and a
-//! page of its memory may be one that never comes (of a file in user space, or on a dead network). There is no call that
-//! would be safe from all of it. So everything of a front end's is touched by threads of its connection alone, the server's own
-//! thread waits for those, and once it is to stop, for [`PATIENCE`] and no longer.
+//! **Law: stopping the server does not wait for a front end.** What a front end shares may block a thread that uses it forever:
+//! the front end can make a call descriptor blocking and full at any moment, because that is a property of the open file
+//! description, which is shared; and a page of its memory may never arrive (of a file in user space, or on a dead network). No
+//! call is safe from all of it. So only the threads of a connection use what its front end shares. The server's own thread
+//! waits for those threads, and once it is to stop, for at most [`PATIENCE`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,45 +27,45 @@ use crate::session::Session;
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, MAX_QUEUES};
 
-/// How long the threads of a connection may take to end when the server is to stop. What an honest front end has them do (giving
-/// back some hundred MiB at most) takes a fraction of it.
+/// How long the threads of a connection may take to end when the server is to stop. The work for an honest front end
+/// (discarding some hundred MiB at most) takes a fraction of it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Front ends that may wait for their turn.
+/// Number of front ends that may wait to be served.
 const BACKLOG: i32 = 4;
 
-/// Why there is no server.
+/// Why a server cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
-    /// The socket cannot be had.
+    /// The server cannot listen at the socket.
     #[error("listening on {}: {source}", path.display())]
     Listen {
         /// Its file.
         path: PathBuf,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The device cannot be served.
+    /// The device has too many queues.
     #[error("a device with {got} queues cannot be served, at most {MAX_QUEUES} are possible")]
     Queues {
-        /// As many as it has.
+        /// Number of its queues.
         got: usize,
     },
-    /// Serving failed for a reason that no front end is to blame for.
+    /// Serving failed for a reason that no front end caused.
     #[error("serving {}: {operation}: {source}", path.display())]
     Kernel {
         /// The socket's file.
         path: PathBuf,
-        /// What was to be done.
+        /// The operation that failed.
         operation: &'static str,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The server was stopped, but a front end holds threads of it in what it shares (see [`Stopper::stop`]).
+    /// The server was stopped, but what a front end shares blocks threads of it (see [`Stopper::stop`]).
     #[error(
-        "serving {}: stopped, but the front end holds it in a descriptor that blocks, or in memory that does not come; \
-         after {} s its threads are left behind, and go with the process",
+        "serving {}: stopped, but the front end blocks it by a descriptor or by memory that never arrives; after {} s its \
+         threads are abandoned and end with the process",
         path.display(),
         PATIENCE.as_secs()
     )]
@@ -75,10 +75,8 @@ pub enum ServerError {
     },
 }
 
-/// A vhost-user server for one device.
-///
-/// It serves whoever connects; the next one, when that one has gone. Others wait. The socket's file is accessible to its owner
-/// alone from the first, and removed with the server.
+/// A vhost-user server for one device. It serves one front end at a time; others wait until that one has disconnected. The
+/// socket's file is accessible only to its owner from the beginning, and is removed with the server.
 pub struct Server {
     device: Arc<dyn Device>,
     queues: usize,
@@ -96,27 +94,26 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// Stops a server, from anywhere.
+/// Stops a server from any thread.
 #[derive(Clone, Debug)]
 pub struct Stopper(Arc<OwnedFd>);
 
 impl Stopper {
-    /// Has [`Server::serve`] return, whatever a front end does; for good.
-    ///
-    /// A front end that holds the server in a descriptor that blocks, or in a page of its memory that does not come, is waited
-    /// for some seconds. Then `serve` returns [`ServerError::Held`], and the threads that are held stay behind, with the device: it
-    /// may still be [worked](Device::work) and [reset](Device::reset) by them, should the front end ever let them go.
+    /// Makes [`Server::serve`] return, regardless of what a front end does. It cannot be undone. If a front end blocks the
+    /// server by a descriptor, or by a page of its memory that never arrives, the server waits for some seconds. Then `serve`
+    /// returns [`ServerError::Held`] and abandons the blocked threads with the device: they may still call [`Device::work`] and
+    /// [`Device::reset`] if the front end ever unblocks them.
     pub fn stop(&self) {
-        // It cannot be full: nobody writes to it as often.
+        // It cannot be full: that takes more writes than are possible.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 }
 
 impl Server {
-    /// Listens at `path`. A socket that a dead process left there is replaced.
+    /// Listens at `path`. A socket that a process left there when it ended is replaced.
     ///
     /// # Errors
-    /// The path is in use or cannot be, or the device has more than [`MAX_QUEUES`] queues.
+    /// The path is in use or invalid, or the device has more than [`MAX_QUEUES`] queues.
     pub fn bind(path: &Path, device: Arc<dyn Device>) -> Result<Self, ServerError> {
         let queues = device.queues();
         if queues > MAX_QUEUES {
@@ -137,12 +134,12 @@ impl Server {
         })
     }
 
-    /// What stops it.
+    /// A handle that stops it.
     pub fn stopper(&self) -> Stopper {
         Stopper(self.stop.clone())
     }
 
-    /// How often front ends, or guests, did what is wrong in that way.
+    /// How often this kind of fault of front ends and guests occurred.
     pub fn faults(&self, fault: Fault) -> u64 {
         self.faults.count(fault)
     }
@@ -155,7 +152,8 @@ impl Server {
     /// Serves one front end after the other until it is [stopped](Stopper::stop).
     ///
     /// # Errors
-    /// The kernel has no descriptor or thread left for a front end, or one [holds](ServerError::Held) a server that is stopped.
+    /// The kernel has no descriptor or thread left for a front end, or one [blocks](ServerError::Held) a server that is
+    /// stopped.
     pub fn serve(&self) -> Result<(), ServerError> {
         let failed = |operation| move |source| ServerError::Kernel { path: self.path.clone(), operation, source };
         loop {
@@ -181,10 +179,10 @@ impl Server {
         }
     }
 
-    /// Serves a front end on threads of its own, and waits for them.
+    /// Serves a front end on separate threads, and waits for them.
     fn serve_one(&self, socket: OwnedFd) -> Result<Disconnect, ServerError> {
         let failed = |source| ServerError::Kernel { path: self.path.clone(), operation: "a connection", source };
-        // Readable when the other end is closed: when the thread has ended, however it does.
+        // Readable when the other end is closed: when the thread has ended, also by a panic.
         let (ended, ends) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(errno.into()))?;
         let connection = Connection {
             socket,
@@ -205,7 +203,7 @@ impl Server {
         disconnect.map_err(failed)
     }
 
-    /// Waits for the end of a connection; for so long as there is patience once the server is to stop.
+    /// Waits for the end of a connection; for at most [`PATIENCE`] once the server is to stop.
     fn has_ended(&self, ended: &OwnedFd) -> Result<bool, Errno> {
         let waited = retry_on_intr(|| {
             poll(&mut [PollFd::new(ended, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)], None)
@@ -223,7 +221,7 @@ impl Server {
     }
 }
 
-/// All that the threads of a connection need: they may outlive the server.
+/// The state of a connection's threads: they may outlive the server.
 struct Connection {
     socket: OwnedFd,
     stop: Arc<OwnedFd>,
@@ -239,7 +237,7 @@ impl Connection {
         let worker = Arc::new(worker);
         thread::scope(|scope| {
             thread::Builder::new().name("vhost-queues".into()).spawn_scoped(scope, || worker.run())?;
-            // Also if something panics: the scope would wait for a thread that nobody ends.
+            // Also on a panic: the scope would otherwise wait for a thread that does not end.
             let _ends = EndsOnDrop(&worker);
             self.device.attached(front_end.clone());
             let mut session = Session::new(self.device.clone(), worker.clone(), front_end, self.faults.clone());

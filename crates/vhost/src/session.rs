@@ -1,16 +1,16 @@
-//! One front end: what it has said so far, and what is done about its next message. No sockets here, so that tests and fuzzers
-//! say what they like.
+//! The state of one front end: what it has set so far, and how its next message is handled. There are no sockets here, so that
+//! tests and fuzzers can send any message.
 //!
 //! Front ends differ (QEMU 10.0, user-mode Linux 6.1):
-//! - user-mode Linux unloads a driver without a reset and without `GET_VRING_BASE`: it disables the rings, or, after it has
-//!   forgotten about vhost-user's own feature bit, only asks for the features again. So `SET_FEATURES` begins anew;
-//! - without that bit a ring is enabled as soon as it is started, and nobody says so;
-//! - a memory table may change under running rings (QEMU plugs memory): they go on in the new one;
-//! - QEMU stops all rings (`GET_VRING_BASE`) when its VM is stopped for a while as when its guest resets the device, and negotiates
-//!   the same features either way when they go on. What tells one from the other is where the rings go on: the same
-//!   driver's go on where they stopped, another one's at the beginning ([`Session::is_another_driver`]). Some of QEMU's devices
-//!   (10.0.2: its vhost-user-blk, seen on the wire) ask for a reset besides, others (its vhost-user-base) never do. (A status
-//!   would tell nothing: QEMU sets it to 0 whenever rings stop. So that protocol feature is not offered.)
+//! - user-mode Linux unloads a driver without a reset and without `GET_VRING_BASE`: it disables the rings, or, if it has
+//!   cleared vhost-user's own feature bit, only requests the features again. So `SET_FEATURES` resets the session;
+//! - without that bit a ring is enabled as soon as it is started, without a message;
+//! - a memory table may change under running rings (QEMU plugs memory): they continue in the new one;
+//! - QEMU stops all rings (`GET_VRING_BASE`) both when its VM is paused and when its guest resets the device, and negotiates
+//!   the same features in either case when they continue. The difference is where the rings continue: those of the same driver
+//!   where they stopped, those of another one at the beginning ([`Session::is_another_driver`]). Some of QEMU's devices
+//!   (10.0.2: its vhost-user-blk, seen on the wire) also request a reset, others (its vhost-user-base) never do. (The device
+//!   status does not help: QEMU sets it to 0 whenever rings stop. So that protocol feature is not offered.)
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -44,15 +44,15 @@ const PROTOCOL: u64 = 1 | REPLY_ACK | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 <<
 /// The answer to a message.
 #[derive(Debug)]
 pub(crate) enum Answer {
-    /// Nothing, or an acknowledgement if one is wanted.
+    /// No contents; an acknowledgement if the message asks for one.
     Done,
-    /// This body.
+    /// A body.
     Body(Vec<u8>),
-    /// This body, and a descriptor.
+    /// A body and a descriptor.
     WithDescriptor(Vec<u8>, OwnedFd),
 }
 
-/// Why a message is not followed.
+/// Why a message is refused.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Refusal {
     #[error("{0}")]
@@ -71,10 +71,10 @@ struct VringSettings {
     size: u16,
     base: u16,
     address: Option<VringAddress>,
-    /// It was kicked off: from its kick descriptor on until its base is asked for.
+    /// It is started: from `SET_VRING_KICK` to `GET_VRING_BASE`.
     started: bool,
     enabled: bool,
-    /// Where it was stopped, until it is started again.
+    /// The index at which it was stopped, until it is started again.
     stopped_at: Option<u16>,
     /// It was started before, by the same driver.
     known: bool,
@@ -82,25 +82,25 @@ struct VringSettings {
     ran: bool,
 }
 
-/// One front end.
+/// The state of one front end.
 pub(crate) struct Session {
     device: Arc<dyn Device>,
     worker: Arc<Worker>,
     front_end: FrontEnd,
     faults: Arc<Faults>,
     features: u64,
-    /// The device knows what was accepted by the driver that it has now.
+    /// The device has been given the features that its current driver accepted.
     accepted: bool,
     protocol: u64,
     regions: Vec<RamRegion>,
     ram: Option<Arc<Ram>>,
     rings: Vec<VringSettings>,
     inflight: Option<(Arc<MmapRegion>, InflightArea)>,
-    /// The device may have something of the driver's.
+    /// The device may have state of the driver.
     touched: bool,
-    /// All rings were stopped, and the driver that goes on may be the same.
+    /// All rings were stopped, and the driver that continues may be the same.
     paused: bool,
-    /// The device knows that the driver did not begin with it.
+    /// The device has been told that the driver was active before.
     inherited: bool,
 }
 
@@ -125,12 +125,12 @@ impl Session {
         }
     }
 
-    /// Whether the front end may ask how a request went.
+    /// Whether the front end may ask for acknowledgements.
     pub(crate) fn acknowledges(&self) -> bool {
         self.protocol & REPLY_ACK != 0
     }
 
-    /// Does what a message says.
+    /// Handles a message.
     pub(crate) fn handle(
         &mut self,
         request: Request,
@@ -140,7 +140,7 @@ impl Session {
         let answer = |value: u64| Ok(Answer::Body(value.to_le_bytes().to_vec()));
         match request {
             Request::GetFeatures => {
-                // See above: the rings are user-mode Linux's no longer, and nothing else says so.
+                // See above: user-mode Linux no longer uses the rings, and sends no other sign of it.
                 if self.features & PROTOCOL_FEATURES == 0 && self.protocol != 0 {
                     self.reset();
                 }
@@ -228,11 +228,11 @@ impl Session {
         Ok(Answer::Done)
     }
 
-    /// The connection is gone.
+    /// The connection has ended.
     pub(crate) fn end(&mut self) {
         self.front_end.disconnect();
         self.reset();
-        // The memory of a guest that is gone must not stay with a device that waits for the next one.
+        // A device that waits for the next guest must not keep the memory of this one.
         if let Some(Ok(none)) = self.ram.take().map(|_| Ram::new(Vec::new())) {
             self.device.memory(Arc::new(none));
         }
@@ -245,7 +245,7 @@ impl Session {
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
         refuse_if(features & !self.offered() != 0, || format!("features {features:#x} were not offered"))?;
         if self.paused && features == self.features {
-            // Rings begin disabled, whoever's they are.
+            // Rings begin disabled, of either driver.
             self.rings.iter_mut().for_each(|settings| settings.enabled = false);
             return Ok(());
         }
@@ -255,7 +255,7 @@ impl Session {
         Ok(())
     }
 
-    /// Whoever begins with what was negotiated before is a driver as well.
+    /// Gives the device the accepted features, also of a driver that begins with features negotiated before.
     fn tell_accepted(&mut self) {
         if !std::mem::replace(&mut self.accepted, true) {
             self.device.accepted(self.features & self.device.features());
@@ -263,7 +263,7 @@ impl Session {
         }
     }
 
-    /// Every ring stops, and the device forgets the driver.
+    /// Stops every ring; the device forgets the driver.
     fn reset(&mut self) {
         for index in 0..self.rings.len() {
             self.tear_down(index);
@@ -276,7 +276,7 @@ impl Session {
         }
     }
 
-    /// The answer is as long as the question; one without bytes says that there is nothing.
+    /// The reply is as long as the request; an empty one reports a failure.
     fn read_config(&self, body: &[u8]) -> Vec<u8> {
         match ConfigPiece::decode(body) {
             Ok(piece) => {
@@ -304,7 +304,7 @@ impl Session {
     }
 
     fn add_region(&mut self, region: TableRegion, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
-        // Before it is mapped: how many there are is bounded.
+        // Before it is mapped: the number of regions is bounded.
         if self.regions.len() >= MAX_REGIONS {
             return Err(RamError::TooMany { got: self.regions.len() + 1, most: MAX_REGIONS }.into());
         }
@@ -327,7 +327,7 @@ impl Session {
         self.set_memory(regions)
     }
 
-    /// Nobody works while the memory is exchanged; rings that run go on in the new one.
+    /// The device does not work while the memory is exchanged; rings that run continue in the new one.
     fn set_memory(&mut self, regions: Vec<RamRegion>) -> Result<(), Refusal> {
         let ram = Arc::new(Ram::new(regions.clone())?);
         for index in 0..self.rings.len() {
@@ -380,7 +380,7 @@ impl Session {
         Ok((index, Some(only(descriptors)?)))
     }
 
-    /// A ring whose kick descriptor came is started, or goes on with another one.
+    /// A ring that gets a kick descriptor is started, or continues with the new descriptor.
     fn start(&mut self, index: usize) -> Result<(), Refusal> {
         if self.rings.get(index).is_some_and(|settings| !settings.started) {
             if self.is_another_driver(index) {
@@ -389,13 +389,13 @@ impl Session {
             self.set_up(index)?;
         }
         self.apply_enabled(index);
-        // What the driver made available before its first kick is not kicked for.
+        // The driver sends no kick for buffers that it made available before the first one.
         self.front_end.kick(index);
         Ok(())
     }
 
-    /// Whether a ring that is about to start shows that the driver is not the one from before all rings were stopped. (One
-    /// whose rings all stopped at their beginnings cannot be told from the next one, and has left nothing behind.)
+    /// Whether a ring that is about to start shows that the driver is not the one from before all rings were stopped. (A driver
+    /// whose rings all stopped at the beginning cannot be distinguished from the next one, and has left no state.)
     fn is_another_driver(&mut self, index: usize) -> bool {
         let paused = self.paused;
         let Some(settings) = self.rings.get_mut(index) else { return false };
@@ -405,7 +405,7 @@ impl Session {
         paused && stopped_at.is_some_and(|at| at != base)
     }
 
-    /// The device forgets the driver; rings that the next one has started already begin again.
+    /// The device forgets the driver; rings that the next driver has already started begin again.
     fn change_driver(&mut self) {
         (self.paused, self.inherited, self.accepted) = (false, false, false);
         self.rings.iter_mut().for_each(|settings| settings.known = false);
@@ -421,7 +421,7 @@ impl Session {
         }
         self.device.reset();
         for index in started {
-            // It was possible a moment ago.
+            // It has just succeeded for this ring.
             if let Err(error) = self.set_up(index) {
                 self.faults.note(Fault::Ring, &format_args!("queue {index}: {error}; it stops"));
             }
@@ -439,7 +439,7 @@ impl Session {
             let addresses = addresses(ram, &address)
                 .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
             let size = settings.size;
-            // What a front end has no area for it does not want to be kept.
+            // A ring without an in-flight area is not tracked.
             let tracked = self.inflight.as_ref().filter(|(_, about)| index < usize::from(about.queues));
             let inflight = tracked.map(|(area, about)| {
                 InflightRing::of(area, index, about.queue_size, size).ok_or_else(|| {
@@ -489,7 +489,7 @@ impl Session {
         let enabled = settings.started && (settings.enabled || self.features & PROTOCOL_FEATURES == 0);
         settings.ran |= enabled;
         self.front_end.set_idle(index, settings.ran && !enabled);
-        // Whoever finds that it makes no sense says both in the other order.
+        // The worker that finds it invalid sets both in the other order.
         if ring.broken.load(Ordering::SeqCst) {
             self.front_end.set_idle(index, true);
         }
@@ -501,7 +501,7 @@ impl Session {
         }
     }
 
-    /// Returns when the device is out of the ring, and does not come back.
+    /// Returns when the device has left the ring; it does not return to it.
     fn halt(&self, index: usize) {
         if let Some(ring) = self.worker.rings().get(index) {
             ring.vring.enable(false);
@@ -517,7 +517,7 @@ impl Session {
         ring.vring.tear_down()
     }
 
-    /// Stops a ring and says where whoever starts it again goes on.
+    /// Stops a ring and returns the index at which it is to continue.
     fn stop(&mut self, index: u32) -> Result<u16, Refusal> {
         let (index, settings) = self.ring(index)?;
         (settings.started, settings.address) = (false, None);

@@ -1,12 +1,12 @@
-//! A ring that the driver and the device share, as a device sees it.
+//! A ring, as a device sees it.
 //!
-//! A split virtqueue (virtio 1.2, 2.7) over [`virtio_queue`], with what vhost-user adds: it is stopped, set up anew and started
-//! while others look at it. Every call takes the ring's own lock for its duration alone, so none is ever held while a device
-//! works. What is not running gives nothing and takes nothing.
+//! A split virtqueue (virtio 1.2, 2.7) over [`virtio_queue`], with what vhost-user adds: it is stopped, set up again and
+//! started while the device uses it. Every call takes the ring's lock only for its duration, so none is held while a device
+//! works. A ring that does not run gives and takes no buffers.
 //!
-//! **Law: a buffer is with the device from [`Vring::pop`] to [`Vring::add_used`], and given back at most once.** Buffers that
-//! are still with the device when the ring is torn down are no longer its: they go back to the driver's list if they are the last
-//! ones that were taken, so that whoever sets the ring up next gets them again.
+//! **Law: a buffer is with the device from [`Vring::pop`] to [`Vring::add_used`], and given back at most once.** When the ring
+//! is torn down, the device loses the buffers that it still has: if they are the last ones that were taken, they are available
+//! again, and the next setup of the ring continues with them.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -58,20 +58,20 @@ pub struct Vring {
 #[derive(Debug)]
 struct State {
     queue: Queue,
-    /// None: the ring is not set up.
+    /// `None`: the ring is not set up.
     ram: Option<Arc<Ram>>,
-    /// It may be looked at, if it is set up.
+    /// It may be processed, if it is set up.
     enabled: bool,
     call: Option<Notifier>,
-    /// What the device has, in the order in which it was taken: the place in the ring of available buffers, and the head.
-    /// What a server before had taken has no place.
+    /// The buffers that the device has, in the order in which they were taken: index in the available ring, and head. Buffers
+    /// that the previous server had taken have no index.
     taken: VecDeque<(Option<u16>, u16)>,
     inflight: Option<InflightRing>,
     resubmission: Option<Resubmission>,
 }
 
-/// Buffers that are worked on again, because a server was killed that had taken them: as a ring of their own, since the driver's
-/// may name others in their places by now.
+/// Buffers that are processed again, because the server that had taken them was killed: as a separate ring, since the entries
+/// of the driver's ring may have been overwritten.
 #[derive(Debug)]
 struct Resubmission {
     queue: Queue,
@@ -79,8 +79,8 @@ struct Resubmission {
 }
 
 impl Vring {
-    /// A ring that runs: `queue` as it was set up, the memory it is in, and what is written to when the driver is to be called
-    /// (an eventfd or a socket).
+    /// A ring that runs: `queue` as it was set up, the memory it is in, and the descriptor for calls of the driver (an eventfd
+    /// or a socket).
     pub fn running(queue: Queue, ram: Arc<Ram>, call: Option<OwnedFd>) -> Self {
         let state = State {
             queue,
@@ -108,7 +108,8 @@ impl Vring {
         Self { state: Mutex::new(state) }
     }
 
-    /// Sets it up anew; what was taken out before is forgotten. Whether anything was given back in it before.
+    /// Sets it up again; buffers that were taken out before are forgotten. Returns whether any buffer was given back in it
+    /// before.
     pub(crate) fn set_up(&self, setup: RingSetup, ram: &Arc<Ram>) -> Result<bool, QueueError> {
         let queue = queue_at(&setup, ram)?;
         let used = queue.used_idx(&**ram.memory(), Ordering::Acquire)?.0;
@@ -125,7 +126,7 @@ impl Vring {
         state.taken.clear();
         (state.inflight, state.resubmission) = (inflight, resubmission);
         state.ram = Some(ram.clone());
-        // Whoever ran it before may have been stopped, or have died, between giving something back and calling.
+        // The previous server may have been stopped or killed between giving a buffer back and the call.
         if used != 0
             && let Some(call) = &state.call
         {
@@ -134,7 +135,7 @@ impl Vring {
         Ok(used != 0)
     }
 
-    /// The memory is another one, and the ring with it; nothing else has changed.
+    /// The memory, and with it the ring's addresses, has changed; nothing else has.
     pub(crate) fn remap(&self, addresses: RingAddresses, ram: &Arc<Ram>) -> Result<(), QueueError> {
         let mut state = self.lock();
         let setup = RingSetup {
@@ -148,20 +149,20 @@ impl Vring {
         queue.set_next_used(state.queue.next_used());
         state.queue = queue;
         state.ram = Some(ram.clone());
-        // The device may have been stopped between giving something back and calling, and who counts that is new.
+        // The device may have been stopped between giving a buffer back and the call, and the new queue does not know of it.
         if let Some(call) = &state.call {
             call.notify();
         }
         Ok(())
     }
 
-    /// Has it looked at, or not; what was taken out stays so.
+    /// Whether the ring may be processed; buffers that were taken out remain so.
     pub(crate) fn enable(&self, enabled: bool) {
         self.lock().enabled = enabled;
     }
 
-    /// What is written to when the driver is to be called. It is called at once if the ring is set up: what came back before may have
-    /// gone with the call that there was, to where nobody listens any more, and is not called for again.
+    /// Sets the descriptor for calls of the driver. The driver is called at once if the ring is set up: an earlier call may
+    /// have gone to the previous descriptor, which is no longer read, and is not repeated.
     pub(crate) fn set_call(&self, call: Option<Notifier>) {
         let mut state = self.lock();
         state.call = call;
@@ -172,7 +173,8 @@ impl Vring {
         }
     }
 
-    /// It is no longer set up. Says which buffer is the next one for whoever sets it up again; none if it was not set up.
+    /// Ends the setup of the ring. Returns the index of the buffer with which the next setup continues; `None` if it was not
+    /// set up.
     pub(crate) fn tear_down(&self) -> Option<u16> {
         let mut state = self.lock();
         state.ram.take()?;
@@ -187,24 +189,24 @@ impl Vring {
                 inflight.untaken(head);
             }
         }
-        // What else was taken is lost to whoever does not keep the inflight area.
+        // Other buffers that were taken are lost unless there is an in-flight area.
         state.taken.clear();
         state.resubmission = None;
         state.inflight = None;
         Some(next)
     }
 
-    /// Takes the next buffer, if there is one.
+    /// Takes the next available buffer, if there is one.
     ///
     /// # Errors
-    /// The ring does not run, or makes no sense.
+    /// The ring does not run, or is invalid.
     pub fn pop(&self) -> Result<Option<Chain>, QueueError> {
         let mut guard = self.lock();
         let state = &mut *guard;
         let ram = state.running()?;
         if let Some(resubmission) = &mut state.resubmission {
             if let Some(chain) = resubmission.queue.iter(resubmission.memory.clone())?.next() {
-                // It is marked as in flight already, with its place in the order.
+                // It is already marked as in flight, with its number in the order.
                 state.taken.push_back((None, chain.head_index()));
                 return Ok(Some(chain));
             }
@@ -228,7 +230,7 @@ impl Vring {
     /// Gives a buffer back, by the index of its first descriptor; `length` bytes of it were written.
     ///
     /// # Errors
-    /// The ring does not run, the buffer is not with the device, or the ring makes no sense.
+    /// The ring does not run, the device does not have the buffer, or the ring is invalid.
     pub fn add_used(&self, head: u16, length: u32) -> Result<(), QueueError> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -245,19 +247,19 @@ impl Vring {
         Ok(())
     }
 
-    /// Whether the driver wants to be called for what was given back. To be asked once and then acted on: the driver is said
-    /// to be called by then.
+    /// Whether the driver wants a call for the buffers that were given back. The caller must act on the result: the next query
+    /// assumes that the driver was called.
     ///
     /// # Errors
-    /// The ring does not run, or makes no sense.
+    /// The ring does not run, or is invalid.
     pub fn needs_notification(&self) -> Result<bool, QueueError> {
         self.lock().needs_notification()
     }
 
-    /// Calls the driver if it wants that; says whether it was called.
+    /// Calls the driver if it wants a call; returns whether it was called.
     ///
     /// # Errors
-    /// The ring does not run, or makes no sense.
+    /// The ring does not run, or is invalid.
     pub fn notify(&self) -> Result<bool, QueueError> {
         let mut state = self.lock();
         let wanted = state.needs_notification()?;
@@ -267,12 +269,12 @@ impl Vring {
         Ok(wanted)
     }
 
-    /// Descriptors of the ring.
+    /// Number of descriptors of the ring.
     pub fn size(&self) -> u16 {
         self.lock().queue.size()
     }
 
-    /// How many buffers the device has.
+    /// Number of buffers that the device has.
     pub fn taken(&self) -> usize {
         self.lock().taken.len()
     }
@@ -282,14 +284,14 @@ impl Vring {
         self.lock().running().is_ok()
     }
 
-    /// The driver need not kick, for now.
+    /// Tells the driver that kicks are not needed for now.
     pub(crate) fn disable_notification(&self) -> Result<(), QueueError> {
         let mut state = self.lock();
         let ram = state.running()?;
         Ok(state.queue.disable_notification(&**ram.memory())?)
     }
 
-    /// The driver is to kick again; says the index of the next buffer if there is one already.
+    /// Tells the driver to kick again; returns the index of the next buffer if there is one already.
     pub(crate) fn enable_notification(&self) -> Result<Option<u16>, QueueError> {
         let mut state = self.lock();
         let ram = state.running()?;
@@ -319,13 +321,13 @@ impl State {
         if self.queue.event_idx_enabled() {
             return Ok(true);
         }
-        // Without event indexes the driver says it by a flag, which `virtio_queue` does not look at.
+        // Without event indexes the driver sets a flag, which `virtio_queue` does not check.
         let flags = memory.load::<u16>(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed);
         Ok(u16::from_le(flags.map_err(virtio_queue::Error::GuestMemory)?) & NO_INTERRUPT == 0)
     }
 }
 
-/// A queue at a place, if it is one that could be and lies in memory.
+/// A queue as set up, if it is valid and lies in memory.
 fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
     let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
     queue.try_set_size(setup.size)?;
@@ -342,14 +344,14 @@ fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
     Ok(queue)
 }
 
-/// A ring of available buffers with those heads, behind the guest's memory and visible to nobody else; descriptors are the
+/// An available ring with those heads, in a page above the guest's memory that only this process sees; the descriptors are the
 /// driver's.
 fn resubmission(heads: &[u16], addresses: &RingAddresses, size: u16, ram: &Ram) -> Result<Resubmission, QueueError> {
-    // Flags, index, the heads, and the event index that nobody reads.
+    // Flags, index, the heads, and the event index, which is not read.
     let length = (6 + 2 * usize::from(size)).next_multiple_of(4096);
     let end = ram.regions().last().map_or(0, |region| region.guest_address + region.length);
     let start = GuestAddress(end).checked_align_up(4096).ok_or(virtio_queue::Error::AddressOverflow)?;
-    let lost = |why: String| QueueError::Device(format!("no memory for buffers that are worked on again: {why}"));
+    let lost = |why: String| QueueError::Device(format!("no memory for buffers that are processed again: {why}"));
     let region = GuestRegionMmap::from_range(start, length, None).map_err(|error| lost(error.to_string()))?;
     let memory = ram.memory().insert_region(Arc::new(region)).map_err(|error| lost(error.to_string()))?;
     let count = u16::try_from(heads.len()).unwrap_or(u16::MAX);

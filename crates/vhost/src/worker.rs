@@ -1,8 +1,8 @@
-//! The thread that looks after queues.
+//! The thread that processes queues.
 //!
-//! It waits for kicks (epoll) and lets the device look at one queue after the other, a bounded amount of work at a time. Laws:
-//! no lock is held while the device works; what does not run is not worked on; and whoever stops a ring can wait until the
-//! device is out of it ([`Worker::wait_until_idle`]).
+//! It waits for kicks (epoll) and has the device process one queue after the other, a bounded amount of work at a time. Laws:
+//! no lock is held while the device works; a ring that does not run is not processed; and a thread that stops a ring can wait
+//! until the device has left it ([`Worker::wait_until_idle`]).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,7 +17,7 @@ use crate::fault::{Fault, Faults};
 use crate::notifier::Notifier;
 use crate::{Device, FrontEnd, More, QueueError, Vring};
 
-/// What the epoll set calls the descriptor that wakes; queues are called by their index.
+/// The epoll data of the descriptor that wakes; that of a queue is its index.
 const WAKE: u64 = u64::MAX;
 
 /// One ring and what belongs to it.
@@ -26,11 +26,11 @@ pub(crate) struct Ring {
     pub(crate) vring: Vring,
     kick: Mutex<Option<Notifier>>,
     error: Mutex<Option<Notifier>>,
-    /// It makes no sense, and is left alone until it is set up anew.
+    /// It is invalid, and is not processed until it is set up again.
     pub(crate) broken: AtomicBool,
 }
 
-/// The rings of one connection, and who looks after them.
+/// The rings of one connection, and the device that processes them.
 pub(crate) struct Worker {
     device: Arc<dyn Device>,
     front_end: FrontEnd,
@@ -38,13 +38,13 @@ pub(crate) struct Worker {
     faults: Arc<Faults>,
     epoll: OwnedFd,
     ends: AtomicBool,
-    /// The queue that the device is at.
+    /// The queue that the device is processing.
     at: Mutex<Option<usize>>,
     left: Condvar,
 }
 
 impl Worker {
-    /// So many rings, none of which is set up.
+    /// A worker with this number of rings, none of which is set up.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         front_end: FrontEnd,
@@ -69,12 +69,12 @@ impl Worker {
         &self.rings
     }
 
-    /// What the queue is kicked by from now on.
+    /// Sets the queue's kick descriptor.
     pub(crate) fn set_kick(&self, queue: usize, kick: Option<Notifier>) -> io::Result<()> {
         let Some(ring) = self.rings.get(queue) else { return Ok(()) };
         let mut place = lock(&ring.kick);
         if let Some(before) = place.take() {
-            // It is not there any more if its other end has been closed.
+            // It is no longer in the set if its other end has been closed.
             let _ = epoll::delete(&self.epoll, &before);
         }
         if let Some(kick) = kick {
@@ -85,26 +85,26 @@ impl Worker {
         Ok(())
     }
 
-    /// What is rung when the ring makes no sense.
+    /// Sets the descriptor that is notified when the ring is invalid.
     pub(crate) fn set_error(&self, queue: usize, error: Option<Notifier>) {
         if let Some(ring) = self.rings.get(queue) {
             *lock(&ring.error) = error;
         }
     }
 
-    /// Returns when the device is not working on that queue. Whoever calls has seen to it that it does not begin again.
+    /// Returns when the device is not processing that queue. The caller has ensured that it does not begin again.
     pub(crate) fn wait_until_idle(&self, queue: usize) {
         let at = lock(&self.at);
         drop(self.left.wait_while(at, |at| *at == Some(queue)).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Has [`run`](Self::run) return.
+    /// Makes [`run`](Self::run) return.
     pub(crate) fn end(&self) {
         self.ends.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(self.front_end.wake(), &1_u64.to_ne_bytes());
     }
 
-    /// Looks after the queues until somebody [ends](Self::end) it.
+    /// Processes the queues until [`end`](Self::end) is called.
     pub(crate) fn run(&self) {
         let mut pending = 0_u64;
         while !self.ends.load(Ordering::SeqCst) {
@@ -113,14 +113,14 @@ impl Worker {
         }
     }
 
-    /// The queues that were kicked, a bit each; waits for one if it may.
+    /// The queues that were kicked, one bit each; waits for one if `may_wait` is set.
     pub(crate) fn take_kicks(&self, may_wait: bool) -> u64 {
         let mut events = Vec::with_capacity(self.rings.len() + 1);
         let zero = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 0 };
         match epoll::wait(&self.epoll, spare_capacity(&mut events), (!may_wait).then_some(&zero)) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => {
-                // Nothing that anybody outside does makes it fail; without it no queue is looked at any more.
+                // No front end or guest can make it fail; without it no queue is processed any more.
                 self.faults.note(Fault::Device, &format_args!("epoll_wait: {errno}"));
                 self.ends.store(true, Ordering::SeqCst);
             }
@@ -140,7 +140,7 @@ impl Worker {
             let mut place = lock(&ring.kick);
             if let Some(kick) = &*place {
                 if !kick.drain() {
-                    // Its other end is closed: it would be readable for ever.
+                    // Its other end is closed: it would remain readable forever.
                     let _ = epoll::delete(&self.epoll, kick);
                     *place = None;
                 }
@@ -150,7 +150,7 @@ impl Worker {
         kicked
     }
 
-    /// A turn for each of these queues. Says which of them want another one.
+    /// Processes each of these queues once. Returns those that have more work.
     pub(crate) fn process_queues(&self, queues: u64) -> u64 {
         let mut again = 0;
         for (index, ring) in self.rings.iter().enumerate() {
@@ -163,7 +163,7 @@ impl Worker {
 
     fn process(&self, index: usize, ring: &Ring) -> More {
         *lock(&self.at) = Some(index);
-        // Only now: whoever stops the ring looks whether we are at it after he has stopped it.
+        // Only now: a thread that stops the ring checks `at` after it has stopped the ring.
         let more = if ring.vring.runs() && !ring.broken.load(Ordering::SeqCst) {
             self.work(index, &ring.vring)
         } else {
@@ -177,14 +177,14 @@ impl Worker {
                 self.front_end.set_idle(index, true);
                 let kind = if matches!(error, QueueError::Broken(_)) { Fault::Ring } else { Fault::Device };
                 self.faults
-                    .note(kind, &format_args!("queue {index}: {error}; it is left alone until it is set up anew"));
+                    .note(kind, &format_args!("queue {index}: {error}; it is not processed until it is set up again"));
                 if let Some(error) = &*lock(&ring.error) {
                     error.notify();
                 }
                 More::No
             }
         };
-        // Also what is said of a ring that makes no sense is of the one that was there.
+        // After the reports of an invalid ring: they are about the ring as it was set up at that time.
         *lock(&self.at) = None;
         self.left.notify_all();
         more
@@ -195,7 +195,8 @@ impl Worker {
         if self.device.work(index, vring)? == More::Yes {
             return Ok(More::Yes);
         }
-        // What came since the device looked has another look. What it leaves lying on purpose waits for the next kick.
+        // Buffers that came since the device last took one are processed now. Buffers that it left on purpose wait for the next
+        // kick.
         let Some(next) = vring.enable_notification()? else { return Ok(More::No) };
         vring.disable_notification()?;
         let more = self.device.work(index, vring)?;

@@ -1,4 +1,4 @@
-//! A server that is killed with buffers in its hands: the next one works on them again, in their order, and on nothing twice.
+//! A server that is killed while it has buffers: the next one processes them again, in order, and none twice.
 
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of the tests")]
 
@@ -17,9 +17,9 @@ use limosa_vhost::message::Request;
 const SOCKET: &str = "LIMOSA_VHOST_SOCKET";
 const HOLDS: &str = "LIMOSA_VHOST_HOLDS";
 
-/// A process of its own, which runs the test of this file that is a server.
+/// A child process that runs the test of this file that is a server.
 fn server(path: &Path, holds: bool) -> Process {
-    let mut command = limosa_testkit::own_test!(serves_if_it_is_told_to);
+    let mut command = limosa_testkit::own_test!(serves_if_its_environment_says_so);
     command.env(SOCKET, path);
     if holds {
         command.env(HOLDS, "1");
@@ -30,24 +30,24 @@ fn server(path: &Path, holds: bool) -> Process {
 }
 
 #[test]
-fn serves_if_it_is_told_to() {
+fn serves_if_its_environment_says_so() {
     let Some(path) = std::env::var_os(SOCKET).map(PathBuf::from) else { return };
     let device = Arc::new(Incrementer::default());
     device.holds.store(std::env::var_os(HOLDS).is_some(), Ordering::SeqCst);
     Server::bind(&path, device).unwrap().serve().unwrap();
 }
 
-/// An area as the front end keeps it: what it says about it, and its memory.
+/// An area as the front end keeps it: its description and its memory.
 type Area = (Vec<u8>, OwnedFd);
 
-/// Connects with that area, or asks for one with room for so many descriptors a ring.
+/// Connects with that area, or requests one with room for this number of descriptors per ring.
 fn connect(path: &Path, guest: &Guest, area: Result<&Area, u16>) -> (Peer, Area) {
     let peer = Peer::connect(path);
     peer.negotiate(0);
     let area = match area {
         Ok((body, memfd)) => (body.clone(), memfd.try_clone().unwrap()),
         Err(room) => {
-            // As QEMU asks: two queues, and four bytes of nothing at the end.
+            // As QEMU requests it: two queues, and four bytes of padding at the end.
             let mut body = vec![0; 24];
             body[16] = 2;
             body[18] = room as u8;
@@ -63,7 +63,7 @@ fn connect(path: &Path, guest: &Guest, area: Result<&Area, u16>) -> (Peer, Area)
 }
 
 #[test]
-fn what_a_killed_server_held_is_worked_on_again() {
+fn buffers_of_a_killed_server_are_processed_again() {
     killed_with_buffers(SIZE);
 }
 
@@ -74,7 +74,7 @@ fn an_area_for_a_larger_ring_is_used_as_well() {
 }
 
 #[test]
-fn a_ring_that_has_no_place_in_its_area_is_refused() {
+fn a_ring_that_is_larger_than_its_area_is_refused() {
     let served = peer::Served::new();
     let guest = Guest::new(1);
     let (peer, (mut about, memory)) = connect(&served.path, &guest, Err(SIZE / 2));
@@ -85,7 +85,7 @@ fn a_ring_that_has_no_place_in_its_area_is_refused() {
         peer.done(Request::SetVringKick, &number, &[guest.kick.as_fd()])
     };
     assert!(!kick(&peer), "it is larger than what the area is for");
-    // An area for the first queue only: the second one is not kept.
+    // An area for the first queue only: the second one is not tracked.
     about[16] = 1;
     assert!(peer.done(Request::SetInflightFd, &about, &[memory.as_fd()]));
     assert!(kick(&peer));
@@ -115,12 +115,12 @@ fn killed_with_buffers(room: u16) {
     assert_eq!(guest.used(), 0);
     assert!(peer.answer(Request::GetFeatures).is_none());
 
-    // One more comes while nobody is there.
+    // One more is offered while there is no server.
     guest.offer(0, [7; 4]);
     let second = server(&path, false);
     guest.calls();
     let (peer, area) = connect(&path, &guest, Ok(&area));
-    // QEMU says what the used ring says, since nobody told it anything else.
+    // QEMU takes the index of the used ring, since it has received no other.
     peer.start(&guest, guest.used(), true);
     until("all four have come back", || guest.used() == 4);
     let order: Vec<u32> =
@@ -131,7 +131,7 @@ fn killed_with_buffers(room: u16) {
     guest.round_trip(3);
     second.kill();
 
-    // Nothing was left this time.
+    // No buffer was in flight this time.
     let _third = server(&path, false);
     let (peer, _area) = connect(&path, &guest, Ok(&area));
     peer.start(&guest, guest.used(), true);

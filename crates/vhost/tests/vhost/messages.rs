@@ -1,4 +1,4 @@
-//! What a server says, to good front ends and to bad ones.
+//! Replies of a server to valid and invalid messages.
 
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of the tests")]
 
@@ -16,7 +16,7 @@ use limosa_vhost::message::Request;
 use limosa_vhost::{Fault, Server};
 
 #[test]
-fn a_piece_of_configuration_is_as_long_as_it_was_asked_for() {
+fn a_piece_of_configuration_has_the_requested_length() {
     let served = Served::new();
     let peer = Peer::connect(&served.path);
     peer.negotiate(0);
@@ -31,11 +31,11 @@ fn a_piece_of_configuration_is_as_long_as_it_was_asked_for() {
 }
 
 #[test]
-fn a_change_of_configuration_is_told_and_nobody_waits_for_who_does_not_listen() {
+fn a_configuration_change_is_sent_without_waiting_for_a_front_end_that_does_not_read() {
     let served = Served::new();
     let peer = Peer::connect(&served.path);
     peer.negotiate(0);
-    assert!(!served.device.front_end().config_changed(), "there is no way to tell yet");
+    assert!(!served.device.front_end().config_changed(), "there is no channel yet");
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     assert!(peer.done(Request::SetBackendReqFd, &[], &[theirs.as_fd()]));
     drop(theirs);
@@ -45,15 +45,15 @@ fn a_change_of_configuration_is_told_and_nobody_waits_for_who_does_not_listen() 
     ours.read_exact(&mut message).unwrap();
     assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
     for _ in 0..100_000 {
-        assert!(front_end.config_changed(), "what is unread says it all");
+        assert!(front_end.config_changed(), "the unread message covers it");
     }
     drop(peer);
-    until("the front end is gone", || !front_end.is_connected());
+    until("the front end has disconnected", || !front_end.is_connected());
     assert!(!front_end.config_changed());
 }
 
 #[test]
-fn memory_is_refused_that_is_not_what_the_front_end_says() {
+fn memory_that_does_not_match_its_description_is_refused() {
     let served = Served::new();
     let peer = Peer::connect(&served.path);
     peer.negotiate(0);
@@ -65,9 +65,9 @@ fn memory_is_refused_that_is_not_what_the_front_end_says() {
     for (why, regions, descriptors) in [
         ("longer than its file", vec![[at, length + 4096, user, 0]], vec![file]),
         ("beyond the end of its file", vec![[at, length, user, 4096]], vec![file]),
-        ("around the end of everything", vec![[u64::MAX - 4095, length, user, 0]], vec![file]),
-        ("around the end of its file's offsets", vec![[at, length, user, u64::MAX - 4095]], vec![file]),
-        ("around the end of user addresses", vec![[at, length, u64::MAX - 4095, 0]], vec![file]),
+        ("beyond the end of the address space", vec![[u64::MAX - 4095, length, user, 0]], vec![file]),
+        ("beyond the end of file offsets", vec![[at, length, user, u64::MAX - 4095]], vec![file]),
+        ("beyond the end of user addresses", vec![[at, length, u64::MAX - 4095, 0]], vec![file]),
         ("nothing", vec![[at, 0, user, 0]], vec![file]),
         ("no whole pages", vec![[at, 4097, user, 0]], vec![file]),
         ("no file", vec![good], vec![event]),
@@ -84,13 +84,13 @@ fn memory_is_refused_that_is_not_what_the_front_end_says() {
 }
 
 #[test]
-fn rings_are_refused_that_cannot_be() {
+fn invalid_rings_are_refused() {
     let served = Served::new();
     let peer = Peer::connect(&served.path);
     peer.negotiate(0);
     let guest = Guest::new(1);
     assert!(peer.share(&guest));
-    assert!(!peer.done(Request::SetVringKick, &longs(&[1]), &[guest.kick.as_fd()]), "it is nowhere yet");
+    assert!(!peer.done(Request::SetVringKick, &longs(&[1]), &[guest.kick.as_fd()]), "it has no address yet");
     for size in [0, 3, 65536] {
         assert!(!peer.done(Request::SetVringNum, &words(&[1, size]), &[]));
     }
@@ -100,13 +100,13 @@ fn rings_are_refused_that_cannot_be() {
     let bad = [words(&[1, 0]), longs(&[peer::USER + (1 << 20) - 16, peer::USER, peer::USER, 0])].concat();
     assert!(peer.done(Request::SetVringAddr, &bad, &[]));
     assert!(!peer.done(Request::SetVringKick, &longs(&[1]), &[guest.kick.as_fd()]), "it ends outside");
-    assert!(!peer.done(Request::SetVringKick, &longs(&[1 | 1 << 8]), &[]), "nobody polls it");
+    assert!(!peer.done(Request::SetVringKick, &longs(&[1 | 1 << 8]), &[]), "rings are not polled");
     assert!(!peer.done(Request::SetVringKick, &longs(&[1]), &[guest.file.as_fd()]), "a file carries no notifications");
     peer.start(&guest, 0, true);
 }
 
 #[test]
-fn who_says_what_cannot_be_understood_is_sent_away_and_the_next_one_is_served() {
+fn a_front_end_with_invalid_messages_is_disconnected_and_the_next_one_is_served() {
     let served = Served::new();
     let guest = Guest::new(0);
     let many = [guest.file.as_fd(); 9];
@@ -116,8 +116,8 @@ fn who_says_what_cannot_be_understood_is_sent_away_and_the_next_one_is_served() 
         ("an answer", Box::new(|peer| peer.send_raw(1, 1 | 4, &[], &[]))),
         ("a body without end", Box::new(|peer| (&peer.0).write_all(&words(&[5, 1, u32::MAX])).unwrap())),
         ("too many descriptors", Box::new(|peer| peer.send_raw(5, 1, &table(&[]), &many))),
-        ("what nobody knows", Box::new(|peer| peer.send_raw(4711, 1, &[], &[]))),
-        ("features that there are not", Box::new(|peer| peer.send_raw(2, 1, &u64::MAX.to_le_bytes(), &[]))),
+        ("an unknown request", Box::new(|peer| peer.send_raw(4711, 1, &[], &[]))),
+        ("features that were not offered", Box::new(|peer| peer.send_raw(2, 1, &u64::MAX.to_le_bytes(), &[]))),
     ];
     for (what, say) in wrongs {
         let peer = Peer::connect(&served.path);
@@ -128,7 +128,7 @@ fn who_says_what_cannot_be_understood_is_sent_away_and_the_next_one_is_served() 
     let peer = Peer::connect(&served.path);
     peer.negotiate(0);
     peer.send_raw(4711, 1 | 8, &[], &[]);
-    assert_ne!(peer.answer_to(4711), [0; 8], "who can be told may stay");
+    assert_ne!(peer.answer_to(4711), [0; 8], "a front end that gets acknowledgements stays connected");
     assert_eq!(served.device.accepted.load(Ordering::SeqCst), 0b10);
     assert_eq!(served.server.connections(), 7);
 }
@@ -150,7 +150,7 @@ fn a_server_stops_in_the_middle_of_a_message_and_takes_its_socket_with_it() {
 }
 
 #[test]
-fn a_socket_in_use_is_left_alone_and_one_left_behind_is_replaced() {
+fn a_socket_in_use_is_kept_and_a_stale_one_is_replaced() {
     let served = Served::new();
     let device = || Arc::new(Incrementer::default());
     assert!(Server::bind(&served.path, device()).is_err());
@@ -164,7 +164,7 @@ fn a_socket_in_use_is_left_alone_and_one_left_behind_is_replaced() {
     assert!(Server::bind(&path, device()).is_err());
 }
 
-/// Stops the server in a thread, and says how it ended and how long that took.
+/// Stops the server in a thread; returns its result and how long that took.
 fn stop_anyway(mut served: Served) -> (Result<(), limosa_vhost::ServerError>, Duration) {
     let began = Instant::now();
     let (says, said) = std::sync::mpsc::channel();
@@ -172,7 +172,7 @@ fn stop_anyway(mut served: Served) -> (Result<(), limosa_vhost::ServerError>, Du
         let ended = served.stop();
         says.send((ended, began.elapsed())).unwrap();
     });
-    let said = said.recv_timeout(Duration::from_secs(30)).expect("it stops, whatever the front end does");
+    let said = said.recv_timeout(Duration::from_secs(30)).expect("it stops regardless of the front end");
     stopping.join().unwrap();
     said
 }
@@ -187,25 +187,25 @@ fn a_call_descriptor_that_blocks_does_not_keep_a_server_from_stopping() {
     peer.start(&guest, 0, true);
     guest.round_trip(0);
     until("the driver is called", || guest.calls() > 0);
-    // The open file is the front end's as well: it blocks again, and has no room.
+    // The front end shares the open file description: it makes it blocking again, and full.
     rustix::io::ioctl_fionbio(&guest.call, false).unwrap();
     rustix::io::write(&guest.call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     guest.offer(1, [1, 2, 3, 4]);
     guest.kick();
-    until("the buffer comes back, and the call is next", || guest.used() == 2);
+    until("the buffer is given back, and the call is next", || guest.used() == 2);
     let device = served.device.clone();
     let (ended, took) = stop_anyway(served);
     if let Err(error) = ended {
         assert!(matches!(error, limosa_vhost::ServerError::Held { .. }), "{error}");
         assert!(took >= Duration::from_secs(5));
     }
-    // What was held goes on and ends when it is let go.
+    // The blocked threads continue and end when the front end unblocks them.
     assert!(guest.calls() > 0);
     until("the device is reset", || device.resets.load(Ordering::SeqCst) > 0);
-    until("its threads have gone", || Arc::strong_count(&device) == 1);
+    until("its threads have ended", || Arc::strong_count(&device) == 1);
 }
 
-/// As with a page of the guest's memory that never comes.
+/// As with a page of the guest's memory that never arrives.
 #[test]
 fn work_that_does_not_end_does_not_keep_a_server_from_stopping() {
     let served = Served::new();
@@ -223,9 +223,9 @@ fn work_that_does_not_end_does_not_keep_a_server_from_stopping() {
     let error = ended.unwrap_err();
     assert!(matches!(error, limosa_vhost::ServerError::Held { .. }), "{error}");
     assert!(error.to_string().contains(&path.display().to_string()), "{error}");
-    assert!(!path.exists(), "nobody is to connect any more");
+    assert!(!path.exists(), "no front end can connect any more");
     assert_eq!(device.resets.load(Ordering::SeqCst), 0, "not while it works");
     device.stuck.store(false, Ordering::SeqCst);
-    until("its threads have gone", || Arc::strong_count(&device) == 1);
+    until("its threads have ended", || Arc::strong_count(&device) == 1);
     assert!(device.resets.load(Ordering::SeqCst) > 0);
 }

@@ -36,9 +36,9 @@ fn a_buffer_goes_through_the_device_and_its_driver_is_called() {
     assert_eq!(guest.calls(), 0);
 }
 
-/// As a guest moves an interrupt: masked, written, unmasked; the front end has another descriptor for each.
+/// As a guest moves an interrupt: masked, written, unmasked; the front end sets another descriptor for each.
 #[test]
-fn a_driver_whose_call_is_another_one_misses_nothing() {
+fn a_driver_whose_call_descriptor_changes_misses_no_call() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, EVENT_INDEX);
     peer.start(&guest, 0, true);
@@ -50,9 +50,9 @@ fn a_driver_whose_call_is_another_one_misses_nothing() {
     guest.round_trip(1);
     assert_eq!(guest.calls(), 0);
     assert!(peer.done(Request::SetVringCall, &number, &[guest.call.as_fd()]));
-    assert!(guest.calls() > 0, "what came back meanwhile is called for");
+    assert!(guest.calls() > 0, "buffers given back meanwhile cause a call");
 
-    // A ring that does not run has nothing to call for.
+    // A ring that does not run causes no calls.
     peer.base(&guest);
     guest.calls();
     assert!(peer.done(Request::SetVringCall, &number, &[guest.call.as_fd()]));
@@ -60,7 +60,7 @@ fn a_driver_whose_call_is_another_one_misses_nothing() {
 }
 
 #[test]
-fn a_ring_that_is_not_enabled_waits_with_what_it_has() {
+fn a_ring_that_is_not_enabled_keeps_its_buffers() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     peer.start(&guest, 0, false);
@@ -69,14 +69,14 @@ fn a_ring_that_is_not_enabled_waits_with_what_it_has() {
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
     assert_eq!(guest.used(), 0);
     assert!(peer.enable(&guest, true));
-    until("what was offered before comes back", || guest.used() == 1);
+    until("the buffer offered before is given back", || guest.used() == 1);
     assert!(peer.enable(&guest, false));
     guest.offer(1, [1, 2, 3, 4]);
     guest.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
     assert_eq!(guest.used(), 1);
     assert!(peer.enable(&guest, true));
-    until("and what came meanwhile", || guest.used() == 2);
+    until("and the one offered meanwhile", || guest.used() == 2);
 }
 
 #[test]
@@ -87,9 +87,9 @@ fn without_the_protocols_own_feature_a_ring_is_enabled_by_its_start() {
     guest.round_trip(0);
 }
 
-/// As user-mode Linux unloads and loads a driver: rings disabled, never stopped, then features and rings anew.
+/// As user-mode Linux unloads and loads a driver: rings disabled, never stopped, then features and rings again.
 #[test]
-fn a_driver_that_was_unloaded_and_loaded_begins_anew() {
+fn a_driver_that_was_unloaded_and_loaded_starts_from_the_beginning() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     served.device.holds.store(true, Ordering::SeqCst);
@@ -102,7 +102,7 @@ fn a_driver_that_was_unloaded_and_loaded_begins_anew() {
 
     guest.clear();
     let features = peer.ask_number(Request::GetFeatures);
-    // The second time without the protocol's own feature, and then nobody enables anything.
+    // The second time without the protocol's own feature, and then no message enables rings.
     for features in [features, features & !PROTOCOL_FEATURES] {
         assert!(peer.done(Request::SetFeatures, &features.to_le_bytes(), &[]));
     }
@@ -113,18 +113,18 @@ fn a_driver_that_was_unloaded_and_loaded_begins_anew() {
     peer.start(&guest, 0, false);
     guest.round_trip(5);
 
-    // Unloaded again, all that is said is a question.
+    // Unloaded again, the only message is a request for the features.
     peer.ask_number(Request::GetFeatures);
     guest.clear();
     served.device.front_end().kick(1);
     guest.offer(0, [1, 2, 3, 4]);
     guest.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
-    assert_eq!(guest.used(), 0, "the memory may be anything by now");
+    assert_eq!(guest.used(), 0, "the memory may have been reused");
 }
 
 #[test]
-fn a_ring_that_stops_names_the_first_buffer_that_did_not_come_back() {
+fn a_ring_that_stops_returns_the_index_of_the_first_buffer_that_was_not_given_back() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     peer.start(&guest, 0, true);
@@ -136,18 +136,18 @@ fn a_ring_that_stops_names_the_first_buffer_that_did_not_come_back() {
     guest.kick();
     until("the device holds three", || served.device.held.lock().unwrap().len() == 3);
     assert_eq!(peer.base(&guest), 1);
-    assert_eq!(*served.device.stops.lock().unwrap(), [1], "what it held is the driver's again");
+    assert_eq!(*served.device.stops.lock().unwrap(), [1], "the buffers that it held are the driver's again");
     served.device.holds.store(false, Ordering::SeqCst);
 
     peer.start(&guest, 1, true);
-    until("they come back after all", || guest.used() == 4);
+    until("they are given back after all", || guest.used() == 4);
     assert_eq!((guest.buffer(1), guest.buffer(3)), ([10; 4], [10; 4]));
     assert_eq!(peer.base(&guest), 4);
     assert_eq!(peer.base(&guest), 4, "also if it does not run");
 }
 
 #[test]
-fn who_stops_a_ring_waits_until_the_device_is_out_of_it() {
+fn stopping_a_ring_waits_until_the_device_has_left_it() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     peer.start(&guest, 0, true);
@@ -155,7 +155,7 @@ fn who_stops_a_ring_waits_until_the_device_is_out_of_it() {
     guest.offer(0, [1, 2, 3, 4]);
     guest.kick();
     until("the device works", || served.device.working.load(Ordering::SeqCst));
-    // Configuration is answered all the same.
+    // Configuration requests are answered meanwhile.
     assert_eq!(peer.ask(Request::GetConfig, &[words(&[0, 2, 0]), vec![0; 2]].concat())[12..], [0, 1]);
     peer.tell(Request::GetVringBase, &words(&[1, 0]), &[]);
     peer.0.set_read_timeout(Some(std::time::Duration::from_millis(50))).unwrap();
@@ -182,25 +182,25 @@ fn memory_may_change_under_a_ring_that_runs() {
     assert!(peer.done(Request::AddMemReg, &added, &[more.file.as_fd()]));
     guest.round_trip(1);
     assert_eq!(served.device.memories.lock().unwrap().last().unwrap().regions().len(), 2);
-    assert!(!peer.done(Request::AddMemReg, &added, &[more.file.as_fd()]), "there is something there");
+    assert!(!peer.done(Request::AddMemReg, &added, &[more.file.as_fd()]), "it overlaps another region");
     assert!(peer.done(Request::RemMemReg, &added, &[]));
     assert!(!peer.done(Request::RemMemReg, &added, &[]));
     guest.round_trip(2);
     assert_eq!(served.device.resets.load(Ordering::SeqCst), 0);
     assert_eq!(peer.ask_number(Request::GetMaxMemSlots), 64);
 
-    // The ring's own memory goes: the ring stops, the server does not.
+    // The ring's own memory is removed: the ring stops, the server does not.
     let own = [peer::longs(&[0]), peer::longs(&guest.region())].concat();
     assert!(peer.done(Request::RemMemReg, &own, &[]));
     guest.offer(3, [1, 2, 3, 4]);
     guest.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
     assert_eq!((guest.used(), served.server.faults(Fault::Ring)), (3, 1));
-    assert_eq!(*served.device.stops.lock().unwrap(), [1], "the device hears of it");
+    assert_eq!(*served.device.stops.lock().unwrap(), [1], "the device is notified");
 }
 
 #[test]
-fn a_ring_that_makes_no_sense_is_left_alone_and_the_other_goes_on() {
+fn an_invalid_ring_is_not_processed_and_the_other_continues() {
     let served = Served::new();
     let (peer, mut broken) = ready(&served, 0);
     peer.start(&broken, 0, true);
@@ -210,7 +210,7 @@ fn a_ring_that_makes_no_sense_is_left_alone_and_the_other_goes_on() {
     vm_memory::Bytes::write_obj(&broken.memory, 100_u16, Guest::at(0x2002)).unwrap();
     broken.kick();
     until("it is noticed", || served.server.faults(Fault::Ring) == 1);
-    until("the front end is told", || rustix::io::read(&error, &mut [0; 8]).is_ok());
+    until("the front end is notified", || rustix::io::read(&error, &mut [0; 8]).is_ok());
     broken.kick();
     broken.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
@@ -228,7 +228,7 @@ fn negotiate_again(peer: &Peer, guest: &Guest, features: u64) {
 }
 
 #[test]
-fn a_vm_that_is_stopped_for_a_while_has_the_same_driver_when_it_goes_on() {
+fn a_vm_that_is_paused_has_the_same_driver_when_it_continues() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     let features = peer.ask_number(Request::GetFeatures);
@@ -243,7 +243,7 @@ fn a_vm_that_is_stopped_for_a_while_has_the_same_driver_when_it_goes_on() {
     guest.round_trip(7);
     assert_eq!(served.device.resets.load(Ordering::SeqCst), 0);
     assert_eq!(*served.device.stops.lock().unwrap(), [1, 1, 1]);
-    // A ring that is stopped beside another one says nothing of the driver, wherever it goes on.
+    // A ring that stops while another one runs gives no evidence of another driver, wherever it continues.
     peer.start(&Guest::new(0).beside(&guest), 0, true);
     peer.base(&guest);
     guest.clear();
@@ -264,7 +264,7 @@ fn a_vm_that_is_stopped_for_a_while_has_the_same_driver_when_it_goes_on() {
 }
 
 #[test]
-fn a_ring_that_ran_and_does_not_is_idle() {
+fn a_ring_that_has_run_and_does_not_run_is_idle() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     let front_end = served.device.front_end();
@@ -276,7 +276,7 @@ fn a_ring_that_ran_and_does_not_is_idle() {
         assert_eq!(is_idle(), !enable);
     }
     assert!(peer.share(&guest));
-    assert!(!is_idle(), "it goes on in the new memory");
+    assert!(!is_idle(), "it continues in the new memory");
     peer.base(&guest);
     assert!(is_idle() && !front_end.is_idle(0) && !front_end.is_idle(64));
     peer.start(&guest, 0, true);
@@ -293,19 +293,19 @@ fn a_ring_that_ran_and_does_not_is_idle() {
     assert!(!is_idle());
     peer.base(&guest);
     assert!(peer.done(Request::ResetDevice, &[], &[]));
-    assert!(!is_idle(), "another driver is about to come");
+    assert!(!is_idle(), "another driver is about to start");
 }
 
 #[test]
-fn the_device_hears_what_is_accepted_behind_every_reset() {
+fn the_device_gets_the_accepted_features_after_every_reset() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     let accepted = || served.device.accepted.swap(99, Ordering::SeqCst);
     assert_eq!(accepted(), 0b10);
     peer.start(&guest, 0, true);
     guest.round_trip(0);
-    assert_eq!(accepted(), 99, "once for a driver");
-    // Another driver, which nobody has told of.
+    assert_eq!(accepted(), 99, "once per driver");
+    // Another driver, without an announcement.
     assert_eq!(peer.base(&guest), 1);
     guest.clear();
     peer.start(&guest, 0, true);
@@ -321,7 +321,7 @@ fn the_device_hears_what_is_accepted_behind_every_reset() {
 
 /// As when a server was killed, or its VM was moved to this one.
 #[test]
-fn the_device_hears_of_a_driver_that_was_another_servers() {
+fn the_device_is_notified_of_a_driver_that_another_server_had() {
     let served = Served::new();
     let inherited = || served.device.inherited.load(Ordering::SeqCst);
     let (peer, mut guest) = ready(&served, 0);
@@ -332,7 +332,7 @@ fn the_device_hears_of_a_driver_that_was_another_servers() {
     negotiate_again(&peer, &guest, features);
     peer.start(&guest, base, true);
     guest.round_trip(1);
-    assert_eq!(inherited(), 0, "it began here, and the VM was stopped for a while");
+    assert_eq!(inherited(), 0, "it started here, and the VM was paused");
     drop(peer);
 
     let peer = Peer::connect(&served.path);
@@ -348,7 +348,7 @@ fn the_device_hears_of_a_driver_that_was_another_servers() {
     peer.start(&first, first.used(), true);
     assert_eq!(inherited(), 1, "once");
 
-    // The VM is loaded as it was at another moment.
+    // The VM is loaded in an earlier state.
     let (at, _) = (peer.base(&guest), peer.base(&first));
     negotiate_again(&peer, &guest, features);
     peer.start(&guest, at.wrapping_sub(1), true);
@@ -371,7 +371,7 @@ fn a_driver_whose_rings_begin_at_the_beginning_is_another_one() {
     assert_eq!(served.device.resets.load(Ordering::SeqCst), 1);
     guest.round_trip(3);
 
-    // One that wants something else is another one wherever it begins.
+    // A driver with other features is another one, wherever its rings begin.
     let base = peer.base(&guest);
     negotiate_again(&peer, &guest, features & !0b10);
     assert_eq!(served.device.resets.load(Ordering::SeqCst), 2);
@@ -380,11 +380,11 @@ fn a_driver_whose_rings_begin_at_the_beginning_is_another_one() {
 }
 
 #[test]
-fn a_ring_that_ran_when_another_driver_was_noticed_loses_nothing() {
+fn a_ring_that_ran_when_another_driver_was_detected_loses_nothing() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     let features = peer.ask_number(Request::GetFeatures);
-    // The first queue, at another place of the same memory.
+    // The first queue, at another address in the same memory.
     let mut first = Guest::new(0).beside(&guest);
     peer.start(&first, 0, true);
     peer.start(&guest, 0, true);
@@ -393,7 +393,7 @@ fn a_ring_that_ran_when_another_driver_was_noticed_loses_nothing() {
     first.clear();
     guest.clear();
     negotiate_again(&peer, &guest, features);
-    // Where the first one begins says nothing, so it runs, and the device takes something out of it.
+    // The index at which the first one begins is no evidence, so it runs, and the device takes a buffer out of it.
     served.device.holds.store(true, Ordering::SeqCst);
     peer.start(&first, 0, true);
     first.offer(0, [5; 4]);

@@ -73,7 +73,7 @@ fn rust_vmms_front_end_sets_everything_up_and_stops_it() {
     peer.set_vring_enable(1, true).unwrap();
     guest.offer(4, [1, 2, 3, 4]);
     kick.write(1).unwrap();
-    until("the buffer comes back", || guest.used() == 1);
+    until("the buffer is given back", || guest.used() == 1);
     assert_eq!(guest.buffer(4), [2, 3, 4, 5]);
     until("the driver is called", || call.read().is_ok());
 

@@ -9,11 +9,11 @@ use limosa_testkit::{Uml, UmlGuest, on_uml};
 use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
 use vm_memory::Bytes as _;
 
-/// The least that is a balloon: it counts the pages that it gets, and gives none of them to anybody.
+/// A minimal balloon: it counts the pages that it gets, and does not give them back to the host.
 #[derive(Default)]
 struct Balloon {
     target: AtomicU32,
-    /// As the driver says.
+    /// The size that the driver reports.
     actual: AtomicU32,
     inflated: AtomicU64,
     deflated: AtomicU64,
@@ -137,17 +137,17 @@ fn the_driver_follows_changes_and_comes_back_after_it_was_unloaded() {
         assert!(ram.regions().iter().all(|region| region.guest_address == region.file_offset));
         let free = guest.uml.meminfo("MemFree").unwrap();
         guest.inflate_to(8192);
-        assert!(guest.uml.meminfo("MemFree").unwrap() < free - 30_000, "32 MiB have gone");
+        assert!(guest.uml.meminfo("MemFree").unwrap() < free - 30_000, "32 MiB are gone");
         guest.inflate_to(1000);
         assert_eq!(balloon.inflated.load(Ordering::SeqCst) - balloon.deflated.load(Ordering::SeqCst), 1000);
 
         for round in 1..4 {
             guest.uml.shell("rmmod virtio_balloon").unwrap();
             balloon.actual.store(0, Ordering::SeqCst);
-            // Nobody is there to be told, and the rings' memory is the guest's again.
+            // There is no driver to notify, and the rings' memory is the guest's again.
             balloon.front_end.lock().unwrap().as_ref().unwrap().kick(0);
             guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
-            until("the driver has begun anew", || balloon.actual.load(Ordering::SeqCst) == 999 + round);
+            until("the driver has started again", || balloon.actual.load(Ordering::SeqCst) == 999 + round);
             guest.inflate_to(1000 + round);
             assert!(balloon.resets.load(Ordering::SeqCst) >= u64::from(round));
         }

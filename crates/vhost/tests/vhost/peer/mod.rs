@@ -1,4 +1,4 @@
-//! A front end, its guest's memory and a driver of one ring, written for the tests alone; and a device for the other end.
+//! A front end, its guest's memory and a driver of one ring, written for these tests; and a device for the other end.
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of the tests")]
 #![allow(dead_code, reason = "each file of tests uses a part of it")]
 
@@ -23,21 +23,21 @@ use rustix::net::{
 };
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
-/// How long anything may take that has to happen.
+/// Time limit of everything that is waited for.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// Waits until it is so.
+/// Waits until the condition is true.
 pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
     let end = Instant::now() + LIMIT;
     while !so() {
-        assert!(Instant::now() < end, "still not: {what}");
+        assert!(Instant::now() < end, "timeout: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 // ---- the device
 
-/// Adds one to every byte that it is given; holds buffers back while it is told to.
+/// Adds one to every byte of a buffer; holds buffers while a test requests it.
 #[derive(Default)]
 pub(crate) struct Incrementer {
     pub(crate) holds: AtomicBool,
@@ -52,14 +52,14 @@ pub(crate) struct Incrementer {
     pub(crate) written: Mutex<Vec<(u32, Vec<u8>)>>,
     /// Heads in the order in which they were taken.
     pub(crate) seen: Mutex<Vec<u16>>,
-    /// Set: `work` waits until it is taken back.
+    /// If set, `work` waits until it is cleared.
     pub(crate) stuck: AtomicBool,
     pub(crate) working: AtomicBool,
 }
 
 impl Incrementer {
     pub(crate) fn front_end(&self) -> FrontEnd {
-        self.front_end.lock().unwrap().clone().expect("somebody is attached")
+        self.front_end.lock().unwrap().clone().expect("a front end is attached")
     }
 }
 
@@ -166,7 +166,7 @@ impl Served {
         Self { device, server, path, stopper, thread, _folder: folder }
     }
 
-    /// Stops it, and says how it ended.
+    /// Stops it; returns its result.
     pub(crate) fn stop(&mut self) -> Result<(), ServerError> {
         self.stopper.stop();
         self.thread.take().map_or(Ok(()), |thread| thread.join().unwrap())
@@ -193,7 +193,7 @@ impl Peer {
         Self(stream)
     }
 
-    /// A message as it stands: number, flags and body.
+    /// A raw message: number, flags and body.
     pub(crate) fn send_raw(&self, request: u32, flags: u32, body: &[u8], descriptors: &[BorrowedFd<'_>]) {
         let mut bytes = [request, flags, body.len() as u32].map(u32::to_le_bytes).concat();
         bytes.extend_from_slice(body);
@@ -216,7 +216,7 @@ impl Peer {
         let mut descriptors = Vec::new();
         self.get(&mut header, &mut descriptors)?;
         let field = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
-        assert_eq!((field(0), field(4)), (request.number(), 5), "an answer to what was asked, of version 1");
+        assert_eq!((field(0), field(4)), (request.number(), 5), "a reply to the request, of version 1");
         let mut body = vec![0; field(8) as usize];
         self.get(&mut body, &mut descriptors)?;
         Some((body, descriptors))
@@ -258,18 +258,18 @@ impl Peer {
         u64::from_le_bytes(self.ask(request, &[]).try_into().unwrap())
     }
 
-    /// Whether it was done; only for who has negotiated `REPLY_ACK`.
+    /// Whether it succeeded; only after `REPLY_ACK` was negotiated.
     pub(crate) fn done(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> bool {
         self.send_raw(request.number(), 1 | 8, body, descriptors);
         let (body, _) = self.answer(request).expect("the server answers");
         u64::from_le_bytes(body.try_into().unwrap()) == 0
     }
 
-    /// Everything before the rings: all protocol features, and what of the features is not in `without`.
+    /// Everything before the rings: all protocol features, and all features that are not in `without`.
     pub(crate) fn negotiate(&self, without: u64) {
         let features = self.ask_number(Request::GetFeatures);
         let protocol = self.ask_number(Request::GetProtocolFeatures);
-        // The answer that this message negotiates is to itself already.
+        // This message is already acknowledged, as it negotiates.
         assert!(self.done(Request::SetProtocolFeatures, &protocol.to_le_bytes(), &[]));
         self.tell(Request::SetOwner, &[], &[]);
         assert!(self.done(Request::SetFeatures, &(features & !without).to_le_bytes(), &[]));
@@ -300,7 +300,7 @@ impl Peer {
         self.done(Request::SetVringEnable, &words(&[guest.queue, u32::from(enable)]), &[])
     }
 
-    /// Stops a ring and says where whoever starts it goes on.
+    /// Stops a ring; returns the index at which it is to continue.
     pub(crate) fn base(&self, guest: &Guest) -> u16 {
         let body = self.ask(Request::GetVringBase, &words(&[guest.queue, 0]));
         u16::from_le_bytes([body[4], body[5]])
@@ -325,7 +325,7 @@ pub(crate) fn table(regions: &[[u64; 4]]) -> Vec<u8> {
 
 pub(crate) const SIZE: u16 = 8;
 const LENGTH: u64 = 1 << 20;
-/// Where the front end sees the memory's first byte.
+/// The front end's address of the memory's first byte.
 pub(crate) const USER: u64 = 0x7f00_0000_0000;
 const AT: u64 = 0x10_0000;
 
@@ -357,7 +357,7 @@ impl Guest {
         [AT, LENGTH, USER, 0]
     }
 
-    /// The same, in another one's memory and beside its ring.
+    /// The same, in the memory of another guest and next to its ring.
     pub(crate) fn beside(self, other: &Self) -> Self {
         let file = other.file.try_clone().unwrap();
         Self { file, memory: other.memory.clone(), offset: other.offset + 0x10000, ..self }
@@ -377,7 +377,7 @@ impl Guest {
             .concat()
     }
 
-    /// A driver that begins anew: empty rings.
+    /// A driver that starts again: empty rings.
     pub(crate) fn clear(&mut self) {
         self.memory.write_slice(&[0; 0x3000], self.place(0x1000)).unwrap();
         self.offered = 0;
@@ -409,16 +409,16 @@ impl Guest {
         self.memory.read_obj(self.place(0x8000 + u64::from(head) * 16)).unwrap()
     }
 
-    /// Offers, kicks and waits until it has come back.
+    /// Offers, kicks and waits until the buffer is given back.
     pub(crate) fn round_trip(&mut self, head: u16) {
         let before = self.used();
         self.offer(head, [1, 2, 3, 4]);
         self.kick();
-        until("the buffer comes back", || self.used() == before.wrapping_add(1));
+        until("the buffer is given back", || self.used() == before.wrapping_add(1));
         assert_eq!(self.buffer(head), [2, 3, 4, 5]);
     }
 
-    /// How often the driver was called since it was last asked.
+    /// How often the driver was called since the last query.
     pub(crate) fn calls(&self) -> u64 {
         let mut poll = [rustix::event::PollFd::new(&self.call, rustix::event::PollFlags::IN)];
         let zero = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 0 };
