@@ -1,7 +1,7 @@
-//! `cargo xtask messages`: every text that a user of limosa can meet, in one list for an editor to read.
+//! `cargo xtask messages`: every text that a user of limosa or its developers can read, in one list for an editor.
 //!
-//! The help texts are those that the built program prints. The messages are the string literals of the product's crates,
-//! found in the syntax tree: those of errors, of formatting macros, and any other that has several words.
+//! The help texts are those that the built programs print. The messages are the string literals of all crates but the
+//! testkit, found in the syntax tree: those of errors, of formatting macros, and any other that has several words.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,8 +18,11 @@ use syn::{Attribute, Expr, Lit, LitStr, Token};
 
 use crate::shell;
 
-/// Crates whose texts only developers meet.
-const NOT_THE_PRODUCT: [&str; 3] = ["bench", "demo", "testkit"];
+/// The crate whose texts are read only where a test fails.
+const LEFT_OUT: &str = "testkit";
+
+/// The programs, which are named like their packages.
+const PROGRAMS: [&str; 3] = ["limosa", "limosa-bench", "limosa-demo"];
 
 /// Macros whose first literal is a text even if it is one word.
 const MACROS: [&str; 22] = [
@@ -55,7 +58,10 @@ pub(crate) fn run(wanted: &[String]) -> Result<()> {
     let wants = |name: &str| wanted.is_empty() || wanted.iter().any(|word| word == name);
     let mut list = String::new();
     if wants("help") {
-        help(&build()?, &mut Vec::new(), &mut list)?;
+        let folder = build()?;
+        for name in PROGRAMS {
+            help(&folder, &mut vec![name.to_owned()], &mut list)?;
+        }
     }
     for name in crates()?.iter().filter(|name| wants(name)) {
         for file in sources(&shell::workspace().join("crates").join(name).join("src"))? {
@@ -65,27 +71,22 @@ pub(crate) fn run(wanted: &[String]) -> Result<()> {
     std::io::stdout().lock().write_all(list.as_bytes()).context("cannot write the list")
 }
 
-/// The program in its development build.
+/// Builds the programs for development; the folder that they are in.
 fn build() -> Result<PathBuf> {
-    shell::run(Command::new("cargo").current_dir(shell::workspace()).args([
-        "build",
-        "--package",
-        "limosa",
-        "--bin",
-        "limosa",
-    ]))?;
+    let packages = PROGRAMS.into_iter().flat_map(|name| ["--package", name]);
+    shell::run(Command::new("cargo").current_dir(shell::workspace()).args(["build", "--bins"]).args(packages))?;
     let own = std::env::current_exe().context("the path of xtask itself")?;
-    Ok(own.with_file_name("limosa"))
+    Ok(own.parent().context("the folder of xtask itself")?.to_path_buf())
 }
 
-/// The long help of the command that `words` name, then of every command below it.
-fn help(program: &Path, words: &mut Vec<String>, list: &mut String) -> Result<()> {
-    let text = shell::output(Command::new(program).args(words.iter()).arg("--help"))?;
-    let line = ["limosa"].into_iter().chain(words.iter().map(String::as_str)).collect::<Vec<_>>().join(" ");
-    writeln!(list, "== {line} --help\n{text}")?;
+/// The long help of the command that `words` name, its program first, then of every command below it.
+fn help(folder: &Path, words: &mut Vec<String>, list: &mut String) -> Result<()> {
+    let [program, command @ ..] = words.as_slice() else { return Ok(()) };
+    let text = shell::output(Command::new(folder.join(program)).args(command).arg("--help"))?;
+    writeln!(list, "== {} --help\n{text}", words.join(" "))?;
     for below in commands(&text) {
         words.push(below);
-        help(program, words, list)?;
+        help(folder, words, list)?;
         words.pop();
     }
     Ok(())
@@ -104,13 +105,13 @@ fn commands(help: &str) -> Vec<String> {
         .collect()
 }
 
-/// The crates of the product, by the names of their folders, in order.
+/// The crates that are read, by the names of their folders, in order.
 fn crates() -> Result<Vec<String>> {
     let folder = shell::workspace().join("crates");
     let mut names = Vec::new();
     for entry in fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))? {
         let name = entry?.file_name().to_string_lossy().into_owned();
-        if folder.join(&name).join("src").is_dir() && !NOT_THE_PRODUCT.contains(&name.as_str()) {
+        if folder.join(&name).join("src").is_dir() && name != LEFT_OUT {
             names.push(name);
         }
     }
