@@ -13,13 +13,13 @@ use crate::{published, setup, shell};
 
 /// Passed, failed, skipped.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Tally {
+pub(crate) struct TestCounts {
     pub(crate) passed: u64,
     pub(crate) failed: u64,
     pub(crate) skipped: u64,
 }
 
-impl Tally {
+impl TestCounts {
     pub(crate) fn add(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
@@ -39,11 +39,11 @@ pub(crate) fn run() -> Result<()> {
     } else {
         setup::run()?;
     }
-    let mut sum = Tally::default();
+    let mut sum = TestCounts::default();
     let mut failures = Vec::new();
-    let mut note = |name: &str, tally: Tally| {
-        sum.add(tally);
-        if tally.failed > 0 {
+    let mut note = |name: &str, totals: TestCounts| {
+        sum.add(totals);
+        if totals.failed > 0 {
             failures.push(name.to_owned());
         }
     };
@@ -106,22 +106,22 @@ fn has_nextest() -> bool {
     shell::output(Command::new("cargo").args(["nextest", "--version"])).is_ok()
 }
 
-fn check(mut command: Command) -> Tally {
+fn check(mut command: Command) -> TestCounts {
     checked(shell::run(&mut command))
 }
 
-fn checked(result: Result<()>) -> Tally {
+fn checked(result: Result<()>) -> TestCounts {
     if let Err(error) = &result {
         eprintln!("{error:#}");
     }
-    Tally::check(result.is_ok())
+    TestCounts::check(result.is_ok())
 }
 
-fn compared(result: Result<Compared>) -> Tally {
+fn compared(result: Result<Compared>) -> TestCounts {
     match result {
         Ok(Compared::Skipped(why)) => {
             println!("{why}");
-            Tally { skipped: 1, ..Tally::default() }
+            TestCounts { skipped: 1, ..TestCounts::default() }
         }
         result => checked(result.map(drop)),
     }
@@ -129,7 +129,7 @@ fn compared(result: Result<Compared>) -> Tally {
 
 /// Runs the command, shows what it writes, and sums the lines in which it counts tests. A command that fails without
 /// having counted a failure counts as one.
-pub(crate) fn counted(mut command: Command, summary: fn(&str) -> Option<Tally>) -> Result<Tally> {
+pub(crate) fn counted(mut command: Command, summary: fn(&str) -> Option<TestCounts>) -> Result<TestCounts> {
     let line = shell::line(&command);
     println!("+ {line}");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -141,25 +141,25 @@ pub(crate) fn counted(mut command: Command, summary: fn(&str) -> Option<Tally>) 
         (show_and_sum(out, summary), err.join().unwrap_or_default())
     });
     let status = child.wait().with_context(|| format!("waiting for `{line}`"))?;
-    let mut tally = a;
-    tally.add(b);
-    if !status.success() && tally.failed == 0 {
+    let mut totals = a;
+    totals.add(b);
+    if !status.success() && totals.failed == 0 {
         println!("`{line}` failed: {status}");
-        tally.failed = 1;
+        totals.failed = 1;
     }
-    Ok(tally)
+    Ok(totals)
 }
 
-fn show_and_sum(stream: impl Read, summary: fn(&str) -> Option<Tally>) -> Tally {
-    let mut sum = Tally::default();
+fn show_and_sum(stream: impl Read, summary: fn(&str) -> Option<TestCounts>) -> TestCounts {
+    let mut sum = TestCounts::default();
     let mut stream = BufReader::new(stream);
     let mut line = Vec::new();
     // A test may write anything, also what is no UTF-8.
     while stream.read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
         // Nothing can be done about a closed standard output.
         let _ = std::io::stdout().lock().write_all(&line);
-        if let Some(tally) = summary(&String::from_utf8_lossy(&line)) {
-            sum.add(tally);
+        if let Some(totals) = summary(&String::from_utf8_lossy(&line)) {
+            sum.add(totals);
         }
         line.clear();
     }
@@ -167,39 +167,39 @@ fn show_and_sum(stream: impl Read, summary: fn(&str) -> Option<Tally>) -> Tally 
 }
 
 /// `     Summary [   4.463s] 28 tests run: 27 passed (1 slow), 1 failed, 0 skipped`
-fn nextest_summary(line: &str) -> Option<Tally> {
+fn nextest_summary(line: &str) -> Option<TestCounts> {
     let (_, counts) = line.trim_start().strip_prefix("Summary [")?.split_once("run:")?;
-    let mut tally = Tally::default();
+    let mut totals = TestCounts::default();
     // What stands in parentheses, as in `5 passed (1 slow, 1 flaky)`, is counted outside of them already.
     let plain: String = counts.split('(').map(|piece| piece.split_once(')').map_or(piece, |(_, rest)| rest)).collect();
     for part in plain.split(", ") {
         let mut words = part.split_whitespace();
         let (Some(Ok(count)), Some(kind)) = (words.next().map(str::parse::<u64>), words.next()) else { continue };
         match kind {
-            "passed" => tally.passed += count,
-            "skipped" => tally.skipped += count,
+            "passed" => totals.passed += count,
+            "skipped" => totals.skipped += count,
             // "failed", "timed out", "exec failed"
-            _ => tally.failed += count,
+            _ => totals.failed += count,
         }
     }
-    Some(tally)
+    Some(totals)
 }
 
 /// `test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s`
-pub(crate) fn libtest_summary(line: &str) -> Option<Tally> {
+pub(crate) fn libtest_summary(line: &str) -> Option<TestCounts> {
     let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
-    let mut tally = Tally::default();
+    let mut totals = TestCounts::default();
     for part in counts.split("; ") {
         let mut words = part.split_whitespace();
         let (Some(Ok(count)), Some(kind)) = (words.next().map(str::parse::<u64>), words.next()) else { continue };
         match kind {
-            "passed" => tally.passed += count,
-            "failed" => tally.failed += count,
-            "ignored" => tally.skipped += count,
+            "passed" => totals.passed += count,
+            "failed" => totals.failed += count,
+            "ignored" => totals.skipped += count,
             _ => {}
         }
     }
-    Some(tally)
+    Some(totals)
 }
 
 /// The file in which tests that skip themselves leave a line (`LIMOSA_SKIP_LOG`, see limosa-testkit).
@@ -236,21 +236,21 @@ impl Drop for SkipLog {
 mod tests {
     use super::*;
 
-    fn tally(passed: u64, failed: u64, skipped: u64) -> Tally {
-        Tally { passed, failed, skipped }
+    fn totals(passed: u64, failed: u64, skipped: u64) -> TestCounts {
+        TestCounts { passed, failed, skipped }
     }
 
     #[test]
     fn the_summary_of_nextest_is_read_in_all_its_forms() {
         let read = |text| nextest_summary(text).unwrap();
-        assert_eq!(read("     Summary [   4.463s] 28 tests run: 28 passed, 0 skipped\n"), tally(28, 0, 0));
+        assert_eq!(read("     Summary [   4.463s] 28 tests run: 28 passed, 0 skipped\n"), totals(28, 0, 0));
         assert_eq!(
             read(
                 "     Summary [ 120.5s] 24/28 tests run: 20 passed (2 slow, 1 flaky), 2 failed, 2 timed out, 3 skipped"
             ),
-            tally(20, 4, 3)
+            totals(20, 4, 3)
         );
-        assert_eq!(read("Summary [ 0.1s] 1 test run: 0 passed, 1 exec failed, 0 skipped"), tally(0, 1, 0));
+        assert_eq!(read("Summary [ 0.1s] 1 test run: 0 passed, 1 exec failed, 0 skipped"), totals(0, 1, 0));
         assert_eq!(nextest_summary("        PASS [   0.009s] ( 1/28) limosa-page Summary"), None);
     }
 
@@ -258,7 +258,7 @@ mod tests {
     fn the_summary_of_libtest_is_read() {
         let line =
             "test result: FAILED. 12 passed; 1 failed; 2 ignored; 0 measured; 5 filtered out; finished in 0.00s\n";
-        assert_eq!(libtest_summary(line), Some(tally(12, 1, 2)));
+        assert_eq!(libtest_summary(line), Some(totals(12, 1, 2)));
         assert_eq!(libtest_summary("running 5 tests"), None);
     }
 
@@ -266,6 +266,6 @@ mod tests {
     fn a_command_that_fails_without_a_summary_counts_as_one_failure() {
         let mut command = Command::new("sh");
         command.args(["-c", "echo 'test result: ok. 3 passed; 0 failed; 1 ignored'; exit 1"]);
-        assert_eq!(counted(command, libtest_summary).unwrap(), tally(3, 1, 1));
+        assert_eq!(counted(command, libtest_summary).unwrap(), totals(3, 1, 1));
     }
 }

@@ -41,7 +41,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     std::fs::create_dir_all(&built).with_context(|| built.display().to_string())?;
     let flags = flags(&here, &built)?;
     let host = shell::host()?;
-    let mut sum = test::Tally::default();
+    let mut sum = test::TestCounts::default();
     let mut failed = false;
     for (name, which, filter) in RUNS {
         let mut tests = Command::new("cargo");
@@ -56,9 +56,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         tests.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", &flags).env("CARGO_TARGET_DIR", &built);
         let suppressions = here.join("suppressions.txt");
         tests.env("TSAN_OPTIONS", format!("suppressions={} exitcode=66 history_size=4", suppressions.display()));
-        let tally = test::counted(tests, test::libtest_summary)?;
-        failed |= tally.failed > 0;
-        sum.add(tally);
+        let totals = test::counted(tests, test::libtest_summary)?;
+        failed |= totals.failed > 0;
+        sum.add(totals);
     }
     println!("under the thread sanitizer: {} passed, {} failed, {} skipped", sum.passed, sum.failed, sum.skipped);
     if failed { bail!("see the warnings of the sanitizer, and the tests, above") } else { Ok(()) }

@@ -36,18 +36,18 @@ const ALL_MEMORY: &str = "all memory there";
 
 /// How the VM gets to its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum RestoreMethod {
     Limosa { preempt: bool },
     Eager,
     Postcopy { preempt: bool },
 }
 
-const WAYS: &[(&str, Way)] = &[
-    (LAZY, Way::Limosa { preempt: true }),
-    (POSTCOPY, Way::Postcopy { preempt: true }),
-    (LAZY_ONE_CHANNEL, Way::Limosa { preempt: false }),
-    (POSTCOPY_ONE_CHANNEL, Way::Postcopy { preempt: false }),
-    (EAGER, Way::Eager),
+const METHODS: &[(&str, RestoreMethod)] = &[
+    (LAZY, RestoreMethod::Limosa { preempt: true }),
+    (POSTCOPY, RestoreMethod::Postcopy { preempt: true }),
+    (LAZY_ONE_CHANNEL, RestoreMethod::Limosa { preempt: false }),
+    (POSTCOPY_ONE_CHANNEL, RestoreMethod::Postcopy { preempt: false }),
+    (EAGER, RestoreMethod::Eager),
 ];
 
 /// The VMs: sizes, and what they are called.
@@ -99,9 +99,10 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 
 /// Saves the VMs and lets every contestant restore them.
 fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
-    let entries = |case: &str, postcopy: bool| -> Vec<(&'static str, Way)> {
-        let ways = WAYS.iter().filter(|(_, way)| postcopy || !matches!(way, Way::Postcopy { .. }));
-        ways.filter(|(name, _)| options.wants(case, name)).copied().collect()
+    let entries = |case: &str, postcopy: bool| -> Vec<(&'static str, RestoreMethod)> {
+        let methods =
+            METHODS.iter().filter(|(_, method)| postcopy || !matches!(method, RestoreMethod::Postcopy { .. }));
+        methods.filter(|(name, _)| options.wants(case, name)).copied().collect()
     };
     let full_ways = entries(&plan.full_case, true);
     // To send the wide VM by postcopy would take as much memory once more, and shows nothing that the other does not.
@@ -118,8 +119,8 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
         options.tell("saving the VM that is almost empty");
         Some(Stored::sparse(options, plan.wide, plan.content)?)
     };
-    let eager_ways: Vec<_> = Eager::all().filter(|way| options.wants(&plan.eager_case, &way.name())).collect();
-    let eager = if eager_ways.is_empty() {
+    let eager_methods: Vec<_> = Eager::all().filter(|method| options.wants(&plan.eager_case, &method.name())).collect();
+    let eager = if eager_methods.is_empty() {
         None
     } else {
         options.tell("saving the VM that is restored eagerly");
@@ -130,24 +131,24 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
         (&plan.wide_case, wide_ways, wide.as_ref().map(|stored| (stored, None)), plan.content),
     ];
     let mut contestants = Vec::new();
-    for (case, ways, stage, touch) in stages {
+    for (case, methods, stage, touch) in stages {
         let Some((stored, source)) = stage else { continue };
         let frame = Frame { touch: options.touch.unwrap_or(touch) };
-        for (name, way) in ways {
+        for (name, method) in methods {
             let stage = Stage { options, stored, source };
             contestants.push(Contestant {
                 case: case.clone(),
                 variant: name.to_owned(),
-                run: Box::new(move |_| stage.run(way, &frame)),
+                run: Box::new(move |_| stage.run(method, &frame)),
             });
         }
     }
     if let Some((stored, source)) = &eager {
         let frame = Frame { touch: options.touch.unwrap_or(plan.eager) };
-        contestants.extend(eager_ways.into_iter().map(|way| Contestant {
+        contestants.extend(eager_methods.into_iter().map(|method| Contestant {
             case: plan.eager_case.clone(),
-            variant: way.name(),
-            run: Box::new(move |_| way.run(options, stored, source, &frame)),
+            variant: method.name(),
+            run: Box::new(move |_| method.run(options, stored, source, &frame)),
         }));
     }
     ensure!(!contestants.is_empty(), "{}", options.none_selected());

@@ -35,7 +35,7 @@ const FILE: &str = "limosa --via file";
 
 /// How the VM is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum SaveMethod {
     /// limosa, with these arguments.
     Limosa(&'static [&'static str]),
     /// QEMU writes the file with two multifd channels.
@@ -44,17 +44,17 @@ enum Way {
     Nowhere,
 }
 
-/// A variant's name and way, and its most allowed wall time in terms of QEMU's.
-const WAYS: &[(&str, Way, Option<f64>)] = &[
-    (QEMU, Way::Multifd, None),
-    (SOCKET, Way::Limosa(&["--via", "socket"]), Some(1.25)),
-    (SOCKET_2, Way::Limosa(&["--via", "socket", "--channels", "2"]), None),
-    (SOCKET_4, Way::Limosa(&["--via", "socket", "--channels", "4"]), None),
+/// A variant's name and method, and its most allowed wall time in terms of QEMU's.
+const METHODS: &[(&str, SaveMethod, Option<f64>)] = &[
+    (QEMU, SaveMethod::Multifd, None),
+    (SOCKET, SaveMethod::Limosa(&["--via", "socket"]), Some(1.25)),
+    (SOCKET_2, SaveMethod::Limosa(&["--via", "socket", "--channels", "2"]), None),
+    (SOCKET_4, SaveMethod::Limosa(&["--via", "socket", "--channels", "4"]), None),
     // Bytes that do not compress are the worst case; QEMU's own file knows no compression at all.
-    (ZSTD_2, Way::Limosa(&["--via", "socket", "--channels", "2", "--compression", "zstd"]), None),
-    (ZSTD_4, Way::Limosa(&["--via", "socket", "--channels", "4", "--compression", "zstd"]), None),
-    (FILE, Way::Limosa(&["--via", "file"]), Some(1.05)),
-    ("QEMU main channel, thrown away", Way::Nowhere, None),
+    (ZSTD_2, SaveMethod::Limosa(&["--via", "socket", "--channels", "2", "--compression", "zstd"]), None),
+    (ZSTD_4, SaveMethod::Limosa(&["--via", "socket", "--channels", "4", "--compression", "zstd"]), None),
+    (FILE, SaveMethod::Limosa(&["--via", "file"]), Some(1.05)),
+    ("QEMU main channel, thrown away", SaveMethod::Nowhere, None),
 ];
 
 /// Where the file goes.
@@ -85,12 +85,12 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         let memory = &Content { file: random_memory(size)?, size };
         let mut contestants = Vec::new();
         for location in &locations {
-            for &(name, way, _) in WAYS {
+            for &(name, method, _) in METHODS {
                 if options.wants(location.case, name) {
                     contestants.push(Contestant {
                         case: location.case.to_owned(),
                         variant: name.to_owned(),
-                        run: Box::new(move |frame| save(options, location, way, memory, frame)),
+                        run: Box::new(move |frame| save(options, location, method, memory, frame)),
                     });
                 }
             }
@@ -101,7 +101,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("save", machine, options.rounds, &all);
     let why = lacking.unwrap_or_else(|| NOT_RUN.to_owned());
     for location in &locations {
-        for &(name, _, most) in WAYS.iter().filter(|(name, ..)| *name != QEMU) {
+        for &(name, _, most) in METHODS.iter().filter(|(name, ..)| *name != QEMU) {
             let found = ["wall", "cpu"].map(|figure| ratio(&all, location.case, name, QEMU, figure));
             if let Some(most) = most {
                 let got = found.first().and_then(Option::as_ref).map(|ratio| ratio.median);
@@ -115,17 +115,23 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 }
 
 /// Saves a fresh VM once.
-fn save(options: &Options, location: &Location, way: Way, memory: &Content, frame: &Frame) -> Result<Measured> {
+fn save(
+    options: &Options,
+    location: &Location,
+    method: SaveMethod,
+    memory: &Content,
+    frame: &Frame,
+) -> Result<Measured> {
     let scratch = Scratch::new_in(&location.dir)?;
     let path = scratch.path().join("snapshot");
     let vm = Vm::start(&options.qemu, memory.size, Ram::Shared(&memory.file), Role::Source)?;
-    let limosa = match way {
-        Way::Limosa(how) => {
+    let limosa = match method {
+        SaveMethod::Limosa(how) => {
             let sync: &[&str] = if location.durable { &[] } else { &["--no-sync"] };
             let prepared = Prepared::new(options, "save")?.arguments(how).arguments(sync);
             Some(prepared.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &path))
         }
-        Way::Multifd | Way::Nowhere => None,
+        SaveMethod::Multifd | SaveMethod::Nowhere => None,
     };
     // What the last contestant left to be written is not this one's.
     rustix::fs::syncfs(&File::open(scratch.path())?).context("syncfs")?;
@@ -135,17 +141,17 @@ fn save(options: &Options, location: &Location, way: Way, memory: &Content, fram
     let watch = Stopwatch::start(&[vm.pid()])?;
     let mut moved = 0;
     let mut said = Value::Null;
-    match (way, limosa) {
-        (Way::Nowhere, _) => moved = throw_away(&vm)?,
+    match (method, limosa) {
+        (SaveMethod::Nowhere, _) => moved = throw_away(&vm)?,
         (_, Some(prepared)) => said = prepared.start()?.finish()?,
         (_, None) => write_by_qemu(&vm, &path)?,
     }
-    if way == Way::Multifd && location.durable {
+    if method == SaveMethod::Multifd && location.durable {
         make_durable(&path)?;
     }
     let measured = watch.stop()?;
     let qemu = process_cpu(vm.pid())?.saturating_sub(qemu_before);
-    if way != Way::Nowhere {
+    if method != SaveMethod::Nowhere {
         moved = fs::metadata(&path).with_context(|| path.display().to_string())?.blocks() * 512;
     }
     ensure!(moved >= memory.size, "only {moved} of {} bytes were saved", memory.size);

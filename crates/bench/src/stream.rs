@@ -24,7 +24,7 @@ use anyhow::{Result, ensure};
 use limosa_channel::ZeroCopy;
 
 pub use ends::serve as serve_end;
-pub(crate) use ends::{Source, Stress, Way, ZeroPages};
+pub(crate) use ends::{SendOptions, Source, Stress, ZeroPages};
 pub(crate) use stage::{Link, Stage};
 
 use crate::Options;
@@ -97,8 +97,8 @@ enum Pair {
 impl Pair {
     const ALL: [Self; 6] = [Self::Limosa, Self::Copying, Self::Faulting, Self::Plain, Self::Qemu, Self::QemuReno];
 
-    fn way(self, channels: u8) -> Way {
-        let way = Way::multifd(channels);
+    fn way(self, channels: u8) -> SendOptions {
+        let way = SendOptions::multifd(channels);
         match self {
             Self::Copying => way.leaving(ZeroCopy::Off),
             Self::Faulting => way.faulting(),

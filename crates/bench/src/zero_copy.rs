@@ -19,7 +19,7 @@ use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::namespaces::Cable;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
-use crate::stream::{Link, SENDER_PER_GIB, Stage, Stress, Way, words};
+use crate::stream::{Link, SENDER_PER_GIB, SendOptions, Stage, Stress, words};
 
 /// Multifd channels.
 const CHANNELS: [u8; 4] = [1, 2, 4, 8];
@@ -93,7 +93,7 @@ fn contestant<'s>(
     method: ZeroCopy,
     channels: u8,
 ) -> Contestant<'s> {
-    let way = Way::multifd(channels).leaving(method);
+    let way = SendOptions::multifd(channels).leaving(method);
     let run = move |_: &Frame| {
         let begin = || if cell.stressed { stress.borrow_mut().begin() } else { Ok(()) };
         let measured = stage.send(cell.link, way, Caches::Cold, begin);

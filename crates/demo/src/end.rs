@@ -24,7 +24,7 @@ use crate::report::MemoryReport;
 use crate::settings::Settings;
 use crate::state::{Role, State, advice};
 use crate::witness::Witness;
-use orders::{Desk, Order};
+use orders::{Coordinator, Order};
 use vm::Vm;
 
 /// How long the other end may take to connect or to be reached.
@@ -35,7 +35,7 @@ struct End {
     settings: Settings,
     /// What its connections are encrypted with, if they are.
     tls: Option<Tls>,
-    desk: Arc<Desk>,
+    coordinator: Arc<Coordinator>,
     socket: ControlSocket,
     orders: Receiver<Order>,
     vm: Vm,
@@ -72,15 +72,15 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     let tls = tls.map_err(|error| DemoError::Settings(error.to_string()))?;
     end_with_input()?;
     let witness = Witness::open(Path::new(witness), role.name()).map_err(DemoError::system("the witness"))?;
-    let (desk, orders) = Desk::new(role, control.clone());
-    let vm = Vm::new(&settings, role, witness, Arc::clone(&desk))?;
-    let commands = Arc::clone(&desk);
+    let (coordinator, orders) = Coordinator::new(role, control.clone());
+    let vm = Vm::new(&settings, role, witness, Arc::clone(&coordinator))?;
+    let commands = Arc::clone(&coordinator);
     let socket = ControlSocket::listen_for(Path::new(control), commands)
         .map_err(DemoError::system(format!("cannot listen at {control}")))?;
     if role == Role::Source {
         vm.run().map_err(|error| DemoError::Guest(error.to_string()))?;
     }
-    let end = End { settings, tls, desk, socket, orders, vm };
+    let end = End { settings, tls, coordinator, socket, orders, vm };
     end.serve()
 }
 
@@ -108,7 +108,7 @@ impl End {
 
     /// Looks at all of the memory, for `query-verify-memory`.
     fn verify(&self) {
-        let found = match self.vm.verify(self.desk.is_running()) {
+        let found = match self.vm.verify(self.coordinator.is_running()) {
             Ok((found, free)) => MemoryReport {
                 pages: found.pages,
                 zero_pages: found.zero_pages,
@@ -120,13 +120,13 @@ impl End {
             },
             Err(error) => MemoryReport { error: Some(error.to_string()), ..MemoryReport::default() },
         };
-        self.desk.verified(serde_json::to_value(found).unwrap_or_default());
+        self.coordinator.verified(serde_json::to_value(found).unwrap_or_default());
     }
 
     /// A migration begins.
     fn begin(&self) -> Migration {
         let job = Migration { control: Control::new(), progress: Progress::new(), cpu: CpuTime::now() };
-        self.desk.begin(&job.control);
+        self.coordinator.begin(&job.control);
         self.socket.turn_to(Job::Live, job.control.clone(), job.progress.clone());
         job
     }
@@ -134,7 +134,7 @@ impl End {
     /// The same migration goes on over another connection.
     fn begin_again(&self, before: &Migration) -> Migration {
         let (control, progress) = (Control::new(), before.progress.clone());
-        self.desk.begin(&control);
+        self.coordinator.begin(&control);
         self.socket.turn_to(Job::Live, control.clone(), progress.clone());
         Migration { control, progress, cpu: before.cpu }
     }
@@ -142,8 +142,8 @@ impl End {
     /// Prints that the operator has to decide, and waits for the order.
     fn ask(&self, state: State, why: &str) -> Order {
         // Printed first: a reader of the state finds the advice already there.
-        tell(&advice(self.desk.role(), state, self.desk.socket(), why));
-        self.desk.turn(state, Some(why.to_owned()));
+        tell(&advice(self.coordinator.role(), state, self.coordinator.socket(), why));
+        self.coordinator.turn(state, Some(why.to_owned()));
         // Without a socket no order can arrive any more: as if discarded.
         self.orders.recv().unwrap_or(Order::Discard)
     }

@@ -193,9 +193,9 @@ pub enum GuestError {
 
     /// It has no state yet: it waits for [`Guest::load`].
     #[error("the guest has not been given its state yet")]
-    Unborn,
+    NoState,
 
-    /// Only a guest that stands still can do that.
+    /// Only a paused guest can do that.
     #[error("{0} is only possible while the guest is paused")]
     NotPaused(&'static str),
 
@@ -221,12 +221,12 @@ pub enum GuestError {
         found_in: u64,
     },
 
-    /// A writer of it ended.
+    /// A writer of it has failed.
     #[error("a writer of guest {kind} failed: {why}")]
-    Died {
+    Failed {
         /// Which.
         kind: GuestKind,
-        /// Of what.
+        /// The reason.
         why: String,
     },
 
@@ -250,7 +250,7 @@ pub enum GuestError {
     Log(#[from] LogError),
 }
 
-/// A built-in guest. It stands still when it is made. Dropping it ends it.
+/// A built-in guest. It is paused when it is made. Dropping it ends it.
 pub trait Guest: Send + Sync {
     /// Which it is.
     fn kind(&self) -> GuestKind;
@@ -270,7 +270,7 @@ pub trait Guest: Send + Sync {
     /// Lets it run, or go on.
     ///
     /// # Errors
-    /// It has no state, or a writer has died.
+    /// It has no state, or a writer has failed.
     fn run(&self) -> Result<(), GuestError>;
 
     /// Stops it. On success nothing writes its memory any more, and what was written is in the dirty logs.
@@ -278,7 +278,7 @@ pub trait Guest: Send + Sync {
     /// A writer that waits for a page (in postcopy) is waited for.
     ///
     /// # Errors
-    /// A writer has died; the others stand still.
+    /// A writer has failed; the others are paused.
     fn pause(&self) -> Result<(), GuestError>;
 
     /// Changes how fast it writes.

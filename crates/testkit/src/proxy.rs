@@ -22,7 +22,7 @@ pub enum Direction {
 }
 
 #[derive(Debug, Default)]
-struct Lane {
+struct DirectionState {
     passed: u64,
     stalled: bool,
     cut_at: Option<u64>,
@@ -32,7 +32,7 @@ struct Lane {
 
 #[derive(Debug, Default)]
 struct State {
-    lanes: [Lane; 2],
+    directions: [DirectionState; 2],
     connections: Vec<(UnixStream, UnixStream)>,
     accepted: usize,
     /// Cuts so far: a connection that was being made when one came is cut too.
@@ -40,7 +40,7 @@ struct State {
     closed: bool,
 }
 
-impl Lane {
+impl DirectionState {
     /// Stalls if the byte has come at which to.
     fn stall_if_due(&mut self) {
         if self.stall_at.is_some_and(|at| self.passed >= at) {
@@ -50,13 +50,13 @@ impl Lane {
     }
 }
 
-type Shared = Arc<(Mutex<State>, Condvar)>;
+type SharedState = Arc<(Mutex<State>, Condvar)>;
 
 /// The forwarder; dropping it closes every connection through it.
 #[derive(Debug)]
 pub struct Proxy {
     path: PathBuf,
-    shared: Shared,
+    shared: SharedState,
 }
 
 impl Proxy {
@@ -66,7 +66,7 @@ impl Proxy {
     /// The path cannot be bound.
     pub fn start(path: &Path, target: &Path) -> Result<Self> {
         let listener = UnixListener::bind(path).with_context(|| format!("binding {}", path.display()))?;
-        let shared = Shared::default();
+        let shared = SharedState::default();
         let (state, target) = (Arc::clone(&shared), target.to_path_buf());
         std::thread::spawn(move || accept(&listener, &target, &state));
         Ok(Self { path: path.to_path_buf(), shared })
@@ -79,7 +79,7 @@ impl Proxy {
 
     /// Bytes that went through so far, over all connections.
     pub fn passed(&self, direction: Direction) -> u64 {
-        lane(&mut self.lock(), direction).passed
+        state_of(&mut self.lock(), direction).passed
     }
 
     /// Connections made so far.
@@ -89,33 +89,33 @@ impl Proxy {
 
     /// Lets nothing through until [`Proxy::go_on`]; the connections stay open.
     pub fn stall(&self, direction: Direction) {
-        lane(&mut self.lock(), direction).stalled = true;
+        state_of(&mut self.lock(), direction).stalled = true;
     }
 
     /// Stalls when exactly `byte` bytes in all have gone through in this direction.
     pub fn stall_at(&self, direction: Direction, byte: u64) {
         let mut state = self.lock();
-        let lane = lane(&mut state, direction);
-        lane.stall_at = Some(byte);
-        lane.stall_if_due();
+        let flow = state_of(&mut state, direction);
+        flow.stall_at = Some(byte);
+        flow.stall_if_due();
     }
 
     /// Waits until this direction is stalled: false if that does not come about in time.
     pub fn wait_stalled(&self, direction: Direction, within: Duration) -> bool {
-        let not_yet = |state: &mut State| !lane(state, direction).stalled;
+        let not_yet = |state: &mut State| !state_of(state, direction).stalled;
         let waited = self.shared.1.wait_timeout_while(self.lock(), within, not_yet);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     /// Ends a stall.
     pub fn go_on(&self, direction: Direction) {
-        lane(&mut self.lock(), direction).stalled = false;
+        state_of(&mut self.lock(), direction).stalled = false;
         self.shared.1.notify_all();
     }
 
     /// Closes all connections, both ways, when exactly `byte` bytes in all have gone through in this direction.
     pub fn cut_at(&self, direction: Direction, byte: u64) {
-        lane(&mut self.lock(), direction).cut_at = Some(byte);
+        state_of(&mut self.lock(), direction).cut_at = Some(byte);
         self.shared.1.notify_all();
     }
 
@@ -127,7 +127,7 @@ impl Proxy {
 
     /// Holds every piece back for `delay` before it is passed on.
     pub fn delay(&self, direction: Direction, delay: Duration) {
-        lane(&mut self.lock(), direction).delay = delay;
+        state_of(&mut self.lock(), direction).delay = delay;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -148,12 +148,12 @@ impl Drop for Proxy {
     }
 }
 
-fn lock(shared: &Shared) -> MutexGuard<'_, State> {
+fn lock(shared: &SharedState) -> MutexGuard<'_, State> {
     shared.0.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn lane(state: &mut State, direction: Direction) -> &mut Lane {
-    let [forward, backward] = &mut state.lanes;
+fn state_of(state: &mut State, direction: Direction) -> &mut DirectionState {
+    let [forward, backward] = &mut state.directions;
     match direction {
         Direction::Forward => forward,
         Direction::Backward => backward,
@@ -169,7 +169,7 @@ fn cut(state: &mut State) {
     }
 }
 
-fn accept(listener: &UnixListener, target: &Path, shared: &Shared) {
+fn accept(listener: &UnixListener, target: &Path, shared: &SharedState) {
     while let Ok((near, _)) = listener.accept() {
         let state = lock(shared);
         if state.closed {
@@ -198,7 +198,7 @@ fn accept(listener: &UnixListener, target: &Path, shared: &Shared) {
 }
 
 /// Passes bytes on until one side closes; the close is passed on too, for this direction alone.
-fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, shared: &Shared) {
+fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, shared: &SharedState) {
     let mut buffer = vec![0; 1 << 16];
     loop {
         let length = match from.read(&mut buffer) {
@@ -224,12 +224,12 @@ fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, share
             }
             piece = later;
             let mut state = lock(shared);
-            let lane = lane(&mut state, direction);
-            lane.passed += now.len() as u64;
-            lane.stall_if_due();
+            let flow = state_of(&mut state, direction);
+            flow.passed += now.len() as u64;
+            flow.stall_if_due();
             shared.1.notify_all();
-            if lane.cut_at.is_some_and(|at| lane.passed >= at) {
-                lane.cut_at = None;
+            if flow.cut_at.is_some_and(|at| flow.passed >= at) {
+                flow.cut_at = None;
                 cut(&mut state);
                 return;
             }
@@ -238,23 +238,23 @@ fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, share
     let _ = to.shutdown(Shutdown::Write);
 }
 
-/// Waits while the lane is stalled; says how many of `wanted` bytes may go (0: all is over) and how long to hold them.
-fn admit(shared: &Shared, direction: Direction, wanted: usize) -> (usize, Duration) {
+/// Waits while the direction is stalled; says how many of `wanted` bytes may go (0: all is over) and how long to hold them.
+fn admit(shared: &SharedState, direction: Direction, wanted: usize) -> (usize, Duration) {
     let mut state = lock(shared);
     loop {
         if state.closed {
             return (0, Duration::ZERO);
         }
-        let lane = lane(&mut state, direction);
-        if !lane.stalled {
-            let left = lane.cut_at.map_or(u64::MAX, |at| at.saturating_sub(lane.passed));
+        let flow = state_of(&mut state, direction);
+        if !flow.stalled {
+            let left = flow.cut_at.map_or(u64::MAX, |at| at.saturating_sub(flow.passed));
             if left == 0 {
-                lane.cut_at = None;
+                flow.cut_at = None;
                 cut(&mut state);
                 return (0, Duration::ZERO);
             }
-            let left = lane.stall_at.map_or(left, |at| left.min(at.saturating_sub(lane.passed)));
-            return (wanted.min(usize::try_from(left).unwrap_or(usize::MAX)), lane.delay);
+            let left = flow.stall_at.map_or(left, |at| left.min(at.saturating_sub(flow.passed)));
+            return (wanted.min(usize::try_from(left).unwrap_or(usize::MAX)), flow.delay);
         }
         state = shared.1.wait(state).unwrap_or_else(PoisonError::into_inner);
     }

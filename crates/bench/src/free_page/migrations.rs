@@ -14,7 +14,7 @@ use crate::Options;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, millis};
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
-use crate::stream::{Source, Transport, Way};
+use crate::stream::{SendOptions, Source, Transport};
 
 /// Multifd channels.
 const CHANNELS: u8 = 2;
@@ -91,7 +91,7 @@ fn migrate(options: &Options, guest: &mut uml::Guest, hints: bool) -> Result<Mea
     let asked = if hints { Some(guest.ask()?) } else { None };
     let (list, took) = asked.unwrap_or_default();
     let free = list.iter().map(|range| place(range.start)..place(range.end)).collect();
-    let sent = source.send_but(Transport::Tcp, Way::multifd(CHANNELS), free, || frame.touch());
+    let sent = source.send_but(Transport::Tcp, SendOptions::multifd(CHANNELS), free, || frame.touch());
     if hints {
         guest.done()?;
     }

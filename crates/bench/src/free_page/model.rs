@@ -29,9 +29,9 @@ use crate::stream::words;
 const HUGE: u64 = 2 << 20;
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// How the guest says which pages it gives away.
+/// How the guest reports which pages it gives away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum ReportFormat {
     /// In arrays of so many page numbers.
     Arrays(usize),
     /// In arrays of all numbers of a piece of 2 MiB.
@@ -40,35 +40,35 @@ enum Way {
     Bitmap,
 }
 
-const WAYS: [(Way, Pieces); 6] = [
-    (Way::Arrays(256), Pieces::Runs),
-    (Way::Arrays(16_384), Pieces::Runs),
-    (Way::Huge, Pieces::Runs),
-    (Way::Bitmap, Pieces::Runs),
-    (Way::Arrays(256), Pieces::Pages),
-    (Way::Arrays(16_384), Pieces::Pages),
+const FORMATS: [(ReportFormat, Pieces); 6] = [
+    (ReportFormat::Arrays(256), Pieces::Runs),
+    (ReportFormat::Arrays(16_384), Pieces::Runs),
+    (ReportFormat::Huge, Pieces::Runs),
+    (ReportFormat::Bitmap, Pieces::Runs),
+    (ReportFormat::Arrays(256), Pieces::Pages),
+    (ReportFormat::Arrays(16_384), Pieces::Pages),
 ];
 
 fn case(memory: u64) -> String {
     format!("{} resident, a model of the driver", words(taken(memory)))
 }
 
-fn variant((way, pieces): (Way, Pieces)) -> String {
-    let way = match way {
-        Way::Arrays(numbers) => format!("arrays of {numbers}"),
-        Way::Huge => "pieces of 2 MiB".into(),
-        Way::Bitmap => "one bitmap".into(),
+fn variant((format, pieces): (ReportFormat, Pieces)) -> String {
+    let format = match format {
+        ReportFormat::Arrays(numbers) => format!("arrays of {numbers}"),
+        ReportFormat::Huge => "pieces of 2 MiB".into(),
+        ReportFormat::Bitmap => "one bitmap".into(),
     };
     let pieces = if pieces == Pieces::Runs { "run" } else { "page" };
-    format!("inflate, {way}, a discard for each {pieces}")
+    format!("inflate, {format}, a discard for each {pieces}")
 }
 
 pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
     let mut contestants = Vec::new();
-    for way in WAYS {
-        let (case, variant) = (case(memory), variant(way));
+    for format in FORMATS {
+        let (case, variant) = (case(memory), variant(format));
         if options.wants(&case, &variant) {
-            contestants.push(Contestant { case, variant, run: Box::new(move |_: &Frame| inflate(memory, way)) });
+            contestants.push(Contestant { case, variant, run: Box::new(move |_: &Frame| inflate(memory, format)) });
         }
     }
     if contestants.is_empty() {
@@ -78,15 +78,15 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
 }
 
 pub(super) fn judge(report: &mut Report, all: &[Series], memory: u64) {
-    for (way, pieces) in WAYS.into_iter().filter(|(way, _)| *way != Way::Arrays(256)) {
-        let plain = variant((Way::Arrays(256), pieces));
+    for (format, pieces) in FORMATS.into_iter().filter(|(format, _)| *format != ReportFormat::Arrays(256)) {
+        let plain = variant((ReportFormat::Arrays(256), pieces));
         for figure in ["wall", "cpu"] {
-            report.ratios.extend(ratio(all, &case(memory), &variant((way, pieces)), &plain, figure));
+            report.ratios.extend(ratio(all, &case(memory), &variant((format, pieces)), &plain, figure));
         }
     }
 }
 
-fn inflate(memory: u64, (way, pieces): (Way, Pieces)) -> Result<Measured> {
+fn inflate(memory: u64, (format, pieces): (ReportFormat, Pieces)) -> Result<Measured> {
     let free = memory - taken(memory)..memory;
     let block = BlockOptions::memfd("pc.ram", memory).map()?;
     let (file, _) = block.file().context("a memfd")?;
@@ -95,10 +95,10 @@ fn inflate(memory: u64, (way, pieces): (Way, Pieces)) -> Result<Measured> {
     let ram = Arc::new(GuestMemory::new(vec![block])?);
     let discards = Arc::new(Discards::default());
     discards.begin(pieces);
-    let array = match way {
-        Way::Bitmap => return by_bitmap(&ram, free, &discards),
-        Way::Arrays(numbers) => numbers,
-        Way::Huge => usize::try_from(HUGE / PAGE_SIZE)?,
+    let array = match format {
+        ReportFormat::Bitmap => return by_bitmap(&ram, free, &discards),
+        ReportFormat::Arrays(numbers) => numbers,
+        ReportFormat::Huge => usize::try_from(HUGE / PAGE_SIZE)?,
     };
     let balloon = Arc::new(Balloon::new(DeviceOptions::default()));
     let timed = discards.clone();
@@ -114,7 +114,7 @@ fn inflate(memory: u64, (way, pieces): (Way, Pieces)) -> Result<Measured> {
         let front_end = Arc::new(FrontEnd::connect(&path, ram.clone())?);
         let rings: GuestMemoryMmap<_> = rust_vmm::export(&ram)?;
         let machine = Machine::over(front_end, Arc::new(rings), 1 << 20);
-        let piece = if way == Way::Huge { HUGE } else { PAGE_SIZE };
+        let piece = if format == ReportFormat::Huge { HUGE } else { PAGE_SIZE };
         let pages = Allocator { blocks: Blocks::new(free.clone()), piece, rest: 0..0, took: Duration::ZERO };
         let pages = Arc::new(Mutex::new(pages));
         let mut driver = Driver::probe(machine, pages.clone(), Features::NONE)?.with_arrays_of(array);

@@ -1,4 +1,4 @@
-//! One run of each way.
+//! One run of each method.
 
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, SystemTime};
@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use limosa_qemu::monitor::{MigrationStatus, Settings};
 use serde_json::Value;
 
-use super::Way;
+use super::RestoreMethod;
 use super::stored::{Stored, wait_beat};
 use crate::Options;
 use crate::frame::Frame;
@@ -58,19 +58,19 @@ impl Times {
 
 impl Stage<'_> {
     /// Restores into a fresh destination once.
-    pub(super) fn run(&self, way: Way, frame: &Frame) -> Result<Measured> {
+    pub(super) fn run(&self, method: RestoreMethod, frame: &Frame) -> Result<Measured> {
         let Self { options, stored, .. } = self;
         let vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
         let mut serial = vm.serial()?;
-        if !matches!(way, Way::Postcopy { .. }) {
+        if !matches!(method, RestoreMethod::Postcopy { .. }) {
             stored.warm()?;
         }
         frame.touch()?;
         let destination_before = process_cpu(vm.pid())?;
-        let (measured, times) = match way {
-            Way::Limosa { preempt } => self.by_limosa(&vm, &mut serial, preempt)?,
-            Way::Eager => self.by_load(&vm, &mut serial)?,
-            Way::Postcopy { preempt } => self.by_postcopy(&vm, &mut serial, preempt)?,
+        let (measured, times) = match method {
+            RestoreMethod::Limosa { preempt } => self.by_limosa(&vm, &mut serial, preempt)?,
+            RestoreMethod::Eager => self.by_load(&vm, &mut serial)?,
+            RestoreMethod::Postcopy { preempt } => self.by_postcopy(&vm, &mut serial, preempt)?,
         };
         let destination = process_cpu(vm.pid())?.saturating_sub(destination_before);
         let since = |at: SystemTime| at.duration_since(times.begin).context("the clock was set back meanwhile");

@@ -48,7 +48,7 @@ enum Setup {
 #[derive(Debug, Serialize, Deserialize)]
 struct SendOrder {
     uri: String,
-    way: Way,
+    way: SendOptions,
     /// Bytes that the guest has no use for.
     #[serde(default)]
     free: Vec<Range<u64>>,
@@ -56,7 +56,7 @@ struct SendOrder {
 
 /// How memory is sent. By default as records on the main channel, gathered and without a limit.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
-pub(crate) struct Way {
+pub(crate) struct SendOptions {
     /// Multifd channels.
     pub(super) channels: u8,
     /// Pages of a packet there; `None`: as many as it takes.
@@ -89,7 +89,7 @@ mod zero_copy {
     }
 }
 
-impl Way {
+impl SendOptions {
     /// In packets on so many multifd channels, as it is best there.
     pub(crate) fn multifd(channels: u8) -> Self {
         Self { channels, zero_copy: ZeroCopy::Auto, ..Self::default() }
@@ -248,7 +248,7 @@ impl<'c> Source<'c> {
     pub(crate) fn send(
         &mut self,
         transport: Transport,
-        way: Way,
+        way: SendOptions,
         ready: impl FnOnce() -> Result<()>,
     ) -> Result<Measured> {
         self.send_but(transport, way, Vec::new(), ready)
@@ -258,7 +258,7 @@ impl<'c> Source<'c> {
     pub(crate) fn send_but(
         &mut self,
         transport: Transport,
-        way: Way,
+        way: SendOptions,
         free: Vec<Range<u64>>,
         ready: impl FnOnce() -> Result<()>,
     ) -> Result<Measured> {
@@ -268,7 +268,7 @@ impl<'c> Source<'c> {
             (Transport::Tcp, Some(_)) => format!("tcp:{}:0", End::Far.address()),
             (Transport::Unix, _) => format!("unix:{}", folder.path().join("incoming").display()),
         };
-        let (memory, plain, Way { channels, faulting, .. }) = (self.memory, self.plain, way);
+        let (memory, plain, SendOptions { channels, faulting, .. }) = (self.memory, self.plain, way);
         let setup = Setup::Destination { memory, uri, channels, plain, faulting };
         let at = self.cable.map(|cable| (cable, End::Far));
         let mut destination = Child::start(&setup, None, at)?;

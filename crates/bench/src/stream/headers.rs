@@ -3,7 +3,7 @@
 
 use limosa_channel::ZeroCopy;
 
-use super::ends::Way;
+use super::ends::SendOptions;
 use super::stage::{Link, Stage};
 use super::words;
 use crate::Options;
@@ -22,9 +22,10 @@ fn case(memory: u64) -> String {
 
 /// Those that are wanted.
 pub(super) fn contestants<'s>(options: &'s Options, stage: &'s Stage<'_>, memory: u64) -> Vec<Contestant<'s>> {
-    let packet =
-        |(variant, pages)| (variant, Way { packet_pages: Some(pages), ..Way::multifd(1).leaving(ZeroCopy::Off) });
-    let all = [(RECORDS, Way::default())].into_iter().chain(PACKETS.map(packet));
+    let packet = |(variant, pages)| {
+        (variant, SendOptions { packet_pages: Some(pages), ..SendOptions::multifd(1).leaving(ZeroCopy::Off) })
+    };
+    let all = [(RECORDS, SendOptions::default())].into_iter().chain(PACKETS.map(packet));
     all.filter(|(variant, _)| options.wants(&case(memory), variant))
         .map(|(variant, way)| Contestant {
             case: case(memory),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use limosa_channel::ZeroCopy;
 
-use super::ends::{Neighbour, Way};
+use super::ends::{Neighbour, SendOptions};
 use super::records::{COPIED, GATHERED, GIGABIT};
 use super::stage::{Link, Stage};
 use super::words;
@@ -71,7 +71,7 @@ pub(super) fn contestants<'s>(
         Ok(measured.with(STEP, per_step(steps, cpu)))
     };
     let with_neighbour = move |way| {
-        let way = Way { max_bandwidth: GIGABIT, ..way };
+        let way = SendOptions { max_bandwidth: GIGABIT, ..way };
         stage.pin(Some(first_core()?))?;
         let mut neighbour = neighbour.borrow_mut();
         let measured = stage.send(Link::Tcp, way, Caches::Cold, || neighbour.begin());
@@ -79,12 +79,12 @@ pub(super) fn contestants<'s>(
         let (steps, cpu) = neighbour.end()?;
         Ok(measured?.with(STEP, per_step(steps, cpu)))
     };
-    let copied = Way { copied: true, ..Way::default() };
-    let spliced = Way::multifd(1).leaving(ZeroCopy::Splice);
+    let copied = SendOptions { copied: true, ..SendOptions::default() };
+    let spliced = SendOptions::multifd(1).leaving(ZeroCopy::Splice);
     let all: [(String, crate::frame::Run<'s>); 4] = [
         (ALONE.into(), Box::new(alone)),
         (variant(COPIED), Box::new(move |_| with_neighbour(copied))),
-        (variant(GATHERED), Box::new(move |_| with_neighbour(Way::default()))),
+        (variant(GATHERED), Box::new(move |_| with_neighbour(SendOptions::default()))),
         (variant(SPLICED), Box::new(move |_| with_neighbour(spliced))),
     ];
     let wanted = all.into_iter().filter(|(variant, _)| options.wants(&case(memory), variant));

@@ -6,7 +6,7 @@
 
 use std::num::NonZeroU64;
 
-use super::ends::Way;
+use super::ends::SendOptions;
 use super::stage::{Link, Stage};
 use super::words;
 use crate::Options;
@@ -82,7 +82,7 @@ pub(super) fn contestants<'s>(options: &'s Options, stage: &'s Stage<'_>, cells:
     wanted
         .map(|(cell, variant)| {
             let max_bandwidth = GIGABIT.filter(|_| cell.limited);
-            let way = Way { copied: variant == COPIED, max_bandwidth, ..Way::default() };
+            let way = SendOptions { copied: variant == COPIED, max_bandwidth, ..SendOptions::default() };
             Contestant {
                 case: cell.case(),
                 variant: variant.into(),

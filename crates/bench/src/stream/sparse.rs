@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use limosa_page::PAGE_LEN;
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::ends::{Source, Way};
+use super::ends::{SendOptions, Source};
 use super::{PER_PAGE, Transport, words};
 use crate::Options;
 use crate::content::fill_random;
@@ -41,7 +41,7 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
     }
     let run = |size: u64, source: &RefCell<Source<'_>>| {
         let frame = Frame { touch: options.touch.unwrap_or(size / EVERY) };
-        source.borrow_mut().send(Transport::Tcp, Way::multifd(CHANNELS), || frame.touch())
+        source.borrow_mut().send(Transport::Tcp, SendOptions::multifd(CHANNELS), || frame.touch())
     };
     let mut contestants: Vec<_> = sources
         .iter()

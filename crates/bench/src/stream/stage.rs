@@ -7,7 +7,7 @@ use std::fs::File;
 use anyhow::{Context, Result};
 
 use super::Transport;
-use super::ends::{Source, Way};
+use super::ends::{SendOptions, Source};
 use crate::Options;
 use crate::caches::Caches;
 use crate::frame::Frame;
@@ -71,7 +71,7 @@ impl<'c> Stage<'c> {
     pub(crate) fn send(
         &self,
         link: Link,
-        way: Way,
+        way: SendOptions,
         caches: Caches,
         ready: impl FnOnce() -> Result<()>,
     ) -> Result<Measured> {

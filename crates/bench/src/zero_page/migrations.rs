@@ -7,7 +7,7 @@ use super::guest::Guest;
 use crate::Options;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
-use crate::stream::{Source, Transport, Way, ZeroPages};
+use crate::stream::{SendOptions, Source, Transport, ZeroPages};
 
 /// Multifd channels.
 const CHANNELS: [u8; 2] = [0, 2];
@@ -38,7 +38,7 @@ pub(super) fn rounds(options: &Options) -> Result<Vec<Series>> {
         for channels in CHANNELS {
             for zeros in ZeroPages::ALL {
                 if options.wants(&case(guest, channels), variant(zeros)) {
-                    let way = Way::multifd(channels).with_zeros(zeros);
+                    let way = SendOptions::multifd(channels).with_zeros(zeros);
                     contestants.push(Contestant {
                         case: case(guest, channels),
                         variant: variant(zeros).into(),

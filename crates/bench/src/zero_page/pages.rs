@@ -1,10 +1,10 @@
 //! Pages in memory and in cache, looked at in every way there is.
 //!
-//! Law: the ways of one case look at the same pages, equally often, and each says how many are zero, which is checked.
+//! Law: the scans of one case look at the same pages, equally often, and each counts the zero pages, which is checked.
 //! *Cold* is memory of more than four times the last-level cache, gone through once from front to back, so that of what is read
 //! nothing is left from the time before. *Hot* is half of a core's second-level cache, over and over.
 //!
-//! A way is one thread that never waits, so what it takes is its CPU time: on a machine that others use, its wall time is partly
+//! A scan is one thread that never waits, so what it takes is its CPU time: on a machine that others use, its wall time is partly
 //! theirs. All figures are of CPU time.
 
 use std::hint::black_box;
@@ -63,9 +63,9 @@ impl CacheState {
     }
 }
 
-/// A way of looking at pages.
+/// How pages are looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum PageScan {
     /// All of the memory is read and nothing is said of it.
     Read(Method),
     /// What the compiler makes of an iterator over bytes.
@@ -78,7 +78,7 @@ enum Way {
     Runs(Method),
 }
 
-impl Way {
+impl PageScan {
     /// Those of a case, the plain ones first.
     fn all(contents: Contents) -> impl Iterator<Item = Self> {
         let reads = Method::ALL.into_iter().filter(|method| loops::read(*method, &[])).map(Self::Read);
@@ -147,10 +147,10 @@ pub(super) fn rounds(options: &Options) -> Result<Measurements> {
     let mut measurements = Measurements { all: Vec::new(), cold, hot };
     let mut memory: Option<Mapping> = None;
     for contents in Contents::ALL {
-        let wanted: Vec<(CacheState, Way)> = [CacheState::Cold, CacheState::Hot]
+        let wanted: Vec<(CacheState, PageScan)> = [CacheState::Cold, CacheState::Hot]
             .into_iter()
-            .flat_map(|cache| Way::all(contents).map(move |way| (cache, way)))
-            .filter(|(cache, way)| options.wants(&case(*cache, contents), &way.name()))
+            .flat_map(|cache| PageScan::all(contents).map(move |scan| (cache, scan)))
+            .filter(|(cache, scan)| options.wants(&case(*cache, contents), &scan.name()))
             .collect();
         if wanted.is_empty() {
             continue;
@@ -167,14 +167,14 @@ pub(super) fn rounds(options: &Options) -> Result<Measurements> {
         contents.fill(memory.bytes_mut());
         let memory: &[u8] = memory.bytes();
         let mut contestants = Vec::new();
-        for (cache, way) in wanted {
+        for (cache, scan) in wanted {
             let len = usize::try_from(if cache == CacheState::Cold { cold } else { hot })?;
             let memory = memory.get(..len).context("hot memory beyond the cold")?;
-            let zeros = Way::Pages(Method::Portable).look(memory).unwrap_or(0);
+            let zeros = PageScan::Pages(Method::Portable).look(memory).unwrap_or(0);
             contestants.push(Contestant {
                 case: case(cache, contents),
-                variant: way.name(),
-                run: Box::new(move |_: &Frame| run(way, memory, cache.times(contents), zeros)),
+                variant: scan.name(),
+                run: Box::new(move |_: &Frame| run(scan, memory, cache.times(contents), zeros)),
             });
         }
         let done = interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))?;
@@ -183,15 +183,15 @@ pub(super) fn rounds(options: &Options) -> Result<Measurements> {
     Ok(measurements)
 }
 
-fn run(way: Way, memory: &[u8], times: u64, zeros: u64) -> Result<Measured> {
+fn run(scan: PageScan, memory: &[u8], times: u64, zeros: u64) -> Result<Measured> {
     // Once beforehand, so that what is hot is hot.
     if times > 1 {
-        way.look(memory);
+        scan.look(memory);
     }
     let mut found = None;
     let watch = Stopwatch::start(&[])?;
     for _ in 0..times {
-        found = way.look(black_box(memory));
+        found = scan.look(black_box(memory));
     }
     let measured = watch.stop()?;
     if let Some(found) = found {
@@ -220,7 +220,7 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
     };
     let is_cold = cache.is_some_and(|cache| *cold > 4 * cache);
     for method in Method::available().filter(|method| loops::read(*method, &[])) {
-        let (read, runs) = (Way::Read(method).name(), Way::Runs(method).name());
+        let (read, runs) = (PageScan::Read(method).name(), PageScan::Runs(method).name());
         let found = ratio(all, &zero, &read, &runs, "cpu");
         if method == best {
             let got = found.as_ref().map(|ratio| ratio.median).filter(|_| is_cold);
@@ -231,17 +231,22 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
     }
     let early = case(CacheState::Hot, Contents::Early);
     let pages = hot / PAGE_SIZE * CacheState::Hot.times(Contents::Early);
-    for way in [Way::IsZero, Way::Runs(best)] {
+    for scan in [PageScan::IsZero, PageScan::Runs(best)] {
         #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
-        let got = figure(all, &early, &way.name(), "cpu").map(|cpu| cpu.median * 1e9 / pages as f64);
-        let name = format!("{early}: nanoseconds for a page, {}", way.name());
+        let got = figure(all, &early, &scan.name(), "cpu").map(|cpu| cpu.median * 1e9 / pages as f64);
+        let name = format!("{early}: nanoseconds for a page, {}", scan.name());
         report.targets.push(Target::new(name, Bound::AtMost(EARLY_LIMIT), got, NOT_RUN));
     }
     for contents in Contents::ALL {
         for cache in [CacheState::Cold, CacheState::Hot] {
             let case = case(cache, contents);
-            let runs = Way::Runs(best).name();
-            for other in [Way::Iterator, Way::Pages(Method::Plain), Way::Pages(best), Way::Runs(Method::Avx512)] {
+            let runs = PageScan::Runs(best).name();
+            for other in [
+                PageScan::Iterator,
+                PageScan::Pages(Method::Plain),
+                PageScan::Pages(best),
+                PageScan::Runs(Method::Avx512),
+            ] {
                 report.ratios.extend(ratio(all, &case, &runs, &other.name(), "cpu").filter(|_| runs != other.name()));
             }
         }
@@ -257,10 +262,10 @@ mod tests {
         for contents in Contents::ALL {
             let mut memory = vec![0xff; 100 * PAGE_LEN];
             let zeros = contents.fill(&mut memory);
-            for way in Way::all(contents) {
-                match way {
-                    Way::Read(_) => assert_eq!(way.look(&memory), None),
-                    _ => assert_eq!(way.look(&memory), Some(zeros), "{contents:?}: {}", way.name()),
+            for scan in PageScan::all(contents) {
+                match scan {
+                    PageScan::Read(_) => assert_eq!(scan.look(&memory), None),
+                    _ => assert_eq!(scan.look(&memory), Some(zeros), "{contents:?}: {}", scan.name()),
                 }
             }
         }
@@ -268,7 +273,7 @@ mod tests {
 
     #[test]
     fn no_two_ways_have_the_same_name() {
-        let names: std::collections::BTreeSet<_> = Way::all(Contents::Zero).map(Way::name).collect();
-        assert_eq!(names.len(), Way::all(Contents::Zero).count());
+        let names: std::collections::BTreeSet<_> = PageScan::all(Contents::Zero).map(PageScan::name).collect();
+        assert_eq!(names.len(), PageScan::all(Contents::Zero).count());
     }
 }

@@ -72,8 +72,8 @@ impl End {
                     return false;
                 }
                 match arrival.start() {
-                    Ok(()) => self.desk.turn(State::Running, None),
-                    Err(error) => self.desk.turn(State::Failed, Some(error.to_string())),
+                    Ok(()) => self.coordinator.turn(State::Running, None),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(error.to_string())),
                 }
                 true
             }
@@ -137,13 +137,13 @@ impl End {
             why
         });
         self.told_destination(migration, "running", Some(stats), unheard.clone());
-        self.desk.turn(State::Running, unheard);
+        self.coordinator.turn(State::Running, unheard);
     }
 
     fn failed(&self, migration: &Migration, why: &str) {
         self.told_destination(migration, "failed", None, Some(why.to_owned()));
         tell(&format!("destination: the guest did not come, and stays at the source: {why}"));
-        self.desk.turn(State::Failed, Some(why.to_owned()));
+        self.coordinator.turn(State::Failed, Some(why.to_owned()));
     }
 
     /// Makes the report of a migration that is over.
@@ -167,8 +167,8 @@ impl End {
             cpu_ms: migration.cpu.since_ms(),
             faults: postcopy.map(latency),
         };
-        self.desk.tell("status", if outcome == "running" { "completed".into() } else { Value::from("failed") });
-        self.desk.report(serde_json::to_value(report).unwrap_or(Value::Null));
+        self.coordinator.tell("status", if outcome == "running" { "completed".into() } else { Value::from("failed") });
+        self.coordinator.report(serde_json::to_value(report).unwrap_or(Value::Null));
     }
 }
 

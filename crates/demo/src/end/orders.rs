@@ -56,7 +56,7 @@ struct Known {
 }
 
 /// Shared between the socket's threads and the one that has the guest.
-pub(super) struct Desk {
+pub(super) struct Coordinator {
     role: Role,
     socket: String,
     known: Mutex<Known>,
@@ -65,7 +65,7 @@ pub(super) struct Desk {
     guest: OnceLock<Arc<dyn Guest>>,
 }
 
-impl Desk {
+impl Coordinator {
     pub(super) fn new(role: Role, socket: String) -> (Arc<Self>, Receiver<Order>) {
         let state = if role == Role::Source { State::Running } else { State::Waiting };
         let (orders, taken) = channel();
@@ -218,7 +218,7 @@ impl Desk {
     }
 }
 
-impl Commands for Desk {
+impl Commands for Coordinator {
     fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
         match name {
             "query-status" => {
@@ -285,48 +285,48 @@ fn word(state: State) -> &'static str {
 mod tests {
     use super::*;
 
-    fn ask(desk: &Desk, name: &str, arguments: Value) -> Result<Value, String> {
-        desk.execute(name, &arguments).expect("a command of the end's own")
+    fn ask(coordinator: &Coordinator, name: &str, arguments: Value) -> Result<Value, String> {
+        coordinator.execute(name, &arguments).expect("a command of the end's own")
     }
 
     #[test]
     fn an_order_is_taken_once_and_only_where_it_means_something() {
-        let (desk, orders) = Desk::new(Role::Source, "s".into());
-        assert!(ask(&desk, "migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" })).is_err());
+        let (coordinator, orders) = Coordinator::new(Role::Source, "s".into());
+        assert!(ask(&coordinator, "migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" })).is_err());
         let there = json!({ "uri": "tcp:127.0.0.1:9", "fresh": false });
-        ask(&desk, "migrate", there.clone()).unwrap();
-        assert!(ask(&desk, "migrate", there).unwrap_err().contains("sending its guest"));
-        assert!(ask(&desk, "cont", json!({})).is_err(), "it must not run while it is sent");
+        ask(&coordinator, "migrate", there.clone()).unwrap();
+        assert!(ask(&coordinator, "migrate", there).unwrap_err().contains("sending its guest"));
+        assert!(ask(&coordinator, "cont", json!({})).is_err(), "it must not run while it is sent");
         assert!(matches!(orders.try_recv(), Ok(Order::Send { fresh: false, .. })));
-        desk.turn(State::Undecided, Some("the network was cut".into()));
-        let status: Status = serde_json::from_value(ask(&desk, "query-status", json!({})).unwrap()).unwrap();
+        coordinator.turn(State::Undecided, Some("the network was cut".into()));
+        let status: Status = serde_json::from_value(ask(&coordinator, "query-status", json!({})).unwrap()).unwrap();
         assert_eq!((status.status.as_str(), status.decide.len()), ("paused", 2));
-        ask(&desk, "cont", json!({})).unwrap();
+        ask(&coordinator, "cont", json!({})).unwrap();
         assert_eq!(orders.try_recv(), Ok(Order::Go));
         assert!(orders.try_recv().is_err());
     }
 
     #[test]
     fn a_destination_is_started_by_hand_only_if_it_is_undecided() {
-        let (desk, orders) = Desk::new(Role::Destination, "d".into());
+        let (coordinator, orders) = Coordinator::new(Role::Destination, "d".into());
         for state in [State::Waiting, State::Receiving, State::Failed, State::PostcopyPaused] {
-            desk.turn(state, None);
-            assert!(ask(&desk, "cont", json!({})).is_err(), "{state:?}");
+            coordinator.turn(state, None);
+            assert!(ask(&coordinator, "cont", json!({})).is_err(), "{state:?}");
         }
-        desk.turn(State::Undecided, None);
-        ask(&desk, "cont", json!({})).unwrap();
-        assert!(ask(&desk, "cont", json!({})).is_err(), "once");
+        coordinator.turn(State::Undecided, None);
+        ask(&coordinator, "cont", json!({})).unwrap();
+        assert!(ask(&coordinator, "cont", json!({})).is_err(), "once");
         assert_eq!(orders.try_recv(), Ok(Order::Go));
     }
 
     #[test]
     fn what_is_missing_or_wrong_in_an_order_is_told() {
-        let (desk, _orders) = Desk::new(Role::Source, "s".into());
+        let (coordinator, _orders) = Coordinator::new(Role::Source, "s".into());
         for wrong in
             [json!({}), json!({ "uri": 3 }), json!({ "uri": "nonsense" }), json!({ "uri": "tcp:a:1", "resume": 1 })]
         {
-            assert!(ask(&desk, "migrate", wrong).is_err());
+            assert!(ask(&coordinator, "migrate", wrong).is_err());
         }
-        assert!(desk.execute("query-migrate", &json!({})).is_none(), "the socket's own");
+        assert!(coordinator.execute("query-migrate", &json!({})).is_none(), "the socket's own");
     }
 }

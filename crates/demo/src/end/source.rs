@@ -9,7 +9,7 @@ use limosa_migrate::{
 };
 use serde_json::{Value, json};
 
-use super::orders::{Desk, Order};
+use super::orders::{Coordinator, Order};
 use super::vm::Vm;
 use super::{End, Migration, REACH, tell};
 use crate::report::{Calls, Hints, PostcopySent, Round, SourceReport, millis};
@@ -20,7 +20,7 @@ impl End {
     /// Sends the guest there. Whether this end goes on.
     pub(super) fn send(&self, uri: &Uri, fresh: bool) -> bool {
         let migration = self.begin();
-        let (desk, seen) = (&*self.desk, Mutex::new(0_u32));
+        let (coordinator, seen) = (&*self.coordinator, Mutex::new(0_u32));
         let rounds = match self.settings.postcopy {
             Postcopy::AfterRounds(rounds) => Some((rounds, &migration.control)),
             _ => None,
@@ -32,7 +32,7 @@ impl End {
                 return true;
             }
         };
-        let outcome = source.fresh(fresh).observe(move |round| tell_round(desk, round, rounds, &seen)).run();
+        let outcome = source.fresh(fresh).observe(move |round| tell_round(coordinator, round, rounds, &seen)).run();
         self.left(&migration, outcome)
     }
 
@@ -41,7 +41,7 @@ impl End {
         match outcome {
             LiveOutcome::Completed(stats) => {
                 self.told_source(migration, "completed", &stats, None);
-                self.desk.turn(State::Gone, None);
+                self.coordinator.turn(State::Gone, None);
                 true
             }
             LiveOutcome::Resumed { error, stats, .. } => {
@@ -51,7 +51,7 @@ impl End {
             LiveOutcome::Stuck { error, resume, stats } => {
                 let why = format!("{error}; and the guest does not go on: {resume}");
                 self.told_source(migration, "failed", &stats, Some(why.clone()));
-                self.desk.turn(State::Failed, Some(why));
+                self.coordinator.turn(State::Failed, Some(why));
                 true
             }
             LiveOutcome::Undecided(undecided) => self.undecided(migration, undecided),
@@ -66,18 +66,18 @@ impl End {
     fn undecided(&self, migration: &Migration, undecided: Undecided<'_, Vm>) -> bool {
         let why = undecided.why().to_string();
         self.told_source(migration, "undecided", undecided.stats(), Some(why.clone()));
-        self.desk.recoverable(undecided.is_recoverable());
+        self.coordinator.recoverable(undecided.is_recoverable());
         match self.ask(State::Undecided, &why) {
             Order::Go => {
                 match undecided.resume() {
-                    Ok(_) => self.desk.turn(State::Running, None),
-                    Err(error) => self.desk.turn(State::Failed, Some(error.to_string())),
+                    Ok(_) => self.coordinator.turn(State::Running, None),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(error.to_string())),
                 }
                 true
             }
             Order::Recover(uri) => match undecided.into_recoverable() {
                 Some(broken) => self.go_on(migration, Box::new(broken), &uri),
-                // The desk has taken the order because it was.
+                // The coordinator has taken the order because it was.
                 None => false,
             },
             _ => {
@@ -95,8 +95,8 @@ impl End {
             Order::Go => {
                 // By hand: the operator who ordered this knows that the destination has ended.
                 match broken.vm().run() {
-                    Ok(()) => self.desk.turn(State::Running, None),
-                    Err(error) => self.desk.turn(State::Failed, Some(error.to_string())),
+                    Ok(()) => self.coordinator.turn(State::Running, None),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(error.to_string())),
                 }
                 true
             }
@@ -162,7 +162,7 @@ impl End {
     fn resumed(&self, migration: &Migration, stats: &LiveStats, why: &str) {
         self.told_source(migration, "resumed", stats, Some(why.to_owned()));
         tell(&format!("source: the migration has failed, and the guest goes on here: {why}"));
-        self.desk.turn(State::Running, Some(why.to_owned()));
+        self.coordinator.turn(State::Running, Some(why.to_owned()));
     }
 
     /// Makes the report of a migration that is over.
@@ -193,8 +193,9 @@ impl End {
                 refused: hints.refused.clone(),
             }),
         };
-        self.desk.tell("status", if outcome == "completed" { "completed".into() } else { Value::from("failed") });
-        self.desk.report(serde_json::to_value(report).unwrap_or(Value::Null));
+        self.coordinator
+            .tell("status", if outcome == "completed" { "completed".into() } else { Value::from("failed") });
+        self.coordinator.report(serde_json::to_value(report).unwrap_or(Value::Null));
     }
 }
 
@@ -209,17 +210,17 @@ fn with_remedy(error: &MigrateError) -> String {
 }
 
 /// What `query-migrate` tells of a round. After so many of them the guest runs ahead of its pages.
-fn tell_round(desk: &Desk, round: &RoundReport, switch: Option<(u32, &Control)>, rounds: &Mutex<u32>) {
+fn tell_round(coordinator: &Coordinator, round: &RoundReport, switch: Option<(u32, &Control)>, rounds: &Mutex<u32>) {
     if let Ok(mut seen) = rounds.lock() {
         *seen = seen.saturating_add(1);
-        desk.tell("dirty-sync-count", json!(*seen));
+        coordinator.tell("dirty-sync-count", json!(*seen));
         if let Some((_, control)) = switch.filter(|(wanted, _)| *seen >= *wanted) {
             control.start_postcopy();
         }
     }
-    desk.tell("dirty-pages-rate", json!(round.dirty_rate() / limosa_page::PAGE_SIZE));
+    coordinator.tell("dirty-pages-rate", json!(round.dirty_rate() / limosa_page::PAGE_SIZE));
     if let Some(expected) = round.expected_downtime {
-        desk.tell("expected-downtime", json!(u64::try_from(expected.as_millis()).unwrap_or(u64::MAX)));
+        coordinator.tell("expected-downtime", json!(u64::try_from(expected.as_millis()).unwrap_or(u64::MAX)));
     }
 }
 

@@ -15,7 +15,7 @@ use limosa_stream::{Configuration, DeviceSections};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 
-use super::orders::Desk;
+use super::orders::Coordinator;
 use crate::error::DemoError;
 use crate::guest::heap::HEAP_VERSION;
 use crate::guest::{
@@ -47,18 +47,30 @@ pub(super) struct Vm {
     /// A page, to be shown as the memory of a VM that has none yet.
     nothing: GuestMemory,
     witness: Witness,
-    desk: Arc<Desk>,
+    coordinator: Arc<Coordinator>,
     /// When the guest was told to stand still, by the clock of this machine in nanoseconds.
     stood: Mutex<Option<u64>>,
 }
 
 impl Vm {
     /// A source's VM has a guest that stands still at its beginning, a destination's one that waits for its state.
-    pub(super) fn new(settings: &Settings, role: Role, witness: Witness, desk: Arc<Desk>) -> Result<Self, DemoError> {
+    pub(super) fn new(
+        settings: &Settings,
+        role: Role,
+        witness: Witness,
+        coordinator: Arc<Coordinator>,
+    ) -> Result<Self, DemoError> {
         let nothing = map(BlockOptions::anonymous(RAM, PAGE_SIZE))?;
         let guest = OnceLock::new();
-        let mut vm =
-            Self { guest, heap: None, settings: settings.clone(), nothing, witness, desk, stood: Mutex::new(None) };
+        let mut vm = Self {
+            guest,
+            heap: None,
+            settings: settings.clone(),
+            nothing,
+            witness,
+            coordinator,
+            stood: Mutex::new(None),
+        };
         if settings.hints {
             let memory = Arc::new(with_heap(settings.memory)?);
             vm.heap = Some(vm.make_heap(&memory, role)?);
@@ -95,12 +107,12 @@ impl Vm {
             Role::Destination => guest::receive(kind, memory, log)?,
         };
         let guest = self.guest.get_or_init(|| guest.into());
-        self.desk.has(Arc::clone(guest));
+        self.coordinator.has(Arc::clone(guest));
         Ok(())
     }
 
     fn guest(&self) -> Result<&Arc<dyn Guest>, GuestError> {
-        self.guest.get().ok_or(GuestError::Unborn)
+        self.guest.get().ok_or(GuestError::NoState)
     }
 
     /// Lets the guest run here.
@@ -111,7 +123,7 @@ impl Vm {
             return Err(error.into());
         }
         self.heap.iter().for_each(Heap::run);
-        self.desk.runs(true);
+        self.coordinator.runs(true);
         Ok(())
     }
 
@@ -147,7 +159,7 @@ impl Vm {
     fn measure_pause(&self, guest: Arc<dyn Guest>, before: u64) {
         let Some(since) = *self.stood_since() else { return };
         // A guest that writes nothing has no beat to be seen by.
-        let (desk, idle) = (Arc::clone(&self.desk), self.settings.dirty_rate == 0);
+        let (coordinator, idle) = (Arc::clone(&self.coordinator), self.settings.dirty_rate == 0);
         let watch = move || {
             let deadline = now().saturating_add(PATIENCE_NS);
             while !idle && guest.writes() == before {
@@ -157,8 +169,8 @@ impl Vm {
                 thread::sleep(Duration::from_micros(20));
             }
             let stood = now().saturating_sub(since);
-            desk.tell("downtime", json!(stood / 1_000_000));
-            desk.stood_still(stood);
+            coordinator.tell("downtime", json!(stood / 1_000_000));
+            coordinator.stood_still(stood);
         };
         // Without the thread there is one figure less.
         let _ = thread::Builder::new().name("pause".into()).spawn(watch);
@@ -183,7 +195,7 @@ impl LiveVm for Vm {
         *self.stood_since() = Some(now());
         self.guest()?.pause()?;
         self.heap.iter().for_each(Heap::pause);
-        self.desk.runs(false);
+        self.coordinator.runs(false);
         Ok(self.witness.stand()?)
     }
 
@@ -299,8 +311,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let witness = Witness::open(&folder.path().join("witness"), "destination").unwrap();
         let settings = Settings { same_host: true, memory: 16 << 20, ..Settings::default() };
-        let (desk, _orders) = Desk::new(Role::Destination, "d".into());
-        let vm = Vm::new(&settings, Role::Destination, witness, desk).unwrap();
+        let (coordinator, _orders) = Coordinator::new(Role::Destination, "d".into());
+        let vm = Vm::new(&settings, Role::Destination, witness, coordinator).unwrap();
         // What costs the giver nothing would cost this end tables for all of it.
         for bytes in [(16 << 20) + PAGE_SIZE, 16 << 40] {
             let refused = vm.adopt(passed(bytes)).unwrap_err().to_string();

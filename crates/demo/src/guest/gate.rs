@@ -1,6 +1,6 @@
 //! When a guest's writers may write: running or paused, at which rate, throttled or not.
 //!
-//! **Law: when [`Gate::pause`] has returned, every writer stands in [`Gate::admit`], between two pages.** A writer asks for
+//! **Law: when [`Gate::pause`] has returned, every writer waits in [`Gate::admit`], between two pages.** A writer asks for
 //! leave to write so many pages, writes these and asks again.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -33,11 +33,11 @@ struct State {
     throttle: u8,
     /// Counted up by every change of the three above.
     change: u64,
-    /// Writers that live, and those of them that stand still because they have to.
+    /// Writers that run, and those of them that wait because of a pause.
     writers: u64,
     parked: u64,
-    /// What the first writer that died died of.
-    dead: Option<String>,
+    /// Why the first writer that failed did.
+    failed: Option<String>,
 }
 
 #[derive(Debug)]
@@ -57,14 +57,14 @@ pub(super) struct Pace {
 }
 
 /// What a writer may do now.
-enum Leave {
+enum Admission {
     Pages(u64),
     Wait(Option<Duration>),
 }
 
 impl Gate {
     pub(super) fn new(rate: Rate) -> Self {
-        let state = State { wanted: Wanted::Pause, rate, throttle: 0, change: 0, writers: 0, parked: 0, dead: None };
+        let state = State { wanted: Wanted::Pause, rate, throttle: 0, change: 0, writers: 0, parked: 0, failed: None };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -73,11 +73,11 @@ impl Gate {
         self.lock().writers += 1;
     }
 
-    /// Counts a writer out, and says what it died of if it did.
-    pub(super) fn leave(&self, died: Option<String>) {
+    /// Counts a writer out, with the reason if it failed.
+    pub(super) fn leave(&self, failure: Option<String>) {
         let mut state = self.lock();
         state.writers = state.writers.saturating_sub(1);
-        state.dead = state.dead.take().or(died);
+        state.failed = state.failed.take().or(failure);
         self.changed.notify_all();
     }
 
@@ -95,13 +95,13 @@ impl Gate {
                     }
                     state.parked -= 1;
                 }
-                Wanted::Run => match pace.leave(&state, Instant::now()) {
-                    Leave::Pages(pages) => return Some(pages),
-                    Leave::Wait(Some(time)) => {
+                Wanted::Run => match pace.admit(&state, Instant::now()) {
+                    Admission::Pages(pages) => return Some(pages),
+                    Admission::Wait(Some(time)) => {
                         let woken = self.changed.wait_timeout(state, time);
                         state = woken.unwrap_or_else(PoisonError::into_inner).0;
                     }
-                    Leave::Wait(None) => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                    Admission::Wait(None) => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
                 },
             }
         }
@@ -111,9 +111,9 @@ impl Gate {
     pub(super) fn try_admit(&self, pace: &mut Pace) -> u64 {
         let state = self.lock();
         match (state.wanted, Instant::now()) {
-            (Wanted::Run, now) => match pace.leave(&state, now) {
-                Leave::Pages(pages) => pages,
-                Leave::Wait(_) => 0,
+            (Wanted::Run, now) => match pace.admit(&state, now) {
+                Admission::Pages(pages) => pages,
+                Admission::Wait(_) => 0,
             },
             _ => 0,
         }
@@ -153,10 +153,10 @@ impl Gate {
         state.wanted == Wanted::Pause && state.parked == state.writers
     }
 
-    /// What a writer died of, if one did.
+    /// An error if a writer has failed.
     pub(super) fn all_live(&self, kind: GuestKind) -> Result<(), GuestError> {
-        match &self.lock().dead {
-            Some(why) => Err(GuestError::Died { kind, why: why.clone() }),
+        match &self.lock().failed {
+            Some(why) => Err(GuestError::Failed { kind, why: why.clone() }),
             None => Ok(()),
         }
     }
@@ -177,13 +177,13 @@ impl Gate {
 }
 
 impl Pace {
-    fn leave(&mut self, state: &State, now: Instant) -> Leave {
+    fn admit(&mut self, state: &State, now: Instant) -> Admission {
         let kept = 100 - u64::from(state.throttle);
         match state.rate {
             Rate::BytesPerSecond(bytes) => {
                 let rate = bytes / state.writers.max(1) * kept / 100;
                 if rate == 0 {
-                    return Leave::Wait(None);
+                    return Admission::Wait(None);
                 }
                 let since = match self.since {
                     Some((since, change)) if change == state.change => since,
@@ -199,27 +199,27 @@ impl Pace {
                 if behind > 0 {
                     let pages = behind.min(BATCH);
                     self.given += pages;
-                    return Leave::Pages(pages);
+                    return Admission::Pages(pages);
                 }
                 // When the next page is due, but not more than a thousand times a second.
                 let next = Duration::from_nanos(
                     (self.given + 1).saturating_mul(PAGE_SIZE).saturating_mul(1_000_000_000) / rate,
                 );
-                Leave::Wait(Some((since + next).saturating_duration_since(now).max(Duration::from_millis(1))))
+                Admission::Wait(Some((since + next).saturating_duration_since(now).max(Duration::from_millis(1))))
             }
-            Rate::Max if state.throttle == 0 => Leave::Pages(BATCH),
+            Rate::Max if state.throttle == 0 => Admission::Pages(BATCH),
             Rate::Max => {
                 let working = PERIOD * u32::from(100 - state.throttle) / 100;
                 let began = *self.period.get_or_insert(now);
                 let passed = now - began;
                 if passed < working {
-                    return Leave::Pages(BATCH);
+                    return Admission::Pages(BATCH);
                 }
                 if passed < PERIOD {
-                    return Leave::Wait(Some(PERIOD - passed));
+                    return Admission::Wait(Some(PERIOD - passed));
                 }
                 self.period = Some(now);
-                Leave::Pages(BATCH)
+                Admission::Pages(BATCH)
             }
         }
     }
@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     fn state(rate: Rate, throttle: u8, writers: u64) -> State {
-        State { wanted: Wanted::Run, rate, throttle, change: 0, writers, parked: 0, dead: None }
+        State { wanted: Wanted::Run, rate, throttle, change: 0, writers, parked: 0, failed: None }
     }
 
     /// Pages that a writer gets in `time`, if it asks every millisecond, and writes a batch in no time at all.
@@ -246,12 +246,12 @@ mod tests {
         let (begin, mut pace, mut pages) = (Instant::now(), Pace::default(), 0);
         let mut now = begin;
         while now < begin + time {
-            now += match pace.leave(state, now) {
-                Leave::Pages(given) => {
+            now += match pace.admit(state, now) {
+                Admission::Pages(given) => {
                     pages += given;
                     Duration::from_micros(10)
                 }
-                Leave::Wait(time) => time.unwrap_or(Duration::from_millis(1)),
+                Admission::Wait(time) => time.unwrap_or(Duration::from_millis(1)),
             };
         }
         pages
@@ -281,10 +281,10 @@ mod tests {
     fn time_without_leave_to_run_is_not_made_up_for() {
         let state = state(Rate::BytesPerSecond(4 << 20), 0, 1);
         let (begin, mut pace) = (Instant::now(), Pace::default());
-        let _ = pace.leave(&state, begin);
+        let _ = pace.admit(&state, begin);
         let mut given = 0;
         let later = begin + Duration::from_secs(100);
-        while let Leave::Pages(pages) = pace.leave(&state, later) {
+        while let Admission::Pages(pages) = pace.admit(&state, later) {
             given += pages;
         }
         assert!(given <= 128, "{given}");

@@ -62,13 +62,13 @@ struct Piece {
 }
 
 /// What the driver has told the device.
-enum Told {
+enum QueuedHint {
     Free(Arc<dyn FreePageSink>, Range<u64>),
     All(Arc<dyn FreePageSink>),
 }
 
 /// What is asked of the driver.
-struct Asked {
+struct HintRequest {
     to: Arc<dyn FreePageSink>,
     /// The piece that it looks at next.
     next: usize,
@@ -79,10 +79,10 @@ struct Asked {
 struct State {
     pieces: Vec<Piece>,
     random: u64,
-    asked: Option<Asked>,
+    request: Option<HintRequest>,
     /// The device's word that the driver has to give everything back: in its configuration, and so in its state.
     done: bool,
-    under_way: VecDeque<Told>,
+    under_way: VecDeque<QueuedHint>,
     /// Whether the guest runs, and with it the driver.
     running: bool,
     ended: bool,
@@ -100,7 +100,7 @@ struct HeapInner {
     marker: Option<Marker>,
     programs: Gate,
     state: Mutex<State>,
-    /// Told of everything that concerns the driver or the device.
+    /// Notified of everything that concerns the driver or the device.
     changed: Condvar,
 }
 
@@ -154,7 +154,7 @@ impl Heap {
         let state = State {
             pieces,
             random: u64::from(seed) << 20 | 0x5eed,
-            asked: None,
+            request: None,
             done: false,
             under_way: VecDeque::new(),
             running: false,
@@ -365,7 +365,7 @@ impl HeapInner {
     fn drive(&self) {
         let mut state = self.lock();
         while !state.ended {
-            if !state.running || !(state.done || state.asked.is_some()) {
+            if !state.running || !(state.done || state.request.is_some()) {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
@@ -383,24 +383,24 @@ impl HeapInner {
 
     /// Takes the next free piece and reports it, if a report was requested.
     fn tell_one(&self, state: &mut State) {
-        let Some(mut asked) = state.asked.take() else { return };
-        match &mut asked.stopping {
+        let Some(mut request) = state.request.take() else { return };
+        match &mut request.stopping {
             Some(0) => return,
             Some(left) => *left -= 1,
             None => {}
         }
-        let free = state.pieces.iter().enumerate().skip(asked.next).find(|(_, piece)| piece.owner == Owner::Free);
+        let free = state.pieces.iter().enumerate().skip(request.next).find(|(_, piece)| piece.owner == Owner::Free);
         match free.map(|(index, _)| index) {
             Some(index) => {
                 if let Some(piece) = state.pieces.get_mut(index) {
                     piece.owner = Owner::Driver;
                 }
                 let begin = self.address + self.pages(index).start.offset();
-                state.under_way.push_back(Told::Free(Arc::clone(&asked.to), begin..begin + PIECE * PAGE_SIZE));
-                asked.next = index + 1;
-                state.asked = Some(asked);
+                state.under_way.push_back(QueuedHint::Free(Arc::clone(&request.to), begin..begin + PIECE * PAGE_SIZE));
+                request.next = index + 1;
+                state.request = Some(request);
             }
-            None => state.under_way.push_back(Told::All(asked.to)),
+            None => state.under_way.push_back(QueuedHint::All(request.to)),
         }
         self.changed.notify_all();
     }
@@ -421,18 +421,18 @@ impl HeapInner {
                 state = self.lock();
                 continue;
             }
-            let free = state.under_way.iter().filter(|told| matches!(told, Told::Free(..))).count();
+            let free = state.under_way.iter().filter(|told| matches!(told, QueuedHint::Free(..))).count();
             let at = usize::try_from(random >> 33).unwrap_or(0) % free.max(1);
             let mut found = 0;
             let index = state.under_way.iter().position(|told| {
-                found += usize::from(matches!(told, Told::Free(..)));
+                found += usize::from(matches!(told, QueuedHint::Free(..)));
                 free == 0 || found == at + 1
             });
             let told = index.and_then(|index| state.under_way.remove(index));
             drop(state);
             match told {
-                Some(Told::Free(to, range)) => to.free(range),
-                Some(Told::All(to)) => to.complete(),
+                Some(QueuedHint::Free(to, range)) => to.free(range),
+                Some(QueuedHint::All(to)) => to.complete(),
                 None => {}
             }
             state = self.lock();
@@ -455,7 +455,7 @@ struct Balloon(Arc<HeapInner>);
 impl FreePages for Balloon {
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let mut state = self.0.lock();
-        state.asked = Some(Asked { to, next: 0, stopping: None });
+        state.request = Some(HintRequest { to, next: 0, stopping: None });
         state.done = false;
         self.0.changed.notify_all();
         Ok(())
@@ -463,14 +463,14 @@ impl FreePages for Balloon {
 
     fn stop(&self) {
         let mut state = self.0.lock();
-        if let Some(asked) = &mut state.asked {
-            asked.stopping.get_or_insert(LATE);
+        if let Some(request) = &mut state.request {
+            request.stopping.get_or_insert(LATE);
         }
     }
 
     fn done(&self) {
         let mut state = self.0.lock();
-        state.asked = None;
+        state.request = None;
         // The driver does it when it runs: here, or at the destination, whose device says the same.
         state.done = true;
         self.0.changed.notify_all();

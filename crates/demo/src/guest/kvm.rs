@@ -23,7 +23,7 @@ use super::pattern::Plan;
 use super::ram::Ram;
 use super::state::State;
 use super::{Guest, GuestError, GuestKind, GuestOptions, LogKind, Rate, Verified};
-use vcpu::{Seat, Vcpu};
+use vcpu::{Vcpu, VcpuState};
 
 const KIND: GuestKind = GuestKind::Kvm;
 
@@ -43,21 +43,22 @@ const REGISTERS: usize = 18;
 pub(super) struct KvmGuest {
     ram: Ram,
     log: LogKind,
-    life: Mutex<Option<Arc<Life>>>,
+    running: Mutex<Option<Arc<RunningVm>>>,
 }
 
-/// What there is of a guest that has a state.
-struct Life {
-    body: Arc<Body>,
+/// A guest that has its state: the VM, its vCPUs and their threads.
+struct RunningVm {
+    context: Arc<VcpuContext>,
     slots: Arc<KvmSlots>,
     rings: Option<Arc<KvmRings>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct Body {
+/// Shared with the threads of the vCPUs.
+struct VcpuContext {
     gate: Gate,
     plan: Plan,
-    seats: Vec<Arc<Seat>>,
+    vcpu_states: Vec<Arc<VcpuState>>,
 }
 
 impl KvmGuest {
@@ -68,7 +69,7 @@ impl KvmGuest {
         for page in RESERVED..RESERVED + state.plan.layout.filled {
             guest.ram.store(page, state.plan.contents(page, 0));
         }
-        guest.live(state, true)?;
+        guest.start(state, true)?;
         Ok(guest)
     }
 
@@ -81,7 +82,7 @@ impl KvmGuest {
             return Err(GuestError::Options { kind: KIND, why: "its first RAM block is not at address 0".into() });
         }
         open()?;
-        Ok(Self { ram: Ram::new(memory), log, life: Mutex::new(None) })
+        Ok(Self { ram: Ram::new(memory), log, running: Mutex::new(None) })
     }
 
     /// Pages that the code can reach.
@@ -89,9 +90,9 @@ impl KvmGuest {
         self.memory().regions().first().map_or(0, |region| region.pages.len()).min(VISIBLE / PAGE_SIZE)
     }
 
-    /// Makes the VM and its vCPUs, which stand still. A vCPU that is tried runs its first instructions.
-    fn live(&self, state: State, try_first: bool) -> Result<(), GuestError> {
-        let seats = seats(&state)?;
+    /// Makes the VM and its vCPUs, which are paused. With `try_first` each runs its first instructions.
+    fn start(&self, state: State, try_first: bool) -> Result<(), GuestError> {
+        let vcpu_states = vcpu_states(&state)?;
         // The one before goes first: a VM of its own would still map the memory.
         *self.slot() = None;
         let vm = Arc::new(open()?.create_vm().map_err(|error| unavailable("KVM_CREATE_VM", error))?);
@@ -101,44 +102,44 @@ impl KvmGuest {
             _ => None,
         };
         let State { plan, rate, .. } = state;
-        let body = Arc::new(Body { gate: Gate::new(rate), plan, seats });
-        let mut life = Life { body: Arc::clone(&body), slots, rings: rings.clone(), threads: Vec::new() };
-        for (index, (seat, share)) in body.seats.iter().zip(&body.plan.shares).enumerate() {
+        let context = Arc::new(VcpuContext { gate: Gate::new(rate), plan, vcpu_states });
+        let mut running = RunningVm { context: Arc::clone(&context), slots, rings: rings.clone(), threads: Vec::new() };
+        for (index, (vcpu_state, share)) in context.vcpu_states.iter().zip(&context.plan.shares).enumerate() {
             let fd = vm.create_vcpu(index as u64).map_err(|error| unavailable("KVM_CREATE_VCPU", error))?;
             rings.as_ref().map_or(Ok(()), |rings| rings.add(&fd))?;
-            let seat = Arc::clone(seat);
-            let mut vcpu = Vcpu { index, fd, seat, share: *share, rings: rings.clone(), try_first };
+            let vcpu_state = Arc::clone(vcpu_state);
+            let mut vcpu = Vcpu { index, fd, vcpu_state, share: *share, rings: rings.clone(), try_first };
             vcpu.set_up().map_err(|error| unavailable("setting up a vCPU", error))?;
-            body.gate.enter();
-            let of_thread = Arc::clone(&body);
+            context.gate.enter();
+            let of_thread = Arc::clone(&context);
             let thread = std::thread::Builder::new().name(format!("vcpu {index}")).spawn(move || {
                 let ended = catch_unwind(AssertUnwindSafe(|| vcpu.run(&of_thread.gate)));
                 of_thread.gate.leave(ended.unwrap_or_else(|_| Err("it panicked".to_owned())).err());
             });
             let failed = |source| GuestError::Kernel { kind: KIND, operation: "a thread", source };
-            life.threads.push(thread.map_err(failed).inspect_err(|_| body.gate.leave(None))?);
+            running.threads.push(thread.map_err(failed).inspect_err(|_| context.gate.leave(None))?);
         }
-        body.gate.pause();
-        body.gate.all_live(KIND).map_err(|error| GuestError::Unavailable {
+        context.gate.pause();
+        context.gate.all_live(KIND).map_err(|error| GuestError::Unavailable {
             kind: KIND,
             why: format!("/dev/kvm is there, but a vCPU does not run ({error}); use the guest threads"),
         })?;
-        *self.slot() = Some(Arc::new(life));
+        *self.slot() = Some(Arc::new(running));
         Ok(())
     }
 
-    fn life(&self) -> Result<Arc<Life>, GuestError> {
-        self.slot().clone().ok_or(GuestError::Unborn)
+    fn running(&self) -> Result<Arc<RunningVm>, GuestError> {
+        self.slot().clone().ok_or(GuestError::NoState)
     }
 
-    fn paused(&self, what: &'static str) -> Result<Arc<Life>, GuestError> {
-        let life = self.life()?;
-        life.body.gate.all_live(KIND)?;
-        if life.body.gate.is_paused() { Ok(life) } else { Err(GuestError::NotPaused(what)) }
+    fn paused(&self, what: &'static str) -> Result<Arc<RunningVm>, GuestError> {
+        let running = self.running()?;
+        running.context.gate.all_live(KIND)?;
+        if running.context.gate.is_paused() { Ok(running) } else { Err(GuestError::NotPaused(what)) }
     }
 
-    fn slot(&self) -> MutexGuard<'_, Option<Arc<Life>>> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slot(&self) -> MutexGuard<'_, Option<Arc<RunningVm>>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -157,12 +158,13 @@ fn unavailable(operation: &str, error: kvm_ioctls::Error) -> GuestError {
     GuestError::Unavailable { kind: KIND, why }
 }
 
-/// A seat for each vCPU: with the registers of the state, or, in a new guest, those of the beginning.
-fn seats(state: &State) -> Result<Vec<Arc<Seat>>, GuestError> {
+/// A state for each vCPU: with the registers of the state, or, in a new guest, those of the beginning.
+fn vcpu_states(state: &State) -> Result<Vec<Arc<VcpuState>>, GuestError> {
     let wrong = |why: String| GuestError::State { kind: KIND, offset: 0, why };
     let vcpus = || state.plan.shares.iter().zip(&state.writes).enumerate();
     if state.extra.is_empty() {
-        let new = vcpus().map(|(index, (share, writes))| Seat::new(vcpu::registers(index, share, *writes), *writes));
+        let new =
+            vcpus().map(|(index, (share, writes))| VcpuState::new(vcpu::registers(index, share, *writes), *writes));
         return Ok(new.map(Arc::new).collect());
     }
     let (words, rest) = state.extra.as_chunks::<8>();
@@ -170,14 +172,14 @@ fn seats(state: &State) -> Result<Vec<Arc<Seat>>, GuestError> {
     if !rest.is_empty() || !more.is_empty() || saved.len() != state.writes.len() {
         return Err(wrong(format!("{} bytes of registers of {} vCPUs", state.extra.len(), state.writes.len())));
     }
-    let seat = |((index, (share, writes)), saved): ((usize, (_, &u64)), &[[u8; 8]; REGISTERS])| {
+    let vcpu_state = |((index, (share, writes)), saved): ((usize, (_, &u64)), &[[u8; 8]; REGISTERS])| {
         let registers = registers_from(saved.map(u64::from_be_bytes));
         if !vcpu::agrees(&registers, index, share, *writes) {
             return Err(wrong(format!("the registers of vCPU {index} are not those after {writes} pages")));
         }
-        Ok(Arc::new(Seat::new(registers, *writes)))
+        Ok(Arc::new(VcpuState::new(registers, *writes)))
     };
-    vcpus().zip(saved).map(seat).collect()
+    vcpus().zip(saved).map(vcpu_state).collect()
 }
 
 fn registers_from(words: [u64; REGISTERS]) -> kvm_regs {
@@ -190,9 +192,9 @@ fn registers_to(from: &kvm_regs) -> [u64; REGISTERS] {
     [rax, rbx, rcx, rdx, rsi, rdi, rsp, rbp, r8, r9, r10, r11, r12, r13, r14, r15, rip, rflags]
 }
 
-impl Body {
+impl VcpuContext {
     fn counters(&self) -> Vec<u64> {
-        self.seats.iter().map(|seat| seat.writes.load(Ordering::Relaxed)).collect()
+        self.vcpu_states.iter().map(|vcpu_state| vcpu_state.writes.load(Ordering::Relaxed)).collect()
     }
 }
 
@@ -210,56 +212,58 @@ impl Guest for KvmGuest {
     }
 
     fn dirty_logs(&self) -> Result<DirtyLogs, GuestError> {
-        let life = self.life()?;
+        let running = self.running()?;
         let memory = Arc::clone(self.memory());
-        let log: Box<dyn DirtyLog> = match (self.log, &life.rings) {
+        let log: Box<dyn DirtyLog> = match (self.log, &running.rings) {
             (LogKind::WpAsync, _) => Box::new(WriteProtectLog::new(memory)?),
             (LogKind::WpThread, _) => Box::new(WriteFaultLog::new(memory)?),
             (LogKind::KvmRing, Some(rings)) => Box::new(KvmRingLog::new(Arc::clone(rings))),
-            (LogKind::Best | LogKind::KvmLog | LogKind::KvmRing, _) => Box::new(KvmLog::new(Arc::clone(&life.slots))),
-            (LogKind::KvmLogInOneStep, _) => Box::new(KvmLog::new(Arc::clone(&life.slots)).in_one_step()),
+            (LogKind::Best | LogKind::KvmLog | LogKind::KvmRing, _) => {
+                Box::new(KvmLog::new(Arc::clone(&running.slots)))
+            }
+            (LogKind::KvmLogInOneStep, _) => Box::new(KvmLog::new(Arc::clone(&running.slots)).in_one_step()),
         };
         Ok(DirtyLogs::new(self.writers(), vec![log])?)
     }
 
     fn run(&self) -> Result<(), GuestError> {
-        let life = self.life()?;
-        life.body.gate.run();
-        life.body.gate.all_live(KIND)
+        let running = self.running()?;
+        running.context.gate.run();
+        running.context.gate.all_live(KIND)
     }
 
     fn pause(&self) -> Result<(), GuestError> {
-        let life = self.life()?;
-        life.body.gate.pause();
-        life.body.gate.all_live(KIND)
+        let running = self.running()?;
+        running.context.gate.pause();
+        running.context.gate.all_live(KIND)
     }
 
     fn set_rate(&self, rate: Rate) {
-        if let Ok(life) = self.life() {
-            life.body.gate.set_rate(rate);
+        if let Ok(running) = self.running() {
+            running.context.gate.set_rate(rate);
         }
     }
 
     fn throttle(&self, percent: u8) {
-        if let Ok(life) = self.life() {
-            life.body.gate.throttle(percent);
+        if let Ok(running) = self.running() {
+            running.context.gate.throttle(percent);
         }
     }
 
     fn writes(&self) -> u64 {
-        self.life().map_or(0, |life| life.body.counters().iter().sum())
+        self.running().map_or(0, |running| running.context.counters().iter().sum())
     }
 
     fn save(&self) -> Result<Vec<u8>, GuestError> {
-        let life = self.paused("saving the state")?;
-        let Body { plan, gate, seats } = &*life.body;
-        let words = seats.iter().flat_map(|seat| registers_to(&seat.registers()));
+        let running = self.paused("saving the state")?;
+        let VcpuContext { plan, gate, vcpu_states } = &*running.context;
+        let words = vcpu_states.iter().flat_map(|vcpu_state| registers_to(&vcpu_state.registers()));
         let extra = words.flat_map(u64::to_be_bytes).collect();
-        Ok(State { plan: plan.clone(), rate: gate.rate(), writes: life.body.counters(), extra }.encode())
+        Ok(State { plan: plan.clone(), rate: gate.rate(), writes: running.context.counters(), extra }.encode())
     }
 
     fn load(&self, state: &[u8]) -> Result<(), GuestError> {
-        if self.life().is_ok() {
+        if self.running().is_ok() {
             self.paused("loading a state")?;
         }
         let state = State::decode(KIND, state, self.visible(), RESERVED)?;
@@ -270,15 +274,15 @@ impl Guest for KvmGuest {
                 why: "it is that of a guest of another kind".into(),
             });
         }
-        self.live(state, false)
+        self.start(state, false)
     }
 
     fn verify(&self) -> Result<Verified, GuestError> {
-        let life = self.paused("looking at all memory")?;
+        let running = self.paused("looking at all memory")?;
         let mut code = [0; PAGE_LEN];
         let block = self.memory().block(0)?;
         block.read(0, &mut code)?;
-        let expected = code::image(&life.body.plan);
+        let expected = code::image(&running.context.plan);
         if let Some(at) = code.as_chunks::<4>().0.iter().zip(expected.as_chunks::<4>().0).position(|(a, b)| a != b) {
             let word =
                 |bytes: &[u8; PAGE_LEN]| bytes.as_chunks::<4>().0.get(at).map_or(0, |word| u32::from_le_bytes(*word));
@@ -293,13 +297,13 @@ impl Guest for KvmGuest {
                 1,
             ));
         }
-        self.ram.verify(&life.body.plan, &life.body.counters())
+        self.ram.verify(&running.context.plan, &running.context.counters())
     }
 }
 
-impl Drop for Life {
+impl Drop for RunningVm {
     fn drop(&mut self) {
-        self.body.gate.end();
+        self.context.gate.end();
         for thread in self.threads.drain(..) {
             // A panic of it was its own message.
             let _ = thread.join();

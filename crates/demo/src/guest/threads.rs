@@ -20,16 +20,17 @@ const KIND: GuestKind = GuestKind::Threads;
 pub(super) struct Threads {
     ram: Ram,
     log: LogKind,
-    life: Mutex<Option<Arc<Life>>>,
+    running: Mutex<Option<Arc<RunningWriters>>>,
 }
 
-/// What there is of a guest that has a state.
-struct Life {
-    body: Arc<Body>,
+/// A guest that has its state, and the threads of its writers.
+struct RunningWriters {
+    context: Arc<WriterContext>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct Body {
+/// Shared with the threads of the writers.
+struct WriterContext {
     ram: Ram,
     gate: Gate,
     plan: Plan,
@@ -46,7 +47,7 @@ impl Threads {
         for page in 0..state.plan.layout.filled {
             guest.ram.store(page, state.plan.contents(page, 0));
         }
-        guest.live(state)?;
+        guest.start(state)?;
         Ok(guest)
     }
 
@@ -55,46 +56,47 @@ impl Threads {
             let why = "KVM's logs see what vCPUs write, and it has none: use one of userfaultfd's".into();
             return Err(GuestError::Options { kind: KIND, why });
         }
-        Ok(Self { ram: Ram::new(memory), log, life: Mutex::new(None) })
+        Ok(Self { ram: Ram::new(memory), log, running: Mutex::new(None) })
     }
 
-    fn live(&self, state: State) -> Result<(), GuestError> {
+    fn start(&self, state: State) -> Result<(), GuestError> {
         let State { plan, rate, writes, .. } = state;
         let writes = writes.into_iter().map(AtomicU64::new).collect();
-        let body = Body { ram: self.ram.clone(), gate: Gate::new(rate), plan, writes, damage: Mutex::new(None) };
-        let mut life = Life { body: Arc::new(body), threads: Vec::new() };
-        for index in 0..life.body.plan.shares.len() {
-            let body = Arc::clone(&life.body);
-            body.gate.enter();
+        let context =
+            WriterContext { ram: self.ram.clone(), gate: Gate::new(rate), plan, writes, damage: Mutex::new(None) };
+        let mut running = RunningWriters { context: Arc::new(context), threads: Vec::new() };
+        for index in 0..running.context.plan.shares.len() {
+            let context = Arc::clone(&running.context);
+            context.gate.enter();
             let thread = std::thread::Builder::new().name(format!("guest {index}")).spawn(move || {
-                let ended = catch_unwind(AssertUnwindSafe(|| body.write(index)));
-                body.gate.leave(ended.err().map(|_| "it panicked".to_owned()));
+                let ended = catch_unwind(AssertUnwindSafe(|| context.write(index)));
+                context.gate.leave(ended.err().map(|_| "it panicked".to_owned()));
             });
             let failed = |source| GuestError::Kernel { kind: KIND, operation: "a thread", source };
-            life.threads.push(thread.map_err(failed).inspect_err(|_| life.body.gate.leave(None))?);
+            running.threads.push(thread.map_err(failed).inspect_err(|_| running.context.gate.leave(None))?);
         }
-        life.body.gate.pause();
+        running.context.gate.pause();
         // The one before, if there was one, ends here.
-        *self.slot() = Some(Arc::new(life));
+        *self.slot() = Some(Arc::new(running));
         Ok(())
     }
 
-    fn life(&self) -> Result<Arc<Life>, GuestError> {
-        self.slot().clone().ok_or(GuestError::Unborn)
+    fn running(&self) -> Result<Arc<RunningWriters>, GuestError> {
+        self.slot().clone().ok_or(GuestError::NoState)
     }
 
-    fn paused(&self, what: &'static str) -> Result<Arc<Life>, GuestError> {
-        let life = self.life()?;
-        if life.body.gate.is_paused() { Ok(life) } else { Err(GuestError::NotPaused(what)) }
+    fn paused(&self, what: &'static str) -> Result<Arc<RunningWriters>, GuestError> {
+        let running = self.running()?;
+        if running.context.gate.is_paused() { Ok(running) } else { Err(GuestError::NotPaused(what)) }
     }
 
-    fn slot(&self) -> MutexGuard<'_, Option<Arc<Life>>> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slot(&self) -> MutexGuard<'_, Option<Arc<RunningWriters>>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Body {
-    /// What a writer does all its life.
+impl WriterContext {
+    /// The loop of a writer.
     fn write(&self, index: usize) {
         if let (Some(share), Some(count)) = (self.plan.shares.get(index), self.writes.get(index)) {
             let mut pace = Pace::default();
@@ -148,60 +150,61 @@ impl Guest for Threads {
     }
 
     fn run(&self) -> Result<(), GuestError> {
-        let life = self.life()?;
-        life.body.gate.run();
-        life.body.gate.all_live(KIND)
+        let running = self.running()?;
+        running.context.gate.run();
+        running.context.gate.all_live(KIND)
     }
 
     fn pause(&self) -> Result<(), GuestError> {
-        let life = self.life()?;
-        life.body.gate.pause();
-        life.body.gate.all_live(KIND)
+        let running = self.running()?;
+        running.context.gate.pause();
+        running.context.gate.all_live(KIND)
     }
 
     fn set_rate(&self, rate: Rate) {
-        if let Ok(life) = self.life() {
-            life.body.gate.set_rate(rate);
+        if let Ok(running) = self.running() {
+            running.context.gate.set_rate(rate);
         }
     }
 
     fn throttle(&self, percent: u8) {
-        if let Ok(life) = self.life() {
-            life.body.gate.throttle(percent);
+        if let Ok(running) = self.running() {
+            running.context.gate.throttle(percent);
         }
     }
 
     fn writes(&self) -> u64 {
-        self.life().map_or(0, |life| life.body.counters().iter().sum())
+        self.running().map_or(0, |running| running.context.counters().iter().sum())
     }
 
     fn save(&self) -> Result<Vec<u8>, GuestError> {
-        let life = self.paused("saving the state")?;
-        let Body { plan, gate, .. } = &*life.body;
-        let state = State { plan: plan.clone(), rate: gate.rate(), writes: life.body.counters(), extra: Vec::new() };
+        let running = self.paused("saving the state")?;
+        let WriterContext { plan, gate, .. } = &*running.context;
+        let state =
+            State { plan: plan.clone(), rate: gate.rate(), writes: running.context.counters(), extra: Vec::new() };
         Ok(state.encode())
     }
 
     fn load(&self, state: &[u8]) -> Result<(), GuestError> {
-        if self.life().is_ok() {
+        if self.running().is_ok() {
             self.paused("loading a state")?;
         }
-        self.live(State::decode(KIND, state, self.ram.pages(), 0)?)
+        self.start(State::decode(KIND, state, self.ram.pages(), 0)?)
     }
 
     fn verify(&self) -> Result<Verified, GuestError> {
-        let life = self.paused("looking at all memory")?;
-        let body = &life.body;
-        if let Some(damage) = *body.damage.lock().unwrap_or_else(PoisonError::into_inner) {
+        let running = self.paused("looking at all memory")?;
+        let context = &running.context;
+        if let Some(damage) = *context.damage.lock().unwrap_or_else(PoisonError::into_inner) {
             return Err(self.ram.damaged(damage, 1));
         }
-        self.ram.verify(&body.plan, &body.counters())
+        self.ram.verify(&context.plan, &context.counters())
     }
 }
 
-impl Drop for Life {
+impl Drop for RunningWriters {
     fn drop(&mut self) {
-        self.body.gate.end();
+        self.context.gate.end();
         for thread in self.threads.drain(..) {
             // A panic of it was its own message.
             let _ = thread.join();

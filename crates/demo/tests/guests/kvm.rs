@@ -53,7 +53,7 @@ fn a_guest_goes_on_in_copied_memory_and_a_changed_page_is_noticed() {
     let_it_write(&*source, 500);
     let state = source.save().unwrap();
     let target = guest::receive(GuestKind::Kvm, memory(), LogKind::KvmRing).unwrap();
-    assert!(matches!(target.save(), Err(GuestError::Unborn)));
+    assert!(matches!(target.save(), Err(GuestError::NoState)));
     copy(source.memory(), target.memory(), &DirtyPages::all(source.memory()));
     target.load(&state).unwrap();
     assert_eq!(target.verify().unwrap(), source.verify().unwrap());

@@ -43,7 +43,7 @@ fn a_guest_goes_on_in_copied_memory_and_notices_memory_that_lacks_one_page() {
     let state = source.save().unwrap();
 
     let target = guest::receive(GuestKind::Threads, memory(), LogKind::Best).unwrap();
-    assert!(matches!(target.verify(), Err(GuestError::Unborn)));
+    assert!(matches!(target.verify(), Err(GuestError::NoState)));
     copy(source.memory(), target.memory(), &DirtyPages::all(source.memory()));
     target.load(&state).unwrap();
     assert_eq!(target.verify().unwrap(), source.verify().unwrap());

@@ -12,7 +12,7 @@ use limosa_image::{Disk, GuestOffset, ImageError, Pending};
 use limosa_storage::Buffer;
 use limosa_storage::testing::{Chance, Held, PowerCut};
 
-use crate::guest::{Asked, content};
+use crate::guest::{RequestKind, content};
 
 /// When something was: by the clock of the run, and by the moments of the power.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,8 +22,8 @@ pub(crate) struct Stamp {
 }
 
 /// A request under way.
-pub(crate) struct Flight {
-    pub(crate) asked: Asked,
+pub(crate) struct InFlight {
+    pub(crate) asked: RequestKind,
     pub(crate) range: Range<u64>,
     pub(crate) began: Stamp,
     buffer: Buffer,
@@ -33,7 +33,7 @@ pub(crate) struct Flight {
 /// A request that is over.
 #[derive(Debug)]
 pub(crate) struct Done {
-    pub(crate) asked: Asked,
+    pub(crate) asked: RequestKind,
     pub(crate) range: Range<u64>,
     pub(crate) began: Stamp,
     pub(crate) ended: Stamp,
@@ -48,12 +48,12 @@ pub(crate) struct Driver {
     power: PowerCut,
     chance: Chance,
     clock: u64,
-    pub(crate) flights: Vec<Flight>,
+    pub(crate) in_flight: Vec<InFlight>,
 }
 
 impl Driver {
     pub(crate) fn new(disk: Arc<dyn Disk>, held: Held, power: PowerCut, seed: u64) -> Self {
-        Self { disk, held, power, chance: Chance::new(seed), clock: 0, flights: Vec::new() }
+        Self { disk, held, power, chance: Chance::new(seed), clock: 0, in_flight: Vec::new() }
     }
 
     pub(crate) fn disk(&self) -> Arc<dyn Disk> {
@@ -66,26 +66,26 @@ impl Driver {
     }
 
     /// Begins a request.
-    pub(crate) fn begin(&mut self, asked: Asked, range: Range<u64>) -> Stamp {
+    pub(crate) fn begin(&mut self, asked: RequestKind, range: Range<u64>) -> Stamp {
         let began = self.stamp();
         let bytes = range.end - range.start;
         let buffer = match asked {
-            Asked::Read => Buffer::copied(&vec![0xa5; usize::try_from(bytes).unwrap()]),
-            Asked::Write(number) => Buffer::copied(&content(number, &range)),
+            RequestKind::Read => Buffer::copied(&vec![0xa5; usize::try_from(bytes).unwrap()]),
+            RequestKind::Write(number) => Buffer::copied(&content(number, &range)),
             _ => Buffer::zeroed(0),
         };
         let (disk, at, vector) = (Arc::clone(&self.disk), GuestOffset(range.start), self.scattered(&buffer));
         let what = asked.clone();
         let future: Pending<'static> = Box::pin(async move {
             match what {
-                Asked::Read => disk.read(at, vector).await,
-                Asked::Write(_) => disk.write(at, vector).await,
-                Asked::Zeroes { unmap } => disk.write_zeroes(at, bytes, unmap).await,
-                Asked::Discard => disk.discard(at, bytes).await,
-                Asked::Flush => disk.flush().await,
+                RequestKind::Read => disk.read(at, vector).await,
+                RequestKind::Write(_) => disk.write(at, vector).await,
+                RequestKind::Zeroes { unmap } => disk.write_zeroes(at, bytes, unmap).await,
+                RequestKind::Discard => disk.discard(at, bytes).await,
+                RequestKind::Flush => disk.flush().await,
             }
         });
-        self.flights.push(Flight { asked, range, began, buffer, future });
+        self.in_flight.push(InFlight { asked, range, began, buffer, future });
         began
     }
 
@@ -102,21 +102,21 @@ impl Driver {
     /// Requests are under way, nothing is held, and none of them goes on.
     pub(crate) fn next(&mut self) -> Option<Done> {
         let mut idle = 0;
-        while !self.flights.is_empty() {
+        while !self.in_flight.is_empty() {
             // Any of them may be looked at first.
-            let first = self.chance.below(self.flights.len() as u64);
-            for number in 0..self.flights.len() {
-                let number = (number + usize::try_from(first).unwrap()) % self.flights.len();
+            let first = self.chance.below(self.in_flight.len() as u64);
+            for number in 0..self.in_flight.len() {
+                let number = (number + usize::try_from(first).unwrap()) % self.in_flight.len();
                 let mut context = Context::from_waker(Waker::noop());
-                if let Poll::Ready(result) = self.flights[number].future.as_mut().poll(&mut context) {
-                    let flight = self.flights.remove(number);
-                    return Some(self.over(flight, result));
+                if let Poll::Ready(result) = self.in_flight[number].future.as_mut().poll(&mut context) {
+                    let request = self.in_flight.remove(number);
+                    return Some(self.over(request, result));
                 }
             }
             let waiting = self.held.waiting();
             if waiting.is_empty() {
                 idle += 1;
-                let stuck: Vec<_> = self.flights.iter().map(|flight| (&flight.asked, &flight.range)).collect();
+                let stuck: Vec<_> = self.in_flight.iter().map(|request| (&request.asked, &request.range)).collect();
                 assert!(idle < 100, "nothing is held, and these do not go on: {stuck:x?}");
                 continue;
             }
@@ -127,25 +127,25 @@ impl Driver {
         None
     }
 
-    fn over(&mut self, flight: Flight, result: Result<(), ImageError>) -> Done {
-        let Flight { asked, range, began, buffer, .. } = flight;
-        let read = if asked == Asked::Read { buffer.to_vec() } else { Vec::new() };
+    fn over(&mut self, request: InFlight, result: Result<(), ImageError>) -> Done {
+        let InFlight { asked, range, began, buffer, .. } = request;
+        let read = if asked == RequestKind::Read { buffer.to_vec() } else { Vec::new() };
         Done { asked, range, began, ended: self.stamp(), read, result }
     }
 
     /// Drops a request half-way: what it was, if there is one.
-    pub(crate) fn drop_one(&mut self) -> Option<(Asked, Range<u64>)> {
-        if self.flights.is_empty() {
+    pub(crate) fn drop_one(&mut self) -> Option<(RequestKind, Range<u64>)> {
+        if self.in_flight.is_empty() {
             return None;
         }
-        let number = self.chance.below(self.flights.len() as u64);
-        let flight = self.flights.remove(usize::try_from(number).unwrap());
-        Some((flight.asked, flight.range))
+        let number = self.chance.below(self.in_flight.len() as u64);
+        let request = self.in_flight.remove(usize::try_from(number).unwrap());
+        Some((request.asked, request.range))
     }
 
     /// Releases what is held although no request waits for it.
     pub(crate) fn settle(&mut self) {
-        assert!(self.flights.is_empty(), "requests are under way");
+        assert!(self.in_flight.is_empty(), "requests are under way");
         while let Some(first) = self.held.waiting().first() {
             self.held.let_go(first.number);
         }
@@ -153,10 +153,16 @@ impl Driver {
 
     /// Waits for something else than a request, such as the end of a disk.
     pub(crate) fn wait(&mut self, what: impl FnOnce(Arc<dyn Disk>) -> Pending<'static>) -> Result<(), ImageError> {
-        assert!(self.flights.is_empty(), "requests are under way");
+        assert!(self.in_flight.is_empty(), "requests are under way");
         let began = self.stamp();
         let future = what(Arc::clone(&self.disk));
-        self.flights.push(Flight { asked: Asked::Flush, range: 0..0, began, buffer: Buffer::zeroed(0), future });
+        self.in_flight.push(InFlight {
+            asked: RequestKind::Flush,
+            range: 0..0,
+            began,
+            buffer: Buffer::zeroed(0),
+            future,
+        });
         self.next().map_or(Ok(()), |done| done.result)
     }
 

@@ -6,7 +6,7 @@ use limosa_storage::testing::Chance;
 
 /// What a request asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Asked {
+pub(crate) enum RequestKind {
     Read,
     /// With content of this number.
     Write(u64),
@@ -37,17 +37,17 @@ impl Guest {
     }
 
     /// A request, and the bytes it is about.
-    pub(crate) fn asks(&mut self) -> (Asked, Range<u64>) {
+    pub(crate) fn asks(&mut self) -> (RequestKind, Range<u64>) {
         let range = self.range();
         let asked = match self.chance.below(100) {
-            0..=29 => Asked::Read,
+            0..=29 => RequestKind::Read,
             30..=79 => {
                 self.written += 1;
-                Asked::Write(self.written)
+                RequestKind::Write(self.written)
             }
-            80..=87 => Asked::Zeroes { unmap: self.chance.one_in(2) },
-            88..=94 => Asked::Discard,
-            _ => return (Asked::Flush, 0..0),
+            80..=87 => RequestKind::Zeroes { unmap: self.chance.one_in(2) },
+            88..=94 => RequestKind::Discard,
+            _ => return (RequestKind::Flush, 0..0),
         };
         (asked, range)
     }

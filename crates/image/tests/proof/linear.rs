@@ -7,7 +7,7 @@ use limosa_storage::testing::{Held, PowerCut};
 
 use crate::Verdict;
 use crate::drive::{Done, Driver, Stamp};
-use crate::guest::{Asked, Guest};
+use crate::guest::{Guest, RequestKind};
 use crate::history::{History, Value};
 use crate::model::{Plan, read_all, whole};
 
@@ -36,7 +36,7 @@ impl Watched {
     /// So many requests, and waits for all.
     pub(crate) fn run(&mut self) -> Verdict {
         for step in 0..self.plan.steps {
-            while self.driver.flights.len() < self.plan.depth {
+            while self.driver.in_flight.len() < self.plan.depth {
                 let (asked, range) = self.guest.asks();
                 self.begin(asked, range);
             }
@@ -54,18 +54,18 @@ impl Watched {
         Ok(())
     }
 
-    fn begin(&mut self, asked: Asked, range: std::ops::Range<u64>) {
+    fn begin(&mut self, asked: RequestKind, range: std::ops::Range<u64>) {
         let (value, inside) = match asked {
-            Asked::Write(number) => (Value::Written(number), range.clone()),
-            Asked::Zeroes { .. } => (Value::Zeros, range.clone()),
-            Asked::Discard => (Value::Zeros, whole(&range, self.plan.cluster)),
-            Asked::Read | Asked::Flush => {
+            RequestKind::Write(number) => (Value::Written(number), range.clone()),
+            RequestKind::Zeroes { .. } => (Value::Zeros, range.clone()),
+            RequestKind::Discard => (Value::Zeros, whole(&range, self.plan.cluster)),
+            RequestKind::Read | RequestKind::Flush => {
                 self.driver.begin(asked, range);
                 return;
             }
         };
         let tail = self.guest.size / self.plan.cluster * self.plan.cluster;
-        let discarded = asked == Asked::Discard;
+        let discarded = asked == RequestKind::Discard;
         let began = self.driver.begin(asked, range.clone());
         let number = self.history.begins(&inside, value, began);
         if !(discarded && self.plan.discards_may_stay) {
@@ -84,10 +84,11 @@ impl Watched {
         }
         result.as_ref().map_err(|error| format!("{asked:?} {range:x?}: {error}"))?;
         match asked {
-            Asked::Read => self.history.saw(range, read, *began, *ended)?,
-            Asked::Flush => self.history.flushed(*began, *ended),
+            RequestKind::Read => self.history.saw(range, read, *began, *ended)?,
+            RequestKind::Flush => self.history.flushed(*began, *ended),
             _ => {
-                let inside = if *asked == Asked::Discard { whole(range, self.plan.cluster) } else { range.clone() };
+                let inside =
+                    if *asked == RequestKind::Discard { whole(range, self.plan.cluster) } else { range.clone() };
                 if let Some(number) = self.numbers.remove(&began.clock) {
                     self.history.ends(&inside, number, *ended);
                 }

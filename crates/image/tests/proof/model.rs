@@ -13,7 +13,7 @@ use limosa_storage::{Buffer, block_on};
 use crate::Verdict;
 use crate::bed::differs;
 use crate::drive::{Done, Driver};
-use crate::guest::{Asked, Guest, content};
+use crate::guest::{Guest, RequestKind, content};
 
 /// How to go about it.
 #[derive(Debug, Clone, Copy)]
@@ -113,10 +113,10 @@ impl<'a> Model<'a> {
         };
         let mut driver = begin(plan.seed)?;
         for step in 0..plan.steps {
-            while driver.flights.len() < plan.depth {
+            while driver.in_flight.len() < plan.depth {
                 let (asked, range) = guest.asks();
-                let in_the_way = driver.flights.iter().any(|flight| {
-                    meet(&flight.range, &range) && !(flight.asked == Asked::Read && asked == Asked::Read)
+                let in_the_way = driver.in_flight.iter().any(|request| {
+                    meet(&request.range, &range) && !(request.asked == RequestKind::Read && asked == RequestKind::Read)
                 });
                 if in_the_way || self.loose.iter().any(|loose| meet(loose.range(), &range)) {
                     break;
@@ -125,7 +125,7 @@ impl<'a> Model<'a> {
             }
             if plan.drops && chance.one_in(25) {
                 match driver.drop_one() {
-                    Some((Asked::Read | Asked::Flush, _)) | None => {}
+                    Some((RequestKind::Read | RequestKind::Flush, _)) | None => {}
                     Some((_, range)) => self.loose.push(Loose::Undefined(range)),
                 }
             }
@@ -154,15 +154,15 @@ impl<'a> Model<'a> {
         result.as_ref().map_err(|error| format!("{asked:?} {range:x?}: {error}"))?;
         let bytes = &mut self.bytes[index(range)];
         match asked {
-            Asked::Read => {
+            RequestKind::Read => {
                 if let Some(at) = differs(read, bytes) {
                     let at = range.start + at as u64;
                     return Err(format!("the read of {range:x?} is wrong at {at:#x}"));
                 }
             }
-            Asked::Write(number) => bytes.copy_from_slice(&content(*number, range)),
-            Asked::Zeroes { .. } => bytes.fill(0),
-            Asked::Discard => {
+            RequestKind::Write(number) => bytes.copy_from_slice(&content(*number, range)),
+            RequestKind::Zeroes { .. } => bytes.fill(0),
+            RequestKind::Discard => {
                 let inside = whole(range, self.plan.cluster);
                 let end = self.bytes.len() as u64;
                 if self.plan.discards_may_stay {
@@ -175,7 +175,7 @@ impl<'a> Model<'a> {
                     }
                 }
             }
-            Asked::Flush => {}
+            RequestKind::Flush => {}
         }
         Ok(())
     }

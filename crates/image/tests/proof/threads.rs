@@ -13,7 +13,7 @@ use limosa_storage::{Buffer, block_on};
 use crate::Verdict;
 use crate::bed::differs;
 use crate::drive::{Done, Stamp};
-use crate::guest::{Asked, Guest, content};
+use crate::guest::{Guest, RequestKind, content};
 use crate::history::{History, Value};
 use crate::model::{Plan, read_all, whole};
 
@@ -101,22 +101,22 @@ pub(crate) fn overlapping(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, plan
 }
 
 /// Does one request.
-fn ask(disk: &dyn Disk, (asked, range): (Asked, Range<u64>), tick: &dyn Fn() -> Stamp) -> Done {
+fn ask(disk: &dyn Disk, (asked, range): (RequestKind, Range<u64>), tick: &dyn Fn() -> Stamp) -> Done {
     let (at, length) = (GuestOffset(range.start), range.end - range.start);
     let buffer = match asked {
-        Asked::Write(number) => Buffer::copied(&content(number, &range)),
+        RequestKind::Write(number) => Buffer::copied(&content(number, &range)),
         _ => Buffer::zeroed(usize::try_from(length).unwrap()),
     };
     let began = tick();
     let result = match asked {
-        Asked::Read => block_on(disk.read(at, buffer.clone().into())),
-        Asked::Write(_) => block_on(disk.write(at, buffer.clone().into())),
-        Asked::Zeroes { unmap } => block_on(disk.write_zeroes(at, length, unmap)),
-        Asked::Discard => block_on(disk.discard(at, length)),
-        Asked::Flush => block_on(disk.flush()),
+        RequestKind::Read => block_on(disk.read(at, buffer.clone().into())),
+        RequestKind::Write(_) => block_on(disk.write(at, buffer.clone().into())),
+        RequestKind::Zeroes { unmap } => block_on(disk.write_zeroes(at, length, unmap)),
+        RequestKind::Discard => block_on(disk.discard(at, length)),
+        RequestKind::Flush => block_on(disk.flush()),
     };
     let ended = tick();
-    let read = if asked == Asked::Read { buffer.to_vec() } else { Vec::new() };
+    let read = if asked == RequestKind::Read { buffer.to_vec() } else { Vec::new() };
     Done { asked, range, began, ended, read, result }
 }
 
@@ -129,13 +129,13 @@ fn replay(all: &[Done], history: &mut History, plan: Plan, size: u64) -> Verdict
     for (clock, done) in moments {
         let Done { asked, range, began, ended, read, result } = done;
         result.as_ref().map_err(|error| format!("{asked:?} {range:x?}: {error}"))?;
-        let discarded = *asked == Asked::Discard;
+        let discarded = *asked == RequestKind::Discard;
         let inside = if discarded { whole(range, plan.cluster) } else { range.clone() };
-        let value = if let Asked::Write(number) = asked { Value::Written(*number) } else { Value::Zeros };
+        let value = if let RequestKind::Write(number) = asked { Value::Written(*number) } else { Value::Zeros };
         match asked {
-            Asked::Flush => {}
-            Asked::Read if clock == ended.clock => history.saw(range, read, *began, *ended)?,
-            Asked::Read => {}
+            RequestKind::Flush => {}
+            RequestKind::Read if clock == ended.clock => history.saw(range, read, *began, *ended)?,
+            RequestKind::Read => {}
             _ if clock == began.clock => {
                 requests.insert(clock, history.begins(&inside, value, *began));
                 let tail = size / plan.cluster * plan.cluster;
@@ -145,7 +145,7 @@ fn replay(all: &[Done], history: &mut History, plan: Plan, size: u64) -> Verdict
                 }
             }
             // What is discarded need not read as zeros where nothing can say so.
-            Asked::Discard if plan.discards_may_stay => {}
+            RequestKind::Discard if plan.discards_may_stay => {}
             _ => history.ends(&inside, requests[&began.clock], *ended),
         }
     }

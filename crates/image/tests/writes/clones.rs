@@ -16,10 +16,10 @@ const M: u64 = 1 << 20;
 const SIZE: u64 = 8 * M;
 
 /// A request to a storage, by the name of the storage.
-type Asked = (String, Operation, Range<u64>);
+type LoggedRequest = (String, Operation, Range<u64>);
 
 /// What was asked, without what concerns tables.
-fn asked(counting: &Counting) -> Vec<Asked> {
+fn asked(counting: &Counting) -> Vec<LoggedRequest> {
     let seen = counting.take().into_iter().map(|seen| (seen.storage.to_string(), seen.operation, seen.range));
     seen.filter(|(_, operation, range)| *operation == Operation::Clone || range.end - range.start < 2 * M).collect()
 }
@@ -44,7 +44,7 @@ fn with(bytes: &[u8], at: u64, new: &[u8]) -> Vec<u8> {
     [&bytes[..at], new, &bytes[at + new.len()..]].concat()
 }
 
-fn cloned_and_written(host: u64, at: u64, length: u64) -> [Asked; 2] {
+fn cloned_and_written(host: u64, at: u64, length: u64) -> [LoggedRequest; 2] {
     let image = || "image".to_owned();
     let written = host + at..host + at + length;
     [(image(), Operation::Clone, host..host + M), (image(), Operation::Write, written)]
@@ -58,7 +58,7 @@ fn watched() -> (Counting, Arc<dyn Storage>) {
 }
 
 /// Where the new cluster lies that was written last.
-fn host(asked: &[Asked]) -> u64 {
+fn host(asked: &[LoggedRequest]) -> u64 {
     asked.last().map(|(.., range)| range.start & !(M - 1)).unwrap()
 }
 

@@ -23,7 +23,7 @@ pub enum Owner {
 }
 
 /// What the driver has told, on its way through the device.
-enum Told {
+enum QueuedHint {
     Free(Arc<dyn FreePageSink>, std::ops::Range<u64>),
     All(Arc<dyn FreePageSink>),
 }
@@ -34,7 +34,7 @@ struct State {
     list: Option<(Arc<dyn FreePageSink>, usize)>,
     /// Pieces that it goes on telling after it was stopped.
     late: u32,
-    under_way: Vec<Told>,
+    under_way: Vec<QueuedHint>,
 }
 
 /// A heap of pieces of some pages each, in one block of a VM.
@@ -155,10 +155,10 @@ impl Heap {
                 state.owner[piece] = Owner::Driver;
                 let begin = self.address + self.pages(piece).start.offset();
                 let range = begin..begin + self.each * PAGE_SIZE;
-                state.under_way.push(Told::Free(Arc::clone(list), range));
+                state.under_way.push(QueuedHint::Free(Arc::clone(list), range));
             }
             None => {
-                state.under_way.push(Told::All(Arc::clone(list)));
+                state.under_way.push(QueuedHint::All(Arc::clone(list)));
                 state.list = None;
             }
         }
@@ -176,8 +176,8 @@ impl Heap {
             state.under_way.swap_remove(usize::try_from(seed >> 33).unwrap() % count)
         };
         match told {
-            Told::Free(list, range) => list.free(range),
-            Told::All(list) => list.complete(),
+            QueuedHint::Free(list, range) => list.free(range),
+            QueuedHint::All(list) => list.complete(),
         }
         true
     }

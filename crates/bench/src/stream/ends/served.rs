@@ -24,7 +24,7 @@ use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::{Configuration, DeviceSections};
 
 use super::super::{neighbour, plain};
-use super::{Answer, Lent, SendOrder, Setup, Way};
+use super::{Answer, Lent, SendOptions, SendOrder, Setup};
 use crate::measure::{nanoseconds, own_cpu};
 use crate::raw::Mapping;
 use crate::zero_page::Spent;
@@ -49,7 +49,7 @@ pub fn serve() -> Result<()> {
             send_over_and_over(next, |to| send_plainly(&memory, to))
         }
         Setup::Source { file, memory, plain: false } => {
-            let vm = Still::new(BlockOptions::file(RAM, memory, open(&file)?.into(), 0))?;
+            let vm = PausedVm::new(BlockOptions::file(RAM, memory, open(&file)?.into(), 0))?;
             send_over_and_over(next, |to| vm.send(vm.logs(!to.free.is_empty())?, to, &Spent::default()))
         }
         // What it has stays until it has been measured.
@@ -58,13 +58,13 @@ pub fn serve() -> Result<()> {
             next().map(drop)
         }
         Setup::Destination { memory, uri, channels, plain: false, faulting } => {
-            let vm = Still::new(BlockOptions::anonymous(RAM, memory))?;
+            let vm = PausedVm::new(BlockOptions::anonymous(RAM, memory))?;
             vm.receive(&uri.parse()?, channels, !faulting)?;
             next().map(drop)
         }
         Setup::Guest { guest, memory } => {
             let (memory, logs, spent) = guest.start(RAM, memory)?;
-            let vm = Still { memory, writers: Writers::VCPUS };
+            let vm = PausedVm { memory, writers: Writers::VCPUS };
             say(&Answer::Ready)?;
             let to = next()?.context("no destination on standard input")?;
             vm.send(logs, &serde_json::from_str(&to).context("a line on standard input")?, &spent)?;
@@ -151,14 +151,14 @@ fn say(answer: &Answer) -> Result<()> {
     writeln!(out, "{}", serde_json::to_string(answer)?).and_then(|()| out.flush()).context("standard output")
 }
 
-/// A VM of which all is memory. It stands still, but for what its dirty log writes.
+/// A VM that has only memory. It is paused, except for what its dirty log writes.
 #[derive(Debug)]
-struct Still {
+struct PausedVm {
     memory: Arc<GuestMemory>,
     writers: Writers,
 }
 
-impl Still {
+impl PausedVm {
     fn new(block: BlockOptions) -> Result<Self> {
         Ok(Self { memory: Arc::new(GuestMemory::new(vec![block.map()?])?), writers: Writers::NONE })
     }
@@ -177,7 +177,7 @@ impl Still {
         let (control, progress) = (Control::new(), Progress::new());
         let uri: Uri = to.uri.parse()?;
         let connect = |zero_copy| Channel::connect(&uri, &ChannelOptions { zero_copy, ..ChannelOptions::default() });
-        let Way { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy, .. } = to.way;
+        let SendOptions { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy, .. } = to.way;
         let put = if copied { Put::Copied } else { Put::Gathered };
         let (zero_check, zero_method) = zeros.params();
         // A guest that writes does so in all of its rounds.
@@ -196,7 +196,11 @@ impl Still {
         let multifd = MultifdSourceOptions::default();
         let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
         let source = source.fresh(true).with_channels(channels, multifd)?;
-        let source = if to.free.is_empty() { source } else { source.with_free_pages(Arc::new(Told(to.free.clone()))) };
+        let source = if to.free.is_empty() {
+            source
+        } else {
+            source.with_free_pages(Arc::new(ReportedFreePages(to.free.clone())))
+        };
         match source.run() {
             LiveOutcome::Completed(stats) => {
                 let all: Counters = stats.channels.iter().copied().chain([stats.main]).sum();
@@ -232,11 +236,11 @@ impl Still {
     }
 }
 
-/// A guest that has told its free pages before it stood still.
+/// The free pages that a guest reported before it was paused.
 #[derive(Debug)]
-struct Told(Vec<Range<u64>>);
+struct ReportedFreePages(Vec<Range<u64>>);
 
-impl FreePages for Told {
+impl FreePages for ReportedFreePages {
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let ranges = self.0.clone();
         let told = thread::Builder::new().name("free pages".into()).spawn(move || {
@@ -251,7 +255,7 @@ impl FreePages for Told {
     fn done(&self) {}
 }
 
-impl LiveVm for Still {
+impl LiveVm for PausedVm {
     fn configuration(&self) -> Configuration {
         Configuration::new("limosa-bench")
     }
@@ -279,7 +283,7 @@ impl LiveVm for Still {
     }
 }
 
-impl IncomingVm for Still {
+impl IncomingVm for PausedVm {
     fn memory(&self) -> &GuestMemory {
         &self.memory
     }

@@ -1,7 +1,7 @@
 //! One vCPU, on a thread of its own.
 //!
 //! **Law: a vCPU that stands still stands at the beginning of its loop, outside of `KVM_RUN`, with nothing half done in KVM**,
-//! and its registers are in [`Seat`]. So saving the state asks no vCPU anything.
+//! and its registers are in [`VcpuState`]. So saving the state asks no vCPU anything.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,16 +18,16 @@ use crate::guest::pattern::Share;
 /// looks at how full the ring is; one that emulates this guest looks only as it enters it, and lists every store, 8 a page.
 const AT_ONCE_WITH_RING: u64 = 4;
 
-/// What is known of a vCPU from outside.
+/// The part of a vCPU that other threads read.
 #[derive(Debug)]
-pub(super) struct Seat {
-    /// As of the last time that it stood still.
+pub(super) struct VcpuState {
+    /// As of its last pause.
     pub(super) registers: Mutex<kvm_regs>,
-    /// Pages that it has been given leave for, all of which it has written when it stands still.
+    /// Pages that it has been given leave for, all of which it has written when it is paused.
     pub(super) writes: AtomicU64,
 }
 
-impl Seat {
+impl VcpuState {
     pub(super) fn new(registers: kvm_regs, writes: u64) -> Self {
         Self { registers: Mutex::new(registers), writes: AtomicU64::new(writes) }
     }
@@ -57,7 +57,7 @@ pub(super) fn agrees(found: &kvm_regs, index: usize, share: &Share, writes: u64)
 pub(super) struct Vcpu {
     pub(super) index: usize,
     pub(super) fd: VcpuFd,
-    pub(super) seat: Arc<Seat>,
+    pub(super) vcpu_state: Arc<VcpuState>,
     pub(super) share: Share,
     pub(super) rings: Option<Arc<KvmRings>>,
     /// Whether it is to run up to its first question before it may be told to run: shows that it can.
@@ -73,7 +73,7 @@ enum Back {
 }
 
 impl Vcpu {
-    /// 32-bit code and data segments over all addresses, without paging, and the registers of its seat.
+    /// 32-bit code and data segments over all addresses, without paging, and the registers of its state.
     pub(super) fn set_up(&self) -> Result<(), kvm_ioctls::Error> {
         let mut special = self.fd.get_sregs()?;
         let data = kvm_segment {
@@ -91,7 +91,7 @@ impl Vcpu {
         // PE, ET and NE: protected mode.
         special.cr0 = 1 | 1 << 4 | 1 << 5;
         self.fd.set_sregs(&special)?;
-        self.fd.set_regs(&self.seat.registers())
+        self.fd.set_regs(&self.vcpu_state.registers())
     }
 
     /// Until the guest ends.
@@ -120,7 +120,7 @@ impl Vcpu {
                     }
                 }
                 Back::Asked(pages) => {
-                    self.seat.writes.fetch_add(pages, Ordering::Relaxed);
+                    self.vcpu_state.writes.fetch_add(pages, Ordering::Relaxed);
                 }
             }
         }
@@ -157,11 +157,11 @@ impl Vcpu {
             other => return Err(format!("vCPU {}: expected an immediate exit, got {other:?}", self.index)),
         }
         let registers = self.fd.get_regs().map_err(|error| format!("vCPU {}: KVM_GET_REGS: {error}", self.index))?;
-        let writes = self.seat.writes.load(Ordering::Relaxed);
+        let writes = self.vcpu_state.writes.load(Ordering::Relaxed);
         if !agrees(&registers, self.index, &self.share, writes) {
             return Err(format!("vCPU {}: after {writes} pages its registers are {registers:x?}", self.index));
         }
-        *self.seat.registers.lock().unwrap_or_else(PoisonError::into_inner) = registers;
+        *self.vcpu_state.registers.lock().unwrap_or_else(PoisonError::into_inner) = registers;
         Ok(())
     }
 }
