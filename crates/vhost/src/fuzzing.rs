@@ -91,9 +91,10 @@ impl<'a> Input<'a> {
 }
 
 /// Plays the input as messages, writes of the guest to its memory, and processing of the queues. Returns how many messages
-/// succeeded. An input is a list of steps: a byte for the request, or (from 0xe0 on) a write to memory or (from 0xf0 on)
-/// processing of the queues; then the descriptors that come with it (two bits each, at most two); then the length of the body,
-/// and the body.
+/// succeeded.
+///
+/// An input is a list of steps: a byte for the request, or (from 0xe0 on) a write to memory or (from 0xf0 on) processing of the
+/// queues; then the descriptors that come with it (two bits each, at most two); then the length of the body, and the body.
 pub fn play(input: &[u8]) -> usize {
     let Ok(memory) = memfd_create("fuzz", MemfdFlags::CLOEXEC) else { return 0 };
     let Ok(front_end) = FrontEnd::new() else { return 0 };

@@ -1,7 +1,9 @@
-//! Descriptors that carry notifications: kicks, calls and errors of rings. An eventfd, a pipe, or a socket (user-mode Linux
-//! calls through one). Law: a passive other end never makes this end wait. An active one can: it shares the open file
-//! description, and may make it blocking again and fill it. So only the connection's threads write and drain notifiers; a
-//! server that is stopped abandons them if necessary ([`crate::Stopper`]).
+//! Descriptors that carry notifications: kicks, calls and errors of rings. An eventfd, a pipe, or a socket (user-mode Linux calls
+//! through one).
+//!
+//! Law: a passive other end never makes this end wait. An active one can: it shares the open file description, and may make it
+//! blocking again and fill it. So only the connection's threads write and drain notifiers; a server that is stopped abandons
+//! them if necessary ([`crate::Stopper`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 

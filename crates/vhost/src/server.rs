@@ -75,8 +75,10 @@ pub enum ServerError {
     },
 }
 
-/// A vhost-user server for one device. It serves one front end at a time; others wait until that one has disconnected. The
-/// socket's file is accessible only to its owner from the beginning, and is removed with the server.
+/// A vhost-user server for one device.
+///
+/// It serves one front end at a time; others wait until that one has disconnected. The socket's file is accessible only to its
+/// owner from the beginning, and is removed with the server.
 pub struct Server {
     device: Arc<dyn Device>,
     queues: usize,
@@ -99,10 +101,11 @@ impl std::fmt::Debug for Server {
 pub struct Stopper(Arc<OwnedFd>);
 
 impl Stopper {
-    /// Makes [`Server::serve`] return, regardless of what a front end does. It cannot be undone. If a front end blocks the
-    /// server by a descriptor, or by a page of its memory that never arrives, the server waits for some seconds. Then `serve`
-    /// returns [`ServerError::Held`] and abandons the blocked threads with the device: they may still call [`Device::work`] and
-    /// [`Device::reset`] if the front end ever unblocks them.
+    /// Makes [`Server::serve`] return, regardless of what a front end does. It cannot be undone.
+    ///
+    /// If a front end blocks the server by a descriptor, or by a page of its memory that never arrives, the server waits for
+    /// some seconds. Then `serve` returns [`ServerError::Held`] and abandons the blocked threads with the device: they may
+    /// still call [`Device::work`] and [`Device::reset`] if the front end ever unblocks them.
     pub fn stop(&self) {
         // It cannot be full: that takes more writes than are possible.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
