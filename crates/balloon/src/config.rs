@@ -1,9 +1,9 @@
-//! The configuration space: four numbers that device and driver tell each other.
+//! The configuration space: four numbers by which device and driver communicate.
 //!
-//! **Law: reading and writing it takes no lock.** A guest's processor stands still while it waits for a configuration
-//! read, with whatever its driver holds; so whoever answers must not wait for the thread that works on the queues, which may
-//! be discarding gigabytes or wait for that very guest. Each field is an atomic of its own. (No field belongs to another, so
-//! a read of several may see them of different moments, as on real hardware.)
+//! **Law: reading and writing it takes no lock.** A guest's virtual CPU is stopped while it waits for a configuration read, and
+//! its driver may hold locks; so the thread that replies must not wait for the thread that processes the queues, which may be
+//! discarding gigabytes or wait for that same guest. Each field is a separate atomic. (The fields are independent, so a read of
+//! several may see values of different times, as on real hardware.)
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -17,14 +17,14 @@ pub(crate) struct Config {
     num_pages: AtomicU32,
     /// Pages of 4 KiB that it has. Written by the driver.
     actual: AtomicU32,
-    /// Which free-page list is wanted. Written by the device.
+    /// The command for free-page lists. Written by the device.
     hint_command: AtomicU32,
-    /// What free pages are filled with, if that feature was accepted. Written by the driver, and under QEMU before the device
-    /// hears what was accepted.
+    /// The value with which free pages are filled, if that feature was accepted. Written by the driver, and under QEMU before
+    /// the device receives the accepted features.
     poison: AtomicU32,
-    /// The driver has written that since the device was connected.
+    /// The driver has written `poison` since the device was connected.
     poison_said: AtomicBool,
-    /// What the driver has read last of what is told to it: `num_pages` and `hint_command`.
+    /// The last values of `num_pages` and `hint_command` that the driver has read.
     read: [AtomicU32; 2],
 }
 
@@ -41,17 +41,17 @@ impl Default for Config {
     }
 }
 
-/// What a write by the driver came to.
+/// The result of a write by the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ConfigWrite {
-    /// [`Config::actual`] has another value now.
+    /// [`Config::actual`] has changed.
     pub(crate) actual_changed: bool,
-    /// Bytes were meant for fields that are not the driver's, or for none.
+    /// Some bytes were for fields that the driver may not write, or for none.
     pub(crate) refused: bool,
 }
 
 impl Config {
-    /// Copies bytes from `offset` on; zeros behind what `offered` lets exist.
+    /// Copies bytes from `offset` on; zeros beyond the fields that `offered` provides.
     pub(crate) fn read(&self, offered: Features, offset: u32, into: &mut [u8]) {
         let fields = [&self.num_pages, &self.actual, &self.hint_command, &self.poison];
         let values = fields.map(|field| field.load(Ordering::Acquire).to_le_bytes());
@@ -70,8 +70,8 @@ impl Config {
         }
     }
 
-    /// Whether the driver knows what it is told: it has read the fields since they became what they are. One that has read
-    /// nothing yet has neither a balloon nor pages that it hints.
+    /// Whether the driver has read the device's fields since their last change. One that has read nothing yet has neither a
+    /// balloon nor hinted pages.
     pub(crate) fn is_known(&self) -> bool {
         let fields = [&self.num_pages, &self.hint_command];
         fields
@@ -80,7 +80,7 @@ impl Config {
             .all(|(field, known)| field.load(Ordering::Acquire) == known.load(Ordering::Acquire))
     }
 
-    /// Takes what the driver writes into its own fields, and nothing else. The field for poison is there only if that feature
+    /// Accepts what the driver writes to its own fields, and ignores the rest. The field for poison exists only if that feature
     /// is `offered`.
     pub(crate) fn write(&self, offered: Features, offset: u32, bytes: &[u8]) -> ConfigWrite {
         let mut written = ConfigWrite::default();
@@ -112,7 +112,7 @@ impl Config {
         written
     }
 
-    /// Whether it was another number before.
+    /// Returns whether the value changed.
     pub(crate) fn set_num_pages(&self, pages: u32) -> bool {
         self.num_pages.swap(pages, Ordering::AcqRel) != pages
     }
@@ -129,20 +129,20 @@ impl Config {
         self.hint_command.store(command, Ordering::Release);
     }
 
-    /// What free pages are filled with; `None`: the driver has not said it since the device was connected. A driver that has accepted
-    /// the feature says it before it gives any page, and once; so one that has said nothing has said it to another process, and
-    /// nothing else need show that it was another's.
+    /// The value with which free pages are filled; `None`: the driver has not written it since the device was connected. A
+    /// driver that has accepted the feature writes it once, before it gives any page; so one that has not written it here has
+    /// written it to another process, and there may be no other sign of that.
     pub(crate) fn poison(&self) -> Option<u32> {
         self.poison_said.load(Ordering::Acquire).then(|| self.poison.load(Ordering::Acquire))
     }
 
-    /// The driver was another process's before, which knew what it has written.
+    /// The driver was attached to another process before, which has received its writes.
     pub(crate) fn inherit(&self) {
-        // What that one told it last is not known: something else than this one does.
+        // The last values it has read there are unknown: they count as different from these.
         self.know(u32::MAX, STOP);
     }
 
-    /// The driver is gone, and its balloon with it. Whether it had one.
+    /// The driver is gone, and its balloon with it. Returns whether it had one.
     pub(crate) fn forget_driver(&self) -> bool {
         self.know(0, DONE);
         self.actual.swap(0, Ordering::AcqRel) != 0
@@ -154,7 +154,7 @@ impl Config {
         known_command.store(hint_command, Ordering::Release);
     }
 
-    /// Another guest has come.
+    /// Another guest was connected.
     pub(crate) fn forget_poison(&self) {
         self.poison_said.store(false, Ordering::Release);
         self.poison.store(0, Ordering::Release);
@@ -187,13 +187,13 @@ mod tests {
         }
         assert_eq!((config.num_pages(), config.actual(), config.poison()), (0x0102_0304, 7, Some(0xaa)));
         assert_eq!(read(&config, all, 0, 16), [4, 3, 2, 1, 7, 0, 0, 0, 1, 0, 0, 0, 0xaa, 0, 0, 0]);
-        // Where the feature is not offered there is no such field.
+        // If the feature is not offered there is no such field.
         assert!(config.write(Features::STATS_VQ, 12, &[1; 4]).refused);
         assert_eq!(config.poison(), Some(0xaa));
     }
 
     #[test]
-    fn behind_the_end_there_are_zeros() {
+    fn beyond_the_end_there_are_zeros() {
         let config = Config::default();
         config.set_hint_command(u32::MAX);
         assert_eq!(read(&config, Features::FREE_PAGE_HINT, 8, 8), [255, 255, 255, 255, 0, 0, 0, 0]);

@@ -1,10 +1,10 @@
-//! What has been done, and what was refused.
+//! Counters of work done and of refused input.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// What a balloon has done, and what it refused, since it was made.
+        /// Counters of work done and of refused input since the balloon was created.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
         #[non_exhaustive]
         pub struct Counters {
@@ -18,7 +18,7 @@ macro_rules! counters {
             }
         }
 
-        /// The counters while they count.
+        /// The counters of a device.
         #[derive(Debug, Default)]
         pub(crate) struct AtomicCounters {
             $(pub(crate) $name: Counter,)*
@@ -33,25 +33,25 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Arrays of page numbers that were carried out.
+    /// Arrays of page numbers that were processed.
     arrays,
-    /// Nanoseconds that it took to read their numbers and to join them to runs.
+    /// Time in nanoseconds to read their numbers and to merge them into runs.
     translating_ns,
-    /// Pages that went into the balloon.
+    /// Pages that were put into the balloon.
     inflated_pages,
-    /// Pages that came out of it.
+    /// Pages that were taken out of it.
     deflated_pages,
     /// Calls that gave memory back.
     discards,
     /// Bytes that they gave back.
     discarded_bytes,
-    /// Such calls that the kernel refused.
+    /// Such calls that failed.
     failed_discards,
-    /// Statistics that came.
+    /// Statistics that were received.
     statistics,
-    /// Lists of free pages that were asked for.
+    /// Lists of free pages that were requested.
     hint_requests,
-    /// Lists that came to their end.
+    /// Lists that were completed.
     hint_lists,
     /// Free blocks of lists that were passed on.
     hinted_blocks,
@@ -61,31 +61,32 @@ counters! {
     reported_blocks,
     /// Their bytes.
     reported_bytes,
-    /// Free blocks that were reported and left alone: reporting is off, or the guest wants its free pages to keep their contents.
+    /// Free blocks that were reported and not given back: reporting is off, or the guest wants its free pages to keep their
+    /// contents.
     ignored_reports,
-    /// Refused: arrays whose bytes are no whole number of page numbers.
+    /// Refused: arrays whose length is not a multiple of a page number's.
     odd_arrays,
-    /// Refused: arrays of more numbers than one may have.
+    /// Refused: arrays with too many numbers.
     long_arrays,
     /// Refused: arrays and ids that do not lie in guest memory.
     unreadable_buffers,
-    /// Refused: buffers of a kind that does not belong on their queue.
+    /// Refused: buffers of the wrong kind for their queue.
     unexpected_buffers,
-    /// Left out: page numbers of no memory.
+    /// Left out: page numbers outside of memory.
     pages_outside,
-    /// Left out: blocks that are not whole pages of one piece of memory, hinted or reported.
+    /// Left out: blocks that are not whole pages in one range of memory, hinted or reported.
     blocks_outside,
-    /// Dropped: free blocks that belong to no list that is wanted.
+    /// Dropped: free blocks that do not belong to a requested list.
     stale_hints,
-    /// Dropped: ids of lists that are not wanted any more.
+    /// Dropped: ids of lists that are no longer requested.
     stale_ids,
     /// Ignored: statistics of unknown kinds.
     unknown_statistics,
-    /// Ignored: writes to what is not the driver's in the configuration.
+    /// Ignored: writes to fields of the configuration that the driver may not write.
     refused_config_writes,
 }
 
-/// One of them.
+/// One counter.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 
@@ -94,10 +95,10 @@ impl Counter {
         self.0.fetch_add(number, Ordering::Relaxed);
     }
 
-    /// Counts what a guest should not do, and says so the first time.
+    /// Counts invalid input of a guest, and logs it the first time.
     pub(crate) fn refuse(&self, number: u64, what: &str) {
         if number > 0 && self.0.fetch_add(number, Ordering::Relaxed) == 0 {
-            tracing::warn!("the guest's balloon driver: {what} (said once, counted from now on)");
+            tracing::warn!("the guest's balloon driver: {what} (logged once, counted from now on)");
         }
     }
 }

@@ -1,13 +1,14 @@
 //! The device.
 //!
 //! **Laws of its locks.**
-//! 1. The configuration has none ([`crate::config`]), and neither has how much memory there is ([`Balloon::size`]): a guest that
-//!    waits for a configuration read or write waits for nobody.
-//! 2. Work on a queue takes that queue's own lock for one look at it, which may last as long as a discard does. Besides only whoever
-//!    ends what the queue has takes it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::inherited`], [`Balloon::memory`]), to know that nobody is at it any more; so nobody
-//!    who works may wait for a guest. Whoever works on deflating takes the lock of inflating besides his own, in that order.
-//! 3. Every other lock is held for a few assignments, never two at once, and never while anybody else is called: a [`Transport`],
-//!    a sink of free pages or a [`Reclaim`] may call the device from where it is called, and from where it is dropped.
+//! 1. The configuration has none ([`crate::config`]), nor has the size of the memory ([`Balloon::size`]): a guest's read or
+//!    write of the configuration waits for no other thread.
+//! 2. Work on a queue takes that queue's lock for one call, which may last as long as a discard. Otherwise only calls that end
+//!    the queue's state take it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::inherited`], [`Balloon::memory`]), to
+//!    know that no thread works on it any more; so work must not wait for a guest. Work on deflating takes its own lock and
+//!    then that of inflating, in this order.
+//! 3. Every other lock is held for a few assignments, never two at once, and never during a call of foreign code: a
+//!    [`Transport`], a sink of free pages or a [`Reclaim`] may call the device while it is called, and while it is dropped.
 
 mod array;
 mod ballooned;
@@ -35,44 +36,44 @@ pub use hinting::HintList;
 use hinting::Hinting;
 use pending::Pending;
 
-/// Whether a queue has more to do than was done.
+/// Whether a queue has more work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum More {
-    /// The queue wants to be looked at again, after others had their turn.
+    /// The queue is to be processed again after the others.
     Yes,
-    /// The queue is looked at again when the driver or [`Transport::kick`] says so.
+    /// The queue is to be processed again when the driver or [`Transport::kick`] kicks it.
     No,
 }
 
-/// Whoever connects the device with its driver: a vhost-user server, a VMM's PCI or MMIO transport.
+/// Connects the device with its driver: a vhost-user server, a VMM's PCI or MMIO transport.
 pub trait Transport: Send + Sync {
-    /// Tells the driver that the configuration has changed. Must not wait for it.
+    /// Notifies the driver that the configuration has changed. It must not wait for the driver.
     fn config_changed(&self);
 
-    /// Has somebody [work](Balloon::work) on a queue soon. Must not work on it itself.
+    /// Schedules [work](Balloon::work) on a queue. It must not process the queue itself.
     fn kick(&self, queue: usize);
 
-    /// Whether there is still a driver's end.
+    /// Whether the driver's end is still connected.
     fn is_connected(&self) -> bool {
         true
     }
 
-    /// Whether the driver's queue ran and does not now: the VM stands still, the driver was unloaded without a word, or the ring
-    /// makes no sense. Nobody need wait for what comes over it.
+    /// Whether the driver's queue has run and does not run now: the VM is paused, the driver was unloaded without notification,
+    /// or the ring is invalid. There is no use in waiting for buffers on it.
     fn is_idle(&self, _queue: usize) -> bool {
         false
     }
 }
 
-/// What a device is to be.
+/// Options of a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
-    /// What is offered to the driver.
+    /// The features that are offered to the driver.
     pub features: Features,
     /// How the driver numbers its queues.
     pub numbering: Numbering,
-    /// Whether reports of free pages are acknowledged without giving the pages back, until
-    /// [`Balloon::set_reporting`] says otherwise.
+    /// Whether reports of free pages are acknowledged without giving the pages back, until [`Balloon::set_reporting`] changes
+    /// that.
     pub reporting_off: bool,
 }
 
@@ -82,37 +83,37 @@ pub struct Options {
 pub struct Size {
     /// Without a balloon.
     pub ram: u64,
-    /// With the balloon that is wanted.
+    /// With the requested balloon.
     pub target: u64,
-    /// With the balloon that there is.
+    /// With the current balloon.
     pub actual: u64,
 }
 
-/// What the device keeps of whom it is connected with.
+/// The guest to which the device is connected.
 #[derive(Default)]
 struct Guest {
     memory: Option<Arc<dyn Reclaim>>,
     transport: Option<Arc<dyn Transport>>,
-    /// Bytes that the guest is to have; `None`: all.
+    /// Bytes of memory that the guest is to have; `None`: all.
     target: Option<u64>,
 }
 
-/// What work on a queue leaves for the next time.
+/// The state of a queue between calls.
 #[derive(Default)]
 struct Queue {
-    /// The driver that it is of.
+    /// The number of its driver.
     epoch: u64,
     /// Pages of a buffer that is not done.
     pending: Option<Pending>,
     /// The buffer for statistics, which the device holds.
     held: Option<u16>,
-    /// The next buffer for statistics was filled at nobody knows what time.
+    /// The time at which the next buffer for statistics was filled is unknown.
     outdated: bool,
-    /// What is in the balloon, as the queue for inflating knows it.
+    /// The pages in the balloon; only for the queue for inflating.
     ballooned: Ballooned,
 }
 
-/// The device. Shared by whoever answers the driver, works on the queues, and asks something of the guest.
+/// The device. It is shared by the threads that serve the driver, process the queues, and send requests to the guest.
 pub struct Balloon {
     offered: Features,
     numbering: Numbering,
@@ -122,9 +123,9 @@ pub struct Balloon {
     /// Counts sizes of the guest.
     changes: AtomicU64,
     accepted: AtomicU64,
-    /// A driver has accepted something, be it nothing, since the device was connected.
+    /// A driver has accepted features, possibly none, since the device was connected.
     has_accepted: AtomicBool,
-    /// Counts drivers. What was taken from the queues of an earlier one is nobody's.
+    /// Counts drivers. Buffers taken from the queues of an earlier one are void.
     epoch: AtomicU64,
     reporting: AtomicBool,
     statistics_wanted: AtomicBool,
@@ -167,12 +168,12 @@ impl Balloon {
         }
     }
 
-    /// What it offers to the driver.
+    /// The features that it offers to the driver.
     pub fn features(&self) -> Features {
         self.offered
     }
 
-    /// How many queues it has if all of that is accepted.
+    /// Number of queues that it has if all of them are accepted.
     pub fn queues(&self) -> usize {
         Role::ALL.iter().filter(|role| self.offered.has(role.feature())).count().max(match self.numbering {
             Numbering::Compact => 0,
@@ -180,39 +181,37 @@ impl Balloon {
         })
     }
 
-    /// The driver has accepted these; others than were offered are left out.
+    /// The driver has accepted these features; those that were not offered are left out.
     pub fn accepted(&self, features: Features) {
         self.accepted.store(features.and(self.offered).bits(), Ordering::Release);
         self.has_accepted.store(true, Ordering::Release);
     }
 
-    /// What the driver has accepted.
+    /// The features that the driver has accepted.
     pub fn accepted_features(&self) -> Features {
         Features::from_bits(self.accepted.load(Ordering::Acquire))
     }
 
-    /// Copies bytes of the configuration; zeros behind its end. Takes no lock and never waits.
+    /// Copies bytes of the configuration; zeros beyond its end. Takes no lock and never waits.
     pub fn read_config(&self, offset: u32, into: &mut [u8]) {
         self.config.read(self.offered, offset, into);
     }
 
-    /// The driver writes its configuration. Takes no lock and never waits. What is not its own to write is ignored and counted.
+    /// The driver writes its configuration. Takes no lock and never waits. Bytes that it may not write are ignored and counted.
     pub fn write_config(&self, offset: u32, bytes: &[u8]) {
         let written = self.config.write(self.offered, offset, bytes);
-        self.counters
-            .refused_config_writes
-            .refuse(written.refused.into(), "it writes configuration that is not its own");
+        self.counters.refused_config_writes.refuse(written.refused.into(), "it writes to read-only configuration");
         self.changes.fetch_add(written.actual_changed.into(), Ordering::AcqRel);
     }
 
-    /// How often the guest's size has become another one ([`Size::actual`]). Who wants to know looks here from time to time: nobody
-    /// is called, because the guest's processor stands still until its word is taken.
+    /// How often the guest's size ([`Size::actual`]) has changed. Callers poll this: there is no callback, because the guest's
+    /// virtual CPU waits until its write is accepted.
     pub fn actual_changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
-    /// The guest's memory, or another one. What was in the balloon of memory that is not there any more is forgotten, so this waits
-    /// for whoever works on the queue for inflating, as [`reset`](Self::reset) does.
+    /// Sets the guest's memory, initially or after a change. Pages in the balloon of memory that was removed are forgotten, so
+    /// this waits for the thread that processes the queue for inflating, as [`reset`](Self::reset) does.
     pub fn memory(&self, memory: Arc<dyn Reclaim>) {
         let ranges = memory.ram().to_vec();
         let ram = ranges.iter().map(|range| range.end - range.start).sum();
@@ -221,18 +220,18 @@ impl Balloon {
             self.ram.store(ram, Ordering::Release);
             (guest.memory.replace(memory), self.show_target(&guest))
         };
-        // Unmapping may take a while, and whoever drops memory may do anything.
+        // Unmapping may take a while, and dropping memory may run any code.
         drop(before);
         self.lock(self.inflating()).ballooned.keep(&ranges);
-        // A balloon that was wanted before the guest's size was known.
+        // A balloon that was requested before the guest's size was known.
         if news {
             self.config_changed();
         }
     }
 
-    /// Connects it. There is a driver once it has [accepted](Self::accepted) what it wants. If that is also to say what it fills free
-    /// pages with, nothing that it reports is given back, and it is asked for no list, until it has said that: a driver that another
-    /// process had before has said it there, and may look like one that begins.
+    /// Connects the device. There is a driver once it has [accepted](Self::accepted) features. If these include page poison, no
+    /// reported page is given back and no list is requested until the driver has written the value: a driver that another
+    /// process had before has written it there, and may look like a new one.
     pub fn attached(&self, transport: Arc<dyn Transport>) {
         self.has_accepted.store(false, Ordering::Release);
         self.config.forget_poison();
@@ -240,9 +239,9 @@ impl Balloon {
         drop(before);
     }
 
-    /// The driver goes on that another process had, as when a server takes the place of one that was killed. It knows what that one
-    /// has told it, so it is told that the configuration has changed: it has its hinted pages back, and makes its balloon as large
-    /// as is wanted here. What it has in the balloon is known when that has changed.
+    /// The driver of another process continues here, as when a server replaces one that was killed. It knows that server's
+    /// configuration, so it is notified that the configuration has changed: it takes its hinted pages back, and resizes its
+    /// balloon as requested here. The size of its balloon is known after the next change.
     pub fn inherited(&self) {
         self.config.inherit();
         if let Some(mut state) = self.state(Role::Statistics) {
@@ -251,10 +250,10 @@ impl Balloon {
         self.config_changed();
     }
 
-    /// A queue has stopped, as when the VM is stopped for a while: its buffers that are not given back are the driver's again, and
-    /// come anew when it goes on. All that the driver has said holds, and so does a list of free pages that was asked for;
-    /// statistics that come anew are not told again, but asked for once more.
-    /// Nobody may [work](Self::work) on that queue meanwhile.
+    /// A queue has stopped, as when the VM is paused: its buffers that are not given back belong to the driver again, which
+    /// offers them again when it continues. The driver's state remains valid, and so does a list of free pages that was
+    /// requested; statistics that are offered again are not reported, but requested once more. No thread may [work](Self::work)
+    /// on that queue meanwhile.
     pub fn stopped(&self, queue: usize) {
         let role = self.numbering.role(self.accepted_features(), queue);
         if let Some(mut state) = role.and_then(|role| self.state(role)) {
@@ -263,15 +262,15 @@ impl Balloon {
         }
     }
 
-    /// The driver is gone, or begins anew: there is none until it has [`accepted`](Self::accepted) what it wants, the balloon is
-    /// empty, no buffer of the queues is held any more, no list of free pages comes, there are no statistics. What was accepted holds
-    /// until then, and what fills free pages until the next driver that has accepted that feature says it, which it does before
-    /// it gives any.
+    /// The driver is gone, or starts again: there is none until it has [`accepted`](Self::accepted) features, the balloon is
+    /// empty, no buffer of the queues is held, no list of free pages is received, there are no statistics. The accepted
+    /// features remain set until then, and the poison value until the next driver that has accepted that feature writes it,
+    /// which it does before it gives any page.
     ///
-    /// When it returns nothing of what the driver gave is given back or passed on any more, and its rings are left as they are:
-    /// it waits for whoever is at a queue, who leaves after the call that he is in (one discard, say). So not from within
-    /// [`work`](Self::work). A guest that reads or writes the configuration meanwhile does not wait. Whoever keeps the rings has
-    /// stopped them before: what is taken out of a ring later is taken for the next driver's.
+    /// After it returns, no page or block of the driver is given back or passed on, and its rings are not changed: it waits for
+    /// threads that process a queue, which return after their current call (one discard, for example). So it must not be called
+    /// from within [`work`](Self::work). A guest that reads or writes the configuration meanwhile does not wait. The caller
+    /// must have stopped the rings before: buffers that are taken out of a ring later count as the next driver's.
     pub fn reset(&self) {
         self.has_accepted.store(false, Ordering::Release);
         self.epoch.fetch_add(1, Ordering::AcqRel);
@@ -284,10 +283,11 @@ impl Balloon {
         self.changes.fetch_add(had_balloon.into(), Ordering::AcqRel);
     }
 
-    /// Bytes that the guest is to have: its driver makes the balloon as large as what is beyond. More than it has is all of it.
+    /// Sets the number of bytes that the guest is to have: its driver puts the rest into the balloon. More than its memory
+    /// means all of it.
     ///
     /// # Errors
-    /// Nothing: no guest lives without memory.
+    /// Less than one page: no guest runs without memory.
     pub fn set_target(&self, bytes: u64) -> Result<(), ZeroTarget> {
         if bytes < PAGE_SIZE {
             return Err(ZeroTarget);
@@ -296,13 +296,12 @@ impl Balloon {
         Ok(())
     }
 
-    /// What was [asked for](Self::set_target); `None`: nothing, so the guest is to have all of its memory, however much that
-    /// becomes.
+    /// The [target](Self::set_target); `None`: none, so the guest is to have all of its memory, also after it grows.
     pub fn target(&self) -> Option<u64> {
         self.lock(&self.guest).target
     }
 
-    /// The guest is to have all of its memory again, also what is plugged into it later.
+    /// The guest is to have all of its memory again, including memory that is plugged later.
     pub fn clear_target(&self) {
         self.want(None);
     }
@@ -323,20 +322,19 @@ impl Balloon {
         Size { ram, target: without(self.config.num_pages()), actual: without(self.config.actual()) }
     }
 
-    /// Whether a driver is there that has accepted what was offered.
+    /// Whether a driver is connected that has accepted features.
     pub fn has_driver(&self) -> bool {
         let connected = self.transport().is_some_and(|transport| transport.is_connected());
         connected && self.has_accepted.load(Ordering::Acquire)
     }
 
-    /// Whether its driver, if there is one, knows what it is told: it has read the target and the command for free pages since they
-    /// became what they are. Who is about to take the device away waits for that: a driver that has not read DONE keeps the
-    /// pages that it hinted.
+    /// Whether its driver, if there is one, has read the target and the command for free pages since their last change. Before
+    /// the device is removed, wait for that: a driver that has not read DONE keeps the pages that it hinted.
     pub fn is_told(&self) -> bool {
         self.config.is_known() || !self.has_driver()
     }
 
-    /// What was done and refused.
+    /// Counters of work done and of refused input.
     pub fn counters(&self) -> Counters {
         self.counters.read()
     }
@@ -344,8 +342,8 @@ impl Balloon {
     /// Works on a queue for a bounded time.
     ///
     /// # Errors
-    /// The ring cannot be worked on. A list of free pages that came over it has ended, and the guest is told that it may have its
-    /// pages back; unless the ring has only [stopped](Ring::is_stopped), and the list goes on with it.
+    /// The ring cannot be processed. A list of free pages that was received over it has ended, and the guest is notified that
+    /// it may use its pages again; unless the ring has only [stopped](Ring::is_stopped): then the list continues with it.
     pub fn work<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
         let Some(role) = self.numbering.role(self.accepted_features(), queue) else { return Ok(More::No) };
         let Some(mut state) = self.state(role) else { return Ok(More::No) };
@@ -361,7 +359,7 @@ impl Balloon {
         }
     }
 
-    /// What was left of a queue of the driver that there is.
+    /// The state of a queue of the current driver.
     fn state(&self, role: Role) -> Option<MutexGuard<'_, Queue>> {
         let mut state = self.lock(self.queues.get(role.index())?);
         let epoch = self.epoch.load(Ordering::Acquire);
@@ -377,12 +375,12 @@ impl Balloon {
         inflating
     }
 
-    /// Whether a reset waits for who works with this state: nothing of it is anybody's any more.
+    /// Whether a reset waits for the thread that uses this state: it is void.
     fn is_reset(&self, epoch: u64) -> bool {
         self.epoch.load(Ordering::Acquire) != epoch
     }
 
-    /// The end of a look at a queue.
+    /// Ends the work on a queue.
     fn leave<R: Ring>(&self, state: &Queue, ring: &R, more: More) -> Result<More, R::Error> {
         if self.is_reset(state.epoch) {
             return Ok(More::No);
@@ -396,7 +394,7 @@ impl Balloon {
         self.accepted_features().has(Features::PAGE_POISON) && self.config.poison() != Some(0)
     }
 
-    /// Shows the size of the balloon that leaves the guest what it is to have. Whether that is news.
+    /// Shows the size of the balloon that leaves the guest its target. Returns whether it changed.
     fn show_target(&self, guest: &Guest) -> bool {
         let ram = self.ram.load(Ordering::Acquire);
         let pages = ram.saturating_sub(guest.target.unwrap_or(ram)) / PAGE_SIZE;
@@ -417,13 +415,13 @@ impl Balloon {
         }
     }
 
-    /// Whether the driver has a queue for that which does not run any more.
+    /// Whether the driver has a queue for this role that does not run any more.
     fn is_idle(&self, role: Role) -> bool {
         let number = self.numbering.number(self.accepted_features(), role);
         number.zip(self.transport()).is_some_and(|(number, transport)| transport.is_idle(number))
     }
 
-    /// Has somebody work on a queue, if there is such a queue.
+    /// Schedules work on a queue, if there is such a queue.
     fn kick(&self, role: Role) {
         let number = self.numbering.number(self.accepted_features(), role);
         if let (Some(number), Some(transport)) = (number, self.transport()) {
@@ -436,14 +434,14 @@ impl Balloon {
         match memory.discard(run) {
             Ok(bytes) => self.counters.discarded_bytes.add(bytes),
             Err(error) => {
-                let what = format!("its pages cannot be given back: {error}");
+                let what = format!("its pages could not be given back: {error}");
                 self.counters.failed_discards.refuse(1, &what);
             }
         }
     }
 
     fn lock<'l, T>(&self, lock: &'l Mutex<T>) -> MutexGuard<'l, T> {
-        // What a panic could leave half done is one driver's, and gone with its reset.
+        // State that a panic leaves incomplete belongs to one driver, and is reset with it.
         lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -454,7 +452,7 @@ impl Drop for Balloon {
     }
 }
 
-/// A guest was to have no memory at all.
+/// The target is less than one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a guest needs memory: the target is at least 4096 bytes, and in practice hundreds of MiB")]
+#[error("a guest needs memory: the target must be at least 4096 bytes, in practice hundreds of MiB")]
 pub struct ZeroTarget;

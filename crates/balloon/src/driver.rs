@@ -1,13 +1,13 @@
 //! A model of Linux's balloon driver, for tests and demonstrations (feature `driver`).
 //!
-//! It does to the device what the real one does, over real rings: arrays of 256 page numbers, one buffer of statistics that
-//! comes and goes, free blocks that it holds until the device says DONE and that its shrinker takes back *without a word*,
-//! reports of up to 32 blocks. For lists it waits for nobody: ids and blocks go onto the ring as long as there is room, and the
-//! id of each list is written over that of the one before. Where the guest's free pages come from, its [`Pages`] say.
+//! It acts on the device as the real driver does, over real rings: arrays of 256 page numbers, one buffer for statistics, free
+//! blocks that it holds until the device sends DONE and that its shrinker takes back *without notifying the device*, reports of
+//! up to 32 blocks. It sends lists without waiting: ids and blocks go onto the ring as long as there is room, and the id of
+//! each list overwrites that of the previous one. [`Pages`] provides the guest's free pages.
 //!
-//! A [`Machine`] stands between driver and device, where a VMM has a bus; its device may be behind a vhost-user server
-//! (`FrontEnd`, with the feature `vhost-user` too). Either somebody works on its queues on a thread
-//! of his own ([`Machine::worker`]), or the driver's own waiting does ([`Machine::work_if_no_worker`]), so that a test knows every step.
+//! A [`Machine`] connects driver and device, as a bus does in a VMM; its device may be behind a vhost-user server (`FrontEnd`,
+//! which also needs the feature `vhost-user`). Its queues are processed either by a separate thread ([`Machine::worker`]), or
+//! by the driver when it waits ([`Machine::work_if_no_worker`]), so that a test controls every step.
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -55,16 +55,16 @@ pub use pages::{Blocks, Pages};
 use queue::{Buffer, DriverQueue};
 pub use queue::{QUEUE, RINGS, RingError};
 
-/// Page numbers of an array (`VIRTIO_BALLOON_ARRAY_PFNS_MAX`).
+/// Number of page numbers of an array (`VIRTIO_BALLOON_ARRAY_PFNS_MAX`).
 const ARRAY: usize = 256;
-/// Blocks of a report (`PAGE_REPORTING_CAPACITY`).
+/// Number of blocks of a report (`PAGE_REPORTING_CAPACITY`).
 const REPORT: usize = 32;
 /// Blocks that one [`Driver::poll`] hints.
 const HINTS: usize = 64;
 /// Bytes of a hinted block: the largest that Linux's allocator has, 4 MiB on x86-64.
 pub const BLOCK: u64 = 4 << 20;
 
-/// A worker that dies is not waited for without end, but for this long at a time.
+/// Time limit of one wait: the worker may have ended.
 const LOOK: Duration = Duration::from_millis(50);
 
 const NUM_PAGES: u32 = 0;
@@ -74,12 +74,12 @@ const POISON: u32 = 12;
 const STOP: u32 = 0;
 const DONE: u32 = 1;
 
-/// Where the id that begins a list stands: in one place for all lists, so a device that is behind finds the id of the last list in
-/// the buffers of all. And where the one that ends them does.
+/// The address of the id that begins a list: one field for all lists, so a device that is behind finds the id of the last list
+/// in the buffers of all. And the address of the id that ends them.
 const ID: u64 = 0;
 const END: u64 = 8;
 
-/// The driver. What it does, it does in [`poll`](Self::poll), on the caller's thread.
+/// The driver. It works only in [`poll`](Self::poll), on the caller's thread.
 #[derive(Debug)]
 pub struct Driver<M, P> {
     machine: Arc<Machine<M>>,
@@ -90,7 +90,7 @@ pub struct Driver<M, P> {
     balloon: Vec<u32>,
     array: usize,
     held: Shrinker,
-    /// The command that was answered last, or is being answered.
+    /// The command of the last list, or of the one that is being sent.
     command: u32,
     /// Whether its list is not complete.
     telling: bool,
@@ -98,21 +98,21 @@ pub struct Driver<M, P> {
     seen: u64,
 }
 
-/// Free blocks that the driver holds because the device has not said DONE, and who takes them back when memory is short.
+/// Takes back, when memory is short, the free blocks that the driver holds because the device has not sent DONE.
 #[derive(Debug, Clone, Default)]
 pub struct Shrinker {
     held: Arc<Mutex<Vec<Range<u64>>>>,
 }
 
 impl Shrinker {
-    /// Takes back up to `blocks` of them, the last ones first, without telling the device: the guest may write them at once.
+    /// Takes back up to `blocks` of them, the last ones first, without notifying the device: the guest may write them at once.
     pub fn take_back(&self, blocks: usize) -> Vec<Range<u64>> {
         let mut held = self.lock();
         let rest = held.len().saturating_sub(blocks);
         held.split_off(rest)
     }
 
-    /// How many there are.
+    /// Number of these blocks.
     pub fn held(&self) -> usize {
         self.lock().len()
     }
@@ -123,7 +123,7 @@ impl Shrinker {
 }
 
 impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
-    /// Takes the device: those of its features that are `wanted`, and what else [`Pages`] need.
+    /// Attaches to the device: accepts those of its features that are `wanted`.
     ///
     /// # Errors
     /// The rings have no room in the machine's memory.
@@ -159,14 +159,14 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         Ok(driver)
     }
 
-    /// Page numbers of an array: up to 16,384, if not Linux's 256.
+    /// Number of page numbers of an array: up to 16,384, if not Linux's 256.
     #[must_use]
     pub fn with_arrays_of(mut self, numbers: usize) -> Self {
         self.array = numbers.clamp(1, queue::BUFFER / 4);
         self
     }
 
-    /// What was negotiated.
+    /// The negotiated features.
     pub fn features(&self) -> Features {
         self.features
     }
@@ -176,15 +176,15 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         self.balloon.len()
     }
 
-    /// Who takes hinted blocks back, from any thread.
+    /// A handle that takes hinted blocks back, from any thread.
     pub fn shrinker(&self) -> Shrinker {
         self.held.clone()
     }
 
-    /// Does a bounded part of what there is to do. Whether it did something.
+    /// Does a bounded part of the pending work. Returns whether it did something.
     ///
     /// # Errors
-    /// The rings are not in the machine's memory any more, or the device is gone.
+    /// The rings are no longer in the machine's memory, or the device is gone.
     pub fn poll(&mut self) -> Result<bool, RingError> {
         self.machine.work_if_no_worker();
         self.seen = self.machine.events();
@@ -195,13 +195,13 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         Ok(sized || hinted || told)
     }
 
-    /// Waits until there may be something to do since the last [`poll`](Self::poll), at most for `time`.
+    /// Waits until there may be new work since the last [`poll`](Self::poll), for at most `time`.
     pub fn wait(&self, time: Duration) {
         self.machine.wait(self.seen, time);
     }
 
-    /// Puts pages that are free anyway out of the device's sight until it says that it has seen the report: up to 32 blocks of
-    /// `length` bytes. How many there were.
+    /// Reports free pages, and keeps them allocated until the device has acknowledged the report: up to 32 blocks of `length`
+    /// bytes. Returns the number of blocks.
     ///
     /// # Errors
     /// As [`poll`](Self::poll).
@@ -224,7 +224,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         Ok(blocks.len())
     }
 
-    /// Gives all pages back and lets the device go.
+    /// Empties the balloon and detaches from the device.
     ///
     /// # Errors
     /// As [`poll`](Self::poll).
@@ -323,7 +323,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         self.machine.write_config(ACTUAL, actual);
     }
 
-    /// Gives the device its buffer back, filled anew, if it has asked for that.
+    /// Fills the statistics buffer again and gives it to the device, if the device has requested that.
     fn statistics(&mut self) -> Result<bool, RingError> {
         let Some(queue) = self.queue(Role::Statistics) else { return Ok(false) };
         if queue.used()?.is_none() {
@@ -345,7 +345,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         Ok(())
     }
 
-    /// Answers the command in the configuration.
+    /// Follows the command in the configuration.
     fn hint(&mut self) -> Result<bool, RingError> {
         if !self.features.has(Features::FREE_PAGE_HINT) {
             return Ok(false);
@@ -379,14 +379,14 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
                 self.pages().free(start..start + BLOCK);
                 break;
             }
-            // From here on the shrinker may have it, also before the device has seen it.
+            // From here on the shrinker may take it, also before the device has seen it.
             self.held.lock().push(start..start + BLOCK);
             told = true;
         }
         Ok(told)
     }
 
-    /// Whether there was room for it.
+    /// Returns whether there was room for it.
     fn send_block(&mut self, start: u64) -> Result<bool, RingError> {
         let machine = Arc::clone(&self.machine);
         let Some(queue) = self.queue(Role::Hint) else { return Ok(false) };
@@ -404,7 +404,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         self.send_id(END, STOP)
     }
 
-    /// Sends what stands in one of the two fields for ids, and waits for nobody. An id that has no room in the ring is not sent.
+    /// Sends one of the two fields for ids without waiting. An id that has no room in the ring is not sent.
     fn send_id(&mut self, field: u64, id: u32) -> Result<(), RingError> {
         let machine = Arc::clone(&self.machine);
         let Some(queue) = self.queue(Role::Hint) else { return Ok(()) };

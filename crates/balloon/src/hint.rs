@@ -1,36 +1,36 @@
 //! The handshake of free-page hinting, without any I/O.
 //!
-//! The device puts a command id into the configuration; the driver sends that id on the queue, then free blocks, then another id
-//! (0). Buffers are on their way while ids change, so **law: a block counts only between the id that is wanted now and the next
-//! id of any kind.** Blocks of an older command were free at a moment before the new command was given, which is no use to anybody.
+//! The device puts a command id into the configuration; the driver sends that id on the queue, then free blocks, then another
+//! id (0). Buffers are in transit while ids change, so **law: a block counts only between the id of the current command and the
+//! next id of any kind.** Blocks of an older command were free at a time before the new command was given, which is not useful.
 //!
-//! An id alone does not tell which command a buffer is of: Linux sends a pointer to a field of its own, which it overwrites when
-//! the next command comes, and a device that is behind reads the new id out of the old buffer. So **law: a command is shown to the
-//! driver only when every buffer that was there when it was given has been taken** ([`Handshake::announce`]). What is taken
-//! after that was added after the command was given, and was free at a moment behind it, whatever id it came with. A command
-//! may be given at any moment while the queue is looked at, also behind the look that found no more; so what is announced is the
-//! command that was there before the first look ([`Handshake::unannounced`]), and no later one.
+//! An id alone does not identify the command of a buffer: Linux sends a pointer to one field, which it overwrites at the next
+//! command, and a device that is behind reads the new id from the old buffer. So **law: a command is shown to the driver only
+//! when every buffer that was there when it was given has been taken** ([`Handshake::announce`]). A buffer that is taken after
+//! that was added after the command was given, and its block was free at a later time, regardless of its id. A command may be
+//! given at any time while the queue is processed, also after the last buffer was taken; so only the command that was given
+//! before processing began is announced ([`Handshake::unannounced`]), not a later one.
 //!
-//! The driver keeps the blocks until the device says DONE. So whatever ends a command, [`Handshake::done`] comes after it.
+//! The driver keeps the blocks until the device sends DONE. So [`Handshake::done`] follows every end of a command.
 //!
-//! A driver outlives the process of its device, with the last id that it was shown, and with buffers of it. So ids begin anywhere: that
-//! another process shows the same one is as good as impossible.
+//! A driver outlives the process of its device, with the last id that it has read, and with buffers for it. So ids begin at a
+//! random value: it is practically impossible that another process uses the same one.
 
 use std::hash::{BuildHasher as _, RandomState};
 
-/// Ids below are not commands: 0 says stop, 1 says done.
+/// Ids below are not commands: 0 means stop, 1 means done.
 const FIRST_ID: u32 = 0x8000_0000;
-/// The command of a device that wants no more blocks, and lets the driver keep those that it has told.
+/// The command of a device that wants no more blocks; the driver still holds those that it has sent.
 pub(crate) const STOP: u32 = 0;
-/// The command of a device that wants nothing: the driver may have all of its pages.
+/// The command of a device that wants no blocks: the driver may use all of its pages.
 pub(crate) const DONE: u32 = 1;
 
-/// How far a command is.
+/// The state of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum HintState {
     /// No command; the guest may still hold blocks.
     Stopped,
-    /// The driver has not begun to answer.
+    /// The driver has not begun to send the list.
     Requested,
     /// Blocks are coming.
     Started,
@@ -46,7 +46,7 @@ pub(crate) enum IdMeaning {
     Begin,
     /// The list of the command is complete.
     Complete,
-    /// Of an older command, or nobody's.
+    /// It belongs to an older command, or to none.
     Stale,
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct Handshake {
     state: HintState,
     /// The last command that was given.
     id: u32,
-    /// What the configuration shows until that command is announced; `None`: it is.
+    /// The id in the configuration until that command is announced; `None`: it has been announced.
     before: Option<u32>,
 }
 
@@ -72,7 +72,7 @@ impl Handshake {
         self.state
     }
 
-    /// Gives a new command, which is shown when it is [announced](Self::announce); its id was not that of the one before.
+    /// Gives a new command, which is visible when it is [announced](Self::announce); its id differs from the previous one.
     pub(crate) fn request(&mut self) -> u32 {
         self.before = Some(if self.state == HintState::Done { DONE } else { STOP });
         self.id = self.id.checked_add(1).unwrap_or(FIRST_ID);
@@ -80,18 +80,18 @@ impl Handshake {
         self.id
     }
 
-    /// The command that was given and not announced yet.
+    /// The command that was given and has not been announced yet.
     pub(crate) fn unannounced(&self) -> Option<u32> {
         self.before.map(|_| self.id)
     }
 
-    /// Every buffer that was there when this command was given has been taken. Whether that is news to the driver; it is not if
-    /// another command was given meanwhile.
+    /// Every buffer that was there when this command was given has been taken. Returns whether that is a change for the driver;
+    /// it is not if another command was given meanwhile.
     pub(crate) fn announce(&mut self, given: u32) -> bool {
         given == self.id && self.before.take().is_some() && self.state == HintState::Requested
     }
 
-    /// Wants no more blocks. Whether that is news to the driver.
+    /// Requests no more blocks. Returns whether that is a change for the driver.
     pub(crate) fn stop(&mut self) -> bool {
         let news = matches!(self.state, HintState::Requested | HintState::Started);
         if news {
@@ -100,7 +100,7 @@ impl Handshake {
         news
     }
 
-    /// Lets the guest have its blocks back. Whether that is news to the driver.
+    /// Returns the guest's blocks to it. Returns whether that is a change for the driver.
     pub(crate) fn done(&mut self) -> bool {
         let news = self.state != HintState::Done;
         self.state = HintState::Done;
@@ -122,12 +122,12 @@ impl Handshake {
         }
     }
 
-    /// Whether a block that comes now counts.
+    /// Whether a block that is received now counts.
     pub(crate) fn takes_blocks(&self) -> bool {
         self.state == HintState::Started
     }
 
-    /// What the configuration shows.
+    /// The id in the configuration.
     pub(crate) fn command(&self) -> u32 {
         match self.state {
             HintState::Stopped => STOP,
@@ -148,14 +148,14 @@ mod tests {
         let mut handshake = Handshake { id: u32::MAX, ..Handshake::default() };
         assert_eq!((handshake.command(), handshake.takes_blocks()), (DONE, false));
         let id = handshake.request();
-        // The old buffers come first, and the field that they point to may have the new id already.
+        // The old buffers come first, and the field that they point to may already have the new id.
         assert_eq!((id, handshake.command(), handshake.id(id)), (FIRST_ID, DONE, IdMeaning::Stale));
         assert_eq!(handshake.unannounced(), Some(id));
         assert!(handshake.announce(id) && !handshake.announce(id));
         assert_eq!(handshake.unannounced(), None);
         assert_eq!(handshake.command(), id);
         assert!(!handshake.takes_blocks());
-        // What is left of a command before.
+        // The rest of an earlier command.
         assert_eq!(handshake.id(0), IdMeaning::Stale);
         assert_eq!(handshake.id(id), IdMeaning::Begin);
         assert!(handshake.takes_blocks());
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_a_command_that_was_given_up_do_not_count_for_the_next() {
+    fn blocks_of_a_stopped_command_do_not_count_for_the_next() {
         let mut handshake = Handshake::default();
         let first = handshake.request();
         assert!(handshake.announce(first));
@@ -176,7 +176,7 @@ mod tests {
         let second = handshake.request();
         assert_ne!(first, second);
         assert_eq!((handshake.command(), handshake.id(second)), (STOP, IdMeaning::Stale));
-        assert!(!handshake.announce(first), "that was another one");
+        assert!(!handshake.announce(first), "that was another command");
         assert!(handshake.announce(second));
         assert!(!handshake.takes_blocks());
         assert_eq!(handshake.id(first), IdMeaning::Stale);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn another_devices_ids_are_others() {
+    fn ids_of_another_device_differ() {
         let mut first: Vec<u32> = (0..8).map(|_| Handshake::default().request()).collect();
         assert!(first.iter().all(|id| *id >= FIRST_ID));
         first.sort_unstable();

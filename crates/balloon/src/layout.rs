@@ -1,9 +1,9 @@
-//! Which features there are, and which queue has which number.
+//! Features, and the numbers of queues.
 //!
-//! The driver numbers the queues, and not every driver does it alike. The specification gives each queue a fixed number; Linux
-//! leaves no gaps: without statistics, free-page hinting is queue 2. Where statistics, hinting and reporting are all accepted
-//! the two agree, so [`Features::default`] offers the three together, and a driver that accepts only some of them is understood
-//! by the [`Numbering`] that was chosen for it: Linux's, unless somebody says otherwise.
+//! The driver numbers the queues, and drivers differ in that. The specification gives each queue a fixed number; Linux leaves
+//! no gaps: without statistics, free-page hinting is queue 2. Where statistics, hinting and reporting are all accepted the two
+//! agree, so [`Features::default`] offers the three together, and a driver that accepts only some of them is understood by the
+//! [`Numbering`] that was chosen for it: by default Linux's.
 
 use std::fmt;
 use std::ops::BitOr;
@@ -15,23 +15,23 @@ pub struct Features(u64);
 impl Features {
     /// None.
     pub const NONE: Self = Self(0);
-    /// The driver tells before it uses a page that it took out of the balloon. Linux does in any case; the memory that the host keeps
-    /// in huge pages is given back in pieces to whoever says so.
+    /// The driver notifies the device before it uses a page that it took out of the balloon. Linux does in any case; only with
+    /// this feature is memory in huge pages of the host given back when the balloon takes it in parts.
     pub const MUST_TELL_HOST: Self = Self(1 << 0);
     /// A queue for statistics of the guest's memory.
     pub const STATS_VQ: Self = Self(1 << 1);
-    /// The driver may take pages out of the balloon by itself before it kills processes for want of memory.
+    /// The driver may take pages out of the balloon by itself before it kills processes because memory is short.
     pub const DEFLATE_ON_OOM: Self = Self(1 << 2);
-    /// The device may ask for a list of free pages.
+    /// The device may request a list of free pages.
     pub const FREE_PAGE_HINT: Self = Self(1 << 3);
-    /// The driver says what free pages are filled with.
+    /// The driver announces the value with which free pages are filled.
     pub const PAGE_POISON: Self = Self(1 << 4);
     /// The driver reports free pages by itself.
     pub const REPORTING: Self = Self(1 << 5);
 
     const ALL: Self = Self(0x3f);
 
-    /// Those bits of a feature word that are a balloon's.
+    /// The bits of a feature word that belong to a balloon.
     #[must_use]
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits & Self::ALL.0)
@@ -61,7 +61,7 @@ impl Features {
         Self(self.0 & !other.0)
     }
 
-    /// Bytes of the configuration space: a field that nobody may use is not there.
+    /// Length of the configuration space in bytes: fields of features that are not offered do not exist.
     #[must_use]
     pub const fn config_len(self) -> u32 {
         if self.has(Self::PAGE_POISON) {
@@ -75,7 +75,7 @@ impl Features {
 }
 
 impl Default for Features {
-    /// What limosa offers: all of them.
+    /// The features that limosa offers.
     fn default() -> Self {
         Self::ALL
     }
@@ -123,7 +123,7 @@ impl Role {
     /// All of them, in the order of the specification.
     pub const ALL: [Self; 5] = [Self::Inflate, Self::Deflate, Self::Statistics, Self::Hint, Self::Reporting];
 
-    /// The place in [`ALL`](Self::ALL), and the number that the specification gives.
+    /// The index in [`ALL`](Self::ALL), and the number that the specification gives.
     #[must_use]
     pub const fn index(self) -> usize {
         self as usize
@@ -152,7 +152,7 @@ pub enum Numbering {
 }
 
 impl Numbering {
-    /// What queue `number` is, once these features were accepted; `None`: there is no such queue.
+    /// The role of queue `number`, after these features were accepted; `None`: there is no such queue.
     #[must_use]
     pub fn role(self, accepted: Features, number: usize) -> Option<Role> {
         let exists = |role: &Role| accepted.has(role.feature());
@@ -162,7 +162,7 @@ impl Numbering {
         }
     }
 
-    /// The number of a queue, once these features were accepted; `None`: there is no such queue.
+    /// The number of a queue, after these features were accepted; `None`: there is no such queue.
     #[must_use]
     pub fn number(self, accepted: Features, role: Role) -> Option<usize> {
         (0..Role::ALL.len()).find(|number| self.role(accepted, *number) == Some(role))

@@ -1,27 +1,27 @@
-//! virtio-balloon: a guest gives memory back, and says which of its pages are free.
+//! virtio-balloon: a guest gives memory back, and sends lists of its free pages.
 //!
-//! A [`Balloon`] is the device, whoever connects it with its driver. A VMM tells it what the driver does (features accepted,
-//! configuration read and written, queues kicked: [`Balloon::work`]), gives it the guest's memory as something that can be
-//! [reclaimed](Reclaim), and is told through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
-//! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. People and programs ask the same device for another size
-//! ([`Balloon::set_target`]), for statistics, and for lists of free pages ([`FreePages`](limosa_memory::free::FreePages)).
+//! A [`Balloon`] is the device, with any transport to its driver. A VMM passes on what the driver does (features accepted,
+//! configuration read and written, queues kicked: [`Balloon::work`]), gives it the guest's memory as a [`Reclaim`], and is
+//! called through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
+//! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
+//! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::free::FreePages)).
 //!
 //! # Hints are only hints
 //!
-//! A hinted page was free at some moment behind the request. The guest holds it until DONE, but under pressure takes it back
-//! *without a word* and writes it. So a hint is worth something only to who watches for writes since before the request, as a
-//! migration does. Memory is given back for pages in the balloon and for reported ones, never for hinted ones.
+//! A hinted page was free at some time after the request. The guest holds it until DONE, but under memory pressure takes it
+//! back *without notification* and writes it. So a hint is useful only with a log of writes that began before the request, as a
+//! migration has. Memory is given back for pages in the balloon and for reported ones, never for hinted ones.
 //!
 //! # Bad guests
 //!
-//! Page numbers of no memory, arrays of odd length, blocks outside of memory, buffers of the wrong kind, ids that nobody gave,
-//! floods: refused or left out, counted ([`Counters`]), said once, never a panic. One call of [`Balloon::work`] takes a bounded
-//! number of buffers and gives back a bounded number of runs. What a guest says wrongly about its free pages costs its own data
-//! and nobody else's.
+//! Page numbers outside of memory, arrays of odd length, blocks outside of memory, buffers of the wrong kind, unknown ids,
+//! floods: refused or left out, counted ([`Counters`]), logged once, never a panic. One call of [`Balloon::work`] takes a
+//! bounded number of buffers and gives back a bounded number of runs. Wrong information about free pages costs a guest its own
+//! data only.
 //!
 //! # Example
 //!
-//! A VMM with a device of its own. Queue 0 was set up by the driver; it holds an array of three page numbers.
+//! A VMM with its own transport. Queue 0 was set up by the driver; it holds an array of three page numbers.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -59,7 +59,7 @@
 //! queue.set_ready(true);
 //! let ring = OwnRing::new(queue, &guest, || { /* an interrupt */ });
 //!
-//! balloon.set_target(8 << 20)?; // Somebody wants half of the memory back; the driver is told.
+//! balloon.set_target(8 << 20)?; // The host needs half of the memory back; the driver is notified.
 //! while balloon.work(0, &ring)? == More::Yes {}
 //! assert_eq!(balloon.counters().inflated_pages, 3);
 //! assert_eq!(balloon.counters().discards, 1, "three pages, one run");

@@ -1,16 +1,16 @@
-//! Arrays of page numbers: decoded, sorted, joined to runs.
+//! Arrays of page numbers: decoded, sorted, merged into runs.
 //!
 //! Linux sends up to 256 numbers an array, ascending or descending; a balloon of gigabytes is some hundred thousand pages, and
-//! a system call for each would be most of the work. Sorted and joined, an idle guest's array is one or two runs.
+//! a system call for each would be most of the work. Sorted and merged, an idle guest's array is one or two runs.
 
 use std::ops::Range;
 
 use limosa_page::PAGE_SIZE;
 
-/// Runs of pages, and what had to be left out.
+/// Runs of pages, and the number of page numbers that were left out.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Runs {
-    /// Guest-physical bytes, ascending, apart, in RAM.
+    /// Guest-physical ranges of bytes in RAM, ascending and not adjacent.
     pub(crate) runs: Vec<Range<u64>>,
     /// Pages of all runs.
     pub(crate) pages: u64,
@@ -18,14 +18,14 @@ pub(crate) struct Runs {
     pub(crate) outside: u64,
 }
 
-/// Decodes little-endian page numbers (4 KiB each); what is left of a number at the end is not looked at.
+/// Decodes little-endian page numbers (4 KiB each); an incomplete number at the end is ignored.
 pub(crate) fn decode(bytes: &[u8], numbers: &mut Vec<u32>) {
     numbers.clear();
     numbers.extend(bytes.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)));
 }
 
-/// Sorts page numbers, leaves out what is there twice or is not in `ram` (ascending, apart), and joins neighbours. A run never
-/// leaves its range of `ram`.
+/// Sorts page numbers, leaves out duplicates and numbers that are not in `ram` (ascending, not adjacent), and merges
+/// neighbours. A run never extends beyond its range of `ram`.
 pub(crate) fn runs(numbers: &mut Vec<u32>, ram: &[Range<u64>]) -> Runs {
     let mut found = Runs::default();
     numbers.sort_unstable();
@@ -48,7 +48,7 @@ pub(crate) fn runs(numbers: &mut Vec<u32>, ram: &[Range<u64>]) -> Runs {
     found
 }
 
-/// A range of bytes that the guest named, if it is of whole pages and lies in one range of `ram` (ascending, apart).
+/// A range of bytes from the guest, if it consists of whole pages and lies in one range of `ram` (ascending, not adjacent).
 pub(crate) fn inside(address: u64, length: u64, ram: &[Range<u64>]) -> Option<Range<u64>> {
     let end = address.checked_add(length)?;
     let whole = length > 0 && address.is_multiple_of(PAGE_SIZE) && length.is_multiple_of(PAGE_SIZE);
@@ -124,7 +124,7 @@ mod tests {
             for run in &found.runs {
                 prop_assert!(inside(run.start, run.end - run.start, &ram).is_some());
             }
-            // As few as there can be.
+            // As few as possible.
             for pair in found.runs.windows(2) {
                 prop_assert!(pair[0].end < pair[1].start || !ram.iter().any(|range| range.contains(&(pair[1].start - 1)) && range.contains(&pair[1].start)));
             }

@@ -1,8 +1,8 @@
-//! Where the memory of pages goes that the guest does not need.
+//! Returning the memory of pages that the guest does not need to the host.
 //!
 //! **Law: never a byte outside the guest's own blocks.** The device names guest-physical ranges that lie in one range of
-//! [`Reclaim::ram`]; a [`GuestRam`] finds their block and names pages of it to limosa-memory, which checks them again and waits for
-//! what of the block is lent.
+//! [`Reclaim::ram`]; a [`GuestRam`] finds their block and passes its pages to limosa-memory, which checks them again and waits
+//! for borrowed parts of the block.
 //!
 //! # Which call
 //!
@@ -15,14 +15,14 @@
 //! | `By(Free)` | `madvise(MADV_FREE)` | private memory without a file, taken only when the host is short of it |
 //! | `Nothing` | none | memory that may not move: pinned for a device that is passed through |
 //!
-//! Measured (`examples/discard.rs`; 256 MiB of touched memory, least of five rounds, two virtual cores, Linux 6.18): a memfd takes
-//! 267 ms page by page and 57 ms in runs of 1 MiB, by `fallocate` as by `MADV_REMOVE`; private memory 103 ms and 18 ms, by
-//! `MADV_DONTNEED` as by `MADV_FREE`. Touched again, memory that was freed costs a fifth of memory that is gone, because the
-//! host has not got it: so `Auto` never chooses `MADV_FREE`.
+//! Measured (`examples/discard.rs`; 256 MiB of touched memory, least of five rounds, two virtual cores, Linux 6.18): a memfd
+//! takes 267 ms page by page and 57 ms in runs of 1 MiB, by `fallocate` as by `MADV_REMOVE`; private memory 103 ms and 18 ms,
+//! by `MADV_DONTNEED` as by `MADV_FREE`. Touching memory again after `MADV_FREE` costs a fifth of what it costs after the
+//! others, because the host has not received it: so `Auto` never chooses `MADV_FREE`.
 //!
-//! A private copy of a file has nothing behind it but the file, so what is taken away shows what the file has, and a guest that
-//! fills its free pages with zeros (`init_on_free=1`) relies on zeros. Writing them would cost memory where a balloon is to give
-//! some back. So only what lies in holes of the file goes, and the rest stays as it is.
+//! Discarded pages of a private mapping of a file show the contents of the file again, and a guest that fills its free pages
+//! with zeros (`init_on_free=1`) relies on zeros. Writing zeros would allocate memory where a balloon is to free it. So only
+//! pages in holes of the file are discarded, and the rest is unchanged.
 //!
 //! Pages of 4 KiB inside a host's huge page are given back when the huge page is free as a whole, and kept until then.
 
@@ -34,16 +34,16 @@ use std::sync::Arc;
 use limosa_memory::{GuestMemory, MemoryBlock, MemoryError, Method};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange, holes};
 
-/// Gives memory back.
+/// Gives memory back to the host.
 pub trait Reclaim: Send + Sync + fmt::Debug {
-    /// Guest-physical bytes that are RAM, ascending and apart.
+    /// Guest-physical ranges of bytes that are RAM, ascending and not adjacent.
     fn ram(&self) -> &[Range<u64>];
 
-    /// Bytes of the pages by which the host keeps the memory of `ram()[index]`, 4096 or more.
+    /// Size in bytes of the host pages that hold the memory of `ram()[index]`, 4096 or more.
     fn host_page(&self, index: usize) -> u64;
 
-    /// Gives back what it can of `run`: whole pages that lie in one range of [`ram`](Self::ram). They read as zero afterwards, or as
-    /// before. How many bytes it gave back. It may wait, but not for the guest.
+    /// Gives back what it can of `run`: whole pages that lie in one range of [`ram`](Self::ram). They read as zero afterwards,
+    /// or are unchanged. Returns the number of bytes that were given back. It may wait, but not for the guest.
     ///
     /// # Errors
     /// The kernel's refusal.
@@ -54,7 +54,7 @@ pub trait Reclaim: Send + Sync + fmt::Debug {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Strategy {
-    /// By what the memory is.
+    /// According to the kind of memory.
     #[default]
     Auto,
     /// By this method, where the memory [takes](limosa_memory::MemoryBlock::takes) it; where it does not, not at all.
@@ -63,7 +63,7 @@ pub enum Strategy {
     Nothing,
 }
 
-/// A guest's memory that limosa-memory knows.
+/// A guest's memory in limosa-memory.
 #[derive(Debug)]
 pub struct GuestRam {
     memory: Arc<GuestMemory>,
@@ -72,7 +72,7 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// All that the guest sees of this memory.
+    /// All of this memory that the guest sees.
     pub fn new(memory: Arc<GuestMemory>, strategy: Strategy) -> Self {
         let regions = memory.regions().iter();
         let ram = regions.map(|region| {
@@ -112,7 +112,7 @@ impl Reclaim for GuestRam {
     }
 }
 
-/// Only whole host pages: what is not given back keeps what it has, instead of being written to zero.
+/// Only whole host pages: the rest keeps its contents, instead of being overwritten with zeros.
 fn discard_whole(block: &MemoryBlock, pages: PageRange) -> Result<u64, MemoryError> {
     let host = (block.page_size() / PAGE_SIZE).max(1);
     let start = PageNumber(pages.start.0.div_ceil(host).saturating_mul(host));
@@ -120,7 +120,7 @@ fn discard_whole(block: &MemoryBlock, pages: PageRange) -> Result<u64, MemoryErr
     if whole.is_empty() { Ok(0) } else { Ok(block.discard(whole)?.given_back) }
 }
 
-/// What reads as zero when it is taken away from a private copy of a file.
+/// The pages that read as zero when they are discarded from a private mapping of a file.
 fn discard_holes(block: &MemoryBlock, pages: PageRange, file: BorrowedFd<'_>, offset: u64) -> Result<u64, MemoryError> {
     let kernel =
         |source| MemoryError::Kernel { block: block.name().to_owned(), operation: "lseek, to find holes", source };
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_memory_is_nobodys() {
+    fn ranges_outside_of_memory_are_not_given_back() {
         let memory = memory();
         let ram = GuestRam::new(Arc::clone(&memory), Strategy::Auto);
         assert_eq!(ram.discard(&(1 << 40..(1 << 40) + PAGE_SIZE)).unwrap(), 0);

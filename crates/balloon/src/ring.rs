@@ -1,4 +1,4 @@
-//! What the device needs of a queue, whoever keeps it.
+//! The device's view of a queue, independent of its owner.
 
 use std::ops::Deref;
 use std::sync::{Mutex, PoisonError};
@@ -6,20 +6,20 @@ use std::sync::{Mutex, PoisonError};
 use virtio_queue::{DescriptorChain, Error as QueueError, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::GuestMemory;
 
-/// A queue of the guest's, as the device sees it.
+/// A queue of the guest, as the device sees it.
 pub trait Ring {
-    /// The memory that its buffers lie in.
+    /// The memory with its buffers.
     type Memory: GuestMemory;
-    /// How a chain holds that memory.
+    /// The handle by which a chain holds that memory.
     type Handle: Deref<Target = Self::Memory> + Clone;
 
-    /// Why a ring cannot be worked on.
+    /// Why a ring cannot be processed.
     type Error: std::error::Error;
 
     /// Takes the next chain that the driver has made available.
     ///
     /// # Errors
-    /// The ring is not where the driver said, or what the guest says about it cannot be.
+    /// The ring is not in guest memory, or is invalid.
     fn pop(&self) -> Result<Option<DescriptorChain<Self::Handle>>, Self::Error>;
 
     /// Gives a chain back.
@@ -28,20 +28,20 @@ pub trait Ring {
     /// As [`pop`](Self::pop).
     fn add_used(&self, head: u16, length: u32) -> Result<(), Self::Error>;
 
-    /// Interrupts the driver if it wants to hear of what was given back.
+    /// Interrupts the driver if it requests that for buffers that were given back.
     ///
     /// # Errors
     /// As [`pop`](Self::pop).
     fn notify(&self) -> Result<(), Self::Error>;
 
-    /// Whether that only says that the ring stands still, as when the VM is stopped for a while: what came over it so far
-    /// holds, and the rest comes when it goes on. Not so unless a kind of ring says it.
+    /// Whether the error only means that the ring has stopped, as when the VM is paused: everything that came over it so far
+    /// remains valid, and the rest comes when it continues. By default no error means that.
     fn is_stopped(_error: &Self::Error) -> bool {
         false
     }
 }
 
-/// A queue over `virtio-queue`, for VMMs that keep their queues themselves.
+/// A queue over `virtio-queue`, for VMMs that manage their queues themselves.
 pub struct OwnRing<M, N> {
     queue: Mutex<Queue>,
     memory: M,
@@ -54,12 +54,12 @@ where
     M::Target: GuestMemory + Sized,
     N: Fn(),
 {
-    /// A queue that the driver has set up in `memory`; `interrupt` tells the driver that buffers came back.
+    /// A queue that the driver has set up in `memory`; `interrupt` notifies the driver of buffers that were given back.
     pub fn new(queue: Queue, memory: M, interrupt: N) -> Self {
         Self { queue: Mutex::new(queue), memory, interrupt }
     }
 
-    /// The queue, e.g. to be saved or to have its notifications switched. Not to be held while the device works on it.
+    /// The queue, for example to save it or to switch its notifications. It must not be held while the device works on it.
     pub fn queue(&self) -> impl std::ops::DerefMut<Target = Queue> + '_ {
         // Nothing panics while it is held.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)

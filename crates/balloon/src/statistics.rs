@@ -1,4 +1,4 @@
-//! What the guest says of its memory.
+//! Statistics of the guest's memory.
 
 use std::time::Instant;
 
@@ -26,21 +26,21 @@ const TAGS: [(&str, bool); 16] = [
 
 /// Bytes of an entry: a tag of 16 bits, a value of 64, packed.
 pub(crate) const ENTRY: usize = 10;
-/// Entries that are looked at: more than there are tags.
+/// Number of entries that are decoded: more than there are tags.
 pub(crate) const ENTRIES: usize = 64;
 
-/// One report. What the guest has not told is not there; a tag that nobody knows is not kept.
+/// One report. Values that the guest has not sent are missing; unknown tags are not kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Statistics {
     values: [Option<u64>; TAGS.len()],
-    /// When it came.
+    /// When it was received.
     pub at: Instant,
     /// Counts reports of this device, from 1 on.
     pub sequence: u64,
 }
 
 impl Statistics {
-    /// Decodes little-endian entries; what is left of one at the end is not looked at. Also: how many had tags that are not known.
+    /// Decodes little-endian entries; an incomplete entry at the end is ignored. Also returns how many had unknown tags.
     pub(crate) fn decode(bytes: &[u8], sequence: u64) -> (Self, u64) {
         let mut statistics = Self { values: [None; TAGS.len()], at: Instant::now(), sequence };
         let mut unknown = 0;
@@ -55,7 +55,7 @@ impl Statistics {
         (statistics, unknown)
     }
 
-    /// Everything that was told: name, value, whether the value is bytes.
+    /// All values that were sent: name, value, whether the value is in bytes.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64, bool)> + '_ {
         let told = TAGS.iter().zip(&self.values);
         told.filter_map(|((name, bytes), value)| value.map(|value| (*name, value, *bytes)))
@@ -71,7 +71,7 @@ impl Statistics {
         self.get("available-memory")
     }
 
-    /// Bytes that nobody uses.
+    /// Bytes that are unused.
     pub fn free_memory(&self) -> Option<u64> {
         self.get("free-memory")
     }
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_word_about_a_tag_holds() {
+    fn the_last_value_of_a_tag_is_kept() {
         let (statistics, _) = Statistics::decode(&[entry(2, 1), entry(2, 2)].concat(), 1);
         assert_eq!(statistics.get("major-faults"), Some(2));
     }

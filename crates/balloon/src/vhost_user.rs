@@ -18,7 +18,7 @@ use crate::layout::Features;
 use crate::reclaim::{GuestRam, Reclaim, Strategy};
 use crate::ring::Ring;
 
-/// Makes what gives back the memory that a front end shares.
+/// Creates the [`Reclaim`] for the memory that a front end shares.
 type Reclaiming = dyn Fn(&Ram) -> Result<Arc<dyn Reclaim>, MemoryError> + Send + Sync;
 
 /// A balloon for a vhost-user server.
@@ -26,8 +26,8 @@ pub struct VhostUserBalloon {
     balloon: Arc<Balloon>,
     reclaiming: Box<Reclaiming>,
     ram: Mutex<Option<Arc<Ram>>>,
-    /// It was said that nothing is given back.
-    said: AtomicBool,
+    /// That no memory is given back was logged.
+    was_logged: AtomicBool,
 }
 
 impl fmt::Debug for VhostUserBalloon {
@@ -42,13 +42,13 @@ impl VhostUserBalloon {
         Self::with(balloon, move |ram| Ok(Arc::new(GuestRam::shared(ram, strategy)?)))
     }
 
-    /// The device `balloon`; the front end's memory is given back by what `reclaiming` makes of it, whenever the front end shares
-    /// another one. If it makes nothing, nothing is given back, and that is said the first time.
+    /// The device `balloon`; the front end's memory is given back by the [`Reclaim`] that `reclaiming` creates for it, each
+    /// time the front end shares other memory. If it fails, no memory is given back, and that is logged the first time.
     pub fn with(
         balloon: Arc<Balloon>,
         reclaiming: impl Fn(&Ram) -> Result<Arc<dyn Reclaim>, MemoryError> + Send + Sync + 'static,
     ) -> Self {
-        Self { balloon, reclaiming: Box::new(reclaiming), ram: Mutex::new(None), said: AtomicBool::new(false) }
+        Self { balloon, reclaiming: Box::new(reclaiming), ram: Mutex::new(None), was_logged: AtomicBool::new(false) }
     }
 
     /// The device.
@@ -56,7 +56,7 @@ impl VhostUserBalloon {
         &self.balloon
     }
 
-    /// The memory that the front end shares at present; none if there is no front end, or it shares none.
+    /// The memory that the front end shares at present; `None` if there is no front end, or it shares none.
     pub fn ram(&self) -> Option<Arc<Ram>> {
         self.ram.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -66,7 +66,7 @@ impl GuestRam {
     /// All that a front end shares.
     ///
     /// # Errors
-    /// It shares nothing, or what the kernel keeps in larger pages than its regions are made of.
+    /// It shares none, or memory in pages that are larger than its regions allow.
     pub fn shared(ram: &Ram, strategy: Strategy) -> Result<Self, MemoryError> {
         let memory = rust_vmm::import(ram.memory(), |address| format!("ram@{:#x}", address.0))?;
         Ok(Self::new(Arc::new(memory), strategy))
@@ -95,14 +95,14 @@ impl Device for VhostUserBalloon {
     }
 
     fn memory(&self, memory: Arc<Ram>) {
-        // A front end may say that it has none for the time being.
+        // A front end may announce that it has none at present.
         let shared = (!memory.regions().is_empty()).then(|| memory.clone());
         let reclaim = shared.as_ref().and_then(|shared| match (self.reclaiming)(shared) {
             Ok(reclaim) => Some(reclaim),
             Err(error) => {
-                // A front end may share another table whenever it likes.
-                if !self.said.swap(true, Ordering::Relaxed) {
-                    tracing::warn!("nothing will be given back of the guest's memory: {error} (said once)");
+                // A front end may send another table at any time.
+                if !self.was_logged.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("no memory of the guest will be given back: {error} (logged once)");
                 }
                 None
             }
@@ -150,7 +150,7 @@ impl Ring for Vring {
 
     fn add_used(&self, head: u16, length: u32) -> Result<(), QueueError> {
         match Self::add_used(self, head, length) {
-            // The ring was stopped and set up anew meanwhile: the buffer is the driver's.
+            // The ring was stopped and set up again meanwhile: the buffer is the driver's.
             Err(QueueError::NotTaken { .. }) => Ok(()),
             used => used,
         }
@@ -183,7 +183,7 @@ impl Transport for FrontEnd {
     }
 }
 
-/// Memory that is known and cannot be given back.
+/// Memory that cannot be given back.
 #[derive(Debug)]
 struct NoReclaim(Vec<Range<u64>>);
 
@@ -275,18 +275,18 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_given_back_by_whom_its_user_says() {
+    fn memory_is_given_back_by_the_callers_reclaim() {
         let device = VhostUserBalloon::with(Arc::new(Balloon::new(Options::default())), |ram| {
-            assert_eq!(ram.regions().len(), 1, "where there is none nobody is asked");
+            assert_eq!(ram.regions().len(), 1, "it is not called for no memory");
             Ok(Arc::new(NoReclaim(vec![0..4096])))
         });
         device.memory(ram());
         assert_eq!(device.balloon().size().ram, 4096);
         device.memory(Arc::new(Ram::new(Vec::new()).unwrap()));
-        assert!(device.ram().is_none(), "nothing is kept of a front end that has gone");
+        assert!(device.ram().is_none(), "no memory of a front end that has disconnected is kept");
     }
 
-    /// Counts what is said.
+    /// Counts messages of the log.
     struct Listener(Arc<AtomicU64>);
 
     impl Subscriber for Listener {
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn that_nothing_is_given_back_is_said_once() {
+    fn that_no_memory_is_given_back_is_logged_once() {
         let device = VhostUserBalloon::with(Arc::new(Balloon::new(Options::default())), |_| {
             Err(MemoryError::Layout { block: "ram".into(), why: "of no use".into() })
         });
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_another_server_had_is_asked_for_nothing_that_it_may_not_give() {
+    fn a_driver_that_another_server_had_gets_no_request_for_pages_that_must_keep_their_contents() {
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
         device.attached(FrontEnd::new().unwrap());
         device.accepted(device.features());
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_front_end_without_memory_is_a_guest_of_none() {
+    fn a_front_end_without_memory_is_a_guest_without_memory() {
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
         device.memory(Arc::new(Ram::new(Vec::new()).unwrap()));
         assert_eq!(device.balloon().size().ram, 0);

@@ -10,19 +10,20 @@ use crate::layout::{Features, Role};
 use crate::numbers;
 use crate::ring::Ring;
 
-/// Most numbers of an array. 4 GiB of pages; Linux sends 256 numbers at a time.
+/// Maximum length of an array: 4 GiB of pages; Linux sends 256 numbers at a time.
 const NUMBERS: u64 = 1 << 20;
 
 impl Balloon {
     pub(super) fn work_on_arrays<R: Ring>(&self, role: Role, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        let tells = self.accepted_features().has(Features::MUST_TELL_HOST);
+        let notifies = self.accepted_features().has(Features::MUST_TELL_HOST);
         self.give_back(state, ring, |state, chain| {
             let Some(memory) = self.guest_memory() else { return Vec::new() };
             let runs = self.array(role, memory.ram(), chain);
             if role == Role::Inflate {
-                return state.ballooned.inflate(&*memory, runs, tells);
+                return state.ballooned.inflate(&*memory, runs, notifies);
             }
-            // What has come out of the balloon is the guest's when it hears of it, also what was still to be given back.
+            // Pages taken out of the balloon are the guest's after the acknowledgement, also those that were still to be given
+            // back.
             let mut inflating = self.lock(self.inflating());
             inflating.ballooned.deflate(&runs);
             if let Some(pending) = &mut inflating.pending {
@@ -49,9 +50,9 @@ impl Balloon {
                 length += u64::from(buffer.len());
             }
         }
-        counters.unexpected_buffers.refuse(unexpected, "buffers for page numbers that cannot be read");
+        counters.unexpected_buffers.refuse(unexpected, "buffers for page numbers that are not readable");
         if !length.is_multiple_of(4) {
-            counters.odd_arrays.refuse(1, "an array that is no whole number of page numbers");
+            counters.odd_arrays.refuse(1, "an array whose length is not a multiple of 4 bytes");
             return Vec::new();
         }
         if length > NUMBERS * 4 {
@@ -61,7 +62,7 @@ impl Balloon {
         let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
         let mut rest = &mut bytes[..];
         for buffer in buffers.readable() {
-            // The guest may have written another length there meanwhile.
+            // The guest may have changed the length meanwhile.
             let wanted = (buffer.len() as usize).min(rest.len());
             let (into, behind) = rest.split_at_mut(wanted);
             if chain.memory().read_slice(into, buffer.addr()).is_err() {
@@ -79,7 +80,7 @@ impl Balloon {
         let found = numbers::runs(&mut pages, ram);
         counters.arrays.add(1);
         counters.translating_ns.add(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
-        counters.pages_outside.refuse(found.outside, "page numbers of no memory");
+        counters.pages_outside.refuse(found.outside, "page numbers outside of its memory");
         match role {
             Role::Inflate => counters.inflated_pages.add(found.pages),
             _ => counters.deflated_pages.add(found.pages),

@@ -1,9 +1,9 @@
-//! Which pages are in the balloon, of memory that the host keeps in huge pages.
+//! The pages in the balloon, for memory in huge pages of the host.
 //!
-//! A huge page can be given back only when all of it is in the balloon, and the guest puts it there in pieces. So there is a bit
-//! for each page, which is worth something only as long as the driver tells before it uses a page again. **Law: where a driver
-//! has not promised that ([`MUST_TELL_HOST`](crate::Features::MUST_TELL_HOST)), nothing is remembered**: only the huge pages that
-//! lie in one array as a whole are given back. Nothing is remembered of ordinary memory, nor of memory that was taken away.
+//! A huge page can be given back only when all of it is in the balloon, and the guest puts it there in parts. So there is a bit
+//! for each page, which is valid only if the driver notifies the device before it uses a page again. **Law: where a driver has
+//! not promised that ([`MUST_TELL_HOST`](crate::Features::MUST_TELL_HOST)), no bits are kept**: only the huge pages that lie
+//! completely in one array are given back. No bits are kept of ordinary memory, nor of memory that was removed.
 
 use std::ops::Range;
 
@@ -16,13 +16,13 @@ use crate::reclaim::Reclaim;
 pub(super) struct Ballooned(Vec<(Range<u64>, PageBitmap)>);
 
 impl Ballooned {
-    /// Pages have come. What is to be given back for them: the runs themselves, or the huge pages that they complete; ascending and
-    /// apart, as the runs are.
-    pub(super) fn inflate(&mut self, memory: &dyn Reclaim, runs: Vec<Range<u64>>, tells: bool) -> Vec<Range<u64>> {
+    /// Pages were put into the balloon. Returns the ranges to be given back for them: the runs themselves, or the huge pages
+    /// that they complete; ascending and not adjacent, as the runs are.
+    pub(super) fn inflate(&mut self, memory: &dyn Reclaim, runs: Vec<Range<u64>>, notifies: bool) -> Vec<Range<u64>> {
         let mut complete: Vec<Range<u64>> = Vec::with_capacity(runs.len());
-        for run in runs.into_iter().filter_map(|run| self.complete(memory, run, tells)) {
+        for run in runs.into_iter().filter_map(|run| self.complete(memory, run, notifies)) {
             match complete.last_mut() {
-                // Two runs of one huge page complete the same.
+                // Two runs in one huge page complete the same one.
                 Some(last) if run.start < last.end => last.end = last.end.max(run.end),
                 _ => complete.push(run),
             }
@@ -30,7 +30,7 @@ impl Ballooned {
         complete
     }
 
-    /// Pages have gone.
+    /// Pages were taken out of the balloon.
     pub(super) fn deflate(&mut self, runs: &[Range<u64>]) {
         for (range, bitmap) in &mut self.0 {
             for run in runs.iter().filter(|run| range.contains(&run.start)) {
@@ -39,19 +39,19 @@ impl Ballooned {
         }
     }
 
-    /// There is no other RAM any more.
+    /// RAM outside of these ranges was removed.
     pub(super) fn keep(&mut self, ram: &[Range<u64>]) {
         self.0.retain(|(range, _)| ram.contains(range));
     }
 
-    fn complete(&mut self, memory: &dyn Reclaim, run: Range<u64>, tells: bool) -> Option<Range<u64>> {
+    fn complete(&mut self, memory: &dyn Reclaim, run: Range<u64>, notifies: bool) -> Option<Range<u64>> {
         let (index, range) = memory.ram().iter().enumerate().find(|(_, range)| range.contains(&run.start))?;
         let host = memory.host_page(index).max(PAGE_SIZE) / PAGE_SIZE;
         if host == 1 {
             return Some(run);
         }
         let pages = pages_of(range, &run);
-        let (first, last) = if tells {
+        let (first, last) = if notifies {
             let bitmap = self.bitmap(range)?;
             bitmap.set_range(pages);
             let end = bitmap_end(range);
@@ -130,11 +130,11 @@ mod tests {
         let memory = mixed();
         let mut ballooned = Ballooned::default();
         let mut inflate = |run: Range<u64>| ballooned.inflate(&memory, vec![run], true);
-        assert_eq!(inflate(8 * KIB..12 * KIB), [8 * KIB..12 * KIB], "ordinary memory goes as it comes");
+        assert_eq!(inflate(8 * KIB..12 * KIB), [8 * KIB..12 * KIB], "ordinary memory is given back at once");
         assert_eq!(inflate(HUGE..HUGE + 60 * KIB), []);
         assert_eq!(inflate(HUGE + 60 * KIB..HUGE + 68 * KIB), [HUGE..HUGE + 64 * KIB]);
         assert_eq!(inflate(HUGE + 68 * KIB..HUGE + 196 * KIB), [HUGE + 64 * KIB..HUGE + 192 * KIB]);
-        assert_eq!(inflate(HUGE + 192 * KIB..HUGE + 200 * KIB), [], "the last one is not there as a whole");
+        assert_eq!(inflate(HUGE + 192 * KIB..HUGE + 200 * KIB), [], "the last one is not complete");
 
         ballooned.deflate(&[4 * KIB..8 * KIB, HUGE + 4 * KIB..HUGE + 8 * KIB]);
         let mut inflate = |run: Range<u64>| ballooned.inflate(&memory, vec![run], true);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_remembered_of_a_driver_that_does_not_tell_and_of_memory_that_has_gone() {
+    fn no_bits_are_kept_for_a_driver_that_does_not_notify_and_for_memory_that_was_removed() {
         let memory = mixed();
         let mut ballooned = Ballooned::default();
         assert_eq!(ballooned.inflate(&memory, vec![HUGE..HUGE + 60 * KIB], false), []);

@@ -1,4 +1,4 @@
-//! Asking the guest for its free pages.
+//! Requests for the guest's free pages.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -37,10 +37,10 @@ impl FreePages for Balloon {
             hinting.list = HintList { id, asked: Some(Instant::now()), ..HintList::default() };
             hinting.sink.replace(to)
         });
-        // What it drops may do anything, so not under the lock.
+        // Dropping a sink may run any code, so not under the lock.
         drop(before);
         self.counters.hint_requests.add(1);
-        // The driver hears of it when what is on the queue has been taken.
+        // The driver is notified when the buffers on the queue have been taken.
         self.kick(Role::Hint);
         Ok(())
     }
@@ -59,7 +59,7 @@ impl FreePages for Balloon {
 }
 
 impl Balloon {
-    /// No list comes any more, and the guest is told that it may have its pages back, if it does not know.
+    /// Ends the list, and notifies the guest that it may use its pages again, unless it knows that already.
     pub(super) fn end_hinting(&self) {
         let (news, sink) = self.change_hint(|hinting| (hinting.handshake.done(), hinting.sink.take()));
         drop(sink);
@@ -68,7 +68,7 @@ impl Balloon {
         }
     }
 
-    /// What the handshake is changed to is what the configuration shows, whoever else changes it.
+    /// Changes the handshake and shows its new command in the configuration, atomically for other threads.
     pub(super) fn change_hint<T>(&self, change: impl FnOnce(&mut Hinting) -> T) -> T {
         let mut hinting = self.lock(&self.hinting);
         let changed = change(&mut hinting);

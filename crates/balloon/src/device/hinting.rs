@@ -13,7 +13,7 @@ use crate::hint::{Handshake, HintState, IdMeaning};
 use crate::numbers;
 use crate::ring::Ring;
 
-/// The handshake, and where the list goes.
+/// The handshake, and the destination of the list.
 #[derive(Default)]
 pub(super) struct Hinting {
     pub(super) handshake: Handshake,
@@ -21,35 +21,35 @@ pub(super) struct Hinting {
     pub(super) list: HintList,
 }
 
-/// How far a list of free pages has come.
+/// The progress of a list of free pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HintList {
-    /// How far the handshake is.
+    /// The state of the handshake.
     pub state: HintState,
     /// The id of the command; 0 if there was none.
     pub id: u32,
-    /// Whether the list came to its end.
+    /// Whether the list is complete.
     pub complete: bool,
-    /// Free blocks that came.
+    /// Free blocks received.
     pub blocks: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// When it was asked for.
+    /// When it was requested.
     pub asked: Option<Instant>,
-    /// When its last buffer came.
+    /// When its last buffer was received.
     pub last: Option<Instant>,
 }
 
 impl Balloon {
-    /// The list that was asked for last.
+    /// The list that was requested last.
     pub fn hint_list(&self) -> HintList {
         let hinting = self.lock(&self.hinting);
         HintList { state: hinting.handshake.state(), ..hinting.list }
     }
 
     pub(super) fn work_on_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
-        // A command that is given from here on may have buffers in front of it that are not seen any more.
+        // A command that is given from here on may have buffers before it that are taken without being counted.
         let given = self.lock(&self.hinting).handshake.unannounced();
         let (mut budget, mut left) = (WorkBudget::default(), 0);
         // A buffer that could not be given back because the ring had stopped.
@@ -87,7 +87,7 @@ impl Balloon {
             }
             let mut id = [0; 4];
             if buffer.len() != 4 {
-                self.counters.unexpected_buffers.refuse(1, "a command id that has not four bytes");
+                self.counters.unexpected_buffers.refuse(1, "a command id that does not have four bytes");
             } else if memory.memory().read_slice(&mut id, buffer.addr()).is_err() {
                 self.counters.unreadable_buffers.refuse(1, "a command id that is not in its memory");
             } else {
@@ -111,7 +111,7 @@ impl Balloon {
                     hinting.sink.take()
                 }
                 IdMeaning::Stale => {
-                    // A list that is stopped ends with such an id, so it says nothing of the driver.
+                    // A list that is stopped ends with such an id, so it is not a fault of the driver.
                     self.counters.stale_ids.add(1);
                     None
                 }

@@ -1,4 +1,4 @@
-//! Runs of pages that are given back a few at a time, so that no buffer keeps the worker for long.
+//! Runs of pages that are given back a few at a time, so that no buffer occupies the worker for long.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,12 +12,12 @@ use crate::numbers;
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
 
-/// Buffers that are taken at a time.
+/// Maximum number of buffers that are taken at a time.
 pub(super) const BUFFERS: usize = 64;
-/// Calls that give memory back, at a time.
+/// Maximum number of calls that give memory back at a time.
 const DISCARDS: usize = 128;
 
-/// What is left of a buffer.
+/// The rest of a buffer.
 pub(super) struct Pending {
     head: u16,
     runs: VecDeque<Range<u64>>,
@@ -28,7 +28,7 @@ impl Pending {
         Self { head, runs: runs.into() }
     }
 
-    /// Leaves out what is in `out`; both are ascending and apart.
+    /// Leaves out the ranges in `out`; both are ascending and not adjacent.
     pub(super) fn leave_out(&mut self, out: &[Range<u64>]) {
         let mut out = out.iter().peekable();
         let mut left = VecDeque::with_capacity(self.runs.len());
@@ -53,7 +53,7 @@ impl Pending {
 }
 
 impl Balloon {
-    /// Takes buffers, and gives back what `runs` finds in each before the next one is taken.
+    /// Takes buffers, and gives back the ranges that `runs` finds in each before the next one is taken.
     pub(super) fn give_back<R: Ring>(
         &self,
         state: &mut Queue,
@@ -74,8 +74,8 @@ impl Balloon {
         self.leave(state, ring, more)
     }
 
-    /// Goes on with what is left of a buffer, and gives the buffer back when nothing is. `false`: there is still something left,
-    /// or it is nobody's any more.
+    /// Continues with the rest of a buffer, and gives the buffer back when it is done. `false`: it is not done, or the device
+    /// was reset.
     pub(super) fn go_on<R: Ring>(&self, state: &mut Queue, left: &mut usize, ring: &R) -> Result<bool, R::Error> {
         let epoch = state.epoch;
         let Some(pending) = &mut state.pending else { return Ok(!self.is_reset(epoch)) };
@@ -85,7 +85,7 @@ impl Balloon {
                 return Ok(false);
             }
             *left -= 1;
-            // It may have been taken away since the run was found in it.
+            // The memory may have been removed since the run was found in it.
             let inside =
                 |memory: &Arc<dyn Reclaim>| numbers::inside(run.start, run.end - run.start, memory.ram()).is_some();
             if let Some(memory) = memory.as_ref().filter(|memory| inside(memory)) {
@@ -96,7 +96,7 @@ impl Balloon {
         if self.is_reset(epoch) {
             return Ok(false);
         }
-        // Only then is it done with: a ring that has stopped goes on later, and the driver waits for the buffer.
+        // Only then is it done: a ring that has stopped continues later, and the driver waits for the buffer.
         ring.add_used(pending.head, 0)?;
         state.pending = None;
         Ok(true)
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_out_of_runs_may_lie_anywhere() {
+    fn ranges_that_are_left_out_of_runs_may_lie_anywhere() {
         let cases = [
             (vec![], vec![10..20, 30..40]),
             (vec![0..10, 20..30, 40..50], vec![10..20, 30..40]),

@@ -1,4 +1,4 @@
-//! The queue of free blocks that the guest reports by itself.
+//! The queue of free page reporting.
 //!
 //! **Law: a block is given back before its buffer is acknowledged, and never after:** with the acknowledgement the guest may use
 //! it again.
@@ -10,13 +10,13 @@ use crate::numbers;
 use crate::ring::Ring;
 
 impl Balloon {
-    /// Whether blocks that the guest reports are given back. If not, reports are acknowledged and nothing else is done; the guest
-    /// cannot be told to stop reporting.
+    /// Whether blocks that the guest reports are given back. If not, reports are only acknowledged; the guest cannot be asked
+    /// to stop reporting.
     pub fn set_reporting(&self, on: bool) {
         self.reporting.store(on, Ordering::Release);
     }
 
-    /// What [`set_reporting`](Self::set_reporting) said last.
+    /// The last value of [`set_reporting`](Self::set_reporting).
     pub fn reporting(&self) -> bool {
         self.reporting.load(Ordering::Acquire)
     }

@@ -1,8 +1,9 @@
-//! The queue for statistics: the driver gives one buffer, and fills it anew whenever the device gives it back.
+//! The queue for statistics: the driver gives one buffer, and fills it again whenever the device gives it back.
 //!
-//! A buffer does not say when it was filled. The device takes it for new when it comes, which is wrong of one that comes behind a
-//! stop of the queue, or from a driver that another process had: that one may be as old as the VM's pause was long. So **law: the
-//! first buffer behind either is given back unread.** Whoever asked for statistics meanwhile is told what comes for it.
+//! A buffer has no time of its filling. The device takes it as new when it arrives, which is wrong for one that arrives after a
+//! stop of the queue, or from a driver that another process had: that one may be as old as the VM's pause was long. So **law:
+//! the first buffer after either is given back unread.** A request for statistics meanwhile is answered by the buffer that
+//! replaces it.
 
 use std::ops::Deref;
 use std::sync::atomic::Ordering;
@@ -17,11 +18,11 @@ use crate::layout::{Features, Role};
 use crate::ring::Ring;
 use crate::statistics::{ENTRIES, ENTRY, Statistics};
 
-/// The last statistics of the driver that there is.
+/// The last statistics of the current driver.
 #[derive(Default)]
 pub(super) struct LatestStatistics {
     statistics: Option<Statistics>,
-    /// Counts also those of drivers before, so that who waits for new ones knows them.
+    /// Also counts those of earlier drivers, so that new ones can be recognized.
     sequence: u64,
 }
 
@@ -32,11 +33,11 @@ impl LatestStatistics {
 }
 
 impl Balloon {
-    /// Asks the guest for new statistics. They come some time, or never: [`statistics`](Self::statistics) has another
-    /// [`sequence`](Statistics::sequence) then. Never waits.
+    /// Requests new statistics from the guest. When they arrive, if ever, [`statistics`](Self::statistics) has another
+    /// [`sequence`](Statistics::sequence). Never waits.
     ///
     /// # Errors
-    /// There is no driver, or it did not accept the feature: why.
+    /// The reason: there is no driver, or it did not accept the feature.
     pub fn request_statistics(&self) -> Result<(), &'static str> {
         if !self.has_driver() {
             return Err("no balloon driver is active in the guest: load virtio_balloon there");
@@ -54,7 +55,7 @@ impl Balloon {
         Ok(())
     }
 
-    /// The last ones that came of the driver that there is.
+    /// The last statistics of the current driver.
     pub fn statistics(&self) -> Option<Statistics> {
         self.lock(&self.statistics).statistics
     }
@@ -71,13 +72,14 @@ impl Balloon {
             if !unread {
                 self.read_statistics(&chain);
             }
-            // It gives another one although the device still holds one: it has to do with the newer.
+            // It gives another one although the device still holds one: only the newer one is kept.
             if let Some(older) = state.held.replace(chain.head_index()) {
                 self.counters.unexpected_buffers.refuse(1, "a second buffer for statistics");
                 ring.add_used(older, 0)?;
             }
         };
-        // Asked for while none is held: the next buffer that is read holds what was wanted, and is not given back for it.
+        // Requested while none is held: the next buffer that is read has the requested statistics, and is not given back for
+        // it.
         if !self.is_reset(state.epoch)
             && ((self.statistics_wanted.swap(false, Ordering::AcqRel) && budget.is_empty()) || unread)
             && let Some(held) = state.held

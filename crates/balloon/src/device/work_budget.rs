@@ -1,16 +1,16 @@
-//! How much of a queue is looked at before others have their turn.
+//! How much of a queue is processed before the others are.
 //!
-//! **Law: what bounds a look at a queue is how much is read in it, not in how many buffers.** A ring has some ten thousand
-//! buffers at most, but one of them may have as many descriptors again in a table of its own, and an array a million numbers: who
-//! counts buffers only would read billions of words before anybody else, who wants to stop the ring maybe, is heard.
+//! **Law: the work on a queue is bounded by the amount that is read, not by the number of buffers.** A ring has some ten
+//! thousand buffers at most, but one of them may have as many descriptors in an indirect table, and an array a million numbers:
+//! a bound on buffers alone would allow billions of words before another queue is processed or the ring can be stopped.
 
 use std::ops::Deref;
 
 use virtio_queue::DescriptorChain;
 use vm_memory::GuestMemory;
 
-/// Descriptors, and words of what can be read in them, after which no other buffer is taken. Four times what Linux puts into as
-/// many arrays as are taken at a time; a single buffer has up to a million.
+/// Number of descriptors, and of words in their readable memory, after which no further buffer is taken. Four times what Linux
+/// puts into as many arrays as are taken at a time; a single buffer has up to a million.
 const WORDS: u64 = 1 << 16;
 
 /// How much was read of a queue in one call of [`Balloon::work`](super::Balloon::work).
@@ -21,12 +21,12 @@ pub(super) struct WorkBudget {
 }
 
 impl WorkBudget {
-    /// Whether enough was taken: so many buffers, or so much in fewer.
+    /// Whether it is used up: by this number of buffers, or by the words in fewer.
     pub(super) fn is_spent(&self, buffers: usize) -> bool {
         self.buffers >= buffers || self.words >= WORDS
     }
 
-    /// A buffer was taken.
+    /// Counts a buffer that was taken.
     pub(super) fn take<M>(&mut self, chain: &DescriptorChain<M>)
     where
         M: Deref + Clone,
@@ -38,7 +38,7 @@ impl WorkBudget {
         }
     }
 
-    /// Whether nothing was taken.
+    /// Whether no buffer was taken.
     pub(super) fn is_empty(&self) -> bool {
         self.buffers == 0
     }

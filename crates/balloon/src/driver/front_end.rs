@@ -1,4 +1,4 @@
-//! A vhost-user front end for the model of the driver: what a VMM is between its guest and the process that has the device.
+//! A vhost-user front end for the model of the driver: the part of a VMM between its guest and the device's process.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice, IoSliceMut, Read as _};
@@ -21,21 +21,21 @@ use virtio_queue::{Queue, QueueT as _};
 use super::machine::{DriverNotifier, RemoteDevice};
 use crate::layout::Features;
 
-/// Where the memory's guest address 0 is said to be in this process: nobody looks there.
+/// The user address that is announced for guest address 0: it is not accessed.
 const USER: u64 = 0x7f00_0000_0000;
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 const VERSION_1: u64 = 1 << 32;
 /// `REPLY_ACK`, `BACKEND_REQ` and `CONFIG`.
 const PROTOCOL: u64 = 1 << 3 | 1 << 5 | 1 << 9;
-/// A message of version 1, and one that wants to be acknowledged.
+/// Flags of a message of version 1, without and with a request for an acknowledgement.
 const MESSAGE: u32 = 1;
 const ACKNOWLEDGE: u32 = 1 << 3;
-/// How long the server may take to answer.
+/// Time limit of a reply.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How often whoever listens looks whether it should end.
+/// Interval at which the listening thread checks whether it should end.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
-/// Why there is no device at the other end.
+/// Why the vhost-user server cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("the vhost-user server of the balloon: {what}: {source}")]
 pub struct FrontEndError {
@@ -58,7 +58,7 @@ struct Inner {
     /// Kick and call of each queue.
     queues: Mutex<BTreeMap<usize, (OwnedFd, OwnedFd)>>,
     over: AtomicBool,
-    /// The server is gone, or does not do what it is told.
+    /// The server is gone, or has refused a request.
     lost: AtomicBool,
 }
 
@@ -72,7 +72,7 @@ impl FrontEnd {
     /// Connects, for a guest with this memory, whose blocks have files and are shared. The rings lie in it.
     ///
     /// # Errors
-    /// Nobody listens there, or whoever does speaks something else.
+    /// There is no listener, or it does not speak vhost-user.
     pub fn connect(path: &Path, memory: Arc<GuestMemory>) -> Result<Self, FrontEndError> {
         let stream = UnixStream::connect(path).map_err(|source| FrontEndError { what: "connecting", source })?;
         stream.set_read_timeout(Some(PATIENCE)).map_err(|source| FrontEndError { what: "connecting", source })?;
@@ -84,11 +84,11 @@ impl FrontEnd {
             front_end.tell(Request::SetOwner, &[], &[])?;
             Ok(features)
         };
-        front_end.features = set_up().map_err(|source| FrontEndError { what: "agreeing with it", source })?;
+        front_end.features = set_up().map_err(|source| FrontEndError { what: "negotiation", source })?;
         Ok(front_end)
     }
 
-    /// The other end is gone, or a message was refused: what a guest sees then is a device that does nothing.
+    /// The other end is gone, or a message was refused: the guest then sees a device that does nothing.
     fn lost(&self, what: &str, error: &io::Error) {
         self.inner.lost.store(true, Ordering::Release);
         tracing::warn!("the vhost-user server of the balloon: {what}: {error}");
@@ -123,11 +123,11 @@ impl FrontEnd {
         let field =
             |at: usize| header.get(at..at + 4).and_then(|field| Some(u32::from_le_bytes(field.try_into().ok()?)));
         if field(0) != Some(request.number()) {
-            return Err(io::Error::other("an answer to something else"));
+            return Err(io::Error::other("reply to another request"));
         }
-        // Nothing that is asked here has a longer answer than a configuration.
+        // No request has a longer reply than that for the configuration.
         let length = field(8).and_then(|length| usize::try_from(length).ok()).filter(|length| *length <= 4096);
-        let mut body = vec![0; length.ok_or_else(|| io::Error::other("an answer without end"))?];
+        let mut body = vec![0; length.ok_or_else(|| io::Error::other("reply is too long"))?];
         stream.read_exact(&mut body)?;
         Ok(body)
     }
@@ -140,14 +140,14 @@ impl FrontEnd {
 
     fn ask_number(&self, request: Request) -> io::Result<u64> {
         let body = self.ask(request, &[])?;
-        Ok(u64::from_le_bytes(body.try_into().map_err(|_| io::Error::other("an answer of another length"))?))
+        Ok(u64::from_le_bytes(body.try_into().map_err(|_| io::Error::other("reply of unexpected length"))?))
     }
 
     fn tell(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         Self::send(&self.stream(), request, MESSAGE, body, descriptors)
     }
 
-    /// Tells it and waits until it is done.
+    /// Sends a request and waits for the acknowledgement.
     fn have(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let stream = self.stream();
         Self::send(&stream, request, MESSAGE | ACKNOWLEDGE, body, descriptors)?;
@@ -221,7 +221,7 @@ impl FrontEnd {
     }
 }
 
-/// Passes on what the server has to tell: interrupts, and messages, of which there is one kind.
+/// Passes on interrupts and the server's messages, of which there is one kind.
 fn listen(messages: &UnixStream, inner: &Inner, notifier: &DriverNotifier) {
     let mut buffer = [0; 256];
     let mut gone = false;
@@ -229,7 +229,7 @@ fn listen(messages: &UnixStream, inner: &Inner, notifier: &DriverNotifier) {
         let queues = inner.queues();
         let mut calls = Vec::new();
         for (_, call) in queues.values() {
-            // A queue that is taken away meanwhile is looked at once too often.
+            // A queue that is stopped meanwhile is polled once more.
             calls.extend(call.try_clone());
         }
         drop(queues);
@@ -241,7 +241,7 @@ fn listen(messages: &UnixStream, inner: &Inner, notifier: &DriverNotifier) {
             continue;
         }
         for call in &calls {
-            // Non-blocking: one that has not rung says nothing.
+            // Non-blocking: a descriptor without a notification gives no bytes.
             let _ = rustix::io::read(call, &mut buffer[..8]);
         }
         if !gone && fds.last().is_some_and(|last| !last.revents().is_empty()) {
@@ -252,7 +252,7 @@ fn listen(messages: &UnixStream, inner: &Inner, notifier: &DriverNotifier) {
     }
 }
 
-/// Takes what there is of messages; whether nobody is there any more.
+/// Reads pending messages; returns whether the other end is closed.
 fn recv(messages: &UnixStream, buffer: &mut [u8]) -> bool {
     let mut control = rustix::net::RecvAncillaryBuffer::default();
     let got =
@@ -279,7 +279,7 @@ impl RemoteDevice for FrontEnd {
         let body = ConfigPiece { offset, flags: 0, bytes: &[0; 4] }.encode();
         let value = self.ask(Request::GetConfig, &body).and_then(|body| {
             let value = body.last_chunk::<4>().filter(|_| body.len() == 16);
-            value.map(|value| u32::from_le_bytes(*value)).ok_or_else(|| io::Error::other("an answer of another length"))
+            value.map(|value| u32::from_le_bytes(*value)).ok_or_else(|| io::Error::other("reply of unexpected length"))
         });
         value.inspect_err(|error| self.lost("reading the configuration", error)).unwrap_or(0)
     }
@@ -299,7 +299,7 @@ impl RemoteDevice for FrontEnd {
 
     fn kick(&self, number: usize) {
         if let Some((kick, _)) = self.inner.queues().get(&number) {
-            // One that is full kicks, too.
+            // A full eventfd kicks, too.
             let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
         }
     }

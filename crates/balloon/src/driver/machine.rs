@@ -1,4 +1,4 @@
-//! What lies between driver and device: kicks, interrupts, and a thread that works on the queues.
+//! The connection of driver and device: kicks, interrupts, and a thread that processes the queues.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,30 +15,31 @@ use crate::ring::OwnRing;
 
 type DeviceRing<M> = OwnRing<Arc<M>, Box<dyn Fn() + Send + Sync>>;
 
-/// A device that somebody else has: what a driver does to it.
+/// A device outside of the machine, as the driver uses it.
 pub trait RemoteDevice: Send + Sync + std::fmt::Debug {
-    /// What it offers.
+    /// The features that it offers.
     fn features(&self) -> Features;
 
-    /// Begins anew with these. From now on `notifier` is notified of interrupts and changes of the configuration.
+    /// Resets the device and accepts these features. From now on `notifier` is notified of interrupts and changes of the
+    /// configuration.
     fn begin(&self, features: Features, notifier: DriverNotifier);
 
-    /// A field of its configuration.
+    /// Reads a field of its configuration.
     fn read_config(&self, offset: u32) -> u32;
 
-    /// Writes one.
+    /// Writes a field of its configuration.
     fn write_config(&self, offset: u32, value: u32);
 
-    /// Gives it a queue.
+    /// Starts a queue.
     fn start(&self, number: usize, queue: &Queue);
 
-    /// Tells it that there is something in a queue.
+    /// Notifies it of buffers in a queue.
     fn kick(&self, number: usize);
 
-    /// Takes all queues away.
+    /// Stops all queues.
     fn stop(&self);
 
-    /// Whether it is still there. What is with a device that is gone never comes back.
+    /// Whether it is still connected. Buffers of a device that is gone are never given back.
     fn is_connected(&self) -> bool {
         true
     }
@@ -49,7 +50,7 @@ pub trait RemoteDevice: Send + Sync + std::fmt::Debug {
 pub struct DriverNotifier(Arc<Bus>);
 
 impl DriverNotifier {
-    /// There is something to look at.
+    /// There is an interrupt or a change.
     pub fn notify(&self) {
         self.0.interrupt();
     }
@@ -90,13 +91,13 @@ struct Bus {
 
 #[derive(Default)]
 struct State {
-    /// Bits of queues that want to be worked on.
+    /// Bits of queues that are to be processed.
     kicked: u64,
-    /// Bits of queues that nobody works on.
+    /// Bits of queues that are held: not processed.
     held: u64,
     /// Counts interrupts and changes of the configuration.
     events: u64,
-    /// Threads that work on the queues.
+    /// Number of threads that process the queues.
     workers: usize,
     over: bool,
 }
@@ -147,14 +148,14 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         })
     }
 
-    /// A machine whose device somebody else has, and works on its queues by himself.
+    /// A machine with a remote device, which processes its queues itself.
     pub fn over(remote: Arc<dyn RemoteDevice>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
         let bus = Arc::<Bus>::default();
         bus.lock().workers = 1;
         Arc::new(Self { device: Device::Remote(remote), memory, rings_at, rings: Mutex::default(), bus })
     }
 
-    /// Starts a thread that works on the queues until it is dropped.
+    /// Starts a thread that processes the queues until the returned handle is dropped.
     ///
     /// # Errors
     /// No thread can be started.
@@ -179,15 +180,15 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         Ok(Worker { machine: Arc::clone(self), thread: Some(thread?) })
     }
 
-    /// Works on the queues that want it, unless a [worker](Self::worker) does.
+    /// Processes the queues that were kicked, unless a [worker](Self::worker) does.
     pub fn work_if_no_worker(&self) {
         if self.bus.lock().workers == 0 {
             self.work();
         }
     }
 
-    /// Nobody works on a queue of a device that is here until it is held no longer: a device that is behind. What waits for that queue
-    /// waits.
+    /// Holds a queue of a local device, or stops holding it: a held queue is not processed, as if the device were behind, and
+    /// threads that wait for it continue to wait.
     pub fn hold(&self, queue: usize, held: bool) {
         let mut state = self.bus.lock();
         if held {
@@ -214,7 +215,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         }
     }
 
-    /// A driver takes the device; then it gives it its queues.
+    /// A driver attaches to the device; then it starts the queues.
     pub(super) fn begin(&self, features: Features) {
         match &self.device {
             Device::Local(balloon) => {
@@ -255,7 +256,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         self.rings().insert(number, Arc::new(ring));
     }
 
-    /// The driver is gone; its rings are nobody's.
+    /// The driver is gone; its rings are not used any more.
     pub(super) fn end(&self) {
         self.stop();
         match &self.device {
@@ -283,7 +284,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         self.bus.lock().events
     }
 
-    /// Waits until there is another event than `seen`, at most for `time`. Without a worker, works instead.
+    /// Waits for more events than `seen`, for at most `time`. Without a worker, processes the queues instead.
     pub(super) fn wait(&self, seen: u64, time: Duration) {
         let state = self.bus.lock();
         if state.workers == 0 {
@@ -294,7 +295,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         drop(self.bus.changed.wait_timeout_while(state, time, waits));
     }
 
-    /// Nothing more is taken out of the rings, by whomever.
+    /// No more buffers are taken out of the rings, by any thread.
     fn stop(&self) {
         let rings = std::mem::take(&mut *self.rings());
         rings.into_values().for_each(|ring| ring.queue().set_ready(false));
@@ -304,7 +305,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         self.rings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Works on every queue that was kicked until it has nothing left.
+    /// Processes every queue that was kicked until it has no more work.
     fn work(&self) {
         let Device::Local(balloon) = &self.device else { return };
         loop {
@@ -314,7 +315,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
             }
             for number in (0..u64::BITS).filter(|bit| kicked & (1 << bit) != 0) {
                 let ring = self.rings().get(&(number as usize)).cloned();
-                // A ring that makes no sense is left alone until the driver sets it up anew.
+                // An invalid ring is not processed until the driver sets it up again.
                 if ring.is_some_and(|ring| matches!(balloon.work(number as usize, &*ring), Ok(More::Yes))) {
                     self.kick(number as usize);
                 }
@@ -323,7 +324,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 }
 
-/// A thread that works on a machine's queues. Dropping it ends the thread.
+/// A thread that processes a machine's queues. Dropping it ends the thread.
 pub struct Worker<M> {
     machine: Arc<Machine<M>>,
     thread: Option<thread::JoinHandle<()>>,

@@ -1,11 +1,11 @@
-//! The free pages of a guest that is not there.
+//! The free pages of a simulated guest.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use limosa_page::PAGE_SIZE;
 
-/// Who has the guest's free pages.
+/// The guest's free pages.
 pub trait Pages: Send {
     /// Takes `length` bytes of them, a power of two, aligned to it: their guest-physical address. `None`: there is no such block.
     fn allocate(&mut self, length: u64) -> Option<u64>;
@@ -13,16 +13,16 @@ pub trait Pages: Send {
     /// Gives them back, in pieces of any size.
     fn free(&mut self, block: Range<u64>);
 
-    /// What the driver says of the guest's memory: tags and values (virtio 1.2, 5.5.6.3).
+    /// Statistics of the guest's memory: tags and values (virtio 1.2, 5.5.6.3).
     fn statistics(&self) -> Vec<(u16, u64)> {
         Vec::new()
     }
 }
 
-/// An allocator that gives the highest free addresses first, as Linux gives those of a zone, and joins what comes back.
+/// An allocator that gives the highest free addresses first, as Linux does in a zone, and merges freed ranges.
 #[derive(Debug, Clone)]
 pub struct Blocks {
-    /// Start and end of what is free, apart.
+    /// Start and end of the free ranges, not adjacent.
     free: BTreeMap<u64, u64>,
     total: u64,
 }
@@ -42,7 +42,7 @@ impl Blocks {
         self.free.iter().map(|(start, end)| end - start).sum()
     }
 
-    /// What is free, ascending and apart.
+    /// The free ranges, ascending and not adjacent.
     pub fn free_ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.free.iter().map(|(start, end)| *start..*end)
     }

@@ -13,7 +13,7 @@ pub(super) const BUFFER: usize = 64 << 10;
 /// Bytes of a queue without its buffers.
 const AREA: usize = 8 << 10;
 
-/// Where the parts of a queue lie in its area.
+/// Offsets of the parts of a queue in its area.
 const AVAILABLE: u64 = 16 * QUEUE as u64;
 const USED: u64 = AVAILABLE + 1024;
 /// Bytes from one queue to the next.
@@ -25,7 +25,7 @@ pub const RINGS: usize = 5 * (AREA + BUFFER);
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// The rings are not where they should be.
+/// The rings are not accessible.
 #[derive(Debug, thiserror::Error)]
 #[error("the rings of the balloon's driver: {0}")]
 pub struct RingError(String);
@@ -68,7 +68,7 @@ pub(super) struct DriverQueue<M> {
     memory: Arc<M>,
     base: u64,
     number: usize,
-    /// Descriptors that nobody has.
+    /// Free descriptors.
     free: Vec<u16>,
     /// The descriptors of a chain, by its head.
     chains: Vec<Vec<u16>>,
@@ -83,7 +83,7 @@ impl<M: GuestMemory> DriverQueue<M> {
         Ok(Self { memory, base, number, free: (0..QUEUE).rev().collect(), chains, available: 0, used: 0 })
     }
 
-    /// As the device is told of it.
+    /// The queue as the device is to set it up.
     pub(super) fn for_device(&self) -> Result<Queue, RingError> {
         let mut queue = Queue::new(QUEUE)?;
         queue.try_set_desc_table_address(GuestAddress(self.base))?;
@@ -104,13 +104,13 @@ impl<M: GuestMemory> DriverQueue<M> {
         Ok(Buffer { address, length: u32::try_from(bytes.len()).unwrap_or(u32::MAX), writable: false })
     }
 
-    /// How many descriptors nobody has, once those that the device is done with are taken back.
+    /// Number of free descriptors, after those that the device has used are taken back.
     pub(super) fn room(&mut self) -> Result<usize, RingError> {
         while self.used()?.is_some() {}
         Ok(self.free.len())
     }
 
-    /// Makes a chain of buffers available: its head. `None`: there are not enough descriptors.
+    /// Makes a chain of buffers available; returns its head. `None`: there are not enough descriptors.
     pub(super) fn add(&mut self, buffers: &[Buffer]) -> Result<Option<u16>, RingError> {
         let Some(rest) = self.free.len().checked_sub(buffers.len()) else { return Ok(None) };
         let chain = self.free.split_off(rest);

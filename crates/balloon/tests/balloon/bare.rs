@@ -1,4 +1,4 @@
-//! A device whose driver is the test itself, which writes every descriptor.
+//! A device whose driver is the test itself: it writes every descriptor.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ const DESCRIPTORS: u64 = 0x1000;
 const AVAILABLE: u64 = 0x2000;
 const USED: u64 = 0x3000;
 pub(crate) const WRITABLE: u16 = 2;
-/// Where the driver says what it fills free pages with, once, before it gives any.
+/// The field in which the driver writes the poison value, once, before it gives any pages.
 pub(crate) const POISON: u32 = 12;
 
 impl Bare {

@@ -1,4 +1,4 @@
-//! Rings full of as much as can be: a look at a queue reads a bounded part of it.
+//! Rings that are as full as possible: one call reads a bounded part of a queue.
 
 use limosa_balloon::More;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -9,10 +9,10 @@ use crate::machine::MIB;
 const NEXT: u16 = 1;
 const INDIRECT: u16 = 4;
 const TABLE: u64 = MIB;
-/// As many as a table can have.
+/// The maximum number of descriptors of a table.
 const DESCRIPTORS: u16 = u16::MAX;
 
-/// A table of tiny descriptors, one behind the other.
+/// A table of tiny descriptors, one after the other.
 fn table(bare: &Bare, flags: u16) {
     let mut bytes = Vec::new();
     for next in 1..=DESCRIPTORS {
@@ -24,7 +24,7 @@ fn table(bare: &Bare, flags: u16) {
     bare.guest.write_slice(&bytes, GuestAddress(TABLE)).unwrap();
 }
 
-/// Looks at the queue until it has all 16 buffers. Every look ends after a few of them.
+/// Processes the queue until it has all 16 buffers. Every call ends after a few of them.
 fn all_in_bounded_looks(bare: &Bare, queue: usize) {
     let ring = bare.ring();
     let held = u16::from(queue == 2);

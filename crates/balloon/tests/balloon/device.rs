@@ -44,7 +44,7 @@ fn arrays_may_have_any_length() {
 }
 
 #[test]
-fn a_target_that_was_set_before_the_guest_came_holds_for_it() {
+fn a_target_that_was_set_before_the_guest_connected_applies_to_it() {
     let guest = Guest::with(Options::default(), |memory| Arc::new(GuestRam::new(memory, Strategy::Nothing)));
     guest.balloon.set_target(60 * MIB).unwrap();
     let mut driver = guest.probe();
@@ -54,12 +54,12 @@ fn a_target_that_was_set_before_the_guest_came_holds_for_it() {
 }
 
 #[test]
-fn statistics_come_when_they_are_asked_for() {
+fn statistics_arrive_on_request() {
     let guest = Guest::new();
     assert!(guest.balloon.request_statistics().unwrap_err().contains("load virtio_balloon"));
     let mut driver = guest.probe();
     poll_until_idle(&mut driver);
-    let first = guest.balloon.statistics().expect("the driver gives some when it is loaded");
+    let first = guest.balloon.statistics().expect("the driver sends statistics when it is loaded");
     assert_eq!((first.free_memory(), first.sequence), (Some(RAM - USED), 1));
     guest.free.lock().unwrap().allocate(4 * MIB);
     assert_eq!(guest.balloon.statistics().unwrap().sequence, 1);
@@ -68,7 +68,7 @@ fn statistics_come_when_they_are_asked_for() {
     let second = guest.balloon.statistics().unwrap();
     assert_eq!((second.free_memory(), second.sequence), (Some(RAM - USED - 4 * MIB), 2));
 
-    // They go with their driver, and who waits for others than those is not told of as many.
+    // They are removed with their driver, and the sequence continues, so that a waiting caller recognizes new ones.
     driver.unload().unwrap();
     assert_eq!(guest.balloon.statistics(), None);
     poll_until_idle(&mut guest.probe());
@@ -80,7 +80,7 @@ fn statistics_come_when_they_are_asked_for() {
 }
 
 #[test]
-fn a_list_of_free_pages_is_complete_and_can_be_had_again() {
+fn a_list_of_free_pages_is_complete_and_can_be_requested_again() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     for round in 1..=3 {
@@ -98,14 +98,14 @@ fn a_list_of_free_pages_is_complete_and_can_be_had_again() {
         assert!(list.complete && list.state == HintState::Done);
         assert_eq!((list.blocks, list.bytes, guest.balloon.counters().hint_lists), (12, RAM - USED, round));
     }
-    assert!(guest.is_intact(0..RAM), "hints are told, not given back");
+    assert!(guest.is_intact(0..RAM), "hinted pages are not given back");
 }
 
 #[test]
-fn a_list_that_is_stopped_half_way_tells_no_more_and_the_next_one_is_whole() {
+fn a_list_that_is_stopped_half_way_has_no_further_blocks_and_the_next_one_is_complete() {
     let guest = Guest::new();
     let mut driver = guest.probe();
-    /// Stops the list at its third block, from within, under a lock of its own.
+    /// Stops the list at its third block, from within the sink, under the sink's lock.
     struct Stopper(Mutex<u32>, Arc<limosa_balloon::Balloon>);
     impl FreePageSink for Stopper {
         fn free(&self, _: Range<u64>) {
@@ -138,7 +138,7 @@ fn a_list_that_is_stopped_half_way_tells_no_more_and_the_next_one_is_whole() {
 
 /// As Linux does, which has one field for the ids of all lists; a device that is behind must not take one list for another.
 #[test]
-fn a_driver_waits_for_nobody_while_it_tells() {
+fn a_driver_sends_a_list_without_waiting() {
     const LISTS: usize = 3;
     let guest = Guest::new();
     let mut driver = guest.probe();
@@ -147,11 +147,7 @@ fn a_driver_waits_for_nobody_while_it_tells() {
     guest.machine.work_if_no_worker();
     guest.machine.hold(LISTS, true);
     poll_until_idle(&mut driver);
-    assert_eq!(
-        (driver.shrinker().held(), first.joined()),
-        (12, vec![]),
-        "all of it is on the ring, and nobody has looked"
-    );
+    assert_eq!((driver.shrinker().held(), first.joined()), (12, vec![]), "all of it is on the ring, and not processed");
     guest.balloon.done();
     poll_until_idle(&mut driver);
     let taken = guest.free.lock().unwrap().allocate(4 * MIB).unwrap();
@@ -163,13 +159,13 @@ fn a_driver_waits_for_nobody_while_it_tells() {
     assert_eq!(
         (first.joined(), second.joined()),
         (vec![], vec![USED..taken]),
-        "of the second list only, and what is free now"
+        "blocks of the second list only, and those that are free now"
     );
     assert!(second.is_complete() && guest.balloon.counters().stale_hints == 12);
 }
 
 #[test]
-fn a_new_request_ends_the_one_before() {
+fn a_new_request_ends_the_previous_one() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     let (first, second) = (Arc::new(ReceivedList::default()), Arc::new(ReceivedList::default()));
@@ -181,7 +177,7 @@ fn a_new_request_ends_the_one_before() {
 }
 
 #[test]
-fn blocks_that_the_shrinker_takes_back_are_not_told_of() {
+fn the_shrinker_takes_blocks_back_without_notifying_the_device() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     let received = Arc::new(ReceivedList::default());
@@ -198,7 +194,7 @@ fn blocks_that_the_shrinker_takes_back_are_not_told_of() {
 }
 
 #[test]
-fn who_cannot_be_asked_for_free_pages_says_why() {
+fn a_request_for_free_pages_that_is_impossible_fails_with_the_reason() {
     let guest = Guest::new();
     let why = |guest: &Guest| match guest.balloon.request(Arc::new(ReceivedList::default())) {
         Err(FreePagesError::NotOffered { why }) => why,
@@ -214,7 +210,7 @@ fn who_cannot_be_asked_for_free_pages_says_why() {
 }
 
 #[test]
-fn what_the_guest_reports_is_given_back_before_it_hears_of_it() {
+fn reported_pages_are_given_back_before_the_acknowledgement() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     assert_eq!(driver.report(2 * MIB).unwrap(), 24);
@@ -224,7 +220,7 @@ fn what_the_guest_reports_is_given_back_before_it_hears_of_it() {
 }
 
 #[test]
-fn reports_are_acknowledged_and_left_alone_while_reporting_is_off_or_free_pages_are_poisoned() {
+fn reports_are_only_acknowledged_while_reporting_is_off_or_free_pages_are_poisoned() {
     let guest = Guest::with(Options { reporting_off: true, ..Options::default() }, |memory| {
         Arc::new(GuestRam::new(memory, Strategy::Auto))
     });
@@ -278,16 +274,16 @@ fn a_driver_that_is_unloaded_and_loaded_again_finds_an_empty_balloon() {
 
     let mut driver = guest.probe();
     poll_until_idle(&mut driver);
-    assert_eq!(guest.balloon.size().actual, 40 * MIB, "the target holds for the next driver");
+    assert_eq!(guest.balloon.size().actual, 40 * MIB, "the target applies to the next driver");
     let received = Arc::new(ReceivedList::default());
     guest.balloon.request(received.clone()).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(received.joined(), [USED..40 * MIB]);
 }
 
-/// A driver holds hinted blocks until it reads DONE, be it from the device that comes after the one that asked for them.
+/// A driver holds hinted blocks until it reads DONE, possibly from the device after the one that requested them.
 #[test]
-fn a_device_that_begins_says_that_guests_may_have_their_pages() {
+fn a_new_device_shows_that_guests_may_use_their_pages() {
     const DONE: u32 = 1;
     let command = |guest: &Guest| {
         let mut bytes = [0; 4];
@@ -299,7 +295,7 @@ fn a_device_that_begins_says_that_guests_may_have_their_pages() {
     let mut driver = guest.probe();
     assert_eq!(command(&guest), DONE, "and when there is one");
     guest.balloon.request(Arc::new(ReceivedList::default())).unwrap();
-    assert_eq!(command(&guest), DONE, "and until its queue was looked at");
+    assert_eq!(command(&guest), DONE, "and until its queue was processed");
     poll_until_idle(&mut driver);
     assert!(command(&guest) != DONE && driver.shrinker().held() == 12);
     guest.balloon.reset();
@@ -309,7 +305,7 @@ fn a_device_that_begins_says_that_guests_may_have_their_pages() {
 }
 
 #[test]
-fn a_driver_that_vanishes_amid_a_list_leaves_nothing_behind() {
+fn a_driver_that_disappears_during_a_list_leaves_no_state() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     let received = Arc::new(ReceivedList::default());
@@ -318,12 +314,12 @@ fn a_driver_that_vanishes_amid_a_list_leaves_nothing_behind() {
     driver.poll().unwrap();
     guest.balloon.reset();
     drop(driver);
-    assert_eq!(Arc::strong_count(&received), 1, "nobody waits for the list any more");
+    assert_eq!(Arc::strong_count(&received), 1, "the sink of the list was dropped");
     assert_eq!(guest.balloon.hint_list().state, HintState::Done);
 }
 
 #[test]
-fn who_wants_to_know_of_changes_looks() {
+fn changes_of_the_size_are_counted() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     guest.balloon.set_target(62 * MIB).unwrap();
@@ -331,16 +327,16 @@ fn who_wants_to_know_of_changes_looks() {
     assert_eq!(
         (guest.balloon.actual_changes(), guest.balloon.size().actual),
         (2, 62 * MIB),
-        "an array after the other"
+        "one array after the other"
     );
     guest.balloon.write_config(4, &512u32.to_le_bytes());
-    assert_eq!(guest.balloon.actual_changes(), 2, "what is said again is no change");
+    assert_eq!(guest.balloon.actual_changes(), 2, "writing the same value is no change");
     guest.balloon.reset();
     guest.balloon.reset();
     assert_eq!(
         (guest.balloon.actual_changes(), guest.balloon.size().actual),
         (3, RAM),
-        "a balloon goes with its driver"
+        "a balloon is emptied with its driver"
     );
 }
 

@@ -1,4 +1,4 @@
-//! However a list ends, the guest is told that it may have its pages back.
+//! After every kind of end of a list, the guest is notified that it may use its pages again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use crate::machine::{MIB, ReceivedList};
 const HINT: usize = 3;
 const DONE: u32 = 1;
 
-/// Counts what the driver is told.
+/// Counts notifications of the driver.
 #[derive(Default)]
 struct Told(AtomicU64);
 
@@ -31,7 +31,7 @@ impl Transport for Told {
     fn kick(&self, _queue: usize) {}
 }
 
-/// A ring whose memory has gone.
+/// A ring whose memory was removed.
 struct Broken<'m>(BareRing<'m>);
 
 impl<'m> Ring for Broken<'m> {
@@ -53,7 +53,7 @@ impl<'m> Ring for Broken<'m> {
 }
 
 #[test]
-fn a_ring_that_breaks_amid_a_list_ends_it() {
+fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
     let (bare, told, received) = (Bare::new(), Arc::new(Told::default()), Arc::new(ReceivedList::default()));
     bare.balloon.attached(told.clone());
     bare.balloon.accepted(Features::default());
@@ -74,7 +74,7 @@ fn a_ring_that_breaks_amid_a_list_ends_it() {
 }
 
 #[test]
-fn a_front_end_that_goes_amid_a_list_ends_it() {
+fn a_front_end_that_disconnects_during_a_list_ends_it() {
     const RAM: u64 = 512 * MIB;
     let folder = limosa_testkit::scratch().unwrap();
     let path = folder.path().join("balloon.sock");
@@ -93,7 +93,7 @@ fn a_front_end_that_goes_amid_a_list_ends_it() {
     let received = Arc::new(ReceivedList::default());
     balloon.request(received.clone()).unwrap();
     let end = Instant::now() + Duration::from_secs(60);
-    // A part of it: nobody is there to tell the rest.
+    // A part of it: there is no driver to send the rest.
     while balloon.hint_list().blocks == 0 {
         assert!(Instant::now() < end, "no list begins");
         if driver.shrinker().held() == 0 {
@@ -103,7 +103,7 @@ fn a_front_end_that_goes_amid_a_list_ends_it() {
     assert_eq!(balloon.hint_list().state, HintState::Started);
     drop(driver);
     while Arc::strong_count(&received) > 1 || balloon.hint_list().state != HintState::Done {
-        assert!(Instant::now() < end, "somebody waits for the list: {:?}", balloon.hint_list());
+        assert!(Instant::now() < end, "timeout; the list: {:?}", balloon.hint_list());
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!received.is_complete() && !balloon.has_driver());

@@ -1,4 +1,4 @@
-//! Memory that the host keeps in huge pages: what of it is given back, for which driver, and what is not any more.
+//! Memory in huge pages of the host: which pages are given back, for which driver, and which no longer are.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use vm_memory::{Bytes as _, GuestAddress};
 use crate::bare::{Bare, BareRing};
 use crate::machine::MIB;
 
-/// Ordinary memory up to 8 MiB, and behind that huge pages of 64 KiB; it notes what is given back.
+/// Ordinary memory up to 8 MiB, and huge pages of 64 KiB after it; it records ranges that are given back.
 #[derive(Debug)]
 struct Noted {
     ram: Vec<Range<u64>>,
@@ -56,7 +56,7 @@ fn both() -> [Range<u64>; 2] {
     [0..8 * MIB, 8 * MIB..16 * MIB]
 }
 
-/// Sends an array over a queue, whose ring begins anew, and looks at it once.
+/// Sends an array over a queue with a new ring, and processes it once.
 fn send(bare: &Bare, queue: usize, pages: impl IntoIterator<Item = u32>) -> More {
     send_over(bare, &bare.ring(), queue, pages)
 }
@@ -71,15 +71,15 @@ fn send_over(bare: &Bare, ring: &BareRing<'_>, queue: usize, pages: impl IntoIte
 }
 
 #[test]
-fn pages_of_a_driver_that_does_not_tell_are_given_back_only_if_they_come_as_a_whole_huge_page() {
+fn pages_of_a_driver_that_does_not_notify_are_given_back_only_as_complete_huge_pages() {
     for tells in [true, false] {
         let noted = Noted::of(&both());
         let bare = Bare::with(|_| noted.clone());
         let features = Features::default();
-        assert!(features.has(Features::MUST_TELL_HOST), "what is relied on is offered");
+        assert!(features.has(Features::MUST_TELL_HOST), "the required feature is offered");
         bare.balloon.accepted(if tells { features } else { features.without(Features::MUST_TELL_HOST) });
         send(&bare, 0, HUGE..HUGE + 8);
-        // A driver that has not promised to tell may use the first of them now.
+        // A driver that has not promised to notify may use the first of them now.
         send(&bare, 0, HUGE + 8..HUGE + 16);
         assert_eq!(noted.take(), if tells { vec![bytes(HUGE..HUGE + 16)] } else { vec![] });
         send(&bare, 0, HUGE + 30..HUGE + 50);
@@ -88,34 +88,38 @@ fn pages_of_a_driver_that_does_not_tell_are_given_back_only_if_they_come_as_a_wh
 }
 
 #[test]
-fn what_has_come_out_of_the_balloon_is_not_given_back_any_more() {
+fn pages_taken_out_of_the_balloon_are_no_longer_given_back() {
     let noted = Noted::of(&both());
     let bare = Bare::with(|_| noted.clone());
-    // More runs than one look gives back; the last is a huge page.
+    // More runs than one call gives back; the last is a huge page.
     let apart = (1024..).step_by(2).take(128);
     let ring = bare.ring();
     assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), More::Yes);
     assert_eq!(noted.take().len(), 128);
-    // Its other queue may be anywhere: here in the same place, which the device has read.
+    // Its other queue may be anywhere: here at the same address, which the device has read.
     assert_eq!(send(&bare, 1, [HUGE + 3]), More::No);
     assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
-    assert_eq!(noted.take(), [bytes(HUGE..HUGE + 3), bytes(HUGE + 4..HUGE + 16)], "but never the page that was told");
+    assert_eq!(
+        noted.take(),
+        [bytes(HUGE..HUGE + 3), bytes(HUGE + 4..HUGE + 16)],
+        "but never the page that was deflated"
+    );
     send(&bare, 0, HUGE..HUGE + 3);
     assert_eq!(noted.take(), []);
 }
 
 #[test]
-fn nothing_is_remembered_of_memory_that_was_taken_away() {
+fn no_bits_are_kept_of_memory_that_was_removed() {
     let (ordinary, noted) = (Noted::of(&both()[..1]), Noted::of(&both()));
     let bare = Bare::with(|_| noted.clone());
     send(&bare, 0, HUGE..HUGE + 8);
     bare.balloon.memory(ordinary.clone());
     bare.balloon.memory(noted.clone());
     send(&bare, 0, HUGE + 8..HUGE + 16);
-    assert_eq!(noted.take(), [], "what was in the balloon then is not in it now");
+    assert_eq!(noted.take(), [], "pages that were in the balloon then are not in it now");
     send(&bare, 0, HUGE..HUGE + 8);
     assert_eq!(noted.take(), [bytes(HUGE..HUGE + 16)]);
-    // Beside other memory that comes and goes it is what it was.
+    // Its bits are kept when other memory is added and removed.
     send(&bare, 0, HUGE + 16..HUGE + 24);
     bare.balloon.memory(Noted::of(&both()[1..]));
     bare.balloon.memory(noted.clone());
@@ -135,7 +139,7 @@ fn nothing_is_remembered_of_memory_that_was_taken_away() {
 }
 
 #[test]
-fn huge_pages_of_the_host_itself_come_back_as_a_whole() {
+fn real_huge_pages_of_the_host_are_given_back_completely() {
     if skipped("LIMOSA_SKIP_HUGETLB") {
         return;
     }
@@ -145,7 +149,7 @@ fn huge_pages_of_the_host_itself_come_back_as_a_whole() {
         let block = BlockOptions::memfd("pc.ram", 16 * MIB).huge_pages(2 * MIB).map().unwrap();
         block.write(0, &vec![7; 16 << 20]).unwrap();
         let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
-        // The rings lie in memory of their own, where the guest has the same addresses.
+        // The rings lie in separate memory, at the guest's addresses.
         let bare = Bare::with(|_| Arc::new(GuestRam::new(Arc::clone(&memory), strategy)));
         let block = memory.block(0).unwrap();
         let resident = || fstat(block.file().unwrap().0).unwrap().st_blocks * 512 / (2 << 20);
@@ -155,7 +159,7 @@ fn huge_pages_of_the_host_itself_come_back_as_a_whole() {
         assert_eq!(
             (resident(), bare.balloon.counters().discards),
             (8, 0),
-            "{strategy:?}: one page of it is the guest's"
+            "{strategy:?}: the guest uses one page of it"
         );
         send(&bare, 0, [3071]);
         assert_eq!((resident(), bare.balloon.counters().discarded_bytes), (7, 2 * MIB), "{strategy:?}");

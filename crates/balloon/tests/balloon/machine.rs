@@ -12,7 +12,7 @@ use vm_memory::{GuestAddress, GuestMemoryMmap};
 pub(crate) const MIB: u64 = 1 << 20;
 /// All of its memory.
 pub(crate) const RAM: u64 = 64 * MIB;
-/// Where free memory begins; below, it is used.
+/// The start of free memory; below, it is used.
 pub(crate) const USED: u64 = 16 * MIB;
 const RINGS_AT: u64 = 1 << 40;
 
@@ -86,7 +86,7 @@ pub(crate) struct ReceivedList {
 }
 
 impl ReceivedList {
-    /// The ranges, ascending and joined.
+    /// The ranges, ascending and merged.
     pub(crate) fn joined(&self) -> Vec<Range<u64>> {
         let mut ranges = self.ranges.lock().unwrap().clone();
         ranges.sort_by_key(|range| range.start);

@@ -1,4 +1,4 @@
-//! The device, driven by the model of Linux's driver and by rings that no driver wrote.
+//! The device, driven by the model of Linux's driver and by rings with arbitrary contents.
 
 #![allow(clippy::single_range_in_vec_init, reason = "ranges of memory are compared as lists of them")]
 

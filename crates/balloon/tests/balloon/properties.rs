@@ -1,5 +1,4 @@
-//! What holds whatever guest and host do in whatever order: against the model of the driver, and against rings that no driver
-//! wrote.
+//! Properties of any sequence of actions of guest and host: with the model of the driver, and with rings of arbitrary contents.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -58,20 +57,20 @@ fn step() -> impl Strategy<Value = Step> {
 /// The queue of lists.
 const LISTS: usize = 3;
 
-/// What a program of the guest's has.
+/// Memory of a program in the guest.
 #[derive(Debug)]
 struct Block {
     range: Range<u64>,
-    /// In every page of it.
+    /// The value in every page of it.
     byte: u8,
-    /// Lists that had been asked for when it got it.
+    /// Number of lists that had been requested when it was allocated.
     since: u32,
 }
 
 type Owned = Arc<Mutex<Vec<Block>>>;
 
-/// Takes the list with this number, and sees to it that nothing is called free that a program had already when it was asked for.
-/// (What the guest has used since is of no concern: hints are only hints.)
+/// Receives the list with this number, and checks that no page in it was already used by a program when the list was requested.
+/// (Pages that the guest has used since do not matter: hints are only hints.)
 struct Sink(Owned, u32);
 
 impl FreePageSink for Sink {
@@ -150,7 +149,7 @@ impl World {
             }
             Step::Lag(lags) => self.guest.machine.hold(LISTS, lags),
             Step::Vanish => {
-                // The guest is reset: everything is free again but what its next programs take at once.
+                // The guest is reset: all memory is free again except what its next programs allocate at once.
                 self.driver = None;
                 let mut free = self.guest.free.lock().unwrap();
                 *free = limosa_balloon::driver::Blocks::new(USED..RAM);
@@ -169,7 +168,7 @@ impl World {
                 let length = usize::try_from((block.end - start).min(MIB)).unwrap();
                 let piece = &mut bytes[..length];
                 self.guest.memory.block(0).unwrap().read(start, piece).unwrap();
-                assert!(piece.iter().all(|found| found == byte), "{block:x?} was not left alone");
+                assert!(piece.iter().all(|found| found == byte), "{block:x?} was changed");
             }
         }
         let driver = self.driver.as_ref().unwrap();
@@ -191,7 +190,7 @@ proptest! {
             world.check();
         }
         world.step(Step::Lag(false));
-        // Whatever came before, the next list is whole, and the balloon gets as near to its size as there are free pages.
+        // After any sequence, the next list is complete, and the balloon gets as close to its size as there are free pages.
         world.step(Step::Done);
         world.step(Step::PollUntilIdle);
         let received = Arc::new(ReceivedList::default());
@@ -208,7 +207,7 @@ proptest! {
     }
 }
 
-/// Memory that notes what is given back, and refuses what is not its.
+/// Memory that records ranges that are given back, and refuses ranges outside of it.
 #[derive(Debug, Default)]
 struct Noted {
     ram: Vec<Range<u64>>,
@@ -233,7 +232,7 @@ impl Reclaim for Noted {
     }
 }
 
-/// A bus on which nobody listens.
+/// A bus that ignores notifications.
 struct Nowhere;
 
 impl Transport for Nowhere {
@@ -242,7 +241,7 @@ impl Transport for Nowhere {
     fn kick(&self, _queue: usize) {}
 }
 
-/// A word that is rather an address, an index or a flag of these rings than anything else.
+/// A word that is likely to be an address, an index or a flag of these rings.
 fn word() -> impl Strategy<Value = u64> {
     prop_oneof![any::<u64>(), 0u64..16, (0u64..64).prop_map(|page| page << 12), Just(0x4000_0000_0000), Just(u64::MAX)]
 }
@@ -269,7 +268,7 @@ proptest! {
         let asked = balloon.request(received.clone()).is_ok();
         balloon.write_config(POISON, &[u8::from(poison); 4]);
         for (number, count) in counts.into_iter().enumerate() {
-            // All rings share what was written; of each, that many buffers are said to be available.
+            // All rings share the written memory; each announces this number of available buffers.
             let available = GuestAddress(0x400 + 0x200 * number as u64);
             memory.write_obj(count % 20, available.0.checked_add(2).map(GuestAddress).unwrap()).unwrap();
             let mut queue = Queue::new(16).unwrap();
@@ -279,7 +278,7 @@ proptest! {
             queue.try_set_used_ring_address(GuestAddress(0x1_0000 + 0x200 * number as u64)).unwrap();
             queue.set_ready(true);
             let ring = OwnRing::new(queue, &memory, || {});
-            // A ring of 16 gives at most 16 buffers, of at most 128 runs a time: it comes to an end.
+            // A ring of 16 gives at most 16 buffers, of at most 128 runs a time: it ends.
             for round in 0.. {
                 prop_assert!(round < 10_000);
                 let before = *noted.given_back.lock().unwrap();
@@ -296,7 +295,7 @@ proptest! {
         balloon.reset();
         let in_ram = |range: &Range<u64>| noted.ram.iter().any(|ram| ram.start <= range.start && range.end <= ram.end);
         prop_assert!(received.ranges.lock().unwrap().iter().all(in_ram));
-        prop_assert_eq!(Arc::strong_count(&received), 1, "whoever asked is let go");
+        prop_assert_eq!(Arc::strong_count(&received), 1, "the sink was dropped");
         prop_assert_eq!(balloon.hint_list().state, HintState::Done);
     }
 }

@@ -1,4 +1,4 @@
-//! What a driver should not do: refused or left out, counted, said once, and its buffer is given back all the same.
+//! Invalid input of a driver: refused or left out, counted, logged once, and its buffer is given back nevertheless.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -48,27 +48,27 @@ const NOWHERE: u64 = 1 << 40;
 type Count = fn(&Counters) -> u64;
 /// Address, length and flags.
 type Buffer = (u64, u32, u16);
-/// What it is, on which queue, the buffer, what it counts as, and whether the log says so.
+/// Its name, the queue, the buffer, the counter, and whether it is logged.
 type Wrong = (&'static str, usize, Buffer, Count, bool);
 
 const WRONG: [Wrong; 14] = [
     ("an odd array", INFLATE, (0x4000, 5, 0), |c| c.odd_arrays, true),
     ("a long array", INFLATE, (0x4000, (4 << 20) + 4, 0), |c| c.long_arrays, true),
-    ("an array of no memory", INFLATE, (NOWHERE, 4, 0), |c| c.unreadable_buffers, true),
-    ("an array to write to", INFLATE, (0x4000, 4, WRITABLE), |c| c.unexpected_buffers, true),
-    ("a page of no memory", INFLATE, (0x5000, 4, 0), |c| c.pages_outside, true),
+    ("an array outside of memory", INFLATE, (NOWHERE, 4, 0), |c| c.unreadable_buffers, true),
+    ("a writable array", INFLATE, (0x4000, 4, WRITABLE), |c| c.unexpected_buffers, true),
+    ("a page outside of memory", INFLATE, (0x5000, 4, 0), |c| c.pages_outside, true),
     ("an id of five bytes", HINT, (0x4000, 5, 0), |c| c.unexpected_buffers, true),
-    ("an id of no memory", HINT, (NOWHERE, 4, 0), |c| c.unreadable_buffers, true),
+    ("an id outside of memory", HINT, (NOWHERE, 4, 0), |c| c.unreadable_buffers, true),
     ("an id of no list", HINT, (0x5000, 4, 0), |c| c.stale_ids, false),
-    ("a block of no memory", HINT, (NOWHERE, 4096, WRITABLE), |c| c.blocks_outside, true),
+    ("a block outside of memory", HINT, (NOWHERE, 4096, WRITABLE), |c| c.blocks_outside, true),
     ("a block that reaches beyond memory", HINT, (15 * MIB, 4 << 20, WRITABLE), |c| c.blocks_outside, true),
     ("a block of no list", HINT, (8 * MIB, 4096, WRITABLE), |c| c.stale_hints, false),
-    ("a report to read", REPORT, (8 * MIB, 4096, 0), |c| c.unexpected_buffers, true),
-    ("a report of no whole page", REPORT, (8 * MIB + 1, 4096, WRITABLE), |c| c.blocks_outside, true),
-    ("statistics of no memory", STATISTICS, (NOWHERE, 10, 0), |c| c.unreadable_buffers, true),
+    ("a readable report", REPORT, (8 * MIB, 4096, 0), |c| c.unexpected_buffers, true),
+    ("a report of an incomplete page", REPORT, (8 * MIB + 1, 4096, WRITABLE), |c| c.blocks_outside, true),
+    ("statistics outside of memory", STATISTICS, (NOWHERE, 10, 0), |c| c.unreadable_buffers, true),
 ];
 
-/// A device, what is in the buffers of [`WRONG`] that are in memory, and a pattern in the rest.
+/// A device, the contents of those buffers of [`WRONG`] that are in memory, and a pattern in the rest.
 fn bare() -> Bare {
     let bare = Bare::new();
     bare.memory.block(0).unwrap().write(MIB, &vec![7; 15 << 20]).unwrap();
@@ -83,7 +83,7 @@ fn is_untouched(bare: &Bare) -> bool {
 }
 
 #[test]
-fn what_is_wrong_is_counted_said_once_and_given_back() {
+fn invalid_input_is_counted_logged_once_and_its_buffer_given_back() {
     for (what, queue, (address, length, flags), counted, said) in WRONG {
         let (bare, warnings) = (bare(), Warnings::default());
         let ring = bare.ring();
@@ -94,7 +94,7 @@ fn what_is_wrong_is_counted_said_once_and_given_back() {
             }
         });
         assert_eq!(counted(&bare.balloon.counters()), 3, "{what}");
-        // The device holds the last buffer of statistics, and has said that it got more than one.
+        // The device holds the last buffer of statistics, and has logged that it got more than one.
         let statistics = queue == STATISTICS;
         assert_eq!(bare.used(), if statistics { 2 } else { 3 }, "{what}");
         assert_eq!(warnings.0.load(Ordering::Relaxed), u64::from(said) + u64::from(statistics), "{what}");
@@ -103,7 +103,7 @@ fn what_is_wrong_is_counted_said_once_and_given_back() {
 }
 
 #[test]
-fn configuration_that_is_not_the_drivers_is_counted_and_said_once() {
+fn writes_to_read_only_configuration_are_counted_and_logged_once() {
     let (bare, warnings) = (bare(), Warnings::default());
     tracing::subscriber::with_default(warnings.clone(), || {
         for offset in [0, 8, 16, u32::MAX] {
@@ -115,7 +115,7 @@ fn configuration_that_is_not_the_drivers_is_counted_and_said_once() {
 }
 
 #[test]
-fn statistics_of_unknown_kinds_are_counted_and_the_others_hold() {
+fn statistics_of_unknown_kinds_are_counted_and_the_others_kept() {
     let bare = bare();
     let mut bytes = Vec::new();
     for (tag, value) in [(4_u16, 77_u64), (999, 1), (u16::MAX, 1)] {
@@ -129,7 +129,7 @@ fn statistics_of_unknown_kinds_are_counted_and_the_others_hold() {
     assert_eq!(bare.balloon.statistics().unwrap().free_memory(), Some(77));
 }
 
-/// A ring whose driver is faster than the device: it always has another block, the same one.
+/// A ring whose driver is faster than the device: it always has another block, always the same.
 struct Flood<'m> {
     ring: BareRing<'m>,
     bare: &'m Bare,
@@ -156,7 +156,7 @@ impl<'m> Ring for Flood<'m> {
     }
 }
 
-/// Begins to answer a list that was just asked for; the buffers that follow are of it.
+/// Begins the list that was just requested; the buffers that follow belong to it.
 fn begin_list(bare: &Bare, ring: &BareRing<'_>) {
     bare.balloon.work(HINT, ring).unwrap();
     bare.guest.write_obj(bare.command().to_le(), GuestAddress(0x6000)).unwrap();
@@ -173,7 +173,7 @@ fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
     begin_list(&bare, &ring);
     let flood = Flood { ring, bare: &bare, next: Cell::new(1) };
     for look in 1..=5 {
-        assert_eq!(bare.balloon.work(HINT, &flood).unwrap(), More::Yes, "others have their turn");
+        assert_eq!(bare.balloon.work(HINT, &flood).unwrap(), More::Yes, "other queues are processed");
         assert_eq!(bare.balloon.counters().hinted_blocks, look * 256);
     }
     assert_eq!(received.ranges.lock().unwrap().len(), 5 * 256);
@@ -182,7 +182,7 @@ fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
     assert_eq!((bare.balloon.counters().stale_hints, is_untouched(&bare)), (256, true));
 }
 
-/// A host that believes what it is told: it takes the pages away.
+/// A host that trusts hints: it discards the pages.
 struct Believer(Arc<GuestMemory>);
 
 impl FreePageSink for Believer {
@@ -195,7 +195,7 @@ impl FreePageSink for Believer {
 }
 
 #[test]
-fn a_guest_that_lies_about_its_free_pages_loses_its_own_and_nobody_elses() {
+fn a_guest_with_wrong_hints_loses_only_its_own_pages() {
     let (liar, honest) = (bare(), bare());
     let listing = |bare: &Bare, blocks: &[(u64, u32)]| {
         bare.balloon.request(Arc::new(Believer(Arc::clone(&bare.memory)))).unwrap();
@@ -207,11 +207,11 @@ fn a_guest_that_lies_about_its_free_pages_loses_its_own_and_nobody_elses() {
         bare.balloon.work(HINT, &ring).unwrap();
     };
     listing(&honest, &[]);
-    // All that it uses, more than it has, and what is none of its own.
+    // All that it uses, more than it has, and memory that is not its own.
     listing(&liar, &[(MIB, 15 << 20), (8 * MIB, 16 << 20), (16 * MIB, 4 << 20), (NOWHERE, 4 << 20)]);
     let mut bytes = vec![1; 15 << 20];
     liar.memory.block(0).unwrap().read(MIB, &mut bytes).unwrap();
-    assert!(bytes.iter().all(|byte| *byte == 0), "what it called free is gone");
+    assert!(bytes.iter().all(|byte| *byte == 0), "the pages that it hinted are gone");
     let counters = liar.balloon.counters();
     assert_eq!((counters.hinted_blocks, counters.blocks_outside), (1, 3));
     assert_eq!((honest.balloon.counters().hinted_blocks, is_untouched(&honest)), (0, true));

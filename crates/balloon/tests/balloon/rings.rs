@@ -1,4 +1,4 @@
-//! Rings that stop while the device has a buffer, and lists that are asked for while others are on the queue.
+//! Rings that stop while the device has a buffer, and lists that are requested while others are on the queue.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,11 +12,11 @@ use vm_memory::{Bytes as _, GuestAddress};
 use crate::bare::{Bare, BareRing, Bus, Memory, POISON, WRITABLE};
 use crate::machine::MIB;
 
-/// A ring that stops in front of the next buffer that is given back, and one where something happens at its end.
+/// A ring that stops before the next buffer is given back, and one with an action at its end.
 struct Stopping<'m> {
     ring: BareRing<'m>,
     stopped: Cell<bool>,
-    /// What happens when the device has just found no more buffers.
+    /// An action at the time when the device has just found no more buffers.
     at_end: Cell<Option<Box<dyn FnOnce() + 'm>>>,
 }
 
@@ -55,7 +55,7 @@ impl<'m> Ring for Stopping<'m> {
 }
 
 #[test]
-fn a_buffer_whose_ring_was_stopped_comes_back_when_it_goes_on() {
+fn a_buffer_whose_ring_was_stopped_is_given_back_when_it_continues() {
     for queue in [0, 3, 4] {
         let bare = Bare::new();
         let ring = Stopping::over(&bare);
@@ -83,9 +83,9 @@ fn a_buffer_whose_ring_was_stopped_comes_back_when_it_goes_on() {
     assert_eq!(bare.memory.total_pages(), 4096);
 }
 
-/// As a VM is stopped for a while: the ring begins anew where the buffers are that were not given back.
+/// As when a VM is paused: the ring starts again at the first buffer that was not given back.
 #[test]
-fn a_queue_that_stops_and_goes_on_has_the_same_driver() {
+fn a_queue_that_stops_and_continues_has_the_same_driver() {
     let bare = Bare::new();
     let poison = 0xaaaa_aaaa_u32.to_le_bytes();
     bare.balloon.write_config(POISON, &poison);
@@ -96,10 +96,10 @@ fn a_queue_that_stops_and_goes_on_has_the_same_driver() {
     for queue in 0..6 {
         bare.balloon.stopped(queue);
     }
-    assert_eq!(bare.balloon.size().actual, 16 * MIB - 77 * 4096, "what is in the balloon stays there");
+    assert_eq!(bare.balloon.size().actual, 16 * MIB - 77 * 4096, "the balloon keeps its pages");
     let refused = bare.balloon.request(Arc::new(Told::default())).unwrap_err();
-    assert!(refused.to_string().contains("page_poison"), "free pages are filled as they were: {refused}");
-    // The buffer for statistics is one that the device has not got, so it comes alone; and it holds what was told before.
+    assert!(refused.to_string().contains("page_poison"), "the poison value is kept: {refused}");
+    // The device does not have the buffer for statistics any more, so it is not a second one; and it holds old values.
     bare.balloon.work(2, &bare.ring()).unwrap();
     assert_eq!(bare.balloon.statistics().unwrap().sequence, before);
     assert_eq!((bare.balloon.counters().unexpected_buffers, bare.used()), (0, 1));
@@ -107,12 +107,12 @@ fn a_queue_that_stops_and_goes_on_has_the_same_driver() {
     bare.balloon.reset();
     assert_eq!(bare.balloon.size().actual, 16 * MIB);
     bare.balloon.accepted(Features::default().without(Features::PAGE_POISON));
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "the next driver has no such value");
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "the next driver has no poison value");
 }
 
-/// A buffer that was filled before the VM stood still, or for another process, does not say how it is now.
+/// A buffer that was filled before the VM was paused, or for another process, does not show the current state.
 #[test]
-fn statistics_of_an_unknown_time_are_asked_for_again() {
+fn statistics_of_an_unknown_time_are_requested_again() {
     for inherited in [false, true] {
         let bare = Bare::new();
         let free = |bytes: u64| bare.guest.write_obj(bytes.to_le(), GuestAddress(0x4002)).unwrap();
@@ -141,23 +141,27 @@ fn statistics_of_an_unknown_time_are_asked_for_again() {
         assert_eq!(
             (told(), bare.used()),
             (before, 1),
-            "it is given back unread, also over a ring that stopped for a moment"
+            "it is given back unread, also over a ring that stopped briefly"
         );
 
         free(2 << 20);
         bare.offer(1, 0x4000, 10, 0);
         bare.balloon.work(2, &ring).unwrap();
         let sequence = before.map_or(0, |(sequence, _)| sequence) + 1;
-        assert_eq!((told(), bare.used()), (Some((sequence, 2 << 20)), 1), "that is the answer, and it is held");
+        assert_eq!(
+            (told(), bare.used()),
+            (Some((sequence, 2 << 20)), 1),
+            "that is the reply, and the device keeps the buffer"
+        );
     }
 }
 
-/// A front end may stop one ring alone, or move memory away from under it, and the driver use its pages again.
+/// A front end may stop one ring only, or remove its memory, and the driver may then use its pages again.
 #[test]
-fn a_queue_that_stops_amid_a_buffer_gives_nothing_of_it_back_any_more() {
+fn a_queue_that_stops_during_a_buffer_gives_no_more_of_its_pages_back() {
     let bare = Bare::new();
     bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 8 << 20]).unwrap();
-    // More runs than one look gives back.
+    // More runs than one call gives back.
     for index in 0..200u32 {
         bare.guest.write_obj((2048 + 2 * index).to_le(), GuestAddress(0x4000 + 4 * u64::from(index))).unwrap();
     }
@@ -174,9 +178,10 @@ fn a_queue_that_stops_amid_a_buffer_gives_nothing_of_it_back_any_more() {
     assert_eq!(last, [7; 4096]);
 }
 
-/// QEMU tells a back end what was accepted when the driver is ready, and what the driver has written before at once.
+/// QEMU passes the accepted features to a back end when the driver is ready, but the driver's writes to the configuration at
+/// once.
 #[test]
-fn what_fills_free_pages_may_be_said_before_the_feature_is_accepted() {
+fn the_poison_value_may_be_written_before_the_feature_is_accepted() {
     let bare = Bare::new();
     bare.balloon.reset();
     bare.balloon.accepted(Features::FREE_PAGE_HINT);
@@ -184,7 +189,7 @@ fn what_fills_free_pages_may_be_said_before_the_feature_is_accepted() {
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
     bare.balloon.accepted(Features::default());
     assert!(bare.balloon.request(Arc::new(Told::default())).is_err());
-    // A driver that begins anew over the same connection says it anew; what was said holds until then.
+    // A driver that starts again over the same connection writes it again; the old value is valid until then.
     bare.balloon.reset();
     bare.balloon.accepted(Features::default());
     assert!(bare.balloon.request(Arc::new(Told::default())).is_err());
@@ -192,9 +197,9 @@ fn what_fills_free_pages_may_be_said_before_the_feature_is_accepted() {
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
 }
 
-/// Whose rings have given nothing back yet, a driver that another server had looks like one that begins.
+/// A driver of another server whose rings have given no buffer back yet looks like a new one.
 #[test]
-fn a_driver_that_has_not_said_here_what_fills_its_free_pages_keeps_them() {
+fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     let bare = Bare::new();
     bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
     bare.balloon.attached(Arc::new(Bus));
@@ -212,15 +217,15 @@ fn a_driver_that_has_not_said_here_what_fills_its_free_pages_keeps_them() {
     for queue in 0..5 {
         bare.balloon.stopped(queue);
     }
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "what was said holds over a stop");
-    // One that has not accepted the feature has nothing to say.
+    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "the value remains valid over a stop");
+    // A driver that has not accepted the feature writes no value.
     bare.balloon.attached(Arc::new(Bus));
     bare.balloon.accepted(Features::FREE_PAGE_HINT);
     assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
 }
 
 #[test]
-fn a_driver_that_another_process_had_is_told_what_the_configuration_is() {
+fn a_driver_that_another_process_had_is_notified_of_the_configuration() {
     #[derive(Default)]
     struct Line(AtomicU32);
     impl Transport for Line {
@@ -234,11 +239,11 @@ fn a_driver_that_another_process_had_is_told_what_the_configuration_is() {
     bare.balloon.attached(line.clone());
     bare.balloon.accepted(Features::default());
     bare.balloon.inherited();
-    assert_eq!(line.0.load(Ordering::SeqCst), 1, "it may hold blocks, and have a balloon that nobody wants");
+    assert_eq!(line.0.load(Ordering::SeqCst), 1, "it may hold blocks, and have a balloon that is not requested here");
 }
 
 #[test]
-fn nothing_is_asked_of_a_driver_that_is_gone_or_whose_queue_does_not_run() {
+fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     #[derive(Default)]
     struct Idle(AtomicU32);
     impl Transport for Idle {
@@ -280,9 +285,9 @@ impl FreePageSink for Told {
     fn complete(&self) {}
 }
 
-/// The VM is stopped while somebody looks at the queue: he hears of it at his next step, in the middle of a list.
+/// The VM is paused while a thread processes the queue: the thread finds out at its next step, in the middle of a list.
 #[test]
-fn a_list_whose_ring_stops_goes_on_with_it() {
+fn a_list_whose_ring_stops_continues_with_it() {
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
     let told = Arc::new(Told::default());
@@ -297,7 +302,7 @@ fn a_list_whose_ring_stops_goes_on_with_it() {
     ring.stopped.set(true);
     assert!(bare.balloon.work(3, &ring).is_err());
     assert_eq!((bare.command(), bare.balloon.hint_list().state), (id, HintState::Started));
-    // Behind a stop that the device does not know of yet.
+    // After a stop that the device does not know of yet.
     assert!(bare.balloon.work(3, &ring).is_err());
 
     ring.stopped.set(false);
@@ -309,7 +314,7 @@ fn a_list_whose_ring_stops_goes_on_with_it() {
 }
 
 #[test]
-fn what_was_on_the_queue_when_a_list_was_asked_for_is_not_of_that_list() {
+fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
     let ask = || {
@@ -325,7 +330,7 @@ fn what_was_on_the_queue_when_a_list_was_asked_for_is_not_of_that_list() {
     field(id);
     bare.offer(0, 0x4000, 4, 0);
     bare.offer(1, 8 * MIB, 4096, WRITABLE);
-    // Nobody has looked at the queue when the list is given up, and another one asked for.
+    // The queue has not been processed when the list is stopped, and another one requested.
     bare.balloon.stop();
     let second = ask();
     assert!(bare.command() < 0x8000_0000, "the driver cannot know of it yet");
@@ -333,17 +338,17 @@ fn what_was_on_the_queue_when_a_list_was_asked_for_is_not_of_that_list() {
     bare.balloon.work(3, &ring).unwrap();
     assert_eq!(bare.command(), id + 1);
     assert!(first.0.lock().unwrap().is_empty() && second.0.lock().unwrap().is_empty());
-    // What comes now was free behind the question.
+    // A block that comes now was free after the request.
     bare.offer(2, 0x4000, 4, 0);
     bare.offer(3, 12 * MIB, 4096, WRITABLE);
     bare.balloon.work(3, &ring).unwrap();
     assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
 }
 
-/// A list that is asked for when the look at the queue is over, and the device does not know that yet: what the driver has
-/// added between is of the list before, and Linux's buffers read as the new id once that is shown.
+/// A list that is requested when the last buffer was taken, and the device has not returned yet: the driver's buffers added in
+/// between belong to the previous list, and Linux's buffers read as the new id once that is shown.
 #[test]
-fn a_list_that_is_asked_for_behind_the_last_look_is_shown_at_the_next_one() {
+fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call() {
     let bare = &Bare::new();
     let ring = Stopping::over(bare);
     bare.balloon.request(Arc::new(Told::default())).unwrap();
@@ -362,11 +367,11 @@ fn a_list_that_is_asked_for_behind_the_last_look_is_shown_at_the_next_one() {
     };
     ring.at_end.set(Some(Box::new(meanwhile)));
     balloon.work(3, &ring).unwrap();
-    assert!(bare.command() < 0x8000_0000, "there are buffers in front of it");
+    assert!(bare.command() < 0x8000_0000, "there are buffers before it");
     field(first.checked_add(1).unwrap_or(0x8000_0000));
-    // The look that the request has kicked for.
+    // The call for which the request has kicked.
     balloon.work(3, &ring).unwrap();
-    assert_eq!(*second.0.lock().unwrap(), [0; 0], "that was free before the question");
+    assert_eq!(*second.0.lock().unwrap(), [0; 0], "that was free before the request");
     bare.offer(2, 0x4000, 4, 0);
     bare.offer(3, 12 * MIB, 4096, WRITABLE);
     balloon.work(3, &ring).unwrap();

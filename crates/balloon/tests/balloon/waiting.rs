@@ -1,4 +1,4 @@
-//! Who waits for whom: a guest that is at its configuration for nobody, a reset for whoever works on a queue.
+//! Which thread waits for which: an access to the configuration for none, a reset for the threads that process a queue.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use vm_memory::{Bytes as _, GuestAddress};
 use crate::bare::{Bare, WRITABLE};
 use crate::machine::{Guest, MIB, RAM, ReceivedList};
 
-/// A strategy whose first discard waits until somebody lets it go on.
+/// A strategy whose first discard waits until the test lets it continue.
 #[derive(Debug)]
 struct Gate {
     inner: GuestRam,
@@ -41,7 +41,7 @@ impl Reclaim for Gate {
     }
 }
 
-/// What is told by somebody who is in a gate, and what lets him go on.
+/// The signal of a thread that is in a gate, and the one that lets it continue.
 struct Keeper {
     inside: mpsc::Receiver<()>,
     open: mpsc::Sender<()>,
@@ -70,7 +70,7 @@ fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
         driver
     });
     inside.recv().unwrap();
-    // The worker is inside a discard, with whatever it holds. Everything that answers a guest or a person goes on.
+    // The worker is inside a discard, with all its locks. Every call that serves a guest or a user continues.
     let mut config = [0; 16];
     guest.balloon.read_config(0, &mut config);
     assert_eq!(config[..4], 1024u32.to_le_bytes());
@@ -88,13 +88,13 @@ fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
 }
 
 #[test]
-fn nothing_of_a_driver_is_given_back_once_the_device_was_reset() {
+fn no_pages_of_a_driver_are_given_back_after_the_reset() {
     for queue in [0, 4] {
         let (gate, Keeper { inside, open }) = gate();
         let bare = Bare::with(gate);
         bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 8 << 20]).unwrap();
         let ring = bare.ring();
-        // Three runs, and a buffer that nobody has looked at.
+        // Three runs, and a buffer that was not processed.
         for number in 0..2u64 {
             let numbers = [2048, 2050, 2052].map(|page| 6 * number + page);
             if queue == 0 {
@@ -116,7 +116,7 @@ fn nothing_of_a_driver_is_given_back_once_the_device_was_reset() {
                 was_reset.store(true, Ordering::Release);
                 bare.balloon.counters()
             });
-            // A guest at its configuration waits for neither of them.
+            // An access to the configuration waits for neither of them.
             while bare.balloon.size().actual == 16 * MIB {
                 bare.balloon.write_config(4, &3u32.to_le_bytes());
                 bare.balloon.read_config(0, &mut [0; 16]);
@@ -124,15 +124,15 @@ fn nothing_of_a_driver_is_given_back_once_the_device_was_reset() {
             thread::sleep(Duration::from_millis(50));
             let early = was_reset.load(Ordering::Acquire);
             open.send(()).unwrap();
-            assert!(!early, "somebody was still giving back what the driver gave");
-            assert_eq!(resetting.join().unwrap().discards, 1, "the one that could not be called back");
+            assert!(!early, "pages of the driver were still being given back");
+            assert_eq!(resetting.join().unwrap().discards, 1, "the one that had already begun");
             assert_eq!(worker.join().unwrap(), More::No);
         });
-        assert_eq!((bare.balloon.counters().discards, bare.used()), (1, 0), "and the rings are left alone");
+        assert_eq!((bare.balloon.counters().discards, bare.used()), (1, 0), "and the rings are not changed");
         let mut pages = vec![0; 12 << 12];
         bare.memory.block(0).unwrap().read(2048 << 12, &mut pages).unwrap();
         assert!(pages[4096..].iter().all(|byte| *byte == 7));
-        // The next driver's buffers, in the same place.
+        // The next driver's buffers, at the same addresses.
         bare.guest.write_obj(0u16, GuestAddress(0x2002)).unwrap();
         bare.offer(0, 0x4000, 4, 0);
         bare.guest.write_obj(4095u32.to_le(), GuestAddress(0x4000)).unwrap();
@@ -141,9 +141,9 @@ fn nothing_of_a_driver_is_given_back_once_the_device_was_reset() {
     }
 }
 
-/// As when the front end's memory changes: what was mapped is unmapped, which takes its time.
+/// As when the front end's memory changes: the old mapping is unmapped, which takes time.
 #[test]
-fn nobody_waits_for_memory_that_goes() {
+fn no_thread_waits_for_memory_that_is_dropped() {
     #[derive(Debug)]
     struct Going(mpsc::SyncSender<()>, Mutex<mpsc::Receiver<()>>);
     impl Reclaim for Going {
@@ -161,7 +161,7 @@ fn nobody_waits_for_memory_that_goes() {
         fn drop(&mut self) {
             self.0.send(()).unwrap();
             let went_on = self.1.lock().unwrap().recv_timeout(Duration::from_secs(20));
-            assert!(went_on.is_ok() || thread::panicking(), "somebody waited for it");
+            assert!(went_on.is_ok() || thread::panicking(), "a thread waited for it");
         }
     }
     let balloon = Arc::new(Balloon::new(Options::default()));

@@ -1,4 +1,4 @@
-//! A user-mode Linux whose balloon is ours.
+//! A user-mode Linux with limosa's balloon.
 
 use std::fs::File;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Waits until it is so.
+/// Waits until the condition is true.
 pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(120);
     while !so() {
@@ -36,12 +36,12 @@ pub(crate) struct Guest {
 }
 
 impl Guest {
-    /// Boots a guest with so many MiB, and its driver.
+    /// Boots a guest with this many MiB, and its driver.
     pub(crate) fn start(memory: u64, options: Options) -> Self {
         Self::booted(memory, options, "init_on_alloc=0")
     }
 
-    /// The same, of a kernel that is told these words.
+    /// The same, with these words on the kernel's command line.
     pub(crate) fn booted(memory: u64, options: Options, kernel_words: &str) -> Self {
         let folder = limosa_testkit::scratch().unwrap();
         let path = folder.path().join("balloon.sock");
@@ -62,26 +62,26 @@ impl Guest {
         guest
     }
 
-    /// Has a program hold so many MiB of known pages.
+    /// Starts a program that holds this many MiB of known pages.
     pub(crate) fn hold(&self, mib: u64) {
         let program = std::env::current_exe().unwrap();
         let name = program.file_name().unwrap().to_string_lossy().into_owned();
         self.uml.shell(&pattern::hold_line(&name, "holds_a_pattern_if_it_is_told_to", mib)).unwrap();
     }
 
-    /// What the program finds of its pages.
+    /// The program's check of its pages.
     pub(crate) fn verify(&self) -> String {
-        // The kernel may have said something between.
+        // The kernel may have printed lines in between.
         let said = self.uml.shell(&pattern::verify_line()).unwrap();
         said.iter().rfind(|line| line.ends_with("pages lost")).expect("a verdict").clone()
     }
 
-    /// Touches so many MiB of the guest's memory, and frees them.
+    /// Touches this many MiB of the guest's memory, and frees them.
     pub(crate) fn touch(&self, mib: u64) {
         self.uml.shell(&format!("dd if=/dev/urandom of=/tmp/touched bs=1M count={mib} && rm /tmp/touched")).unwrap();
     }
 
-    /// Has the balloon leave the guest so many bytes, and waits until it does.
+    /// Sets the balloon so that the guest keeps this many bytes, and waits for it.
     pub(crate) fn resize(&self, bytes: u64) {
         self.balloon.set_target(bytes).unwrap();
         until("the balloon has its size", || self.balloon.size().actual == bytes);
@@ -91,7 +91,7 @@ impl Guest {
         self.device.ram().expect("the guest has shared its memory")
     }
 
-    /// Bytes of the guest's memory that the host has.
+    /// Bytes of the guest's memory that are resident in the host.
     pub(crate) fn resident(&self) -> u64 {
         self.file().metadata().unwrap().blocks() * 512
     }
@@ -100,7 +100,7 @@ impl Guest {
         self.ram().regions()[0].file().try_clone().unwrap()
     }
 
-    /// Asks for a list of free pages and waits for its end.
+    /// Requests a list of free pages and waits for its end.
     pub(crate) fn free_pages(&self) -> Vec<Range<u64>> {
         let list = Arc::new(List::default());
         self.balloon.request(list.clone()).unwrap();
@@ -108,7 +108,7 @@ impl Guest {
         list.ranges()
     }
 
-    /// Numbers of known pages in the guest's memory, each page with its guest address. The guest stands still.
+    /// Numbers of known pages in the guest's memory, each page with its guest address. The guest is stopped.
     pub(crate) fn known_pages(&self) -> Vec<(u64, u64)> {
         let ram = self.ram();
         let mut found = Vec::new();
@@ -130,7 +130,7 @@ impl Guest {
         found
     }
 
-    /// Takes the pages away from the guest for good, as a host does that believes hints.
+    /// Discards the pages, as a host does that trusts hints.
     pub(crate) fn discard(&self, ranges: &[Range<u64>]) {
         let ram = self.ram();
         for range in ranges {
@@ -145,13 +145,13 @@ impl Guest {
         }
     }
 
-    /// The server goes, in the middle of whatever it is at.
+    /// Ends the server, whatever it is doing.
     pub(crate) fn end_server(&mut self) {
         self.stopper.stop();
         self.thread.take().unwrap().join().unwrap().unwrap();
     }
 
-    /// Nobody did what he should not.
+    /// No fault was counted.
     pub(crate) fn no_faults(&self) {
         for fault in [Fault::Message, Fault::Unknown, Fault::Refused, Fault::Ring, Fault::Device] {
             assert_eq!(self.server.faults(fault), 0, "{fault:?}");

@@ -1,4 +1,4 @@
-//! What lists of free pages say: all that the guest has in its largest blocks, and nothing behind a stop.
+//! Contents of lists of free pages: everything in the guest's largest free blocks, and nothing after a stop.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use limosa_testkit::on_uml;
 use crate::guest::{Guest, List, MIB, bytes, until};
 use crate::without;
 
-/// What the driver tells in: the largest blocks of Linux's allocator on x86-64 until 6.3.
+/// The size of the driver's blocks: the largest ones of Linux's allocator on x86-64 until 6.3.
 const BLOCK: u64 = 4 * MIB;
 
 /// Bytes that the guest's allocator has in its largest blocks.
@@ -31,16 +31,16 @@ fn a_list_is_all_that_the_guest_has_in_its_largest_blocks() {
             let free = in_largest_blocks(&guest);
             assert!(free > 100 * MIB, "{free}");
             let told = bytes(&guest.free_pages());
-            // The shell that looks takes and gives back a block or two.
+            // The shell itself allocates and frees a block or two.
             assert!(told.abs_diff(free) <= 2 * BLOCK, "{told} of {free} bytes");
             guest.balloon.done();
-            until("the guest has its pages back", || in_largest_blocks(&guest) + 2 * BLOCK >= free);
+            until("the guest has taken its pages back", || in_largest_blocks(&guest) + 2 * BLOCK >= free);
         }
         guest.no_faults();
     });
 }
 
-/// A list that is broken off by whoever hears its third block.
+/// A list that its sink stops at the third block.
 struct Short {
     list: List,
     balloon: Arc<Balloon>,
@@ -60,7 +60,7 @@ impl FreePageSink for Short {
 }
 
 #[test]
-fn a_list_that_is_broken_off_halfway_ends_there_and_the_next_one_is_whole() {
+fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
     on_uml(|| {
         let guest = Guest::start(256, without(Features::REPORTING));
         let free = in_largest_blocks(&guest);
@@ -68,16 +68,16 @@ fn a_list_that_is_broken_off_halfway_ends_there_and_the_next_one_is_whole() {
         for round in 1..=5 {
             let short = Arc::new(Short { list: List::default(), balloon: guest.balloon.clone() });
             guest.balloon.request(short.clone()).unwrap();
-            until("it is broken off", || guest.balloon.hint_list().state == HintState::Stopped);
-            // The guest does not know yet, and goes on for a moment, or to its end.
+            until("it is stopped", || guest.balloon.hint_list().state == HintState::Stopped);
+            // The guest does not know yet, and continues for a moment, or to its end.
             guest.touch(1);
             halfway += u32::from(in_largest_blocks(&guest) > 2 * BLOCK);
             assert_eq!((short.list.ranges().len(), short.list.is_complete()), (3, false), "round {round}");
             guest.balloon.done();
-            until("the guest has its pages back", || in_largest_blocks(&guest) + 2 * BLOCK >= free);
+            until("the guest has taken its pages back", || in_largest_blocks(&guest) + 2 * BLOCK >= free);
             assert_eq!(short.list.ranges().len(), 3);
         }
-        assert!(halfway > 0, "the guest never hears of it in time");
+        assert!(halfway > 0, "the guest is never notified in time");
         let told = bytes(&guest.free_pages());
         assert!(told.abs_diff(free) <= 2 * BLOCK, "{told} of {free} bytes");
         guest.no_faults();
@@ -85,14 +85,14 @@ fn a_list_that_is_broken_off_halfway_ends_there_and_the_next_one_is_whole() {
 }
 
 #[test]
-fn a_guest_that_zeroes_what_it_frees_is_right_about_pages_that_were_taken_away() {
+fn pages_given_back_are_zero_for_a_guest_that_zeroes_freed_pages() {
     on_uml(|| {
         let offered = Options { features: Features::default() | Features::PAGE_POISON, ..Options::default() };
         let guest = Guest::booted(256, offered, "init_on_alloc=0 init_on_free=1");
         assert!(guest.balloon.accepted_features().has(Features::PAGE_POISON));
         guest.hold(60);
         guest.touch(100);
-        // Zeroed and reported, so that the host may have them back: they are zero for whoever gets them next.
+        // Zeroed and reported, so that the host may take them: they are zero at their next use.
         let ram = guest.balloon.size().ram;
         until("its largest blocks have gone", || guest.resident() + in_largest_blocks(&guest) <= ram + 2 * BLOCK);
         crate::nothing_is_lost_without_hinted_pages(&guest, 60);

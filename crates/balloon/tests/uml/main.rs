@@ -21,7 +21,7 @@ fn without(features: Features) -> Options {
 }
 
 #[test]
-fn inflating_gives_memory_back_and_deflating_lends_it_again() {
+fn inflating_gives_memory_back_and_deflating_provides_it_again() {
     on_uml(|| {
         let guest = Guest::start(256, without(Features::REPORTING));
         let ram = guest.balloon.size().ram;
@@ -45,7 +45,7 @@ fn inflating_gives_memory_back_and_deflating_lends_it_again() {
 }
 
 #[test]
-fn statistics_are_what_the_guest_itself_says() {
+fn statistics_match_those_in_the_guest() {
     on_uml(|| {
         let guest = Guest::start(128, Options::default());
         for sequence in 1..4 {
@@ -68,7 +68,7 @@ fn a_guest_that_runs_out_of_memory_takes_it_from_the_balloon() {
         let guest = Guest::start(256, without(Features::REPORTING));
         let ram = guest.balloon.size().ram;
         guest.resize(ram - 160 * MIB);
-        // More than what is left to it.
+        // More than it has left.
         guest.hold(120);
         assert!(guest.balloon.counters().deflated_pages > 0);
         assert_eq!(guest.verify(), "0 of 30720 pages lost");
@@ -77,14 +77,14 @@ fn a_guest_that_runs_out_of_memory_takes_it_from_the_balloon() {
     });
 }
 
-/// Every known page is there beside the hinted ones, and the guest does not miss those.
+/// Every known page is outside of the hinted ones, and the guest does not miss those.
 fn nothing_is_lost_without_hinted_pages(guest: &Guest, held: u64) {
     let pages = held * MIB / 4096;
     let hinted = guest.free_pages();
     let free = guest.uml.meminfo("MemTotal").unwrap() * 1024;
     assert!(bytes(&hinted) < free && bytes(&hinted) > (free - held * MIB) / 2, "{} of {free}", bytes(&hinted));
     guest.uml.pause(true);
-    // A copy that has everything but the hinted pages.
+    // A copy of everything except the hinted pages.
     let copied: BTreeSet<u64> = guest
         .known_pages()
         .into_iter()
@@ -100,7 +100,7 @@ fn nothing_is_lost_without_hinted_pages(guest: &Guest, held: u64) {
     if held > 0 {
         assert_eq!(guest.verify(), format!("0 of {pages} pages lost"));
     }
-    // What was taken away can be used like any other memory.
+    // Discarded memory can be used like any other.
     guest.touch(60);
     if held > 0 {
         assert_eq!(guest.verify(), format!("0 of {pages} pages lost"));
@@ -128,7 +128,7 @@ fn a_half_full_guest_does_not_miss_the_pages_that_it_hinted() {
 }
 
 #[test]
-fn lists_can_be_asked_for_again_and_again_and_be_broken_off() {
+fn lists_can_be_requested_repeatedly_and_stopped() {
     on_uml(|| {
         let guest = Guest::start(256, Options::default());
         let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
@@ -140,7 +140,7 @@ fn lists_can_be_asked_for_again_and_again_and_be_broken_off() {
             until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
         }
         for _ in 0..5 {
-            // Broken off at some moment of it; what was told is free all the same, and the next list is whole.
+            // Stopped at some time; the blocks sent before are free nevertheless, and the next list is complete.
             let list = Arc::new(List::default());
             guest.balloon.request(list.clone()).unwrap();
             until("it begins", || !list.ranges().is_empty());
@@ -151,8 +151,8 @@ fn lists_can_be_asked_for_again_and_again_and_be_broken_off() {
         }
         let first = guest.free_pages();
         assert!(bytes(&first) > free / 2);
-        assert!(bytes(&guest.free_pages()) < free / 4, "what it holds for a list it does not tell again");
-        // Three that nobody waits for, one ending the other.
+        assert!(bytes(&guest.free_pages()) < free / 4, "blocks that it holds for a list are not sent again");
+        // Three without waiting, each ending the previous one.
         for _ in 0..3 {
             guest.balloon.request(Arc::new(List::default())).unwrap();
         }
@@ -163,18 +163,18 @@ fn lists_can_be_asked_for_again_and_again_and_be_broken_off() {
 }
 
 #[test]
-fn a_guest_in_need_takes_hinted_pages_back_without_a_word() {
+fn a_guest_short_of_memory_takes_hinted_pages_back_without_notification() {
     on_uml(|| {
         let guest = Guest::start(256, without(Features::REPORTING));
         let hinted = guest.free_pages();
-        // The guest holds nearly all of its free memory back; now it needs it.
+        // The guest holds nearly all of its free memory for the list; now it needs it.
         guest.hold(120);
         guest.uml.pause(true);
         let known = guest.known_pages();
         let inside = known.iter().filter(|(_, address)| hinted.iter().any(|range| range.contains(address))).count();
         guest.uml.pause(false);
         assert!(inside > 10_000, "{inside} pages: why hints are only hints");
-        assert_eq!(guest.verify(), "0 of 30720 pages lost", "the device takes nothing away for a hint");
+        assert_eq!(guest.verify(), "0 of 30720 pages lost", "the device discards nothing for a hint");
         guest.balloon.done();
         guest.touch(20);
         assert_eq!(guest.verify(), "0 of 30720 pages lost");
@@ -183,12 +183,12 @@ fn a_guest_in_need_takes_hinted_pages_back_without_a_word() {
 }
 
 #[test]
-fn what_a_guest_reports_is_given_back_by_itself() {
+fn reported_pages_are_given_back_without_a_request() {
     on_uml(|| {
         let guest = Guest::start(256, Options::default());
         guest.hold(40);
         guest.touch(140);
-        until("most of it has gone", || guest.resident() < 100 * MIB);
+        until("most of it was given back", || guest.resident() < 100 * MIB);
         let counters = guest.balloon.counters();
         assert!(counters.reported_bytes > 100 * MIB && counters.discards > 0);
         assert_eq!(guest.verify(), "0 of 10240 pages lost");
@@ -197,7 +197,7 @@ fn what_a_guest_reports_is_given_back_by_itself() {
 }
 
 #[test]
-fn a_driver_that_is_unloaded_and_loaded_again_gets_what_it_had_and_begins_anew() {
+fn a_driver_that_is_unloaded_and_loaded_again_gets_its_pages_back_and_starts_again() {
     on_uml(|| {
         let guest = Guest::start(256, Options::default());
         let ram = guest.balloon.size().ram;
@@ -213,7 +213,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_gets_what_it_had_and_begins_anew()
             let left = guest.uml.meminfo("MemFree").unwrap() * 1024;
             assert!(left > free - 80 * MIB, "the guest has its pages back: {left} of {free}");
             guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
-            until("the balloon is as it was wanted", || guest.balloon.size().actual == ram - (50 + round) * MIB);
+            until("the balloon has the requested size", || guest.balloon.size().actual == ram - (50 + round) * MIB);
             guest.balloon.request_statistics().unwrap();
             guest.free_pages();
             guest.balloon.done();
@@ -226,7 +226,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_gets_what_it_had_and_begins_anew()
 #[test]
 fn a_guest_outlives_its_balloons_server() {
     on_uml(|| {
-        // Idle, with pages held for a list; and in the middle of inflating.
+        // Idle, with pages held for a list; and during inflating.
         for inflating in [false, true] {
             let mut guest = Guest::start(256, Options::default());
             guest.hold(60);
@@ -244,9 +244,9 @@ fn a_guest_outlives_its_balloons_server() {
     });
 }
 
-/// Linux 6.1 asks the device also for the pages that it takes out of a balloon whose device is gone, and waits for ever.
+/// Linux 6.1 also notifies the device of pages that it takes out of a balloon whose device is gone, and waits forever.
 #[test]
-fn a_guest_whose_server_ends_has_what_it_hinted_and_what_is_in_the_balloon_only_if_that_was_emptied() {
+fn a_guest_whose_server_ends_gets_hinted_pages_back_and_the_balloons_only_if_it_was_emptied() {
     on_uml(|| {
         for emptied in [false, true] {
             let mut guest = Guest::start(256, without(Features::REPORTING));
@@ -255,7 +255,10 @@ fn a_guest_whose_server_ends_has_what_it_hinted_and_what_is_in_the_balloon_only_
             if emptied {
                 guest.resize(ram);
                 assert!(bytes(&guest.free_pages()) > 120 * MIB);
-                assert!(guest.uml.meminfo("MemFree").unwrap() * 1024 < before - 100 * MIB, "it holds what it hinted");
+                assert!(
+                    guest.uml.meminfo("MemFree").unwrap() * 1024 < before - 100 * MIB,
+                    "it holds the pages that it hinted"
+                );
             }
             guest.end_server();
             guest.uml.shell("sleep 2").unwrap();
