@@ -98,7 +98,7 @@ impl FileStorage {
         self.file.counters.snapshot()
     }
 
-    /// Identity of the file, whatever its path.
+    /// Identity of the file, regardless of its path.
     #[must_use]
     pub fn identity(&self) -> FileIdentity {
         self.file.identity

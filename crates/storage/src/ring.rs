@@ -165,7 +165,7 @@ impl Drop for InFlight {
     }
 }
 
-/// Completions of a turn. Tasks are woken, and requests dropped, when the ring is no longer borrowed.
+/// Completions of one call. Tasks are woken, and requests dropped, when the ring is no longer borrowed.
 #[derive(Default)]
 pub(crate) struct Completed {
     wakers: Vec<Waker>,
@@ -241,7 +241,7 @@ impl Ring {
         self.in_flight > 0
     }
 
-    /// Accepts a request. The next turn submits it at the latest.
+    /// Accepts a request. The next call of [`Self::submit_and_reap`] submits it at the latest.
     pub(crate) fn begin(&mut self, work: Work, waker: &Waker) -> InFlight {
         let index = lock(&self.slots).put(work, waker);
         self.in_flight += 1;
@@ -271,7 +271,7 @@ impl Ring {
         // SAFETY: the slot in the entry's user data keeps its memory and file alive until its completion is reaped. Only this thread accesses
         // the queues of its ring.
         if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
-            // Full: submit the queue. If the kernel has no room either, the next turn submits.
+            // Full: submit the queue. If the kernel has no room either, the next call submits.
             _ = self.handle.uring.submit();
             // SAFETY: as above.
             if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
@@ -293,7 +293,7 @@ impl Ring {
             let poll = opcode::PollAdd::new(Fd(self.event), libc::POLLIN as u32);
             self.push(poll.build().user_data(WAKE_UP));
         }
-        // On an error (interrupted, out of memory or room) completions are reaped all the same, and the next turn submits again.
+        // On an error (interrupted, out of memory or room) completions are still reaped, and the next call submits again.
         _ = self.handle.uring.submit_and_wait(usize::from(wait));
         let mut done = mem::take(&mut self.done);
         let mut again = mem::take(&mut self.waiting);

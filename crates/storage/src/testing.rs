@@ -1,4 +1,4 @@
-//! Storages that tests stand on: they hold requests back, delay them, let them fail, count them, and lose what was not flushed.
+//! Storages for tests: they hold requests back, delay them, let them fail, count them, and lose writes that were not flushed.
 //!
 //! Law: each keeps the contract of [`Storage`], and uses up what freedom it leaves. What a test of an image finds on one of
 //! these can happen on a disk.

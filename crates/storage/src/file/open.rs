@@ -22,7 +22,7 @@ use crate::file::options::{CacheMode, Create, FileOptions};
 use crate::ring::Registrations;
 use crate::storage::Alignment;
 
-/// Identity of a file, whatever its path: equal for two paths of one file.
+/// Identity of a file, regardless of its path: equal for two paths of one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub struct FileIdentity {

@@ -4,7 +4,8 @@ use std::io;
 
 use crate::error::StorageError;
 
-/// Why a file cannot be opened as the options ask, where the kernel's error does not say it. It is the source of a [`StorageError`];
+/// Why a file cannot be opened as the options ask, where the kernel's error does not show it. It is the source of a
+/// [`StorageError`];
 /// [`StorageError::open_error`] finds it there.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

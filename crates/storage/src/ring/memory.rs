@@ -4,7 +4,7 @@
 //! pinned once, as a whole, for all rings: a ring clones the registration of another. It stays pinned until the last of them is destroyed.
 //! The kernel may refuse (`RLIMIT_MEMLOCK`, which counts all processes of a user): then rings use plain addresses, and do not try again.
 //!
-//! A forked process has the arena's contents, but other pages: its rings register the arena anew.
+//! A forked process has the arena's contents, but other pages: its rings register the arena again.
 #![allow(unsafe_code, reason = "memory is registered with the kernel")]
 
 use std::os::fd::AsRawFd;

@@ -1,4 +1,4 @@
-//! The end of a request that somebody else carries out.
+//! The completion of a request that another thread executes.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -17,7 +17,7 @@ struct State {
     waker: Option<Waker>,
 }
 
-/// Whoever carries the request out says here what became of it.
+/// Carries the outcome from the thread that executes the request to its future.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Completion(Arc<Mutex<State>>);
 

@@ -1,4 +1,4 @@
-//! What was asked of a storage.
+//! Recording of the requests to a storage.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,14 +8,14 @@ use super::{Behaviour, Call, Through, lock};
 use crate::error::Operation;
 use crate::storage::{Request, Storage};
 
-/// A request that came.
+/// A recorded request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
     /// The storage, by its name.
     pub storage: Arc<str>,
-    /// What was asked.
+    /// The operation.
     pub operation: Operation,
-    /// The bytes it was about: none for a flush; for a new length, from there to there.
+    /// Its range of bytes: empty for a flush; for a new length, from that length to it.
     pub range: Range<u64>,
     /// Buffers of a read or a write.
     pub buffers: usize,
@@ -30,7 +30,7 @@ pub struct Counts {
     pub bytes: u64,
 }
 
-/// Keeps what was asked, in order, and passes it on as it is.
+/// Records requests, in order, and passes them on unchanged.
 #[derive(Debug, Clone, Default)]
 pub struct Counting(Arc<RequestLog>);
 
@@ -38,7 +38,7 @@ pub struct Counting(Arc<RequestLog>);
 struct RequestLog(Mutex<Vec<Seen>>);
 
 impl Counting {
-    /// Nothing was asked yet.
+    /// An empty record.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -50,12 +50,12 @@ impl Counting {
         Through::over(storage, &self.0)
     }
 
-    /// What came since the last time.
+    /// The requests since the last call.
     pub fn take(&self) -> Vec<Seen> {
         std::mem::take(&mut *lock(&self.0.0))
     }
 
-    /// Counts by storage and kind, the names of both in words; what came stays.
+    /// Counts by storage and kind, both by name; the record is kept.
     #[must_use]
     pub fn counts(&self) -> BTreeMap<(Arc<str>, String), Counts> {
         let mut all = BTreeMap::<_, Counts>::new();

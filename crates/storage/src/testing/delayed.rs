@@ -1,4 +1,4 @@
-//! Requests that take their time, each another one: they overtake each other.
+//! Requests with random delays: they overtake each other.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use super::scheduler::Scheduler;
 use super::{Behaviour, Call, Through, lock};
 use crate::storage::{Request, Storage};
 
-/// Carries every request out after a while between nothing and `most`, by chance.
+/// Executes every request after a random delay of at most `most`.
 #[derive(Debug, Clone)]
 pub struct Delayed(Arc<RandomDelay>);
 
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_first_is_not_always_done_first() {
+    fn requests_are_not_always_executed_in_order() {
         let order = |seed| {
             let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
             let storage = Delayed::new(seed, Duration::from_millis(5)).over(memory.clone());

@@ -7,8 +7,8 @@ use super::scheduler::Scheduler;
 use super::{Behaviour, Call, Through, lock};
 use crate::storage::{Request, Storage};
 
-/// Stands for a hard disk: one request after the other, each for the same time, wherever it is and however long. All storages under one
-/// of these share its head.
+/// Simulates a hard disk: one request after the other, each with the same duration, regardless of offset and length. All
+/// storages on one disk share its head.
 #[derive(Debug, Clone)]
 pub struct HardDisk(Arc<Disk>);
 
@@ -20,7 +20,7 @@ struct Disk {
 }
 
 impl HardDisk {
-    /// What a request takes on a disk of 7,200 turns a minute: half a turn and a short way of the head.
+    /// Duration of a request on a disk with 7,200 rotations per minute: half a rotation and a short seek.
     pub const USUAL: Duration = Duration::from_millis(8);
 
     /// With so much time for each request.

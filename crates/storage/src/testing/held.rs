@@ -1,4 +1,4 @@
-//! Requests that wait until a test lets them go, in an order of the test's choosing.
+//! Requests that wait until a test releases them, in an order of the test's choice.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -16,9 +16,9 @@ pub struct Waiting {
     pub number: u64,
     /// The storage, by its name.
     pub storage: Arc<str>,
-    /// What is asked.
+    /// The operation.
     pub operation: Operation,
-    /// The bytes it is about.
+    /// Its range of bytes.
     pub range: Range<u64>,
 }
 
@@ -42,7 +42,7 @@ struct State {
     entries: Vec<Entry>,
 }
 
-/// Holds requests until they are let go; those that nobody waits for any more, too.
+/// Holds requests until they are released, also those whose future was dropped.
 #[derive(Debug, Clone, Default)]
 pub struct Held(Arc<HeldRequests>);
 
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_take_place_in_the_order_in_which_they_are_let_go() {
+    fn writes_are_executed_in_the_order_in_which_they_are_released() {
         let held = Held::only(&[Operation::Write]);
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
         let storage = held.over(memory.clone());
@@ -179,7 +179,7 @@ mod tests {
         assert!(first.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
         drop(second);
         assert!(held.let_go(1) && !held.let_go(1));
-        assert_eq!(memory.contents(), b"second", "nobody waits for it, and it takes place all the same");
+        assert_eq!(memory.contents(), b"second", "its future was dropped, and it is executed nevertheless");
         held.open();
         block_on(first).unwrap();
         assert_eq!(memory.contents(), b"firstd");

@@ -1,8 +1,8 @@
 //! Storages whose power is cut.
 //!
-//! Law: what a completed flush covers stays; everything else may be there, or not, or in part, in whole sectors. A flush covers the
-//! requests on its own storage that had completed when it was begun, and it counts once it has completed itself. A request completes
-//! when whoever asked for it is told so.
+//! Law: writes that a completed flush covers are kept; all others may be kept, or lost, or kept in part, in whole sectors. A
+//! flush covers the requests on its own storage that had completed when it was begun, and it counts once it has completed
+//! itself. A request completes when its future returns.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -18,23 +18,23 @@ use crate::storage::{Request, Storage};
 /// Sectors are written whole or not at all.
 const SECTOR: u64 = 512;
 
-/// What becomes of requests that no flush covers.
+/// The loss of requests that no flush covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loss {
-    /// All are there, as after a kill.
+    /// All are kept, as after a kill.
     None,
     /// All are lost.
     All,
-    /// Some are lost, and of some a part, by chance.
+    /// Some are lost, and parts of some, at random.
     Some(u64),
 }
 
-/// Something that changes bytes, or a flush.
+/// A change of bytes, or a flush.
 #[derive(Debug)]
 struct Event {
     file: usize,
     call: Call,
-    /// How many events there were when whoever asked was told.
+    /// Number of events at the time when its future returned.
     completed: Option<usize>,
 }
 

@@ -1,6 +1,6 @@
 //! Requests that are carried out when they are due, by a separate thread.
 //!
-//! Law: what was asked for is carried out, also if its future is dropped, and also if the behaviour is dropped.
+//! Law: every request is executed, also if its future is dropped, and also if the behaviour is dropped.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -73,7 +73,7 @@ impl SharedQueue {
         }
     }
 
-    /// Waits for one that is due; `None`: nobody can ask for anything any more.
+    /// Waits for one that is due; `None`: the scheduler was dropped, and no request is left.
     fn next(&self) -> Option<Job> {
         let mut queue = lock(&self.queue);
         loop {

@@ -28,7 +28,7 @@ pub struct SparseMemory {
 #[derive(Debug, Default)]
 struct State {
     bytes: Vec<u8>,
-    /// What each block up to the end of `bytes` is. Whatever is not data is zero.
+    /// What each block up to the end of `bytes` is. Everything that is not data is zero.
     blocks: Vec<ExtentKind>,
 }
 
@@ -65,7 +65,7 @@ impl SparseMemory {
         device
     }
 
-    /// The same bytes, with another alignment told.
+    /// The same bytes, with another alignment.
     #[must_use]
     pub fn aligned(self, alignment: Alignment) -> Self {
         Self { alignment, ..self }

@@ -23,7 +23,7 @@ fn files(folder: &Path, cache: CacheMode, io: Io, check: impl Fn(Make<'_>)) {
     });
 }
 
-/// Keeps a ring that has been told of the memory of buffers: others take it over then, after a few requests.
+/// Keeps a ring that has registered the memory of buffers: other rings take it over then, after a few requests.
 fn keep_a_ring_that_knows_buffers() {
     static KEPT: OnceLock<()> = OnceLock::new();
     KEPT.get_or_init(|| {

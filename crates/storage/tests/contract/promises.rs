@@ -14,7 +14,7 @@ type Make<'a> = &'a dyn Fn() -> Arc<dyn Storage>;
 
 const KIB: u64 = 1024;
 
-/// Bytes that tell where they are and who wrote them.
+/// Bytes that encode their offset and their writer.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let seed = seed.to_le_bytes()[0];
     (0..len).map(|at| seed.wrapping_add(u8::try_from(at % 251).unwrap()) | 1).collect()

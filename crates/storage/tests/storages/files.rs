@@ -1,4 +1,4 @@
-//! What files have beside the contract of all storages.
+//! Properties of files in addition to the contract of all storages.
 
 use std::fs;
 use std::io;
@@ -143,7 +143,7 @@ fn what_was_asked_is_counted() {
 }
 
 #[test]
-fn space_without_contents_is_told_from_none_and_from_contents() {
+fn unwritten_space_is_distinguished_from_holes_and_from_data() {
     let folder = TempDir::new().unwrap();
     for cache in [CacheMode::Writeback, CacheMode::None] {
         let storage = made(&folder, of(cache, Io::Auto));
@@ -151,7 +151,7 @@ fn space_without_contents_is_told_from_none_and_from_contents() {
         block_on(storage.set_len(4 << 20)).unwrap();
         block_on(storage.allocate((1 << 20)..(2 << 20))).unwrap();
         let data = (1 << 20) + 65536..(1 << 20) + 2 * 65536;
-        // Not made durable: what is only in the cache is data all the same.
+        // Not durable: bytes that are only in the cache are data, too.
         block_on(storage.write(data.start, Buffer::copied(&[1; 65536]).into())).unwrap();
         let found: Vec<_> =
             storage.extents(0..8 << 20).unwrap().into_iter().map(|extent| (extent.range, extent.kind)).collect();
@@ -177,7 +177,7 @@ fn space_without_contents_is_told_from_none_and_from_contents() {
 }
 
 #[test]
-fn a_clone_shares_what_the_filesystem_can_share_and_says_so_if_it_cannot() {
+fn a_clone_shares_extents_or_returns_false_if_the_filesystem_cannot() {
     let folder = TempDir::new().unwrap();
     let storage = made(&folder, FileOptions::default());
     let from = FileStorage::open(
@@ -281,7 +281,7 @@ fn more_requests_than_a_ring_has_room_for_are_carried_out() {
 fn a_write_that_is_waited_for_alone_does_not_keep_others_waiting_for_good() {
     let folder = TempDir::new().unwrap();
     let storage = made(&folder, of(CacheMode::None, Io::Uring));
-    // A flush and a lone write are calls that block; a job of the pool, and a thread, end beside them.
+    // A flush and a lone write are calls that block; a job of the pool, and a thread, end meanwhile.
     let (send, receive) = std::sync::mpsc::channel::<std::task::Waker>();
     let other = std::thread::spawn(move || receive.into_iter().for_each(std::task::Waker::wake));
     for round in 0..200u64 {
@@ -304,7 +304,7 @@ fn a_write_that_is_waited_for_alone_does_not_keep_others_waiting_for_good() {
 }
 
 #[test]
-fn the_kernel_copies_from_file_to_file_and_says_where_it_does_not() {
+fn the_kernel_copies_from_file_to_file_or_the_call_returns_false() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, byte: u8, len: usize| {
         let path = folder.path().join(name);
@@ -316,7 +316,7 @@ fn the_kernel_copies_from_file_to_file_and_says_where_it_does_not() {
     assert!(block_on((*into).copy_range(5000, &from, 1000, 9000)).unwrap());
     let bytes = fs::read(folder.path().join("into")).unwrap();
     assert_eq!(bytes, [&[4; 5000][..], &[3; 9000], &[4; 6000]].concat());
-    // Behind the end of the other one there are zeros, which somebody else writes.
+    // Beyond the end of the other one there are zeros, which the caller writes.
     assert!(!block_on((*into).copy_range(0, &from, 9999, 2)).unwrap());
     let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::new(4096));
     assert!(!block_on((*into).copy_range(0, &memory, 0, 512)).unwrap());

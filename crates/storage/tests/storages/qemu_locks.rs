@@ -48,12 +48,12 @@ impl Holder {
             line.clear();
             assert!(lines.read_until(b'\n', &mut line).unwrap() > 0, "qemu-io did not open the image");
         }
-        // What it says later has somewhere to go.
+        // Its later output needs a reader.
         std::thread::spawn(move || io::copy(&mut lines, &mut io::sink()));
         Self(child)
     }
 
-    /// A VM that stands still; its monitor answers when the image is open.
+    /// A VM that is paused; its monitor replies when the image is open.
     fn vm(drive: &str) -> Self {
         let mut child = Command::new("qemu-system-x86_64")
             .args(["-S", "-nodefaults", "-display", "none", "-accel", "tcg", "-qmp", "stdio", "-drive", drive])
@@ -89,7 +89,7 @@ fn is_refused(path: &Path, read_only: bool, holder: &str) {
     let error = open(path, read_only, LockPolicy::Required).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ResourceBusy, "{error}");
     assert!(error.to_string().contains(holder), "{error}");
-    // Who does not care is not kept away.
+    // A reader without locks is not refused.
     open(path, read_only, LockPolicy::None).unwrap();
 }
 
@@ -153,7 +153,7 @@ fn qemu_does_not_open_what_we_write() {
     read(&["-r", "-U", "-f", "qcow2"], &path).unwrap();
     drop(storage);
     read(&["-f", "qcow2"], &path).unwrap();
-    // Without locks of ours nobody is kept away.
+    // Without our locks no process is refused.
     let _storage = open(&path, false, LockPolicy::None).unwrap();
     read(&["-f", "qcow2"], &path).unwrap();
 }

@@ -21,7 +21,8 @@ use tempfile::TempDir;
 const OFTEN: u64 = 100;
 const BLOCK: usize = 4096;
 
-/// Whether the kernel registers all of what is looked at here, and tells of it by path: Linux 6.12. Says so if not.
+/// Whether the kernel supports everything that is checked here, and shows registered files by path: Linux 6.12. Prints a line
+/// if not.
 fn kernel_registers() -> bool {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release.split(['.', '-', '\n']).map(|number| number.parse::<u32>().unwrap_or_default());
@@ -83,7 +84,7 @@ fn slots(path: &Path) -> usize {
     rings().iter().flat_map(|ring| ring.lines()).filter(|line| line.contains(&path)).count()
 }
 
-/// A thread that has a ring, and does what it is told.
+/// A thread that has a ring, and executes jobs.
 struct Worker {
     jobs: Option<Sender<Box<dyn FnOnce() + Send>>>,
     thread: Option<JoinHandle<()>>,
@@ -129,7 +130,7 @@ fn a_file_has_a_slot_in_each_ring_that_reads_it_until_it_is_dropped_on_whatever_
         // Neither of the two rings' threads.
         drop(storage);
         assert_eq!(slots(&path), 0);
-        // Nobody has it open, so another has its lock.
+        // It is not open any more, so another opener gets its lock.
         assert!(!is_open(&path));
         drop(made(&path));
     }
@@ -233,7 +234,7 @@ fn files_are_dropped_while_others_are_read_in_the_same_rings() {
     assert_eq!(slots(folder.path()), 0);
 }
 
-/// Runs one test of this file in a process of its own, with a variable that tells it so.
+/// Runs one test of this file in a child process, marked by an environment variable.
 fn alone(test: &str, variable: &str, value: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture"]).env(variable, value);
@@ -250,7 +251,7 @@ fn knows_buffers(path: &Path) -> bool {
     count.unwrap().trim() == "1"
 }
 
-/// Has a ring make more requests than it takes for the kernel to be told of the memory of buffers.
+/// Makes a ring execute more requests than are needed to register the memory of buffers.
 fn use_buffers(storage: &Arc<FileStorage>) {
     for round in 0..50u8 {
         let writes = (0..100u64).map(|at| storage.write(at * 4096, Buffer::copied(&[round; BLOCK]).into()));
