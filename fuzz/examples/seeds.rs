@@ -4,16 +4,12 @@
 use limosa_image::Preallocation;
 use limosa_image::qcow2::{CreateOptions, create};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
-use limosa_stream::command::{Command, PageSizes};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::devices;
-use limosa_stream::global_state::GlobalState;
 use limosa_stream::mapped_ram::{HEADER_LENGTH, Layout};
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
-use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::section::{self, SectionHeader, SectionKind};
-use limosa_stream::vm;
+use limosa_stream::{
+    Command, Configuration, GlobalState, PageSizes, RamBlock, RecordEncoder, RecordKind, ReturnMessage, SectionHeader,
+    SectionKind, devices, postcopy, ram, section,
+};
 use std::error::Error;
 use std::fs;
 use std::path::Path;
@@ -276,7 +272,7 @@ fn main_channel() -> Result<Seeds, Box<dyn Error>> {
     let mut postcopy = Vec::new();
     let huge =
         [RamBlock { page_size: Some(0x20_0000), ..RamBlock::new("pc.ram", 0x20_0000) }, RamBlock::new("a", 0x1000)];
-    vm::encode_postcopy_prologue(&Configuration::new("q35"), 2, &huge, &early_section()?, &mut postcopy)?;
+    postcopy::encode_postcopy_prologue(&Configuration::new("q35"), 2, &huge, &early_section()?, &mut postcopy)?;
     Command::Packaged { length: 1000 }.encode(&mut postcopy)?;
     section::encode_part(2, &mut postcopy);
     RecordEncoder::new(&huge)?.append(RecordKind::Zero, 1, 0, &mut postcopy)?;

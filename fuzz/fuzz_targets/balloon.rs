@@ -9,8 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use libfuzzer_sys::fuzz_target;
 use limosa_balloon::{Balloon, Features, More, Numbering, Options, OwnRing, Reclaim, Transport};
-use limosa_memory::MemoryError;
-use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
 use virtio_queue::{Queue, QueueT as _};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 

@@ -3,9 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use limosa_stream::command::Command;
-use limosa_stream::configuration::Configuration;
-use limosa_stream::global_state::{self, GlobalState};
+use limosa_stream::{Command, Configuration, GlobalState, replace_run_state};
 
 fuzz_target!(|data: &[u8]| {
     if let Ok(Some((command, length))) = Command::decode(data) {
@@ -23,7 +21,7 @@ fuzz_target!(|data: &[u8]| {
     }
     if let Ok(state) = GlobalState::decode(data) {
         let mut body = data.to_vec();
-        global_state::replace_run_state(&mut body, &state.run_state).expect("what was decoded can be encoded");
+        replace_run_state(&mut body, &state.run_state).expect("what was decoded can be encoded");
         assert_eq!(GlobalState::decode(&body), Ok(state));
     }
 });

@@ -4,9 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use limosa_stream::delimited_tail::{DelimitedTail, TailStep};
-use limosa_stream::description::Description;
-use limosa_stream::devices::{self, DeviceState, DeviceTail};
+use limosa_stream::{DelimitedTail, Description, DeviceState, DeviceTail, TailStep, devices};
 
 fn check(state: &DeviceState, tail: &[u8]) {
     let mut at = 0;

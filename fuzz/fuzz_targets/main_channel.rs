@@ -3,8 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use limosa_stream::StreamError;
-use limosa_stream::decoder::{Decoder, Event, Step};
+use limosa_stream::{Decoder, Event, Step, StreamError};
 
 /// Decodes `stream`, showing at most `piece` bytes more than were asked for; all events and how it ended.
 fn decode(stream: &[u8], piece: usize) -> (Vec<Event>, Option<StreamError>) {

@@ -3,8 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use limosa_stream::StreamError;
-use limosa_stream::return_path::{ReturnDecoder, ReturnMessage};
+use limosa_stream::{ReturnDecoder, ReturnMessage, StreamError};
 
 fn decode(wire: &[u8], piece: usize) -> (Vec<ReturnMessage>, u64, Option<StreamError>) {
     let mut decoder = ReturnDecoder::new(1 << 16);

@@ -16,7 +16,7 @@ fuzz_target!(|text: &str| {
         assert_eq!(address.to_string().parse::<MonitorAddress>().ok(), Some(address));
     }
     if let Ok(devices) = limosa_stream::outline::decode(text.as_bytes()) {
-        assert!(devices.len() <= limosa_stream::description::DEVICES_LIMIT);
+        assert!(devices.len() <= limosa_stream::DEVICES_LIMIT);
     }
     for block in parse_ram_blocks(text) {
         assert!(block.page_size.is_power_of_two());

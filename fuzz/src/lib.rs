@@ -18,7 +18,7 @@ pub fn folded(offset: u64) -> Option<usize> {
     }
 }
 
-/// Reads the file that `data` stands for: a `limosa_stream::walk::ReadAt`.
+/// Reads the file that `data` stands for: a `limosa_stream::ReadAt`.
 pub fn read_folded(data: &[u8], offset: u64, buffer: &mut [u8]) -> usize {
     let mut came = 0;
     for (at, byte) in (offset..FILE_LENGTH).zip(buffer.iter_mut()) {

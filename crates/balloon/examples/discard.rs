@@ -7,14 +7,15 @@
 
 use std::time::{Duration, Instant};
 
-use limosa_memory::{BlockOptions, MemoryBlock, MemoryError, Method};
+use limosa_memory::{BlockOptions, MemoryBlock, MemoryError, ReleaseMethod};
 use limosa_page::{PAGE_SIZE, PageRange};
 
 const LENGTH: u64 = 256 << 20;
 const ROUNDS: usize = 5;
 /// Runs of a balloon's pages one by one, of an array of Linux's, and of a hinted block.
 const RUNS: [(u64, &str); 3] = [(4 << 10, "4 KiB"), (1 << 20, "1 MiB"), (4 << 20, "4 MiB")];
-const METHODS: [Method; 4] = [Method::PunchHole, Method::Remove, Method::DontNeed, Method::Free];
+const METHODS: [ReleaseMethod; 4] =
+    [ReleaseMethod::PunchHole, ReleaseMethod::Remove, ReleaseMethod::DontNeed, ReleaseMethod::Free];
 
 fn main() -> Result<(), MemoryError> {
     let kinds = [
@@ -42,7 +43,7 @@ fn main() -> Result<(), MemoryError> {
     Ok(())
 }
 
-fn round(block: &MemoryBlock, method: Method, length: u64) -> Result<(Duration, Duration), MemoryError> {
+fn round(block: &MemoryBlock, method: ReleaseMethod, length: u64) -> Result<(Duration, Duration), MemoryError> {
     touch(block)?;
     let begun = Instant::now();
     for run in block.pages().chunks(length / PAGE_SIZE) {

@@ -4,7 +4,7 @@
 //! configuration read and written, queues kicked: [`Balloon::work`]), gives it the guest's memory as a [`Reclaim`], and is
 //! called through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
 //! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
-//! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::free::FreePages)).
+//! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::FreePages)).
 //!
 //! # Hints are only hints
 //!

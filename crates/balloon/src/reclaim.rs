@@ -31,7 +31,7 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use limosa_memory::{GuestMemory, MemoryBlock, MemoryError, Method};
+use limosa_memory::{GuestMemory, MemoryBlock, MemoryError, ReleaseMethod};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange, holes};
 
 /// Gives memory back to the host.
@@ -58,7 +58,7 @@ pub enum Strategy {
     #[default]
     Auto,
     /// By this method, where the memory [takes](limosa_memory::MemoryBlock::takes) it; where it does not, not at all.
-    By(Method),
+    By(ReleaseMethod),
     /// Not at all.
     Nothing,
 }
@@ -183,12 +183,12 @@ mod tests {
     #[test]
     fn a_method_that_the_memory_does_not_take_and_none_leave_it_alone() {
         let memory = memory();
-        for strategy in [Strategy::By(Method::DontNeed), Strategy::Nothing] {
+        for strategy in [Strategy::By(ReleaseMethod::DontNeed), Strategy::Nothing] {
             let ram = GuestRam::new(Arc::clone(&memory), strategy);
             assert_eq!(ram.discard(&(8 * PAGE_SIZE..12 * PAGE_SIZE)).unwrap(), 0);
         }
         assert!(zeros(&memory, 0).is_empty());
-        let ram = GuestRam::new(Arc::clone(&memory), Strategy::By(Method::Remove));
+        let ram = GuestRam::new(Arc::clone(&memory), Strategy::By(ReleaseMethod::Remove));
         assert_eq!(ram.discard(&(8 * PAGE_SIZE..12 * PAGE_SIZE)).unwrap(), 4 * PAGE_SIZE);
         assert_eq!(zeros(&memory, 0), [0, 1, 2, 3]);
     }
@@ -210,7 +210,7 @@ mod tests {
                 byte[0]
             })
         };
-        for strategy in [Strategy::By(Method::DontNeed), Strategy::By(Method::Free)] {
+        for strategy in [Strategy::By(ReleaseMethod::DontNeed), Strategy::By(ReleaseMethod::Free)] {
             let ram = GuestRam::new(Arc::clone(&memory), strategy);
             assert_eq!(ram.discard(&(0..16 * PAGE_SIZE)).unwrap(), 0, "the file would be seen again");
         }

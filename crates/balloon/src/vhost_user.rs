@@ -212,8 +212,7 @@ impl Reclaim for NoReclaim {
 mod tests {
     use std::sync::atomic::AtomicU64;
 
-    use limosa_memory::BlockOptions;
-    use limosa_memory::free::{FreePageSink, FreePages as _};
+    use limosa_memory::{BlockOptions, FreePageSink, FreePages as _};
     use limosa_vhost::RamRegion;
     use tracing::{Event, Metadata, Subscriber, span};
     use virtio_queue::{Queue, QueueT as _};

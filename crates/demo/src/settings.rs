@@ -8,7 +8,7 @@ use crate::guest::{GuestKind, LogKind};
 use clap::ValueEnum;
 use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
 use limosa_migrate::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
-use limosa_page::zero::Method;
+use limosa_page::ZeroMethod;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
 
@@ -84,7 +84,7 @@ pub struct Settings {
     /// When pages are looked at.
     #[serde(with = "named")]
     pub zero_check: ZeroCheck,
-    /// How they are looked at, by [`Method`]'s names; the best that there is if nothing is said.
+    /// How they are looked at, by [`ZeroMethod`]'s names; the best that there is if nothing is said.
     pub zero_method: Option<String>,
     /// Page records on the main channel are gathered, and not copied into a buffer.
     pub vectors: bool,
@@ -203,8 +203,8 @@ impl Settings {
     }
 
     /// The method that checks pages for zeros, if one was chosen and this processor has it.
-    fn zero_method(&self) -> Option<Method> {
-        let named: Option<Method> = self.zero_method.as_ref().and_then(|name| name.parse().ok());
+    fn zero_method(&self) -> Option<ZeroMethod> {
+        let named: Option<ZeroMethod> = self.zero_method.as_ref().and_then(|name| name.parse().ok());
         named.filter(|method| method.is_available())
     }
 
@@ -236,7 +236,7 @@ impl Settings {
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
             zero_check: self.zero_check,
-            zero_method: self.zero_method().unwrap_or_else(Method::best),
+            zero_method: self.zero_method().unwrap_or_else(ZeroMethod::best),
             put: if self.vectors { Put::Gathered } else { Put::Copied },
             timeout: self.timeout_ms.map(Duration::from_millis),
             give_up: self.give_up,

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
-use limosa_memory::Method;
+use limosa_memory::ReleaseMethod;
 use limosa_migrate::ControlSocket;
 use limosa_vhost::Server;
 use serde_json::json;
@@ -46,9 +46,10 @@ pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
-    if let Some(name) = [(Strategy::By(Method::DontNeed), "dontneed"), (Strategy::By(Method::Free), "free")]
-        .into_iter()
-        .find_map(|(discard, name)| (discard == args.discard).then_some(name))
+    if let Some(name) =
+        [(Strategy::By(ReleaseMethod::DontNeed), "dontneed"), (Strategy::By(ReleaseMethod::Free), "free")]
+            .into_iter()
+            .find_map(|(discard, name)| (discard == args.discard).then_some(name))
     {
         anyhow::bail!(
             "--discard {name} does not free memory that a front end shares: use auto, punch-hole, remove or none"

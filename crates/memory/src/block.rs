@@ -5,8 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use libc::iovec;
-use limosa_page::guest::GuestPages;
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{GuestPages, PAGE_SIZE, PageNumber, PageRange};
 use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, fstat, fstatfs, ftruncate, memfd_create};
 
 use crate::discarding::Discards;
@@ -82,7 +81,7 @@ impl BlockOptions {
     }
 
     /// Where the block's region lies inside the region that contains it; 0 if nothing is said, as for a machine's main memory.
-    /// QEMU compares it for memory that is [shared](crate::share) with the other end.
+    /// QEMU compares it for memory that is [shared](crate::PassedBlock) with the other end.
     #[must_use]
     pub fn region_address(mut self, address: u64) -> Self {
         self.region_address = address;

@@ -23,15 +23,15 @@
 //! | [`WriteProtectLog`] | vCPUs and devices of this process | kernel 6.7 |
 //! | [`WriteFaultLog`] | the same, at a higher price for the guest | kernel 5.19 (private memory: 6.4), and the right to
 //! the kernel's faults |
-//! | `kvm::KvmLog` | vCPUs of KVM | feature `kvm` |
-//! | `kvm::KvmRingLog` | the same; costs what was written, not what there is | feature `kvm`; chosen before the first vCPU |
+//! | `KvmLog` | vCPUs of KVM | feature `kvm` |
+//! | `KvmRingLog` | the same; costs what was written, not what there is | feature `kvm`; chosen before the first vCPU |
 //! | [`VhostLog`] | vhost back ends that log | back ends with `VHOST_F_LOG_ALL` |
 //! | [`ExplicitLog`] | whoever marks what it writes | every such writer's care |
 
 mod explicit;
 mod hand_over;
 #[cfg(feature = "kvm")]
-pub mod kvm;
+mod kvm;
 mod vhost;
 mod write_fault;
 mod write_protect;
@@ -46,6 +46,8 @@ use crate::discarding::DiscardWatch;
 use crate::{GuestMemory, GuestRegion, MemoryBlock};
 
 pub use explicit::{ExplicitLog, Marker};
+#[cfg(feature = "kvm")]
+pub use kvm::{KvmLog, KvmRingLog, KvmRings, KvmSlot, KvmSlots};
 pub use vhost::{LogBase, VhostLog};
 pub use write_fault::WriteFaultLog;
 pub use write_protect::WriteProtectLog;

@@ -1,47 +1,4 @@
 //! Which pages the guest has no use for: who can ask it, and who wants to know.
-//!
-//! **Law: a hint holds until the next write, and nobody but a dirty log knows of writes.** A page was free at some moment
-//! behind the [request](FreePages::request); the guest may take it back and write it at any moment after that, without a word. So
-//! whoever leaves out what was hinted has begun to watch for writes *before* the request, and takes nothing more of a list
-//! once he has read that log: what the log has told may have been written behind the hint.
-//!
-//! A guest that says more than is so loses what it had in the pages that it called free, and nobody else loses anything.
-//!
-//! # Example
-//!
-//! A guest that answers at once.
-//!
-//! ```
-//! use std::ops::Range;
-//! use std::sync::{Arc, Mutex};
-//! use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
-//!
-//! struct HalfEmpty;
-//! impl FreePages for HalfEmpty {
-//!     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
-//!         std::thread::spawn(move || {
-//!             to.free(8 << 20..16 << 20);
-//!             to.complete();
-//!         });
-//!         Ok(())
-//!     }
-//!     fn stop(&self) {}
-//!     fn done(&self) {}
-//! }
-//!
-//! #[derive(Default)]
-//! struct Sum(Mutex<u64>);
-//! impl FreePageSink for Sum {
-//!     fn free(&self, range: Range<u64>) {
-//!         *self.0.lock().unwrap() += range.end - range.start;
-//!     }
-//!     fn complete(&self) {}
-//! }
-//!
-//! let sum = Arc::new(Sum::default());
-//! HalfEmpty.request(sum.clone())?;
-//! # Ok::<(), FreePagesError>(())
-//! ```
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -49,6 +6,49 @@ use std::sync::Arc;
 /// Somebody who can ask the guest which of its pages are free: a balloon with free-page hinting.
 ///
 /// None of its methods waits, neither for the guest nor for a sink: they may be called under the lock that a sink takes.
+///
+/// **Law: a hint holds until the next write, and nobody but a dirty log knows of writes.** A page was free at some moment
+/// behind the [request](FreePages::request); the guest may take it back and write it at any moment after that, without a word. So
+/// whoever leaves out what was hinted has begun to watch for writes *before* the request, and takes nothing more of a list
+/// once he has read that log: what the log has told may have been written behind the hint.
+///
+/// A guest that says more than is so loses what it had in the pages that it called free, and nobody else loses anything.
+///
+/// # Example
+///
+/// A guest that answers at once.
+///
+/// ```
+/// use std::ops::Range;
+/// use std::sync::{Arc, Mutex};
+/// use limosa_memory::{FreePageSink, FreePages, FreePagesError};
+///
+/// struct HalfEmpty;
+/// impl FreePages for HalfEmpty {
+///     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+///         std::thread::spawn(move || {
+///             to.free(8 << 20..16 << 20);
+///             to.complete();
+///         });
+///         Ok(())
+///     }
+///     fn stop(&self) {}
+///     fn done(&self) {}
+/// }
+///
+/// #[derive(Default)]
+/// struct Sum(Mutex<u64>);
+/// impl FreePageSink for Sum {
+///     fn free(&self, range: Range<u64>) {
+///         *self.0.lock().unwrap() += range.end - range.start;
+///     }
+///     fn complete(&self) {}
+/// }
+///
+/// let sum = Arc::new(Sum::default());
+/// HalfEmpty.request(sum.clone())?;
+/// # Ok::<(), FreePagesError>(())
+/// ```
 pub trait FreePages: Send + Sync {
     /// Asks for a new list, and ends any request before. Every range of it was free at some moment after this was called. The
     /// ranges are told to `to` on another thread until [`stop`](Self::stop), [`done`](Self::done) or the end of the list; a few

@@ -1,9 +1,9 @@
 //! Guest RAM: RAM blocks over mmap, and what is written to them.
 //!
 //! A [`GuestMemory`] is the list of a VM's RAM blocks in stream order, named as QEMU names them; a block's index in it is
-//! its name everywhere above. Its pages are looked at through [`limosa_page::guest`], and named to the kernel as raw
-//! memory: no reference to them is ever made. What a running guest writes is told by [`dirty`] logs, and what it has no use for
-//! by [`free`].
+//! its name everywhere above. Its pages are looked at through [`limosa_page::GuestPages`], and named to the kernel as raw
+//! memory: no reference to them is ever made. [`dirty`] logs report what a running guest writes, and
+//! [`FreePages`] what it has no use for.
 //!
 //! A VMM built on rust-vmm's `vm-memory` finds its way in and out in `rust_vmm` (feature `vm-memory`).
 //!
@@ -39,28 +39,35 @@ pub mod dirty;
 mod discard;
 mod discarding;
 mod error;
-pub mod faults;
-pub mod free;
+mod faults;
+mod free;
 mod layout;
 mod loan;
 mod mapping;
 mod memory;
 mod pagemap;
-pub mod populate;
+mod populate;
 mod populated;
 mod release;
 #[cfg(feature = "vm-memory")]
 pub mod rust_vmm;
-pub mod share;
+mod share;
 mod userfaultfd;
 
 pub use block::{BlockOptions, BlockRole, MemoryBlock};
 pub use discard::Discarded;
 pub use error::MemoryError;
+pub use faults::{
+    Fault, FaultAccess, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions,
+    FaultWaker, HeldFaults, Placement,
+};
+pub use free::{FreePageSink, FreePages, FreePagesError};
 pub use layout::GuestLayout;
 pub use loan::Loan;
 pub use memory::{GuestMemory, GuestRegion};
-pub use release::Method;
+pub use populate::{Ahead, Headroom, PopulateStats, Populator};
+pub use release::ReleaseMethod;
+pub use share::PassedBlock;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -1,16 +1,4 @@
 //! Populating memory before it is written: page faults kept off the path of arriving pages.
-//!
-//! A page that is received into memory nobody has touched costs a page fault inside the receiving call. Populating does
-//! the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
-//!
-//! - **It never takes memory for what does not come:** [`Ahead`] plans at most a 32nd of what has come, less what was
-//!   populated in vain before.
-//! - **It never brings the process down:** before memory gets short, of the machine or of a control group, it does nothing
-//!   ([`Headroom`]); the kernel's killer does not ask who caused it.
-//! - It can be stopped between any two pieces of 2 MiB.
-//!
-//! Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait for
-//! pages that nobody was asked for.
 
 mod ahead;
 mod headroom;
@@ -47,8 +35,7 @@ pub struct PopulateStats {
 /// Populates memory with the threads that are lent to it.
 ///
 /// ```
-/// use limosa_memory::populate::Populator;
-/// use limosa_memory::{BlockOptions, GuestMemory};
+/// use limosa_memory::{BlockOptions, GuestMemory, Populator};
 /// use limosa_page::{PageNumber, PageRange};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -65,6 +52,18 @@ pub struct PopulateStats {
 /// assert_eq!(populator.stats().populated, 2048);
 /// # Ok(()) }
 /// ```
+///
+/// A page that is received into memory nobody has touched costs a page fault inside the receiving call. Populating does
+/// the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
+///
+/// - **It never takes memory for what does not come:** [`Ahead`] plans at most a 32nd of what has come, less what was
+///   populated in vain before.
+/// - **It never brings the process down:** before memory gets short, of the machine or of a control group, it does nothing
+///   ([`Headroom`]); the kernel's killer does not ask who caused it.
+/// - It can be stopped between any two pieces of 2 MiB.
+///
+/// Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait for
+/// pages that nobody was asked for.
 #[derive(Debug)]
 pub struct Populator<'a> {
     memory: OnceLock<&'a GuestMemory>,

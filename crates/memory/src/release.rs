@@ -15,7 +15,7 @@ use crate::error::MemoryError;
 
 /// A call that gives memory back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Method {
+pub enum ReleaseMethod {
     /// `fallocate(FALLOC_FL_PUNCH_HOLE)` on the block's file: for all who map it. The pages read as zero.
     PunchHole,
     /// `madvise(MADV_DONTNEED)`: private memory without a file reads as zero. (A private copy of a file would show the file again, and
@@ -28,7 +28,7 @@ pub enum Method {
     Free,
 }
 
-impl Method {
+impl ReleaseMethod {
     /// As system calls name it.
     pub fn name(self) -> &'static str {
         match self {
@@ -42,12 +42,12 @@ impl Method {
 
 impl MemoryBlock {
     /// Whether a method gives back memory of this kind.
-    pub fn takes(&self, method: Method) -> bool {
+    pub fn takes(&self, method: ReleaseMethod) -> bool {
         match method {
-            Method::PunchHole => self.is_shared() && self.file().is_some(),
-            Method::Remove => self.is_shared(),
-            Method::DontNeed => !self.is_shared() && self.file().is_none(),
-            Method::Free => !self.is_shared() && self.file().is_none() && self.page_size() == PAGE_SIZE,
+            ReleaseMethod::PunchHole => self.is_shared() && self.file().is_some(),
+            ReleaseMethod::Remove => self.is_shared(),
+            ReleaseMethod::DontNeed => !self.is_shared() && self.file().is_none(),
+            ReleaseMethod::Free => !self.is_shared() && self.file().is_none() && self.page_size() == PAGE_SIZE,
         }
     }
 
@@ -58,7 +58,7 @@ impl MemoryBlock {
     ///
     /// # Errors
     /// [`MemoryError::Outside`], or the kernel's refusal; [`MemoryError::Layout`]: not [possible](Self::takes) with this memory.
-    pub fn release(&self, pages: PageRange, method: Method) -> Result<u64, MemoryError> {
+    pub fn release(&self, pages: PageRange, method: ReleaseMethod) -> Result<u64, MemoryError> {
         let kernel = |operation, source: rustix::io::Errno| MemoryError::Kernel {
             block: self.name().to_owned(),
             operation,
@@ -81,20 +81,20 @@ impl MemoryBlock {
         let _taken_back = self.loans().take_back();
         let discarding = self.discarding(pages);
         let advice = match (method, self.file()) {
-            (Method::PunchHole, Some((file, offset))) => {
+            (ReleaseMethod::PunchHole, Some((file, offset))) => {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 let bytes = pages.bytes();
                 fallocate(file, flags, offset + bytes.start, bytes.end - bytes.start)
                     .map_err(|error| kernel("fallocate, to punch a hole", error))?;
                 return Ok(pages.len());
             }
-            (Method::DontNeed, _) => Advice::LinuxDontNeed,
-            (Method::Free, _) if discarding.is_logged() => Advice::LinuxDontNeed,
-            (Method::Free, _) => {
+            (ReleaseMethod::DontNeed, _) => Advice::LinuxDontNeed,
+            (ReleaseMethod::Free, _) if discarding.is_logged() => Advice::LinuxDontNeed,
+            (ReleaseMethod::Free, _) => {
                 discarding.is_lazy();
                 Advice::LinuxFree
             }
-            (Method::Remove | Method::PunchHole, _) => Advice::LinuxRemove,
+            (ReleaseMethod::Remove | ReleaseMethod::PunchHole, _) => Advice::LinuxRemove,
         };
         // SAFETY: the pages are of this mapping, and no reference to them exists.
         unsafe { madvise(place.iov_base, place.iov_len, advice) }
@@ -102,7 +102,7 @@ impl MemoryBlock {
         Ok(pages.len())
     }
 
-    /// Has the kernel keep what was released by [`Method::Free`] and not taken yet, for a log that would lose a page's mark when
+    /// Has the kernel keep what was released by [`ReleaseMethod::Free`] and not taken yet, for a log that would lose a page's mark when
     /// the kernel takes the page. The log [hears of discards](crate::discarding) already.
     pub(crate) fn keep_lazily_freed(&self) -> io::Result<()> {
         if !self.discards().take_lazy() {
@@ -134,7 +134,8 @@ mod tests {
     use super::*;
     use crate::BlockOptions;
 
-    const METHODS: [Method; 4] = [Method::PunchHole, Method::DontNeed, Method::Remove, Method::Free];
+    const METHODS: [ReleaseMethod; 4] =
+        [ReleaseMethod::PunchHole, ReleaseMethod::DontNeed, ReleaseMethod::Remove, ReleaseMethod::Free];
 
     fn filled(options: BlockOptions) -> MemoryBlock {
         let block = options.map().unwrap();
@@ -163,7 +164,7 @@ mod tests {
                 block.read(0, &mut bytes).unwrap();
                 let (start, end) =
                     (usize::try_from(pages.bytes().start).unwrap(), usize::try_from(pages.bytes().end).unwrap());
-                assert!(method == Method::Free || bytes[start..end].iter().all(|byte| *byte == 0), "{method:?}");
+                assert!(method == ReleaseMethod::Free || bytes[start..end].iter().all(|byte| *byte == 0), "{method:?}");
                 assert!(bytes[start - 1] == 7 && bytes[end] == 7, "{method:?}");
             }
         }
@@ -174,7 +175,7 @@ mod tests {
         let block = filled(BlockOptions::memfd("ram", 16 << 12));
         let loan = block.lend().unwrap();
         std::thread::scope(|scope| {
-            let release = scope.spawn(|| block.release(block.pages(), Method::PunchHole).unwrap());
+            let release = scope.spawn(|| block.release(block.pages(), ReleaseMethod::PunchHole).unwrap());
             while !loan.is_wanted() {
                 std::thread::yield_now();
             }
@@ -189,7 +190,7 @@ mod tests {
     #[test]
     fn pages_that_a_block_has_not_are_refused() {
         let block = filled(BlockOptions::memfd("ram", 16 << 12));
-        let error = block.release(PageRange::starting_at(PageNumber(15), 2), Method::PunchHole).unwrap_err();
+        let error = block.release(PageRange::starting_at(PageNumber(15), 2), ReleaseMethod::PunchHole).unwrap_err();
         assert!(matches!(error, MemoryError::Outside { .. }), "{error}");
         let mut byte = [0];
         block.read(15 << 12, &mut byte).unwrap();

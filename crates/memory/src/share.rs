@@ -1,12 +1,4 @@
 //! Memory that both ends of a move on one host have: passed as descriptors, not as pages.
-//!
-//! A block that is shared and has a file is *passable*: whoever has the file's descriptor has the memory. A [`PassedBlock`] is a
-//! descriptor on its way: its file offset says where in the file the block begins, so nothing but the descriptor has to travel.
-//! (It is opened anew for that: duplicates of one descriptor share their offset.) In the place of a block that is not passed
-//! travels a descriptor of /dev/null, so that the list is as long as that of the blocks, which stands in the stream.
-//!
-//! Touching memory that its file has not any more is a signal. So memory of a memfd is sealed against being shortened, by
-//! whoever makes it and by whoever takes it; of a file of another kind its taker trusts the giver.
 
 use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
@@ -43,6 +35,14 @@ impl MemoryBlock {
 }
 
 /// The memory of a block that somebody passed.
+///
+/// A block that is shared and has a file is *passable*: whoever has the file's descriptor has the memory. A [`PassedBlock`] is a
+/// descriptor on its way: its file offset says where in the file the block begins, so nothing but the descriptor has to travel.
+/// (It is opened anew for that: duplicates of one descriptor share their offset.) In the place of a block that is not passed
+/// travels a descriptor of /dev/null, so that the list is as long as that of the blocks, which stands in the stream.
+///
+/// Touching memory that its file has not any more is a signal. So memory of a memfd is sealed against being shortened, by
+/// whoever makes it and by whoever takes it; of a file of another kind its taker trusts the giver.
 #[derive(Debug)]
 pub struct PassedBlock {
     name: String,

@@ -9,11 +9,10 @@ use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use limosa_memory::faults::{
-    Fault, FaultAccess, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions,
-    Placement,
+use limosa_memory::{
+    BlockOptions, Fault, FaultAccess, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode,
+    FaultOptions, GuestMemory, MemoryBlock, Placement,
 };
-use limosa_memory::{BlockOptions, GuestMemory, MemoryBlock};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::{HugePages, note_skip};
 use rustix::mm::{Advice, madvise};

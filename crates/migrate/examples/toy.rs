@@ -17,8 +17,7 @@ use limosa_migrate::{
     Progress, VmError,
 };
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
-use limosa_stream::device_sections::OpaqueSection;
-use limosa_stream::{Configuration, DeviceSections};
+use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 
 /// Pages of guest memory.
 const PAGES: u64 = 1024;

@@ -31,13 +31,12 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters, How};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
-use limosa_stream::command::PageSizes;
-use limosa_stream::decoder::{Decoder, Event, Step};
-use limosa_stream::delimited_tail::{DelimitedTail, TailStep};
-use limosa_stream::devices::{self, DeviceState, DeviceTail, TAIL_LIMIT};
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::vm::PING_READY;
-use limosa_stream::{Command, Fault, Feature, RamBlock, StreamError};
+use limosa_stream::devices::{self, TAIL_LIMIT};
+use limosa_stream::postcopy::PING_READY;
+use limosa_stream::{
+    Command, Decoder, DelimitedTail, DeviceState, DeviceTail, Event, Fault, Feature, PageSizes, RamBlock,
+    ReturnMessage, Step, StreamError, TailStep,
+};
 use rustix::net::sockopt;
 
 use buffer::Buffer;

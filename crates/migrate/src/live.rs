@@ -13,12 +13,10 @@ use std::num::NonZeroU64;
 use std::str::FromStr;
 use std::time::Duration;
 
-use limosa_memory::GuestMemory;
 use limosa_memory::dirty::Writers;
-use limosa_memory::share::PassedBlock;
-use limosa_page::zero::Method;
-use limosa_stream::device_sections::OpaqueSection;
-use limosa_stream::{Configuration, DeviceSections};
+use limosa_memory::{GuestMemory, PassedBlock};
+use limosa_page::ZeroMethod;
+use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use thiserror::Error as ThisError;
 
 #[cfg(doc)]
@@ -248,7 +246,7 @@ pub struct MigrationParams {
     /// When pages are looked at.
     pub zero_check: ZeroCheck,
     /// How they are looked at: the fastest way that the processor has, if twins are not to be compared.
-    pub zero_method: Method,
+    pub zero_method: ZeroMethod,
     /// How page records are written until the switchover, and in the pause.
     pub put: Put,
     /// How long it may take until the switchover; `None`: as long as it takes.
@@ -281,7 +279,7 @@ impl Default for MigrationParams {
             max_cpu_throttle: 99,
             throttle_trigger_threshold: 50,
             zero_check: ZeroCheck::Always,
-            zero_method: Method::best(),
+            zero_method: ZeroMethod::best(),
             put: Put::Gathered,
             timeout: None,
             stalled_rounds: None,

@@ -11,8 +11,7 @@ use std::os::fd::BorrowedFd;
 use libc::iovec;
 use limosa_memory::MemoryBlock;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::ram::RamBlock;
+use limosa_stream::{Configuration, RamBlock};
 
 /// What a sink or a source failed with; it names its own object (path, block, offset).
 pub type PageError = Box<dyn Error + Send + Sync>;

@@ -6,10 +6,7 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use limosa_page::PAGE_LEN;
-use limosa_page::guest::GuestPages;
-use limosa_page::scan::Scan;
-use limosa_page::zero::{Method, is_zero_with};
+use limosa_page::{GuestPages, PAGE_LEN, Scan, ZeroMethod, is_zero_with};
 
 /// A page aligned as a guest's pages are.
 #[repr(align(4096))]
@@ -21,7 +18,7 @@ fn one_page(criterion: &mut Criterion) {
     pages[2].1.0[PAGE_LEN - 9] = 1;
     for (content, page) in &pages {
         let mut group = criterion.benchmark_group(format!("page/{content}"));
-        for method in Method::available() {
+        for method in ZeroMethod::available() {
             group.bench_function(method.name(), |bencher| {
                 bencher.iter(|| is_zero_with(black_box(method), black_box(&page.0)));
             });
@@ -52,7 +49,7 @@ fn memory(criterion: &mut Criterion) {
         let pages = GuestPages::from(memory.as_flattened());
         let mut group = criterion.benchmark_group(format!("256 MiB/{content}"));
         group.throughput(Throughput::Elements(65536)).sample_size(20);
-        for method in Method::available() {
+        for method in ZeroMethod::available() {
             group.bench_function(method.name(), |bencher| {
                 bencher.iter(|| memory.iter().filter(|page| is_zero_with(method, *page)).count());
             });

@@ -1,18 +1,9 @@
 //! Memory that somebody else may be writing: the one door to it.
-//!
-//! **Law: guest memory is never a `&[u8]`.** A `&[u8]` promises the compiler that nobody writes those bytes as long as
-//! it lives; a running guest, its devices and other processes do. So guest memory is named by a raw pointer and a
-//! length, it is read by volatile reads alone, no reference to it is ever made, and no decision rests on reading a byte
-//! twice. An answer about memory that is being written is an answer about the past: whoever acts on it has a dirty log
-//! (or a stopped guest) that reports what was written since.
-//!
-//! [`GuestPages`] takes the promise that the memory is there once, when it is made; everything that is done with it is
-//! safe.
 #![allow(unsafe_code, reason = "reads memory that a guest may be writing")]
 
 use std::marker::PhantomData;
 
-use crate::zero::{Method, kernel};
+use crate::zero::{ZeroMethod, kernel};
 use crate::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 
 /// Whether the `len` bytes of guest memory at `start` are all zero; true if `len` is 0.
@@ -25,12 +16,21 @@ use crate::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 #[inline]
 pub unsafe fn is_zero_at(start: *const u8, len: usize) -> bool {
     // SAFETY: the caller's promise.
-    unsafe { kernel::is_zero(Method::best(), start, len) }
+    unsafe { kernel::is_zero(ZeroMethod::best(), start, len) }
 }
 
 /// Mapped memory of a RAM block, or a part of it, in which each page has a number. Looks, never writes.
 ///
 /// Also made from a `&[u8]`, for memory that nobody writes.
+///
+/// **Law: guest memory is never a `&[u8]`.** A `&[u8]` promises the compiler that nobody writes those bytes as long as
+/// it lives; a running guest, its devices and other processes do. So guest memory is named by a raw pointer and a
+/// length, it is read by volatile reads alone, no reference to it is ever made, and no decision rests on reading a byte
+/// twice. An answer about memory that is being written is an answer about the past: whoever acts on it has a dirty log
+/// (or a stopped guest) that reports what was written since.
+///
+/// [`GuestPages`] takes the promise that the memory is there once, when it is made; everything that is done with it is
+/// safe.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestPages<'a> {
     start: *const u8,
@@ -80,10 +80,10 @@ impl<'a> GuestPages<'a> {
         Some((self.start.wrapping_add(offset), (self.len - offset).min(PAGE_LEN)))
     }
 
-    /// Whether all of the memory is zero, found out by `method` (by [`Method::Portable`] if there is no such).
+    /// Whether all of the memory is zero, found out by `method` (by [`ZeroMethod::Portable`] if there is no such).
     #[must_use]
     #[inline]
-    pub fn is_zero_with(&self, method: Method) -> bool {
+    pub fn is_zero_with(&self, method: ZeroMethod) -> bool {
         // SAFETY: `new` was promised that this memory is readable for 'a.
         unsafe { kernel::is_zero(method, self.start, self.len) }
     }
@@ -91,7 +91,7 @@ impl<'a> GuestPages<'a> {
     /// Whether `page` is zero, found out by `method`; `None` if it is not among [`GuestPages::pages`].
     #[must_use]
     #[inline]
-    pub fn page_is_zero(&self, method: Method, page: PageNumber) -> Option<bool> {
+    pub fn page_is_zero(&self, method: ZeroMethod, page: PageNumber) -> Option<bool> {
         let (start, len) = self.locate(page)?;
         // SAFETY: `locate` names only bytes of the memory that `new` was promised to be readable for 'a.
         Some(unsafe { kernel::is_zero(method, start, len) })
@@ -100,7 +100,7 @@ impl<'a> GuestPages<'a> {
     /// Which of the first pages of `pages` are zero, found out by `method`: a bit each, set where it is, and how many pages
     /// were looked at. At most 64, and none only if none of `pages` is among [`GuestPages::pages`] at its beginning.
     #[inline]
-    pub(crate) fn zero_pages(&self, method: Method, pages: PageRange) -> (u64, u32) {
+    pub(crate) fn zero_pages(&self, method: ZeroMethod, pages: PageRange) -> (u64, u32) {
         let Some((start, len)) = self.locate(pages.start) else { return (0, 0) };
         if len < PAGE_LEN {
             // SAFETY: `locate` names only bytes of the memory that `new` was promised to be readable for 'a.

@@ -3,22 +3,22 @@
 //! Everything above this crate counts memory in pages of 4 KiB inside a RAM block. A [`PageNumber`] cannot be mistaken
 //! for a byte offset, a [`PageRange`] is half-open, a [`PageBitmap`] holds one bit per page in the layout that QEMU
 //! writes to its files and sockets. What a page contains is found out in two steps, cheapest first: [`holes`] names
-//! what was never populated without touching it, [`zero`] looks at the rest, and [`scan`] joins both into runs.
-//! Memory that a guest may be writing is reached through [`guest`] alone.
+//! what was never populated without touching it, [`is_zero`] looks at the rest, and [`ScanRanges`] joins both into runs.
+//! Memory that a guest may be writing is reached through [`GuestPages`] alone.
 //!
 //! # Example
 //!
 //! A bitmap of the pages of a buffer that are worth storing, in the bytes that go into a mapped-ram file:
 //!
 //! ```
-//! use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, scan::{self, PageKind}};
+//! use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageKind, PageRange, scan};
 //!
 //! let mut memory = vec![0u8; 100 * PAGE_LEN];
 //! memory[3 * PAGE_LEN + 17] = 1;
 //! memory[4 * PAGE_LEN] = 1;
 //!
 //! let mut stored = PageBitmap::new(100);
-//! for run in scan::scan(&memory, PageNumber(0)) {
+//! for run in scan(&memory, PageNumber(0)) {
 //!     if run.kind == PageKind::Data {
 //!         stored.set_range(run.pages);
 //!     }
@@ -33,17 +33,20 @@
 //! # Ok::<(), limosa_page::BitmapError>(())
 //! ```
 
-pub mod bitmap;
-pub mod guest;
+mod bitmap;
+mod guest;
 pub mod holes;
 mod number;
 mod range;
-pub mod scan;
-pub mod zero;
+mod scan;
+mod zero;
 
-pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap};
+pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap, Runs};
+pub use guest::{GuestPages, is_zero_at};
 pub use number::{PAGE_BITS, PAGE_LEN, PAGE_SIZE, PageNumber};
 pub use range::PageRange;
+pub use scan::{PageKind, PageRun, Scan, ScanData, ScanRanges, scan};
+pub use zero::{UnknownZeroMethod, ZeroMethod, is_zero, is_zero_with};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -1,14 +1,10 @@
 //! Which pages have content: memory in, runs of pages out.
-//!
-//! Law: runs come in ascending order, touch each other, cover exactly what was asked for, and no two neighbours are of
-//! the same kind. A page is looked at once; a page that is known to be a hole is not looked at at all, because reading
-//! a hole of shared memory makes the kernel fill it.
 
 use std::io;
 use std::iter::FusedIterator;
 
 use crate::guest::GuestPages;
-use crate::zero::{Method, kernel};
+use crate::zero::{ZeroMethod, kernel};
 use crate::{PageNumber, PageRange};
 
 /// What a page contains.
@@ -24,7 +20,7 @@ pub enum PageKind {
 
 /// Neighbouring pages of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Run {
+pub struct PageRun {
     /// The pages; never empty.
     pub pages: PageRange,
     /// What they contain.
@@ -35,15 +31,19 @@ pub struct Run {
 /// counts as a page.
 pub fn scan(bytes: &[u8], first: PageNumber) -> Scan<'_> {
     let pages = GuestPages::from(bytes).numbered_from(first);
-    Scan::new(pages, pages.pages(), Method::best())
+    Scan::new(pages, pages.pages(), ZeroMethod::best())
 }
 
 /// The runs of zero and non-zero pages of guest memory: an iterator that reads on until the kind changes, and up to 64 pages
 /// further, so that a long range is better asked for in [`PageRange::chunks`].
+///
+/// Law: runs come in ascending order, touch each other, cover exactly what was asked for, and no two neighbours are of
+/// the same kind. A page is looked at once; a page that is known to be a hole is not looked at at all, because reading
+/// a hole of shared memory makes the kernel fill it.
 #[derive(Clone, Debug)]
 pub struct Scan<'a> {
     memory: GuestPages<'a>,
-    method: Method,
+    method: ZeroMethod,
     rest: PageRange,
     /// What is known of the first pages of `rest`.
     seen: Seen,
@@ -77,17 +77,17 @@ impl<'a> Scan<'a> {
     /// Scans the pages of `range`, as far as `memory` has them, by `method`. Reads every page: fit for memory that is
     /// populated. See [`ScanData`] for memory with holes.
     #[must_use]
-    pub fn new(memory: GuestPages<'a>, range: PageRange, method: Method) -> Self {
+    pub fn new(memory: GuestPages<'a>, range: PageRange, method: ZeroMethod) -> Self {
         Self { memory, method, rest: range.intersect(memory.pages()), seen: Seen::default() }
     }
 }
 
 impl Iterator for Scan<'_> {
-    type Item = Run;
+    type Item = PageRun;
 
-    fn next(&mut self) -> Option<Run> {
+    fn next(&mut self) -> Option<PageRun> {
         let start = self.rest.start;
-        let mut run: Option<Run> = None;
+        let mut run: Option<PageRun> = None;
         while !self.rest.is_empty() {
             if self.seen.count == 0 {
                 let (zero, count) = self.memory.zero_pages(self.method, self.rest);
@@ -99,7 +99,7 @@ impl Iterator for Scan<'_> {
             };
             self.seen.skip(same);
             self.rest.start = self.rest.start.saturating_add(same.into());
-            run = Some(Run { pages: PageRange::new(start, self.rest.start), kind });
+            run = Some(PageRun { pages: PageRange::new(start, self.rest.start), kind });
         }
         run
     }
@@ -112,7 +112,7 @@ impl FusedIterator for Scan<'_> {}
 #[derive(Clone, Debug)]
 pub struct ScanRanges<'a, 'r> {
     memory: GuestPages<'a>,
-    method: Method,
+    method: ZeroMethod,
     ranges: &'r [PageRange],
     inside: Option<Scan<'a>>,
 }
@@ -120,15 +120,15 @@ pub struct ScanRanges<'a, 'r> {
 impl<'a, 'r> ScanRanges<'a, 'r> {
     /// Scans the pages of `ranges`, as far as `memory` has them, by `method`. Reads every page, as [`Scan`] does.
     #[must_use]
-    pub fn new(memory: GuestPages<'a>, ranges: &'r [PageRange], method: Method) -> Self {
+    pub fn new(memory: GuestPages<'a>, ranges: &'r [PageRange], method: ZeroMethod) -> Self {
         Self { memory, method, ranges, inside: None }
     }
 }
 
 impl Iterator for ScanRanges<'_, '_> {
-    type Item = Run;
+    type Item = PageRun;
 
-    fn next(&mut self) -> Option<Run> {
+    fn next(&mut self) -> Option<PageRun> {
         loop {
             if let Some(run) = self.inside.as_mut().and_then(Iterator::next) {
                 return Some(run);
@@ -158,7 +158,7 @@ impl FusedIterator for ScanRanges<'_, '_> {}
 #[derive(Debug)]
 pub struct ScanData<'a, I> {
     memory: GuestPages<'a>,
-    method: Method,
+    method: ZeroMethod,
     rest: PageRange,
     data: I,
     inside: Option<Scan<'a>>,
@@ -166,15 +166,15 @@ pub struct ScanData<'a, I> {
 
 impl<'a, I: Iterator<Item = io::Result<PageRange>>> ScanData<'a, I> {
     /// Scans the pages of `range`, as far as `memory` has them, by `method`, reading those of `data` only.
-    pub fn new(memory: GuestPages<'a>, range: PageRange, method: Method, data: I) -> Self {
+    pub fn new(memory: GuestPages<'a>, range: PageRange, method: ZeroMethod, data: I) -> Self {
         Self { memory, method, rest: range.intersect(memory.pages()), data, inside: None }
     }
 }
 
 impl<I: Iterator<Item = io::Result<PageRange>>> Iterator for ScanData<'_, I> {
-    type Item = io::Result<Run>;
+    type Item = io::Result<PageRun>;
 
-    fn next(&mut self) -> Option<io::Result<Run>> {
+    fn next(&mut self) -> Option<io::Result<PageRun>> {
         loop {
             if let Some(run) = self.inside.as_mut().and_then(Iterator::next) {
                 return Some(Ok(run));
@@ -198,7 +198,7 @@ impl<I: Iterator<Item = io::Result<PageRange>>> Iterator for ScanData<'_, I> {
             self.rest.start = populated.end;
             self.inside = Some(Scan::new(self.memory, populated, self.method));
             if !hole.is_empty() {
-                return Some(Ok(Run { pages: hole, kind: PageKind::Hole }));
+                return Some(Ok(PageRun { pages: hole, kind: PageKind::Hole }));
             }
         }
     }

@@ -1,15 +1,4 @@
 //! Whether memory is all zero.
-//!
-//! Law: every method gives the same answer for the same bytes, whatever their alignment and number. A page that is not
-//! zero costs next to nothing: before any loop runs, its first cache line is looked at, and the words in its middle and at its
-//! end; pages with content nearly always differ from zero in the first word. What is left is a page of zeros, and that is read
-//! once at the speed of the cache or of memory.
-//!
-//! The methods are the 16 bytes at a time that every x86-64 can do, the 32 of AVX2 and the 64 of AVX-512 where the processor
-//! has them, the 16 of NEON, a portable loop, and a [plain](Method::Plain) one that the others are measured against. [`is_zero`]
-//! takes the fastest there is; [`is_zero_with`] takes the one named, so that tests and benchmarks can compare them.
-//!
-//! Many pages are better asked about at once: see [`scan`](crate::scan).
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,11 +8,20 @@ use thiserror::Error;
 
 pub(crate) mod kernel;
 
-pub use crate::guest::is_zero_at;
-
 /// How memory is compared with zero.
+///
+/// Law: every method gives the same answer for the same bytes, whatever their alignment and number. A page that is not
+/// zero costs next to nothing: before any loop runs, its first cache line is looked at, and the words in its middle and at its
+/// end; pages with content nearly always differ from zero in the first word. What is left is a page of zeros, and that is read
+/// once at the speed of the cache or of memory.
+///
+/// The methods are the 16 bytes at a time that every x86-64 can do, the 32 of AVX2 and the 64 of AVX-512 where the processor
+/// has them, the 16 of NEON, a portable loop, and a [plain](ZeroMethod::Plain) one that the others are measured against. [`is_zero`]
+/// takes the fastest there is; [`is_zero_with`] takes the one named, so that tests and benchmarks can compare them.
+///
+/// Many pages are better asked about at once: see [`scan`](crate::scan()).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Method {
+pub enum ZeroMethod {
     /// Vectors of 16 bytes (words of 8 where there are none), a branch behind each, and nothing looked at beforehand: on every
     /// processor. What the others are measured against.
     Plain,
@@ -39,11 +37,11 @@ pub enum Method {
     Avx512,
 }
 
-impl Method {
+impl ZeroMethod {
     /// All methods, the faster ones last.
     pub const ALL: [Self; 6] = [Self::Plain, Self::Portable, Self::Neon, Self::Sse2, Self::Avx2, Self::Avx512];
 
-    /// The methods that this processor has, the faster ones last. [`Method::Portable`] is always among them.
+    /// The methods that this processor has, the faster ones last. [`ZeroMethod::Portable`] is always among them.
     pub fn available() -> impl DoubleEndedIterator<Item = Self> + Clone {
         Self::ALL.into_iter().filter(|method| method.is_available())
     }
@@ -78,7 +76,7 @@ impl Method {
     #[must_use]
     #[inline]
     pub fn best() -> Self {
-        static BEST: OnceLock<Method> = OnceLock::new();
+        static BEST: OnceLock<ZeroMethod> = OnceLock::new();
         *BEST.get_or_init(|| {
             let wide = if kernel::is_amd() { Self::Avx512 } else { Self::Avx2 };
             let by_preference = [wide, Self::Avx2, Self::Sse2, Self::Neon];
@@ -100,14 +98,14 @@ impl Method {
     }
 }
 
-/// [`Method::best`].
-impl Default for Method {
+/// [`ZeroMethod::best`].
+impl Default for ZeroMethod {
     fn default() -> Self {
         Self::best()
     }
 }
 
-impl fmt::Display for Method {
+impl fmt::Display for ZeroMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -116,26 +114,26 @@ impl fmt::Display for Method {
 /// A name that no method has.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("zero detection {name:?}: expected plain, portable, neon, sse2, avx2 or avx512")]
-pub struct UnknownMethod {
+pub struct UnknownZeroMethod {
     /// The name.
     pub name: String,
 }
 
-impl FromStr for Method {
-    type Err = UnknownMethod;
+impl FromStr for ZeroMethod {
+    type Err = UnknownZeroMethod;
 
-    fn from_str(name: &str) -> Result<Self, UnknownMethod> {
+    fn from_str(name: &str) -> Result<Self, UnknownZeroMethod> {
         Self::ALL
             .into_iter()
             .find(|method| method.name() == name)
-            .ok_or_else(|| UnknownMethod { name: name.to_owned() })
+            .ok_or_else(|| UnknownZeroMethod { name: name.to_owned() })
     }
 }
 
-/// Whether all of `bytes` are zero; true if there are none. Uses [`Method::best`].
+/// Whether all of `bytes` are zero; true if there are none. Uses [`ZeroMethod::best`].
 ///
 /// ```
-/// use limosa_page::zero::is_zero;
+/// use limosa_page::is_zero;
 ///
 /// let mut page = [0; 4096];
 /// assert!(is_zero(&page));
@@ -145,13 +143,13 @@ impl FromStr for Method {
 #[must_use]
 #[inline]
 pub fn is_zero(bytes: &[u8]) -> bool {
-    is_zero_with(Method::best(), bytes)
+    is_zero_with(ZeroMethod::best(), bytes)
 }
 
-/// Whether all of `bytes` are zero, found out by `method`; by [`Method::Portable`] if this processor does not have it
-/// (the answer is the same). Whoever lets a user name the method asks [`Method::is_available`] first.
+/// Whether all of `bytes` are zero, found out by `method`; by [`ZeroMethod::Portable`] if this processor does not have it
+/// (the answer is the same). Whoever lets a user name the method asks [`ZeroMethod::is_available`] first.
 #[must_use]
 #[inline]
-pub fn is_zero_with(method: Method, bytes: &[u8]) -> bool {
+pub fn is_zero_with(method: ZeroMethod, bytes: &[u8]) -> bool {
     crate::guest::GuestPages::from(bytes).is_zero_with(method)
 }

@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 use limosa_migrate::{PageSink, StreamStart};
 use limosa_page::PageNumber;
 use limosa_snapshot::{Manifest, PendingFile, SnapshotWriter, WriteOptions};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::ram::RamBlock;
+use limosa_stream::{Configuration, RamBlock};
 
 type Failure = Box<dyn Error + Send + Sync>;
 

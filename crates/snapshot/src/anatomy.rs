@@ -4,10 +4,9 @@
 //! do not overlap, and use memory in proportion to what the file says is in it, up to fixed bounds.
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
-use limosa_stream::Fault;
-use limosa_stream::devices::{self, DeviceState, TAIL_LIMIT};
+use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
-use limosa_stream::walk::WalkError;
+use limosa_stream::{DeviceState, Fault, WalkError};
 
 use crate::error::SnapshotError;
 use crate::store::{Place, StoreFile};

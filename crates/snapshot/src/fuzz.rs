@@ -45,7 +45,7 @@ pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
 fn fill(file: &File, bytes: &[u8]) -> io::Result<()> {
     file.set_len(bytes.len() as u64)?;
     for (page, at) in bytes.chunks(PAGE_LEN).zip((0_u64..).step_by(PAGE_LEN)) {
-        if !limosa_page::zero::is_zero(page) {
+        if !limosa_page::is_zero(page) {
             file.write_all_at(page, at)?;
         }
     }

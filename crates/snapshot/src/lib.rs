@@ -23,8 +23,7 @@
 //! use limosa_migrate::{PageSink, PageSource, StreamStart};
 //! use limosa_page::{PageNumber, PageRange};
 //! use limosa_snapshot::{Manifest, PendingFile, Snapshot, SnapshotWriter, WriteOptions};
-//! use limosa_stream::configuration::Configuration;
-//! use limosa_stream::ram::RamBlock;
+//! use limosa_stream::{Configuration, RamBlock};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
 //! # let directory = tempfile::tempdir()?;

@@ -12,8 +12,8 @@ use std::path::Path;
 use limosa_channel::Counters;
 use limosa_migrate::{PageError, PageSource, StreamStart};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_stream::DeviceState;
 use limosa_stream::configuration::IGNORE_SHARED;
-use limosa_stream::devices::DeviceState;
 use limosa_stream::mapped_ram::Layout;
 use rustix::fs::FileType;
 

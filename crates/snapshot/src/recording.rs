@@ -10,11 +10,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Event, Options};
 use limosa_stream::devices::{self, TAIL_LIMIT};
-use limosa_stream::ram::RamBlock;
-use limosa_stream::walk::{StreamWalk, WalkError};
+use limosa_stream::{Configuration, DecoderOptions, Event, RamBlock, StreamWalk, WalkError};
 
 use crate::anatomy::MEMORY_PAGES_MAX;
 use crate::error::SnapshotError;
@@ -86,7 +83,7 @@ fn summarize_stream(
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
 ) -> Result<Summary, SnapshotError> {
     let wrong = |error: WalkError| walk_error(path, error);
-    let options = Options { base, ..Options::default() };
+    let options = DecoderOptions { base, ..DecoderOptions::default() };
     let mut walk = StreamWalk::new(&mut read_at, options);
     let configuration = match walk.next_event().map_err(wrong)? {
         Event::Configuration(configuration) => configuration,

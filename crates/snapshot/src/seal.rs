@@ -1,7 +1,7 @@
 //! What is written last, when the pages are in place: the frame around them, and the trailer behind the stream.
 
 use limosa_page::PageBitmap;
-use limosa_stream::configuration::Configuration;
+use limosa_stream::Configuration;
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
 use uuid::Uuid;
 

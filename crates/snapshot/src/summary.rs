@@ -1,7 +1,7 @@
 //! What is in a snapshot file, for people and programs to look at.
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
-use limosa_stream::devices::DeviceSection;
+use limosa_stream::DeviceSection;
 use limosa_stream::outline::{self, DeviceOutline};
 use serde::Serialize;
 use uuid::Uuid;

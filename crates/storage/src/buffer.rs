@@ -148,7 +148,7 @@ impl Buffer {
     #[must_use]
     pub fn is_zero(&self) -> bool {
         // SAFETY: inside memory that `keep` keeps.
-        unsafe { limosa_page::zero::is_zero_at(self.start, self.len) }
+        unsafe { limosa_page::is_zero_at(self.start, self.len) }
     }
 
     /// Whether both have the same bytes.

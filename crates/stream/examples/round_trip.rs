@@ -2,9 +2,9 @@
 //!
 //!     cargo run -p limosa-stream --example round_trip
 
-use limosa_stream::ram::{self, RecordEncoder, RecordKind};
-use limosa_stream::section;
-use limosa_stream::{Configuration, Decoder, EncodeError, Event, RamBlock, Step};
+use limosa_stream::{
+    Configuration, Decoder, EncodeError, Event, RamBlock, RecordEncoder, RecordKind, Step, ram, section,
+};
 
 const PAGE: usize = 4096;
 /// The section id that this stream gives to RAM.

@@ -1,12 +1,4 @@
 //! The main channel, read: bytes in, events out.
-//!
-//! The decoder never sees page payloads: after [`Event::Page`] the caller takes the page's 4096 bytes by itself, best
-//! straight to where they belong, and goes on with what comes behind them. Its law is that **a page event is always
-//! true**: the block exists and the page lies inside it. The step of a page that continues in its block allocates
-//! nothing and looks nothing up.
-//!
-//! It decodes precopy, postcopy and background-snapshot streams up to the device sections, and the RAM part of a
-//! mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says.
 
 mod early;
 mod records;
@@ -112,7 +104,7 @@ pub enum Event {
     Command(Command),
     /// The command PACKAGED: `length` bytes follow, and the caller takes them without showing them to the decoder.
     Package {
-        /// Bytes of the package, at most [`Options::tail_limit`].
+        /// Bytes of the package, at most [`DecoderOptions::tail_limit`].
         length: u32,
     },
     /// The first device section begins: everything from the next byte on (consumed is 0) belongs to
@@ -124,14 +116,14 @@ pub enum Event {
 
 /// Bounds and circumstances of a [`Decoder`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
+pub struct DecoderOptions {
     /// Offset in the file at which the stream begins: mapped-ram files store absolute offsets.
     pub base: u64,
     /// Longest package that is accepted, in bytes. At most 1 GiB is sensible.
     pub tail_limit: u64,
 }
 
-impl Default for Options {
+impl Default for DecoderOptions {
     /// Stream at the beginning of the file, packages up to 1 GiB.
     fn default() -> Self {
         Self { base: 0, tail_limit: 1 << 30 }
@@ -150,7 +142,15 @@ enum State {
     Ended,
 }
 
-/// Decoder of a main channel. See the [module](self).
+/// Decoder of a main channel.
+///
+/// The decoder never sees page payloads: after [`Event::Page`] the caller takes the page's 4096 bytes by itself, best
+/// straight to where they belong, and goes on with what comes behind them. Its law is that **a page event is always
+/// true**: the block exists and the page lies inside it. The step of a page that continues in its block allocates
+/// nothing and looks nothing up.
+///
+/// It decodes precopy, postcopy and background-snapshot streams up to the device sections, and the RAM part of a
+/// mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says.
 #[derive(Debug, Clone)]
 pub struct Decoder {
     state: State,
@@ -160,7 +160,7 @@ pub struct Decoder {
     offset: u64,
     blocks: Vec<RamBlock>,
     indices: HashMap<Box<str>, usize>,
-    options: Options,
+    options: DecoderOptions,
     ram_id: u32,
     ram_started: bool,
     ram_listed: bool,
@@ -185,11 +185,11 @@ impl Decoder {
 
     /// For a stream from its first byte.
     pub fn new() -> Self {
-        Self::with_options(Options::default())
+        Self::with_options(DecoderOptions::default())
     }
 
     /// For a stream from its first byte.
-    pub fn with_options(options: Options) -> Self {
+    pub fn with_options(options: DecoderOptions) -> Self {
         Self {
             state: State::Header,
             current_length: 0,

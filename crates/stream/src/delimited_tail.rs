@@ -1,9 +1,4 @@
 //! The device tail of a live source, which tells where everything in it ends.
-//!
-//! Device sections with [lengths](crate::device_sections), PING [`PING_READY`], and after the answer PING [`PING_GO`], the end
-//! byte and the description. Nothing has to be searched for here, and a guest, whose bytes lie inside counted lengths,
-//! cannot forge an end. What does not begin like this is some other source's tail: [`TailStep::Foreign`], for
-//! [`DeviceTail`](crate::devices::DeviceTail).
 
 use crate::command::Command;
 use crate::cursor::u64_from;
@@ -11,8 +6,8 @@ use crate::description::{DESCRIPTION_LIMIT, Description};
 use crate::device_sections;
 use crate::devices::{DeviceSection, DeviceState, walk_sections};
 use crate::error::{Fault, StreamError};
+use crate::postcopy::{PING_GO, PING_READY};
 use crate::section::{self, SectionKind};
-use crate::vm::{PING_GO, PING_READY};
 use std::ops::Range;
 
 /// How far a tail is.
@@ -47,6 +42,11 @@ enum Stage {
 }
 
 /// Reads a tail that is still arriving.
+///
+/// Device sections with [lengths](crate::DeviceSections), PING [`PING_READY`], and after the answer PING [`PING_GO`], the end
+/// byte and the description. Nothing has to be searched for here, and a guest, whose bytes lie inside counted lengths,
+/// cannot forge an end. What does not begin like this is some other source's tail: [`TailStep::Foreign`], for
+/// [`DeviceTail`](crate::devices::DeviceTail).
 #[derive(Debug, Clone)]
 pub struct DelimitedTail {
     offset: u64,

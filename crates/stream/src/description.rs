@@ -1,9 +1,4 @@
 //! The JSON description of the device sections, which arrives behind them.
-//!
-//! Device sections carry no length; the description names the size of each field, and with it the length of each body:
-//! the sum over its fields of `size * (array_len or 1)`, plus for each subsection its header of `1 + 1 + name + 4`
-//! bytes and its own body. Sums are made while the JSON is read, so memory is bounded by the number of devices and not
-//! by the number of fields. Unknown keys are passed over. Nesting is bounded by the JSON reader (127 levels).
 
 use crate::error::{Fault, StreamError};
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, SeqAccess, Visitor};
@@ -15,6 +10,11 @@ pub const DESCRIPTION_LIMIT: usize = 64 << 20;
 pub const DEVICES_LIMIT: usize = 65_536;
 
 /// What the JSON says.
+///
+/// Device sections carry no length; the description names the size of each field, and with it the length of each body:
+/// the sum over its fields of `size * (array_len or 1)`, plus for each subsection its header of `1 + 1 + name + 4`
+/// bytes and its own body. Sums are made while the JSON is read, so memory is bounded by the number of devices and not
+/// by the number of fields. Unknown keys are passed over. Nesting is bounded by the JSON reader (127 levels).
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 pub struct Description {
     /// Bytes of a target page.
@@ -22,12 +22,12 @@ pub struct Description {
     pub page_size: Option<u64>,
     /// The device sections, early ones included, in the order of the stream.
     #[serde(deserialize_with = "bounded_devices")]
-    pub devices: Vec<Device>,
+    pub devices: Vec<DeviceDescription>,
 }
 
 /// One device section.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
+pub struct DeviceDescription {
     /// Name of the section.
     pub name: String,
     /// Instance of the section.
@@ -76,7 +76,7 @@ struct RawDevice {
     subsections: Option<Sum<RawSubsection>>,
 }
 
-impl<'de> Deserialize<'de> for Device {
+impl<'de> Deserialize<'de> for DeviceDescription {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = RawDevice::deserialize(deserializer)?;
         let fields = match (raw.fields, raw.size) {
@@ -164,10 +164,10 @@ impl<'de, T: Length + Deserialize<'de>> Visitor<'de> for SumVisitor<T> {
     }
 }
 
-fn bounded_devices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Device>, D::Error> {
+fn bounded_devices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<DeviceDescription>, D::Error> {
     struct Devices;
     impl<'de> Visitor<'de> for Devices {
-        type Value = Vec<Device>;
+        type Value = Vec<DeviceDescription>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             f.write_str("an array of devices")

@@ -74,18 +74,20 @@ impl DeviceSections {
     }
 }
 
-/// Reads the sections from the front of `input`, as far as there are any: the sections, and how many bytes they take.
-///
-/// # Errors
-/// A section that is cut off, or whose footer is not where its length says: it was not written by [`DeviceSections`].
-pub fn decode(input: &[u8]) -> Result<(Vec<OpaqueSection<'_>>, usize), StreamError> {
-    let (mut sections, mut at) = (Vec::new(), 0);
-    while input.get(at) == Some(&SectionKind::Full.byte()) {
-        let (found, length) = decode_one(input.get(at..).unwrap_or_default(), crate::cursor::u64_from(at))?;
-        sections.push(found);
-        at += length;
+impl<'a> OpaqueSection<'a> {
+    /// Reads the sections from the front of `input`, as far as there are any: the sections, and how many bytes they take.
+    ///
+    /// # Errors
+    /// A section that is cut off, or whose footer is not where its length says: it was not written by [`DeviceSections`].
+    pub fn decode_all(input: &'a [u8]) -> Result<(Vec<Self>, usize), StreamError> {
+        let (mut sections, mut at) = (Vec::new(), 0);
+        while input.get(at) == Some(&SectionKind::Full.byte()) {
+            let (found, length) = decode_one(input.get(at..).unwrap_or_default(), crate::cursor::u64_from(at))?;
+            sections.push(found);
+            at += length;
+        }
+        Ok((sections, at))
     }
-    Ok((sections, at))
 }
 
 fn decode_one(input: &[u8], offset: u64) -> Result<(OpaqueSection<'_>, usize), StreamError> {
@@ -142,7 +144,7 @@ mod tests {
             for (instance, state) in (0..).zip(&states) {
                 sections.push("timer", instance, 3, state).unwrap();
             }
-            let (found, length) = decode(sections.bytes()).unwrap();
+            let (found, length) = OpaqueSection::decode_all(sections.bytes()).unwrap();
             prop_assert_eq!(length, sections.bytes().len());
             prop_assert_eq!(found.iter().map(|one| one.state.to_vec()).collect::<Vec<_>>(), states.clone());
 
@@ -165,10 +167,10 @@ mod tests {
             sections.push("timer", 0, 1, &state).unwrap();
             let bytes = sections.bytes();
             let at = cut.index(bytes.len());
-            prop_assert!(at == 0 || decode(&bytes[..at]).is_err());
+            prop_assert!(at == 0 || OpaqueSection::decode_all(&bytes[..at]).is_err());
             let mut changed = bytes.to_vec();
             changed[at] ^= flip;
-            let _ = decode(&changed);
+            let _ = OpaqueSection::decode_all(&changed);
         }
     }
 }

@@ -9,7 +9,7 @@
 //! Offsets and ranges count from the first byte of the tail, the type byte 0x04 of the first section.
 
 use crate::cursor::{Cursor, Stop, u64_from};
-use crate::description::{DESCRIPTION_LIMIT, Description, Device};
+use crate::description::{DESCRIPTION_LIMIT, Description, DeviceDescription};
 use crate::error::{EncodeError, Fault, StreamError};
 use crate::global_state::{self, GLOBAL_STATE, GlobalState};
 use crate::section::{self, FOOTER_LENGTH, SectionHeader, SectionKind};
@@ -209,7 +209,7 @@ pub fn locate(tail: &[u8], offset: u64, limit: u64) -> Result<DeviceState, Strea
 /// # Errors
 /// A section that the description does not have, or whose footer is not where its size says.
 pub fn walk_sections(sections: &[u8], description: &Description) -> Result<Vec<DeviceSection>, StreamError> {
-    let mut devices: HashMap<(&str, u32), &Device> = HashMap::with_capacity(description.devices.len());
+    let mut devices: HashMap<(&str, u32), &DeviceDescription> = HashMap::with_capacity(description.devices.len());
     for device in &description.devices {
         devices.insert((&device.name, device.instance), device);
     }
@@ -237,7 +237,10 @@ pub fn walk_sections(sections: &[u8], description: &Description) -> Result<Vec<D
     Ok(walked)
 }
 
-fn walk_one(cursor: &mut Cursor<'_>, devices: &HashMap<(&str, u32), &Device>) -> Result<DeviceSection, Stop> {
+fn walk_one(
+    cursor: &mut Cursor<'_>,
+    devices: &HashMap<(&str, u32), &DeviceDescription>,
+) -> Result<DeviceSection, Stop> {
     let begin = cursor.at();
     let byte = cursor.u8()?;
     if byte != SectionKind::Full.byte() {

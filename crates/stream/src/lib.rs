@@ -5,33 +5,31 @@
 //! from outside and is hostile: no panic, no allocation from a length that was not checked, every error names the
 //! stream offset, the section and what was expected there.
 //!
-//! | module | subject |
+//! | names | subject |
 //! |---|---|
-//! | [`configuration`] | file header and configuration record |
-//! | [`section`] | section types, headers, footers |
-//! | [`ram`] | RAM blocks and RAM records, written |
-//! | [`command`] | commands of the main channel |
-//! | [`decoder`] | the main channel, read |
-//! | [`walk`] | a decoder driven over a file, page payloads skipped |
-//! | [`multifd`] | packets of the channels beside the main one |
+//! | [`Configuration`], [`configuration`] | file header and configuration record |
+//! | [`SectionHeader`], [`section`] | section types, headers, footers |
+//! | [`RamBlock`], [`RecordEncoder`], [`ram`] | RAM blocks and RAM records, written |
+//! | [`Command`] | commands of the main channel |
+//! | [`Decoder`] | the main channel, read |
+//! | [`StreamWalk`] | a decoder driven over a file, page payloads skipped |
+//! | [`multifd`] | packets of the multifd channels |
 //! | [`xbzrle`] | deltas between two states of a page |
-//! | [`return_path`] | what a destination tells its source |
+//! | [`ReturnMessage`], [`ReturnDecoder`] | what a destination tells its source |
 //! | [`mapped_ram`] | where everything lies in a mapped-ram file |
-//! | [`description`] | the JSON description of the device sections |
+//! | [`Description`] | the JSON description of the device sections |
 //! | [`outline`] | the same in full: fields and subsections by name |
 //! | [`devices`] | the device tail: where it ends, which sections it holds |
-//! | [`global_state`] | the section that carries the run state |
-//! | [`vm`] | what a postcopy source says before the guest runs |
+//! | [`DeviceSections`], [`OpaqueSection`], [`DelimitedTail`] | device sections of a VMM with formats of its own |
+//! | [`GlobalState`] | the section that carries the run state |
+//! | [`postcopy`] | what a postcopy source says before the guest runs |
 //!
 //! # Example
 //!
 //! A stream of one RAM block with one page and one zero page, written and read back.
 //!
 //! ```
-//! use limosa_stream::configuration::Configuration;
-//! use limosa_stream::decoder::{Decoder, Event, Step};
-//! use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
-//! use limosa_stream::section;
+//! use limosa_stream::{ram, section, Configuration, Decoder, Event, RamBlock, RecordEncoder, RecordKind, Step};
 //!
 //! let blocks = [RamBlock::new("pc.ram", 0x2000)];
 //! let mut stream = Vec::new();
@@ -68,33 +66,39 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-pub mod command;
+mod command;
 pub mod configuration;
 mod cursor;
-pub mod decoder;
-pub mod delimited_tail;
-pub mod description;
-pub mod device_sections;
+mod decoder;
+mod delimited_tail;
+mod description;
+mod device_sections;
 pub mod devices;
-pub mod error;
-pub mod global_state;
+mod error;
+mod global_state;
 pub mod mapped_ram;
 pub mod multifd;
 pub mod outline;
+pub mod postcopy;
 pub mod ram;
-pub mod return_path;
+mod return_path;
 pub mod section;
-pub mod vm;
-pub mod walk;
+mod walk;
 pub mod xbzrle;
 
-pub use command::Command;
-pub use configuration::Configuration;
-pub use decoder::{Decoder, Event, Step};
-pub use device_sections::DeviceSections;
+pub use command::{Command, DISCARD_LIMIT, PageSizes};
+pub use configuration::{Configuration, MultifdRules};
+pub use decoder::{Decoder, DecoderOptions, Event, Step};
+pub use delimited_tail::{DelimitedTail, TailStep};
+pub use description::{DESCRIPTION_LIMIT, DEVICES_LIMIT, Description, DeviceDescription};
+pub use device_sections::{DeviceSections, OpaqueSection};
+pub use devices::{DeviceSection, DeviceState, DeviceTail};
 pub use error::{EncodeError, Fault, Feature, StreamError};
-pub use ram::RamBlock;
-pub use return_path::{ReturnDecoder, ReturnMessage};
+pub use global_state::{BODY_LENGTH, GLOBAL_STATE, GlobalState, RUN_STATE_FIELD, replace_run_state};
+pub use ram::{RamBlock, RecordEncoder, RecordKind};
+pub use return_path::{BITMAP_END, MESSAGE_LIMIT, ReturnDecoder, ReturnMessage};
+pub use section::{SectionHeader, SectionKind};
+pub use walk::{ReadAt, StreamWalk, WalkError};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

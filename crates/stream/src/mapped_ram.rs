@@ -11,7 +11,7 @@
 
 use crate::configuration::Configuration;
 use crate::cursor::{Cursor, Stop};
-use crate::decoder::{Event, Options};
+use crate::decoder::{DecoderOptions, Event};
 use crate::error::{EncodeError, Fault, StreamError};
 use crate::ram::{self, FLAG_MEM_SIZE, PAGE_SIZE, RAM, RAM_VERSION, RamBlock};
 use crate::section;
@@ -262,7 +262,7 @@ impl Layout {
     /// # Errors
     /// A read that failed; anything that is not a mapped-ram file; parts outside the file or upon one another.
     pub fn decode<R: ReadAt>(source: R, base: u64, file_length: u64) -> Result<Self, WalkError> {
-        let mut walk = StreamWalk::new(source, Options { base, ..Options::default() });
+        let mut walk = StreamWalk::new(source, DecoderOptions { base, ..DecoderOptions::default() });
         let mut layout = Self {
             base,
             configuration: Configuration::default(),

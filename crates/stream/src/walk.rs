@@ -1,9 +1,6 @@
 //! A decoder driven over something that can be read at offsets: a mapped-ram file, a recorded stream.
-//!
-//! Page payloads and packages are passed over without being read, and the jumps of a mapped-ram file are followed, so
-//! walking costs what stands between the pages. The reads themselves are the caller's, as a closure.
 
-use crate::decoder::{Decoder, Event, Options, Step};
+use crate::decoder::{Decoder, DecoderOptions, Event, Step};
 use crate::error::StreamError;
 use std::io;
 
@@ -32,6 +29,9 @@ pub enum WalkError {
 }
 
 /// A [`Decoder`] and a window over the file it decodes.
+///
+/// Page payloads and packages are passed over without being read, and the jumps of a mapped-ram file are followed, so
+/// walking costs what stands between the pages. The reads themselves are the caller's, as a closure.
 #[derive(Debug)]
 pub struct StreamWalk<R> {
     decoder: Decoder,
@@ -51,7 +51,7 @@ const SMALLEST_READ: usize = 512;
 
 impl<R: ReadAt> StreamWalk<R> {
     /// Walks the stream that begins at `options.base`.
-    pub fn new(source: R, options: Options) -> Self {
+    pub fn new(source: R, options: DecoderOptions) -> Self {
         Self {
             decoder: Decoder::with_options(options),
             source,

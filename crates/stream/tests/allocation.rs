@@ -3,10 +3,7 @@
 // Counting needs an allocator of our own; it only counts and hands on to the system's.
 #![allow(unsafe_code)]
 
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Decoder, Event, Step};
-use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
-use limosa_stream::section;
+use limosa_stream::{Configuration, Decoder, Event, RamBlock, RecordEncoder, RecordKind, Step, ram, section};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
@@ -93,7 +90,7 @@ fn a_length_from_outside_is_not_allocated_before_its_bytes_are_there() {
     assert_eq!(decoder.next_message().unwrap(), None, "a bitmap of 4 GiB is announced");
     assert_eq!(Configuration::decode(b"QEVM\0\0\0\x03\x07\0\0\0\xff").unwrap(), None);
     let mark = b"\x04\x7e\0\0\0\0\0\x06\x03\xff\xff\xff{\"devices\":[";
-    let mut tail = limosa_stream::devices::DeviceTail::new(0, 1 << 30);
+    let mut tail = limosa_stream::DeviceTail::new(0, 1 << 30);
     assert_eq!(tail.find(mark).unwrap(), None, "a description of 64 MiB is announced");
     assert!(LARGEST.with(Cell::get) < 1024);
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{FreePageSink, FreePages, FreePagesError};
 
 use super::Balloon;
 use super::hinting::{HintList, Hinting};

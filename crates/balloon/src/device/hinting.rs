@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use limosa_memory::free::FreePageSink;
+use limosa_memory::FreePageSink;
 use vm_memory::Bytes as _;
 
 use super::pending::{BUFFERS, Pending};

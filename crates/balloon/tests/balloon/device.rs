@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::machine::{Guest, MIB, RAM, ReceivedList, USED, poll_until_idle};
 use limosa_balloon::driver::{Driver, Pages as _};
 use limosa_balloon::{Features, GuestRam, HintState, Numbering, Options, Strategy};
-use limosa_memory::free::{FreePageSink, FreePages as _, FreePagesError};
+use limosa_memory::{FreePageSink, FreePages as _, FreePagesError};
 
 #[test]
 fn a_balloon_takes_memory_and_gives_it_back() {

@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 
 use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine};
 use limosa_balloon::{Balloon, Features, HintState, Options, Ring, Strategy, Transport, VhostUserBalloon};
-use limosa_memory::free::FreePages as _;
 use limosa_memory::rust_vmm::{DirtyMarks, export};
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::{BlockOptions, FreePages as _, GuestMemory};
 use limosa_vhost::Server;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};

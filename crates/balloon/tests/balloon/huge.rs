@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use limosa_balloon::{Features, GuestRam, More, Reclaim, Strategy};
-use limosa_memory::{BlockOptions, GuestMemory, MemoryError, Method};
+use limosa_memory::{BlockOptions, GuestMemory, MemoryError, ReleaseMethod};
 use limosa_testkit::{HugePages, skipped};
 use rustix::fs::fstat;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -145,7 +145,7 @@ fn real_huge_pages_of_the_host_are_given_back_completely() {
     }
     let _pages = HugePages::reserve(16 * MIB)
         .unwrap_or_else(|error| panic!("no huge pages: {error:#}; LIMOSA_SKIP_HUGETLB=1 skips this test"));
-    for strategy in [Strategy::Auto, Strategy::By(Method::PunchHole), Strategy::By(Method::Remove)] {
+    for strategy in [Strategy::Auto, Strategy::By(ReleaseMethod::PunchHole), Strategy::By(ReleaseMethod::Remove)] {
         let block = BlockOptions::memfd("pc.ram", 16 * MIB).huge_pages(2 * MIB).map().unwrap();
         block.write(0, &vec![7; 16 << 20]).unwrap();
         let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());

@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use limosa_balloon::driver::{Blocks, Driver, Machine, RINGS};
 use limosa_balloon::{Balloon, Features, GuestRam, Options, Reclaim, Strategy};
-use limosa_memory::free::FreePageSink;
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::{BlockOptions, FreePageSink, GuestMemory};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 pub(crate) const MIB: u64 = 1 << 20;

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use limosa_balloon::{Counters, More, Ring};
-use limosa_memory::GuestMemory;
-use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageSink, FreePages as _, GuestMemory};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 use virtio_queue::DescriptorChain;

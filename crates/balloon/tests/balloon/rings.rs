@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use limosa_balloon::{Features, HintState, More, Ring, Transport};
-use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageSink, FreePages as _};
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress};
 

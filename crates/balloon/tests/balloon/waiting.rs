@@ -7,8 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_balloon::{Balloon, GuestRam, More, Options, Reclaim, Strategy};
-use limosa_memory::free::FreePages as _;
-use limosa_memory::{BlockOptions, GuestMemory, MemoryError};
+use limosa_memory::{BlockOptions, FreePages as _, GuestMemory, MemoryError};
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::bare::{Bare, WRITABLE};

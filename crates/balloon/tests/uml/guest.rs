@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
-use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageSink, FreePages as _};
 use limosa_testkit::{Uml, UmlGuest, pattern};
 use limosa_vhost::{Fault, Ram, Server, ServerError, Stopper};
 use rustix::fs::{FallocateFlags, fallocate};

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use limosa_balloon::{Balloon, Features, HintState, Options};
-use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageSink, FreePages as _};
 use limosa_testkit::on_uml;
 
 use crate::guest::{Guest, List, MIB, bytes, until};

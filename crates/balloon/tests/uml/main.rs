@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use guest::{Guest, List, MIB, bytes, until};
 use limosa_balloon::{Features, HintState, Options};
-use limosa_memory::free::FreePages as _;
+use limosa_memory::FreePages as _;
 use limosa_testkit::{on_uml, pattern};
 
 #[test]

@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use limosa_balloon::{Balloon, Features, GuestRam, Options as DeviceOptions, Reclaim as _, Strategy, VhostUserBalloon};
-use limosa_memory::MemoryError;
-use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_vhost::{Ram, Server, ServerError, Stopper};
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use limosa_channel::ZeroCopy;
 use limosa_migrate::ZeroCheck;
-use limosa_page::zero::Method;
+use limosa_page::ZeroMethod;
 use serde::{Deserialize, Serialize};
 
 pub use served::serve;
@@ -128,12 +128,12 @@ pub(crate) enum ZeroPages {
 impl ZeroPages {
     pub(crate) const ALL: [Self; 4] = [Self::Always, Self::Plainly, Self::Bulk, Self::Off];
 
-    fn params(self) -> (ZeroCheck, Method) {
+    fn params(self) -> (ZeroCheck, ZeroMethod) {
         match self {
-            Self::Always => (ZeroCheck::Always, Method::best()),
-            Self::Plainly => (ZeroCheck::Always, Method::Plain),
-            Self::Bulk => (ZeroCheck::Bulk, Method::best()),
-            Self::Off => (ZeroCheck::Off, Method::best()),
+            Self::Always => (ZeroCheck::Always, ZeroMethod::best()),
+            Self::Plainly => (ZeroCheck::Always, ZeroMethod::Plain),
+            Self::Bulk => (ZeroCheck::Bulk, ZeroMethod::best()),
+            Self::Off => (ZeroCheck::Off, ZeroMethod::best()),
         }
     }
 }

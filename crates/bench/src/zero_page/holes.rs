@@ -7,9 +7,7 @@ use std::os::fd::AsFd;
 
 use anyhow::{Context, Result, ensure};
 use limosa_memory::{BlockOptions, MemoryBlock};
-use limosa_page::scan::{PageKind, ScanRanges};
-use limosa_page::zero::Method;
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageKind, PageRange, ScanRanges, ZeroMethod};
 use rustix::fs::fstat;
 
 use crate::Options;
@@ -76,7 +74,7 @@ fn run(memory: u64, every: u64, asks: bool) -> Result<Measured> {
 }
 
 fn pages_with_contents(block: &MemoryBlock, ranges: &[PageRange]) -> u64 {
-    let runs = ScanRanges::new(block.look(), ranges, Method::best());
+    let runs = ScanRanges::new(block.look(), ranges, ZeroMethod::best());
     runs.filter(|run| run.kind == PageKind::Data).map(|run| run.pages.len()).sum()
 }
 

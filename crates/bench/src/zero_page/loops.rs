@@ -5,20 +5,20 @@
 //! branch depends on it. What is read belongs to the bench alone, so nothing has to be volatile.
 #![allow(unsafe_code, reason = "uses vector instructions")]
 
-use limosa_page::zero::Method;
+use limosa_page::ZeroMethod;
 
 /// Reads all of `memory`, as far as it has whole steps, with the vectors of `method`; whether there is such a read and this
 /// processor has it.
-pub(super) fn read(method: Method, memory: &[u8]) -> bool {
+pub(super) fn read(method: ZeroMethod, memory: &[u8]) -> bool {
     #[cfg(target_arch = "x86_64")]
     if method.is_available() {
         // SAFETY: the processor has the instructions, as was asked.
         unsafe {
             match method {
-                Method::Avx512 => x86::avx512(memory),
-                Method::Avx2 => x86::avx2(memory),
-                Method::Sse2 => x86::sse2(memory),
-                Method::Plain | Method::Portable | Method::Neon => return false,
+                ZeroMethod::Avx512 => x86::avx512(memory),
+                ZeroMethod::Avx2 => x86::avx2(memory),
+                ZeroMethod::Sse2 => x86::sse2(memory),
+                ZeroMethod::Plain | ZeroMethod::Portable | ZeroMethod::Neon => return false,
             }
         }
         return true;

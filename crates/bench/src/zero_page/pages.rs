@@ -10,10 +10,7 @@
 use std::hint::black_box;
 
 use anyhow::{Context, Result, ensure};
-use limosa_page::guest::GuestPages;
-use limosa_page::scan::{PageKind, Scan};
-use limosa_page::zero::{Method, is_zero};
-use limosa_page::{PAGE_LEN, PAGE_SIZE};
+use limosa_page::{GuestPages, PAGE_LEN, PAGE_SIZE, PageKind, Scan, ZeroMethod, is_zero};
 
 use super::contents::Contents;
 use super::loops;
@@ -67,26 +64,26 @@ impl CacheState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PageScan {
     /// All of the memory is read and nothing is said of it.
-    Read(Method),
+    Read(ZeroMethod),
     /// What the compiler makes of an iterator over bytes.
     Iterator,
     /// [`is_zero`], as a user of the crate calls it: the method is chosen for each page.
     IsZero,
     /// One page after the other.
-    Pages(Method),
+    Pages(ZeroMethod),
     /// Many pages in one call.
-    Runs(Method),
+    Runs(ZeroMethod),
 }
 
 impl PageScan {
     /// Those of a case, the plain ones first.
     fn all(contents: Contents) -> impl Iterator<Item = Self> {
-        let reads = Method::ALL.into_iter().filter(|method| loops::read(*method, &[])).map(Self::Read);
-        let methods = || Method::available().filter(|method| *method != Method::Plain);
+        let reads = ZeroMethod::ALL.into_iter().filter(|method| loops::read(*method, &[])).map(Self::Read);
+        let methods = || ZeroMethod::available().filter(|method| *method != ZeroMethod::Plain);
         reads
             // What is read does not change how fast it is read.
             .filter(move |_| contents == Contents::Zero)
-            .chain([Self::Iterator, Self::Pages(Method::Plain), Self::IsZero])
+            .chain([Self::Iterator, Self::Pages(ZeroMethod::Plain), Self::IsZero])
             .chain(methods().map(Self::Pages))
             .chain(methods().map(Self::Runs))
     }
@@ -96,7 +93,7 @@ impl PageScan {
             Self::Read(method) => format!("read, {method}"),
             Self::Iterator => "the compiler's loop".into(),
             Self::IsZero => "is_zero".into(),
-            Self::Pages(Method::Plain) => "16 bytes at a time".into(),
+            Self::Pages(ZeroMethod::Plain) => "16 bytes at a time".into(),
             Self::Pages(method) => format!("{method}, page by page"),
             Self::Runs(method) => format!("{method}, in runs"),
         }
@@ -170,7 +167,7 @@ pub(super) fn rounds(options: &Options) -> Result<Measurements> {
         for (cache, scan) in wanted {
             let len = usize::try_from(if cache == CacheState::Cold { cold } else { hot })?;
             let memory = memory.get(..len).context("hot memory beyond the cold")?;
-            let zeros = PageScan::Pages(Method::Portable).look(memory).unwrap_or(0);
+            let zeros = PageScan::Pages(ZeroMethod::Portable).look(memory).unwrap_or(0);
             contestants.push(Contestant {
                 case: case(cache, contents),
                 variant: scan.name(),
@@ -208,7 +205,7 @@ fn run(scan: PageScan, memory: &[u8], times: u64, zeros: u64) -> Result<Measured
 /// Ratios and targets.
 pub(super) fn judge(report: &mut Report, measured: &Measurements) {
     let Measurements { all, cold, hot } = measured;
-    let best = Method::best();
+    let best = ZeroMethod::best();
     let zero = case(CacheState::Cold, Contents::Zero);
     let cache = caches::known_last_level();
     let why = match cache {
@@ -219,7 +216,7 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
         Some(_) => NOT_RUN.to_owned(),
     };
     let is_cold = cache.is_some_and(|cache| *cold > 4 * cache);
-    for method in Method::available().filter(|method| loops::read(*method, &[])) {
+    for method in ZeroMethod::available().filter(|method| loops::read(*method, &[])) {
         let (read, runs) = (PageScan::Read(method).name(), PageScan::Runs(method).name());
         let found = ratio(all, &zero, &read, &runs, "cpu");
         if method == best {
@@ -243,9 +240,9 @@ pub(super) fn judge(report: &mut Report, measured: &Measurements) {
             let runs = PageScan::Runs(best).name();
             for other in [
                 PageScan::Iterator,
-                PageScan::Pages(Method::Plain),
+                PageScan::Pages(ZeroMethod::Plain),
                 PageScan::Pages(best),
-                PageScan::Runs(Method::Avx512),
+                PageScan::Runs(ZeroMethod::Avx512),
             ] {
                 report.ratios.extend(ratio(all, &case, &runs, &other.name(), "cpu").filter(|_| runs != other.name()));
             }

@@ -5,13 +5,10 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_memory::dirty::{DirtyLogs, Writers};
-use limosa_memory::free::FreePages;
-use limosa_memory::share::PassedBlock;
-use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
+use limosa_memory::{BlockOptions, FreePages, GuestMemory, GuestRegion, PassedBlock};
 use limosa_migrate::{IncomingVm, LiveVm, VmError};
 use limosa_page::PAGE_SIZE;
-use limosa_stream::device_sections::OpaqueSection;
-use limosa_stream::{Configuration, DeviceSections};
+use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 

@@ -17,9 +17,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use limosa_memory::GuestMemory;
 use limosa_memory::dirty::{DirtyLog, ExplicitLog, Marker, Writers};
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{FreePageSink, FreePages, FreePagesError, GuestMemory};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
 use super::gate::{Gate, Pace};

@@ -14,8 +14,8 @@ use std::thread::JoinHandle;
 use kvm_bindings::kvm_regs;
 use kvm_ioctls::Kvm;
 use limosa_memory::GuestMemory;
-use limosa_memory::dirty::kvm::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_memory::dirty::{DirtyLog, DirtyLogs, WriteFaultLog, WriteProtectLog, Writers};
+use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
 
 use super::gate::Gate;

@@ -7,7 +7,7 @@ use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args, Subcommand};
 use limosa_balloon::Strategy;
 use limosa_console::{one_of, parse};
-use limosa_memory::Method;
+use limosa_memory::ReleaseMethod;
 use limosa_qemu::qmp::MonitorAddress;
 
 #[derive(Debug, Args)]
@@ -65,14 +65,22 @@ pub(crate) struct BalloonServeArgs {
 fn discard() -> impl TypedValueParser<Value = Strategy> {
     one_of([
         (Strategy::Auto, "auto", "Chosen by the kind of memory"),
-        (Strategy::By(Method::PunchHole), "punch-hole", "`fallocate(PUNCH_HOLE)` on the file that backs the memory"),
         (
-            Strategy::By(Method::DontNeed),
+            Strategy::By(ReleaseMethod::PunchHole),
+            "punch-hole",
+            "`fallocate(PUNCH_HOLE)` on the file that backs the memory",
+        ),
+        (
+            Strategy::By(ReleaseMethod::DontNeed),
             "dontneed",
             "`madvise(MADV_DONTNEED)`, for private memory; not possible with a front end",
         ),
-        (Strategy::By(Method::Remove), "remove", "`madvise(MADV_REMOVE)`, for shared memory"),
-        (Strategy::By(Method::Free), "free", "`madvise(MADV_FREE)`, for private memory; not possible with a front end"),
+        (Strategy::By(ReleaseMethod::Remove), "remove", "`madvise(MADV_REMOVE)`, for shared memory"),
+        (
+            Strategy::By(ReleaseMethod::Free),
+            "free",
+            "`madvise(MADV_FREE)`, for private memory; not possible with a front end",
+        ),
         (Strategy::Nothing, "none", "Not at all"),
     ])
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_balloon::{Balloon, ZeroTarget};
-use limosa_memory::free::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageSink, FreePages as _};
 use serde_json::{Value, json};
 
 /// How long a guest may let nothing be heard of what it was asked for.

@@ -124,7 +124,7 @@ mod tests {
 
     use super::*;
     use crate::dirty::{DirtyLog, DirtyPages};
-    use crate::{BlockOptions, GuestMemory, Method};
+    use crate::{BlockOptions, GuestMemory, ReleaseMethod};
 
     #[test]
     fn a_page_that_is_given_back_is_written_though_no_vcpu_has() {
@@ -144,7 +144,7 @@ mod tests {
                 block.write(0, &[7; 64 << 12]).unwrap();
                 log.start().unwrap();
                 block.discard(PageRange::starting_at(PageNumber(3), 2)).unwrap();
-                let method = if block.is_shared() { Method::PunchHole } else { Method::Free };
+                let method = if block.is_shared() { ReleaseMethod::PunchHole } else { ReleaseMethod::Free };
                 block.release(PageRange::starting_at(PageNumber(9), 1), method).unwrap();
                 let expected = [PageRange::starting_at(PageNumber(3), 2), PageRange::starting_at(PageNumber(9), 1)];
                 for expected in [&expected[..], &[]] {

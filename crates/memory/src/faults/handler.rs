@@ -55,6 +55,27 @@ impl Drop for Descriptor {
 }
 
 /// Answers those who touch pages that have not come. For any number of threads.
+///
+/// **Law: a page that has not come is never read as zero.** A thread that touches a missing page stands still until somebody
+/// places the page, however many pagers die meanwhile. The kernel does the opposite when the last descriptor of a
+/// userfaultfd is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered memory
+/// is not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
+/// [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], had by [`FaultHandler::hold`], makes a
+/// new handler when the old one is dead; its descriptor can be passed to another process, which goes on by
+/// [`FaultHandler::from_fd`].
+///
+/// How pages get there:
+/// - [`FaultMode::Missing`]: a page that nobody has is placed by a copy that the kernel makes ([`FaultHandler::copy`]) or as
+///   zeros ([`FaultHandler::zero`]): whole at once, so that no reader sees half of it.
+/// - [`FaultMode::Minor`], for shared memory: the pager writes the page through a mapping of its own (from a socket straight to
+///   its place) and then lets the guest have it ([`FaultHandler::map_present`]). Nothing is copied.
+///
+/// **Only what goes through this process's mapping waits.** A missing page of shared memory that another process touches in
+/// its own mapping (a vhost-user back end) becomes zeros for all, and is there when its contents come: a back end may run
+/// only when nothing is missing, or with a userfaultfd of its own.
+///
+/// Which pages have come is not kept here: whoever places pages knows. A page that is there already is reported, not
+/// overwritten. Populating registered memory (`MADV_POPULATE_WRITE`) would wait for a page that nobody sends: do it before.
 #[derive(Debug)]
 pub struct FaultHandler {
     descriptor: Arc<Descriptor>,

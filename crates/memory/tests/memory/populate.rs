@@ -3,8 +3,7 @@
 use std::io::{Read as _, Write as _};
 use std::process::Stdio;
 
-use limosa_memory::populate::{Headroom, PopulateStats, Populator};
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::{BlockOptions, GuestMemory, Headroom, PopulateStats, Populator};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::{HugePages, MemoryGroup};
 

@@ -4,7 +4,7 @@ use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use limosa_memory::{BlockOptions, MemoryBlock, Method};
+use limosa_memory::{BlockOptions, MemoryBlock, ReleaseMethod};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange, holes};
 use proptest::prelude::*;
 
@@ -64,7 +64,7 @@ proptest! {
             block.write(page.0 * PAGE_SIZE, b"contents").unwrap();
         }
         for run in bitmap(&given_back).runs() {
-            let method = if block.is_shared() { Method::PunchHole } else { Method::DontNeed };
+            let method = if block.is_shared() { ReleaseMethod::PunchHole } else { ReleaseMethod::DontNeed };
             block.release(run, method).unwrap();
         }
         let wanted = bitmap(&wanted);
@@ -108,7 +108,7 @@ fn what_was_there_before_is_found_whatever_is_populated_and_given_back_meanwhile
                 for page in (0..PAGES / 2).step_by(3) {
                     block.write(page * PAGE_SIZE, b"passing").unwrap();
                 }
-                block.release(range(0, PAGES / 2), Method::PunchHole).unwrap();
+                block.release(range(0, PAGES / 2), ReleaseMethod::PunchHole).unwrap();
             }
         });
         for _ in 0..200 {

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
 use limosa_memory::dirty::{DirtyLog, DirtyPages, LogError, WriteFaultLog, WriteProtectLog, Writers, best_for};
-use limosa_memory::{BlockOptions, GuestMemory, Method};
+use limosa_memory::{BlockOptions, GuestMemory, ReleaseMethod};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
 use rustix::mm::{Advice, madvise};
@@ -236,7 +236,9 @@ fn a_page_that_is_given_back_is_written_and_what_is_written_to_it_next_is_seen()
             let mut expected = vec![page(0)];
             block.discard(page(0)).unwrap();
             for (method, number) in
-                [Method::PunchHole, Method::DontNeed, Method::Remove, Method::Free].into_iter().zip(1..)
+                [ReleaseMethod::PunchHole, ReleaseMethod::DontNeed, ReleaseMethod::Remove, ReleaseMethod::Free]
+                    .into_iter()
+                    .zip(1..)
             {
                 if block.takes(method) {
                     block.release(page(2 * number), method).unwrap();
@@ -258,7 +260,7 @@ fn what_was_freed_lazily_before_the_log_began_is_not_written_unseen() {
     let block = memory.block(0).unwrap();
     for mut log in logs(&memory) {
         (0..64).for_each(|page| poke(&memory, page));
-        block.release(PageRange::first(64), Method::Free).unwrap();
+        block.release(PageRange::first(64), ReleaseMethod::Free).unwrap();
         log.start().unwrap();
         // The kernel is short of memory, or does as if.
         let place = block.place(PageRange::first(64)).unwrap();

@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use kvm_bindings::{kvm_regs, kvm_segment};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use limosa_memory::GuestMemory;
-use limosa_memory::dirty::kvm::KvmSlots;
+use limosa_memory::dirty::KvmSlots;
 use limosa_memory::rust_vmm::{DirtyMarks, import};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 

@@ -15,15 +15,14 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use limosa_channel::Channel;
 use limosa_memory::GuestMemory;
-use limosa_memory::dirty::kvm::KvmLog;
+use limosa_memory::dirty::KvmLog;
 use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Writers};
 use limosa_memory::rust_vmm::attach;
 use limosa_migrate::{
     ArrivalOutcome, Control, GiveUp, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource,
     LiveVm, MigrationParams, Progress, VmError,
 };
-use limosa_stream::device_sections::OpaqueSection;
-use limosa_stream::{Configuration, DeviceSections};
+use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use machine::Machine;
 
 /// Name of the machine in the stream: both ends must be the same.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use limosa_stream::command::PageSizes;
+use limosa_stream::PageSizes;
 
 use crate::error::MigrateError;
 use crate::pages::StreamStart;

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use limosa_channel::{Channel, ChannelError};
-use limosa_stream::Decoder;
-use limosa_stream::devices::DeviceState;
-use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::{Decoder, DeviceState, ReturnMessage};
 
 use super::{DestinationStats, TAIL_PATIENCE};
 use crate::error::MigrateError;

@@ -30,8 +30,8 @@ use std::time::Duration;
 
 use limosa_channel::{Channel, How};
 use limosa_memory::dirty::Writers;
-use limosa_memory::faults::{FaultHandler, FaultOptions};
-use limosa_stream::command::PageSizes;
+use limosa_memory::{FaultHandler, FaultOptions};
+use limosa_stream::PageSizes;
 use limosa_stream::devices::TAIL_LIMIT;
 
 pub use arrival::{ArrivalOutcome, ArrivalStats, UndecidedArrival};

@@ -7,8 +7,7 @@
 
 use std::os::fd::OwnedFd;
 
-use limosa_memory::share::PassedBlock;
-use limosa_memory::{GuestMemory, MemoryBlock, MemoryError};
+use limosa_memory::{GuestMemory, MemoryBlock, MemoryError, PassedBlock};
 use limosa_stream::configuration::IGNORE_SHARED;
 
 use crate::error::MigrateError;

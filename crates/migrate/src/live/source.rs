@@ -36,13 +36,12 @@ use std::thread;
 use std::time::Instant;
 
 use limosa_channel::{Channel, How, ZeroCopy};
-use limosa_memory::BlockRole;
 use limosa_memory::dirty::DirtyLogs;
-use limosa_memory::free::FreePages;
+use limosa_memory::{BlockRole, FreePages};
 use limosa_page::PAGE_SIZE;
+use limosa_stream::ReturnMessage;
 use limosa_stream::multifd::Compression;
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::vm;
+use limosa_stream::postcopy::PING_LOADED;
 
 use self::engine::Engine;
 use self::guard::VmGuard;
@@ -296,7 +295,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             thread::scope(|scope| {
                 let reader = scope.spawn(|| {
                     inbox.read_from(&channel, &source.start().blocks, false, |message| {
-                        if *message == ReturnMessage::Pong(vm::PING_LOADED) && switching.load(Ordering::Acquire) {
+                        if *message == ReturnMessage::Pong(PING_LOADED) && switching.load(Ordering::Acquire) {
                             // The VM runs there from here on.
                             let _ = loaded.set(Instant::now());
                             progress.enter(Phase::PostcopyActive);

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use limosa_page::PAGE_SIZE;
-use limosa_stream::ram::RamBlock;
+use limosa_stream::RamBlock;
 
 use crate::error::MigrateError;
 

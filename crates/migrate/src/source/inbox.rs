@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
-use limosa_stream::ram::RamBlock;
-use limosa_stream::return_path::{ReturnDecoder, ReturnMessage};
+use limosa_stream::{RamBlock, ReturnDecoder, ReturnMessage};
 
 use crate::error::MigrateError;
 

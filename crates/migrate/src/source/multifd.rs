@@ -18,9 +18,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, How, ZeroCopy};
-use limosa_page::zero::Method;
-use limosa_page::{PageBitmap, PageRange};
-use limosa_stream::configuration::MultifdRules;
+use limosa_page::{PageBitmap, PageRange, ZeroMethod};
+use limosa_stream::MultifdRules;
 use limosa_stream::multifd::{Compression, PACKET_PAGES};
 
 use super::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
@@ -175,7 +174,7 @@ pub(crate) struct RoundPlan {
     /// What becomes of zero pages, by block.
     pub(crate) zeros: Vec<Zeros>,
     /// How guest memory is looked at.
-    pub(crate) method: Method,
+    pub(crate) method: ZeroMethod,
     /// SYNC packets that each channel owes behind its last page: the join points of the main channel from there to the next
     /// round.
     pub(crate) syncs: usize,
@@ -250,7 +249,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             let zeros = if self.options.detect_zero { Zeros::Told } else { Zeros::Unknown };
             // With the old rule PART and END have one each, else there is the one in END.
             let syncs = if self.rules.sync_at_every_section { 2 } else { 1 };
-            let plan = RoundPlan { zeros: vec![zeros; blocks.len()], method: Method::best(), syncs, limited: true };
+            let plan = RoundPlan { zeros: vec![zeros; blocks.len()], method: ZeroMethod::best(), syncs, limited: true };
             let mut records = RecordWriter::new(self.main, blocks)?;
             let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
             self.windows.start(stored);

@@ -22,9 +22,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use limosa_channel::{Channel, ChannelError, Counters};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
-use limosa_stream::command::Command;
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::{ram, section, vm};
+use limosa_stream::{Command, ReturnMessage, postcopy, ram, section};
 
 use super::host_pages::with_page_sizes;
 use super::inbox::Inbox;
@@ -96,7 +94,7 @@ pub struct PostcopyStats {
 /// What a source role that has sent pages in precopy hands to this one.
 pub(crate) struct Switch<'b> {
     /// Where its reader sorts the return path to, which stays open. The reader notices the answer to
-    /// [`PING_LOADED`](vm::PING_LOADED).
+    /// [`PING_LOADED`](postcopy::PING_LOADED).
     pub(crate) inbox: &'b Inbox,
     /// Pages that the destination has, by block; whole host pages.
     pub(crate) already: &'b [PageBitmap],
@@ -241,7 +239,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let result = thread::scope(|scope| {
             let read = || {
                 state.inbox.read_from(&self.channel, &blocks, recovery, |message| {
-                    if *message == ReturnMessage::Pong(vm::PING_LOADED) {
+                    if *message == ReturnMessage::Pong(postcopy::PING_LOADED) {
                         self.progress.enter(Phase::PostcopyActive);
                         (self.observer)(Milestone::DevicesLoaded);
                         self.control.release();
@@ -341,7 +339,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let start = self.source.start();
         let mut prologue = Vec::new();
         let early = self.source.early_sections();
-        vm::encode_postcopy_prologue(&start.configuration, start.section_id, state.blocks, early, &mut prologue)?;
+        postcopy::encode_postcopy_prologue(&start.configuration, start.section_id, state.blocks, early, &mut prologue)?;
         let (body, _) = self.package()?;
         let Some(open) = open_preempt else {
             self.commit()?;
@@ -351,7 +349,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         // The destination takes the second connection for the preempt channel, so the main one must have been accepted:
         // the answer to the prologue's PING proves it.
         self.channel.put(&prologue)?;
-        state.inbox.wait_pong(vm::PING_OPENED, self.options.patience)?;
+        state.inbox.wait_pong(postcopy::PING_OPENED, self.options.patience)?;
         let preempt = self.connect_preempt(open)?;
         self.commit()?;
         self.channel.put(&body)?;
@@ -360,9 +358,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
 
     /// The package, and the PART section that every later page of this channel is in; how many bytes the package is.
     fn package(&self) -> Result<(Vec<u8>, usize), MigrateError> {
-        let package = vm::postcopy_package(self.source.device_sections(), Some(vm::PING_LOADED))?;
+        let package = postcopy::postcopy_package(self.source.device_sections(), Some(postcopy::PING_LOADED))?;
         let mut body = Vec::with_capacity(package.len() + 32);
-        vm::encode_packaged(&package, &mut body)?;
+        postcopy::encode_packaged(&package, &mut body)?;
         let length = body.len();
         section::encode_part(self.source.start().section_id, &mut body);
         Ok((body, length))
@@ -453,7 +451,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// Fails if a destination that was switched has not said for too long that it has loaded its devices.
     fn check_loaded(&self, state: &SendState<'_, S>) -> Result<(), MigrateError> {
         match self.owed {
-            Some((since, patience)) if since.elapsed() >= patience && !state.inbox.has_pong(vm::PING_LOADED) => {
+            Some((since, patience)) if since.elapsed() >= patience && !state.inbox.has_pong(postcopy::PING_LOADED) => {
                 Err(MigrateError::Silent { what: "the package of device state", waited: patience })
             }
             _ => Ok(()),
@@ -515,16 +513,16 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 return Err(state.inbox.outcome());
             }
             // Not earlier: a destination that has failed to load its devices trips over a command (found with QEMU 10.0.2).
-            if !asked && (self.recovering || state.inbox.has_pong(vm::PING_LOADED)) {
+            if !asked && (self.recovering || state.inbox.has_pong(postcopy::PING_LOADED)) {
                 asked = true;
                 ram::encode_eos(start.section_id, &mut bytes);
-                Command::Ping(vm::PING_PACKAGED).encode(&mut bytes)?;
+                Command::Ping(postcopy::PING_PACKAGED).encode(&mut bytes)?;
                 section::encode_part(start.section_id, &mut bytes);
                 self.channel.put(&bytes)?;
             }
             // In this order: when nothing is left to claim, what the preempt channel's thread has claimed is counted. It is not
             // sent yet, and reading it may still fail.
-            let all = state.inbox.has_pong(vm::PING_PACKAGED)
+            let all = state.inbox.has_pong(postcopy::PING_PACKAGED)
                 && state.unsent.left() == 0
                 && state.unanswered.load(Ordering::Acquire) == 0;
             if all && !placed {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use limosa_channel::{Channel, Counters, ZeroCopy};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_stream::multifd::Compression;
-use limosa_stream::{Command, ram, section, vm};
+use limosa_stream::{Command, postcopy, ram, section};
 
 use super::inbox::Inbox;
 use super::multifd::{self, Multifd, MultifdSourceOptions, Parts};
@@ -180,11 +180,11 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         if self.options.return_path {
             Command::OpenReturnPath.encode(&mut bytes)?;
             if let Some(patience) = self.options.greeting {
-                Command::Ping(vm::PING_OPENED).encode(&mut bytes)?;
+                Command::Ping(postcopy::PING_OPENED).encode(&mut bytes)?;
                 if multifd.is_none() {
                     self.channel.put(&bytes)?;
                     bytes.clear();
-                    inbox.wait_pong(vm::PING_OPENED, patience)?;
+                    inbox.wait_pong(postcopy::PING_OPENED, patience)?;
                 }
             }
         }
@@ -200,7 +200,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         self.progress.enter(Phase::Active);
         let moved = match multifd {
             Some(multifd) => multifd.send_pages(|| match self.options.greeting {
-                Some(patience) if self.options.return_path => inbox.wait_pong(vm::PING_OPENED, patience),
+                Some(patience) if self.options.return_path => inbox.wait_pong(postcopy::PING_OPENED, patience),
                 _ => Ok(()),
             })?,
             None => self.send_pages()?,

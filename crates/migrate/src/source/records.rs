@@ -9,10 +9,8 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError};
 use limosa_memory::MemoryBlock;
-use limosa_page::scan::{PageKind, Run, ScanRanges};
-use limosa_page::zero::Method;
-use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
-use limosa_stream::ram::{RamBlock, RecordEncoder, RecordKind};
+use limosa_page::{PAGE_LEN, PageBitmap, PageKind, PageNumber, PageRange, PageRun, ScanRanges, ZeroMethod};
+use limosa_stream::{RamBlock, RecordEncoder, RecordKind};
 
 use super::copied::StreamBuffer;
 use super::gather::Gather;
@@ -47,7 +45,7 @@ pub(crate) struct RecordWriter<'a> {
     contents: usize,
     gather: Gather<'static>,
     /// How guest memory is looked at.
-    method: Method,
+    method: ZeroMethod,
     /// For [`Put::Copied`].
     buffer: Option<StreamBuffer>,
     busy: Duration,
@@ -74,13 +72,13 @@ impl Zeros {
         self,
         memory: &'r MemoryBlock,
         runs: &'r [PageRange],
-        method: Method,
-    ) -> Result<impl Iterator<Item = Run> + 'r, MigrateError> {
+        method: ZeroMethod,
+    ) -> Result<impl Iterator<Item = PageRun> + 'r, MigrateError> {
         if let Some(run) = runs.iter().find(|run| run.end > memory.pages().end) {
             return Err(no_such_pages(memory, *run));
         }
         let (looked_at, unseen) = if self == Self::Unknown { (&[][..], runs) } else { (runs, &[][..]) };
-        let unseen = unseen.iter().map(|pages| Run { pages: *pages, kind: PageKind::Data });
+        let unseen = unseen.iter().map(|pages| PageRun { pages: *pages, kind: PageKind::Data });
         Ok(ScanRanges::new(memory.look(), looked_at, method).chain(unseen))
     }
 }
@@ -133,14 +131,14 @@ impl<'a> RecordWriter<'a> {
             placed: Vec::new(),
             contents: 0,
             gather: Gather::default(),
-            method: Method::best(),
+            method: ZeroMethod::best(),
             buffer: None,
             busy: Duration::ZERO,
         })
     }
 
     /// Looks at guest memory by this method.
-    pub(crate) fn looking_by(self, method: Method) -> Self {
+    pub(crate) fn looking_by(self, method: ZeroMethod) -> Self {
         Self { method, ..self }
     }
 
@@ -169,7 +167,7 @@ impl<'a> RecordWriter<'a> {
         self.records.clear();
         let mut zeros = 0;
         for (page, bytes) in pages.iter().zip(contents.chunks_exact(PAGE_LEN)) {
-            let zero = !stored.get(page) || limosa_page::zero::is_zero(bytes);
+            let zero = !stored.get(page) || limosa_page::is_zero(bytes);
             zeros += u64::from(zero);
             let kind = if zero { RecordKind::Zero } else { RecordKind::Page };
             self.encoder.append(kind, block, page.offset(), &mut self.headers)?;
@@ -215,7 +213,7 @@ impl<'a> RecordWriter<'a> {
     ) -> Result<Sent, MigrateError> {
         let GuestPages { block, memory, runs, zeros } = pages;
         let mut sent = Sent::default();
-        for Run { pages, kind } in zeros.find(memory, runs, self.method)? {
+        for PageRun { pages, kind } in zeros.find(memory, runs, self.method)? {
             let kind = match kind {
                 PageKind::Data => {
                     sent.normal += pages.len();
@@ -352,9 +350,9 @@ mod tests {
         let there = [PageRange::first(2), PageRange::starting_at(PageNumber(2), 2)];
         let beyond = [PageRange::first(2), PageRange::starting_at(PageNumber(3), 2)];
         for zeros in [Zeros::Told, Zeros::LeftOut, Zeros::Unknown] {
-            let found: u64 = zeros.find(&memory, &there, Method::best()).unwrap().map(|run| run.pages.len()).sum();
+            let found: u64 = zeros.find(&memory, &there, ZeroMethod::best()).unwrap().map(|run| run.pages.len()).sum();
             assert_eq!(found, 4);
-            assert!(zeros.find(&memory, &beyond, Method::best()).is_err());
+            assert!(zeros.find(&memory, &beyond, ZeroMethod::best()).is_err());
         }
     }
 

@@ -8,7 +8,7 @@
 //! that has claimed it sends all of its pages, the zero ones among them too. In a block of 4 KiB pages that is one page.
 
 use limosa_page::{AtomicPageBitmap, PageBitmap, PageNumber, PageRange};
-use limosa_stream::ram::RamBlock;
+use limosa_stream::RamBlock;
 
 use super::host_pages;
 use crate::pages::PageSource;

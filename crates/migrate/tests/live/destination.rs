@@ -13,13 +13,13 @@ use limosa_migrate::{
     MigrateError, MultifdOptions, PrecopyOptions, PrecopySource, Progress, VmError,
 };
 use limosa_page::{PAGE_LEN, PageNumber};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::multifd::{PACKET_LEN, Packet};
-use limosa_stream::ram::{FLAG_MULTIFD_FLUSH, RecordEncoder, RecordKind};
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::vm::{PING_GO, PING_READY};
-use limosa_stream::{Command, DeviceSections, RamBlock, ram, section};
+use limosa_stream::postcopy::{PING_GO, PING_READY};
+use limosa_stream::ram::FLAG_MULTIFD_FLUSH;
+use limosa_stream::{
+    Command, Configuration, DeviceSections, OpaqueSection, RamBlock, RecordEncoder, RecordKind, ReturnMessage, ram,
+    section,
+};
 
 /// What a live source sends: up to the PING that is answered, and what it sends after the answer.
 struct Script {

@@ -10,11 +10,11 @@ use crate::model::live::{Restless, TestVm, random};
 use crate::model::pair;
 use crate::model::vm::Vm;
 use kvm_ioctls::Kvm;
-use limosa_memory::dirty::kvm::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_memory::dirty::{
     DirtyLog, DirtyLogs, ExplicitLog, Marker, VhostLog, WriteFaultLog, WriteProtectLog, Writers,
 };
-use limosa_memory::{BlockOptions, Method};
+use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
+use limosa_memory::{BlockOptions, ReleaseMethod};
 use limosa_migrate::{
     ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
     Progress,
@@ -24,7 +24,8 @@ use limosa_testkit::HugePages;
 
 const LENGTH: u64 = 4 << 20;
 const HUGE: u64 = 2 << 20;
-const METHODS: [Method; 4] = [Method::PunchHole, Method::DontNeed, Method::Remove, Method::Free];
+const METHODS: [ReleaseMethod; 4] =
+    [ReleaseMethod::PunchHole, ReleaseMethod::DontNeed, ReleaseMethod::Remove, ReleaseMethod::Free];
 /// Rounds that the guest is moved in, before it is stopped.
 const ROUNDS: u32 = 200;
 

@@ -11,7 +11,7 @@ use limosa_migrate::{
     AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, IncomingVm,
     LiveDestination, LiveDestinationOptions, MultifdOptions, Progress, VmError,
 };
-use limosa_stream::device_sections::OpaqueSection;
+use limosa_stream::OpaqueSection;
 use limosa_testkit::{Authority, BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
 use serde_json::json;
 use tempfile::TempDir;

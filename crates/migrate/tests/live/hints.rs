@@ -17,8 +17,7 @@ use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, Writers};
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
-use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
+use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
 use limosa_migrate::{
     ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
     MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Put, Stop, ZeroCheck,

@@ -9,10 +9,7 @@ use std::time::Duration;
 use crate::model::{Landed, Memory, Records, ask_host_page, pair, say};
 use limosa_migrate::{Control, MigrateError, PageSource, PostcopyOptions, PostcopySource, Progress, Stop};
 use limosa_page::{PageBitmap, PageNumber, PageRange};
-use limosa_stream::Command;
-use limosa_stream::decoder::{Decoder, Event};
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::vm;
+use limosa_stream::{Command, Decoder, Event, ReturnMessage, postcopy};
 use proptest::prelude::*;
 
 /// Options for a destination whose blocks have so many pages a host page.
@@ -70,7 +67,7 @@ fn transfer(
                     Event::Command(Command::Ping(token)) => say(far, &ReturnMessage::Pong(*token)),
                     Event::Package { .. } => {
                         asking = true;
-                        say(far, &ReturnMessage::Pong(vm::PING_LOADED));
+                        say(far, &ReturnMessage::Pong(postcopy::PING_LOADED));
                     }
                     Event::Command(Command::ReceiveBitmap { block }) => {
                         let index = memory.start.blocks.iter().position(|known| known.name == *block).unwrap();

@@ -11,10 +11,8 @@ use limosa_channel::Channel;
 use limosa_memory::BlockOptions;
 use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
 use limosa_page::PAGE_LEN;
-use limosa_stream::configuration::Configuration;
-use limosa_stream::ram::{RecordEncoder, RecordKind};
-use limosa_stream::vm::{PING_GO, PING_READY};
-use limosa_stream::{Command, DeviceSections, RamBlock, ram, section};
+use limosa_stream::postcopy::{PING_GO, PING_READY};
+use limosa_stream::{Command, Configuration, DeviceSections, RamBlock, RecordEncoder, RecordKind, ram, section};
 use limosa_testkit::MemoryGroup;
 
 const CASE: &str = "LIMOSA_TEST_LIMITED";

@@ -19,10 +19,9 @@ use limosa_migrate::{
     PostcopySource, PrecopyOptions, PrecopySource, Progress,
 };
 use limosa_page::PAGE_LEN;
-use limosa_stream::command::PageSizes;
-use limosa_stream::configuration::Configuration;
-use limosa_stream::ram::{RecordEncoder, RecordKind};
-use limosa_stream::{Command, DeviceSections, RamBlock, ram, section, vm};
+use limosa_stream::{
+    Command, Configuration, DeviceSections, PageSizes, RamBlock, RecordEncoder, RecordKind, postcopy, ram, section,
+};
 use limosa_testkit::HugePages;
 
 fn options() -> LiveDestinationOptions {
@@ -277,7 +276,7 @@ fn opening(discards: std::ops::Range<u64>) -> (Vec<u8>, RecordEncoder) {
     Command::RamDiscard { block: "ram".into(), ranges }.encode(&mut out).unwrap();
     let mut devices = DeviceSections::new();
     devices.push("timer", 0, 1, b"tick").unwrap();
-    vm::encode_packaged(&vm::postcopy_package(devices.bytes(), Some(3)).unwrap(), &mut out).unwrap();
+    postcopy::encode_packaged(&postcopy::postcopy_package(devices.bytes(), Some(3)).unwrap(), &mut out).unwrap();
     section::encode_part(2, &mut out);
     (out, RecordEncoder::new(&blocks).unwrap())
 }

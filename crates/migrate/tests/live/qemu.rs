@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::model::live::{Bare, TestVm};
 use limosa_channel::{Channel, Options, Tls, Uri, ZeroCopy};
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
-use limosa_memory::{BlockOptions, GuestMemory, GuestRegion};
+use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
 use limosa_migrate::{
     Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MigrationParams, MultifdSourceOptions, OpenPreempt,
     Phase, Postcopy, Progress, Put, RoundReport, Stop,

@@ -9,8 +9,7 @@ use crate::model::live::{TestVm, random};
 use crate::model::vm::Vm;
 use crate::model::{lending_pair, pair};
 use limosa_channel::ZeroCopy;
-use limosa_memory::BlockOptions;
-use limosa_memory::BlockRole;
+use limosa_memory::{BlockOptions, BlockRole};
 use limosa_migrate::{
     ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
     MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Put, RoundKind, ZeroCheck,

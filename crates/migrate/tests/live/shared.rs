@@ -10,19 +10,19 @@ use std::time::Duration;
 use crate::model::live::TestVm;
 use crate::model::pair;
 use limosa_channel::{Channel, How, Listener};
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
-use limosa_memory::share::PassedBlock;
-use limosa_memory::{BlockOptions, BlockRole, GuestMemory, GuestRegion};
+use limosa_memory::{
+    BlockOptions, BlockRole, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion, PassedBlock,
+};
 use limosa_migrate::{
     ArrivalOutcome, Control, GiveUp, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource,
     LiveStats, MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, SharedMemory, VmError,
 };
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
-use limosa_stream::device_sections::OpaqueSection;
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
-use limosa_stream::ram::{RecordEncoder, RecordKind};
-use limosa_stream::vm::PING_READY;
-use limosa_stream::{Command, Configuration, DeviceSections, RamBlock, ram, section};
+use limosa_stream::postcopy::PING_READY;
+use limosa_stream::{
+    Command, Configuration, DeviceSections, OpaqueSection, RamBlock, RecordEncoder, RecordKind, ram, section,
+};
 
 /// A VM that has a block of private memory and takes the others.
 struct Heir {

@@ -15,7 +15,7 @@ use limosa_migrate::{
     SharedMemory, VmError,
 };
 use limosa_page::PAGE_SIZE;
-use limosa_stream::device_sections::OpaqueSection;
+use limosa_stream::OpaqueSection;
 use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
 use serde_json::json;
 

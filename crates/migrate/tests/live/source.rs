@@ -14,7 +14,7 @@ use limosa_migrate::{
     Control, GiveUp, LiveOutcome, LiveSource, LiveVm as _, MigrateError, MigrationParams, Progress, Put, RoundKind,
     RoundReport, Stop, ZeroCheck,
 };
-use limosa_page::zero::Method;
+use limosa_page::ZeroMethod;
 
 fn params() -> MigrationParams {
     MigrationParams { patience: Duration::from_secs(20), ..MigrationParams::default() }
@@ -220,7 +220,7 @@ fn pages_are_looked_at_when_it_was_said() {
 
 #[test]
 fn whatever_pages_are_looked_at_with_the_same_ones_are_zero() {
-    for zero_method in Method::ALL {
+    for zero_method in ZeroMethod::ALL {
         let vm = TestVm::new(&[300]);
         vm.fill(0, |page| page % 3 == 0);
         vm.memory.block(0).unwrap().fill_zero(0, 100 * 4096).unwrap();

@@ -9,9 +9,8 @@ use std::time::{Duration, Instant};
 
 use limosa_balloon::driver::{Blocks, Driver, Machine, Pages, RINGS, Shrinker, Worker};
 use limosa_balloon::{Balloon, Features, GuestRam, Options, Strategy};
-use limosa_memory::BlockOptions;
 use limosa_memory::dirty::{DirtyLog, DirtyLogs, ExplicitLog, Marker, WriteFaultLog, WriteProtectLog, Writers};
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 

@@ -7,7 +7,7 @@ use std::thread::{self, Scope};
 use std::time::Duration;
 
 use limosa_memory::dirty::Marker;
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{FreePageSink, FreePages, FreePagesError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 
 use super::live::{TestVm, random};

@@ -11,9 +11,9 @@ use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, ExplicitLog, LogErro
 use limosa_memory::{BlockOptions, BlockRole, GuestMemory};
 use limosa_migrate::{LiveVm, VmError};
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
-use limosa_stream::decoder::{Decoder, Event, Step};
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::{Command, Configuration, DeviceSections, device_sections, section, vm};
+use limosa_stream::{
+    Command, Configuration, Decoder, DeviceSections, Event, OpaqueSection, ReturnMessage, Step, postcopy, section,
+};
 
 /// A VM in a test. It runs as soon as it is made.
 pub struct TestVm {
@@ -466,8 +466,8 @@ impl Destination {
                     None => self.fill(self.buffer.len() + 1)?,
                     Some((Command::Ping(token), length)) => {
                         self.buffer.drain(..length);
-                        go |= token == vm::PING_GO;
-                        if token == vm::PING_READY {
+                        go |= token == postcopy::PING_GO;
+                        if token == postcopy::PING_READY {
                             self.arrived.ready = true;
                             self.at(At::Devices)?;
                             self.say(&ReturnMessage::Pong(token));
@@ -493,7 +493,7 @@ impl Destination {
                 }
                 _ => {
                     // Sections in front of something else: whole as soon as that is there.
-                    match device_sections::decode(&self.buffer) {
+                    match OpaqueSection::decode_all(&self.buffer) {
                         Ok((found, length)) if length > 0 => {
                             let states: Vec<_> = found.iter().map(|one| one.state.to_vec()).collect();
                             self.arrived.devices.extend(states);

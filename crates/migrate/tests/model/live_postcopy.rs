@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use limosa_channel::Channel;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
-use limosa_stream::decoder::{Decoder, Event, Step};
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::{Command, RamBlock, device_sections};
+use limosa_stream::{Command, Decoder, Event, OpaqueSection, RamBlock, ReturnMessage, Step};
 
 use super::live::random;
 use super::say;
@@ -164,7 +162,7 @@ fn load(channel: &Channel, state: &Mutex<Landed>, package: &[u8]) {
                 say(channel, &ReturnMessage::Pong(token));
             }
         } else {
-            let (found, length) = device_sections::decode(&package[at..]).unwrap();
+            let (found, length) = OpaqueSection::decode_all(&package[at..]).unwrap();
             state.lock().unwrap().devices += found.len();
             at += length;
         }

@@ -19,10 +19,7 @@ use std::time::Duration;
 use limosa_channel::{Channel, Options, ZeroCopy};
 use limosa_migrate::{AcceptPreempt, PageError, PageSink, PageSource, StreamStart};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Decoder, Event, Step};
-use limosa_stream::ram::RamBlock;
-use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::{Configuration, Decoder, Event, RamBlock, ReturnMessage, Step};
 
 /// A channel for requested pages that is there already.
 pub fn here(channel: Channel) -> AcceptPreempt<'static> {

@@ -7,10 +7,8 @@ use std::thread;
 
 use limosa_channel::Channel;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber};
-use limosa_stream::Command;
-use limosa_stream::decoder::{Decoder, Event, Step};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
-use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::{Command, Decoder, Event, ReturnMessage, Step};
 
 use super::{Memory, say};
 

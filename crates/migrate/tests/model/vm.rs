@@ -8,7 +8,7 @@ use limosa_memory::dirty::Writers;
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{IncomingVm, VmError};
 use limosa_page::PAGE_LEN;
-use limosa_stream::device_sections::OpaqueSection;
+use limosa_stream::OpaqueSection;
 
 /// A VM: its memory, what was loaded into its devices, and how often it was started.
 pub struct Vm {

@@ -12,10 +12,9 @@ use limosa_migrate::{
     MultifdOptions, MultifdSourceOptions, PrecopyOptions, PrecopySource, Progress,
 };
 use limosa_page::PAGE_LEN;
-use limosa_stream::configuration::Configuration;
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
-use limosa_stream::ram::{FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE, RecordEncoder, RecordKind};
-use limosa_stream::{ram, section, xbzrle};
+use limosa_stream::ram::{FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE};
+use limosa_stream::{Configuration, RecordEncoder, RecordKind, ram, section, xbzrle};
 
 /// The pages of a packet, by number; those of `normal` are full of `fill`.
 struct Contents<'a> {

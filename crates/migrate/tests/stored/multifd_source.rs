@@ -18,7 +18,7 @@ use limosa_migrate::{
     PrecopyStats, Progress, Stop, StreamStart,
 };
 use limosa_page::{PageBitmap, PageNumber, PageRange};
-use limosa_stream::configuration::Configuration;
+use limosa_stream::Configuration;
 use limosa_stream::multifd::Compression;
 use proptest::prelude::*;
 

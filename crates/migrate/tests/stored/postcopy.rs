@@ -8,9 +8,7 @@ use std::time::Duration;
 use crate::model::{Landed, Memory, Records, ask, pair, say};
 use limosa_migrate::{Control, MigrateError, Milestone, PostcopyOptions, PostcopySource, Progress, Stop};
 use limosa_page::PageNumber;
-use limosa_stream::decoder::{Decoder, Event};
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::vm;
+use limosa_stream::{Decoder, Event, ReturnMessage, postcopy};
 use proptest::prelude::*;
 
 fn impatient() -> PostcopyOptions {
@@ -21,7 +19,7 @@ fn impatient() -> PostcopyOptions {
 fn answer(channel: &limosa_channel::Channel, event: &Event) {
     match event {
         Event::Command(limosa_stream::Command::Ping(token)) => say(channel, &ReturnMessage::Pong(*token)),
-        Event::Package { .. } => say(channel, &ReturnMessage::Pong(vm::PING_LOADED)),
+        Event::Package { .. } => say(channel, &ReturnMessage::Pong(postcopy::PING_LOADED)),
         Event::EndOfStream => say(channel, &ReturnMessage::Shut(0)),
         _ => {}
     }
@@ -323,9 +321,9 @@ fn the_stream_does_not_end_before_devices_are_loaded_pages_placed_and_the_gate_i
                     Event::Package { .. } => ask(far, memory, 0, 1),
                     Event::Zero { .. } => {
                         assert!(pings.is_empty(), "asked before the devices were loaded");
-                        say(far, &ReturnMessage::Pong(vm::PING_LOADED));
+                        say(far, &ReturnMessage::Pong(postcopy::PING_LOADED));
                     }
-                    Event::Command(limosa_stream::Command::Ping(token)) if *token == vm::PING_PACKAGED => {
+                    Event::Command(limosa_stream::Command::Ping(token)) if *token == postcopy::PING_PACKAGED => {
                         pings.push(*token);
                         say(far, &ReturnMessage::Pong(*token));
                     }
@@ -350,7 +348,7 @@ fn the_stream_does_not_end_before_devices_are_loaded_pages_placed_and_the_gate_i
             .start()
             .unwrap();
         let (landed, pings) = destination.join().unwrap();
-        assert_eq!(pings, [vm::PING_PACKAGED]);
+        assert_eq!(pings, [postcopy::PING_PACKAGED]);
         assert_eq!((landed.wrong.len(), landed.missing(memory), landed.ended), (0, 0, true));
     });
 }

@@ -11,8 +11,7 @@ use limosa_channel::{Channel, How, Listener, Options, RateLimit};
 use limosa_migrate::{
     Control, Destination, DestinationOptions, MigrateError, PageSource, PrecopyOptions, PrecopySource, Progress, Stop,
 };
-use limosa_stream::ram::{self, RecordEncoder, RecordKind};
-use limosa_stream::{Command, section};
+use limosa_stream::{Command, RecordEncoder, RecordKind, ram, section};
 use proptest::prelude::*;
 
 fn every_third(_: usize, page: u64) -> bool {

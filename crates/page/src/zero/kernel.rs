@@ -5,13 +5,13 @@
 //! read gives are a valid value. Each read stays inside the memory that the caller named.
 //!
 //! There is one loop, over whatever a [`Vector`] is; each method is that loop, compiled for the instructions that its vectors
-//! need. [`Method::Plain`] is the same with one vector between two branches.
+//! need. [`ZeroMethod::Plain`] is the same with one vector between two branches.
 #![allow(unsafe_code, reason = "reads memory that a guest may be writing, and uses vector instructions")]
 
 mod vector;
 
 use self::vector::Vector;
-use super::Method;
+use super::ZeroMethod;
 use crate::PAGE_LEN;
 
 /// Bytes in the words that everything else is aligned to first.
@@ -35,21 +35,21 @@ pub(crate) const AHEAD: usize = 4;
 /// the processor fetches ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 20%.
 const LATELY: u64 = 0xff;
 
-/// Whether the `len` bytes at `start` are zero. `method` falls back to [`Method::Portable`] if it is not available.
+/// Whether the `len` bytes at `start` are zero. `method` falls back to [`ZeroMethod::Portable`] if it is not available.
 ///
 /// # Safety
 ///
 /// The `len` bytes at `start` are readable for the duration of the call. They may be written meanwhile, also by other
 /// processes and devices; the answer then mixes bytes from before and after.
 #[inline]
-pub(crate) unsafe fn is_zero(method: Method, start: *const u8, len: usize) -> bool {
+pub(crate) unsafe fn is_zero(method: ZeroMethod, start: *const u8, len: usize) -> bool {
     let head = (start.addr().wrapping_neg() % WORD).min(len);
     let words = (len - head) / WORD;
     let tail = (len - head) % WORD;
     // SAFETY: head <= len.
     let body = unsafe { start.add(head) }.cast::<u64>();
     // SAFETY: `body` is aligned if there is a word at all, and the first of `words` words.
-    if method != Method::Plain && words > 0 && unsafe { body.read_volatile() } != 0 {
+    if method != ZeroMethod::Plain && words > 0 && unsafe { body.read_volatile() } != 0 {
         return false;
     }
     // SAFETY: the bytes before and after the words are inside the caller's memory; the words are as above.
@@ -67,9 +67,9 @@ pub(crate) unsafe fn is_zero(method: Method, start: *const u8, len: usize) -> bo
 ///
 /// As for [`is_zero`], for the `count` pages, which are at most [`PAGES_A_CALL`]. Those beyond need not be readable.
 #[inline]
-pub(crate) unsafe fn zero_pages(method: Method, start: *const u8, count: usize, beyond: usize) -> u64 {
+pub(crate) unsafe fn zero_pages(method: ZeroMethod, start: *const u8, count: usize, beyond: usize) -> u64 {
     debug_assert!(count <= PAGES_A_CALL, "{count} pages at once");
-    if method == Method::Plain || !start.addr().is_multiple_of(WORD) {
+    if method == ZeroMethod::Plain || !start.addr().is_multiple_of(WORD) {
         let mut zero = 0;
         for page in 0..count {
             // SAFETY: one of the caller's pages.
@@ -81,13 +81,13 @@ pub(crate) unsafe fn zero_pages(method: Method, start: *const u8, count: usize, 
     unsafe {
         match method {
             #[cfg(target_arch = "x86_64")]
-            Method::Avx512 if method.is_available() => avx512::zero_pages(start, count, beyond),
+            ZeroMethod::Avx512 if method.is_available() => avx512::zero_pages(start, count, beyond),
             #[cfg(target_arch = "x86_64")]
-            Method::Avx2 if method.is_available() => avx2::zero_pages(start, count, beyond),
+            ZeroMethod::Avx2 if method.is_available() => avx2::zero_pages(start, count, beyond),
             #[cfg(target_arch = "x86_64")]
-            Method::Sse2 if method.is_available() => sse2::zero_pages(start, count, beyond),
+            ZeroMethod::Sse2 if method.is_available() => sse2::zero_pages(start, count, beyond),
             #[cfg(target_arch = "aarch64")]
-            Method::Neon if method.is_available() => neon::zero_pages(start, count, beyond),
+            ZeroMethod::Neon if method.is_available() => neon::zero_pages(start, count, beyond),
             _ => find_zero_pages::<u64>(start, count, beyond),
         }
     }
@@ -117,21 +117,21 @@ pub(crate) fn fetch(page: *const u8) {
 ///
 /// As for [`look`], without its last condition.
 #[inline]
-unsafe fn words_are_zero_with(method: Method, start: *const u64, count: usize) -> bool {
+unsafe fn words_are_zero_with(method: ZeroMethod, start: *const u64, count: usize) -> bool {
     // SAFETY: the caller's promise; the processor has what the method needs.
     unsafe {
         match method {
             #[cfg(target_arch = "x86_64")]
-            Method::Avx512 if method.is_available() => avx512::words_are_zero(start, count),
+            ZeroMethod::Avx512 if method.is_available() => avx512::words_are_zero(start, count),
             #[cfg(target_arch = "x86_64")]
-            Method::Avx2 if method.is_available() => avx2::words_are_zero(start, count),
+            ZeroMethod::Avx2 if method.is_available() => avx2::words_are_zero(start, count),
             #[cfg(target_arch = "x86_64")]
-            Method::Sse2 if method.is_available() => sse2::words_are_zero(start, count),
+            ZeroMethod::Sse2 if method.is_available() => sse2::words_are_zero(start, count),
             #[cfg(target_arch = "x86_64")]
-            Method::Plain if Method::Sse2.is_available() => plain(start, count),
+            ZeroMethod::Plain if ZeroMethod::Sse2.is_available() => plain(start, count),
             #[cfg(target_arch = "aarch64")]
-            Method::Neon if method.is_available() => neon::words_are_zero(start, count),
-            Method::Plain => words_are_zero::<u64, 1>(start, count),
+            ZeroMethod::Neon if method.is_available() => neon::words_are_zero(start, count),
+            ZeroMethod::Plain => words_are_zero::<u64, 1>(start, count),
             _ => words_are_zero::<u64, STEP>(start, count),
         }
     }

@@ -2,10 +2,9 @@
 
 use std::io;
 
-use limosa_page::guest::GuestPages;
-use limosa_page::scan::{self, PageKind, Run, Scan, ScanData, ScanRanges};
-use limosa_page::zero::Method;
-use limosa_page::{PAGE_LEN, PageNumber, PageRange};
+use limosa_page::{
+    GuestPages, PAGE_LEN, PageKind, PageNumber, PageRange, PageRun, Scan, ScanData, ScanRanges, ZeroMethod, scan,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -34,7 +33,7 @@ fn kinds(memory: &[u8]) -> Vec<PageKind> {
 }
 
 /// Checks the law of runs and spells them out page by page.
-fn spell_out(runs: &[Run]) -> Vec<(u64, PageKind)> {
+fn spell_out(runs: &[PageRun]) -> Vec<(u64, PageKind)> {
     for pair in runs.windows(2) {
         assert_eq!(pair[0].pages.end, pair[1].pages.start, "runs touch");
         assert_ne!(pair[0].kind, pair[1].kind, "neighbours differ");
@@ -47,7 +46,7 @@ proptest! {
     #[test]
     fn a_scan_tells_the_kind_of_every_page(memory in memory(), first in 0u64..1000) {
         let expected: Vec<_> = (first..).zip(kinds(&memory)).collect();
-        let runs: Vec<_> = scan::scan(&memory, PageNumber(first)).collect();
+        let runs: Vec<_> = scan(&memory, PageNumber(first)).collect();
         prop_assert_eq!(spell_out(&runs), expected);
     }
 
@@ -56,7 +55,7 @@ proptest! {
         let pages = GuestPages::from(&memory[..]).numbered_from(PageNumber(first));
         let range = PageRange::new(PageNumber(start), PageNumber(end));
         let expected: Vec<_> = (first..).zip(kinds(&memory)).filter(|(page, _)| range.contains(PageNumber(*page))).collect();
-        for method in Method::ALL {
+        for method in ZeroMethod::ALL {
             let runs: Vec<_> = Scan::new(pages, range, method).collect();
             prop_assert_eq!(spell_out(&runs), expected.clone());
         }
@@ -81,7 +80,7 @@ proptest! {
         }
         memory.truncate(memory.len().saturating_sub(cut).max(skip));
         let pages = GuestPages::from(&memory[skip..]);
-        for method in Method::ALL {
+        for method in ZeroMethod::ALL {
             let alone: Vec<_> = pages.pages().iter()
                 .map(|page| (page.0, match pages.page_is_zero(method, page) {
                     Some(true) => PageKind::Zero,
@@ -102,7 +101,7 @@ proptest! {
     ) {
         let pages = GuestPages::from(&memory[..]).numbered_from(PageNumber(first));
         let ranges: Vec<_> = ranges.into_iter().map(|(start, len)| PageRange::starting_at(PageNumber(start), len)).collect();
-        for method in Method::ALL {
+        for method in ZeroMethod::ALL {
             let expected: Vec<_> = ranges.iter().flat_map(|range| Scan::new(pages, *range, method)).collect();
             prop_assert_eq!(ScanRanges::new(pages, &ranges, method).collect::<Vec<_>>(), expected);
         }
@@ -131,7 +130,7 @@ proptest! {
                 false => (page, PageKind::Hole),
             })
             .collect();
-        let runs = ScanData::new(pages, range, Method::best(), data.iter().copied().map(Ok));
+        let runs = ScanData::new(pages, range, ZeroMethod::best(), data.iter().copied().map(Ok));
         let runs: Vec<_> = runs.collect::<io::Result<_>>().unwrap();
         prop_assert_eq!(spell_out(&runs), expected);
     }
@@ -143,7 +142,7 @@ proptest! {
     ) {
         let data = data.into_iter().map(|(start, end)| Ok(PageRange::new(PageNumber(start), PageNumber(end))));
         let pages = GuestPages::from(&memory[..]);
-        let runs: Vec<_> = ScanData::new(pages, pages.pages(), Method::best(), data).collect::<io::Result<_>>().unwrap();
+        let runs: Vec<_> = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).collect::<io::Result<_>>().unwrap();
         let seen: Vec<_> = runs.iter().flat_map(|run| run.pages.iter()).collect();
         prop_assert_eq!(seen, pages.pages().iter().collect::<Vec<_>>());
     }
@@ -154,7 +153,7 @@ fn an_error_of_what_names_the_data_ends_the_scan_without_calling_the_rest_a_hole
     let memory = vec![1; 10 * PAGE_LEN];
     let pages = GuestPages::from(&memory[..]);
     let data = [Ok(PageRange::new(PageNumber(2), PageNumber(4))), Err(io::Error::other("no answer"))];
-    let mut runs = ScanData::new(pages, pages.pages(), Method::best(), data.into_iter());
+    let mut runs = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data.into_iter());
     let hole = runs.next().unwrap().unwrap();
     assert_eq!((hole.pages.len(), hole.kind), (2, PageKind::Hole));
     let data = runs.next().unwrap().unwrap();
@@ -172,7 +171,7 @@ fn pages_are_located_in_their_memory_and_nowhere_else() {
     assert_eq!(pages.locate(PageNumber(12)), Some((memory[2 * PAGE_LEN..].as_ptr(), 100)));
     for outside in [0, 9, 13, 1 << 52, (1 << 52) + 10, u64::MAX].map(PageNumber) {
         assert_eq!(pages.locate(outside), None);
-        assert_eq!(pages.page_is_zero(Method::best(), outside), None);
+        assert_eq!(pages.page_is_zero(ZeroMethod::best(), outside), None);
     }
 }
 
@@ -182,7 +181,7 @@ fn empty_ranges_of_data_do_not_split_a_hole() {
     let pages = GuestPages::from(&memory[..]);
     let data = [(3, 3), (5, 2), (7, 7), (20, 30)];
     let data = data.map(|(start, end)| Ok(PageRange::new(PageNumber(start), PageNumber(end))));
-    let runs = ScanData::new(pages, pages.pages(), Method::best(), data.into_iter());
+    let runs = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data.into_iter());
     let runs: Vec<_> = runs.map(Result::unwrap).collect();
-    assert_eq!(runs, [Run { pages: PageRange::first(10), kind: PageKind::Hole }]);
+    assert_eq!(runs, [PageRun { pages: PageRange::first(10), kind: PageKind::Hole }]);
 }

@@ -9,11 +9,10 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::thread;
 
-use limosa_page::guest::GuestPages;
 use limosa_page::holes::{data_pages, data_ranges};
-use limosa_page::scan::{PageKind, Run, Scan, ScanData};
-use limosa_page::zero::Method;
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{
+    GuestPages, PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun, Scan, ScanData, ZeroMethod,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
@@ -67,8 +66,8 @@ fn a_scan_of_an_empty_memfd_of_8_gib_allocates_nothing() {
     let mapping = Mapping::of(&file, len, 0);
     let pages = mapping.pages();
     let data = data_pages(file.as_fd(), 0, pages.pages()).unwrap();
-    let runs: Vec<_> = ScanData::new(pages, pages.pages(), Method::best(), data).map(Result::unwrap).collect();
-    assert_eq!(runs, [Run { pages: PageRange::first(len / PAGE_SIZE), kind: PageKind::Hole }]);
+    let runs: Vec<_> = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap).collect();
+    assert_eq!(runs, [PageRun { pages: PageRange::first(len / PAGE_SIZE), kind: PageKind::Hole }]);
     assert_eq!(file.metadata().unwrap().blocks(), 0);
 }
 
@@ -78,8 +77,8 @@ fn a_scan_that_reads_holes_of_shared_memory_allocates_all_of_it() {
     let len = 1 << 20;
     let file = memfd(len);
     let mapping = Mapping::of(&file, len, 0);
-    let runs: Vec<_> = Scan::new(mapping.pages(), mapping.pages().pages(), Method::best()).collect();
-    assert_eq!(runs, [Run { pages: PageRange::first(256), kind: PageKind::Zero }]);
+    let runs: Vec<_> = Scan::new(mapping.pages(), mapping.pages().pages(), ZeroMethod::best()).collect();
+    assert_eq!(runs, [PageRun { pages: PageRange::first(256), kind: PageKind::Zero }]);
     assert!(file.metadata().unwrap().blocks() * 512 >= len);
 }
 
@@ -94,7 +93,7 @@ fn a_sparse_memfd_of_8_gib_is_scanned_where_it_has_data_only() {
     let mapping = Mapping::of(&file, len, 0);
     let pages = mapping.pages();
     let data = data_pages(file.as_fd(), 0, pages.pages()).unwrap();
-    let runs: Vec<_> = ScanData::new(pages, pages.pages(), Method::best(), data).map(Result::unwrap).collect();
+    let runs: Vec<_> = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap).collect();
     let found: Vec<_> = runs.iter().map(|run| (run.kind, run.pages.start.0, run.pages.len())).collect();
     let (far, last) = ((5 << 30) / PAGE_SIZE, len / PAGE_SIZE - 1);
     assert_eq!(
@@ -117,7 +116,7 @@ fn pages_are_counted_from_where_the_mapping_begins_in_the_file() {
     let mapping = Mapping::of(&file, 48 * PAGE_SIZE, 16 * PAGE_SIZE);
     let pages = mapping.pages();
     let data = data_pages(file.as_fd(), 16 * PAGE_SIZE, pages.pages()).unwrap();
-    let runs = ScanData::new(pages, pages.pages(), Method::best(), data).map(Result::unwrap);
+    let runs = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap);
     let stored: Vec<_> = runs.filter(|run| run.kind == PageKind::Data).map(|run| run.pages).collect();
     assert_eq!(stored, [PageRange::starting_at(PageNumber(4), 1)]);
 }
@@ -199,7 +198,7 @@ fn pages_that_are_written_during_a_scan_do_not_disturb_the_others() {
                 }
             }
         });
-        for method in Method::available().cycle().take(600) {
+        for method in ZeroMethod::available().cycle().take(600) {
             let runs: Vec<_> = Scan::new(mapping.pages(), mapping.pages().pages(), method).collect();
             let kinds: Vec<_> = runs.iter().flat_map(|run| run.pages.iter().map(|_| run.kind)).collect();
             assert_eq!(kinds.len(), PAGES);

@@ -3,22 +3,21 @@
 
 use std::ptr;
 
-use limosa_page::PAGE_LEN;
-use limosa_page::guest::GuestPages;
-use limosa_page::scan::{PageKind, Scan};
-use limosa_page::zero::{self, Method, UnknownMethod};
+use limosa_page::{
+    GuestPages, PAGE_LEN, PageKind, Scan, UnknownZeroMethod, ZeroMethod, is_zero, is_zero_at, is_zero_with,
+};
 use proptest::prelude::*;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 /// Ends the test on a machine where it would test less than it says.
-fn methods() -> Vec<Method> {
-    let methods: Vec<_> = Method::available().collect();
-    assert!(methods.contains(&Method::Portable));
+fn methods() -> Vec<ZeroMethod> {
+    let methods: Vec<_> = ZeroMethod::available().collect();
+    assert!(methods.contains(&ZeroMethod::Portable));
     if cfg!(target_arch = "x86_64") {
-        assert!(methods.contains(&Method::Sse2), "every x86-64 has SSE2");
+        assert!(methods.contains(&ZeroMethod::Sse2), "every x86-64 has SSE2");
     }
     if cfg!(target_arch = "aarch64") {
-        assert!(methods.contains(&Method::Neon), "every 64-bit Arm on Linux has NEON");
+        assert!(methods.contains(&ZeroMethod::Neon), "every 64-bit Arm on Linux has NEON");
     }
     methods
 }
@@ -40,10 +39,10 @@ fn one_byte_that_is_not_zero_is_found_wherever_it_is_in_memory_of_any_length_and
     for method in methods() {
         for len in (0..160).chain([255, 256, 257, 287, 300, 511, 513]) {
             at_every_alignment(len, |bytes| {
-                assert!(zero::is_zero_with(method, bytes), "{method}: {len} zeros at {:p}", bytes.as_ptr());
+                assert!(is_zero_with(method, bytes), "{method}: {len} zeros at {:p}", bytes.as_ptr());
                 for at in 0..len {
                     bytes[at] = 1;
-                    assert!(!zero::is_zero_with(method, bytes), "{method}: byte {at} of {len} at {:p}", bytes.as_ptr());
+                    assert!(!is_zero_with(method, bytes), "{method}: byte {at} of {len} at {:p}", bytes.as_ptr());
                     bytes[at] = 0;
                 }
             });
@@ -55,10 +54,10 @@ fn one_byte_that_is_not_zero_is_found_wherever_it_is_in_memory_of_any_length_and
 fn one_byte_that_is_not_zero_is_found_wherever_it_is_in_a_page() {
     for method in methods() {
         at_every_alignment(PAGE_LEN, |bytes| {
-            assert!(zero::is_zero_with(method, bytes));
+            assert!(is_zero_with(method, bytes));
             for at in 0..PAGE_LEN {
                 bytes[at] = 0x80;
-                assert!(!zero::is_zero_with(method, bytes), "{method}: byte {at} at {:p}", bytes.as_ptr());
+                assert!(!is_zero_with(method, bytes), "{method}: byte {at} at {:p}", bytes.as_ptr());
                 bytes[at] = 0;
             }
         });
@@ -71,7 +70,7 @@ fn every_value_of_a_byte_but_zero_is_found() {
         let mut page = vec![0; PAGE_LEN];
         for (at, value) in (0..PAGE_LEN).step_by(37).flat_map(|at| (1..=255).map(move |value| (at, value))) {
             page[at] = value;
-            assert!(!zero::is_zero_with(method, &page), "{method}: {value} in byte {at}");
+            assert!(!is_zero_with(method, &page), "{method}: {value} in byte {at}");
             page[at] = 0;
         }
     }
@@ -94,9 +93,9 @@ fn not_a_byte_outside_is_read() {
             let (front, back) = unsafe {
                 (std::slice::from_raw_parts(start, len), std::slice::from_raw_parts(start.add(readable - len), len))
             };
-            assert!(zero::is_zero_with(method, front) && zero::is_zero_with(method, back), "{method}: {len} bytes");
+            assert!(is_zero_with(method, front) && is_zero_with(method, back), "{method}: {len} bytes");
             // SAFETY: as above.
-            assert!(unsafe { zero::is_zero_at(back.as_ptr(), len) });
+            assert!(unsafe { is_zero_at(back.as_ptr(), len) });
             for bytes in [front, back] {
                 let pages = GuestPages::from(bytes);
                 let runs = Scan::new(pages, pages.pages(), method).map(|run| (run.kind, run.pages.len()));
@@ -111,22 +110,22 @@ fn not_a_byte_outside_is_read() {
 
 #[test]
 fn a_method_is_known_by_its_name_and_by_no_other() {
-    for method in Method::ALL {
+    for method in ZeroMethod::ALL {
         assert_eq!(method.to_string().parse(), Ok(method));
     }
-    let error = "AVX512".parse::<Method>().unwrap_err();
-    assert_eq!(error, UnknownMethod { name: "AVX512".to_owned() });
+    let error = "AVX512".parse::<ZeroMethod>().unwrap_err();
+    assert_eq!(error, UnknownZeroMethod { name: "AVX512".to_owned() });
     assert_eq!(error.to_string(), "zero detection \"AVX512\": expected plain, portable, neon, sse2, avx2 or avx512");
 }
 
 #[test]
 fn the_best_method_is_available_and_the_last_one_unless_the_processor_is_better_without_avx512() {
-    let best = Method::best();
-    let without = Method::available().rfind(|method| *method != Method::Avx512);
+    let best = ZeroMethod::best();
+    let without = ZeroMethod::available().rfind(|method| *method != ZeroMethod::Avx512);
     let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap();
-    let wide = processor.contains("AuthenticAMD") && Method::Avx512.is_available();
-    assert_eq!(Some(best), if wide { Some(Method::Avx512) } else { without });
-    assert_eq!(Method::default(), Method::best());
+    let wide = processor.contains("AuthenticAMD") && ZeroMethod::Avx512.is_available();
+    assert_eq!(Some(best), if wide { Some(ZeroMethod::Avx512) } else { without });
+    assert_eq!(ZeroMethod::default(), ZeroMethod::best());
 }
 
 proptest! {
@@ -141,10 +140,10 @@ proptest! {
         }
         for part in [&bytes[..], bytes.get(skip..).unwrap_or(&[]), bytes.get(clear_from..).unwrap_or(&[])] {
             let expected = part.iter().all(|byte| *byte == 0);
-            prop_assert_eq!(zero::is_zero(part), expected);
-            for method in Method::ALL {
+            prop_assert_eq!(is_zero(part), expected);
+            for method in ZeroMethod::ALL {
                 // Also those that this processor lacks: they fall back.
-                prop_assert_eq!(zero::is_zero_with(method, part), expected, "{}", method);
+                prop_assert_eq!(is_zero_with(method, part), expected, "{}", method);
             }
         }
     }

@@ -20,8 +20,7 @@ use std::path::{Path, PathBuf};
 
 use limosa_migrate::MigrateError;
 use limosa_stream::configuration::MAPPED_RAM;
-use limosa_stream::decoder::{Event, Options};
-use limosa_stream::walk::StreamWalk;
+use limosa_stream::{DecoderOptions, Event, StreamWalk};
 use rustix::fs::SeekFrom;
 use thiserror::Error;
 
@@ -355,7 +354,7 @@ enum Pages {
 /// What stream begins here, if one does.
 fn stream_at(file: &File, begin: u64) -> Option<Pages> {
     let read = |offset, into: &mut [u8]| file.read_at(into, offset);
-    let options = Options { base: begin, ..Options::default() };
+    let options = DecoderOptions { base: begin, ..DecoderOptions::default() };
     match StreamWalk::new(read, options).next_event() {
         Ok(Event::Configuration(configuration)) if configuration.has_capability(MAPPED_RAM) => Some(Pages::Placed),
         Ok(Event::Configuration(_)) => Some(Pages::InOrder),

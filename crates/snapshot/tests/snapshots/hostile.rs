@@ -320,7 +320,7 @@ fn a_sparse_file_that_claims_more_memory_than_any_machine_is_refused() {
     let mut layout = fuzz_open(&files()[0]).unwrap().layout().clone();
     layout.blocks.truncate(1);
     let length: u64 = 1 << 54;
-    let blocks = [limosa_stream::ram::RamBlock::new("pc.ram", length)];
+    let blocks = [limosa_stream::RamBlock::new("pc.ram", length)];
     let layout = limosa_stream::mapped_ram::Layout::plan(&layout.configuration, 2, &blocks).unwrap();
     let directory = Path::new("/dev/shm");
     let Ok(file) = tempfile::NamedTempFile::new_in(directory) else { return };

@@ -1,9 +1,7 @@
 //! Where the device sections end, when nothing but the description behind them can tell.
 
-use limosa_stream::description::Description;
-use limosa_stream::devices::{self, DeviceTail, TAIL_LIMIT};
-use limosa_stream::global_state::GlobalState;
-use limosa_stream::section::{self, SectionHeader, SectionKind};
+use limosa_stream::devices::{self, TAIL_LIMIT};
+use limosa_stream::{Description, DeviceTail, GlobalState, SectionHeader, SectionKind, section};
 use proptest::prelude::*;
 
 struct Tail {

@@ -1,10 +1,7 @@
 //! The device section that comes before the pages.
 
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Decoder, Event, Step};
 use limosa_stream::mapped_ram::Layout;
-use limosa_stream::ram::{self, RamBlock};
-use limosa_stream::{StreamError, section};
+use limosa_stream::{Configuration, Decoder, Event, RamBlock, Step, StreamError, ram, section};
 use proptest::prelude::*;
 
 /// What a stock QEMU 10.0.2 sent for a virtio-mem device of 256 MiB in blocks of 2 MiB, of which nothing is plugged.

@@ -1,10 +1,7 @@
 //! Layouts of mapped-ram files that somebody else wrote, or damaged.
 
-use limosa_stream::configuration::Configuration;
 use limosa_stream::mapped_ram::Layout;
-use limosa_stream::ram::{self, RamBlock};
-use limosa_stream::section;
-use limosa_stream::walk::WalkError;
+use limosa_stream::{Configuration, RamBlock, WalkError, ram, section};
 use std::io;
 
 const TAIL: &[u8] = b"\x04\0\0\0\x01\x05timer\0\0\0\0\0\0\0\x02";

@@ -1,12 +1,9 @@
 //! What the decoders refuse, and that they say where and why.
 
-use limosa_stream::command::{Command, PageSizes};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Decoder, Event, Options, Step};
-use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
-use limosa_stream::return_path::{ReturnDecoder, ReturnMessage};
-use limosa_stream::section::{self, SectionHeader, SectionKind};
-use limosa_stream::{Fault, Feature, StreamError};
+use limosa_stream::{
+    Command, Configuration, Decoder, DecoderOptions, Event, Fault, Feature, PageSizes, RamBlock, RecordEncoder,
+    RecordKind, ReturnDecoder, ReturnMessage, SectionHeader, SectionKind, Step, StreamError, ram, section,
+};
 
 fn start() -> Vec<u8> {
     let mut stream = Vec::new();
@@ -38,7 +35,7 @@ fn error_of(stream: &[u8]) -> StreamError {
 }
 
 fn run(stream: &[u8]) -> Result<(), StreamError> {
-    let mut decoder = Decoder::with_options(Options { tail_limit: 1000, ..Options::default() });
+    let mut decoder = Decoder::with_options(DecoderOptions { tail_limit: 1000, ..DecoderOptions::default() });
     let mut at = 0;
     loop {
         match decoder.step(&stream[at..])? {

@@ -1,13 +1,10 @@
 //! Whatever can be written reads back as the same, however it arrives.
 
-use limosa_stream::command::{Command, PageSizes};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Decoder, Event, Options, Step};
-use limosa_stream::global_state::GlobalState;
 use limosa_stream::mapped_ram::Layout;
-use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
-use limosa_stream::return_path::{ReturnDecoder, ReturnMessage};
-use limosa_stream::section;
+use limosa_stream::{
+    Command, Configuration, Decoder, DecoderOptions, Event, GlobalState, PageSizes, RamBlock, RecordEncoder,
+    RecordKind, ReturnDecoder, ReturnMessage, Step, ram, section,
+};
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
 use std::ops::Range;
@@ -77,7 +74,7 @@ fn message() -> impl Strategy<Value = ReturnMessage> {
 
 /// Drives a decoder with inputs of the given lengths over and over, following the jumps of a mapped-ram file in
 /// `file`, and gives the events until the stream or the input ends.
-fn drive(file: &[u8], options: Options, pieces: &[usize]) -> Vec<Event> {
+fn drive(file: &[u8], options: DecoderOptions, pieces: &[usize]) -> Vec<Event> {
     let mut decoder = Decoder::with_options(options);
     let mut pieces = pieces.iter().copied().cycle();
     let mut at = usize::try_from(options.base).unwrap();
@@ -177,7 +174,7 @@ proptest! {
         section::encode_end(7, &mut stream);
         ram::encode_eos(7, &mut stream);
         section::encode_eof(&mut stream);
-        let events = drive(&stream, Options::default(), &pieces);
+        let events = drive(&stream, DecoderOptions::default(), &pieces);
         let lists = |event: &Event| matches!(event, Event::RamStart(listed) if *listed == blocks);
         prop_assert_eq!(events.iter().filter(|event| lists(event)).count(), 1);
         let pages = |event: &Event| matches!(event, Event::Page { .. } | Event::Zero { .. });

@@ -1,12 +1,9 @@
 //! A recorded stream is walked without reading its pages.
 
-use limosa_stream::command::Command;
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Event, Options};
-use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
-use limosa_stream::section;
-use limosa_stream::walk::{StreamWalk, WalkError};
-use limosa_stream::{Fault, vm};
+use limosa_stream::{
+    Command, Configuration, DecoderOptions, Event, Fault, RamBlock, RecordEncoder, RecordKind, StreamWalk, WalkError,
+    postcopy, ram, section,
+};
 use std::cell::Cell;
 use std::io;
 
@@ -52,7 +49,8 @@ fn pages_are_counted_and_their_payloads_mostly_not_read() {
         let mut file = vec![0xee; usize::try_from(base).unwrap()];
         file.extend(recorded());
         let bytes_read = Cell::new(0);
-        let mut walk = StreamWalk::new(reader(&file, &bytes_read), Options { base, ..Options::default() });
+        let mut walk =
+            StreamWalk::new(reader(&file, &bytes_read), DecoderOptions { base, ..DecoderOptions::default() });
         let (mut pages, mut zeros) = (0, 0);
         loop {
             match walk.next_event().unwrap() {
@@ -78,7 +76,7 @@ fn a_recording_that_ends_early_is_truncated_where_it_ends() {
     let file = recorded();
     for length in [0, 8, 100, 5000, file.len() - 20] {
         let bytes_read = Cell::new(0);
-        let mut walk = StreamWalk::new(reader(&file[..length], &bytes_read), Options::default());
+        let mut walk = StreamWalk::new(reader(&file[..length], &bytes_read), DecoderOptions::default());
         let error = loop {
             match walk.next_event() {
                 Ok(_) => {}
@@ -94,10 +92,10 @@ fn a_recording_that_ends_early_is_truncated_where_it_ends() {
 fn a_recorded_postcopy_stream_is_walked_to_its_end() {
     let blocks = [RamBlock::new("pc.ram", 0x2000)];
     let mut stream = Vec::new();
-    vm::encode_postcopy_prologue(&Configuration::new("pc"), 2, &blocks, &[], &mut stream).unwrap();
-    let package = vm::postcopy_package(&[0x04; 100_000], Some(vm::PING_LOADED)).unwrap();
-    vm::encode_packaged(&package, &mut stream).unwrap();
-    Command::Ping(vm::PING_PACKAGED).encode(&mut stream).unwrap();
+    postcopy::encode_postcopy_prologue(&Configuration::new("pc"), 2, &blocks, &[], &mut stream).unwrap();
+    let package = postcopy::postcopy_package(&[0x04; 100_000], Some(postcopy::PING_LOADED)).unwrap();
+    postcopy::encode_packaged(&package, &mut stream).unwrap();
+    Command::Ping(postcopy::PING_PACKAGED).encode(&mut stream).unwrap();
     section::encode_end(2, &mut stream);
     let mut records = RecordEncoder::new(&blocks).unwrap();
     records.append(RecordKind::Page, 0, 0x1000, &mut stream).unwrap();
@@ -105,7 +103,7 @@ fn a_recorded_postcopy_stream_is_walked_to_its_end() {
     ram::encode_eos(2, &mut stream);
     section::encode_eof(&mut stream);
     let bytes_read = Cell::new(0);
-    let mut walk = StreamWalk::new(reader(&stream, &bytes_read), Options::default());
+    let mut walk = StreamWalk::new(reader(&stream, &bytes_read), DecoderOptions::default());
     let mut events = Vec::new();
     while events.last() != Some(&Event::EndOfStream) {
         events.push(walk.next_event().unwrap());
@@ -127,6 +125,6 @@ fn interrupted_reads_are_repeated() {
         calls += 1;
         if calls % 2 == 1 { Err(io::ErrorKind::Interrupted.into()) } else { read(offset, buffer) }
     };
-    let mut walk = StreamWalk::new(interrupted, Options::default());
+    let mut walk = StreamWalk::new(interrupted, DecoderOptions::default());
     while walk.next_event().unwrap() != Event::DeviceTail {}
 }

@@ -1,12 +1,10 @@
 //! Bytes as stock QEMU 10.0 writes them, made by hand, against both directions.
 
-use limosa_stream::command::{Command, PageSizes};
-use limosa_stream::configuration::Configuration;
-use limosa_stream::decoder::{Decoder, Event, Step};
 use limosa_stream::mapped_ram::Layout;
-use limosa_stream::ram::{self, RamBlock, RecordEncoder, RecordKind};
-use limosa_stream::return_path::{ReturnDecoder, ReturnMessage};
-use limosa_stream::section::{self, SectionHeader, SectionKind};
+use limosa_stream::{
+    Command, Configuration, Decoder, Event, PageSizes, RamBlock, RecordEncoder, RecordKind, ReturnDecoder,
+    ReturnMessage, SectionHeader, SectionKind, Step, ram, section,
+};
 
 /// Hexadecimal digits and quoted text, separated by blanks.
 fn bytes(text: &str) -> Vec<u8> {
@@ -179,7 +177,7 @@ fn records_carry_the_name_once_and_continue_across_sections() {
 fn postcopy_prologue_has_qemus_bytes() {
     let mut encoded = Vec::new();
     let configuration = Configuration::new("pc-i440fx-10.0").with_mapped_ram();
-    limosa_stream::vm::encode_postcopy_prologue(
+    limosa_stream::postcopy::encode_postcopy_prologue(
         &configuration,
         2,
         &[RamBlock::new("pc.ram", 0x800_0000)],
@@ -206,10 +204,10 @@ fn postcopy_prologue_has_qemus_bytes() {
 
 #[test]
 fn postcopy_package_wraps_the_device_sections() {
-    let package = limosa_stream::vm::postcopy_package(b"DEVICES", Some(3)).unwrap();
+    let package = limosa_stream::postcopy::postcopy_package(b"DEVICES", Some(3)).unwrap();
     assert_eq!(package, bytes("08 00 04 00 00 \"DEVICES\" 08 00 02 00 04 00 00 00 03 08 00 05 00 00"));
     let mut encoded = Vec::new();
-    limosa_stream::vm::encode_packaged(&package, &mut encoded).unwrap();
+    limosa_stream::postcopy::encode_packaged(&package, &mut encoded).unwrap();
     assert_eq!(encoded[..9], bytes("08 00 07 00 04 00 00 00 1a"));
     assert_eq!(encoded[9..], package);
     assert_eq!(Command::decode(&encoded).unwrap(), Some((Command::Packaged { length: 26 }, 9)));
@@ -222,7 +220,7 @@ fn a_huge_page_block_names_its_page_size_in_postcopy_only() {
     let mut encoded = Vec::new();
     let blocks = [huge.clone(), small, RamBlock { page_size: Some(0x20_0000), ..RamBlock::new("x", 0x20_0000) }];
     let configuration = Configuration::new("q35");
-    limosa_stream::vm::encode_postcopy_prologue(&configuration, 2, &blocks, &[], &mut encoded).unwrap();
+    limosa_stream::postcopy::encode_postcopy_prologue(&configuration, 2, &blocks, &[], &mut encoded).unwrap();
     let listed = events(&encoded).into_iter().find_map(|event| match event {
         Event::RamStart(blocks) => Some(blocks),
         _ => None,

@@ -13,15 +13,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
 use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Writers};
-use limosa_memory::free::{FreePageSink, FreePages, FreePagesError};
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory};
 use limosa_migrate::{
     ArrivalOutcome, Control, Gathering, GatheringOptions, IncomingVm, LiveDestination, LiveDestinationOptions,
     LiveOutcome, LiveSource, LiveVm, MigrationParams, MultifdOptions, MultifdSourceOptions, Progress, Put, VmError,
 };
 use limosa_page::PAGE_SIZE;
-use limosa_stream::device_sections::OpaqueSection;
-use limosa_stream::{Configuration, DeviceSections};
+use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 
 use super::super::{neighbour, plain};
 use super::{Answer, Lent, SendOptions, SendOrder, Setup};

@@ -12,7 +12,7 @@ use limosa_demo::guest::GuestKind;
 use limosa_demo::guest::LogKind;
 use limosa_demo::settings::{Postcopy, Settings, Transport};
 use limosa_migrate::{GiveUp, ZeroCheck};
-use limosa_page::zero::Method;
+use limosa_page::ZeroMethod;
 use limosa_stream::multifd::Compression;
 
 /// Built-in guests that move between two processes of this machine; needs no QEMU.
@@ -121,7 +121,7 @@ pub(crate) struct DemoLiveArgs {
     /// Instructions that check pages for zeros: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon; default: the best
     /// available
     #[arg(long, value_name = "METHOD")]
-    pub(crate) zero_method: Option<Method>,
+    pub(crate) zero_method: Option<ZeroMethod>,
 
     /// Populate memory of the destination ahead of arriving pages
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "POPULATE", default_value = "on")]

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kvm_bindings::{KVM_EXIT_DIRTY_RING_FULL, kvm_regs, kvm_segment};
 use kvm_ioctls::{VcpuExit, VcpuFd};
-use limosa_memory::dirty::kvm::KvmRings;
+use limosa_memory::dirty::KvmRings;
 
 use super::code::{PARAMETERS, PORT};
 use crate::guest::gate::{Gate, Pace};

@@ -1,14 +1,13 @@
 //! Device sections, handed over by name.
 
-use limosa_stream::device_sections::{self, OpaqueSection};
-use limosa_stream::devices::DeviceState;
+use limosa_stream::{DeviceState, OpaqueSection};
 
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
 
 /// Loads sections that carry their lengths.
 pub(super) fn load_delimited<V: IncomingVm + ?Sized>(vm: &V, sections: &[u8]) -> Result<(), MigrateError> {
-    let (found, _) = device_sections::decode(sections)?;
+    let (found, _) = OpaqueSection::decode_all(sections)?;
     load_each(vm, found)
 }
 
@@ -28,7 +27,7 @@ pub(super) fn load_found<V: IncomingVm + ?Sized>(
     devices: &DeviceState,
 ) -> Result<(), MigrateError> {
     let sections = tail.get(devices.sections_range.clone()).unwrap_or_default();
-    if let Ok((found, length)) = device_sections::decode(sections)
+    if let Ok((found, length)) = OpaqueSection::decode_all(sections)
         && length == sections.len()
     {
         return load_each(vm, found);

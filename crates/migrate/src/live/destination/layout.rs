@@ -5,8 +5,7 @@
 
 use limosa_memory::{GuestMemory, MemoryBlock};
 use limosa_page::PAGE_SIZE;
-use limosa_stream::RamBlock;
-use limosa_stream::command::PageSizes;
+use limosa_stream::{PageSizes, RamBlock};
 
 /// The first difference between the source's memory and the VM's here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

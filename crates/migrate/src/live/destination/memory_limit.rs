@@ -6,8 +6,7 @@
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use limosa_memory::MemoryBlock;
-use limosa_memory::populate::Headroom;
+use limosa_memory::{Headroom, MemoryBlock};
 use limosa_page::PAGE_SIZE;
 
 use crate::pages::PageError;

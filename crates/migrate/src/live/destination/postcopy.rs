@@ -26,10 +26,9 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::{Channel, How};
-use limosa_memory::faults::{Fault, FaultError, FaultEvent, FaultHandler};
+use limosa_memory::{Fault, FaultError, FaultEvent, FaultHandler};
 use limosa_page::AtomicPageBitmap;
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::{Command, Decoder, Event};
+use limosa_stream::{Command, Decoder, Event, ReturnMessage};
 
 pub use paused::PausedArrival;
 pub use preempt::AcceptPreempt;

@@ -10,13 +10,11 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use libc::iovec;
-use limosa_memory::faults::{FaultHandler, FaultMode};
-use limosa_memory::populate::{Headroom, Populator};
-use limosa_memory::{GuestMemory, MemoryBlock};
-use limosa_page::scan::{PageKind, Scan};
-use limosa_page::zero::Method;
-use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
-use limosa_stream::command::PageSizes;
+use limosa_memory::{FaultHandler, FaultMode, GuestMemory, Headroom, MemoryBlock, Populator};
+use limosa_page::{
+    AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageKind, PageNumber, PageRange, Scan, ZeroMethod,
+};
+use limosa_stream::PageSizes;
 
 use super::huge_pages::{HugePages, PopulateBudget, Target};
 use super::layout::{blocks_here, check_address};
@@ -246,7 +244,8 @@ impl Block<'_> {
             if run.len() >= GIVEN_BACK {
                 self.memory.discard(run)?;
             } else {
-                for found in Scan::new(self.memory.look(), run, Method::best()).filter(|run| run.kind == PageKind::Data)
+                for found in
+                    Scan::new(self.memory.look(), run, ZeroMethod::best()).filter(|run| run.kind == PageKind::Data)
                 {
                     let bytes = found.pages.bytes();
                     self.memory.fill_zero(bytes.start, bytes.end - bytes.start)?;

@@ -9,8 +9,7 @@ use limosa_channel::Channel;
 use limosa_memory::dirty::DirtyPages;
 use limosa_memory::{BlockRole, MemoryBlock};
 use limosa_page::{PAGE_SIZE, PageBitmap};
-use limosa_stream::command::PageSizes;
-use limosa_stream::{Command, DeviceSections, ram, section, vm};
+use limosa_stream::{Command, DeviceSections, PageSizes, postcopy, ram, section};
 
 use super::Observer;
 use super::convergence::{Convergence, Reason, RoundFigures, Verdict};
@@ -109,7 +108,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let mut bytes = Vec::new();
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         Command::OpenReturnPath.encode(&mut bytes)?;
-        Command::Ping(vm::PING_OPENED).encode(&mut bytes)?;
+        Command::Ping(postcopy::PING_OPENED).encode(&mut bytes)?;
         let mut blocks = start.blocks.clone();
         if self.postcopy != Postcopy::Off {
             blocks = listed(&blocks, self.switch.page_sizes)?;
@@ -129,7 +128,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     /// From the first page to the destination's confirmation. The destination has answered before a page is looked at: it is
     /// there, and it can answer.
     pub(super) fn run(&mut self) -> Result<(), MigrateError> {
-        self.inbox.wait_pong(vm::PING_OPENED, self.params.patience)?;
+        self.inbox.wait_pong(postcopy::PING_OPENED, self.params.patience)?;
         if self.postcopy != Postcopy::Off {
             let track = self.track.insert(Track::new(self.source));
             if self.guard.has_hints() {
@@ -307,17 +306,17 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         );
         let sections = self.device_sections()?;
         let mut bytes = sections.bytes().to_vec();
-        Command::Ping(vm::PING_READY).encode(&mut bytes)?;
+        Command::Ping(postcopy::PING_READY).encode(&mut bytes)?;
         self.channel.put(&bytes)?;
         self.description = sections.description();
-        self.inbox.wait_pong(vm::PING_READY, self.params.patience)?;
+        self.inbox.wait_pong(postcopy::PING_READY, self.params.patience)?;
         self.multifd.map_or(Ok(()), Multifd::check_taken)
     }
 
     /// Gives the VM away.
     fn hand_over(&mut self) -> Result<(), MigrateError> {
         let mut bytes = Vec::new();
-        Command::Ping(vm::PING_GO).encode(&mut bytes)?;
+        Command::Ping(postcopy::PING_GO).encode(&mut bytes)?;
         section::encode_eof(&mut bytes);
         let decisive = bytes.len() as u64;
         let length = u32::try_from(self.description.len())

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use limosa_memory::{GuestMemory, MemoryBlock};
 use limosa_page::{PageBitmap, PageRange};
-use limosa_stream::ram::RamBlock;
+use limosa_stream::RamBlock;
 
 use crate::error::MigrateError;
 use crate::live::{LiveVm, SharedMemory};

@@ -18,8 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use limosa_memory::GuestLayout;
-use limosa_memory::free::{FreePageSink, FreePages};
+use limosa_memory::{FreePageSink, FreePages, GuestLayout};
 
 use super::stats::HintStats;
 use crate::progress::Progress;

@@ -5,8 +5,7 @@
 //! counts as missing.
 
 use limosa_page::{PageBitmap, PageNumber, PageRange};
-use limosa_stream::command::DISCARD_LIMIT;
-use limosa_stream::{Command, EncodeError, RamBlock};
+use limosa_stream::{Command, DISCARD_LIMIT, EncodeError, RamBlock};
 
 /// What is known of the pages of a block when the VM has stopped.
 #[derive(Debug)]

@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError, Lending, ZeroCopy};
 use limosa_memory::{Loan, MemoryBlock};
-use limosa_page::scan::{PageKind, Run};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 
 use super::compressor::Compressor;
@@ -156,7 +155,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let in_packet = self.multifd.tells_in_packet(block);
         let mut left_zero: Vec<PageRange> = Vec::new();
         let mut left_out = 0;
-        for Run { pages, kind } in zeros.find(memory, runs, self.plan.method)? {
+        for PageRun { pages, kind } in zeros.find(memory, runs, self.plan.method)? {
             if kind != PageKind::Data && zeros == Zeros::LeftOut {
                 left_out += pages.len();
                 continue;
@@ -352,7 +351,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let mut slices: Vec<&[u8]> = Vec::new();
         let mut begin = 0;
         for (index, (page, bytes)) in pages.iter().zip(contents.chunks_exact(PAGE_LEN)).enumerate() {
-            if zeros == Zeros::Unknown || !limosa_page::zero::is_zero(bytes) {
+            if zeros == Zeros::Unknown || !limosa_page::is_zero(bytes) {
                 self.normal.push(page.offset());
                 continue;
             }

@@ -1,7 +1,6 @@
 //! The package: the device sections of a VM that runs before its memory is there, between LISTEN and RUN.
 
-use limosa_stream::device_sections::{self, OpaqueSection};
-use limosa_stream::{Command, StreamError, section};
+use limosa_stream::{Command, OpaqueSection, StreamError, section};
 
 use crate::error::MigrateError;
 
@@ -27,7 +26,7 @@ pub(super) fn read(package: &[u8]) -> Result<Package<'_>, MigrateError> {
         return Err(wrong("does not begin with LISTEN"));
     };
     let rest = package.get(listen..).unwrap_or_default();
-    if let Ok((sections, length)) = device_sections::decode(rest)
+    if let Ok((sections, length)) = OpaqueSection::decode_all(rest)
         && let Some(ping) = end(rest.get(length..).unwrap_or_default())
     {
         return Ok(Package { bytes: rest.get(..length).unwrap_or_default(), sections: Some(sections), ping });
@@ -59,7 +58,7 @@ fn end(rest: &[u8]) -> Option<Option<u32>> {
 
 #[cfg(test)]
 mod tests {
-    use limosa_stream::{DeviceSections, vm};
+    use limosa_stream::{DeviceSections, postcopy};
     use proptest::prelude::*;
 
     use super::*;
@@ -70,13 +69,13 @@ mod tests {
         sections.push("timer", 0, 1, b"tick").unwrap();
         sections.push("serial", 0, 1, RUN).unwrap();
         for ping in [None, Some(3)] {
-            let package = vm::postcopy_package(sections.bytes(), ping).unwrap();
+            let package = postcopy::postcopy_package(sections.bytes(), ping).unwrap();
             let found = read(&package).unwrap();
             assert_eq!((found.bytes, found.ping), (sections.bytes(), ping));
             assert_eq!(found.sections.unwrap()[1].state, RUN);
 
             let stock = b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x0112345678\x7e\0\0\0\x03";
-            let package = vm::postcopy_package(stock, ping).unwrap();
+            let package = postcopy::postcopy_package(stock, ping).unwrap();
             assert_eq!(read(&package).unwrap(), Package { bytes: stock, sections: None, ping });
         }
     }
@@ -85,7 +84,7 @@ mod tests {
     fn a_package_without_its_last_word_is_refused() {
         let mut sections = DeviceSections::new();
         sections.push("timer", 0, 1, b"tick").unwrap();
-        let package = vm::postcopy_package(sections.bytes(), Some(3)).unwrap();
+        let package = postcopy::postcopy_package(sections.bytes(), Some(3)).unwrap();
         for cut in 0..package.len() {
             assert!(read(&package[..cut]).is_err(), "{cut}");
         }

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use limosa_channel::Channel;
-use limosa_stream::return_path::ReturnMessage;
-use limosa_stream::{Command, Decoder, Event};
+use limosa_stream::{Command, Decoder, Event, ReturnMessage};
 
 use super::{AcceptPreempt, Connection, PostcopyVm, PreemptListener, Records, conclude};
 use crate::control::Control;

@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use limosa_channel::Channel;
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
-use limosa_stream::decoder::Step;
-use limosa_stream::{Decoder, Event};
+use limosa_stream::{Decoder, Event, Step};
 
 use super::Placer;
 use crate::error::MigrateError;

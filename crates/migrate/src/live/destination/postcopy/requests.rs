@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
 use limosa_page::{AtomicPageBitmap, PageNumber, PageRange};
-use limosa_stream::return_path::ReturnMessage;
+use limosa_stream::ReturnMessage;
 
 use crate::error::MigrateError;
 use crate::live::destination::ram::Block;

@@ -3,8 +3,7 @@
 use std::sync::atomic::AtomicU64;
 
 use limosa_memory::dirty::{DirtyLogs, DirtyPages, ExplicitLog, Marker, Writers};
-use limosa_memory::free::FreePagesError;
-use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_memory::{BlockOptions, FreePagesError, GuestMemory};
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, DeviceSections};
 use proptest::prelude::*;

@@ -27,7 +27,7 @@ pub const PING_GO: u32 = 7;
 /// The capabilities are left out of `configuration` (neither of the validated ones goes with postcopy), and page sizes are named only for blocks whose pages are
 /// larger than 4096 bytes, as a destination expects it.
 ///
-/// `early_sections` are device sections that come before the pages ([`Event::EarlyDevice`](crate::decoder::Event::EarlyDevice)).
+/// `early_sections` are device sections that come before the pages ([`Event::EarlyDevice`](crate::Event::EarlyDevice)).
 ///
 /// # Errors
 /// Blocks or a configuration that the format cannot hold; no block with pages.
