@@ -12,6 +12,7 @@ use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, Create, FileOptions, FileStorage, MemoryStorage, Storage, block_on};
+use limosa_testkit::image::write;
 use limosa_testkit::scratch;
 
 use crate::read;
@@ -44,7 +45,7 @@ fn made(path: &Path, options: Option<&CreateOptions>) -> Format {
     }
     drop(file);
     let disk = opened(path, format, false);
-    block_on(disk.write(GuestOffset(0), Buffer::copied(&contents()).into())).unwrap();
+    write(&*disk, 0, &contents());
     block_on(disk.close()).unwrap();
     format
 }
@@ -109,7 +110,7 @@ fn what_is_read_from_a_data_file_that_was_cut_off_is_right_or_an_error_that_name
         drop(block_on(create(&*file, Some(&*data), &options)).unwrap());
         drop((file, data));
         let disk = opened(&path, Format::Qcow2, false);
-        block_on(disk.write(GuestOffset(0), Buffer::copied(&all).into())).unwrap();
+        write(&*disk, 0, &all);
         block_on(disk.close()).unwrap();
         drop(disk);
         for left in [0, 512, 300 << 10, (1 << 20) - 512] {
@@ -162,7 +163,7 @@ fn nothing_is_written_behind_what_is_left_of_an_image_and_it_is_marked() {
             let disk = opened(&path, Format::Qcow2, false);
             if ahead {
                 // Clusters have been taken ahead.
-                block_on(disk.write(GuestOffset(8 << 20), Buffer::copied(&[7; 512]).into())).unwrap();
+                write(&*disk, 8 << 20, &[7; 512]);
                 block_on(disk.flush()).unwrap();
             }
             let left = 600 << 10;
@@ -177,7 +178,7 @@ fn nothing_is_written_behind_what_is_left_of_an_image_and_it_is_marked() {
             let _ = block_on(disk.close());
             drop(disk);
             let after = file_bytes(&path).unwrap();
-            // The feature bits stand in bytes 72 to 79.
+            // The feature bits are bytes 72 to 79.
             assert!(after[80..before.len()] == before[80..], "{what}: what is left has changed");
             assert!(before[..72] == after[..72], "{what}: the header has changed");
             let file: Arc<dyn Storage> = FileStorage::open(&path, &FileOptions::default()).unwrap();
