@@ -1,4 +1,4 @@
-//! Commands, and the two other small decoders that stand alone: what was decoded encodes to the same bytes.
+//! Commands, and the two other small standalone decoders: what was decoded encodes to the same bytes.
 
 #![no_main]
 

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stripped_program_runs_and_its_lines_are_found_beside_it() {
+    fn a_stripped_program_runs_and_its_lines_are_found_in_the_debug_file() {
         let folder = limosa_testkit::scratch().unwrap();
         let own = std::env::current_exe().unwrap();
         let shipped = split(&own, folder.path()).unwrap();

@@ -37,7 +37,7 @@ fn anchors(page: &Path) -> BTreeSet<String> {
     text(page).lines().filter(|line| line.starts_with('#')).map(|line| anchor(line.trim_start_matches('#'))).collect()
 }
 
-/// What stands between `open` and `close`, as often as it does on one line.
+/// The text between `open` and `close`, as often as it does on one line.
 fn between<'t>(text: &'t str, open: &'t str, close: char) -> impl Iterator<Item = &'t str> {
     text.lines().flat_map(move |line| line.split(open).skip(1).filter_map(move |rest| Some(rest.split_once(close)?.0)))
 }
@@ -92,7 +92,7 @@ fn every_path_of_the_repository_that_the_documentation_names_exists() {
             if code.contains(|c: char| c.is_whitespace() || c.is_uppercase()) || !(path || source) {
                 continue;
             }
-            // Behind a full path stand names of files of the same crate.
+            // A full path is followed by names of files of the same crate.
             let found = root.join(code).exists() || !path && files.iter().any(|file| file.ends_with(code));
             if !found {
                 missing.push(format!("{}: {code}", page.display()));

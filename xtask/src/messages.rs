@@ -119,7 +119,7 @@ fn crates() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The Rust files below `folder`, in order. Modules of unit tests in files of their own are left out.
+/// The Rust files below `folder`, in order. Modules of unit tests in separate files are left out.
 fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_path_buf()];

@@ -37,11 +37,11 @@ pub(crate) fn bench(arguments: &[String]) -> Result<()> {
         bail!("which one? `cargo xtask bench save`, or restore; the rest of the line goes to `limosa-bench`");
     }
     setup::run()?;
-    // The program that is measured lies beside the one that measures.
+    // The program that is measured is in the directory of the one that measures.
     build()?;
     let mut bench = Command::new(build_one("limosa-bench", "limosa-bench")?);
     if arguments.iter().any(|word| word == "free-page") {
-        // A program of its own, so that limosa needs nothing of what the tests need.
+        // A separate program, so that limosa needs nothing of what the tests need.
         bench.env("LIMOSA_GUEST", build_one("limosa-testkit", "limosa-guest")?);
     }
     shell::run(bench.args(arguments))

@@ -170,7 +170,7 @@ fn show_and_sum(stream: impl Read, summary: fn(&str) -> Option<TestCounts>) -> T
 fn nextest_summary(line: &str) -> Option<TestCounts> {
     let (_, counts) = line.trim_start().strip_prefix("Summary [")?.split_once("run:")?;
     let mut totals = TestCounts::default();
-    // What stands in parentheses, as in `5 passed (1 slow, 1 flaky)`, is counted outside of them already.
+    // The text in parentheses, as in `5 passed (1 slow, 1 flaky)`, is counted outside of them already.
     let plain: String = counts.split('(').map(|piece| piece.split_once(')').map_or(piece, |(_, rest)| rest)).collect();
     for part in plain.split(", ") {
         let mut words = part.split_whitespace();

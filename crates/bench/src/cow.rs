@@ -1,7 +1,7 @@
 //! Copy-on-write in qcow2 images: merged, in parts (the module `split`), and by stock QEMU.
 //!
 //! Law: the contestants of a case put the same load on images made the same way, direct and through `io_uring`, and the clock of each
-//! begins with its first request and ends with its last one; what closing the image costs stands beside it as `close_ms`. Operations
+//! begins with its first request and ends with its last one; what closing the image costs is reported separately as `close_ms`. Operations
 //! and bytes are those that the files were asked for. What is cloned is compared apart, in the module `clones`.
 //!
 //! The hard disk is a stand-in that takes 8 ms for each operation: what counts there is how many there are.
@@ -140,7 +140,7 @@ fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
         through: Through::Direct,
     };
     let bare = Shape { under: Under::Nothing, ..usual };
-    // Each request in a cluster of its own: 16,000 on 2 GiB.
+    // Each request in its own cluster: 16,000 on 2 GiB.
     let count = (size / 69632).min(16000);
     let first = Load { count, depth: 16, size: 4096, offset: 4096, step: Some(69632), durable: false, queues: 1 };
     let cell = |case: &str, shape, load: &Load, stock| Cell { case: case.to_owned(), shape, load: load.clone(), stock };

@@ -55,7 +55,7 @@ pub struct Series {
     pub runs: Vec<Measured>,
 }
 
-/// Runs all contestants `rounds` times, interleaved. `progress` is told each run, for people who wait.
+/// Runs all contestants `rounds` times, interleaved. `progress` is called with each run, for people who wait.
 pub fn interleave(
     contestants: &mut [Contestant<'_>],
     rounds: u32,

@@ -100,7 +100,7 @@ fn cpu_clock(clock: ClockId) -> Duration {
 /// CPU time of a process and all its threads, also of those that have ended, as precise as the scheduler counts. (The
 /// `/proc/PID/stat`, the usual source, has ticks of 10 ms, a large part of a run of 200.)
 pub(crate) fn process_cpu(pid: u32) -> Result<Duration> {
-    raw::process_cpu(pid).with_context(|| format!("process {pid} is gone before it was measured"))
+    raw::process_cpu(pid).with_context(|| format!("process {pid} ended before it was measured"))
 }
 
 /// Time that all cores together were not idle.

@@ -38,7 +38,7 @@ impl End {
     }
 }
 
-/// A veth pair, each end in a network namespace of its own.
+/// A veth pair, each end in its own network namespace.
 #[derive(Debug)]
 pub(crate) struct Cable {
     near: OwnedFd,

@@ -93,7 +93,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Makes the child of `command` die when the thread that starts it does, and hands it a descriptor under its number here.
+/// Has the child of `command` killed when the thread that starts it ends, and passes it a descriptor under its number here.
 /// The descriptor has to stay open until the child has been started.
 pub(crate) fn bind_child(command: &mut Command, hand: Option<BorrowedFd<'_>>) {
     let parent = std::process::id();
@@ -103,7 +103,7 @@ pub(crate) fn bind_child(command: &mut Command, hand: Option<BorrowedFd<'_>>) {
         if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        // A parent that died before that call has sent no signal.
+        // A parent that ended before that call has sent no signal.
         // SAFETY: getppid(2) takes nothing and cannot fail.
         if u32::try_from(unsafe { libc::getppid() }) != Ok(parent) {
             return Err(io::ErrorKind::BrokenPipe.into());

@@ -327,7 +327,7 @@ mod tests {
             target("3 GiB: wall of a / QEMU", None, "no QEMU"),
             target("4 GiB: wall of a / z", None, "no namespaces"),
         ]);
-        // Nothing of 4 GiB could run, which is to be told.
+        // Nothing of 4 GiB could run, which has to be reported.
         part.keep_what_ran("4 GiB");
         let left: Vec<_> = part.targets.iter().map(|target| target.name.as_str()).collect();
         assert_eq!(left, ["worst of all", "c: wall of a / QEMU", "4 GiB: wall of a / z"]);

@@ -1,5 +1,5 @@
-//! A VM out of a file: limosa's lazy restore, beside stock QEMU's own load of the same file and its postcopy of the same VM;
-//! and its eager restore on one or several channels, beside a QEMU that sends the same VM.
+//! A VM out of a file: limosa's lazy restore, compared with stock QEMU's own load of the same file and its postcopy of the same VM;
+//! and its eager restore on one or several channels, compared with a QEMU that sends the same VM.
 //!
 //! Every run takes a fresh destination. The clock begins right before limosa's exec, or before the first command to QEMU,
 //! and three times are taken: when the guest runs (QEMU's own time of its `RESUME` event), when its first beat has come
@@ -179,7 +179,7 @@ fn in_parts(all: Vec<Series>) -> Vec<Series> {
     parts
 }
 
-/// limosa beside QEMU's load in all times, and beside the postcopy of the same kind where all memory is concerned.
+/// limosa compared with QEMU's load in all times, and with the postcopy of the same kind where all memory is concerned.
 fn compare(report: &mut Report, all: &[Series], cases: &[&str]) {
     for case in cases {
         for limosa in [LAZY, LAZY_ONE_CHANNEL] {

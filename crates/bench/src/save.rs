@@ -1,4 +1,4 @@
-//! A VM into a file: limosa, through the socket and by file, beside stock QEMU.
+//! A VM into a file: limosa, through the socket and by file, compared with stock QEMU.
 //!
 //! Every run saves a fresh paused VM whose RAM is the same random bytes. The clock begins with limosa's exec, or with the
 //! first command to QEMU, and ends when the file is durable: QEMU syncs nothing, so that is done here. In

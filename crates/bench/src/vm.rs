@@ -57,7 +57,7 @@ impl Vm {
         Self::start_in(None, qemu, memory, ram, role)
     }
 
-    /// The same in a network of its own.
+    /// The same in its own network.
     pub(crate) fn start_in(
         network: Option<&Loopback>,
         qemu: &str,
@@ -100,7 +100,7 @@ impl Vm {
             Some(status) => bail!("QEMU ended with {status}"),
         });
         let monitor = monitor.and_then(negotiate).with_context(|| match fs::read_to_string(at("log")) {
-            Ok(text) if !text.trim().is_empty() => format!("QEMU says: {}", text.trim()),
+            Ok(text) if !text.trim().is_empty() => format!("QEMU printed: {}", text.trim()),
             _ => "QEMU does not answer".to_owned(),
         })?;
         let vm = Self { process, monitor, folder };

@@ -105,7 +105,7 @@ fn contestant<'s>(
     Contestant { case: cell.case(), variant: variant(method, channels), run: Box::new(run) }
 }
 
-/// Both ways that save a copy, beside the copy.
+/// Both ways that save a copy, compared with the copy.
 fn compare(report: &mut Report, all: &[Series], cells: &[Cell]) {
     for cell in cells {
         for channels in CHANNELS {

@@ -18,7 +18,7 @@ fn over_veth(case: &Value) -> bool {
     case["case"].as_str().unwrap().contains("over veth")
 }
 
-/// The same of a QEMU in a network of its own.
+/// The same of a QEMU in its own network.
 fn by_reno(case: &Value) -> bool {
     case["variant"].as_str().unwrap().contains("by Reno")
 }

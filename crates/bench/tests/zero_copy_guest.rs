@@ -26,7 +26,7 @@ fn lay_tap() {
     }
 }
 
-/// Runs a test of this program in a network of its own, which goes with it, however it ends.
+/// Runs a test of this program in its own network, which goes with it, however it ends.
 fn run_apart(test: &Command) {
     let output = Command::new("unshare").arg("--net").arg(test.get_program()).args(test.get_args()).output().unwrap();
     let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

@@ -1,6 +1,6 @@
 //! One of the two processes: a VMM of a few hundred lines, with a guest and a control socket.
 //!
-//! One thread has the guest's migration and does what it is ordered, one thing after another; the control socket's threads
+//! One thread runs the guest's migration and executes orders, one after another; the control socket's threads
 //! answer at any moment and pass orders on. **Law: what is undecided stays.** An end with a copy of the guest
 //! that may be the only one neither runs it by itself nor ends; it waits for the operator's decision, and has printed how to decide.
 
@@ -56,12 +56,12 @@ struct Migration {
 /// The guest cannot be made, or the control socket.
 pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     let [role, control, witness, settings] = arguments else {
-        return Err(DemoError::Settings("an end of a demonstration is started by limosa-demo live".into()));
+        return Err(DemoError::Settings("only limosa-demo live starts an end of a demonstration".into()));
     };
     let role = match role.as_str() {
         "source" => Role::Source,
         "destination" => Role::Destination,
-        other => return Err(DemoError::Settings(format!("there is no end called {other:?}"))),
+        other => return Err(DemoError::Settings(format!("{other:?}: unknown end; must be source or destination"))),
     };
     let settings: Settings =
         serde_json::from_str(settings).map_err(|error| DemoError::Settings(format!("settings: {error}")))?;

@@ -1,4 +1,4 @@
-//! The guests that limosa brings along: each runs, writes its memory at a set rate, stands still when told to, and can tell
+//! The guests that limosa brings along: each runs, writes its memory at a set rate, pauses when told to, and can tell
 //! whether any of its memory was lost.
 //!
 //! **Law: a guest's memory follows from its state.** What every page holds is computed from the page's number and from how
@@ -124,7 +124,7 @@ pub struct GuestOptions {
     pub working_set: Option<u64>,
     /// Bytes that have contents when it begins, from the front of its memory; `None`: the working set. The rest is zero.
     pub filled: Option<u64>,
-    /// Writers (threads or vCPUs), each with a share of its own of the working set: 1 to 64.
+    /// Writers (threads or vCPUs), each with its own share of the working set: 1 to 64.
     pub writers: u16,
     /// Tells the contents of guests apart.
     pub seed: u32,
@@ -154,7 +154,7 @@ pub struct Verified {
     pub zero_pages: u64,
     /// Pages that it has written since it was booted, wherever that was.
     pub writes: u64,
-    /// Of all its memory: equal on both ends while it stands still.
+    /// Of all its memory: equal on both ends while it is paused.
     pub checksum: u64,
 }
 

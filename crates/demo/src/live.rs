@@ -100,7 +100,7 @@ pub fn run(options: &LiveOptions<'_>) -> Result<LiveReport, DemoError> {
     if ordered.is_err() && source.status().is_ok() {
         ordered?;
     }
-    // A source that died before it answered may have sent all the same: what became of the guest is looked for.
+    // A source that ended before it answered may have sent all the same: the state of both ends is checked.
     let runs_at = find_guest(&source, &destination)?;
 
     let runs = if runs_at == Role::Source { &source } else { &destination };
@@ -210,7 +210,7 @@ impl LiveReport {
     fn title(&self) -> String {
         let settings = &self.settings;
         format!(
-            "A guest of {} MiB, told to write {} MiB a second, moves while it runs",
+            "A guest of {} MiB, set to write {} MiB/s, moves while it runs",
             settings.memory >> 20,
             settings.dirty_rate >> 20
         )
@@ -243,7 +243,7 @@ pub fn remove_folders() {
 }
 
 impl Folder {
-    /// In memory where there is such a place: the witness is written while the guest stands still.
+    /// In memory where there is such a place: the witness is written while the guest is paused.
     fn base() -> PathBuf {
         let memory = PathBuf::from("/dev/shm");
         if memory.is_dir() { memory } else { std::env::temp_dir() }

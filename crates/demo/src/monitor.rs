@@ -99,7 +99,7 @@ impl EndMonitor {
                 return Err(DemoError::Refused {
                     control: self.control.display().to_string(),
                     command: command.to_owned(),
-                    why: status.why.unwrap_or_else(|| "it does not say why".into()),
+                    why: status.why.unwrap_or_else(|| "no reason given".into()),
                 });
             }
             if Instant::now() >= deadline {

@@ -34,9 +34,9 @@ pub struct Round {
     pub rest: u64,
     /// Bytes a second that are reckoned with.
     pub bandwidth: Option<u64>,
-    /// How long the guest would have to stand still for the rest.
+    /// How long the guest would have to be paused for the rest.
     pub expected_downtime_ms: Option<f64>,
-    /// Whether the guest stood still.
+    /// Whether the guest was paused.
     pub last: bool,
 }
 
@@ -98,7 +98,7 @@ pub struct SourceReport {
     pub rounds: Vec<Round>,
     /// From the beginning to the end.
     pub total_ms: f64,
-    /// From the moment the guest was told to stand still until the destination said that it runs there.
+    /// From the moment the guest was told to pause until the destination said that it runs there.
     pub downtime_ms: f64,
     /// What was expected when it was told so.
     pub expected_downtime_ms: Option<f64>,
@@ -180,7 +180,7 @@ pub struct MemoryReport {
     pub error: Option<String>,
 }
 
-/// A time, as it stands in reports.
+/// A time, as it is written in reports.
 pub(crate) fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }

@@ -73,7 +73,7 @@ pub struct Settings {
     pub zero_copy: ZeroCopy,
     /// When the guest runs at the destination before its memory is there.
     pub postcopy: Postcopy,
-    /// Requested pages have a channel of their own.
+    /// Requested pages have their own channel.
     pub preempt: bool,
     /// No page is copied: the destination gets the memory's descriptors.
     pub same_host: bool,
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_go_together_is_told_before_anything_starts() {
+    fn what_cannot_be_combined_is_refused_before_anything_starts() {
         let usual = Settings::default;
         assert_eq!(usual().contradiction(), None);
         let waits = Settings { hints: true, hint_wait_ms: 1, postcopy: Postcopy::AtOnce, ..usual() };

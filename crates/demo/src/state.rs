@@ -28,7 +28,7 @@ impl Role {
 pub enum State {
     /// The guest runs, nothing moves.
     Running,
-    /// The guest is being sent: it runs, or stands still for its last pages.
+    /// The guest is being sent: it runs, or is paused for its last pages.
     Sending,
     /// A guest is waited for.
     Waiting,
@@ -75,7 +75,7 @@ pub struct Status {
     pub why: Option<String>,
     /// What the guest has done so far, counted by itself: it grows while it runs.
     pub beats: u64,
-    /// For how long it stood still on its way here, from its last write there to its first one here: milliseconds.
+    /// For how long it was paused on its way here, from its last write there to its first one here: milliseconds.
     pub stood_ms: Option<f64>,
     /// The commands that would decide, if there is something to decide.
     pub decide: Vec<String>,
@@ -92,22 +92,22 @@ pub fn decisions(role: Role, state: State, control: &str) -> Vec<String> {
     }
 }
 
-/// The words of an undecided end.
+/// The advice of an undecided end.
 pub fn advice(role: Role, state: State, control: &str, why: &str) -> String {
     let control = quoted(control);
     match (role, state) {
         (Role::Source, State::Undecided) => format!(
             "source: undecided: {why}\n  \
-             The guest stands still here, with all of its memory. Whether it runs at the destination is not known.\n  \
-             Look at the destination first: limosa-demo status --control <its socket>, or whether its process lives at all.\n  \
+             The guest is paused here, with all of its memory. Whether it runs at the destination is not known.\n  \
+             Look at the destination first: limosa-demo status --control <its socket>, or whether its process still runs.\n  \
              If it runs there, or all of it is there and you start it:  limosa-demo discard --control {control}\n  \
              If it waits there for pages (postcopy-paused):             limosa-demo recover --control {control} --destination <its socket>\n  \
              If it does not run there and never will:                   limosa-demo resume --control {control}"
         ),
         (Role::Destination, State::Undecided) => format!(
             "destination: undecided: {why}\n  \
-             All of the guest is here, and the source's last word is missing: it has not been started.\n  \
-             Look at the source first: limosa-demo status --control <its socket>, or whether its process lives at all.\n  \
+             All of the guest is here, and the source's last message is missing: it has not been started.\n  \
+             Look at the source first: limosa-demo status --control <its socket>, or whether its process still runs.\n  \
              If it runs there, or you resume it there:  limosa-demo discard --control {control}\n  \
              If it does not run there and never will:   limosa-demo start --control {control}"
         ),
@@ -115,7 +115,7 @@ pub fn advice(role: Role, state: State, control: &str, why: &str) -> String {
             "source: the connection is gone while pages were missing: {why}\n  \
              The guest runs at the destination and waits there for the pages it touches; they are here, and none is lost.\n  \
              To go on:  limosa-demo recover --control {control} --destination <its socket>\n  \
-             If the destination's process is dead, what the guest did there is lost; here it stands where it left:\n    \
+             If the destination's process has ended, what the guest did there is lost; here it is as it left:\n    \
              to run it again from there:  limosa-demo resume --control {control}\n    \
              to give it up:               limosa-demo discard --control {control}"
         ),
@@ -123,7 +123,7 @@ pub fn advice(role: Role, state: State, control: &str, why: &str) -> String {
             "destination: the connection is gone while pages were missing: {why}\n  \
              The guest runs here and waits for the pages it touches; the source has them, and none is lost.\n  \
              To go on:  limosa-demo recover --control <the source's socket> --destination {control}\n  \
-             If the source's process is dead, the guest can go no further:  limosa-demo discard --control {control}"
+             If the source's process has ended, the guest cannot continue:  limosa-demo discard --control {control}"
         ),
         (role, _) => format!("{}: {why}", role.name()),
     }

@@ -23,7 +23,7 @@ pub struct Witness {
 pub enum Testimony {
     /// This end let its guest run.
     Ran(String),
-    /// This end's guest stood still.
+    /// This end's guest was paused.
     Stood(String),
     /// This end's guest was to run while another's did: the law was about to be broken.
     Refused(String),
@@ -46,12 +46,12 @@ impl Witness {
     pub fn run(&self) -> io::Result<()> {
         if flock(&self.file, FlockOperation::NonBlockingLockExclusive).is_err() {
             self.write("refused")?;
-            return Err(io::Error::other("the guest runs at the other end; it is not run here"));
+            return Err(io::Error::other("the guest runs at the other end; it is not started here"));
         }
         self.write("ran")
     }
 
-    /// Gives it back: the guest stands still.
+    /// Gives it back: the guest is paused.
     ///
     /// # Errors
     /// The line cannot be written.

@@ -1,4 +1,4 @@
-//! What may stand on the command line, and how it reads in `--help`.
+//! What the command line may contain, and how it reads in `--help`.
 //!
 //! Parsing ends here: each command turns its arguments into what the libraries take, and no library sees clap.
 

@@ -1,7 +1,7 @@
 //! `limosa balloon`: a virtio-balloon over vhost-user.
 //!
 //! Law: however it ends, the guest is told that it may have its pages back, and both sockets are gone. What it asks of a guest
-//! it asks on a clock of its own ([`job`]), so a program that asked for something and died leaves nothing unfinished.
+//! it asks on its own clock ([`job`]), so a program that ordered a job and was killed leaves nothing unfinished.
 
 mod commands;
 mod ctl;
@@ -33,7 +33,7 @@ use line::StatusLine;
 
 /// How often jobs go on, and changes are told.
 const TICK: Duration = Duration::from_millis(20);
-/// A balloon that is being filled changes a thousand times a second; programs hear of it this often, and of the last change.
+/// A balloon that is being filled changes a thousand times a second; events report it this often, and the last change.
 const CHANGES: Duration = Duration::from_millis(200);
 
 pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
@@ -120,7 +120,7 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Serves front ends on a thread of its own, and ends everything when that fails.
+/// Serves front ends on its own thread, and ends everything when that fails.
 fn serving(
     server: &Arc<Server>,
     ending: &Arc<Ending>,

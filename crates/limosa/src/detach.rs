@@ -1,6 +1,6 @@
 //! `limosa restore --detach`: a pager that stays behind, and a command that returns when the guest runs.
 //!
-//! The command starts itself again as the pager, in a session of its own, and waits for one line on the pager's stdout. The
+//! The command starts itself again as the pager, in its own session, and waits for one line on the pager's stdout. The
 //! pager says it when the guest runs or when it failed, and is silent afterwards.
 
 use limosa_console::quantity;

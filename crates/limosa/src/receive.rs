@@ -128,7 +128,7 @@ fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) ->
         .map_err(anyhow::Error::from)
         .and_then(|()| Ok(writer.finish(&incoming.tail, manifest)?));
     if published.is_err() {
-        // A source that does not hear it sees the channel close.
+        // A source that does not receive it sees the channel close.
         let _ = incoming.refuse();
     }
     published

@@ -1,4 +1,4 @@
-//! Handing signals on to a QEMU that limosa stands in front of.
+//! Forwards signals to the QEMU that limosa runs.
 //!
 //! What a terminal sends goes to every process of its foreground group, so QEMU has had it already: only what a process
 //! sent to limosa is handed on.

@@ -160,7 +160,7 @@ fn program(words: &[OsString]) -> String {
     words.first().map(|word| word.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// The process that limosa stands in front of.
+/// The QEMU process that limosa relays for.
 struct Qemu {
     child: Child,
     relay: Relay,

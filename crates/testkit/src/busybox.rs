@@ -15,7 +15,7 @@ pub(crate) struct System<'a> {
     pub(crate) modules: &'a [&'a str],
     /// Where they are.
     pub(crate) modules_in: &'a Path,
-    /// Lines of shell before anything is said, and one that goes on beside the commands.
+    /// Lines of shell before anything is said, and one that runs in parallel with the commands.
     pub(crate) first: &'a str,
     pub(crate) beside: &'a str,
     /// Programs of the host, run by `host NAME ...`.

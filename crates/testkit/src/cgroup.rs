@@ -1,4 +1,4 @@
-//! A process that may have only so much memory: a control group of its own, version 2 or 1, whichever the machine has.
+//! A process that may have only so much memory: its own control group, version 2 or 1, whichever the machine has.
 //!
 //! Counted is what is allocated from the moment a process is put in; huge pages of hugetlbfs are not.
 

@@ -2,7 +2,7 @@
 //!
 //! `qemu:///embed?root=FOLDER` keeps configuration, state and sockets of the driver in a folder of ours (libvirt docs:
 //! QEMU driver, embedded). As root the driver wants an account that only the packages of libvirt's daemon make; where it is
-//! missing, `virsh` gets a mount namespace of its own in which there is one.
+//! missing, `virsh` gets its own mount namespace in which there is one.
 //!
 //! Law: a domain's QEMU is no child of ours, so a keeper holds its process id and ends it when we are gone in any way.
 
@@ -33,7 +33,7 @@ pub struct Libvirt {
 }
 
 impl Libvirt {
-    /// Sets one up in a folder of its own.
+    /// Sets one up in its own folder.
     ///
     /// # Errors
     /// libvirt is not installed; the message names the command that installs it.

@@ -1,4 +1,4 @@
-//! Tests that are run in a process of their own: this program, started again for one of its tests.
+//! Tests that are run in their own process: this program, started again for one of its tests.
 
 use std::process::Command;
 
@@ -42,7 +42,7 @@ mod tests {
     }
 
     #[test]
-    fn a_test_is_run_in_a_process_of_its_own() {
+    fn a_test_is_run_in_its_own_process() {
         let output = crate::own_test!(tells_that_it_runs).output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(said.contains("it runs") && said.contains("1 passed"), "{said}");

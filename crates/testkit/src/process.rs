@@ -1,6 +1,6 @@
 //! Child processes that end with us.
 //!
-//! Law: a child is killed by its pid when its [`Process`] is dropped, and by the kernel when this process dies in any
+//! Law: a child is killed by its pid when its [`Process`] is dropped, and by the kernel when this process ends in any
 //! way (`PR_SET_PDEATHSIG`, see prctl(2)). The kernel sends that signal when the *thread* that forked ends, and a test is
 //! a thread: so one thread that lives as long as the process forks all children.
 #![allow(unsafe_code)] // prctl(2) between fork and exec has no safe wrapper.
@@ -144,7 +144,7 @@ fn spawn_bound_to_us(command: &mut Command) -> io::Result<Child> {
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return Err(io::Error::last_os_error());
             }
-            // If the parent died before the call above, its signal was missed.
+            // If the parent ended before the call above, its signal was missed.
             if u32::try_from(libc::getppid()) != Ok(parent) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }

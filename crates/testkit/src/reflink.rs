@@ -83,7 +83,7 @@ fn is_shared(line: &str) -> bool {
     flags.and_then(|flags| u32::from_str_radix(flags, 16).ok()).is_some_and(|flags| flags & 0x2000 != 0)
 }
 
-/// Runs a test, on a thread of its own, in a folder of a filesystem that shares space. `None`: `LIMOSA_SKIP_REFLINK=1`.
+/// Runs a test, on its own thread, in a folder of a filesystem that shares space. `None`: `LIMOSA_SKIP_REFLINK=1`.
 ///
 /// `LIMOSA_REFLINK_DIR` names a folder in which to make the test's, where no loop devices are to be had.
 ///
@@ -176,7 +176,7 @@ mod tests {
     use crate::note_skip;
 
     #[test]
-    fn a_filesystem_of_ones_own_shares_space_and_nobody_else_sees_it() {
+    fn a_private_filesystem_shares_space_and_no_other_process_sees_it() {
         let ended = on_reflinks(|folder| {
             let [one, other] = ["one", "other"].map(|name| folder.path().join(name));
             std::fs::write(&one, vec![7; 1 << 20]).unwrap();

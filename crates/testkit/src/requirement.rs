@@ -31,7 +31,7 @@ pub fn note_skip(reason: &str) {
     eprint!("{line}");
     if let Some(path) = std::env::var_os("LIMOSA_SKIP_LOG") {
         let log = std::fs::File::options().append(true).create(true).open(&path);
-        // One write, so that tests that run beside each other do not mix their lines.
+        // One write, so that tests that run in parallel do not mix their lines.
         log.and_then(|mut log| log.write_all(line.as_bytes())).unwrap_or_else(|error| {
             panic!("LIMOSA_SKIP_LOG names {}, which cannot be written: {error}", path.display());
         });

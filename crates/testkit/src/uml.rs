@@ -1,7 +1,7 @@
 //! User-mode Linux: a whole Linux kernel as an ordinary process, with devices over vhost-user.
 //!
-//! Its memory is an unlinked file in a folder of its own on tmpfs, which it shares with the devices. Laws: nothing of it is left
-//! when it is dropped or when the test dies in any way: it is a group of processes, which a small guard ends when this
+//! Its memory is an unlinked file in its own folder on tmpfs, which it shares with the devices. Laws: nothing of it is left
+//! when it is dropped or when the test ends in any way: it is a group of processes, which a small guard ends when this
 //! process has gone; and the serial port is drained all the time, so that the guest never waits for us.
 
 use std::os::fd::OwnedFd;
@@ -142,7 +142,7 @@ impl Uml {
         self.process.pid()
     }
 
-    /// Has its kernel stand still, and go on. A program in it that computes at that moment goes on to its next system call.
+    /// Pauses its kernel, and resumes it. A program in it that computes at that moment goes on to its next system call.
     pub fn pause(&self, pause: bool) {
         self.process.signal(if pause { Signal::STOP } else { Signal::CONT });
     }
@@ -174,16 +174,16 @@ impl Uml {
     }
 }
 
-/// Guests of this process that have died of a signal of their own.
+/// Guests of this process that crashed: a signal ended them that no test sent.
 static DEATHS: AtomicU32 = AtomicU32::new(0);
 
-/// How often a test is tried whose guest dies by itself.
+/// How often a test is tried whose guest crashes.
 const TRIES: u32 = 3;
 
 /// Runs a test whose guest is user-mode Linux; not if `LIMOSA_SKIP_UML=1` is set.
 ///
 /// On a busy host user-mode Linux 6.1 now and then gets more signals at once than it has stack for; the kernel says that it
-/// "overflowed sigaltstack", and ends it by SIGSEGV. A test that fails *while a guest died like that* is run anew, and says so; any other
+/// "overflowed sigaltstack", and ends it by SIGSEGV. A test that fails *while a guest crashed like that* is run anew, and says so; any other
 /// failure is one.
 pub fn on_uml(test: impl Fn()) {
     if uml_skipped() {
@@ -195,7 +195,7 @@ pub fn on_uml(test: impl Fn()) {
         if left == 0 || DEATHS.load(Ordering::SeqCst) == before {
             resume_unwind(panic);
         }
-        eprintln!("user-mode Linux has died of SIGSEGV (see dmesg); the test is run anew");
+        eprintln!("user-mode Linux was killed by SIGSEGV (see dmesg); the test is run anew");
     }
 }
 
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_crashed_is_told_from_others_whether_it_was_reaped_or_not() {
+    fn a_process_that_crashed_is_distinguished_whether_it_was_reaped_or_not() {
         for (script, crashes) in [("kill -s SEGV $$", true), ("kill -s KILL $$", false), ("exit 11", false)] {
             let mut command = Command::new("/bin/sh");
             command.args(["-c", script]);
@@ -327,7 +327,7 @@ mod tests {
 
     /// The other half of the test below.
     #[test]
-    fn starts_a_guest_and_is_killed_if_it_is_told_to() {
+    fn starts_a_guest_and_is_killed_if_set_to() {
         let Some(file) = std::env::var_os("LIMOSA_UML_KILLED") else { return };
         let guest = UmlGuest { memory: 64, ..UmlGuest::default() }.start().unwrap();
         std::fs::write(file, format!("{} {}\n", guest.pid(), guest.folder.path().display())).unwrap();
@@ -342,7 +342,7 @@ mod tests {
         let folder = crate::scratch().unwrap();
         let file = folder.path().join("pid");
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "uml::tests::starts_a_guest_and_is_killed_if_it_is_told_to", "--nocapture"]);
+        command.args(["--exact", "uml::tests::starts_a_guest_and_is_killed_if_set_to", "--nocapture"]);
         command.env("LIMOSA_UML_KILLED", &file).stdout(Stdio::null());
         let killed = Process::spawn("a test", command).unwrap();
         let end = Instant::now() + LIMIT;

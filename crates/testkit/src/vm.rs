@@ -19,7 +19,7 @@ use crate::qmp::Qmp;
 use crate::requirement::require_qemu;
 use crate::serial::{Line, Serial};
 
-/// How long a guest may take for a line on its serial port: generous, because tests run beside each other.
+/// How long a guest may take for a line on its serial port: generous, because tests run in parallel.
 const LINE: Duration = Duration::from_secs(120);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -47,7 +47,7 @@ impl Through {
     }
 }
 
-/// How a new cluster gets what stands around the bytes that are written.
+/// How a new cluster gets the contents around the bytes that are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Copies {
     /// As limosa does it.
@@ -140,7 +140,7 @@ impl Base {
     pub(super) fn open(&self, shape: &Shape, copies: Copies, options: Qcow2Options) -> Result<Image> {
         let path = self.fresh(shape)?;
         let disk = shape.hard_disk.then(|| HardDisk::new(HardDisk::USUAL));
-        // The page cache is as fast as nothing beside 8 ms.
+        // The page cache takes no time compared with 8 ms.
         let direct = !shape.hard_disk && shape.through == Through::Direct;
         let cache = if direct { CacheMode::None } else { CacheMode::Writeback };
         let mut files = Vec::new();

@@ -1,8 +1,8 @@
-//! The eager cells: a saved VM sent to a QEMU by limosa, beside the same VM sent there by another QEMU.
+//! The eager cells: a saved VM sent to a QEMU by limosa, compared with the same VM sent there by another QEMU.
 //!
 //! Law: both senders do the same. The pages are the same, and so are destination, unix socket and number of channels; nothing
-//! is compressed, limited, or looked at for zeros on the channels. The VM stands still, so that all is sent once. What the
-//! sender costs is a process of its own either way, and counted by itself: it is what a host with guests on it has to spare.
+//! is compressed, limited, or looked at for zeros on the channels. The VM is paused, so that all is sent once. What the
+//! sender costs is a separate process either way, and counted by itself: it is what a host with guests on it has to spare.
 
 use std::time::SystemTime;
 
@@ -113,13 +113,13 @@ impl Eager {
     }
 }
 
-/// limosa beside QEMU on as many channels: wall time, and what the sender costs.
+/// limosa compared with QEMU on as many channels: wall time, and what the sender costs.
 pub(super) fn judge(report: &mut Report, all: &[Series], case: &str, why: &str) {
     for channels in CHANNELS {
         let [limosa, qemu] = [true, false].map(|limosa| Eager { limosa, channels }.name());
         for (figure, most) in [("wall", 1.0), (SENDER, 0.7)] {
             let found = ratio(all, case, &limosa, &qemu, figure);
-            // On the main channel each page has a header of its own, so limosa reads the file where QEMU has the memory at hand: a
+            // On the main channel each page has its own header, so limosa reads the file where QEMU has the memory at hand: a
             // copy more, which is reported and promised nothing.
             if channels.is_some() || figure == "wall" {
                 let name = format!("{case}: {figure} of {limosa} / {qemu}");

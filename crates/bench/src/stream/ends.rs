@@ -29,7 +29,7 @@ use crate::process::Process;
 use crate::scratch::Scratch;
 use crate::zero_page::Guest;
 
-/// The first line that a process is told.
+/// The first line that a process gets.
 #[derive(Debug, Serialize, Deserialize)]
 enum Setup {
     /// Map so many bytes of the file behind this descriptor, and send them wherever the lines that follow say.
@@ -147,7 +147,7 @@ enum Answer {
     Listening(String),
     /// The destination has all, and its VM runs. Nanoseconds of its CPU since it listened.
     Running { cpu: u64 },
-    /// The source has been told so. Nanoseconds of its CPU since it was told to send; `guest`: of the clock and of its CPU that
+    /// The source has its confirmation. Nanoseconds of its CPU since its order to send; `guest`: of the clock and of its CPU that
     /// its guest has spent, which are among them.
     Sent { pages: u64, zeros: u64, calls: u64, bytes: u64, cpu: u64, guest: (u64, u64), lent: Lent },
     /// How far the neighbour has come, and nanoseconds of its CPU.
@@ -196,7 +196,7 @@ impl Child {
     fn answer(&mut self) -> Result<Answer> {
         let mut line = String::new();
         let got = self.from.read_line(&mut line).context("the answer of a child")?;
-        ensure!(got > 0, "limosa-bench {} ended; it has said why", super::END);
+        ensure!(got > 0, "limosa-bench {} ended; its error is above", super::END);
         serde_json::from_str(&line).with_context(|| format!("the answer of a child: {line:?}"))
     }
 }

@@ -66,7 +66,7 @@ impl Stage {
         self.log.fetch(&mut self.rest)?;
         let count = self.rest.count();
         let measured = Measured { wall: begun.elapsed(), cpu: thread_cpu().saturating_sub(cpu), ..Measured::default() };
-        ensure!(count == set, "{count} pages of {set} came out of the log");
+        ensure!(count == set, "the log contains {count} pages, expected {set}");
         Ok(measured.with("pages", count))
     }
 }

@@ -26,7 +26,7 @@ const HEAVY: u64 = 32;
 /// A guest, by what it does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Guest {
-    /// Most of its memory was touched once and is zero; it stands still.
+    /// Most of its memory was touched once and is zero; it is paused.
     ZeroHeavy,
     /// All of its memory has contents. At the end of each of three rounds it frees a quarter of it, and zeroes what it frees, as
     /// Windows does; and it writes contents into an eighth of that.

@@ -68,7 +68,7 @@ fn run(memory: u64, every: u64, asks: bool) -> Result<Measured> {
         pages_with_contents(&block, &[block.pages()])
     };
     let measured = watch.stop()?;
-    ensure!(found == populated, "{found} pages have contents, and not {populated}");
+    ensure!(found == populated, "{found} pages have contents, expected {populated}");
     let more = allocated(&block)?.saturating_sub(before);
     Ok(measured.with("pages", block.pages().len()).with("mib_allocated", more >> 20))
 }

@@ -192,7 +192,7 @@ fn run(scan: PageScan, memory: &[u8], times: u64, zeros: u64) -> Result<Measured
     }
     let measured = watch.stop()?;
     if let Some(found) = found {
-        ensure!(found == zeros, "{found} pages are zero, and not {zeros}");
+        ensure!(found == zeros, "{found} pages are zero, expected {zeros}");
     }
     let pages = times * (memory.len() as u64 / PAGE_SIZE);
     let nanos = nanoseconds(measured.cpu).max(1);

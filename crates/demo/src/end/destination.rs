@@ -101,7 +101,7 @@ impl End {
         }
     }
 
-    /// Waits for the source, with so many channels beside the main one.
+    /// Waits for the source, with so many multifd channels.
     fn accept(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, ChannelSet), String> {
         let accepted = self.listen(uri, channels, control);
         // Before the next one is asked for: an old address would be taken for the new one.
@@ -132,8 +132,8 @@ impl End {
 
     fn arrived(&self, migration: &Migration, stats: &ArrivalStats) {
         let unheard = stats.unheard.as_ref().map(|error| {
-            let why = format!("the guest runs here, but the source may not have heard of it: {error}");
-            tell(&format!("destination: {why}\n  Tell the source: limosa-demo discard --control <its socket>"));
+            let why = format!("the guest runs here, but the source may not have been notified: {error}");
+            tell(&format!("destination: {why}\n  At the source: limosa-demo discard --control <its socket>"));
             why
         });
         self.told_destination(migration, "running", Some(stats), unheard.clone());
@@ -142,7 +142,7 @@ impl End {
 
     fn failed(&self, migration: &Migration, why: &str) {
         self.told_destination(migration, "failed", None, Some(why.to_owned()));
-        tell(&format!("destination: the guest did not come, and stays at the source: {why}"));
+        tell(&format!("destination: the guest was not received, and stays at the source: {why}"));
         self.coordinator.turn(State::Failed, Some(why.to_owned()));
     }
 
@@ -190,7 +190,7 @@ fn preempt(listener: &Listener) -> AcceptPreempt<'_> {
 }
 
 fn turned_away(why: &str) {
-    tell(&format!("destination: a connection was turned away: {why}"));
+    tell(&format!("destination: a connection was refused: {why}"));
 }
 
 fn latency(stats: &PostcopyArrivalStats) -> FaultLatency {

@@ -43,7 +43,7 @@ struct Known {
     running: bool,
     why: Option<String>,
     recoverable: bool,
-    /// Nanoseconds for which the guest stood still on its way here.
+    /// Nanoseconds for which the guest was paused on its way here.
     stood: Option<u64>,
     /// What the last look at all of the memory came to.
     verified: Value,
@@ -99,12 +99,12 @@ impl Coordinator {
         &self.socket
     }
 
-    /// The guest runs, or stands still.
+    /// The guest runs, or is paused.
     pub(super) fn runs(&self, running: bool) {
         self.lock().running = running;
     }
 
-    /// For how long the guest stood still on its way here, in nanoseconds.
+    /// For how long the guest was paused on its way here, in nanoseconds.
     pub(super) fn stood_still(&self, nanoseconds: u64) {
         self.lock().stood = Some(nanoseconds);
     }
@@ -170,7 +170,7 @@ impl Coordinator {
         let mut known = self.lock();
         if !from.contains(&known.state) {
             let why = known.why.as_ref().map_or(String::new(), |why| format!(" ({why})"));
-            return Err(format!("not now: this end is {}{why}", word(known.state)));
+            return Err(format!("not possible now: this end is {}{why}", word(known.state)));
         }
         (known.state, known.why) = (next, None);
         let sent = self.orders.lock().unwrap_or_else(PoisonError::into_inner).send(order);
@@ -180,7 +180,7 @@ impl Coordinator {
     fn migrate(&self, arguments: &Value) -> Result<Value, String> {
         let uri = uri(arguments)?;
         let flag = |key: &str, usual| arguments.get(key).map_or(Some(usual), Value::as_bool);
-        let told = || "resume and fresh are true or false";
+        let told = || "resume and fresh must be true or false";
         if flag("resume", false).ok_or_else(told)? {
             // An undecided one too: the package may have come, and its answer not.
             let from = [State::PostcopyPaused, State::Undecided];
@@ -211,7 +211,7 @@ impl Coordinator {
     fn start_postcopy(&self) -> Result<Value, String> {
         let known = self.lock();
         if self.role != Role::Source || known.state != State::Sending {
-            return Err("nothing is being sent from here".into());
+            return Err("no migration is running from here".into());
         }
         known.control.start_postcopy();
         Ok(json!({}))
@@ -222,7 +222,7 @@ impl Commands for Coordinator {
     fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
         match name {
             "query-status" => {
-                Some(serde_json::to_value(self.status()).map_err(|error| format!("cannot be put into words: {error}")))
+                Some(serde_json::to_value(self.status()).map_err(|error| format!("cannot be written as JSON: {error}")))
             }
             "query-report" => Some(Ok(self.lock().report.clone())),
             "verify-memory" => Some(self.verify()),
@@ -235,14 +235,14 @@ impl Commands for Coordinator {
             }
             "migrate-recover" => Some(uri(arguments).and_then(|uri| {
                 if self.role == Role::Source {
-                    return Err("at the source it is migrate with resume".into());
+                    return Err("this end is the source: use migrate with resume".into());
                 }
                 self.order(Order::Recover(uri), &[State::PostcopyPaused], State::Receiving)
             })),
             "migrate-start-postcopy" => Some(self.start_postcopy()),
             "cont" => Some(self.go()),
             "quit" => Some({
-                // An engine that is at work would not hear of it.
+                // A running migration would not notice it.
                 self.lock().control.stop(Stop::Cancel);
                 let orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
                 orders.send(Order::Discard).map(|()| json!({})).map_err(|_| "this end is about to end".into())
@@ -277,7 +277,7 @@ fn word(state: State) -> &'static str {
         State::Undecided => "undecided",
         State::PostcopyPaused => "paused in postcopy",
         State::Gone => "without its guest, which runs at the other end",
-        State::Failed => "without a guest: it did not come",
+        State::Failed => "without a guest: it was not received",
     }
 }
 
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_in_an_order_is_told() {
+    fn what_is_missing_or_wrong_in_an_order_is_reported() {
         let (coordinator, _orders) = Coordinator::new(Role::Source, "s".into());
         for wrong in
             [json!({}), json!({ "uri": 3 }), json!({ "uri": "nonsense" }), json!({ "uri": "tcp:a:1", "resume": 1 })]

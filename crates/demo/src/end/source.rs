@@ -49,7 +49,7 @@ impl End {
                 true
             }
             LiveOutcome::Stuck { error, resume, stats } => {
-                let why = format!("{error}; and the guest does not go on: {resume}");
+                let why = format!("{error}; and the guest cannot continue: {resume}");
                 self.told_source(migration, "failed", &stats, Some(why.clone()));
                 self.coordinator.turn(State::Failed, Some(why));
                 true
@@ -62,7 +62,7 @@ impl End {
         }
     }
 
-    /// The last byte was given away, and nothing was heard since. Whether this end goes on.
+    /// The last byte was sent, and no answer has arrived since. Whether this end goes on.
     fn undecided(&self, migration: &Migration, undecided: Undecided<'_, Vm>) -> bool {
         let why = undecided.why().to_string();
         self.told_source(migration, "undecided", undecided.stats(), Some(why.clone()));
@@ -161,7 +161,7 @@ impl End {
     /// The guest never left.
     fn resumed(&self, migration: &Migration, stats: &LiveStats, why: &str) {
         self.told_source(migration, "resumed", stats, Some(why.to_owned()));
-        tell(&format!("source: the migration has failed, and the guest goes on here: {why}"));
+        tell(&format!("source: the migration failed, and the guest continues here: {why}"));
         self.coordinator.turn(State::Running, Some(why.to_owned()));
     }
 

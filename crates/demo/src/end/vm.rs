@@ -28,7 +28,7 @@ const RAM: &str = "pc.ram";
 const HEAP_AT: u64 = 4 << 30;
 /// Tells the contents of heaps apart.
 const HEAP_SEED: u32 = 7;
-/// The device sections: the guest's own state, its heap's (whose name is its block's), and when it was told to stand still.
+/// The device sections: the guest's own state, its heap's (whose name is its block's), and when it was told to pause.
 const STATE: &str = "guest";
 const CLOCK: &str = "stood-still-since";
 
@@ -45,12 +45,12 @@ pub(super) struct Vm {
     nothing: GuestMemory,
     witness: Witness,
     coordinator: Arc<Coordinator>,
-    /// When the guest was told to stand still, by the clock of this machine in nanoseconds.
+    /// When the guest was told to pause, by the clock of this machine in nanoseconds.
     stood: Mutex<Option<u64>>,
 }
 
 impl Vm {
-    /// A source's VM has a guest that stands still at its beginning, a destination's one that waits for its state.
+    /// A source's VM has a guest that is paused at its beginning, a destination's one that waits for its state.
     pub(super) fn new(
         settings: &Settings,
         role: Role,
@@ -79,7 +79,7 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Makes the guest's heap: it stands still. Its programs write as much as the rest of the guest.
+    /// Makes the guest's heap: it is paused. Its programs write as much as the rest of the guest.
     fn make_heap(&self, memory: &Arc<GuestMemory>, role: Role) -> Result<Heap, GuestError> {
         // KVM's logs see what vCPUs write, and the heap's programs are threads of this process.
         let marked = self.settings.guest == GuestKind::Kvm;
@@ -92,7 +92,7 @@ impl Vm {
         self.heap.as_ref().map(Heap::balloon)
     }
 
-    /// Makes the guest: it stands still.
+    /// Makes the guest: it is paused.
     fn make(&self, memory: Arc<GuestMemory>, role: Role) -> Result<(), GuestError> {
         let settings = &self.settings;
         let (kind, log) = (settings.guest, settings.log);
@@ -133,7 +133,7 @@ impl Vm {
         })
     }
 
-    /// Looks at all of the guest's memory but what is free, with the guest standing still for that long if it runs.
+    /// Looks at all of the guest's memory but what is free, pausing the guest for that long if it runs.
     pub(super) fn verify(&self, runs: bool) -> Result<(Verified, FreeHeap), VmError> {
         if runs {
             self.pause()?;
@@ -152,7 +152,7 @@ impl Vm {
         self.stood.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds out when the guest first writes here, and with that how long it has stood still: the guest's own measure.
+    /// Finds out when the guest first writes here, and with that how long it has been paused: the guest's own measure.
     fn measure_pause(&self, guest: Arc<dyn Guest>, before: u64) {
         let Some(since) = *self.stood_since() else { return };
         // A guest that writes nothing has no beat to be seen by.
@@ -229,7 +229,7 @@ impl IncomingVm for Vm {
 
     fn adopt(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
         if self.guest.get().is_some() {
-            return Err("this end has taken memory before; start another one".into());
+            return Err("this end has received memory before; start another one".into());
         }
         // A file of memory may say that it has any length, for nothing: it is mapped only if it is what this end expects.
         let expected = self.settings.memory;
@@ -254,7 +254,7 @@ impl IncomingVm for Vm {
                 *self.stood_since() = Some(u64::from_be_bytes(since));
                 Ok(())
             }
-            (name, version) => Err(format!("there is no device {name:?} of version {version} here").into()),
+            (name, version) => Err(format!("no device {name:?} of version {version} exists here").into()),
         }
     }
 

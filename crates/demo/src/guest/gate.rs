@@ -123,7 +123,7 @@ impl Gate {
         self.change(|state| state.wanted = Wanted::Run);
     }
 
-    /// Returns when every writer stands still.
+    /// Returns when every writer is paused.
     pub(super) fn pause(&self) {
         self.change(|state| state.wanted = Wanted::Pause);
         let mut state = self.lock();

@@ -1,7 +1,7 @@
 //! The guest's heap: memory that its programs allocate, write and give back, and the driver of its balloon, which tells what of
 //! it is free.
 //!
-//! The heap is a RAM block of its own, [`HEAP`], in pieces that a program has as a whole. A model, after Linux's: its page
+//! The heap is a separate RAM block, [`HEAP`], in pieces that a program has as a whole. A model, after Linux's: its page
 //! allocator for the heap, and its balloon's driver for what is asked of it. The driver **holds back** what it has told until the
 //! device says that this is over; if memory is short, its shrinker gives pieces to programs before that **without telling
 //! the device**, and they are written at once. What it tells goes through a device that passes it on some time later, in any order, and goes
@@ -103,7 +103,7 @@ struct HeapInner {
     changed: Condvar,
 }
 
-/// The heap of a guest. It stands still when it is made; dropping it ends it.
+/// The heap of a guest. It is paused when it is made; dropping it ends it.
 pub struct Heap {
     shared: Arc<HeapInner>,
     threads: Vec<JoinHandle<()>>,
@@ -233,14 +233,14 @@ impl Heap {
         bytes
     }
 
-    /// Takes the state of a heap of the same size. It stands still.
+    /// Takes the state of a heap of the same size. It is paused.
     ///
     /// # Errors
     /// It is not one.
     pub fn load(&self, bytes: &[u8]) -> Result<(), GuestError> {
         let wrong = |offset, why: &str| GuestError::State { kind: GuestKind::Threads, offset, why: why.into() };
         let Some(([version, seed @ .., done], pieces)) = bytes.split_first_chunk::<6>() else {
-            return Err(wrong(bytes.len(), "it is cut off"));
+            return Err(wrong(bytes.len(), "it is truncated"));
         };
         if *version != HEAP_VERSION || u32::from_be_bytes(*seed) != self.shared.seed || *done > 1 {
             return Err(wrong(0, "it is that of another heap"));
@@ -268,7 +268,7 @@ impl Heap {
     /// driver holds back.
     ///
     /// # Errors
-    /// It does not stand still, or a page does not hold what was written.
+    /// It is not paused, or a page does not hold what was written.
     pub fn verify(&self, verified: &mut Verified) -> Result<FreeHeap, GuestError> {
         if !self.shared.programs.is_paused() {
             return Err(GuestError::NotPaused("looking at the heap"));
@@ -326,7 +326,7 @@ impl HeapInner {
         }
     }
 
-    /// What programs do all their life: each thing that they do is worth a piece's pages.
+    /// The loop of the programs: each of their steps counts as the pages of a piece.
     fn run_programs(&self) {
         let (mut pace, mut credit) = (Pace::default(), 0);
         while let Some(pages) = self.programs.admit(&mut pace) {
@@ -360,7 +360,7 @@ impl HeapInner {
         self.write(index, generation);
     }
 
-    /// What the driver does all its life.
+    /// The loop of the driver.
     fn drive(&self) {
         let mut state = self.lock();
         while !state.ended {
@@ -592,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_holds_back_what_it_has_told_until_it_is_told_that_this_is_over_even_elsewhere() {
+    fn the_driver_holds_back_what_it_reported_until_the_device_is_done_even_elsewhere() {
         let (_memory, heap) = heap();
         let (balloon, list) = (heap.balloon(), Arc::new(List::default()));
         balloon.request(Arc::clone(&list) as _).unwrap();
@@ -612,7 +612,7 @@ mod tests {
         heap.pause();
         let held = |heap: &Heap| verified(heap).unwrap().1.held_pages;
         assert_eq!(held(&heap), 6 * PIECE);
-        // It stands still: it will hear of it at the destination, from the device there.
+        // It is paused: the device at the destination will notify it.
         balloon.done();
         let memory = memory();
         let other = Heap::receive(&memory, Rate::BytesPerSecond(0), 3, false).unwrap();

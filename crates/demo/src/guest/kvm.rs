@@ -122,7 +122,7 @@ impl KvmGuest {
         context.gate.pause();
         context.gate.all_live(KIND).map_err(|error| GuestError::Unavailable {
             kind: KIND,
-            why: format!("/dev/kvm is there, but a vCPU does not run ({error}); use the guest threads"),
+            why: format!("/dev/kvm exists, but a vCPU does not run ({error}); use the guest threads"),
         })?;
         *self.slot() = Some(Arc::new(running));
         Ok(())
@@ -147,14 +147,14 @@ fn open() -> Result<Kvm, GuestError> {
     Kvm::new().map_err(|error| {
         let why = format!(
             "/dev/kvm cannot be opened: {error}. It needs a processor with virtualization, its kernel module, and the \
-             right to use the device; the guest threads needs none of them"
+             right to use the device; use the guest threads, which needs none of them"
         );
         GuestError::Unavailable { kind: KIND, why }
     })
 }
 
 fn unavailable(operation: &str, error: kvm_ioctls::Error) -> GuestError {
-    let why = format!("/dev/kvm is there, but {operation}: {error}; use the guest threads");
+    let why = format!("/dev/kvm exists, but {operation}: {error}; use the guest threads");
     GuestError::Unavailable { kind: KIND, why }
 }
 

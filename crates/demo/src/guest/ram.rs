@@ -1,4 +1,4 @@
-//! A guest's pages in its RAM blocks: written as a guest writes, and looked at while it stands still.
+//! A guest's pages in its RAM blocks: written as a guest writes, and looked at while it is paused.
 //!
 //! Pages are numbered over all blocks, in their order. The [heap](super::HEAP), behind all others, is not the guest's own.
 #![allow(unsafe_code, reason = "writes guest memory as a guest does: by volatile stores")]

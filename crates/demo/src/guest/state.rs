@@ -51,7 +51,7 @@ impl State {
         let mut reader = Reader { kind, bytes, at: 0 };
         let [version] = reader.take()?;
         if version != STATE_VERSION {
-            return Err(reader.wrong(format!("version {version}, and this limosa reads {STATE_VERSION}")));
+            return Err(reader.wrong(format!("version {version}; this limosa reads {STATE_VERSION}")));
         }
         let seed = u32::from_be_bytes(reader.take()?);
         let [kept, filled, working] = [reader.u64()?, reader.u64()?, reader.u64()?];
@@ -79,7 +79,7 @@ impl State {
         let length = usize::try_from(u32::from_be_bytes(reader.take()?)).unwrap_or(usize::MAX);
         let extra = reader.rest();
         if extra.len() != length {
-            return Err(reader.wrong(format!("{length} bytes should follow, and {} do", extra.len())));
+            return Err(reader.wrong(format!("expected {length} bytes more, found {}", extra.len())));
         }
         let extra = extra.to_vec();
         Ok(Self { plan: Plan::new(seed, Layout { reserved, filled, working }, spacing, writers), rate, writes, extra })

@@ -31,7 +31,7 @@ fn boot(options: &GuestOptions) -> Box<dyn Guest> {
 }
 
 #[test]
-fn the_code_writes_what_the_pattern_says_whenever_it_stands_still() {
+fn the_code_has_written_what_the_pattern_says_at_every_pause() {
     if skipped() {
         return;
     }
@@ -132,22 +132,22 @@ fn shadow_of(log: LogKind, rounds: u64) {
 }
 
 #[test]
-fn a_shadow_kept_by_kvms_dirty_log_is_equal_whenever_the_guest_stands_still() {
+fn a_shadow_kept_by_kvms_dirty_log_is_equal_at_every_pause_of_the_guest() {
     shadow_of(LogKind::KvmLog, 1000);
 }
 
 #[test]
-fn a_shadow_kept_by_kvms_dirty_log_in_one_step_is_equal_whenever_the_guest_stands_still() {
+fn a_shadow_kept_by_kvms_dirty_log_in_one_step_is_equal_at_every_pause_of_the_guest() {
     shadow_of(LogKind::KvmLogInOneStep, 1000);
 }
 
 #[test]
-fn a_shadow_kept_by_kvms_dirty_ring_is_equal_whenever_the_guest_stands_still() {
+fn a_shadow_kept_by_kvms_dirty_ring_is_equal_at_every_pause_of_the_guest() {
     shadow_of(LogKind::KvmRing, 1000);
 }
 
 #[test]
-fn a_shadow_kept_by_write_protection_of_a_vms_memory_is_equal_whenever_the_guest_stands_still() {
+fn a_shadow_kept_by_write_protection_of_a_vms_memory_is_equal_at_every_pause_of_the_guest() {
     shadow_of(LogKind::WpAsync, 250);
     shadow_of(LogKind::WpThread, 250);
 }

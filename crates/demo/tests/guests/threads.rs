@@ -22,7 +22,7 @@ fn busy() -> GuestOptions {
 }
 
 #[test]
-fn a_guest_that_stands_still_finds_its_memory_right_however_often_it_ran() {
+fn a_paused_guest_finds_its_memory_right_however_often_it_ran() {
     let guest = guest::boot(GuestKind::Threads, memory(), &busy()).unwrap();
     let mut before = 0;
     for _ in 0..20 {
@@ -85,7 +85,7 @@ fn options_that_do_not_fit_the_memory_are_refused() {
 }
 
 #[test]
-fn a_shadow_kept_by_fetched_pages_alone_is_equal_whenever_the_guest_stands_still() {
+fn a_shadow_kept_by_fetched_pages_alone_is_equal_at_every_pause_of_the_guest() {
     for log in [LogKind::WpAsync, LogKind::WpThread] {
         let options = GuestOptions { log, working_set: Some(320 << 10), ..busy() };
         let guest = guest::boot(GuestKind::Threads, memory_of(256 << 10, 128 << 10), &options).unwrap();

@@ -53,7 +53,7 @@ fn a_guest_moves_while_it_runs_over_tcp_and_unix_sockets_with_either_log() {
     ] {
         let (report, ended) = live(more);
         assert_moved(&report, !more.contains(&"0"));
-        assert!(ended.stderr.contains("stood still for") && ended.stderr.contains("paused"), "{}", ended.stderr);
+        assert!(ended.stderr.contains("downtime: ") && ended.stderr.contains("paused"), "{}", ended.stderr);
     }
 }
 
@@ -169,7 +169,7 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
     assert!(!ended.status.success());
     let said = "its certificate is for localhost, 127.0.0.1, 0::1, not for other.example";
     assert!(
-        ended.stderr.contains("the guest goes on at the source") && ended.stderr.contains(said),
+        ended.stderr.contains("the guest continues at the source") && ended.stderr.contains(said),
         "{}",
         ended.stderr
     );
@@ -213,7 +213,7 @@ fn a_guest_that_writes_faster_than_it_is_sent_goes_on_at_the_source_and_the_exit
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
     let report: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!((&report["runs_at"], &report["memory"]["error"]), (&"source".into(), &Value::Null), "{report}");
-    assert!(ended.stderr.contains("goes on at the source") && ended.stderr.contains("converge"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("continues at the source") && ended.stderr.contains("converge"), "{}", ended.stderr);
 }
 
 /// A demonstration that can never end by itself, and the monitor of its source once it sends.
@@ -258,7 +258,7 @@ fn a_cancelled_migration_leaves_the_guest_where_it_is() {
 }
 
 #[test]
-fn a_guest_that_dies_with_its_process_ends_the_demonstration_in_one_line() {
+fn a_guest_that_ends_with_its_process_ends_the_demonstration_in_one_line() {
     let (_folder, running, mut source) = endless();
     let children = format!("/proc/{0}/task/{0}/children", running.pid());
     let children = std::fs::read_to_string(children).unwrap();

@@ -37,7 +37,7 @@ impl Trial {
         Self { scene, source, destination, recoveries: 0 }
     }
 
-    /// Has the destination listen behind a proxy of its own.
+    /// Has the destination listen behind its own proxy.
     fn listen(&self, command: &str) -> Proxy {
         let name = |end: &str| self.scene.path(&format!("{end}{}", self.recoveries));
         let proxy = Proxy::start(&name("proxy"), &name("real")).unwrap();

@@ -93,7 +93,7 @@ fn compressed(compression: Compression, packed: &[u8]) -> Arc<dyn Storage> {
     let sectors = (packed.len() as u64).div_ceil(512);
     put(&*file, at, packed);
     block_on(file.set_len(at + sectors * 512)).unwrap();
-    // In clusters of 64 KiB the number of further sectors stands from bit 54 on.
+    // In clusters of 64 KiB the number of further sectors starts at bit 54.
     put(&*file, l2, &(COMPRESSED | (sectors - 1) << 54 | at).to_be_bytes());
     file
 }

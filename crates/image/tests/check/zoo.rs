@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use limosa_testkit::{qemu_img, qemu_io};
 
-/// An image in a folder of its own.
+/// An image in its own folder.
 pub(crate) struct Animal {
     pub(crate) name: String,
     pub(crate) path: PathBuf,

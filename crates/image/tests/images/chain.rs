@@ -72,7 +72,7 @@ fn what_an_image_does_not_have_is_read_from_below_if_that_is_allowed() {
 }
 
 #[test]
-fn a_file_that_stands_in_its_own_chain_is_found_whatever_it_is_called() {
+fn a_file_in_its_own_chain_is_found_whatever_it_is_called() {
     let folder = scratch().unwrap();
     let at = |name: &str| folder.path().join(name);
     make(&at("a"), Some(("b", Some("qcow2"))), None);

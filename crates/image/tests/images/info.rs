@@ -98,7 +98,7 @@ fn snapshots_and_bitmaps_are_listed() {
 }
 
 #[test]
-fn a_chain_is_told_from_its_top_and_only_as_far_as_it_may_be_opened() {
+fn a_chain_is_listed_from_its_top_and_only_as_far_as_it_may_be_opened() {
     if qemu_skipped() {
         return;
     }

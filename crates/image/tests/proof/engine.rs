@@ -43,7 +43,7 @@ pub(crate) fn open_as(storages: Storages, options: Qcow2Options) -> Verdict<Arc<
     }
 }
 
-/// Has every image of one sort looked at, with a seed of its own.
+/// Has every image of one sort looked at, with its own seed.
 fn each(sort: impl Fn(&Recipe) -> bool, look: impl Fn(&Recipe, u64) -> Verdict) {
     for (number, recipe) in Recipe::matrix().iter().enumerate().filter(|(_, recipe)| sort(recipe)) {
         for run in 0..runs(1) {

@@ -22,9 +22,9 @@ pub(crate) enum Below {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Data {
     Inside,
-    /// In a file of their own.
+    /// In their own file.
     Outside,
-    /// In a file of their own that is a raw image.
+    /// In their own file that is a raw image.
     Raw,
 }
 

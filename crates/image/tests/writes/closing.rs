@@ -27,7 +27,7 @@ fn a_close_that_failed_is_not_said_to_be_fine_later() {
 }
 
 #[test]
-fn a_close_that_nobody_waited_for_is_brought_to_its_end_by_the_next_one() {
+fn a_close_that_was_dropped_is_completed_by_the_next_one() {
     let held = Held::only(&[Operation::Flush]);
     let (file, disk) = written(|storage| held.over(storage));
     let mut close = disk.close();

@@ -10,7 +10,7 @@ use limosa_storage::{
 };
 use limosa_testkit::image::{TestImage, read_all};
 
-/// Memory of a length of its own.
+/// Memory of a fixed length.
 #[derive(Debug, Clone)]
 struct Device(MemoryStorage);
 

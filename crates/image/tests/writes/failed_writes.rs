@@ -31,14 +31,14 @@ fn ends(mut request: Pending<'_>, held: &Held, but: Option<u64>) -> bool {
 }
 
 #[test]
-fn a_failed_writes_cluster_is_nobody_elses_while_somebody_writes_beside_it_and_free_afterwards() {
+fn the_cluster_of_a_failed_write_stays_allocated_during_other_writes_to_it_and_is_free_afterwards() {
     let (held, failing) = (Held::only(&[Operation::Write]), Failing::only(&[Operation::Write]));
     let (file, disk) = image(false, |storage| held.over(failing.over(storage)));
     assert!(ends(disk.write(GuestOffset(32 << 20), filled(1, 512).into()), &held, None));
     let mut first = disk.write(GuestOffset(0), filled(2, 512).into());
     assert!(poll_once(&mut first).is_pending());
-    let mut beside = disk.write(GuestOffset(4096), filled(3, 512).into());
-    assert!(poll_once(&mut beside).is_pending());
+    let mut other_write = disk.write(GuestOffset(4096), filled(3, 512).into());
+    assert!(poll_once(&mut other_write).is_pending());
     let [one, other] = &held.waiting()[..] else { panic!("both are written to the new cluster at once") };
     assert_eq!(other.range.start, one.range.start + 4096);
     failing.fail(0, 1, Fault::NoSpace);
@@ -51,11 +51,11 @@ fn a_failed_writes_cluster_is_nobody_elses_while_somebody_writes_beside_it_and_f
         assert!(ends(disk.flush(), &held, Some(other.number)));
     }
     assert!(held.let_go(other.number));
-    assert_eq!(poll_once(&mut beside), Poll::Ready(false), "its cluster is not the disk's");
+    assert_eq!(poll_once(&mut other_write), Poll::Ready(false), "its cluster is not the disk's");
     for cluster in 1..4 {
         assert_eq!(read(&*disk, u64::from(cluster) * CLUSTER, CLUSTER), vec![0x10 + cluster; 64 << 10]);
     }
-    drop((first, beside));
+    drop((first, other_write));
     assert!(ends(disk.close(), &held, None));
     assert_eq!(leaks(&*file), 0);
 }

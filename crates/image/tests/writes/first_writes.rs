@@ -223,7 +223,7 @@ fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
 }
 
 #[test]
-fn requests_to_one_new_cluster_on_proven_zeros_are_written_beside_each_other_at_once() {
+fn requests_to_one_new_cluster_on_proven_zeros_are_written_at_the_same_time() {
     let held = Held::only(&[WRITE]);
     held.open();
     let bench = bench(memory_file("image"), None, options(1 << 20), |storage| held.over(storage));

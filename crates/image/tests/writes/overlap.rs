@@ -92,7 +92,7 @@ impl Victim {
         assert!(table.starts_with(name) && table.ends_with(&format!(" at {at:#x}")), "{name} at {at:#x}: {error}");
         assert!(block_on(Header::read(&self.storage)).unwrap().features.corrupt(), "{error}");
         let after = self.storage.contents();
-        // The feature bits stand in bytes 72 to 79.
+        // The feature bits are bytes 72 to 79.
         let untouched = |range: std::ops::Range<usize>| before[range.clone()] == after[range];
         assert!(untouched(0..72) && untouched(80..before.len()), "{error}");
 

@@ -27,7 +27,7 @@ fn compression() -> impl TypedValueParser<Value = Compression> {
     ])
 }
 
-/// How many channels there are beside the main one, and what is on them.
+/// The number of multifd channels, and what is on them.
 #[derive(Debug, Args)]
 pub(crate) struct ChannelArgs {
     /// Move memory on N multifd channels, 1 to 16, in addition to the main channel (QEMU's multifd and multifd-channels)

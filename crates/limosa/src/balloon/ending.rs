@@ -1,6 +1,6 @@
 //! The end of the server.
 //!
-//! **Law: the guest hears of it before its device is gone.** What it is to hear it reads for itself, over the very connection that
+//! **Law: the guest is notified before its device is gone.** It reads the notification itself, over the very connection that
 //! ends: a message says only that the configuration has changed. So the server goes on serving until the driver has read
 //! that it may have its hinted pages (DONE), and until a balloon that is larger than wanted, as after a squeeze that was
 //! broken off, is as small as it should be: each array of that needs the device's answer.
@@ -14,7 +14,7 @@ use limosa_vhost::Stopper;
 
 use super::job::Jobs;
 
-/// How long a guest may let nothing be heard before the server ends all the same: it may be paused.
+/// How long a guest may not answer before the server ends all the same: it may be paused.
 const SILENCE: Duration = Duration::from_millis(500);
 /// How long it may take in all.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -1,6 +1,6 @@
 //! What the server asks of the guest in several steps: a list of free pages, squeezing the guest before it or not.
 //!
-//! Steps are taken on the server's clock, never by the program that asked: it may die, and the guest gets its memory back all
+//! Steps are taken on the server's clock, never by the program that asked: it may be killed, and the guest gets its memory back all
 //! the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every job ends**, whatever
 //! the guest says: each step has a time limit, a guest has to come nearer to what it is asked for all the time, and a list
 //! names no more than there is. What people order meanwhile is the target from then on, and nothing is put back over it.
@@ -13,9 +13,9 @@ use limosa_balloon::{Balloon, ZeroTarget};
 use limosa_memory::{FreePageSink, FreePages as _};
 use serde_json::{Value, json};
 
-/// How long a guest may let nothing be heard of what it was asked for.
+/// How long a guest may not respond to a request.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a step may take, whatever is heard: this long, and for each GiB of the guest's memory [`FOR_A_GIB`] more.
+/// How long a step may take, whatever the guest responds: this long, and for each GiB of the guest's memory [`FOR_A_GIB`] more.
 const LONGEST: Duration = Duration::from_secs(60);
 /// A guest that zeroes what it lists (`init_on_alloc=1`) takes a second for it.
 const FOR_A_GIB: Duration = Duration::from_secs(2);

@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_made_is_told_with_what_was_not_said() {
+    fn what_is_made_is_printed_with_its_defaults() {
         let options = FormatOptions::parse("qcow2", "compat=v3,size=1M,lazy_refcounts").unwrap();
         assert_eq!(
             options.line(),

@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_is_told_in_hundredths_of_a_percent() {
+    fn progress_is_printed_in_hundredths_of_a_percent() {
         let at = |done, total| hundredths(Progress { done, total, moved: 0 });
         assert_eq!([at(0, 3), at(2, 3), at(3, 3), at(0, 0), at(u64::MAX, u64::MAX)], [0, 6667, 10_000, 0, 10_000]);
     }

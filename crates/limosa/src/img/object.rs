@@ -80,7 +80,7 @@ impl Secret {
         }
     }
 
-    /// Whether it can be had, and is what it says.
+    /// Whether it is available, and is of its declared type.
     fn check(&self) -> anyhow::Result<()> {
         let id = &self.id;
         let bytes = match &self.source {
@@ -106,7 +106,7 @@ impl Secret {
 /// Checks all that were defined.
 ///
 /// # Errors
-/// One cannot be had, or is there twice.
+/// One is unavailable, or defined twice.
 pub(crate) fn check(secrets: &[Secret]) -> anyhow::Result<()> {
     for (index, secret) in secrets.iter().enumerate() {
         if secrets.iter().take(index).any(|before| before.id == secret.id) {

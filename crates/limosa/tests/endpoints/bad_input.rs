@@ -87,7 +87,7 @@ fn strangers_at_the_port_do_not_keep_the_source_out() {
 }
 
 #[test]
-fn nobody_and_silence_are_waited_for_as_long_as_was_said() {
+fn a_missing_or_silent_peer_is_waited_for_until_the_timeout() {
     let scene = Scene::new();
     let folder = files(&scene);
     let snapshot = folder.join("snapshot");
@@ -175,7 +175,7 @@ fn a_full_disk_leaves_the_vm_running_and_no_file() {
 }
 
 #[test]
-fn what_is_no_place_for_a_file_is_refused_before_anybody_is_waited_for() {
+fn what_is_no_place_for_a_file_is_refused_before_a_connection_is_waited_for() {
     let scene = Scene::new();
     let taken = scene.path("taken");
     std::fs::write(&taken, "precious").unwrap();

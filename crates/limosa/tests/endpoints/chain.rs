@@ -112,7 +112,7 @@ fn a_receiver_behind_a_command_that_fails_makes_the_sender_fail() {
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("switched to postcopy"), "{}", ended.stderr);
 
-    // A sender that dies leaves the receiver nothing to publish.
+    // A sender that is killed leaves the receiver nothing to publish.
     let script = format!(
         "{LIMOSA} receive 'exec:{LIMOSA} send {} fd:1 | head -c 5000000' {}",
         text(&saved.snapshot),

@@ -76,7 +76,7 @@ fn a_snapshot_travels_from_limosa_to_limosa_on_several_channels() {
 }
 
 #[test]
-fn a_way_out_of_the_file_that_cannot_be_had_is_refused_before_anybody_is_connected_to() {
+fn a_zero_copy_method_that_is_unavailable_is_refused_before_it_connects() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);

@@ -179,7 +179,7 @@ fn an_interrupted_postcopy_is_recovered_from_the_same_file() {
 }
 
 #[test]
-fn what_cannot_be_sent_is_refused_before_anybody_is_reached() {
+fn what_cannot_be_sent_is_refused_before_it_connects() {
     needs_qemu!();
     let scene = Scene::new();
     let port = free_port();
@@ -216,7 +216,7 @@ fn a_command_that_fails_or_does_not_answer_is_named() {
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);
     let send = |uri: &str, more: &[&str]| start_send(&scene, &saved.snapshot, uri, more).wait();
-    // What the command says itself stands before limosa's line.
+    // What the command prints itself comes before limosa's line.
     let ended = send("exec:echo no route >&2; exit 7", &[]);
     assert!(ended.stderr.starts_with("no route\n"), "{}", ended.stderr);
     assert_failed(&ended, &["exec:echo no route", "the command failed (exit status: 7)"]);
@@ -228,7 +228,7 @@ fn a_command_that_fails_or_does_not_answer_is_named() {
 }
 
 #[test]
-fn a_destination_that_is_not_set_for_postcopy_is_told_of_and_nothing_runs() {
+fn a_destination_that_is_not_set_for_postcopy_is_reported_and_nothing_runs() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);

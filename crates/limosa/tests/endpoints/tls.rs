@@ -47,7 +47,7 @@ fn encrypts(vm: &Vm, hostname: &str) {
     vm.execute("migrate-set-parameters", json!({ "tls-creds": "tls0", "tls-hostname": hostname })).unwrap();
 }
 
-/// Tells QEMU to use so many channels beside the main one.
+/// Sets QEMU to use so many multifd channels.
 fn channels(vm: &Vm, count: u8) {
     if count > 0 {
         vm.set_capabilities(&[("multifd", true)]).unwrap();
@@ -317,7 +317,7 @@ fn a_receiver_turns_away_whom_it_does_not_trust_says_why_and_goes_on_waiting() {
 }
 
 #[test]
-fn a_receiver_that_verifies_nobody_takes_who_has_no_certificate() {
+fn a_receiver_that_verifies_no_clients_accepts_one_without_a_certificate() {
     needs_qemu!();
     let scene = Scene::new();
     let trust = Trust::new(&scene);
@@ -336,7 +336,7 @@ fn a_receiver_that_verifies_nobody_takes_who_has_no_certificate() {
 }
 
 #[test]
-fn a_receiver_that_does_not_encrypt_says_that_somebody_would() {
+fn a_receiver_that_does_not_encrypt_says_that_the_sender_does() {
     needs_qemu!();
     let scene = Scene::new();
     let trust = Trust::new(&scene);
@@ -350,7 +350,7 @@ fn a_receiver_that_does_not_encrypt_says_that_somebody_would() {
 }
 
 #[test]
-fn a_sender_that_does_not_encrypt_hears_that_the_other_end_does() {
+fn a_sender_that_does_not_encrypt_says_that_the_receiver_does() {
     needs_qemu!();
     let scene = Scene::new();
     let trust = Trust::new(&scene);
@@ -390,7 +390,7 @@ fn a_migration_that_is_cut_leaves_the_vm_at_its_source_and_no_file() {
 }
 
 #[test]
-fn what_cannot_be_encrypted_is_refused_before_anybody_is_reached() {
+fn what_cannot_be_encrypted_is_refused_before_it_connects() {
     let scene = Scene::new();
     let trust = Trust::new(&scene);
     let (creds, snapshot) = (["--tls-creds", trust.folder()], scene.path("snapshot"));

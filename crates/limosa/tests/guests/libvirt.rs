@@ -1,5 +1,5 @@
 //! libvirt's save images: a domain that `virsh save` has saved is imported and restored; a running domain is saved by limosa
-//! over a monitor of its own, beside libvirt's.
+//! over its own monitor, beside libvirt's.
 
 use std::path::Path;
 use std::process::Command;

@@ -19,7 +19,7 @@ fn set_refcount(bed: &Bed, name: &str, cluster: u64, refcount: u16) {
 }
 
 #[test]
-fn an_image_without_errors_is_told_as_qemu_img_tells_it() {
+fn an_image_without_errors_is_reported_as_by_qemu_img() {
     needs_qemu!();
     let bed = Bed::new();
     image(&bed, "full");
@@ -92,7 +92,7 @@ fn leaks_and_corruptions_are_repaired_if_that_is_asked_for() {
 }
 
 #[test]
-fn a_format_without_anything_to_check_has_a_status_of_its_own() {
+fn a_format_without_anything_to_check_has_its_own_status() {
     needs_qemu!();
     let bed = Bed::new();
     bed.create(&["raw", "1M"]);
@@ -106,7 +106,7 @@ fn a_format_without_anything_to_check_has_a_status_of_its_own() {
 }
 
 #[test]
-fn whoever_writes_to_an_image_that_was_not_closed_is_told_that_it_was_repaired() {
+fn a_write_to_an_image_that_was_not_closed_reports_its_repair() {
     needs_qemu!();
     let bed = Bed::new();
     bed.create(&["-f", "qcow2", "-o", "lazy_refcounts=on", "x", "1M"]);

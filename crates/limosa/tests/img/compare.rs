@@ -104,7 +104,7 @@ fn lengths_may_differ_unless_asked_for_strictly() {
 }
 
 #[test]
-fn what_cannot_be_opened_or_read_has_an_exit_status_of_its_own() {
+fn what_cannot_be_opened_or_read_has_its_own_exit_status() {
     needs_qemu!();
     let bed = Bed::new();
     images(&bed);

@@ -46,7 +46,7 @@ fn people_and_programs_are_told_what_qemu_img_tells() {
 }
 
 #[test]
-fn a_chain_is_told_down_to_its_end() {
+fn a_chain_is_listed_down_to_its_end() {
     needs_qemu!();
     let bed = Bed::new();
     images(&bed);

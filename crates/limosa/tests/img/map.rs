@@ -45,7 +45,7 @@ fn set_aside(bed: &Bed) -> Vec<String> {
 }
 
 #[test]
-fn space_that_was_never_written_is_told_as_zeros_where_stock_asks_the_file_below() {
+fn space_that_was_never_written_is_mapped_as_zeros_where_stock_asks_the_file_below() {
     needs_qemu!();
     let bed = Bed::new();
     for name in set_aside(&bed) {
@@ -105,7 +105,7 @@ fn people_are_told_where_contents_lie() {
 }
 
 #[test]
-fn a_part_of_an_image_is_told_as_far_as_it_goes() {
+fn a_part_of_an_image_is_mapped_as_far_as_it_goes() {
     needs_qemu!();
     let bed = Bed::new();
     images(&bed);
@@ -147,7 +147,7 @@ fn an_image_that_is_not_trusted_opens_no_other_file() {
 }
 
 #[test]
-fn of_nothing_is_told_what_stock_tells() {
+fn of_nothing_the_map_is_that_of_stock() {
     needs_qemu!();
     let bed = Bed::new();
     bed.create(&["-f", "raw", "raw", "1M"]);

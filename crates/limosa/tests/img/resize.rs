@@ -72,7 +72,7 @@ fn qcow2_images_become_longer_and_shorter() {
 }
 
 #[test]
-fn a_raw_image_that_nobody_called_one_is_said_to_be_taken_for_one() {
+fn a_raw_image_without_a_given_format_is_warned_about() {
     needs_qemu!();
     let bed = Bed::new();
     bed.create(&["raw", "1M"]);

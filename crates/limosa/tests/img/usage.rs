@@ -125,7 +125,7 @@ fn help_tells_of_every_command() {
         let own = img(&[command, "--help"]).success().stdout;
         assert!(own.contains("Usage: limosa img"), "{own}");
         assert!(own.contains("--untrusted"), "{own}");
-        assert!(!own.contains("--bitmaps"), "what is refused does not stand in help: {own}");
+        assert!(!own.contains("--bitmaps"), "what is refused is not listed in help: {own}");
     }
 }
 
@@ -159,6 +159,6 @@ fn a_file_may_have_any_name() {
     run(&[word("convert"), word("-O"), word("qcow2"), word("-F"), word("raw"), word("-B"), base, disk, copy]);
     run(&[word("compare"), disk, copy]);
     run(&[word("bench"), word("-c"), word("3"), copy]);
-    // The name stands in the image as it is.
+    // The name is stored in the image as it is.
     assert!(std::fs::read(bed.path("").join(copy)).unwrap()[..65536].windows(2).any(|bytes| bytes == base.as_bytes()));
 }

@@ -1,4 +1,4 @@
-//! `limosa balloon` serves a guest (the model of Linux's driver behind a front end of its own), and `limosa balloon ctl` asks it.
+//! `limosa balloon` serves a guest (the model of Linux's driver behind its own front end), and `limosa balloon ctl` asks it.
 
 use crate::needs_qemu;
 use crate::stage;
@@ -267,12 +267,12 @@ fn a_real_guests_page_cache_is_squeezed_out_before_the_list() {
 }
 
 #[test]
-fn whoever_breaks_off_a_squeeze_leaves_the_guest_as_it_was() {
+fn an_interrupted_squeeze_leaves_the_guest_as_it_was() {
     let balloon = Balloon::start(&[]);
     let guest = Guest::boot(&balloon, Features::default());
     balloon.json(&["stats"]);
     for signal in [Signal::INT, Signal::TERM] {
-        // The guest answers nothing, so the job stands where it is.
+        // The guest does not answer, so the job makes no progress.
         guest.pause_when(|| true);
         let squeezing = start(balloon.arguments(&["hint", "--squeeze"]));
         let mut qmp = Qmp::connect(&balloon.control(), SOON).unwrap();
@@ -306,8 +306,8 @@ fn a_server_that_is_ended_takes_its_sockets_along_and_tells_the_guest() {
     assert_eq!(guest.shrinker.held(), 0);
 }
 
-/// Ends a server whose guest stands still, and has the guest go on when the server is about to end.
-fn end_while_it_stands(balloon: Balloon, guest: &Guest) {
+/// Ends a server whose guest is paused, and has the guest go on when the server is about to end.
+fn end_while_squeezed(balloon: Balloon, guest: &Guest) {
     let control = balloon.control();
     balloon.limosa.signal(Signal::TERM);
     wait_for("no more programs", || (!control.exists()).then_some(()));
@@ -323,7 +323,7 @@ fn a_guest_amid_a_list_has_its_pages_when_the_server_ends() {
     guest.pause_when(move || shrinker.held() > 0);
     let asking = start(balloon.arguments(&["hint"]));
     wait_for("a part of a list", || (guest.shrinker.held() > 0).then_some(()));
-    end_while_it_stands(balloon, &guest);
+    end_while_squeezed(balloon, &guest);
     asking.wait().one_line(&[]);
     wait_for("its pages", || (guest.shrinker.held() == 0).then_some(()));
     assert_eq!(guest.free_bytes(), RAM - USED);
@@ -338,7 +338,7 @@ fn a_guest_amid_a_squeeze_has_its_memory_when_the_server_ends() {
     guest.pause_when(move || free.lock().unwrap().free_bytes() < half);
     let asking = start(balloon.arguments(&["hint", "--squeeze"]));
     wait_for("a part of a squeeze", || (guest.free_bytes() < half).then_some(()));
-    end_while_it_stands(balloon, &guest);
+    end_while_squeezed(balloon, &guest);
     asking.wait().one_line(&[]);
     assert_eq!(guest.free_bytes(), RAM - USED);
 }

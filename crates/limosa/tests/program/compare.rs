@@ -190,7 +190,7 @@ fn a_section_of_a_newer_version_than_the_program_reads_is_refused_by_both() {
     needs_qemu!();
     let machine = rich();
     let (_folder, file) = saved(&machine);
-    // Where the section's header stands: its name with a length byte before it, then instance and version.
+    // Where the section's header is: its name with a length byte before it, then instance and version.
     let bytes = std::fs::read(&file).unwrap();
     let header = b"\x04hpet\0\0\0\0\0\0\0\x02";
     let places: Vec<usize> = (0..bytes.len() - header.len()).filter(|at| bytes[*at..].starts_with(header)).collect();
@@ -288,7 +288,7 @@ fn two_files_are_compared_page_by_page_and_section_by_section() {
     for section in ["section 0000:00:03.0/virtio-rng", "section cpu 1", "section 0000:00:04.0/xhci"] {
         assert!(certain.contains(&section.to_owned()), "{section}: {certain:?}");
     }
-    // The other way round only the disk's queues, of which there are as many as vCPUs, stand in the way.
+    // The other way round only the disk's queues, of which there are as many as vCPUs, prevent it.
     let (loads, told) = verdict(&diff(&poor, &first, &["--json"]));
     assert!(!loads, "{told:#}");
     assert_eq!(subjects(&told, "refuses", "certain"), ["section 0000:00:01.0/virtio-blk"], "{told:#}");
@@ -301,7 +301,7 @@ fn two_files_are_compared_page_by_page_and_section_by_section() {
 }
 
 #[test]
-fn a_recorded_stream_stands_on_either_side_but_has_no_pages_to_compare() {
+fn a_recorded_stream_is_accepted_on_either_side_but_has_no_pages_to_compare() {
     needs_qemu!();
     let (_folder, file, stream) = saved_with_stream(&rich());
     for (a, b) in [(&stream, &file), (&file, &stream)] {
@@ -327,7 +327,7 @@ fn no_verdict(ended: &Ended, words: &[&str]) {
 }
 
 #[test]
-fn what_keeps_a_verdict_from_being_given_has_a_status_of_its_own() {
+fn what_prevents_a_comparison_has_its_own_status() {
     let (folder, nothing) = place();
     let nonsense = folder.path().join("nonsense");
     std::fs::write(&nonsense, b"no stream").unwrap();

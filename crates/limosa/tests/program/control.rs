@@ -245,7 +245,7 @@ fn nonsense_on_the_control_socket_does_not_hurt_the_save() {
         let answer = talk(&control, words);
         let answers: Vec<Value> = answer.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert!(answers[0]["QMP"]["version"].is_object(), "{answer}");
-        // Nothing of this is a command: every answer is an error (an event may stand among them).
+        // Nothing of this is a command: every answer is an error (there may be events among them).
         let replies: Vec<_> = answers[1..].iter().filter(|answer| answer.get("event").is_none()).collect();
         let lines = words.iter().filter(|&&byte| byte == b'\n').count();
         assert_eq!(replies.len(), lines, "{answer}");

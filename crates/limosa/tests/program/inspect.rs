@@ -18,7 +18,7 @@ fn inspect(file: &Path, more: &[&str]) -> Ended {
     limosa(words)
 }
 
-/// A VM that has beaten and stands still.
+/// A VM that has beaten and is paused.
 fn stopped() -> (Machine, Vm) {
     let machine = small();
     let vm = machine.start().unwrap();
@@ -59,7 +59,7 @@ fn assert_describes(machine: &Machine, told: &Value) {
 }
 
 #[test]
-fn a_snapshot_of_limosas_is_told_with_its_record() {
+fn a_snapshot_of_limosa_is_shown_with_its_record() {
     needs_qemu!();
     for via in ["socket", "file"] {
         let (_folder, file) = place();
@@ -92,7 +92,7 @@ fn a_snapshot_of_limosas_is_told_with_its_record() {
 }
 
 #[test]
-fn a_snapshot_that_qemu_wrote_by_itself_is_told_without_a_record() {
+fn a_snapshot_that_qemu_wrote_is_shown_without_a_record() {
     needs_qemu!();
     for channels in [0, 2] {
         let (_folder, file) = place();
@@ -123,7 +123,7 @@ fn a_description_that_cannot_be_printed_is_a_failure() {
 }
 
 #[test]
-fn a_recorded_stream_is_told_too() {
+fn a_recorded_stream_is_shown_too() {
     needs_qemu!();
     let (_folder, file) = place();
     let (machine, vm) = stopped();

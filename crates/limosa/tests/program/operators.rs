@@ -1,4 +1,4 @@
-//! A QEMU that is not limosa's own: another user's, confined, in a mount namespace of its own. Only root can make one.
+//! A QEMU that is not limosa's own: another user's, confined, in its own mount namespace. Only root can make one.
 
 use std::fs::File;
 use std::os::unix::fs::{PermissionsExt as _, chown};
@@ -95,7 +95,7 @@ impl Scene {
         std::fs::remove_dir_all(&source.folder).unwrap();
     }
 
-    /// limosa with a temporary directory of its own.
+    /// limosa with its own temporary directory.
     fn limosa(&self, before: &[&str], words: &[&str]) -> Program {
         let words = [before, &[env!("CARGO_BIN_EXE_limosa")], words].concat();
         let mut command = Command::new(words[0]);

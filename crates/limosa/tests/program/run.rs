@@ -87,7 +87,7 @@ fn limosa_ends_by_the_signal_that_has_ended_qemu() {
 }
 
 #[test]
-fn a_qemu_whose_memory_is_still_to_come_ends_when_it_is_told() {
+fn a_qemu_whose_memory_has_not_arrived_ends_when_signalled() {
     needs_qemu!();
     let scene = Scene::new();
     for signal in [Signal::TERM, Signal::KILL] {
@@ -114,12 +114,12 @@ fn qemu_outlives_a_limosa_that_is_killed_and_the_guard_brings_the_rest() {
     wait_gone(run.limosa.pid());
     let status = || qmp.lock().unwrap().execute("query-migrate", json!({})).unwrap()["status"].clone();
     wait_for("the rest of the memory", || (status() == "completed").then_some(()));
-    assert!(limosa_testkit::is_alive(qemu), "QEMU does not die with limosa");
+    assert!(limosa_testkit::is_alive(qemu), "QEMU does not end with limosa");
     run.check_memory(&qmp);
 }
 
 #[test]
-fn a_guest_whose_limosa_and_guard_were_killed_is_recovered_over_a_monitor_of_its_own() {
+fn a_guest_whose_limosa_and_guard_were_killed_is_recovered_over_its_own_monitor() {
     needs_qemu!();
     let scene = Scene::new();
     let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "4K"], &[]);
@@ -184,7 +184,7 @@ fn a_program_that_is_no_qemu_is_ended_and_named() {
     let scene = Scene::new();
     let ended = scene.run_in_vain(&["sh", "-c", "trap '' TERM; exec sleep 1000"]);
     ended.one_line(&["sh opened no monitor within 5 s", "--start-within"]);
-    scene.assert_nobody_left();
+    scene.assert_no_process_left();
     let ended = scene.run_words(&["true"]);
     ended.one_line(&["true ended", "before its VM was restored"]);
     let ended = scene.run_words(&["sh", "-c", "exit 7"]);
@@ -193,7 +193,7 @@ fn a_program_that_is_no_qemu_is_ended_and_named() {
 }
 
 #[test]
-fn a_qemu_that_dies_at_its_start_has_the_first_word_and_its_status() {
+fn a_qemu_that_ends_at_its_start_leaves_its_message_and_its_status() {
     needs_qemu!();
     let scene = Scene::new();
     let ended = scene.run_words(&["qemu-system-x86_64", "-device", "no-such-device", "-display", "none"]);
@@ -220,7 +220,7 @@ fn a_vm_that_does_not_fit_ends_its_qemu_with_one_line() {
         "{}",
         ended.stderr
     );
-    scene.assert_nobody_left();
+    scene.assert_no_process_left();
 }
 
 #[test]

@@ -20,7 +20,7 @@ fn words(scene: &Scene, channels: u8, compression: &str, over: Transport) -> Vec
     words
 }
 
-/// All of a VM's memory, which stands still.
+/// All of a VM's memory, which is paused.
 fn memory_of(vm: &Vm) -> Vec<u8> {
     let mut bytes = vec![0; usize::try_from(vm.machine().memory_bytes()).unwrap()];
     vm.memory_file().unwrap().read_exact_at(&mut bytes, 0).unwrap();
@@ -140,7 +140,7 @@ fn memory_of_every_kind_of_page_comes_back_on_channels_over_what_was_there() {
 }
 
 #[test]
-fn qemu_reads_the_file_on_as_many_channels_as_it_is_told() {
+fn qemu_reads_the_file_on_as_many_channels_as_are_set() {
     needs_qemu!();
     let scene = Scene::new();
     let (saved, memory) = saved(&scene, &beat());
@@ -191,7 +191,7 @@ fn channels_where_they_have_no_place_are_refused_or_explained() {
 }
 
 #[test]
-fn a_restore_on_channels_that_is_cancelled_puts_qemu_back_and_one_whose_qemu_dies_says_so() {
+fn a_restore_on_channels_that_is_cancelled_puts_qemu_back_and_one_whose_qemu_ends_says_so() {
     needs_qemu!();
     let scene = Scene::new();
     let (saved, _) = saved(&scene, &beat());

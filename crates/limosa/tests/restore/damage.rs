@@ -15,7 +15,7 @@ use crate::scene::{
 };
 use crate::stage::{Program, assert_beats};
 
-/// A lazy restore whose ballast is missing, and that a program lets go on.
+/// A lazy restore whose ballast is missing, and that a program allows to continue.
 fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Program, limosa_testkit::Qmp) {
     let destination = beat().start_incoming().unwrap();
     let socket = scene.path("control");

@@ -1,4 +1,4 @@
-//! Guests in huge pages: lazily into them, out of them and back, whatever the VM was saved from, and with a pager that dies.
+//! Guests in huge pages: lazily into them, out of them and back, whatever the VM was saved from, and with a pager that is killed.
 
 use limosa_testkit::{Machine, Prefill};
 
@@ -49,7 +49,7 @@ fn memory_goes_from_small_pages_into_huge_ones_and_back_to_the_bit() {
         let memory = vm.memory_file().unwrap();
         filling.verify(memory, filled).unwrap_or_else(|error| panic!("{what}: {error:#}"));
         let rest = vm.read_memory(filled..BYTES).unwrap();
-        assert!(rest.iter().all(|&byte| byte == 0), "{what}: something stands where nothing was");
+        assert!(rest.iter().all(|&byte| byte == 0), "{what}: there are contents where there were none");
     };
     let source = small.start().unwrap();
     filling.fill(source.memory_file().unwrap(), filled).unwrap();

@@ -157,7 +157,7 @@ fn found(destination: &Vm) -> Left {
     Left::Nothing
 }
 
-/// Whether QEMU goes on believing in a transfer whose other end is dead: it notices a channel that breaks within moments, but
+/// Whether QEMU still waits for a transfer whose other end has ended: it notices a channel that breaks within moments, but
 /// not when it has read the end of the stream.
 fn is_unended(destination: &Vm) -> bool {
     let end = Instant::now() + Duration::from_secs(20);
@@ -379,7 +379,7 @@ fn a_recovery_of_what_needs_none_is_refused() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);
-    // A QEMU that waits for a VM. limosa holds its monitor, so another limosa needs one of its own.
+    // A QEMU that waits for a VM. limosa holds its monitor, so another limosa needs another one.
     let second = scene.path("second");
     let monitor = format!("unix:{},server=on,wait=off", second.display());
     let destination = beat().argument("-qmp").argument(&monitor).start_incoming().unwrap();

@@ -172,7 +172,7 @@ fn a_snapshot_cut_short_anywhere_is_refused() {
 }
 
 #[test]
-fn memory_is_not_put_beside_a_disk_that_was_written_since() {
+fn memory_is_not_restored_with_a_disk_that_was_written_since() {
     needs_qemu!();
     let scene = Scene::new();
     let path = scene.path("disk");

@@ -180,7 +180,7 @@ fn a_detached_pager_outlives_the_session_that_it_was_started_in() {
 }
 
 #[test]
-fn a_detached_restore_that_fails_says_why_and_leaves_nobody_behind() {
+fn a_detached_restore_that_fails_says_why_and_leaves_no_process_behind() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);

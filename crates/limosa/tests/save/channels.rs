@@ -35,7 +35,7 @@ fn a_pc_that_joins_at_every_section_is_saved_over_channels() {
 }
 
 #[test]
-fn a_q35_with_zero_pages_beside_its_channels_is_saved_over_channels() {
+fn a_q35_with_zero_pages_on_the_main_channel_is_saved_over_channels() {
     needs_qemu!();
     saves_over_channels("pc-q35-7.2", &[cell(8, "zstd", Transport::Unix)]);
     saves_over_channels("pc-q35-8.2", &[cell(2, "none", Transport::Tcp)]);

@@ -56,7 +56,7 @@ fn memory_and_disk_of_a_writing_guest_are_of_one_instant_and_both_vms_go_on() {
             "{frozen} writes are in the frozen file, {before} and {after} around"
         );
 
-        // The restored VM stands on an overlay of its own, and neither disturbs the other.
+        // The restored VM uses its own overlay, and neither disturbs the other.
         let own = fresh_overlay(folder.path(), &format!("own-{round}"), &below.0, below.1);
         let restored = linux_on(&own, DiskFormat::Qcow2).start_incoming().unwrap();
         limosa(restore_arguments(&restored, &snapshot, &["--mode", mode])).success();
@@ -260,7 +260,7 @@ fn what_cannot_be_frozen_is_refused_with_the_vm_untouched() {
 }
 
 #[test]
-fn when_qemu_dies_the_overlays_that_hold_nothing_go_with_it() {
+fn when_qemu_ends_the_empty_overlays_are_removed() {
     needs_qemu!();
     let folder = limosa_testkit::scratch().unwrap();
     let disk = Disk::create(&folder.path().join("disk.raw"), DiskFormat::Raw, 16 * MIB).unwrap();

@@ -63,7 +63,7 @@ impl Victim {
         assert_never_torn(&self.vm);
         let now = self.top();
         if self.snapshot().exists() {
-            assert_ne!(&now, top, "the snapshot stands on the disk, and the VM writes to it");
+            assert_ne!(&now, top, "the snapshot refers to the disk, and the VM writes to it");
             let format = if top.extension().is_some_and(|end| end == "raw") { "raw" } else { "qcow2" };
             let own = fresh_overlay(self.folder.path(), "own", top, format);
             let restored = linux_on(&own, DiskFormat::Qcow2).start_incoming().unwrap();

@@ -207,7 +207,7 @@ fn a_stopped_vm_with_disks_is_saved_with_their_state() {
 }
 
 #[test]
-fn disks_that_somebody_else_keeps_consistent_are_ignored_on_demand() {
+fn disks_that_are_kept_consistent_elsewhere_are_ignored_on_demand() {
     needs_qemu!();
     let disks = scratch().unwrap();
     let vm = with_disks(disks.path()).0.start().unwrap();

@@ -1,4 +1,4 @@
-//! What every black-box test here does: run the real limosa beside a stock QEMU, and look at what it left behind.
+//! What every black-box test here does: run the real limosa with a stock QEMU, and check what it left behind.
 //!
 //! Law: nothing is believed that limosa says of itself. QEMU is asked over the testkit's own monitor, files are loaded by
 //! QEMU, and the guest's memory is proven by the testkit.
@@ -56,7 +56,7 @@ pub(crate) fn guard(limosa: &Program) -> Option<u32> {
     })
 }
 
-/// The arguments of a save of this VM: `more` stands before the file.
+/// The arguments of a save of this VM: `more` comes before the file.
 pub(crate) fn save_arguments(vm: &Vm, snapshot: &Path, more: &[&str]) -> Vec<String> {
     let mut arguments = vec!["save".to_owned(), "--qmp".to_owned(), vm.qmp_socket().display().to_string()];
     arguments.extend(more.iter().map(|&word| word.to_owned()));

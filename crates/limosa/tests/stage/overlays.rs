@@ -82,7 +82,7 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> String {
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
-/// How many sectors from the second on hold their own number; nothing else may be written. The image's VM must stand, if it has one.
+/// How many sectors from the second on hold their own number; nothing else may be written. The image's VM must be paused, if it has one.
 #[track_caller]
 pub(crate) fn sectors_written(image: &Path, format: &str) -> u64 {
     let folder = limosa_testkit::scratch().unwrap();

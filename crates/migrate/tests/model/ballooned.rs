@@ -183,7 +183,7 @@ impl Ballooned {
         })
     }
 
-    /// Pages that programs have, or that must not be touched, and that `read` does not find as they were written; the VM stands still. And
+    /// Pages that programs have, or that must not be touched, and that `read` does not find as they were written; the VM is paused. And
     /// how many pages that were looked at.
     pub fn compare(&self, read: impl Fn(u64, &mut [u8])) -> (Vec<PageNumber>, u64) {
         let pieces: Vec<Piece> = self.programs.iter().flat_map(|pieces| pieces.lock().unwrap().clone()).collect();

@@ -27,7 +27,7 @@ pub fn here(channel: Channel) -> AcceptPreempt<'static> {
     Box::new(move |_| Ok(channel.take()))
 }
 
-/// A VM's memory in a test: every page is zero or filled with a pattern of its own.
+/// A VM's memory in a test: every page is zero or filled with its own pattern.
 #[derive(Debug)]
 pub struct Memory {
     pub start: StreamStart,

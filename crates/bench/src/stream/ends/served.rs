@@ -224,7 +224,7 @@ impl PausedVm {
         say(&Answer::Listening(listener.local_uri().to_string()))?;
         let before = own_cpu();
         let mut gathering = Gathering::new(&listener, GatheringOptions { channels, within: LIMIT, main_first: false });
-        let channels = gathering.step(LIMIT)?.context("the channels did not come")?;
+        let channels = gathering.step(LIMIT)?.context("the migration's channels were not connected")?;
         let options = LiveDestinationOptions { populate, ..LiveDestinationOptions::default() };
         let destination = LiveDestination::new(self, channels.main, &control, &progress, options);
         match destination.with_channels(channels.pages, MultifdOptions::default()).run() {

@@ -55,15 +55,15 @@ fn tell(report: &LiveReport) {
     let source = &report.source;
     match (report.runs_at, &source.error) {
         (Role::Destination, _) => say!("limosa-demo: the guest has moved while it ran, in {}", time(source.total_ms)),
-        (Role::Source, Some(why)) => say!("limosa-demo: the guest goes on at the source: {why}"),
-        (Role::Source, None) => say!("limosa-demo: the guest goes on at the source"),
+        (Role::Source, Some(why)) => say!("limosa-demo: the guest continues at the source: {why}"),
+        (Role::Source, None) => say!("limosa-demo: the guest continues at the source"),
     }
     if !source.rounds.is_empty() {
         say!("{}", table(&source.rounds));
     }
     if let Some(stood) = report.stood_ms {
         let expected = source.expected_downtime_ms.map_or(String::new(), |ms| format!("; expected {}", time(ms)));
-        say!("  it stood still for {}, from its last write there to its first one here{expected}", time(stood));
+        say!("  downtime: {}, from its last write there to its first one here{expected}", time(stood));
     }
     let sum = |of: fn(&Round) -> u64| source.rounds.iter().map(of).sum::<u64>();
     say!(
@@ -79,20 +79,20 @@ fn tell(report: &LiveReport) {
         });
         let refused = hints.refused.as_ref().map_or(String::new(), |why| format!("; {why}"));
         say!(
-            "  {} pages were free, and not sent; the guest was asked {} times: {list}; {} ranges came too late{refused}",
+            "  {} pages were free, and not sent; {} lists requested: {list}; {} ranges arrived too late{refused}",
             quantity::count(sum(|round| round.hinted)),
             quantity::count(hints.lists.into()),
             quantity::count(hints.late),
         );
     }
     say!(
-        "  {} went out with {} system calls, and came in with {}",
+        "  {} sent with {} system calls, received with {}",
         quantity::bytes(source.channels.bytes_out),
         quantity::count(source.channels.calls_out),
         quantity::count(report.destination.channels.calls_in),
     );
     if source.channels.spliced > 0 {
-        say!("  {} of it were spliced: not copied on the way out", quantity::bytes(source.channels.spliced));
+        say!("  {} of it were spliced: not copied by the sender", quantity::bytes(source.channels.spliced));
     }
     if source.channels.lent > 0 {
         say!(
@@ -108,7 +108,7 @@ fn tell(report: &LiveReport) {
     );
     if let Some(sent) = source.postcopy {
         say!(
-            "  {} pages followed while it ran there, for {}; {} of them were asked for",
+            "  {} pages followed while it ran there, for {}; {} of them were requested",
             quantity::count(sent.pages),
             time(sent.took_ms),
             quantity::count(sent.requested)
@@ -131,15 +131,15 @@ fn tell(report: &LiveReport) {
             free => format!("; {} are free", quantity::count(free)),
         };
         match &found.error {
-            None => say!("  memory at the {end}: all {} pages hold what they must{free}", quantity::count(found.pages)),
+            None => say!("  memory at the {end}: all {} pages are correct{free}", quantity::count(found.pages)),
             Some(why) => say!("  memory at the {end}: {why}"),
         }
     }
     let (before, after) = report.writes;
-    say!("  the guest goes on: {} pages written since", quantity::count(after.saturating_sub(before)));
+    say!("  the guest continues: {} pages written since", quantity::count(after.saturating_sub(before)));
 }
 
-/// Where pages that were free stand, behind those that were zero and left out.
+/// Where pages that were free are shown, behind those that were zero and left out.
 const FREE_COLUMN: usize = 5;
 
 fn table(rounds: &[Round]) -> Table {

@@ -1,6 +1,6 @@
 //! What the vCPUs run: 133 bytes of 32-bit code, flat and without paging, at guest address 0.
 //!
-//! A vCPU asks for leave by reading a port; the answer is how many pages it may write next. So it only ever stands still at
+//! A vCPU asks for leave by reading a port; the answer is how many pages it may write next. So it pauses only at
 //! the beginning of its loop, and its registers say how far it has come:
 //!
 //! | register | is |
@@ -11,7 +11,7 @@
 //! | `esp` | pages of leave that are left (there is no stack) |
 //! | `eax`, `ebx`, `ecx` | scratch |
 //!
-//! Parameters of vCPU `n` stand in the same page, 16 bytes each from [`PARAMETERS`] on: first page, pages, stride, and the
+//! Parameters of vCPU `n` are in the same page, 16 bytes each from [`PARAMETERS`] on: first page, pages, stride, and the
 //! seed. Neither they nor the code are ever written.
 
 use limosa_page::PAGE_LEN;

@@ -1,6 +1,6 @@
-//! One vCPU, on a thread of its own.
+//! One vCPU, on its own thread.
 //!
-//! **Law: a vCPU that stands still stands at the beginning of its loop, outside of `KVM_RUN`, with nothing half done in KVM**,
+//! **Law: a paused vCPU is at the beginning of its loop, outside of `KVM_RUN`, with nothing half done in KVM**,
 //! and its registers are in [`VcpuState`]. So saving the state asks no vCPU anything.
 
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,4 @@
-//! Chance that can be had again: a trial follows from its seed.
+//! Reproducible chance: a trial follows from its seed.
 
 /// A generator of numbers (splitmix64).
 pub(crate) struct Dice(u64);

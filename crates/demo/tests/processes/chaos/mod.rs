@@ -183,7 +183,7 @@ pub(crate) fn decide(end: &mut EndProcess, verb: &str) {
 pub(crate) enum Whereabouts {
     Source,
     Destination,
-    /// It died with the process it ran in, as any VM does.
+    /// It ended with the process it ran in, as any VM does.
     Lost,
 }
 
@@ -228,7 +228,7 @@ pub(crate) fn operate(
             decide(source, "discard");
             Whereabouts::Destination
         }
-        // The guest is lost as it was there; here it stands as it left.
+        // The guest's state there is lost; here it is as it left.
         (Some(State::PostcopyPaused), None) => {
             decide(source, "resume");
             Whereabouts::Source

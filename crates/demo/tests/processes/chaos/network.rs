@@ -60,7 +60,7 @@ impl Cable {
 
     /// Nothing arrives any more, and neither end gets an error.
     pub(crate) fn pull(&self) {
-        // At the far end: what the near one sends is lost on the way, as with a switch that dies.
+        // At the far end: what the near one sends is lost on the way, as with a switch that fails.
         ip(&["-n", &self.names[1], "link", "set", "cable", "down"]).unwrap();
     }
 

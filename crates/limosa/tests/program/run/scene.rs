@@ -97,7 +97,7 @@ impl Scene {
 
     /// Expects that no process is left that was started from this scene.
     #[track_caller]
-    pub(crate) fn assert_nobody_left(&self) {
+    pub(crate) fn assert_no_process_left(&self) {
         assert_eq!(self.processes(), Vec::<u32>::new());
     }
 

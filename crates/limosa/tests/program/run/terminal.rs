@@ -26,7 +26,7 @@ struct Terminal {
 }
 
 impl Terminal {
-    /// Starts `command` as the leader of a session with a terminal of its own.
+    /// Starts `command` as the leader of a session with its own terminal.
     fn start(command: &Command) -> Self {
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
         grantpt(&master).unwrap();
