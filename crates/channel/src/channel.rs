@@ -1,7 +1,7 @@
 //! A connected byte stream.
 //!
 //! The laws of this module: `put` and `get` move everything or say at which byte they failed; partial transfers, signals
-//! and non-blocking descriptors are nobody else's business. One thread may put while another gets; each direction
+//! and non-blocking descriptors are handled here alone. One thread may put while another gets; each direction
 //! belongs to one thread at a time (two that put at once interleave their bytes). A third may shut the channel down at
 //! any moment, which wakes both, wherever they wait.
 
@@ -326,7 +326,7 @@ impl Channel {
     /// Writes `length` bytes of `file` from `offset` on, straight from the page cache (sendfile): they are not copied on
     /// this side, which halves what a read and a put cost. Held back by the rate limit, if there is one.
     ///
-    /// The peer gets what the file holds when *it* reads, so whoever relies on the contents looks afterwards whether the
+    /// The peer gets what the file holds when *it* reads, so a caller that relies on the contents checks afterwards whether the
     /// file is still the same.
     ///
     /// # Errors
@@ -468,10 +468,10 @@ impl Channel {
         got.map_err(|stop| self.explain(Operation::Get, stop))
     }
 
-    /// Ends one or both directions and wakes whoever waits in them, also in the rate limit; they get
+    /// Ends one or both directions and wakes the threads that wait in them, also in the rate limit; these get
     /// [`ChannelError::ShutDown`]. What came before a read shutdown of a socket can still be read. A pipe's peer sees
-    /// the end only when the channel is dropped. An encrypted channel's peer is told that this is the end by
-    /// [`How::Write`] alone, and not while somebody puts: else it is to it a connection that was cut.
+    /// the end only when the channel is dropped. An encrypted channel's peer receives the close notification by
+    /// [`How::Write`] alone, and not while a put is in progress: to the peer the connection is cut then.
     ///
     /// # Errors
     /// If the kernel refuses; that the peer is gone already is no error.
@@ -489,7 +489,7 @@ impl Channel {
             if let Transport::Tls(session) = &self.transport {
                 match how {
                     How::Read => session.stop_receiving(),
-                    // Somebody has more to say.
+                    // A put is in progress.
                     How::Write if self.state.put.is_amid() => session.give_up(),
                     How::Write => session.close(),
                     How::Both => session.give_up(),

@@ -29,7 +29,7 @@ impl Channel {
     /// [deferred](crate::Tls::deferred): stock QEMU takes the first channel to come through for the main one.
     ///
     /// # Errors
-    /// [`ChannelError::Refused`] if nobody listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,
+    /// [`ChannelError::Refused`] if no process listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,
     /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)), for `exec:` (start it
     /// as an [`Exec`](crate::Exec)), and for `-` if standard input and output do not carry a direction each;
     /// [`ChannelError::Tls`] if the peer is not who it should be.
@@ -141,7 +141,7 @@ fn wait_connected(socket: &OwnedFd, timeout: Option<Duration>) -> io::Result<()>
     }
 }
 
-/// Takes the plainest congestion control for a socket that is to reach this very machine: every kernel has it, everybody may
+/// Takes the plainest congestion control for a socket that is to reach this very machine: every kernel has it, every user may
 /// use it, and it sends what it has. One that spreads what it sends over time (BBR does, and is the default of many
 /// machines) has a timer fire over and over on the way from one process to the other: measured to cost a migration a fifth of its
 /// time. It goes on doing so with what is connected already, so this comes before. An improvement, not a need.

@@ -145,7 +145,7 @@ impl Counters {
             lent_completed: out.completed.load(Relaxed),
             lent_copied: out.copied.load(Relaxed),
             starved: out.starved.load(Relaxed),
-            // Told by whoever knows.
+            // Set by the caller.
             sealed_by_kernel: 0,
             opened_by_kernel: 0,
         }

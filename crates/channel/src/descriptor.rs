@@ -18,7 +18,7 @@ use crate::error::{ChannelError, Operation};
 
 /// Takes over the descriptor with this number.
 ///
-/// Standard input, output and error are moved to another number and replaced by `/dev/null`, so that whatever else
+/// Standard input, output and error are moved to another number and replaced by `/dev/null`, so that anything else that
 /// prints to them does not get between the stream's bytes.
 pub(crate) fn take(number: RawFd, operation: Operation) -> Result<OwnedFd, ChannelError> {
     let peer = || Arc::<str>::from(format!("fd:{number}"));
@@ -49,7 +49,7 @@ pub(crate) fn take(number: RawFd, operation: Operation) -> Result<OwnedFd, Chann
         return Err(unsupported("this descriptor was not inherited, or is in use already"));
     }
     fcntl_setfd(borrowed, FdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
-    // SAFETY: the descriptor is open, was inherited for this purpose, and by the flag nobody here has taken it before.
+    // SAFETY: the descriptor is open, was inherited for this purpose, and the flag says that this process has not taken it before.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The laws of this module: a transfer ends only by completion, by the end of the data, by an error of the kernel, by
 //! the time-out, or by a shutdown on this side; a signal, a partial transfer or an unready descriptor is none of these.
-//! The time-out counts from the last byte moved. Whoever waits here can be woken: in the kernel's socket by
+//! The time-out counts from the last byte moved. A waiting thread can be woken: in the kernel's socket by
 //! `shutdown(2)`, in `poll` by an event descriptor, in the rate limit by its condition variable.
 
 use std::io;

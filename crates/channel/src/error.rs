@@ -59,7 +59,7 @@ pub enum ChannelError {
     /// The URI itself is wrong.
     #[error(transparent)]
     Uri(#[from] UriError),
-    /// Nobody listens there (yet).
+    /// No process listens there (yet).
     #[error("{operation} {peer}: connection refused")]
     Refused {
         /// What was being done.
@@ -95,7 +95,7 @@ pub enum ChannelError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// Not a byte moved, or nobody came, for as long as the time-out allows.
+    /// Not a byte moved, or no peer connected, for as long as the time-out allows.
     #[error("{operation} {peer}: nothing moved for {after:?}{}", at(*offset))]
     TimedOut {
         /// What was being done.

@@ -1,7 +1,7 @@
 //! A command at the other end of a channel, run by the shell.
 //!
 //! The laws of this module: a command's standard input and output are one socket, so that both directions exist; its
-//! standard error is this process's own; whatever happens, it is ended and reaped, within a bounded time, and only by its own
+//! standard error is this process's own; in every case it is ended and reaped, within a bounded time, and only by its own
 //! process id.
 
 use std::io;

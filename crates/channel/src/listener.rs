@@ -100,11 +100,11 @@ impl Listener {
 
     /// Waits for the next peer, for ever or for so long.
     ///
-    /// With [`Options::tls`] nobody has shaken hands yet: that is done when the channel is used, or, without waiting for the
+    /// With [`Options::tls`] the TLS handshake is not done yet: that happens when the channel is used, or, without waiting for the
     /// peer, when it is [looked at](Channel::peek). It may take 30 s from now.
     ///
     /// # Errors
-    /// [`ChannelError::TimedOut`] if nobody comes.
+    /// [`ChannelError::TimedOut`] if no peer connects.
     pub fn accept(&self, timeout: Option<Duration>) -> Result<Channel, ChannelError> {
         let operation = Operation::Accept;
         let peer = || Arc::clone(&self.name);

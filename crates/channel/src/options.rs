@@ -37,7 +37,7 @@ pub struct Options {
 pub(crate) const COPIED_BY_TLS: &str = "zero-copy and TLS exclude each other";
 
 impl Options {
-    /// What does not go together: told before anybody is reached.
+    /// What does not go together: reported before a connection is made.
     ///
     /// # Errors
     /// [`ChannelError::Unsupported`], and [`ChannelError::Tls`] if the kernel's TLS is demanded and missing.

@@ -1,6 +1,6 @@
 //! Descriptors that travel with the bytes of a unix socket (`SCM_RIGHTS`, unix(7)).
 //!
-//! **Law: a descriptor that nobody asked for is closed before anybody has it.** A channel picks descriptors up only after it
+//! **Law: a descriptor that was not asked for is closed before it can be used.** A channel picks descriptors up only after it
 //! was told to, and only so many; otherwise the call that reads gives the kernel no room for them, and the kernel closes
 //! them. One more than was asked for is an error of the peer's. What was picked up and not taken is closed with the channel.
 #![allow(unsafe_code, reason = "ancillary data is laid out by macros over raw memory")]
@@ -66,7 +66,7 @@ impl Passed {
             };
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
-        // Somebody may have asked for fewer meanwhile.
+        // Another thread may have asked for fewer meanwhile.
         let left = |now: usize| Some(now.saturating_sub(descriptors.len()));
         let _ = self.wanted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
         self.lock().extend(descriptors);
@@ -121,7 +121,7 @@ fn message(entries: &[iovec], control: &mut [u64], length: usize) -> msghdr {
 }
 
 /// # Safety
-/// The kernel has filled the message in: the descriptors in it are nobody else's.
+/// The kernel has filled the message in: the descriptors in it have no other owner.
 unsafe fn descriptors_of(message: &msghdr) -> Vec<OwnedFd> {
     let mut found = Vec::new();
     // SAFETY: the macros walk what the kernel has laid out, as long as `msg_controllen` says; each descriptor is new.

@@ -53,7 +53,7 @@ impl RateLimit {
         limit
     }
 
-    /// Changes the limit. Whoever waits is woken and continues at the new rate; lifting the limit forgives what is owed.
+    /// Changes the limit. Waiting threads are woken and continue at the new rate; lifting the limit forgives what is owed.
     pub fn set(&self, bytes_per_second: Option<NonZeroU64>) {
         let rate = bytes_per_second.map_or(0, NonZeroU64::get);
         let mut bucket = self.bucket();
@@ -141,7 +141,7 @@ impl RateLimit {
     }
 
     fn bucket(&self) -> MutexGuard<'_, Bucket> {
-        // No code panics while it holds the lock, and a bucket is valid whatever its numbers are.
+        // No code panics while it holds the lock, and a bucket is valid with any numbers.
         self.limiter.bucket.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,8 +3,8 @@
 //! A channel of a migration that says nothing at first, as the one for requested pages in postcopy, cannot be told apart by
 //! its bytes. Over TLS it can: who comes through the handshake is trusted, and who does not is a stranger.
 //!
-//! The law: **nobody who connects holds up anybody else.** Those who have not shaken hands yet wait in a row; when it is full,
-//! the one that has waited longest is closed. Without TLS there is nothing to be told by, and who comes first is taken.
+//! The law: ***a connecting peer never delays another one.** Connections whose handshake is not done wait in a queue; when it is full,
+//! the one that has waited longest is closed. Without TLS there is nothing to be told by, and the first connection is taken.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -28,7 +28,7 @@ const AT_ONCE: usize = 256;
 /// The most lines that are logged.
 const REFUSALS_MAX: usize = 16;
 
-/// Lines that are told once each, and a few of them only: whoever connects again and again, and is refused for one reason or for
+/// Lines that are reported once each, and a few of them only: a peer that connects again and again, and is refused for one reason or for
 /// many, does not fill a log.
 #[derive(Debug, Default)]
 pub struct RefusalLog(Vec<String>);
@@ -65,7 +65,7 @@ impl fmt::Debug for Reception<'_> {
 }
 
 impl<'a> Reception<'a> {
-    /// One that has met nobody yet.
+    /// One without connections.
     pub fn new(listener: &'a Listener) -> Self {
         Self { listener, pending: VecDeque::new(), refusals: RefusalLog::default(), report: None }
     }
@@ -77,8 +77,8 @@ impl<'a> Reception<'a> {
         self
     }
 
-    /// Waits for so long at most; the channel, once somebody has come through the handshake, or, without TLS, has connected.
-    /// Whoever is in the row stays there until the next call.
+    /// Waits for so long at most; the channel, once a peer has completed the handshake, or, without TLS, has connected.
+    /// Connections in the queue stay there until the next call.
     ///
     /// # Errors
     /// As [`Listener::accept`], but for its time-out; what is wrong with a stranger is none.
@@ -102,7 +102,7 @@ impl<'a> Reception<'a> {
     /// As [`step`](Self::step), for who has nothing else to do meanwhile.
     ///
     /// # Errors
-    /// As `step`; [`ChannelError::TimedOut`] if nobody comes through in time.
+    /// As `step`; [`ChannelError::TimedOut`] if no peer completes it in time.
     pub fn within(mut self, after: Duration) -> Result<Channel, ChannelError> {
         let peer = Arc::from(self.listener.local_uri().to_string());
         let timed_out = ChannelError::TimedOut { operation: Operation::Accept, peer, offset: None, after };
@@ -161,7 +161,7 @@ impl<'a> Reception<'a> {
         }
     }
 
-    /// Waits until somebody connects, or one of the row says something.
+    /// Waits for a connection, or for bytes on one of the queue.
     fn wait(&self, rest: Duration) -> Result<(), ChannelError> {
         let fds = self.listener.socket().into_iter().chain(self.pending.iter().map(Channel::as_fd));
         let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();

@@ -23,7 +23,7 @@ pub(crate) enum Transport {
     Socket(OwnedFd, Arc<Passed>),
     /// A stream socket whose bytes are encrypted.
     Tls(Arc<Session>),
-    /// A pipe or whatever else is read and written in order; in non-blocking mode.
+    /// A pipe, or another descriptor that is read and written in order; in non-blocking mode.
     Pipe(OwnedFd),
     /// Two descriptors, one for each direction.
     Pair {

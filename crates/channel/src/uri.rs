@@ -47,7 +47,7 @@ pub enum Uri {
     },
     /// A unix stream socket at this path.
     Unix(PathBuf),
-    /// A descriptor inherited from whoever started this process.
+    /// A descriptor inherited from the parent process.
     Fd(RawFd),
     /// A file, used from `offset` on.
     File {

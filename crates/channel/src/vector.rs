@@ -2,7 +2,7 @@
 //!
 //! The laws of this module: the caller's list is handed to the kernel as it is, nothing is copied while transfers are
 //! complete; a partial transfer copies the rest of one batch of *descriptors* (16 bytes each, never data) and goes on
-//! behind the last byte moved. The bytes themselves are never looked at: they may be guest memory, which somebody else
+//! behind the last byte moved. The bytes themselves are never looked at: they may be guest memory, which another thread
 //! writes meanwhile.
 #![allow(unsafe_code, reason = "reinterprets the standard library's slices of slices as the kernel's")]
 
@@ -64,7 +64,7 @@ impl<'a> Cursor<'a, Out> {
 impl<'a> Cursor<'a, In> {
     pub(crate) fn scatter(list: &'a mut [IoSliceMut<'_>]) -> Self {
         // SAFETY: IoSliceMut has the layout of iovec on Unix; the slices are borrowed mutably for at least 'a, so their
-        // memory stays valid for writes and nobody else uses it.
+        // memory stays valid for writes and has no other user.
         unsafe { Self::scatter_raw(slice::from_raw_parts(list.as_ptr().cast::<iovec>(), list.len())) }
     }
 

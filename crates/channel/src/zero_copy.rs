@@ -10,12 +10,12 @@
 //!
 //! **Law: what the kernel has been lent is reused, freed or discarded only after a flush.** The type [`Lending`] holds the borrow
 //! until then. Splice has no completion, so it is for memory alone whose owner can live with its being read at any later
-//! time: a guest's pages ([`Lending::put_pages`]). Whatever is reused, headers above all, is copied under every method.
+//! time: a guest's pages ([`Lending::put_pages`]). Memory that is reused, headers above all, is copied under every method.
 //!
 //! **What that means for a page of a guest that runs:** it may change while it is queued, and goes out as it is when it is
-//! sent, half of it old and half new perhaps. That is right, because whoever changed it is in the dirty log: the page is sent
-//! again, in a round that begins behind the flush and the SYNC packet of this one. The last round is sent when nobody
-//! writes any more.
+//! sent, half of it old and half new perhaps. That is right, because the change is in the dirty log: the page is sent
+//! again, in a round that begins behind the flush and the SYNC packet of this one. The last round is sent when the guest
+//! is paused.
 //!
 //! Where the two ends are on one machine the kernel copies what `MSG_ZEROCOPY` lends before the receiver gets it, because
 //! the receiver might keep it for ever, and says so in the completion. Splice saves the copy there too, so [`ZeroCopy::Auto`] takes it
@@ -36,7 +36,7 @@ use thiserror::Error;
 pub(crate) use lender::{Lender, Refusal};
 pub use lending::Lending;
 
-/// How pages that are lent leave. Whoever names a method gets it or is refused when the channel is set up.
+/// How pages that are lent leave. A method that is named is used, or setting up the channel fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ZeroCopy {
     /// They are copied, like everything else.

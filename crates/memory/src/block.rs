@@ -68,7 +68,7 @@ impl BlockOptions {
     }
 
     /// A block of a file's bytes from `offset` on, shared with all who map it: of tmpfs, hugetlbfs, a disk, or a memfd that
-    /// somebody passed.
+    /// another process passed.
     pub fn file(name: impl Into<String>, length: u64, file: OwnedFd, offset: u64) -> Self {
         Self::new(name, length, Backing::File { file, offset }, true)
     }
@@ -123,7 +123,7 @@ impl BlockOptions {
                 }
                 let file = memfd_create(&*name, flags).map_err(|e| kernel("memfd_create", e.into()))?;
                 ftruncate(&file, length).map_err(|e| kernel("ftruncate", e.into()))?;
-                // Whoever else gets the descriptor cannot take away what is mapped here. (Holes can still be punched.)
+                // Another process that gets the descriptor cannot take away what is mapped here. (Holes can still be punched.)
                 let seals = SealFlags::SHRINK | SealFlags::GROW;
                 fcntl_add_seals(&file, seals).map_err(|e| kernel("sealing its length", e.into()))?;
                 (Some((file, 0)), huge_page.unwrap_or(PAGE_SIZE))
@@ -292,7 +292,7 @@ impl MemoryBlock {
         done.ok_or_else(|| self.outside(offset, wanted))
     }
 
-    /// Lets nobody in this process write it (a write raises SIGSEGV), or all again: makes sure that what was paused is.
+    /// Forbids writes by this process (a write raises SIGSEGV), or allows them again: makes sure that what was paused is.
     ///
     /// # Errors
     /// The kernel's refusal.

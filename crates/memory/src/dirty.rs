@@ -1,8 +1,8 @@
 //! Dirty logs: which pages were written.
 //!
-//! **Law: a write after a fetch is seen by the next fetch.** Whatever a log does inside, a page that is written at any
+//! **Law: a write after a fetch is seen by the next fetch.** In every implementation, a page that is written at any
 //! moment after [`DirtyLog::start`] returned is named by the first fetch that begins after the write, or by an earlier one
-//! that ended after the write *and* before anybody read the page on the strength of that fetch. A log may name pages that
+//! that ended after the write *and* before the page was read on the strength of that fetch. A log may name pages that
 //! were not written; it may never miss one.
 //!
 //! One exception: what a vCPU writes while it runs may reach KVM's dirty ring only when it leaves `KVM_RUN`, so such a log
@@ -26,7 +26,7 @@
 //! | `KvmLog` | vCPUs of KVM | feature `kvm` |
 //! | `KvmRingLog` | the same; costs what was written, not what there is | feature `kvm`; chosen before the first vCPU |
 //! | [`VhostLog`] | vhost back ends that log | back ends with `VHOST_F_LOG_ALL` |
-//! | [`ExplicitLog`] | whoever marks what it writes | every such writer's care |
+//! | [`ExplicitLog`] | writers that mark what they write | every such writer's care |
 
 mod explicit;
 mod hand_over;
@@ -57,7 +57,7 @@ pub use write_protect::WriteProtectLog;
 pub struct Writers(u8);
 
 impl Writers {
-    /// Nobody.
+    /// No writer.
     pub const NONE: Self = Self(0);
     /// The guest's processors.
     pub const VCPUS: Self = Self(1);
@@ -91,7 +91,7 @@ impl std::fmt::Display for Writers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let names = [(Self::VCPUS, "vCPUs"), (Self::DEVICES, "devices of the VMM"), (Self::VHOST, "vhost back ends")];
         let names: Vec<_> = names.iter().filter(|(one, _)| self.contains(*one)).map(|(_, name)| *name).collect();
-        f.write_str(if names.is_empty() { "nobody".into() } else { names.join(", ") }.as_str())
+        f.write_str(if names.is_empty() { "no writer".into() } else { names.join(", ") }.as_str())
     }
 }
 
@@ -203,7 +203,7 @@ pub enum LogError {
         log: &'static str,
     },
 
-    /// Somebody writes whom no log covers.
+    /// Guest memory has a writer that no log covers.
     #[error("guest memory is written by {0} without a dirty log: the VM cannot be migrated while it runs")]
     Uncovered(Writers),
 }

@@ -33,7 +33,7 @@ pub struct Discarded {
 }
 
 impl MemoryBlock {
-    /// Makes pages read as zero and gives their memory back, with one call for the whole run. Nobody must be writing them.
+    /// Makes pages read as zero and gives their memory back, with one call for the whole run. They must not be written meanwhile.
     ///
     /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it. If pages
     /// of the block are [lent](MemoryBlock::lend), it waits until they are back. To [dirty logs](crate::dirty) it is a write to each
@@ -122,7 +122,7 @@ impl MemoryBlock {
         if pages.is_empty() {
             return Ok(());
         }
-        // What is zero because nobody has populated it would get memory by being written.
+        // What is zero because it was never populated would get memory by being written.
         let populated = self.populated(pages).map_err(|source| MemoryError::Kernel {
             block: self.name().to_owned(),
             operation: "lseek, to find holes",

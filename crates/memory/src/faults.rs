@@ -3,7 +3,7 @@
 mod error;
 mod handler;
 mod layout;
-mod place;
+mod placement;
 
 use std::os::fd::OwnedFd;
 
@@ -13,7 +13,7 @@ pub use crate::userfaultfd::FaultAccess;
 pub use error::FaultError;
 pub use handler::{FaultHandler, FaultOptions, FaultWaker, HeldFaults};
 pub use layout::{FaultBlock, FaultLayout};
-pub use place::Placement;
+pub use placement::Placement;
 
 /// How a block's pages get there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -28,9 +28,9 @@ pub enum FaultMode {
 /// What a handler is told.
 #[derive(Debug)]
 pub enum FaultEvent {
-    /// Somebody waits for a page.
+    /// A thread waits for a page.
     Fault(Fault),
-    /// Pages were given back by somebody in this process (`MADV_DONTNEED`, `MADV_REMOVE`), who waited until this was read. Of
+    /// Pages were given back by a thread of this process (`MADV_DONTNEED`, `MADV_REMOVE`), which waited until this was read. Of
     /// private memory they are missing again, whether or not they had come. What is placed there from now on is read by
     /// the guest; zeros are what it may expect. (Holes punched in the file are not told.)
     Removed {
@@ -60,7 +60,7 @@ pub enum FaultEvent {
     Forked(OwnedFd),
 }
 
-/// Somebody waits for a page.
+/// A thread waits for a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
     /// The block.

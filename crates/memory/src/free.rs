@@ -3,16 +3,16 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Somebody who can ask the guest which of its pages are free: a balloon with free-page hinting.
+/// What can ask the guest which of its pages are free: a balloon with free-page hinting.
 ///
 /// None of its methods waits, neither for the guest nor for a sink: they may be called under the lock that a sink takes.
 ///
-/// **Law: a hint holds until the next write, and nobody but a dirty log knows of writes.** A page was free at some moment
+/// **Law: a hint holds until the next write, and only a dirty log knows of writes.** A page was free at some moment
 /// behind the [request](FreePages::request); the guest may take it back and write it at any moment after that, without a word. So
-/// whoever leaves out what was hinted has begun to watch for writes *before* the request, and takes nothing more of a list
-/// once he has read that log: what the log has told may have been written behind the hint.
+/// a caller that leaves out what was hinted has begun to watch for writes *before* the request, and takes nothing more of a list
+/// once it has read that log: what the log reports may have been written behind the hint.
 ///
-/// A guest that says more than is so loses what it had in the pages that it called free, and nobody else loses anything.
+/// A guest that says more than is so loses what it had in the pages that it called free, and no other guest loses anything.
 ///
 /// # Example
 ///
@@ -55,7 +55,7 @@ pub trait FreePages: Send + Sync {
     /// may come even after that.
     ///
     /// # Errors
-    /// Nobody can be asked now.
+    /// No guest can be asked now.
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError>;
 
     /// The guest may stop looking; what it has told it goes on holding back until [`done`](Self::done). Ranges may still be on
@@ -67,7 +67,7 @@ pub trait FreePages: Send + Sync {
 }
 
 /// Where a list of free pages goes. Told by one thread after the other, in the order of the list. A list that is dropped
-/// before it is complete is over: whoever told it cannot go on, and nobody need wait for it.
+/// before it is complete is over: its sender cannot go on, and it must not be waited for.
 pub trait FreePageSink: Send + Sync {
     /// Bytes of guest-physical address space that were free when they were looked at: in any order, and, of a guest that is not
     /// to be trusted, any numbers.

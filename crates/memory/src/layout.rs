@@ -6,8 +6,8 @@ use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
 use crate::memory::GuestRegion;
 
-/// Which pages of which blocks lie where in guest-physical address space: a copy of what [`GuestMemory`] says, for whoever
-/// is told addresses by a device.
+/// Which pages of which blocks lie where in guest-physical address space: a copy of what [`GuestMemory`] says, for
+/// users to whom a device gives addresses.
 ///
 /// [`GuestMemory`]: crate::GuestMemory
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -28,7 +28,7 @@ pub struct Loan<'b> {
 }
 
 impl MemoryBlock {
-    /// Lends the block's pages: nobody discards any as long as the loan lives. `None` while somebody does or waits to.
+    /// Lends the block's pages: none is discarded as long as the loan lives. `None` while a discard is in progress or waits.
     pub fn lend(&self) -> Option<Loan<'_>> {
         let loans = self.loans();
         let mut lent = loans.lock();
@@ -46,7 +46,7 @@ impl<'b> Loan<'b> {
         self.block
     }
 
-    /// Whether somebody waits for it to end.
+    /// Whether a discard waits for it to end.
     pub fn is_wanted(&self) -> bool {
         self.block.loans().discards.load(Ordering::Relaxed) != 0
     }

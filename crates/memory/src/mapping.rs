@@ -18,7 +18,7 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     length: usize,
-    /// Who unmaps it; nobody: it is unmapped when dropped.
+    /// The owner, which unmaps it; without one it is unmapped when dropped.
     lender: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -39,7 +39,7 @@ impl Mapping {
         flags |= MapFlags::NORESERVE;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let start = match file {
-            // SAFETY: a new mapping at an address of the kernel's choice takes nothing away from anybody.
+            // SAFETY: a new mapping at an address of the kernel's choice replaces no other one.
             Some((fd, offset)) => unsafe { mmap(ptr::null_mut(), length, access, flags, fd, offset) }?,
             None => {
                 if let Some(size) = huge_page {
@@ -58,7 +58,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Memory that somebody else has mapped.
+    /// Memory that was mapped elsewhere.
     ///
     /// # Safety
     /// The `length` bytes at `start` are mapped, readable and writable, as long as `lender` lives, and no reference to them is
@@ -81,7 +81,7 @@ impl Mapping {
     /// Copies out of it; `None` if it has not all of those bytes.
     pub(crate) fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let from = self.at(offset, into.len())?;
-        // SAFETY: `at` checked the range. Others may write it: the copy may then be of several moments, which whoever reads
+        // SAFETY: `at` checked the range. Others may write it: the copy may then be of several moments, which the reader of
         // guest memory has to live with.
         unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
         Some(())
@@ -103,10 +103,10 @@ impl Mapping {
         Some(())
     }
 
-    /// Lets nobody in this process write it any more, or all again.
+    /// Forbids writes by this process, or allows them again.
     pub(crate) fn protect(&self, writable: bool) -> io::Result<()> {
         let access = if writable { MprotectFlags::READ | MprotectFlags::WRITE } else { MprotectFlags::READ };
-        // SAFETY: no reference to the memory exists; whoever writes it by address gets a signal, which is what was asked for.
+        // SAFETY: no reference to the memory exists; a thread that writes it by address gets a signal, which is what was asked for.
         Ok(unsafe { mprotect(self.start.as_ptr().cast(), self.length, access) }?)
     }
 
@@ -121,7 +121,7 @@ impl Drop for Mapping {
         if self.lender.is_some() {
             return;
         }
-        // SAFETY: nobody has the address any more: those who were lent it borrow the owner.
+        // SAFETY: the address has no user any more: those who were lent it borrow the owner.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.length) };
     }
 }

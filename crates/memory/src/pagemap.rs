@@ -131,7 +131,7 @@ impl PageMap {
         self.scan(&query, addresses, &mut written)
     }
 
-    /// The same of private memory without a file, where an empty entry is a page that nobody has written, or that was given
+    /// The same of private memory without a file, where an empty entry is a page that was never written, or that was given
     /// back: those are not named, and get no mark.
     ///
     /// # Errors

@@ -53,7 +53,7 @@ pub struct PopulateStats {
 /// # Ok(()) }
 /// ```
 ///
-/// A page that is received into memory nobody has touched costs a page fault inside the receiving call. Populating does
+/// A page that is received into memory that was never touched costs a page fault inside the receiving call. Populating does
 /// the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
 ///
 /// - **It never takes memory for what does not come:** [`Ahead`] plans at most a 32nd of what has come, less what was
@@ -63,7 +63,7 @@ pub struct PopulateStats {
 /// - It can be stopped between any two pieces of 2 MiB.
 ///
 /// Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait for
-/// pages that nobody was asked for.
+/// pages that were not requested.
 #[derive(Debug)]
 pub struct Populator<'a> {
     memory: OnceLock<&'a GuestMemory>,

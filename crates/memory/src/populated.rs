@@ -14,7 +14,7 @@ impl MemoryBlock {
     /// The pages among `pages` that may hold something: any other one of them is zero. The bitmap is as long as the block.
     ///
     /// A page that is populated while this looks may be missing: ask after the dirty log has begun, which then names it.
-    /// - Shared memory of a file answers for all who map it (its holes are what nobody populated; hugetlbfs does not know
+    /// - Shared memory of a file answers for all who map it (its holes are what was never populated; hugetlbfs does not know
     ///   them, and all of it counts as populated).
     /// - Shared memory without a descriptor cannot be asked: all of it counts as populated.
     /// - Private memory answers from this process's page tables. A [`WriteFaultLog`](crate::dirty::WriteFaultLog) marks all

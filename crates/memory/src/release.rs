@@ -1,4 +1,4 @@
-//! Giving back the memory of pages whose contents nobody wants, by a method of the caller's choice.
+//! Giving back the memory of pages whose contents are not needed, by a method of the caller's choice.
 //!
 //! Unlike a [discard](MemoryBlock::discard), nothing is promised of what the pages read as afterwards, so nothing is ever written:
 //! what cannot be given back is kept. It is for those who have a reason for one method (a balloon, a measurement).

@@ -1,7 +1,7 @@
 //! userfaultfd(2) as a pager needs it: one method a call, addresses of the process whose memory it is.
 //!
 //! **Law: no reference to the memory is made**: ranges are numbers to the kernel, which checks each against what was
-//! registered. A call fills memory that nobody had, or maps memory that is there already; none of them changes bytes that
+//! registered. A call fills memory that was missing, or maps memory that is there already; none of them changes bytes that
 //! were there. Protecting memory stops writes to it, and changes nothing either.
 //!
 //! Facts: the man pages userfaultfd(2), `UFFDIO_API`(2const) and those beside it; the kernel's
@@ -219,7 +219,7 @@ unsafe impl Ioctl for NewDescriptor {
     }
 
     unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> rustix::io::Result<OwnedFd> {
-        // SAFETY: the ioctl succeeded, so this is a descriptor that nobody else has.
+        // SAFETY: the ioctl succeeded, so this is a descriptor without another owner.
         Ok(unsafe { OwnedFd::from_raw_fd(out) })
     }
 }
@@ -411,7 +411,7 @@ fn progress(result: rustix::io::Result<()>, done: i64, length: u64) -> rustix::i
 }
 
 /// # Safety
-/// The message is one of the kernel's: a descriptor in it is new and nobody else's.
+/// The message is one of the kernel's: a descriptor in it is new and has no other owner.
 unsafe fn decode(message: &[u8; MESSAGE]) -> Message {
     let word = |at: usize| {
         let bytes = message.get(at..at + 8).and_then(|bytes| bytes.try_into().ok());

@@ -113,7 +113,7 @@ fn written_pages_are_let_in(block: BlockOptions) {
     let (file, offset) = block.file().unwrap();
     let file = file.try_clone_to_owned().unwrap();
     let door = BlockOptions::file("door", block.len(), file, offset).map().unwrap();
-    // Half of the pages are there before anybody asks, the others come when they are asked for.
+    // Half of the pages are there before they are requested, the others come when they are asked for.
     let half = PageRange::new(PageNumber(0), PageNumber(block.pages().end.0 / 2));
     door.write(0, &contents(half)).unwrap();
     read_everything(&memory, &handler, |fault| {
@@ -219,12 +219,12 @@ fn what_cannot_be_placed_is_refused_before_the_kernel_is_asked() {
 /// Gives pages of private memory back.
 fn give_back(block: &MemoryBlock, pages: PageRange) {
     let place = block.place(pages).unwrap();
-    // SAFETY: nobody holds a reference to the memory.
+    // SAFETY: there is no reference to the memory.
     unsafe { madvise(place.iov_base, place.iov_len, Advice::LinuxDontNeed) }.unwrap();
 }
 
 #[test]
-fn pages_are_placed_while_others_are_given_back_and_every_removal_is_told() {
+fn pages_are_placed_while_others_are_given_back_and_every_removal_is_reported() {
     let memory = memory(BlockOptions::anonymous("ram", 4096 * PAGE_SIZE));
     let block = memory.block(0).unwrap();
     let handler = handler(&memory, FaultMode::Missing);
@@ -240,7 +240,7 @@ fn pages_are_placed_while_others_are_given_back_and_every_removal_is_told() {
             }
             rounds
         });
-        // Nobody waits for events meanwhile: whoever places pages has to read what the giver waits for.
+        // No thread waits for events meanwhile: the one that places pages has to read what the giver waits for.
         for run in guest.chunks(50) {
             assert_eq!(handler.copy(0, run.start, &contents(run)).unwrap(), Placement { placed: run, present: None });
         }
@@ -286,7 +286,7 @@ fn waiting_threads() -> usize {
 }
 
 #[test]
-fn a_waiting_thread_survives_a_dead_pager_and_reads_what_the_next_one_places() {
+fn a_waiting_thread_survives_a_killed_pager_and_reads_what_the_next_one_places() {
     let memory = memory(BlockOptions::anonymous("ram", 64 * PAGE_SIZE));
     let block = memory.block(0).unwrap();
     let first = handler(&memory, FaultMode::Missing);
@@ -296,7 +296,7 @@ fn a_waiting_thread_survives_a_dead_pager_and_reads_what_the_next_one_places() {
         // The first pager is told of at least one, answers nothing, and dies.
         assert!(!faults(&first).is_empty());
         drop(first);
-        // All of them stand still, in the kernel, with nobody to answer.
+        // All of them wait in the kernel, and no handler answers.
         while waiting_threads() < readers.len() {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -320,7 +320,7 @@ fn is_open(descriptor: &str) -> bool {
 }
 
 #[test]
-fn the_descriptor_stays_open_without_any_pager_until_somebody_says_that_nothing_is_missing() {
+fn the_descriptor_stays_open_without_any_pager_until_finish_is_called() {
     let memory = memory(BlockOptions::memfd("ram", 4 * PAGE_SIZE));
     let new = || {
         let handler = handler(&memory, FaultMode::Missing);
@@ -429,7 +429,7 @@ fn unprivileged_process() {
 }
 
 #[test]
-fn a_user_who_may_not_is_told_what_to_do() {
+fn a_user_without_permission_gets_an_error_that_names_it() {
     if std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|value| value.trim() == "1") {
         return note_skip("every user may use userfaultfd here");
     }

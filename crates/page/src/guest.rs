@@ -1,4 +1,4 @@
-//! Memory that somebody else may be writing: the one door to it.
+//! Memory that the guest may be writing: the only access to it.
 #![allow(unsafe_code, reason = "reads memory that a guest may be writing")]
 
 use std::marker::PhantomData;
@@ -11,7 +11,7 @@ use crate::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 /// # Safety
 ///
 /// The `len` bytes at `start` are mapped and readable until the call returns. They may be written meanwhile. (If they
-/// are a mapping of a file that somebody truncates, reading them raises SIGBUS.)
+/// are a mapping of a file that is truncated, reading them raises SIGBUS.)
 #[must_use]
 #[inline]
 pub unsafe fn is_zero_at(start: *const u8, len: usize) -> bool {
@@ -21,12 +21,12 @@ pub unsafe fn is_zero_at(start: *const u8, len: usize) -> bool {
 
 /// Mapped memory of a RAM block, or a part of it, in which each page has a number. Looks, never writes.
 ///
-/// Also made from a `&[u8]`, for memory that nobody writes.
+/// Also made from a `&[u8]`, for memory that is not being written.
 ///
-/// **Law: guest memory is never a `&[u8]`.** A `&[u8]` promises the compiler that nobody writes those bytes as long as
+/// **Law: guest memory is never a `&[u8]`.** A `&[u8]` promises the compiler that those bytes are not written as long as
 /// it lives; a running guest, its devices and other processes do. So guest memory is named by a raw pointer and a
 /// length, it is read by volatile reads alone, no reference to it is ever made, and no decision rests on reading a byte
-/// twice. An answer about memory that is being written is an answer about the past: whoever acts on it has a dirty log
+/// twice. An answer about memory that is being written is an answer about the past: a caller that acts on it has a dirty log
 /// (or a stopped guest) that reports what was written since.
 ///
 /// [`GuestPages`] takes the promise that the memory is there once, when it is made; everything that is done with it is
@@ -50,8 +50,8 @@ impl<'a> GuestPages<'a> {
     ///
     /// # Safety
     ///
-    /// The `len` bytes at `start` are mapped and readable for `'a`. They may be written meanwhile, by anybody. (If they
-    /// are a mapping of a file that somebody truncates, reading them raises SIGBUS.)
+    /// The `len` bytes at `start` are mapped and readable for `'a`. They may be written meanwhile. (If they
+    /// are a mapping of a file that is truncated, reading them raises SIGBUS.)
     #[must_use]
     pub const unsafe fn new(start: *const u8, len: usize, first: PageNumber) -> Self {
         Self { start, len, first, mapping: PhantomData }
@@ -116,7 +116,7 @@ impl<'a> GuestPages<'a> {
     }
 }
 
-/// Memory that nobody writes, numbered from page 0.
+/// Memory that is not being written, numbered from page 0.
 impl<'a> From<&'a [u8]> for GuestPages<'a> {
     #[inline]
     fn from(bytes: &'a [u8]) -> Self {

@@ -7,7 +7,7 @@
 //! Where this helps and where not:
 //! - tmpfs and memfd know their pages exactly, also those in swap; disk file systems know their extents;
 //! - tmpfs goes through its pages one by one, some 60 ns each: a file there that takes as much room as it is long is not asked,
-//!   and all of it is data (also what fallocate(2) has taken and nobody has written);
+//!   and all of it is data (also what fallocate(2) has allocated and was never written);
 //! - hugetlbfs, and file systems that do not know their holes, call everything data: the answer is right and useless;
 //! - a private mapping (`MAP_PRIVATE`) has pages of its own that the file knows nothing about: the file's holes say
 //!   nothing about what is in memory.
@@ -47,7 +47,7 @@ pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRang
     Ok(ranges)
 }
 
-/// The first range of data in `range` (bytes of the file), if there is any. It is empty if somebody punched it away between the two system
+/// The first range of data in `range` (bytes of the file), if there is any. It is empty if it was punched away between the two system
 /// calls: what comes behind it is not known then.
 ///
 /// `SEEK_HOLE` goes on until there is a hole, if need be far beyond `range`.
@@ -60,7 +60,7 @@ pub fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Option<Ra
         return Ok(None);
     }
     let start = match seek(fd, SeekFrom::Data(range.start)) {
-        // A file system that goes backwards would keep whoever asks here for ever.
+        // A file system that goes backwards would keep the caller here for ever.
         Ok(start) => start.max(range.start),
         Err(Errno::NXIO) => return Ok(None),
         // A file system without SEEK_DATA: nothing is known to be a hole.

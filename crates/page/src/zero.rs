@@ -10,7 +10,7 @@ pub(crate) mod kernel;
 
 /// How memory is compared with zero.
 ///
-/// Law: every method gives the same answer for the same bytes, whatever their alignment and number. A page that is not
+/// Law: every method gives the same answer for the same bytes, of any alignment and number. A page that is not
 /// zero costs next to nothing: before any loop runs, its first cache line is looked at, and the words in its middle and at its
 /// end; pages with content nearly always differ from zero in the first word. What is left is a page of zeros, and that is read
 /// once at the speed of the cache or of memory.
@@ -147,7 +147,7 @@ pub fn is_zero(bytes: &[u8]) -> bool {
 }
 
 /// Whether all of `bytes` are zero, found out by `method`; by [`ZeroMethod::Portable`] if this processor does not have it
-/// (the answer is the same). Whoever lets a user name the method asks [`ZeroMethod::is_available`] first.
+/// (the answer is the same). A caller whose user names the method asks [`ZeroMethod::is_available`] first.
 #[must_use]
 #[inline]
 pub fn is_zero_with(method: ZeroMethod, bytes: &[u8]) -> bool {

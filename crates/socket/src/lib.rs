@@ -32,7 +32,7 @@ use lock::Lock;
 /// How long others may be about to listen at the same path. Each of them needs a fraction of a millisecond.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A socket's file, removed with this value unless another one stands there by then.
+/// A socket's file, removed with this value unless another one is there by then.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -43,7 +43,7 @@ pub struct SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if fs::lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
-            // Nobody is left to be told.
+            // There is no caller left to report to.
             let _ = fs::unlink(&self.path);
         }
     }
@@ -52,7 +52,7 @@ impl Drop for SocketFile {
 /// Listens at `path`, where nothing may be but a socket that a dead process left behind; so many connections may wait to be
 /// accepted. The socket does not block.
 ///
-/// While it is looked at and bound, and no longer, a file of the same name with `.limosa-lock` behind it stands beside it.
+/// While it is looked at and bound, and no longer, a file of the same name with `.limosa-lock` behind it exists next to it.
 ///
 /// # Errors
 /// The path is in use, too long, or cannot be; others were about to listen there for seconds; or the kernel refuses.

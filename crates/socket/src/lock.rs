@@ -1,8 +1,8 @@
 //! Who may look at a socket's file and put another one in its place: one at a time.
 //!
-//! Law: at most one [`Lock`] of a path is held at any time, by whichever process. A file beside the socket is locked (flock(2)), and
+//! Law: at most one [`Lock`] of a path is held at any time, by whichever process. A file next to the socket is locked (flock(2)), and
 //! not the folder: people lock folders for reasons of their own (systemd-tmpfiles(8) is kept from them that way). The file is removed
-//! while it is locked, and a lock counts only if the file still stands there, so whoever had opened it before looks again.
+//! while it is locked, and a lock counts only if the file still stands there, so a process that had opened it before looks again.
 //! One that a killed process left behind is locked and removed by the next.
 
 use std::ffi::OsString;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-/// What the lock's file is called by behind the name of the socket: so that it is nobody else's, as it is removed.
+/// What the lock's file is called by behind the name of the socket: so that it belongs to this lock alone, as it is removed.
 const SUFFIX: &str = ".limosa-lock";
 /// How often a lock that another one holds is asked for again.
 const TICK: Duration = Duration::from_millis(1);
@@ -29,7 +29,7 @@ pub(crate) struct Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Nobody is left to be told; a file that stays locks nothing.
+        // There is no caller left to report to; a file that stays locks nothing.
         let _ = fs::unlink(&self.path);
     }
 }
@@ -46,7 +46,7 @@ impl Lock {
             let file = match fs::open(&path, flags, Mode::RUSR | Mode::WUSR) {
                 // Of a folder that nothing can be made in the socket would say the same.
                 Err(error) if fs::lstat(&path).is_err() => return Err(error.into()),
-                Err(error) => return Err(told(&path, &error)),
+                Err(error) => return Err(lock_error(&path, &error)),
                 Ok(file) => file,
             };
             match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -57,7 +57,7 @@ impl Lock {
                     }
                 }
                 Err(Errno::WOULDBLOCK | Errno::INTR) => sleep(TICK),
-                Err(error) => return Err(told(&path, &error)),
+                Err(error) => return Err(lock_error(&path, &error)),
             }
             if begun.elapsed() >= patience {
                 let words = format!("another process has held {} for {} ms", path.display(), patience.as_millis());
@@ -67,7 +67,7 @@ impl Lock {
     }
 }
 
-fn told(path: &Path, error: &Errno) -> io::Error {
+fn lock_error(path: &Path, error: &Errno) -> io::Error {
     io::Error::new(error.kind(), format!("cannot lock {}: {error}", path.display()))
 }
 
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_a_killed_process_left_hinders_nobody_and_a_link_is_not_followed() {
+    fn a_lock_that_a_killed_process_left_is_taken_and_a_link_is_not_followed() {
         let folder = tempfile::tempdir().unwrap();
         let (socket, lock) = (folder.path().join("socket"), folder.path().join("socket.limosa-lock"));
         std::fs::write(&lock, "").unwrap();

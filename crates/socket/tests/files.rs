@@ -22,7 +22,7 @@ fn a_socket_is_its_owners_alone_and_goes_with_its_listener() {
 }
 
 #[test]
-fn what_is_in_use_or_no_socket_is_left_alone_and_what_is_dead_is_replaced() {
+fn what_is_in_use_or_no_socket_is_left_alone_and_a_stale_socket_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
     let (socket, file) = listen(&path, 1).unwrap();

@@ -1,7 +1,7 @@
 //! QEMU's migration format without I/O: sections, RAM records, commands, return path, mapped-ram layout.
 //!
-//! The law of this crate: **bytes in, facts out, and nothing else**. No file, socket or clock is touched here; whoever
-//! drives a decoder brings the bytes, and whoever drives an encoder takes them away. Everything that is decoded comes
+//! The law of this crate: **bytes in, facts out, and nothing else**. No file, socket or clock is touched here; the
+//! caller of a decoder brings the bytes, and the caller of an encoder takes them away. Everything that is decoded comes
 //! from outside and is hostile: no panic, no allocation from a length that was not checked, every error names the
 //! stream offset, the section and what was expected there.
 //!

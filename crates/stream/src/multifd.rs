@@ -1,8 +1,8 @@
-//! Packets of a multifd channel: pages that travel beside the main channel.
+//! Packets of a multifd channel, which carries pages.
 //!
 //! A channel begins with one [`InitialPacket`], which says which of the channels it is; then come [`Packet`]s, each a
 //! header of fixed length and so many bytes of pages. The law of this module: **a packet that was decoded keeps its own
-//! counts** (pages, offsets, payload length agree with each other), so whoever reads the payload knows its length and
+//! counts** (pages, offsets, payload length agree with each other), so the reader of the payload knows its length and
 //! what is in it before the first byte comes. Whether the block exists and holds the pages is known to the main channel
 //! only, and left to the caller.
 //!

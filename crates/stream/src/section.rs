@@ -1,7 +1,7 @@
 //! Section framing: the bytes around a body.
 //!
 //! START and FULL carry the section's name, PART and END only its id; each body is followed by a footer that repeats
-//! the id. No length travels with a body: whoever cannot decode a body cannot skip it.
+//! the id. No length travels with a body: a reader that cannot decode a body cannot skip it.
 
 use crate::cursor::{Cursor, Stop, put_name};
 use crate::error::EncodeError;

@@ -1,4 +1,4 @@
-//! The step of a page allocates nothing, whatever the stream does: it runs millions of times.
+//! The step of a page allocates nothing, in any stream: it runs millions of times.
 
 // Counting needs an allocator of our own; it only counts and hands on to the system's.
 #![allow(unsafe_code)]

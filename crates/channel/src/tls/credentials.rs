@@ -7,8 +7,8 @@
 //! | `client-cert.pem`, `client-key.pem` | optional: who this end is | |
 //! | `server-cert.pem`, `server-key.pem` | | who this end is |
 //!
-//! The law: what is wrong with this end's own files is told when they are read, before anybody is reached. A file that would
-//! keep out nobody, or let in nobody, is wrong.
+//! The law: what is wrong with this end's own files is reported when they are read, before a connection is made. A file
+//! that would admit every peer, or none, is wrong.
 
 use std::fmt;
 use std::io;
@@ -130,7 +130,7 @@ impl Tls {
         }
         let built = builder.with_single_cert(chain, key);
         let mut config = built.map_err(|error| folder.wrong_key("server", &error))?;
-        // Nobody comes back to a channel of a migration.
+        // A channel of a migration is not resumed.
         config.send_tls13_tickets = 0;
         config.enable_secret_extraction = true;
         Ok(Self::of(Role::Server(Arc::new(config)), folder))
@@ -155,7 +155,7 @@ impl Tls {
 
     /// The same, for a client that only begins to shake hands when it connects, and goes on when its channel is used or
     /// [established](crate::Channel::establish): for a peer that waits for something else of this end's first. Stock QEMU waits
-    /// for what each channel beside the main one has to say before it looks at the next.
+    /// for the first bytes of each multifd channel before it looks at the next.
     #[must_use]
     pub fn deferred(mut self) -> Self {
         if let Role::Client { deferred, .. } = &mut self.role {

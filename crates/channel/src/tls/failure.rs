@@ -73,8 +73,8 @@ pub enum TlsFailure {
         /// Not a byte had come: many a server refuses a client's certificate so.
         first: bool,
     },
-    /// The connection was reset. That is no end that anybody has meant: a peer that goes with bytes unread does so, and whoever
-    /// stands between the two ends can.
+    /// The connection was reset. That is not an intended end: a peer that closes with bytes unread causes it, and an
+    /// attacker between the two ends can.
     #[error("the connection was reset without a TLS close notification{}", early(*first))]
     Reset {
         /// As for [`Truncated`](Self::Truncated).

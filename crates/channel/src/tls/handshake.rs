@@ -87,8 +87,8 @@ impl NewKeys for Keys {
 pub(super) struct Handshake {
     connection: Option<Connection>,
     authorities: Arc<str>,
-    /// Whoever comes has so long from then on. Whom this end has gone to it may know well, and have more to do than to wait
-    /// for: there the time runs from when that is done.
+    /// When the time of an accepted connection began. That of an outgoing one runs from when it is waited for: this end may
+    /// have other work before that.
     begun: Option<Instant>,
     within: Duration,
     incoming: Vec<u8>,

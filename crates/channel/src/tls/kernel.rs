@@ -1,7 +1,7 @@
 //! TLS in the kernel (kernel docs: networking/tls): who has shaken hands gives it the keys, and it seals and opens.
 //!
 //! The laws of this module. **A key is in one place**: a direction is the kernel's or this process's, and changes hands
-//! between two records. **It is off unless somebody says otherwise, and `auto` uses it only where it can renew keys**
+//! between two records. **It is off by default, and `auto` uses it only where it can renew keys**
 //! (Linux 6.14): a kernel that cannot ends a channel at its cipher's limit, and when the peer renews its own, so who wants
 //! that one has to say so.
 //! **Nothing gets to its place that was not verified**: the kernel is not asked to open records right where they are to go
@@ -96,7 +96,7 @@ pub(crate) fn is_missing() -> bool {
 /// A socket that is ready to be given keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernel {
-    /// Whether somebody has to be told if that fails.
+    /// Whether a failure is an error ([`KernelTls::On`]).
     demanded: bool,
 }
 
@@ -119,7 +119,7 @@ impl Kernel {
         }
         match option::attach(socket) {
             Ok(()) => Ok(Some(Self { demanded })),
-            // The peer has said that it is gone: nobody will shake hands.
+            // The peer has closed the connection: there will be no handshake.
             Err(Errno::NOTCONN) => Ok(None),
             Err(Errno::NOENT) => refused(KernelTlsFailure::Missing),
             Err(Errno::OPNOTSUPP | Errno::NOPROTOOPT) => refused(KernelTlsFailure::NotTcp),
@@ -137,7 +137,7 @@ impl Kernel {
     }
 }
 
-/// What the kernel does for a channel. Written next to system calls, read by anybody.
+/// What the kernel does for a channel. Written next to system calls, read by any thread.
 #[derive(Debug, Default)]
 pub(crate) struct ByKernel {
     seals: AtomicBool,

@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_sends_nothing_for_ever_is_told_off() {
+    fn a_peer_that_sends_empty_records_for_ever_is_refused() {
         let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
         for _ in 0..IDLE_MAX {
             let empty = sealer.seal(&[]).unwrap();
@@ -485,7 +485,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn messages_are_told_apart_wherever_records_cut_them(
+        fn messages_are_recognized_wherever_records_split_them(
             tickets in prop::collection::vec(0..300_usize, 0..5),
             answer in any::<bool>(),
             cuts in prop::collection::vec(1..40_usize, 1..10),

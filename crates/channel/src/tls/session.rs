@@ -2,8 +2,8 @@
 //!
 //! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; no thread takes both. The
 //! secret that new keys come from is held for a computation only. What was sealed goes out, in order, before anything else
-//! is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The word that this was
-//! all is for who has said all: whoever gives up, or failed, leaves the peer a connection that was cut. Each direction is this
+//! is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The close
+//! notification is sent only behind complete data: an end that gives up, or failed, leaves the peer a connection that was cut. Each direction is this
 //! process's or the [kernel](super::kernel)'s.
 
 use std::collections::VecDeque;
@@ -46,7 +46,7 @@ pub(crate) struct Session {
     outcome: OnceLock<Result<Directions, TlsFailure>>,
     /// The direction was ended on this side.
     shut: AtomicBool,
-    /// Nobody here wants to get any more: that none can is no failure.
+    /// This end gets no more: that it cannot is no failure.
     receive_stopped: AtomicBool,
     /// A put or a get has failed: this end has not said all that it had to say, or does not know what was said to it.
     failed: AtomicBool,
@@ -89,7 +89,7 @@ struct Receiving {
     /// The first key, for the kernel, once everything that was read is opened.
     awaited: Option<(Kernel, Key)>,
     buffer: Vec<u8>,
-    /// Bytes that nobody has got yet.
+    /// Bytes that no get has returned yet.
     plain: Range<usize>,
     /// Bytes behind them that are not opened yet.
     sealed: Range<usize>,
@@ -123,7 +123,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As `lock`, unless somebody else has it.
+/// As `lock`, unless another thread has it.
 fn try_lock<T>(mutex: &Mutex<T>) -> io::Result<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Ok(guard),
@@ -168,7 +168,7 @@ impl Session {
                 Wait::Yes => lock(&self.handshake),
                 Wait::No => try_lock(&self.handshake)?,
             };
-            // Somebody else may have done it meanwhile.
+            // Another thread may have done it meanwhile.
             if let Some(under_way) = handshake.as_mut() {
                 let outcome = match under_way.go_on(self.socket.as_fd(), wait) {
                     Ok(agreed) => Directions::over(&self.socket, agreed, self.kernel),
@@ -336,12 +336,12 @@ impl Session {
         self.outcome.get()?.as_ref().ok().map(|directions| &directions.by_kernel)
     }
 
-    /// Copies the first bytes that have come, without waiting: 0 at the end, of whatever kind, `None` if there are none yet.
+    /// Copies the first bytes that have come, without waiting: 0 at the end, of any kind, `None` if there are none yet.
     pub(crate) fn peek(&self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
         let mut look = || -> io::Result<Option<usize>> {
             let directions = self.up(Wait::No)?;
             let mut receiving = try_lock(&directions.receiving)?;
-            // Once: a peer that sends and sends holds nobody up.
+            // Once: a peer that keeps sending delays no other one.
             let mut asked = false;
             while receiving.plain.len() < bytes.len() {
                 if directions.open(&mut receiving) {
@@ -384,7 +384,7 @@ impl Session {
         }
     }
 
-    /// Tells the peer that nothing more comes, unless somebody is putting: then it is not true. Waits for room, but not for
+    /// Tells the peer that nothing more comes, unless a put is in progress: then more comes. Waits for room, but not for
     /// long.
     pub(crate) fn close(&self) {
         self.shut.store(true, Ordering::Relaxed);
@@ -632,7 +632,7 @@ impl Receiving {
         copied
     }
 
-    /// Puts the bytes of another record behind those that nobody has got yet.
+    /// Puts the bytes of another record behind those that no get has returned yet.
     fn append(&mut self, bytes: Range<usize>) {
         self.begun = true;
         if self.plain.is_empty() {
@@ -685,7 +685,7 @@ impl Receiving {
             Ok(_) => TlsFailure::Truncated { first },
             Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
                 Some(failure) => failure.clone(),
-                // A peer that goes with bytes of ours that it has not read; or somebody between the two.
+                // A peer that goes with bytes of ours that it has not read; or an attacker between the two.
                 None if error.kind() == io::ErrorKind::ConnectionReset => TlsFailure::Reset { first },
                 None => return Err(error),
             },

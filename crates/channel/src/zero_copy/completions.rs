@@ -1,7 +1,7 @@
 //! Which sends the kernel is done with.
 //!
 //! The kernel counts the calls with `MSG_ZEROCOPY` that moved something, from 0, in 32 bits that wrap, and tells of them in
-//! ranges, both ends included, in whatever order it is done with them (kernel docs: `networking/msg_zerocopy`, "Notification
+//! ranges, both ends included, in any order (kernel docs: `networking/msg_zerocopy`, "Notification
 //! parsing"). No system call here.
 
 use std::collections::BTreeMap;
@@ -145,7 +145,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_is_told_only_what_was_sent_is_taken(
+        fn only_completions_of_calls_that_were_made_are_accepted(
             sent in 0..200_u64,
             told in prop::collection::vec((any::<u32>(), any::<u32>()), 0..20),
             near in prop::collection::vec((0..300_u32, 0..50_u32), 0..60),

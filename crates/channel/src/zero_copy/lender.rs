@@ -291,7 +291,7 @@ fn lend_by_message(transport: &Transport) -> Result<Method, Refusal> {
     }
     memlock::allowed().map_err(|limit| Refusal::MemoryLock { limit, least: memlock::LEAST })?;
     transport.allow_lending().map_err(Refusal::Failed)?;
-    // A completion that nobody has taken is an error that poll tells of at once: who waits there for room would not wait.
+    // A completion that was not read is an error that poll reports at once: waiting there for room would not wait.
     let blocking = || fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK);
     blocking().map_err(|errno: Errno| Refusal::Failed(errno.into()))?;
     Ok(Method::Msg)

@@ -16,7 +16,7 @@ use crate::vector::Cursor;
 /// It borrows what is lent for `'m`, so that it cannot be changed or freed before: [`Channel::lend`] begins, [`flush`](Self::flush)
 /// waits and goes on, [`finish`](Self::finish) waits and ends. One that is dropped waits too; if the wait fails, the connection
 /// is cut at once, and what is queued is thrown away. (One that is leaked promises nothing: the kernel keeps the
-/// pages, and the peer may get whatever is in them then.) One at a time: they share what was lent.
+/// pages, and the peer may get what is in them then.) One at a time: they share what was lent.
 ///
 /// On a channel that does not lend it is the same as putting.
 ///
@@ -58,8 +58,8 @@ impl<'m> Lending<'_, 'm> {
 
     /// Puts guest memory that is not copied, behind the first `copied` entries of the list, which are.
     ///
-    /// The peer gets what the pages hold when the kernel sends them, which may be after a flush: whoever writes them meanwhile
-    /// sends them again (see the [module](crate::zero_copy)).
+    /// The peer gets what the pages hold when the kernel sends them, which may be after a flush: a writer of them meanwhile
+    /// has to send them again (see the [module](crate::zero_copy)).
     ///
     /// # Errors
     /// As [`Channel::put_vector`].

@@ -40,7 +40,7 @@ impl Pipe {
     pub(super) fn fill(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         // Without room this would wait for a reader, which is this very thread.
         let flags = SpliceFlags::NONBLOCK.bits();
-        // SAFETY: the batch's entries are valid for reads; nobody is promised that they do not change.
+        // SAFETY: the batch's entries are valid for reads; that they do not change is not required.
         let filled =
             unsafe { libc::vmsplice(self.into.as_raw_fd(), batch.entries().as_ptr(), batch.entries().len(), flags) };
         usize::try_from(filled).map_err(|_| io::Error::last_os_error())

@@ -71,8 +71,8 @@ fn an_inherited_tcp_connection_has_no_delay_and_a_name() {
 }
 
 #[test]
-fn nobody_there_is_refused() {
-    // Bound, so that nobody else gets the port, but not listening.
+fn a_connection_without_a_listener_is_refused() {
+    // Bound, so that no other process gets the port, but not listening.
     let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     rustix::net::bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     let address = SocketAddr::try_from(rustix::net::getsockname(&socket).unwrap()).unwrap();
@@ -117,7 +117,7 @@ fn a_socket_in_use_is_left_alone_and_gets_no_stray_connection() {
 }
 
 #[test]
-fn a_dead_socket_is_replaced_but_nothing_else_is() {
+fn a_stale_socket_is_replaced_but_nothing_else_is() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     drop(UnixListener::bind(&path).unwrap());
@@ -150,7 +150,7 @@ fn a_path_that_is_too_long_is_an_error() {
 }
 
 #[test]
-fn nobody_coming_is_a_time_out() {
+fn a_listener_without_a_peer_times_out() {
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &options()).unwrap();
     let error = listener.accept(Some(Duration::from_millis(30))).unwrap_err();
     assert!(error.is_timeout(), "{error}");

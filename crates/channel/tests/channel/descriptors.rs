@@ -1,4 +1,4 @@
-//! Descriptors passed with the bytes of a channel: who asked for them has them, nobody else does, and none is left open.
+//! Descriptors passed with the bytes of a channel: the receiver that asked for them has them, no other has, and none is left open.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};
@@ -13,7 +13,7 @@ fn pair() -> (Channel, Channel) {
     (near, Channel::from_fd(far).unwrap())
 }
 
-/// The name of this test's files: tests may run beside each other in one process.
+/// The name of this test's files: tests may run at the same time in one process.
 fn name() -> String {
     format!("passed-{:?}-", std::thread::current().id())
 }
@@ -89,7 +89,7 @@ fn as_many_as_can_be_are_passed_at_once_and_not_one_more() {
 }
 
 #[test]
-fn descriptors_that_nobody_asked_for_are_closed() {
+fn descriptors_that_were_not_asked_for_are_closed() {
     let (source, destination) = pair();
     let files = [file(1), file(2)];
     let before = open_files();

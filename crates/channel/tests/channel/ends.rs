@@ -41,7 +41,7 @@ fn an_end_inside_what_was_expected_says_how_much_came() {
 }
 
 #[test]
-fn a_peer_that_goes_is_told_from_other_errors() {
+fn a_closed_peer_is_distinguished_from_other_errors() {
     for (writer, far) in [socket_pair(), pipe_to_write()] {
         drop(far);
         let error = writer.put(b"anyone?").unwrap_err();
@@ -151,7 +151,7 @@ fn a_shutdown_from_a_third_thread_wakes_both_directions() {
 }
 
 #[test]
-fn a_shutdown_wakes_whoever_waits_for_a_pipe() {
+fn a_shutdown_wakes_a_thread_that_waits_for_a_pipe() {
     for round in 0..50 {
         let (reader, _writer) = pipe_to_read();
         let (writer, _reader) = pipe_to_write();
@@ -172,7 +172,7 @@ fn a_shutdown_wakes_whoever_waits_for_a_pipe() {
 }
 
 #[test]
-fn a_shutdown_wakes_whoever_the_rate_limit_holds_back() {
+fn a_shutdown_wakes_a_thread_that_waits_for_the_rate_limit() {
     for (writer, _far) in [socket_pair(), pipe_to_write()] {
         writer.rate().set(std::num::NonZeroU64::new(1));
         writer.put(&[0; 4096]).unwrap();

@@ -38,7 +38,7 @@ fn bytes_go_through_a_command_and_come_back() {
 }
 
 #[test]
-fn a_command_that_fails_is_told_with_its_status() {
+fn a_command_that_fails_is_reported_with_its_status() {
     let (channel, mut command) = start("exit 3");
     let error = command.finish(SOON).unwrap_err();
     assert!(matches!(error, ChannelError::Command { .. }), "{error:?}");
@@ -66,7 +66,7 @@ fn a_command_that_does_not_end_is_ended_and_reaped() {
 }
 
 #[test]
-fn a_command_is_not_connected_to_and_nobody_waits_for_it() {
+fn a_command_is_neither_connected_to_nor_listened_for() {
     let uri: Uri = "exec:cat".parse().unwrap();
     let error = Channel::connect(&uri, &Options::default()).unwrap_err();
     assert!(error.to_string().contains("has to be started"), "{error}");
@@ -85,7 +85,7 @@ fn a_pipe_carries_one_direction_and_a_file_no_answer() {
     assert_eq!([How::Read, How::Write, How::Both].map(|how| file.carries(how)), [true, true, false]);
 }
 
-/// What the two tests below run in a process of their own: standard input and output belong to nobody else there.
+/// What the two tests below run in a process of their own: standard input and output have no other user there.
 #[test]
 fn as_a_child_it_echoes_what_it_gets() {
     if std::env::var_os("LIMOSA_TEST_CHILD").is_none() {

@@ -1,4 +1,4 @@
-//! The rate limit: kept on average, changed while somebody waits, shared between channels.
+//! The rate limit: kept on average, changed while a thread waits, shared between channels.
 
 use std::io::{IoSlice, Read};
 use std::num::NonZeroU64;
@@ -127,7 +127,7 @@ fn gets_never_run_ahead_of_their_limit_and_wake_at_a_shutdown() {
         let allowed = u128::from(RATE) * began.elapsed().as_nanos() / 1_000_000_000 + u128::from(RATE / 20 + RATE / 10);
         assert!(2 << 20 <= allowed, "at most {allowed} allowed");
         assert!(channel.counters().throttled_ns > 0);
-        // Somebody who waits for the limit is woken.
+        // A thread that waits for the limit is woken.
         limit.set(rate(1));
         let getter = scope.spawn(|| channel.get(&mut vec![0; 1 << 20]));
         thread::sleep(Duration::from_millis(20));

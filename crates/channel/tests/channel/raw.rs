@@ -67,7 +67,7 @@ fn mapped_pages_pass_through_a_channel_into_a_mapping() {
     source.fill();
     let (near, far) = Channel::pair().unwrap();
     let far = Channel::from_fd(far).unwrap();
-    // SAFETY: both mappings live on, and nobody has a reference into them.
+    // SAFETY: both mappings live on, and there is no reference into them.
     unsafe {
         near.put_vector_raw(&source.even_pages()).unwrap();
         far.get_vector_raw(&destination.even_pages()).unwrap();
@@ -80,7 +80,7 @@ fn mapped_pages_pass_through_a_file_into_a_mapping() {
     let (source, destination) = (Mapping::new(), Mapping::new());
     source.fill();
     let file = FileChannel::from_file(tempfile::tempfile().unwrap(), 0);
-    // SAFETY: both mappings live on, and nobody has a reference into them.
+    // SAFETY: both mappings live on, and there is no reference into them.
     unsafe {
         file.put_vector_at_raw(&source.even_pages(), 12_345).unwrap();
         file.get_vector_at_raw(&destination.even_pages(), 12_345).unwrap();
@@ -93,7 +93,7 @@ fn memory_that_cannot_be_accessed_is_an_error_and_no_crash() {
     let (near, far) = Channel::pair().unwrap();
     let far = Channel::from_fd(far).unwrap();
     let mapping = Mapping::new();
-    // SAFETY: nobody has a reference into the mapping, and nobody touches it from here on but the kernel.
+    // SAFETY: there is no reference into the mapping, and from here on only the kernel touches it.
     unsafe { mprotect(mapping.0.as_ptr().cast(), LENGTH, MprotectFlags::empty()) }.unwrap();
     far.put(&[1; 4096]).unwrap();
     // SAFETY: the memory is this test's own; that it is inaccessible is what the kernel is to find out.

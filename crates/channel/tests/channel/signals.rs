@@ -47,7 +47,7 @@ fn survives(writer: Channel, reader: Channel) {
     writer.put(&data[1000..]).unwrap();
     assert!(thread.join().unwrap().unwrap() == data, "the bytes differ");
 
-    // Blocked in writing: nobody reads yet.
+    // Blocked in writing: nothing is read yet.
     let handle = writer.try_clone().unwrap();
     let to_send = data.clone();
     let before = writer.counters().bytes_out;

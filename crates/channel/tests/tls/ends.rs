@@ -60,7 +60,7 @@ fn an_end_that_was_not_announced_is_none() {
 }
 
 #[test]
-fn who_gives_up_or_has_failed_does_not_say_that_this_was_all() {
+fn an_end_that_gave_up_or_failed_sends_no_close_notification() {
     let bed = Bed::new();
     let cut = |server: &Channel| {
         let error = loop {
@@ -106,7 +106,7 @@ fn who_gives_up_or_has_failed_does_not_say_that_this_was_all() {
 }
 
 #[test]
-fn a_shutdown_wakes_who_gets_and_who_puts() {
+fn a_shutdown_wakes_gets_and_puts() {
     let bed = Bed::new();
     let (client, _server) = bed.pair();
     thread::scope(|scope| {
@@ -122,7 +122,7 @@ fn a_shutdown_wakes_who_gets_and_who_puts() {
 }
 
 #[test]
-fn a_shutdown_wakes_who_waits_for_a_handshake() {
+fn a_shutdown_wakes_a_thread_that_waits_for_a_handshake() {
     let bed = Bed::new();
     let (_near, far) = plain();
     let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
@@ -148,7 +148,7 @@ fn a_shutdown_wakes_who_waits_for_a_handshake() {
 }
 
 #[test]
-fn who_drops_a_channel_waits_for_room_to_say_so_but_not_for_long() {
+fn dropping_a_channel_waits_for_room_for_the_close_notification_but_not_for_long() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
     // Fills what is between the ends, to the last byte.
@@ -188,7 +188,7 @@ fn a_handshake_that_takes_too_long_is_given_up_by_both_ends() {
 }
 
 #[test]
-fn the_time_for_a_handshake_runs_from_when_it_is_waited_for_and_for_who_was_accepted_from_then() {
+fn the_time_for_a_handshake_runs_from_the_wait_at_a_client_and_from_accept_at_a_server() {
     let bed = Bed::new();
     let short = Duration::from_secs(1);
     let deferred =

@@ -1,4 +1,4 @@
-//! What somebody between the ends can do, or a peer that is none.
+//! What an attacker between the ends, or a peer that does not speak TLS, can do.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -143,7 +143,7 @@ fn a_handshake_that_was_changed_or_cut_anywhere_fails_and_never_hangs() {
 }
 
 #[test]
-fn a_stranger_that_says_a_byte_at_a_time_holds_nobody_up() {
+fn a_stranger_that_sends_a_byte_at_a_time_delays_no_other_peer() {
     let bed = Bed::new();
     let (mut near, far) = plain();
     let server = Channel::from_fd_with(

@@ -25,7 +25,7 @@ const HAS: &str = "LIMOSA_KERNEL_HAS_TLS";
 /// More than all buffers between the ends hold, and as little as an emulated processor likes.
 const MUCH: usize = 12 << 20;
 
-/// What somebody wants of the kernel at one end.
+/// The options of one end.
 fn client(bed: &Bed, kernel: KernelTls) -> Options {
     with(Tls::client(bed.folder(), None).unwrap().kernel(kernel))
 }
@@ -121,7 +121,7 @@ fn lists_of_many_pieces_arrive_whole() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
-    // Headers and pages, and whatever else; more of them than one record of the kernel's has room for.
+    // Headers, pages and other data; more of them than one record of the kernel's has room for.
     for lengths in [&[8, 4096][..], &[1, 2, 0, 3], &[5000, 1, 16_384, 0, 40_000]] {
         let lengths: Vec<usize> = lengths.iter().copied().cycle().take(600).collect();
         let data = pattern(lengths.iter().sum());
@@ -245,12 +245,12 @@ fn a_peer_that_renews_its_key_is_followed_or_refused_in_plain_words() {
     assert!(got[..have] == data[..have]);
     let line = error.to_string();
     assert!(line.contains("the peer renewed its key") && !line.contains('\n'), "{line}");
-    // And again, whoever asks.
+    // And again, asked by either end.
     assert!(server.get(&mut [0]).is_err() && server.peek(&mut [0]).unwrap() == Some(0));
 }
 
 #[test]
-fn an_end_is_told_apart_from_a_cut() {
+fn an_end_is_distinguished_from_a_cut() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let mut got = [0; 10];
@@ -393,7 +393,7 @@ fn what_is_peeked_at_is_got_all_the_same() {
 }
 
 #[test]
-fn a_shutdown_wakes_who_gets_and_who_puts() {
+fn a_shutdown_wakes_gets_and_puts() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, _server) = pair(&bed, KernelTls::On, KernelTls::On);
@@ -410,7 +410,7 @@ fn a_shutdown_wakes_who_gets_and_who_puts() {
 }
 
 #[test]
-fn who_waits_for_nothing_times_out() {
+fn a_get_without_data_times_out() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
@@ -600,7 +600,7 @@ fn a_socket_that_does_not_wait_is_sealed_here() {
 }
 
 #[test]
-fn who_demands_what_this_kernel_does_not_have_is_told_so_before_anybody_is_reached() {
+fn kernel_tls_that_is_demanded_and_missing_is_refused_before_connecting() {
     if has_tls() {
         return;
     }
@@ -610,9 +610,9 @@ fn who_demands_what_this_kernel_does_not_have_is_told_so_before_anybody_is_reach
         assert!(line.contains("this kernel has no TLS, or its module is not loaded"), "{line}");
         assert!(!line.contains('\n'), "{line}");
     };
-    // Nobody listens there, which would be said otherwise.
-    let nobody = "tcp:127.0.0.1:1".parse().unwrap();
-    refused(Channel::connect(&nobody, &client(&bed, KernelTls::On)).unwrap_err());
+    // No process listens there, which would be reported otherwise.
+    let unused = "tcp:127.0.0.1:1".parse().unwrap();
+    refused(Channel::connect(&unused, &client(&bed, KernelTls::On)).unwrap_err());
     refused(Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &server(&bed, KernelTls::On)).unwrap_err());
     let (near, _far) = plain();
     let named = Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(KernelTls::On);

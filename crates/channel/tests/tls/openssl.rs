@@ -25,7 +25,7 @@ fn say(input: &mut ChildStdin, word: &str) {
     }
 }
 
-/// Ends a process that was started, whatever happens.
+/// Ends a process that was started, in every case.
 struct Ended(Child);
 
 impl Drop for Ended {

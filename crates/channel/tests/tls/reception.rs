@@ -10,7 +10,7 @@ use limosa_channel::{Channel, Options, Reception, RefusalLog, Tls, Uri};
 use crate::bed::{Bed, SOON, listen, with};
 
 #[test]
-fn strangers_are_not_taken_for_who_says_nothing_and_hold_nobody_up() {
+fn strangers_are_not_taken_for_a_silent_peer_and_delay_no_other() {
     let bed = Bed::new();
     let listener = listen(&bed.server());
     let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
@@ -51,7 +51,7 @@ fn strangers_are_not_taken_for_who_says_nothing_and_hold_nobody_up() {
 }
 
 #[test]
-fn nobody_who_is_trusted_comes_in_time() {
+fn no_trusted_peer_in_time_is_a_time_out() {
     let bed = Bed::new();
     let listener = listen(&bed.server());
     let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
@@ -61,7 +61,7 @@ fn nobody_who_is_trusted_comes_in_time() {
 }
 
 #[test]
-fn who_goes_behind_the_handshake_is_not_taken() {
+fn a_peer_that_closes_after_the_handshake_is_not_taken() {
     let bed = Bed::new();
     let listener = listen(&bed.server());
     let deferred = with(Tls::client(bed.folder(), None).unwrap().deferred());
@@ -89,7 +89,7 @@ fn without_tls_the_first_to_come_is_taken() {
 }
 
 #[test]
-fn reasons_are_told_once_and_not_without_end() {
+fn reasons_are_reported_once_and_in_a_bounded_number() {
     let mut reasons = RefusalLog::default();
     let told = (0..1000).filter(|number| reasons.is_new(&format!("reason {}", number % 100))).count();
     assert!((2..100).contains(&told), "{told}");

@@ -39,7 +39,7 @@ fn words(server: &Options, client: &Options) -> (String, String) {
     })
 }
 
-/// A server that verifies nobody, so that it does not look whether its own certificate is of its authority.
+/// A server that verifies no client, so that it does not look whether its own certificate is of its authority.
 fn unverifying(folder: &Path) -> Options {
     with(Tls::server(folder, false).unwrap())
 }
@@ -64,7 +64,7 @@ fn a_client_of_another_authority_is_refused() {
     // This end itself says that its own certificate does not fit.
     let error = Tls::client(&certificates, None).unwrap_err().to_string();
     assert!(error.contains("client-cert.pem: a peer would say: its certificate is not issued by a CA"), "{error}");
-    // With an authority of its own beside the server's it goes on, and is refused there.
+    // With its own authority in addition to the server's it goes on, and is refused there.
     let both = format!("{}{}", std::fs::read_to_string(bed.folder().join("ca-cert.pem")).unwrap(), {
         let own = Authority::new().unwrap();
         own.issue(&certificates, TlsEnd::Client, &[], Validity::Now).unwrap();
@@ -111,7 +111,7 @@ fn a_server_of_another_name_is_refused_unless_that_name_is_expected() {
 }
 
 #[test]
-fn a_client_without_a_certificate_is_refused_by_who_verifies() {
+fn a_client_without_a_certificate_is_refused_by_a_server_that_verifies() {
     let bed = Bed::new();
     let client = with(Tls::client(bed.another("anonymous"), None).unwrap());
     let (said, server) = words(&bed.server(), &client);
@@ -138,7 +138,7 @@ fn what_was_taken_back_is_refused_at_either_end() {
 }
 
 #[test]
-fn a_peer_that_speaks_no_tls_is_told_apart() {
+fn a_peer_that_speaks_no_tls_is_recognized() {
     let bed = Bed::new();
     for hello in
         [&b"QEVM\0\0\0\x03"[..], &[0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1], b"GET / HTTP/1.1\r\n\r\n", &[22, 9, 9, 9, 9]]
@@ -149,7 +149,7 @@ fn a_peer_that_speaks_no_tls_is_told_apart() {
         let error = look(&server).unwrap_err();
         assert_eq!(error.tls_failure(), Some(&TlsFailure::NotTls), "{error}");
         assert!(error.to_string().ends_with("TLS: its data is not TLS"), "{error}");
-        // And again, whoever asks.
+        // And again, asked by either end.
         assert!(server.get(&mut [0]).is_err() && server.put(b"?").is_err());
     }
 }
@@ -238,7 +238,7 @@ fn authorities_that_have_all_expired_or_are_none_are_refused_before_anybody_is_r
                 "{error}"
             );
         }
-        // An old one beside it that nobody needs.
+        // An old one in the same file that is not needed.
         std::fs::write(&file, good + &std::fs::read_to_string(&file).unwrap()).unwrap();
         Tls::client(bed.folder(), None).unwrap();
     }
@@ -251,7 +251,7 @@ fn authorities_that_have_all_expired_or_are_none_are_refused_before_anybody_is_r
 #[test]
 fn credentials_of_the_other_end_are_refused_before_anybody_is_reached() {
     let bed = Bed::new();
-    // Nobody listens there, which would be said otherwise.
+    // No process listens there, which would be reported otherwise.
     let error = Channel::connect(&"tcp:127.0.0.1:1".parse().unwrap(), &bed.server()).unwrap_err();
     assert!(error.to_string().contains("a connecting end needs TLS credentials of a client"), "{error}");
     let error = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &bed.client()).unwrap_err();

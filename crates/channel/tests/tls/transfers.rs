@@ -1,4 +1,4 @@
-//! What goes in comes out, in both directions at once, whatever it is cut into.
+//! What goes in comes out, in both directions at once, however it is split.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::num::NonZeroU64;
@@ -38,7 +38,7 @@ fn both_directions_carry_much_at_once() {
 }
 
 #[test]
-fn a_putter_is_not_held_up_by_who_waits_for_the_peer() {
+fn a_put_is_not_delayed_by_a_thread_that_waits_for_the_peer() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
     thread::scope(|scope| {
@@ -181,7 +181,7 @@ fn what_leaves_from_where_it_lies_is_refused() {
     assert!(!client.passes_descriptors());
     for zero_copy in [ZeroCopy::Msg, ZeroCopy::Splice] {
         let options = Options { zero_copy, ..bed.client() };
-        // Nobody is there; it is refused before that is found out.
+        // No process listens; it is refused before that is found out.
         let uri = "tcp:127.0.0.1:1".parse().unwrap();
         for refused in [
             Channel::connect(&uri, &options).unwrap_err(),
@@ -195,7 +195,7 @@ fn what_leaves_from_where_it_lies_is_refused() {
 }
 
 #[test]
-fn a_unix_socket_is_encrypted_if_it_is_known_whom_to_expect() {
+fn a_unix_socket_is_encrypted_if_the_expected_host_name_is_given() {
     let bed = Bed::new();
     let uri = format!("unix:{}", bed.folder().join("socket").display()).parse().unwrap();
     let listener = limosa_channel::Listener::bind(&uri, &bed.server()).unwrap();
@@ -214,11 +214,11 @@ fn a_unix_socket_is_encrypted_if_it_is_known_whom_to_expect() {
 }
 
 #[test]
-fn a_client_that_defers_its_handshake_does_not_wait_for_who_accepts() {
+fn a_client_that_defers_its_handshake_does_not_wait_for_the_server() {
     let bed = Bed::new();
     let listener = listen(&bed.server());
     let deferred = with(Tls::client(bed.folder(), None).unwrap().deferred());
-    // Nobody has accepted it.
+    // It was not accepted.
     let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
     let server = listener.accept(Some(SOON)).unwrap();
     thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Memory that is lent arrives as it was put, under every method, and is nobody else's before it is back.
+//! Memory that is lent arrives as it was put, under every method, and is not reused before it is returned.
 //!
 //! Freed memory is poisoned in this binary: a buffer that is reused while the kernel still reads it shows in what arrives.
 
@@ -217,7 +217,7 @@ fn memory_that_can_be_copied_but_not_lent_is_copied() {
     // SAFETY: makes a descriptor.
     let secret = unsafe { libc::syscall(libc::SYS_memfd_secret, 0) };
     assert!(secret >= 0, "memfd_secret (Linux 5.14): {}", std::io::Error::last_os_error());
-    // SAFETY: a new descriptor, which is nobody else's.
+    // SAFETY: a new descriptor without another owner.
     let secret = unsafe { OwnedFd::from_raw_fd(i32::try_from(secret).unwrap()) };
     let data = pattern(300_000);
     rustix::fs::ftruncate(&secret, data.len() as u64).unwrap();

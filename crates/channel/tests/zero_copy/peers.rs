@@ -20,7 +20,7 @@ fn loans_that_do_not_come_back_are_waited_for_as_long_as_the_time_out_says() {
 }
 
 #[test]
-fn a_shutdown_wakes_who_waits_for_loans() {
+fn a_shutdown_wakes_a_thread_that_waits_for_loans() {
     let (writer, _reader) = narrow(Transport::Tcp, ZeroCopy::Msg);
     let buffer = pattern(1 << 20);
     thread::scope(|scope| {

@@ -1,10 +1,10 @@
-//! A log that writers keep themselves: whoever writes guest memory marks the pages, afterwards.
+//! A log that writers keep themselves: a writer of guest memory marks the pages, afterwards.
 //!
 //! For device models of the VMM's own process. The order is the writer's duty: **write first, then mark.** A mark before
-//! the write could be fetched, and the page read, before the write happens, which then nobody would hear of.
+//! the write could be fetched, and the page read, before the write happens, which no fetch would report then.
 //!
 //! A mark is a read-modify-write of the word that a fetch takes by another one. If the mark comes first, the fetch has seen
-//! it, and with it the write: whoever reads the page then reads what was written. If it comes later, the bit is still set
+//! it, and with it the write: a reader of the page then reads what was written. If it comes later, the bit is still set
 //! when the fetch is over.
 
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl Marker {
     /// Costs a fence and a load while the log is off.
     pub fn mark(&self, block: usize, pages: PageRange) {
         // The fence keeps the load behind the write before it. Of this fence and the one in `start` one is first: if it is
-        // this one, whoever reads memory after `start` reads what was written; if not, the load finds the log on.
+        // this one, a reader of memory after `start` reads what was written; if not, the load finds the log on.
         fence(Ordering::SeqCst);
         if self.0.on.load(Ordering::Relaxed)
             && let Some(bitmap) = self.0.blocks.get(block)

@@ -98,7 +98,7 @@ impl KvmSlots {
             userspace_addr: place.iov_base.expose_provenance() as u64,
         };
         // SAFETY: the memory is mapped as long as `self.memory` lives, and this is dropped, with its slots, before that;
-        // nobody has a reference into guest memory.
+        // there is no reference into guest memory.
         unsafe { self.vm.set_user_memory_region(region) }.map_err(|error| io::Error::from_raw_os_error(error.errno()))
     }
 

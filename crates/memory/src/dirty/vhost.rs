@@ -2,7 +2,7 @@
 //!
 //! A back end sets the bit of a page after it has written the page, by an atomic operation; a fetch takes whole words of
 //! bits by exchanging them with 0. So a bit that is set at that moment is either taken or still there, and what was written
-//! before a bit was taken is read by whoever reads the page then.
+//! before a bit was taken is seen by a reader of the page then.
 //!
 //! Facts: the vhost-user specification, "Migration" and `VHOST_USER_SET_LOG_BASE`: pages of 4096 bytes
 //! (`VHOST_LOG_PAGE`), page `n` is bit `n % 8` of byte `n / 8`.

@@ -100,7 +100,7 @@ impl Handler {
     fn run(&self, stop: &OwnedFd) {
         if let Err(error) = self.serve(stop) {
             *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            // Whoever waits must not wait for ever.
+            // Waiting threads must not wait for ever.
             self.let_go().unwrap_or_default();
         }
     }
@@ -215,7 +215,7 @@ impl DirtyLog for WriteFaultLog {
             let taken = |pages| into.add(index, pages);
             writable.take(slice(block.page_size()), protect, taken).map_err(failed("UFFDIO_WRITEPROTECT"))?;
         }
-        // Looked at last: before that the handler has let nobody write unseen.
+        // Looked at last: before that the handler has let no write pass unseen.
         match &*handler.failed.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(failed("the fault handler")(io::Error::new(error.kind(), error.to_string()))),
             None => Ok(()),

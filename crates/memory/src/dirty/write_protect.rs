@@ -1,6 +1,6 @@
 //! Write protection that the kernel lifts by itself: userfaultfd's asynchronous mode, read by `PAGEMAP_SCAN`.
 //!
-//! All memory is write-protected at the start, but for private memory that nobody has touched: a page of it that there is
+//! All memory is write-protected at the start, but for private memory that was never touched: a page of it that there is
 //! later was written, or read and is named for nothing. A write lifts the protection of its page inside the kernel, at the cost of a
 //! page fault without a switch to another thread; a fetch asks which pages are not protected and protects them again, page
 //! by page in one step. So a write is either before its page is protected again, and the page is in this fetch, or behind
@@ -60,7 +60,7 @@ fn open() -> Result<Running, LogError> {
         let how = if source.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "use KVM's dirty log" };
         unavailable(format!("{what}: {source}; {how}, or have every writer mark its pages"))
     };
-    // The kernel tells nobody of these faults, so it does not matter whose are wanted; those of threads alone are allowed
+    // The kernel reports these faults to no process, so it does not matter whose are wanted; those of threads alone are allowed
     // to more users.
     let access = FaultAccess::UserOnly;
     let features = Userfaultfd::available(access).map_err(|e| kernel("userfaultfd", e))?;

@@ -66,7 +66,7 @@ pub enum FaultError {
         source: io::Error,
     },
 
-    /// There is no memory for a page: whoever needs it waits on.
+    /// There is no memory for a page: the thread that needs it waits on.
     #[error("block {block}, {pages}: out of memory for the page; the limit of the control group may be too low")]
     NoMemory {
         /// Its index.
@@ -75,7 +75,7 @@ pub enum FaultError {
         pages: PageRange,
     },
 
-    /// Somebody kept changing the memory.
+    /// Other threads kept changing the memory.
     #[error(
         "block {block}, {pages}: the memory has been changed by others for {seconds} s, and nothing can be placed meanwhile"
     )]
@@ -92,7 +92,7 @@ pub enum FaultError {
     #[error("the process whose memory it is has ended")]
     Gone,
 
-    /// Somebody waits for memory that is in no block, so nobody will answer.
+    /// A thread waits for memory that is in no block, so it would wait for ever.
     #[error(
         "a thread waits for memory at {address:#x}, which is in no block of the layout: the layout is not this VM's"
     )]

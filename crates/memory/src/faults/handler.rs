@@ -30,7 +30,7 @@ pub struct FaultOptions {
 }
 
 impl Default for FaultOptions {
-    /// Everybody's faults, and what is given back.
+    /// The faults of all threads, and what is given back.
     fn default() -> Self {
         Self { access: FaultAccess::Everything, removals: true, mappings: false, forks: false }
     }
@@ -56,16 +56,16 @@ impl Drop for Descriptor {
 
 /// Answers those who touch pages that have not come. For any number of threads.
 ///
-/// **Law: a page that has not come is never read as zero.** A thread that touches a missing page stands still until somebody
-/// places the page, however many pagers die meanwhile. The kernel does the opposite when the last descriptor of a
+/// **Law: a page that has not come is never read as zero.** A thread that touches a missing page stops until the page
+/// is placed, however many pagers end meanwhile. The kernel does the opposite when the last descriptor of a
 /// userfaultfd is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered memory
 /// is not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
-/// [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], had by [`FaultHandler::hold`], makes a
-/// new handler when the old one is dead; its descriptor can be passed to another process, which goes on by
+/// [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], made by [`FaultHandler::hold`], makes a
+/// new handler when the old one has ended; its descriptor can be passed to another process, which goes on by
 /// [`FaultHandler::from_fd`].
 ///
 /// How pages get there:
-/// - [`FaultMode::Missing`]: a page that nobody has is placed by a copy that the kernel makes ([`FaultHandler::copy`]) or as
+/// - [`FaultMode::Missing`]: a page without memory is placed by a copy that the kernel makes ([`FaultHandler::copy`]) or as
 ///   zeros ([`FaultHandler::zero`]): whole at once, so that no reader sees half of it.
 /// - [`FaultMode::Minor`], for shared memory: the pager writes the page through a mapping of its own (from a socket straight to
 ///   its place) and then lets the guest have it ([`FaultHandler::map_present`]). Nothing is copied.
@@ -74,13 +74,13 @@ impl Drop for Descriptor {
 /// its own mapping (a vhost-user back end) becomes zeros for all, and is there when its contents come: a back end may run
 /// only when nothing is missing, or with a userfaultfd of its own.
 ///
-/// Which pages have come is not kept here: whoever places pages knows. A page that is there already is reported, not
-/// overwritten. Populating registered memory (`MADV_POPULATE_WRITE`) would wait for a page that nobody sends: do it before.
+/// Which pages have come is not kept here: the caller that places pages knows. A page that is there already is reported, not
+/// overwritten. Populating registered memory (`MADV_POPULATE_WRITE`) would wait for a page that is never sent: do it before.
 #[derive(Debug)]
 pub struct FaultHandler {
     descriptor: Arc<Descriptor>,
     layout: FaultLayout,
-    /// Read while a page was to be placed, for whoever waits next.
+    /// Read while a page was to be placed, for the next call that waits.
     queue: Mutex<VecDeque<FaultEvent>>,
     wake: Arc<OwnedFd>,
     /// Zeros for huge pages, mapped and never written.
@@ -134,7 +134,7 @@ impl FaultHandler {
         )
     }
 
-    /// A handler that goes on where one of another process ended, over a descriptor that was passed. Everybody who waits is told
+    /// A handler that goes on where one of another process ended, over a descriptor that was passed. All waiting faults are reported
     /// anew.
     ///
     /// # Errors
@@ -146,7 +146,7 @@ impl FaultHandler {
 
     fn succeeding(descriptor: Arc<Descriptor>, layout: FaultLayout) -> Result<Self, FaultError> {
         let new = Self::over(descriptor, layout)?;
-        // What the old handler was told and did not answer nobody would tell again.
+        // Faults that were reported to the old handler and not answered would not be reported again.
         for (index, block) in new.layout.registered() {
             new.fd().wake(block.addresses()).map_err(|error| kernel(index, block.pages(), "UFFDIO_WAKE", error))?;
         }
@@ -210,7 +210,7 @@ impl FaultHandler {
     /// there is to `into`, which stays as it is in the latter cases.
     ///
     /// # Errors
-    /// Somebody waits for memory outside the layout, the kernel tells what is not known here, or it refuses.
+    /// A thread waits for memory outside the layout, the kernel reports an unknown event, or it refuses.
     pub fn wait(&self, into: &mut Vec<FaultEvent>, timeout: Option<Duration>) -> Result<(), FaultError> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let before = into.len();
@@ -243,7 +243,7 @@ impl FaultHandler {
         }
     }
 
-    /// Reads what there is to tell into the queue, for the next who waits; whoever changes the memory goes on then. Whether there
+    /// Reads what there is to tell into the queue, for the next who waits; the thread that changes the memory goes on then. Whether there
     /// was anything.
     pub(super) fn drain(&self) -> Result<bool, FaultError> {
         let mut events = Vec::new();
@@ -302,11 +302,11 @@ impl FaultHandler {
         Ok(())
     }
 
-    /// The guest is gone and its memory will not be looked at: as [`finish`](Self::finish), whatever is missing and whether or
+    /// The guest is gone and its memory will not be looked at: as [`finish`](Self::finish), even if pages are missing and whether or
     /// not the memory is still mapped. *Who still waits reads zeros.*
     pub fn abandon(self) {
         for (_, block) in self.layout.registered() {
-            // What is not mapped any more has nobody waiting. Others may go on giving pages back without being waited for.
+            // What is not mapped any more has no waiting threads. Others may go on giving pages back without being waited for.
             let _ = self.fd().unregister(block.addresses());
         }
         self.descriptor.needed.store(false, Ordering::SeqCst);
@@ -321,7 +321,7 @@ impl FaultHandler {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// At least `length` zeros that lie in memory nobody writes.
+    /// At least `length` zeros that lie in memory that is never written.
     pub(super) fn zeros(&self, length: u64) -> Result<&Mapping, FaultError> {
         let largest = self.layout.registered().map(|(_, block)| block.page_size).max().unwrap_or(PAGE_SIZE).max(length);
         if self.zeros.get().is_none() {
@@ -336,7 +336,7 @@ impl FaultHandler {
 }
 
 impl HeldFaults {
-    /// A handler that goes on where the last one ended. Everybody who waits is told anew.
+    /// A handler that goes on where the last one ended. All waiting faults are reported again.
     ///
     /// # Errors
     /// The kernel's refusal.

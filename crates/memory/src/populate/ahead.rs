@@ -16,7 +16,7 @@ const FEWEST: u64 = 64;
 /// and one that is full is populated 16 MiB ahead.
 #[derive(Debug, Clone)]
 pub struct Ahead {
-    blocks: Vec<Place>,
+    blocks: Vec<BlockProgress>,
     /// Pages that have come.
     arrived: u64,
     /// Pages that were planned and passed by.
@@ -24,7 +24,7 @@ pub struct Ahead {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct BlockProgress {
     pages: PageRange,
     /// Pages of 4 KiB in a page of the host.
     host: u64,
@@ -37,42 +37,43 @@ struct Place {
 impl Ahead {
     /// A plan for blocks of these pages, whose host pages have so many pages of 4 KiB.
     pub fn new(blocks: impl IntoIterator<Item = (PageRange, u64)>) -> Self {
-        let place = |(pages, host): (PageRange, u64)| Place {
+        let progress = |(pages, host): (PageRange, u64)| BlockProgress {
             pages,
             host: host.max(1),
             next: pages.start,
             planned: pages.start,
         };
-        Self { blocks: blocks.into_iter().map(place).collect(), arrived: 0, wasted: 0 }
+        Self { blocks: blocks.into_iter().map(progress).collect(), arrived: 0, wasted: 0 }
     }
 
     /// Pages have come: what to populate now, if anything.
     pub fn arrived(&mut self, block: usize, pages: PageRange) -> Option<PageRange> {
-        let place = self.blocks.get_mut(block)?;
-        let pages = pages.intersect(place.pages);
+        let progress = self.blocks.get_mut(block)?;
+        let pages = pages.intersect(progress.pages);
         self.arrived = self.arrived.saturating_add(pages.len());
-        if pages.end <= place.next {
+        if pages.end <= progress.next {
             // Late, from another channel: what was taken for passed by was not.
             self.wasted = self.wasted.saturating_sub(pages.len());
             return None;
         }
         // What was planned between the last page and this one was for nothing, as far as is known.
-        let gap = PageRange::new(place.next, pages.start.min(place.planned));
+        let gap = PageRange::new(progress.next, pages.start.min(progress.planned));
         self.wasted = self.wasted.saturating_add(gap.len());
-        if pages.start > place.planned.max(place.next) {
-            place.planned = pages.end;
+        if pages.start > progress.planned.max(progress.next) {
+            progress.planned = pages.end;
         }
-        place.next = pages.end;
-        place.planned = place.planned.max(pages.end);
+        progress.next = pages.end;
+        progress.planned = progress.planned.max(pages.end);
 
         let ahead = (self.arrived / SHARE).saturating_sub(self.wasted).min(MOST);
-        let end = PageNumber(place.next.saturating_add(ahead).min(place.pages.end).0 / place.host * place.host);
-        let plan = PageRange::new(place.planned, end);
-        let rest = PageRange::new(place.planned, place.pages.end);
+        let end =
+            PageNumber(progress.next.saturating_add(ahead).min(progress.pages.end).0 / progress.host * progress.host);
+        let plan = PageRange::new(progress.planned, end);
+        let rest = PageRange::new(progress.planned, progress.pages.end);
         if plan.len() < (ahead / 4).max(FEWEST).min(rest.len().max(1)) {
             return None;
         }
-        place.planned = plan.end;
+        progress.planned = plan.end;
         Some(plan)
     }
 }
@@ -142,7 +143,7 @@ mod tests {
                 }
             }
             let wasted = planned.difference(&came).count() as u64;
-            // Both blocks may be ahead of their places at once.
+            // Both blocks may be ahead of their next pages at once.
             let came = came.len() as u64;
             prop_assert!(wasted <= 2 * came / SHARE, "{} of {}", wasted, came);
         }

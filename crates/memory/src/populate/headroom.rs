@@ -1,4 +1,4 @@
-//! How much memory may still be had before somebody is killed for it.
+//! How much memory may still be taken before the kernel kills a process for it.
 //!
 //! A control group over its limit gets no `ENOMEM` from the kernel but a process killed. So the limits are looked at
 //! before, of the group of this process and those above it (version 2 or 1), and of the machine.
@@ -51,7 +51,7 @@ impl Headroom {
         Self::default()
     }
 
-    /// Bytes that may be had, with a reserve left for everybody else; `None`: no limit is known.
+    /// Bytes that may be had, with a reserve left for other processes; `None`: no limit is known.
     pub fn left(&self) -> Option<u64> {
         let machine = || {
             let text = fs::read_to_string("/proc/meminfo").ok()?;

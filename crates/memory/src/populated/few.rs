@@ -6,7 +6,7 @@
 //! inside.
 //!
 //! Law: pages are called holes because nothing at all was counted among them, or because a seek has passed over them, and never
-//! because counts add up: somebody may populate a page while this looks, and be counted in place of another.
+//! because counts add up: another thread may populate a page while this looks, and be counted in place of another.
 
 #![allow(unsafe_code, reason = "the system call cachestat")]
 
@@ -91,7 +91,7 @@ fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
     }
 }
 
-/// Whether this kernel counts, and does so for whoever has this file open (from 6.15 on it does for those who may write it).
+/// Whether this kernel counts, and does so for a process that has this file open (from 6.15 on it does for those who may write it).
 pub(super) fn can_count(fd: BorrowedFd<'_>) -> bool {
     count(fd, &(0..PAGE_SIZE)).is_ok()
 }

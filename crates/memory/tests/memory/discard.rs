@@ -113,7 +113,7 @@ fn huge_pages_go_back_to_their_pool_and_parts_of_them_are_written() {
 }
 
 #[test]
-fn huge_pages_that_nobody_has_are_not_taken_to_make_a_part_of_them_zero() {
+fn huge_pages_without_memory_are_not_populated_to_make_a_part_of_them_zero() {
     let block = BlockOptions::anonymous("ram", 4 * HUGE).huge_pages(HUGE).map().unwrap();
     // The pool may be empty: then touching one is a signal.
     assert_eq!(block.discard(range(1, 100)).unwrap(), Discarded::default());
@@ -149,7 +149,7 @@ fn what_a_private_copy_shows_of_its_file_counts_as_populated() {
 }
 
 #[test]
-fn a_mapping_of_somebody_else_sees_that_shared_memory_is_gone() {
+fn a_mapping_of_another_process_sees_that_shared_memory_is_gone() {
     let block = BlockOptions::memfd("ram", 8 * PAGE_SIZE).map().unwrap();
     fill(&block);
     let file = block.file().unwrap().0.try_clone_to_owned().unwrap();

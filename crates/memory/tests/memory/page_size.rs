@@ -12,7 +12,7 @@ use limosa_testkit::HugePages;
 fn descriptor(number: libc::c_long) -> OwnedFd {
     let number = i32::try_from(number).unwrap();
     assert!(number >= 0, "{}", io::Error::last_os_error());
-    // SAFETY: the call that gave it succeeded, and nobody else has it.
+    // SAFETY: the call that gave it succeeded, and it has no other owner.
     unsafe { OwnedFd::from_raw_fd(number) }
 }
 

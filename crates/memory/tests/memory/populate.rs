@@ -95,7 +95,7 @@ fn a_stop_leaves_out_what_waits() {
 #[test]
 fn a_pool_without_huge_pages_left_ends_it_and_not_the_process() {
     let _pages = HugePages::reserve(2 * HUGE).unwrap();
-    // More than the pool has, whoever else reserves some meanwhile.
+    // More than the pool has, also if other processes reserve some meanwhile.
     let memory = BlockOptions::anonymous("ram", 1 << 40).huge_pages(HUGE).map().unwrap();
     let memory = GuestMemory::new(vec![memory]).unwrap();
     let populator = Populator::new(&memory);
@@ -131,7 +131,7 @@ fn huge_pages_are_asked_for_and_refused_as_wished() {
     assert!(flags().contains(&"hg".to_owned()), "{:?}", flags());
     block.advise_huge_pages(block.pages(), false).unwrap();
     assert!(flags().contains(&"nh".to_owned()), "{:?}", flags());
-    // Pages of the pool are huge whatever is said.
+    // Pages of the pool are always huge.
     let pool = BlockOptions::anonymous("ram", HUGE).huge_pages(HUGE).map().unwrap();
     pool.advise_huge_pages(pool.pages(), false).unwrap();
 }

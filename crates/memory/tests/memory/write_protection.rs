@@ -70,7 +70,7 @@ fn exactly_the_pages_written_since_the_last_fetch_are_named_populated_or_not() {
 }
 
 #[test]
-fn a_page_that_is_only_read_is_not_named_but_once_if_nobody_had_touched_it() {
+fn a_page_that_is_only_read_is_not_named_but_once_if_it_was_never_touched() {
     for memory in small_pages() {
         for mut log in logs(&memory) {
             poke(&memory, 9);

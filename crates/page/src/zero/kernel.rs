@@ -1,10 +1,10 @@
 //! The loops that read memory to compare it with zero.
 //!
-//! Law: memory is read through raw pointers, with volatile reads of integers and vectors only. Somebody else may be
-//! writing it: no reference to it is ever made, the compiler can assume nothing between two reads, and whatever bits a
+//! Law: memory is read through raw pointers, with volatile reads of integers and vectors only. The guest may be
+//! writing it: no reference to it is ever made, the compiler can assume nothing between two reads, and any bits that a
 //! read gives are a valid value. Each read stays inside the memory that the caller named.
 //!
-//! There is one loop, over whatever a [`Vector`] is; each method is that loop, compiled for the instructions that its vectors
+//! There is one loop, over any [`Vector`]; each method is that loop, compiled for the instructions that its vectors
 //! need. [`ZeroMethod::Plain`] is the same with one vector between two branches.
 #![allow(unsafe_code, reason = "reads memory that a guest may be writing, and uses vector instructions")]
 

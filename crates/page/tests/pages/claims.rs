@@ -54,7 +54,7 @@ fn every_page_goes_to_exactly_one_of_the_threads_that_claim_it() {
 }
 
 #[test]
-fn of_the_threads_that_set_one_bit_exactly_one_is_told_that_it_was_clear() {
+fn of_the_threads_that_set_one_bit_exactly_one_sees_that_it_was_clear() {
     for _ in 0..ROUNDS {
         let bitmap = AtomicPageBitmap::new(PAGES);
         let start = Barrier::new(3);

@@ -44,7 +44,7 @@ fn spell_out(runs: &[PageRun]) -> Vec<(u64, PageKind)> {
 
 proptest! {
     #[test]
-    fn a_scan_tells_the_kind_of_every_page(memory in memory(), first in 0u64..1000) {
+    fn a_scan_reports_the_kind_of_every_page(memory in memory(), first in 0u64..1000) {
         let expected: Vec<_> = (first..).zip(kinds(&memory)).collect();
         let runs: Vec<_> = scan(&memory, PageNumber(first)).collect();
         prop_assert_eq!(spell_out(&runs), expected);

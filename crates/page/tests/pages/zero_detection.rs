@@ -89,7 +89,7 @@ fn not_a_byte_outside_is_read() {
     unsafe { mprotect(start.cast(), readable, MprotectFlags::READ).unwrap() };
     for method in methods() {
         for len in (0..200).chain(readable - 70..=readable) {
-            // SAFETY: the pages at `start` are readable until they are unmapped below, and nobody can write them.
+            // SAFETY: the pages at `start` are readable until they are unmapped below, and they cannot be written.
             let (front, back) = unsafe {
                 (std::slice::from_raw_parts(start, len), std::slice::from_raw_parts(start.add(readable - len), len))
             };

@@ -1,4 +1,4 @@
-//! Layouts of mapped-ram files that somebody else wrote, or damaged.
+//! Layouts of mapped-ram files of other writers, or damaged.
 
 use limosa_stream::mapped_ram::Layout;
 use limosa_stream::{Configuration, RamBlock, WalkError, ram, section};

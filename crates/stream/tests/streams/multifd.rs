@@ -178,7 +178,7 @@ fn a_packet_that_cannot_be_true_is_not_written() {
 }
 
 #[test]
-fn the_machine_type_tells_how_its_qemu_uses_multifd() {
+fn the_machine_type_determines_how_its_qemu_uses_multifd() {
     let rules = |machine: &str| {
         let rules = Configuration::new(machine).multifd_rules();
         (rules.sync_at_every_section, rules.zero_pages_on_main)

@@ -1,4 +1,4 @@
-//! Whatever can be written reads back as the same, however it arrives.
+//! Everything that can be written reads back as the same, however it arrives.
 
 use limosa_stream::mapped_ram::Layout;
 use limosa_stream::{

@@ -57,7 +57,7 @@ fn a_delta_is_runs_of_unchanged_and_changed_bytes() {
 }
 
 #[test]
-fn counts_that_lead_nowhere_are_refused_where_they_stand() {
+fn counts_beyond_the_page_are_refused_at_their_offset() {
     let refused = |delta: &[u8]| decode(&mut [0; 4096], delta, 100).expect_err("the delta is wrong");
     assert!(refused(&[5]).to_string().contains("the input ends"));
     assert!(refused(&[5, 0]).to_string().contains("expected a count of changed bytes, found 0"));

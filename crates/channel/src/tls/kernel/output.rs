@@ -107,7 +107,7 @@ impl Output {
     /// Ends a put, unless the kernel holds some of it, which TCP was not given yet.
     ///
     /// # Errors
-    /// [`Errno::AGAIN`] if it does; [`Errno::PIPE`] if nobody will ever get that.
+    /// [`Errno::AGAIN`] if it does; [`Errno::PIPE`] if the peer will never receive that.
     pub(crate) fn end(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
         let all = self.given.wrapping_add(self.record_overhead(socket)?);
         let (given, over) = option::given(socket.as_fd())?;

@@ -27,7 +27,7 @@ fn a_signal_in_a_put_that_waits_changes_nothing() {
             // SAFETY: the handle is not joined yet, so the thread's id is valid.
             assert_eq!(unsafe { libc::pthread_kill(puts.as_pthread_t(), libc::SIGUSR1) }, 0);
         };
-        // Nobody reads yet; and then somebody does, so that records are cut wherever that may be.
+        // Nothing is read yet, and later it is, so that records are cut at any place.
         for _ in 0..50 {
             signal();
             thread::sleep(Duration::from_millis(5));

@@ -37,7 +37,7 @@ pub struct KvmLog {
 
 impl KvmLog {
     /// The log of a VM without a dirty ring. Pages are protected in slices if KVM can do that; this is set for the VM as a
-    /// whole, so whoever else reads its dirty log has to clear what was read.
+    /// whole, so another reader of its dirty log has to clear what was read.
     pub fn new(slots: Arc<KvmSlots>) -> Self {
         let can = slots.vm().check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into());
         let manual = u64::try_from(can).is_ok_and(|can| can & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0);

@@ -99,7 +99,7 @@ impl KvmRings {
         // SAFETY: the descriptor is open as long as `vcpu` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        // SAFETY: a new mapping at an address of the kernel's choice takes nothing away from anybody.
+        // SAFETY: a new mapping at an address of the kernel's choice replaces no other one.
         let start = unsafe { mmap(std::ptr::null_mut(), self.bytes, access, flags, fd, offset) };
         let start = start.map_err(|error| failed("mapping a vCPU's ring")(error.into()))?;
         let start = NonNull::new(start.cast()).ok_or_else(|| failed("mmap")(io::ErrorKind::OutOfMemory.into()))?;
@@ -177,7 +177,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: nobody else has the address.
+        // SAFETY: the address has no other user.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.entries * size_of::<kvm_dirty_gfn>()) };
     }
 }

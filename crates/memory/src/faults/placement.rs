@@ -1,6 +1,6 @@
 //! Placing pages: as copies, as zeros, or by letting in what is there.
 //!
-//! A call may be cut short because somebody changes the memory (`EAGAIN`): it then goes on *behind* what it has done, and
+//! A call may be cut short because another thread changes the memory (`EAGAIN`): it then goes on *behind* what it has done, and
 //! reads the event that the other one waits for, or both would wait for each other.
 
 use std::ops::Range;
@@ -105,7 +105,7 @@ impl FaultHandler {
                 Some(Errno::EXIST) => {
                     let (_, rest) = pages.split_at(placed.end);
                     let (present, _) = rest.split_at(placed.end.saturating_add(layout.host_pages()));
-                    // Who waits for a page that is there was woken by whoever placed it; but it may have been woken before
+                    // Who waits for a page that is there was woken when it was placed; but it may have been woken before
                     // the page was mapped for it. One more look costs nothing.
                     self.wake(block, present)?;
                     return Ok(Placement { placed, present: Some(present) });
@@ -127,7 +127,7 @@ impl FaultHandler {
     }
 }
 
-/// Waits for a moment in which nobody changes the memory.
+/// Waits for a moment in which the memory is not being changed.
 ///
 /// Who gives back page after page leaves only the time between two calls, a microsecond or so: it is met by trying without
 /// a pause, and by letting the other one go on (that is, reading its event) only now and then.
