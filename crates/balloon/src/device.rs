@@ -35,6 +35,7 @@ use crate::ring::Ring;
 pub use hinting::HintList;
 use hinting::Hinting;
 use pending::Pending;
+pub use statistics::StatisticsError;
 
 /// Whether a queue has more work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

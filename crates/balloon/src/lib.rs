@@ -84,7 +84,7 @@ mod statistics;
 mod vhost_user;
 
 pub use counters::Counters;
-pub use device::{Balloon, HintList, More, Options, Size, Transport, ZeroTarget};
+pub use device::{Balloon, HintList, More, Options, Size, StatisticsError, Transport, ZeroTarget};
 pub use hint::HintState;
 pub use layout::{Features, Numbering, Role};
 pub use reclaim::{GuestRam, Reclaim, Strategy};

@@ -1,6 +1,7 @@
 //! What a user can do about an engine's failure. The libraries say what is wrong; which option helps is said here.
 
 use anyhow::anyhow;
+use limosa_balloon::StatisticsError;
 use limosa_channel::{ChannelError, KernelTlsFailure, TlsFailure, TlsRefusal};
 use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
@@ -119,6 +120,14 @@ pub(crate) fn with_channels(error: MigrateError, channels: u8) -> anyhow::Error 
             anyhow!("{error}; set multifd on and multifd-channels to {channels} at the source, and start its migration")
         }
         error => error.into(),
+    }
+}
+
+/// The failure of a request for statistics, with a remedy if there is one.
+pub(crate) fn with_statistics(error: StatisticsError) -> String {
+    match error {
+        StatisticsError::NoDriver => format!("{error}: load virtio_balloon there"),
+        error => error.to_string(),
     }
 }
 

@@ -18,6 +18,23 @@ use crate::layout::{Features, Role};
 use crate::ring::Ring;
 use crate::statistics::{ENTRIES, ENTRY, Statistics};
 
+/// Why no statistics can be requested from the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StatisticsError {
+    /// There is no driver.
+    #[error("no balloon driver is active in the guest")]
+    NoDriver,
+    /// The driver did not accept the feature.
+    #[error("the guest's driver has no statistics")]
+    NotAccepted,
+    /// The driver's queue does not run.
+    #[error(
+        "the guest's queue for statistics does not run: it is stopped, or virtio_balloon was unloaded or is broken"
+    )]
+    QueueStopped,
+}
+
 /// The last statistics of the current driver.
 #[derive(Default)]
 pub(super) struct LatestStatistics {
@@ -37,18 +54,16 @@ impl Balloon {
     /// [`sequence`](Statistics::sequence). Never waits.
     ///
     /// # Errors
-    /// The reason: there is no driver, or it did not accept the feature.
-    pub fn request_statistics(&self) -> Result<(), &'static str> {
+    /// There is no driver that could send any.
+    pub fn request_statistics(&self) -> Result<(), StatisticsError> {
         if !self.has_driver() {
-            return Err("no balloon driver is active in the guest: load virtio_balloon there");
+            return Err(StatisticsError::NoDriver);
         }
         if !self.accepted_features().has(Features::STATS_VQ) {
-            return Err("the guest's driver has no statistics");
+            return Err(StatisticsError::NotAccepted);
         }
         if self.is_idle(Role::Statistics) {
-            return Err(
-                "the guest's queue for statistics does not run: it is stopped, or virtio_balloon was unloaded or is broken",
-            );
+            return Err(StatisticsError::QueueStopped);
         }
         self.statistics_wanted.store(true, Ordering::Release);
         self.kick(Role::Statistics);

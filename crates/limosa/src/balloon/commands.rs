@@ -5,12 +5,13 @@
 
 use std::sync::Arc;
 
-use limosa_balloon::{Balloon, Statistics};
+use limosa_balloon::{Balloon, Statistics, StatisticsError};
 use limosa_migrate::Commands;
 use serde_json::{Map, Value, json};
 
 use super::Ending;
 use super::job::{Jobs, Wanted};
+use crate::remedy;
 
 /// The commands of a balloon.
 pub(super) struct BalloonCommands {
@@ -41,7 +42,7 @@ impl BalloonCommands {
         // First what there is: the answer to the request has another sequence then, however fast it comes.
         let last = self.balloon.statistics();
         if flag(arguments, "refresh")?.unwrap_or(false) {
-            self.balloon.request_statistics()?;
+            self.balloon.request_statistics().map_err(remedy::with_statistics)?;
         }
         Ok(last.map_or_else(|| json!({ "sequence": 0 }), |statistics| told(&statistics)))
     }
@@ -68,9 +69,7 @@ impl Commands for BalloonCommands {
                 set.map(|()| json!({}))
             }
             // As in QEMU: a balloon without a driver is an error.
-            "query-balloon" if !self.balloon.has_driver() => {
-                Err("no balloon driver is active in the guest: load virtio_balloon there".into())
-            }
+            "query-balloon" if !self.balloon.has_driver() => Err(remedy::with_statistics(StatisticsError::NoDriver)),
             "query-balloon" => Ok(json!({ "actual": self.balloon.size().actual })),
             "query-balloon-device" => Ok(self.query_device()),
             "query-balloon-stats" => self.query_statistics(arguments),

@@ -13,6 +13,8 @@ use limosa_balloon::{Balloon, ZeroTarget};
 use limosa_memory::{FreePageSink, FreePages as _};
 use serde_json::{Value, json};
 
+use crate::remedy;
+
 /// How long a guest may not respond to a request.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a step may take, whatever the guest responds: this long, and for each GiB of the guest's memory [`FOR_A_GIB`] more.
@@ -88,7 +90,7 @@ impl Jobs {
         let now = Instant::now();
         let phase = if wanted.squeeze {
             let before = balloon.statistics().map_or(0, |statistics| statistics.sequence);
-            balloon.request_statistics()?;
+            balloon.request_statistics().map_err(remedy::with_statistics)?;
             Phase::Statistics(before)
         } else {
             balloon.request(Arc::new(Counted)).map_err(|error| error.to_string())?;
