@@ -1,4 +1,4 @@
-//! What settings of `io_uring` cost for direct requests at random places of one file.
+//! What settings of `io_uring` cost for direct requests at random offsets of one file.
 //!
 //! `cargo run --release -p limosa-storage --example ring_settings -- FILE [ROUNDS] [COUNT] [SIZE]`
 //!
@@ -34,12 +34,12 @@ const MEMORY: usize = 4 << 20;
 enum How {
     /// By calls that block.
     Calls,
-    /// By a ring: with answers by interrupt, by a signal of the task that does not interrupt it, or when it asks.
-    Ring(Answers, Registered),
+    /// By a ring: with completions by interrupt, by a signal of the task that does not interrupt it, or when it asks.
+    Ring(Completions, Registered),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Answers {
+enum Completions {
     Plain,
     Cooperative,
     SingleCooperative,
@@ -101,19 +101,19 @@ fn switches() -> i64 {
     used.ru_nvcsw + used.ru_nivcsw
 }
 
-/// Places in no order, the same for all.
-struct Places {
+/// Offsets in no order, the same for all.
+struct Offsets {
     state: u64,
     size: u64,
 }
 
-impl Places {
+impl Offsets {
     fn of(size: usize) -> Self {
         Self { state: 7, size: size as u64 }
     }
 }
 
-impl Iterator for Places {
+impl Iterator for Offsets {
     type Item = u64;
 
     fn next(&mut self) -> Option<u64> {
@@ -138,14 +138,14 @@ fn entry(how: Registered, file: RawFd, load: Load, (slot, start): (usize, *mut u
     entry.user_data(slot as u64)
 }
 
-fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *mut u8) -> Result<Used> {
+fn by_ring(completions: Completions, how: Registered, file: RawFd, load: Load, memory: *mut u8) -> Result<Used> {
     let mut builder = IoUring::builder();
     builder.setup_cqsize(1024).setup_submit_all();
-    match answers {
-        Answers::Plain => &mut builder,
-        Answers::Cooperative => builder.setup_coop_taskrun().setup_taskrun_flag(),
-        Answers::SingleCooperative => builder.setup_coop_taskrun().setup_taskrun_flag().setup_single_issuer(),
-        Answers::SingleDeferred => builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag(),
+    match completions {
+        Completions::Plain => &mut builder,
+        Completions::Cooperative => builder.setup_coop_taskrun().setup_taskrun_flag(),
+        Completions::SingleCooperative => builder.setup_coop_taskrun().setup_taskrun_flag().setup_single_issuer(),
+        Completions::SingleDeferred => builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag(),
     };
     let mut ring: IoUring = builder.build(256)?;
     if how.file {
@@ -158,14 +158,14 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
     }
     // What a ring costs once is not a request's.
     let begin = Begin::now();
-    let mut places = Places::of(load.size);
+    let mut offsets = Offsets::of(load.size);
     let (mut begun, mut done, mut calls) = (0, 0, 0);
     let mut free: Vec<usize> = (0..load.depth).collect();
     while done < load.count {
         while begun < load.count
             && let Some(slot) = free.pop()
         {
-            let (at, place) = (places.next().unwrap_or_default(), (slot, memory.wrapping_add(slot * load.size)));
+            let (at, place) = (offsets.next().unwrap_or_default(), (slot, memory.wrapping_add(slot * load.size)));
             // SAFETY: memory and file outlive the ring.
             unsafe { ring.submission().push(&entry(how, file, load, place, at))? };
             begun += 1;
@@ -183,7 +183,7 @@ fn by_ring(answers: Answers, how: Registered, file: RawFd, load: Load, memory: *
 
 fn by_calls(file: RawFd, load: Load, memory: *mut u8) -> Result<Used> {
     let begin = Begin::now();
-    for at in Places::of(load.size).take(load.count) {
+    for at in Offsets::of(load.size).take(load.count) {
         let done = match load.write {
             // SAFETY: the memory is as long.
             true => unsafe { libc::pwrite(file, memory.cast(), load.size, at as i64) },
@@ -220,13 +220,13 @@ fn main() -> Result<()> {
     let (files, buffers) = (Registered { file: true, ..none }, Registered { buffers: true, ..none });
     let both = Registered { file: true, buffers: true };
     let contestants = [
-        ("cooperative", How::Ring(Answers::Cooperative, none)),
-        ("  + file", How::Ring(Answers::Cooperative, files)),
-        ("  + buffers", How::Ring(Answers::Cooperative, buffers)),
-        ("  + file, buffers", How::Ring(Answers::Cooperative, both)),
-        ("plain ring", How::Ring(Answers::Plain, none)),
-        ("single, cooperative", How::Ring(Answers::SingleCooperative, none)),
-        ("single, deferred", How::Ring(Answers::SingleDeferred, none)),
+        ("cooperative", How::Ring(Completions::Cooperative, none)),
+        ("  + file", How::Ring(Completions::Cooperative, files)),
+        ("  + buffers", How::Ring(Completions::Cooperative, buffers)),
+        ("  + file, buffers", How::Ring(Completions::Cooperative, both)),
+        ("plain ring", How::Ring(Completions::Plain, none)),
+        ("single, cooperative", How::Ring(Completions::SingleCooperative, none)),
+        ("single, deferred", How::Ring(Completions::SingleDeferred, none)),
         ("blocking calls", How::Calls),
     ];
     for (write, depth) in [(false, 1), (false, 16), (true, 1), (true, 16)] {

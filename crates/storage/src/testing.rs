@@ -44,11 +44,11 @@ use crate::error::{Operation, StorageError};
 use crate::storage::{Alignment, Extent, Request, Storage, ZeroHow};
 
 pub use chance::Chance;
-pub use counting::{Counting, Counts, Seen};
+pub use counting::{Counting, Counts, SeenRequest};
 pub use delayed::Delayed;
 pub use failing::{Failing, Fault};
 pub use hard_disk::HardDisk;
-pub use held::{Held, Waiting};
+pub use held::{Held, HeldRequest};
 pub use power_cut::{Loss, PowerCut};
 pub use sparse::SparseMemory;
 

@@ -19,11 +19,11 @@ const MEMORY: u64 = 64 << 10;
 
 /// Sums the lengths of descriptors, and gives back every other buffer at once.
 #[derive(Default)]
-struct Toy {
+struct TestDevice {
     held: Mutex<Vec<u16>>,
 }
 
-impl Device for Toy {
+impl Device for TestDevice {
     fn features(&self) -> u64 {
         0x2e
     }
@@ -101,7 +101,7 @@ pub fn play(input: &[u8]) -> usize {
     if ftruncate(&memory, MEMORY).is_err() {
         return 0;
     }
-    let (device, faults): (Arc<dyn Device>, _) = (Arc::new(Toy::default()), Arc::new(Faults::default()));
+    let (device, faults): (Arc<dyn Device>, _) = (Arc::new(TestDevice::default()), Arc::new(Faults::default()));
     let Ok(worker) = Worker::new(device.clone(), front_end.clone(), device.queues(), faults.clone()) else { return 0 };
     let worker = Arc::new(worker);
     let mut session = Session::new(device, worker.clone(), front_end, faults);

@@ -20,9 +20,9 @@ const DONE: u32 = 1;
 
 /// Counts notifications of the driver.
 #[derive(Default)]
-struct Told(AtomicU64);
+struct NotificationCount(AtomicU64);
 
-impl Transport for Told {
+impl Transport for NotificationCount {
     fn config_changed(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -53,7 +53,8 @@ impl<'m> Ring for Broken<'m> {
 
 #[test]
 fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
-    let (bare, told, received) = (Bare::new(), Arc::new(Told::default()), Arc::new(ReceivedList::default()));
+    let (bare, told, received) =
+        (Bare::new(), Arc::new(NotificationCount::default()), Arc::new(ReceivedList::default()));
     bare.balloon.attached(told.clone());
     bare.balloon.accepted(Features::default());
     bare.balloon.write_config(POISON, &[0; 4]);

@@ -14,12 +14,12 @@ use crate::machine::MIB;
 
 /// Ordinary memory up to 8 MiB, and huge pages of 64 KiB after it; it records ranges that are given back.
 #[derive(Debug)]
-struct Noted {
+struct RecordingMemory {
     ram: Vec<Range<u64>>,
     given_back: Mutex<Vec<Range<u64>>>,
 }
 
-impl Noted {
+impl RecordingMemory {
     fn of(ram: &[Range<u64>]) -> Arc<Self> {
         Arc::new(Self { ram: ram.to_vec(), given_back: Mutex::default() })
     }
@@ -29,7 +29,7 @@ impl Noted {
     }
 }
 
-impl Reclaim for Noted {
+impl Reclaim for RecordingMemory {
     fn ram(&self) -> &[Range<u64>] {
         &self.ram
     }
@@ -73,7 +73,7 @@ fn send_over(bare: &Bare, ring: &BareRing<'_>, queue: usize, pages: impl IntoIte
 #[test]
 fn pages_of_a_driver_that_does_not_notify_are_given_back_only_as_complete_huge_pages() {
     for tells in [true, false] {
-        let noted = Noted::of(&both());
+        let noted = RecordingMemory::of(&both());
         let bare = Bare::with(|_| noted.clone());
         let features = Features::default();
         assert!(features.has(Features::MUST_TELL_HOST), "the required feature is offered");
@@ -89,7 +89,7 @@ fn pages_of_a_driver_that_does_not_notify_are_given_back_only_as_complete_huge_p
 
 #[test]
 fn pages_taken_out_of_the_balloon_are_no_longer_given_back() {
-    let noted = Noted::of(&both());
+    let noted = RecordingMemory::of(&both());
     let bare = Bare::with(|_| noted.clone());
     // More runs than one call gives back; the last is a huge page.
     let apart = (1024..).step_by(2).take(128);
@@ -110,7 +110,7 @@ fn pages_taken_out_of_the_balloon_are_no_longer_given_back() {
 
 #[test]
 fn no_bits_are_kept_of_memory_that_was_removed() {
-    let (ordinary, noted) = (Noted::of(&both()[..1]), Noted::of(&both()));
+    let (ordinary, noted) = (RecordingMemory::of(&both()[..1]), RecordingMemory::of(&both()));
     let bare = Bare::with(|_| noted.clone());
     send(&bare, 0, HUGE..HUGE + 8);
     bare.balloon.memory(ordinary.clone());
@@ -121,7 +121,7 @@ fn no_bits_are_kept_of_memory_that_was_removed() {
     assert_eq!(noted.take(), [bytes(HUGE..HUGE + 16)]);
     // Its bits are kept when other memory is added and removed.
     send(&bare, 0, HUGE + 16..HUGE + 24);
-    bare.balloon.memory(Noted::of(&both()[1..]));
+    bare.balloon.memory(RecordingMemory::of(&both()[1..]));
     bare.balloon.memory(noted.clone());
     send(&bare, 0, HUGE + 24..HUGE + 32);
     assert_eq!(noted.take(), [bytes(HUGE + 16..HUGE + 32)]);

@@ -208,12 +208,12 @@ proptest! {
 
 /// Memory that records ranges that are given back, and refuses ranges outside of it.
 #[derive(Debug, Default)]
-struct Noted {
+struct RecordingMemory {
     ram: Vec<Range<u64>>,
     given_back: Mutex<u64>,
 }
 
-impl Reclaim for Noted {
+impl Reclaim for RecordingMemory {
     fn ram(&self) -> &[Range<u64>] {
         &self.ram
     }
@@ -232,9 +232,9 @@ impl Reclaim for Noted {
 }
 
 /// A bus that ignores notifications.
-struct Nowhere;
+struct SilentBus;
 
-impl Transport for Nowhere {
+impl Transport for SilentBus {
     fn config_changed(&self) {}
 
     fn kick(&self, _queue: usize) {}
@@ -257,10 +257,11 @@ proptest! {
         for (at, word) in &words {
             memory.write_obj(*word, GuestAddress(at * 8)).unwrap();
         }
-        let noted = Arc::new(Noted { ram: vec![0..128 << 10, 1 << 20..(1 << 20) + (128 << 10)], ..Noted::default() });
+        let ram = vec![0..128 << 10, 1 << 20..(1 << 20) + (128 << 10)];
+        let noted = Arc::new(RecordingMemory { ram, ..RecordingMemory::default() });
         let balloon = Arc::new(Balloon::new(Options::default()));
         balloon.memory(noted.clone());
-        balloon.attached(Arc::new(Nowhere));
+        balloon.attached(Arc::new(SilentBus));
         balloon.accepted(Features::from_bits(features));
         balloon.write_config(POISON, &[0; 4]);
         let received = Arc::new(ReceivedList::default());

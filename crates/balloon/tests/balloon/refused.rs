@@ -182,9 +182,9 @@ fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
 }
 
 /// A host that trusts hints: it discards the pages.
-struct Believer(Arc<GuestMemory>);
+struct TrustingHost(Arc<GuestMemory>);
 
-impl FreePageSink for Believer {
+impl FreePageSink for TrustingHost {
     fn free(&self, range: Range<u64>) {
         let zeros = vec![0; usize::try_from(range.end - range.start).unwrap()];
         self.0.block(0).unwrap().write(range.start, &zeros).unwrap();
@@ -197,7 +197,7 @@ impl FreePageSink for Believer {
 fn a_guest_with_wrong_hints_loses_only_its_own_pages() {
     let (liar, honest) = (bare(), bare());
     let listing = |bare: &Bare, blocks: &[(u64, u32)]| {
-        bare.balloon.request(Arc::new(Believer(Arc::clone(&bare.memory)))).unwrap();
+        bare.balloon.request(Arc::new(TrustingHost(Arc::clone(&bare.memory)))).unwrap();
         let ring = bare.ring();
         begin_list(bare, &ring);
         for (number, (address, length)) in (1..).zip(blocks) {

@@ -97,7 +97,7 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
         bare.balloon.stopped(queue);
     }
     assert_eq!(bare.balloon.size().actual, 16 * MIB - 77 * 4096, "the balloon keeps its pages");
-    let refused = bare.balloon.request(Arc::new(Told::default())).unwrap_err();
+    let refused = bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "the poison value is kept: {refused}");
     // The device does not have the buffer for statistics any more, so it is not a second one; and it holds old values.
     bare.balloon.work(2, &bare.ring()).unwrap();
@@ -107,7 +107,7 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
     bare.balloon.reset();
     assert_eq!(bare.balloon.size().actual, 16 * MIB);
     bare.balloon.accepted(Features::default().without(Features::PAGE_POISON));
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "the next driver has no poison value");
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok(), "the next driver has no poison value");
 }
 
 /// A buffer that was filled before the VM was paused, or for another process, does not show the current state.
@@ -186,15 +186,15 @@ fn the_poison_value_may_be_written_before_the_feature_is_accepted() {
     bare.balloon.reset();
     bare.balloon.accepted(Features::FREE_PAGE_HINT);
     bare.balloon.write_config(POISON, &[0xaa; 4]);
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
     bare.balloon.accepted(Features::default());
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_err());
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
     // A driver that starts again over the same connection writes it again; the old value is valid until then.
     bare.balloon.reset();
     bare.balloon.accepted(Features::default());
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_err());
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
     bare.balloon.write_config(POISON, &[0; 4]);
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
 }
 
 /// A driver of another server whose rings have given no buffer back yet looks like a new one.
@@ -204,7 +204,7 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
     bare.balloon.attached(Arc::new(Bus));
     bare.balloon.accepted(Features::default());
-    let refused = bare.balloon.request(Arc::new(Told::default())).unwrap_err();
+    let refused = bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "{refused}");
     bare.offer(0, 8 * MIB, 4096, WRITABLE);
     bare.balloon.work(4, &bare.ring()).unwrap();
@@ -217,25 +217,25 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     for queue in 0..5 {
         bare.balloon.stopped(queue);
     }
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok(), "the value remains valid over a stop");
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok(), "the value remains valid over a stop");
     // A driver that has not accepted the feature writes no value.
     bare.balloon.attached(Arc::new(Bus));
     bare.balloon.accepted(Features::FREE_PAGE_HINT);
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
 }
 
 #[test]
 fn a_driver_that_another_process_had_is_notified_of_the_configuration() {
     #[derive(Default)]
-    struct Line(AtomicU32);
-    impl Transport for Line {
+    struct ChangeCount(AtomicU32);
+    impl Transport for ChangeCount {
         fn config_changed(&self) {
             self.0.fetch_add(1, Ordering::SeqCst);
         }
         fn kick(&self, _queue: usize) {}
     }
     let bare = Bare::new();
-    let line = Arc::new(Line::default());
+    let line = Arc::new(ChangeCount::default());
     bare.balloon.attached(line.clone());
     bare.balloon.accepted(Features::default());
     bare.balloon.inherited();
@@ -255,7 +255,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     }
     let bare = Bare::new();
     let idle = Arc::new(Idle::default());
-    let why = || bare.balloon.request(Arc::new(Told::default())).unwrap_err().to_string();
+    let why = || bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err().to_string();
     bare.balloon.attached(idle.clone());
     bare.balloon.accepted(Features::default());
     bare.balloon.write_config(POISON, &[0; 4]);
@@ -263,7 +263,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     assert!(why().contains("does not run"), "{}", why());
     assert!(bare.balloon.request_statistics().is_ok());
     idle.0.store(1 << 2, Ordering::SeqCst);
-    assert!(bare.balloon.request(Arc::new(Told::default())).is_ok());
+    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
     assert_eq!(bare.balloon.request_statistics(), Err(StatisticsError::QueueStopped));
 
     idle.0.store(0, Ordering::SeqCst);
@@ -275,9 +275,9 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
 }
 
 #[derive(Default)]
-struct Told(Mutex<Vec<u64>>);
+struct ReceivedBlocks(Mutex<Vec<u64>>);
 
-impl FreePageSink for Told {
+impl FreePageSink for ReceivedBlocks {
     fn free(&self, range: std::ops::Range<u64>) {
         self.0.lock().unwrap().push(range.start);
     }
@@ -290,7 +290,7 @@ impl FreePageSink for Told {
 fn a_list_whose_ring_stops_continues_with_it() {
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
-    let told = Arc::new(Told::default());
+    let told = Arc::new(ReceivedBlocks::default());
     bare.balloon.request(told.clone()).unwrap();
     bare.balloon.work(3, &ring).unwrap();
     let id = bare.command();
@@ -318,7 +318,7 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
     let ask = || {
-        let told = Arc::new(Told::default());
+        let told = Arc::new(ReceivedBlocks::default());
         bare.balloon.request(told.clone()).unwrap();
         told
     };
@@ -351,11 +351,11 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
 fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call() {
     let bare = &Bare::new();
     let ring = Stopping::over(bare);
-    bare.balloon.request(Arc::new(Told::default())).unwrap();
+    bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap();
     bare.balloon.work(3, &ring).unwrap();
     let first = bare.command();
     let field = move |id: u32| bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
-    let second = Arc::new(Told::default());
+    let second = Arc::new(ReceivedBlocks::default());
     let (balloon, told) = (&bare.balloon, second.clone());
     let meanwhile = move || {
         field(first);

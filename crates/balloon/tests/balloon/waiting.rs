@@ -41,25 +41,25 @@ impl Reclaim for Gate {
 }
 
 /// The signal of a thread that is in a gate, and the one that lets it continue.
-struct Keeper {
+struct GateControl {
     inside: mpsc::Receiver<()>,
     open: mpsc::Sender<()>,
 }
 
 /// A gate for the memory.
-fn gate() -> (impl FnOnce(Arc<GuestMemory>) -> Arc<dyn Reclaim>, Keeper) {
+fn gate() -> (impl FnOnce(Arc<GuestMemory>) -> Arc<dyn Reclaim>, GateControl) {
     let (entered, inside) = mpsc::sync_channel(1);
     let (open, gate) = mpsc::channel();
     let reclaim = |memory: Arc<GuestMemory>| -> Arc<dyn Reclaim> {
         let inner = GuestRam::new(memory, Strategy::Auto);
         Arc::new(Gate { inner, entered, open: Mutex::new(gate), passed: AtomicBool::new(false) })
     };
-    (reclaim, Keeper { inside, open })
+    (reclaim, GateControl { inside, open })
 }
 
 #[test]
 fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
-    let (gate, Keeper { inside, open }) = gate();
+    let (gate, GateControl { inside, open }) = gate();
     let guest = Guest::with(Options::default(), gate);
     let worker = guest.machine.worker().unwrap();
     let mut driver = guest.probe();
@@ -89,7 +89,7 @@ fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
 #[test]
 fn no_pages_of_a_driver_are_given_back_after_the_reset() {
     for queue in [0, 4] {
-        let (gate, Keeper { inside, open }) = gate();
+        let (gate, GateControl { inside, open }) = gate();
         let bare = Bare::with(gate);
         bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 8 << 20]).unwrap();
         let ring = bare.ring();
@@ -144,8 +144,8 @@ fn no_pages_of_a_driver_are_given_back_after_the_reset() {
 #[test]
 fn no_thread_waits_for_memory_that_is_dropped() {
     #[derive(Debug)]
-    struct Going(mpsc::SyncSender<()>, Mutex<mpsc::Receiver<()>>);
-    impl Reclaim for Going {
+    struct SlowlyDropped(mpsc::SyncSender<()>, Mutex<mpsc::Receiver<()>>);
+    impl Reclaim for SlowlyDropped {
         fn ram(&self) -> &[Range<u64>] {
             &[]
         }
@@ -156,7 +156,7 @@ fn no_thread_waits_for_memory_that_is_dropped() {
             Ok(0)
         }
     }
-    impl Drop for Going {
+    impl Drop for SlowlyDropped {
         fn drop(&mut self) {
             self.0.send(()).unwrap();
             let went_on = self.1.lock().unwrap().recv_timeout(Duration::from_secs(20));
@@ -166,7 +166,7 @@ fn no_thread_waits_for_memory_that_is_dropped() {
     let balloon = Arc::new(Balloon::new(Options::default()));
     let (going, goes) = mpsc::sync_channel(1);
     let (gone, go) = mpsc::channel();
-    balloon.memory(Arc::new(Going(going, Mutex::new(go))));
+    balloon.memory(Arc::new(SlowlyDropped(going, Mutex::new(go))));
     balloon.set_target(MIB).unwrap();
     let memory = GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 2 * MIB).map().unwrap()]).unwrap();
     thread::scope(|scope| {

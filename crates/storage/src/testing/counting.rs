@@ -10,7 +10,7 @@ use crate::storage::{Request, Storage};
 
 /// A recorded request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen {
+pub struct SeenRequest {
     /// The storage, by its name.
     pub storage: Arc<str>,
     /// The operation.
@@ -35,7 +35,7 @@ pub struct Counts {
 pub struct Counting(Arc<RequestLog>);
 
 #[derive(Debug, Default)]
-struct RequestLog(Mutex<Vec<Seen>>);
+struct RequestLog(Mutex<Vec<SeenRequest>>);
 
 impl Counting {
     /// An empty record.
@@ -51,7 +51,7 @@ impl Counting {
     }
 
     /// The requests since the last call.
-    pub fn take(&self) -> Vec<Seen> {
+    pub fn take(&self) -> Vec<SeenRequest> {
         std::mem::take(&mut *lock(&self.0.0))
     }
 
@@ -70,7 +70,7 @@ impl Counting {
 
 impl RequestLog {
     fn note(&self, storage: &Arc<dyn Storage>, operation: Operation, range: Range<u64>, buffers: usize) {
-        lock(&self.0).push(Seen { storage: Arc::clone(storage.name()), operation, range, buffers });
+        lock(&self.0).push(SeenRequest { storage: Arc::clone(storage.name()), operation, range, buffers });
     }
 }
 

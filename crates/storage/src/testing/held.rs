@@ -11,7 +11,7 @@ use crate::storage::{Request, Storage};
 
 /// A request that is held.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Waiting {
+pub struct HeldRequest {
     /// Its number, in the order in which they came.
     pub number: u64,
     /// The storage, by its name.
@@ -24,7 +24,7 @@ pub struct Waiting {
 
 #[derive(Debug)]
 struct Entry {
-    waiting: Waiting,
+    waiting: HeldRequest,
     storage: Arc<dyn Storage>,
     call: Call,
     completion: Completion,
@@ -79,7 +79,7 @@ impl Held {
 
     /// What is held, in the order in which it came.
     #[must_use]
-    pub fn waiting(&self) -> Vec<Waiting> {
+    pub fn waiting(&self) -> Vec<HeldRequest> {
         lock(&self.0.0).entries.iter().map(|entry| entry.waiting.clone()).collect()
     }
 
@@ -138,7 +138,7 @@ impl HeldRequests {
             return call.begin(&**storage);
         }
         let waiting =
-            Waiting { number: state.came, storage: Arc::clone(storage.name()), operation, range: call.range() };
+            HeldRequest { number: state.came, storage: Arc::clone(storage.name()), operation, range: call.range() };
         state.came += 1;
         let completion = Completion::default();
         let request = completion.request();
