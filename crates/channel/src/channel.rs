@@ -47,7 +47,7 @@ pub enum How {
 /// A connected socket or pipe.
 ///
 /// Every method takes `&self`. Dropping the channel closes its descriptor; the peer sees the end once every
-/// [`try_clone`](Self::try_clone) is dropped too. An encrypted channel's peer is told then that this is the end, unless a put
+/// [`try_clone`](Self::try_clone) is dropped too. An encrypted channel's peer then receives a close notification, unless a put
 /// or a get has failed.
 #[derive(Debug)]
 pub struct Channel {
@@ -307,7 +307,7 @@ impl Channel {
 
     /// Picks up descriptors that the peer passes, `most` of them (253 is the limit); 0 picks up no more. Gets and puts of
     /// bytes are as before, and one more descriptor than `most` fails a get ([`ChannelError::Io`],
-    /// [`io::ErrorKind::InvalidData`]). A channel that was not told so has the kernel close what is passed.
+    /// [`io::ErrorKind::InvalidData`]). Without this call the kernel closes what is passed.
     pub fn accept_descriptors(&self, most: usize) {
         if let Transport::Socket(_, passed) = &self.transport {
             passed.want(most);
@@ -395,7 +395,7 @@ impl Channel {
 
     /// Copies the first bytes that have arrived, without taking them and without waiting: how many, 0 at the end of the
     /// data, `None` if nothing has come yet. Not counted. An encrypted channel that was accepted shakes hands meanwhile; an end
-    /// that its peer did not announce is told apart by a get only.
+    /// that its peer did not announce is recognized by a get only.
     ///
     /// # Errors
     /// [`ChannelError::Unsupported`] for anything but a socket; [`ChannelError::Broken`] if the peer is gone;

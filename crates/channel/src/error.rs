@@ -1,4 +1,4 @@
-//! What can go wrong on a channel, so told that a person knows which peer, which byte and what was expected, and a
+//! What can go wrong on a channel: a person reads which peer, which byte and what was expected, and a
 //! program knows whether to retry, to give up, or that it asked for the end itself.
 
 use std::fmt;
@@ -237,7 +237,7 @@ impl ChannelError {
         matches!(self, Self::ShutDown { .. })
     }
 
-    /// The operating system's error kind, if the kernel gave one: tells a full disk from a missing permission.
+    /// The operating system's error kind, if the kernel gave one: distinguishes a full disk from a missing permission.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Refused { source, .. } | Self::Broken { source, .. } | Self::Io { source, .. } => Some(source.kind()),

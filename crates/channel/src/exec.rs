@@ -18,7 +18,7 @@ use crate::channel::{Channel, socket_pair};
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
 
-/// How long a command that is told to end may take to do so, before it is killed.
+/// How long a command may take to end when it was asked to, before it is killed.
 const END_WITHIN: Duration = Duration::from_secs(2);
 
 /// A running command. Dropping it ends it.
@@ -50,7 +50,7 @@ impl Exec {
     ///
     /// # Errors
     /// If there is no shell, or the kernel has no process or descriptor left. What the shell finds wrong with the command is
-    /// told by [`finish`](Self::finish).
+    /// reported by [`finish`](Self::finish).
     pub fn start(command: &str, options: &Options) -> Result<(Channel, Self), ChannelError> {
         let peer: Arc<str> = format!("exec:{command}").into();
         let failed = |source: io::Error| ChannelError::setup(Operation::Connect, Arc::clone(&peer), source);

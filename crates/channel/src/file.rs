@@ -124,7 +124,7 @@ impl FileChannel {
         self.get_vector_at(&mut [IoSliceMut::new(bytes)], offset)
     }
 
-    /// Fills all slices with what stands from `offset` on.
+    /// Fills all slices with the bytes from `offset` on.
     ///
     /// # Errors
     /// [`ChannelError::Closed`] with the file offset of the end, if the file is shorter; else [`ChannelError::Io`].
@@ -204,7 +204,7 @@ impl FileChannel {
         ChannelError::Io { operation, peer: Arc::clone(&self.name), offset: Some(offset), source }
     }
 
-    /// The file's byte that offset 0 stands for.
+    /// The file's byte at offset 0.
     pub fn base(&self) -> u64 {
         self.base
     }

@@ -45,12 +45,12 @@ enum Source {
 impl Listener {
     /// Listens on `uri`. Accepted channels get `options`.
     ///
-    /// `unix:` makes a socket file of mode 0600 and replaces one that a dead process left behind. `fd:N` takes
+    /// `unix:` makes a socket file of mode 0600 and replaces one that an ended process left behind. `fd:N` takes
     /// possession of an inherited descriptor: a listening socket, or one connected already, which the first
     /// [`accept`](Self::accept) returns.
     ///
     /// # Errors
-    /// If the address is in use or not this machine's, or something other than a dead socket stands at the path;
+    /// If the address is in use or not this machine's, or something other than a stale socket is at the path;
     /// [`ChannelError::Unsupported`] for `file:`, `exec:` and `-`.
     pub fn bind(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let operation = Operation::Listen;
@@ -145,7 +145,7 @@ impl Listener {
         &self.uri
     }
 
-    /// The listening socket, for waiting on several; none if an inherited connection stands in its place.
+    /// The listening socket, for waiting on several; none if an inherited connection is used instead.
     pub fn socket(&self) -> Option<BorrowedFd<'_>> {
         match &self.source {
             Source::Socket { socket, .. } => Some(socket.as_fd()),

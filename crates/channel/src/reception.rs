@@ -1,10 +1,10 @@
 //! Who connects, and is let in.
 //!
-//! A channel of a migration that says nothing at first, as the one for requested pages in postcopy, cannot be told apart by
+//! A channel of a migration that says nothing at first, as the one for requested pages in postcopy, cannot be recognized by
 //! its bytes. Over TLS it can: who comes through the handshake is trusted, and who does not is a stranger.
 //!
 //! The law: ***a connecting peer never delays another one.** Connections whose handshake is not done wait in a queue; when it is full,
-//! the one that has waited longest is closed. Without TLS there is nothing to be told by, and the first connection is taken.
+//! the one that has waited longest is closed. Without TLS nothing distinguishes them, and the first connection is taken.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -34,7 +34,7 @@ const REFUSALS_MAX: usize = 16;
 pub struct RefusalLog(Vec<String>);
 
 impl RefusalLog {
-    /// Whether this one is to be told.
+    /// Whether this one is to be reported.
     pub fn is_new(&mut self, line: &str) -> bool {
         let new = self.0.len() < REFUSALS_MAX && self.0.iter().all(|told| told != line);
         if new {
@@ -70,7 +70,7 @@ impl<'a> Reception<'a> {
         Self { listener, pending: VecDeque::new(), refusals: RefusalLog::default(), report: None }
     }
 
-    /// Has `tell` hear why a connection was turned away that did not come through the TLS handshake. It hears the same once.
+    /// Calls `report` with the reason why a connection was rejected in the TLS handshake. The same reason is reported once.
     #[must_use]
     pub fn on_refusal(mut self, report: impl FnMut(&str) + Send + 'a) -> Self {
         self.report = Some(Box::new(report));

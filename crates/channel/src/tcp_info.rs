@@ -1,4 +1,4 @@
-//! What the kernel tells of a TCP connection.
+//! What the kernel reports of a TCP connection.
 #![allow(unsafe_code, reason = "an option that no library reads")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -13,7 +13,7 @@ const CLOSE: u8 = 7;
 /// The parts of `struct tcp_info` that are looked at.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TcpInfo {
-    /// Whether the connection is over, and not only both of its directions told to end.
+    /// Whether the connection is over, and not only both of its directions shut down.
     pub(crate) closed: bool,
     /// Bytes that the peer has acknowledged. It counts from where it likes.
     pub(crate) acknowledged: u64,

@@ -21,7 +21,7 @@ const OFFSET_KEY: &str = ",offset=";
 ///
 /// | form | meaning |
 /// |---|---|
-/// | `tcp:HOST:PORT` | TCP; an IPv6 address stands in brackets; port 0 listens on any free port |
+/// | `tcp:HOST:PORT` | TCP; an IPv6 address is in brackets; port 0 listens on any free port |
 /// | `unix:PATH` | a stream socket in the file system |
 /// | `fd:N` | a descriptor that this process inherited |
 /// | `file:PATH[,offset=N]` | a file, from byte N on; N is decimal, `0x` hexadecimal, or has a suffix K, M, G, T |
@@ -56,7 +56,7 @@ pub enum Uri {
         /// First byte used, at most `i64::MAX`.
         offset: u64,
     },
-    /// A command for `/bin/sh -c`: everything behind the colon, as it stands.
+    /// A command for `/bin/sh -c`: everything behind the colon, unchanged.
     Exec(String),
     /// This process's standard input and output.
     Stdio,

@@ -11,7 +11,7 @@
 //!
 //! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written, to
 //! every log: its contents are others. Of what is given back in another way, by another process (a balloon behind
-//! vhost-user) or a VMM's own call, no log hears, and [`WriteFaultLog`] does not even see what is written there next. What
+//! vhost-user) or a VMM's own call, no log sees, and [`WriteFaultLog`] does not even see what is written there next. What
 //! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an [`ExplicitLog`].
 //!
 //! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd sees

@@ -1,4 +1,4 @@
-//! Discards, as dirty logs hear of them.
+//! Discards, as dirty logs learn of them.
 //!
 //! A page that is given back has other contents afterwards, and no processor has written it: no log of writes names it by itself.
 //! Worse, its page table entry is gone, and with it the write protection by which userfaultfd's logs would notice the next
@@ -88,7 +88,7 @@ fn lock(noted: &Noted) -> MutexGuard<'_, PageBitmap> {
     noted.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The blocks of a VM, for a log that is to hear of their discards.
+/// The blocks of a VM, for a log that has to know of their discards.
 #[derive(Debug, Clone)]
 pub(crate) struct Discardable(Vec<(Arc<Discards>, u64)>);
 

@@ -25,14 +25,14 @@ pub enum FaultMode {
     Minor,
 }
 
-/// What a handler is told.
+/// What the kernel reports to a handler.
 #[derive(Debug)]
 pub enum FaultEvent {
     /// A thread waits for a page.
     Fault(Fault),
     /// Pages were given back by a thread of this process (`MADV_DONTNEED`, `MADV_REMOVE`), which waited until this was read. Of
     /// private memory they are missing again, whether or not they had come. What is placed there from now on is read by
-    /// the guest; zeros are what it may expect. (Holes punched in the file are not told.)
+    /// the guest; zeros are what it may expect. (Holes punched in the file are not reported.)
     Removed {
         /// The block.
         block: usize,

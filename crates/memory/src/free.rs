@@ -51,14 +51,14 @@ use std::sync::Arc;
 /// ```
 pub trait FreePages: Send + Sync {
     /// Asks for a new list, and ends any request before. Every range of it was free at some moment after this was called. The
-    /// ranges are told to `to` on another thread until [`stop`](Self::stop), [`done`](Self::done) or the end of the list; a few
+    /// ranges are sent to `to` on another thread until [`stop`](Self::stop), [`done`](Self::done) or the end of the list; a few
     /// may come even after that.
     ///
     /// # Errors
     /// No guest can be asked now.
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError>;
 
-    /// The guest may stop looking; what it has told it goes on holding back until [`done`](Self::done). Ranges may still be on
+    /// The guest may stop looking; what it has reported it goes on holding back until [`done`](Self::done). Ranges may still be on
     /// their way: it is the sink that decides, under a lock of its own, what it still takes.
     fn stop(&self);
 

@@ -1,7 +1,7 @@
 //! A mapping of this process, and every way to reach into it.
 //!
 //! **Law: no reference to mapped memory is ever made.** A guest, its devices and other processes write it while we look;
-//! so bytes go in and out by raw copies, and the kernel is told addresses. An owner of a [`Mapping`] that hands out an
+//! so bytes go in and out by raw copies, and the kernel gets addresses. An owner of a [`Mapping`] that hands out an
 //! address keeps the mapping alive as long as the address is used.
 #![allow(unsafe_code, reason = "maps guest memory and copies from and to it")]
 
@@ -43,7 +43,7 @@ impl Mapping {
             Some((fd, offset)) => unsafe { mmap(ptr::null_mut(), length, access, flags, fd, offset) }?,
             None => {
                 if let Some(size) = huge_page {
-                    // mmap(2): the binary logarithm of the page size stands in the bits from MAP_HUGE_SHIFT (26) on.
+                    // mmap(2): the binary logarithm of the page size is in the bits from MAP_HUGE_SHIFT (26) on.
                     flags |= MapFlags::HUGETLB | MapFlags::from_bits_retain(size.trailing_zeros() << 26);
                 }
                 // SAFETY: as above.

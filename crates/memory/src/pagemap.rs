@@ -1,6 +1,6 @@
 //! /proc/self/pagemap: which pages of this process's memory there are, and which were written.
 //!
-//! Which there are is found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which tells of runs and can leave out what is mapped
+//! Which there are is found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which reports runs and can leave out what is mapped
 //! to the kernel's page of zeros, and the file itself, a word for each page, on older kernels. Facts: the kernel's
 //! admin-guide/mm/pagemap.rst.
 #![allow(unsafe_code, reason = "the ioctl PAGEMAP_SCAN")]
@@ -51,7 +51,7 @@ const ZERO_PAGE: u64 = 1 << 5;
 const PROTECT_MATCHING: u64 = 1 << 0;
 const CHECK_ASYNC: u64 = 1 << 1;
 
-/// Regions that one call can tell of. The kernel gathers 512 before it copies them out.
+/// Regions that one call can report. The kernel gathers 512 before it copies them out.
 const REGIONS: usize = 4096;
 /// Words of the file that one read takes.
 const WORDS: usize = 8192;
@@ -114,7 +114,7 @@ impl PageMap {
     /// userfaultfd.
     ///
     /// # Errors
-    /// The kernel's; what was told until then is protected.
+    /// The kernel's; what was reported until then is protected.
     pub(crate) fn take_written(
         &mut self,
         addresses: Range<u64>,

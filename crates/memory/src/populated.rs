@@ -42,14 +42,14 @@ impl MemoryBlock {
     }
 
     /// Whether [`populated_among`](Self::populated_among) looks at nothing else than it is asked about; if not, at all of the block each
-    /// time. The kernel can tell of a part of private memory, and of a file on tmpfs since Linux 6.5.
+    /// time. The kernel can report a part of private memory, and of a file on tmpfs since Linux 6.5.
     pub fn can_be_asked_in_parts(&self) -> bool {
         self.file().is_none_or(|(file, _)| is_asked_in_parts(file))
     }
 
     /// Tells `found` which pages of these runs may hold something, as [`populated`](Self::populated) says it of all: for a few
     /// pages of a block whose others are of no interest, and are [not looked at](Self::can_be_asked_in_parts) if possible. The
-    /// runs ascend; what `found` is told lies within them, some of it perhaps twice.
+    /// runs ascend; what `found` receives lies within them, some of it perhaps twice.
     ///
     /// # Errors
     /// As [`populated`](Self::populated).

@@ -24,7 +24,7 @@ pub enum ReleaseMethod {
     /// `madvise(MADV_REMOVE)`: punches the hole through the mapping of shared memory. The pages read as zero.
     Remove,
     /// `madvise(MADV_FREE)`: of private memory without a file; the kernel takes it when it needs some. Until then, and if it is
-    /// written first, it stays. While a dirty log is on it is `DontNeed`: the kernel tells no log when it takes a page.
+    /// written first, it stays. While a dirty log is on it is `DontNeed`: no log sees when the kernel takes a page.
     Free,
 }
 
@@ -103,7 +103,7 @@ impl MemoryBlock {
     }
 
     /// Has the kernel keep what was released by [`ReleaseMethod::Free`] and not taken yet, for a log that would lose a page's mark when
-    /// the kernel takes the page. The log [hears of discards](crate::discarding) already.
+    /// the kernel takes the page. The log [learns of discards](crate::discarding) already.
     pub(crate) fn keep_lazily_freed(&self) -> io::Result<()> {
         if !self.discards().take_lazy() {
             return Ok(());

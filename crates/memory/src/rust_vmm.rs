@@ -99,7 +99,7 @@ fn block_over<B: Bitmap + Send + Sync + 'static>(
     Ok(MemoryBlock::over(name, mapping, file, page_size, shared))
 }
 
-/// mmap(2): the binary logarithm stands in six bits from `MAP_HUGE_SHIFT` (26) on; 0 means the system's usual size.
+/// mmap(2): the binary logarithm is in six bits from `MAP_HUGE_SHIFT` (26) on; 0 means the system's usual size.
 fn huge_page_size(flags: i32) -> u64 {
     match (flags >> 26) & 63 {
         0 => {

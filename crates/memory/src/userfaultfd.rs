@@ -28,15 +28,15 @@ impl Features {
     pub(crate) const NONE: Self = Self(0);
     /// `EVENT_FORK`: a fork gives a descriptor for the child's memory.
     pub(crate) const EVENT_FORK: Self = Self(1 << 1);
-    /// `EVENT_REMAP`: mremap(2) is told.
+    /// `EVENT_REMAP`: mremap(2) is reported.
     pub(crate) const EVENT_REMAP: Self = Self(1 << 2);
-    /// `EVENT_REMOVE`: `MADV_DONTNEED` and `MADV_REMOVE` are told.
+    /// `EVENT_REMOVE`: `MADV_DONTNEED` and `MADV_REMOVE` are reported.
     pub(crate) const EVENT_REMOVE: Self = Self(1 << 3);
     /// `MISSING_HUGETLBFS`.
     pub(crate) const MISSING_HUGETLBFS: Self = Self(1 << 4);
     /// `MISSING_SHMEM`.
     pub(crate) const MISSING_SHMEM: Self = Self(1 << 5);
-    /// `EVENT_UNMAP`: munmap(2) is told.
+    /// `EVENT_UNMAP`: munmap(2) is reported.
     pub(crate) const EVENT_UNMAP: Self = Self(1 << 6);
     /// `THREAD_ID`: a fault says which thread it stopped.
     pub(crate) const THREAD_ID: Self = Self(1 << 8);
@@ -44,7 +44,7 @@ impl Features {
     pub(crate) const MINOR_HUGETLBFS: Self = Self(1 << 9);
     /// `MINOR_SHMEM`.
     pub(crate) const MINOR_SHMEM: Self = Self(1 << 10);
-    /// `PAGEFAULT_FLAG_WP`: writes to protected pages are told (5.7).
+    /// `PAGEFAULT_FLAG_WP`: writes to protected pages are reported (5.7).
     pub(crate) const PROTECT: Self = Self(1 << 0);
     /// `WP_HUGETLBFS_SHMEM`: memory of memfds and huge pages can be protected (5.19).
     pub(crate) const PROTECT_SHARED: Self = Self(1 << 12);
@@ -72,7 +72,7 @@ impl Features {
     }
 }
 
-/// What to be told about registered memory (`UFFDIO_REGISTER_MODE_*`): a set.
+/// What to report about registered memory (`UFFDIO_REGISTER_MODE_*`): a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RegisterMode(u64);
 
@@ -102,7 +102,7 @@ pub enum FaultAccess {
     UserOnly,
 }
 
-/// What a userfaultfd tells. Addresses are of the process whose memory it is.
+/// What a userfaultfd reports. Addresses are of the process whose memory it is.
 #[derive(Debug)]
 pub(crate) enum Message {
     /// A thread waits for a page.
@@ -131,7 +131,7 @@ pub(crate) enum Message {
     Remove(Range<u64>),
     /// Memory was unmapped.
     Unmap(Range<u64>),
-    /// Something that a later kernel tells.
+    /// Something that a later kernel reports.
     Unknown(u8),
 }
 
@@ -258,7 +258,7 @@ impl Userfaultfd {
         Ok(Features(argument.features))
     }
 
-    /// Begins to tell about memory.
+    /// Begins to report events of memory.
     ///
     /// # Errors
     /// `EINVAL`: not possible for this kind of memory; `EBUSY`: another userfaultfd has it.
@@ -266,7 +266,7 @@ impl Userfaultfd {
         self.call::<REGISTER, _>(&mut RegisterArgument { range: memory.into(), mode: mode.0, ioctls: 0 })
     }
 
-    /// Stops to tell about memory, and lets all go on who wait there: *what is not there reads as zero from now on*.
+    /// Stops reporting events of memory, and lets all threads go on that wait there: *what is not there reads as zero from now on*.
     ///
     /// # Errors
     /// `EINVAL`: it is not (all) mapped.
@@ -274,7 +274,7 @@ impl Userfaultfd {
         self.call::<UNREGISTER, _>(&mut RangeArgument::from(memory))
     }
 
-    /// Lets all who wait there look again; who still misses a page waits again, and is told again.
+    /// Lets all threads that wait there try again; one that still misses a page waits again, and is reported again.
     ///
     /// # Errors
     /// `EINVAL`: no range of whole pages.
@@ -333,7 +333,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Reads what there is to tell: up to 32 messages; none if there is nothing at the moment.
+    /// Reads the pending events: up to 32 messages; none if there is nothing at the moment.
     ///
     /// # Errors
     /// The kernel's refusal.

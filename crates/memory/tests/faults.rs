@@ -1,4 +1,4 @@
-//! The fault handler under threads that really wait: every kind of memory, every way to place a page, and dead pagers.
+//! The fault handler under threads that really wait: every kind of memory, every way to place a page, and killed pagers.
 #![allow(unsafe_code, reason = "gives pages back under the handler, and privileges")]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -293,7 +293,7 @@ fn a_waiting_thread_survives_a_killed_pager_and_reads_what_the_next_one_places()
     let held = first.hold();
     std::thread::scope(|scope| {
         let readers = [5, 6, 7].map(|page| scope.spawn(move || number_in(block, PageNumber(page))));
-        // The first pager is told of at least one, answers nothing, and dies.
+        // The first pager receives at least one, answers nothing, and ends.
         assert!(!faults(&first).is_empty());
         drop(first);
         // All of them wait in the kernel, and no handler answers.
@@ -460,7 +460,7 @@ fn passed(socket: impl AsFd) -> (OwnedFd, [u8; 8]) {
     (descriptors.next().unwrap(), bytes)
 }
 
-/// The other process of the test below: serves 64 pages at the address it was told.
+/// The other process of the test below: serves 64 pages at the address it was given.
 #[test]
 fn pager_process() {
     if std::env::var_os(PAGER).is_none() {

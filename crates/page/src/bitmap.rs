@@ -1,7 +1,7 @@
 //! Bitmaps with one bit per page of a RAM block: [`PageBitmap`] for one owner, [`AtomicPageBitmap`] for several
 //! threads.
 //!
-//! Law: the bits of the last word that stand for no page are always clear, so counting, comparing and exporting never
+//! Law: the bits of the last word without a page are always clear, so counting, comparing and exporting never
 //! look at them. A page outside a bitmap has no bit: reading gives `false`, changing it does nothing, ranges are cut
 //! off at the end. No method panics.
 //!

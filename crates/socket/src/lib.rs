@@ -49,7 +49,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`, where nothing may be but a socket that a dead process left behind; so many connections may wait to be
+/// Listens at `path`, where nothing may be but a socket that an ended process left behind; so many connections may wait to be
 /// accepted. The socket does not block.
 ///
 /// While it is looked at and bound, and no longer, a file of the same name with `.limosa-lock` behind it exists next to it.

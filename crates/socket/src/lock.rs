@@ -2,7 +2,7 @@
 //!
 //! Law: at most one [`Lock`] of a path is held at any time, by whichever process. A file next to the socket is locked (flock(2)), and
 //! not the folder: people lock folders for reasons of their own (systemd-tmpfiles(8) is kept from them that way). The file is removed
-//! while it is locked, and a lock counts only if the file still stands there, so a process that had opened it before looks again.
+//! while it is locked, and a lock counts only if the file is still there, so a process that had opened it before looks again.
 //! One that a killed process left behind is locked and removed by the next.
 
 use std::ffi::OsString;
@@ -20,7 +20,7 @@ const SUFFIX: &str = ".limosa-lock";
 /// How often a lock that another one holds is asked for again.
 const TICK: Duration = Duration::from_millis(1);
 
-/// The right to replace what stands at a path, until it is dropped.
+/// The right to replace what is at a path, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Lock {
     path: PathBuf,

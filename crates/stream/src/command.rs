@@ -49,7 +49,7 @@ pub enum Command {
     EnableColo,
     /// 9: go on after a recovery.
     PostcopyResume,
-    /// 10: tell which pages of a block have arrived.
+    /// 10: report which pages of a block have arrived.
     ReceiveBitmap {
         /// RAM block name.
         block: String,

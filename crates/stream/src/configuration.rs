@@ -144,7 +144,7 @@ impl Configuration {
     }
 
     /// Reads file header and configuration record from the beginning of a stream: the configuration and its length in
-    /// bytes, or `None` if `input` ends before the byte that follows the record (only that byte tells that no further
+    /// bytes, or `None` if `input` ends before the byte that follows the record (only that byte shows that no further
     /// subsection comes).
     ///
     /// # Errors

@@ -16,7 +16,7 @@ pub(crate) enum Stop {
 }
 
 impl Stop {
-    /// As an error of the stream in which the cursor's first byte stands at `base`; `Need` becomes `Truncated`.
+    /// As an error of the stream in which the cursor's first byte is at `base`; `Need` becomes `Truncated`.
     pub(crate) fn into_error(self, base: u64, place: impl Into<Cow<'static, str>>, available: usize) -> StreamError {
         let place = place.into();
         match self {

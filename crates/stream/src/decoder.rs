@@ -34,7 +34,7 @@ pub enum Step {
     },
 }
 
-/// What stands in a stream.
+/// What a stream contains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
@@ -267,10 +267,10 @@ impl Decoder {
         StreamError::new(self.offset, self.place(), Fault::Truncated { what: what.into(), wanted, available })
     }
 
-    /// Decodes what stands at the beginning of `input`.
+    /// Decodes what is at the beginning of `input`.
     ///
     /// # Errors
-    /// What stands there is not what the format has there; the decoder must not be used after that.
+    /// What is there does not follow the format; the decoder must not be used after that.
     #[inline]
     pub fn step(&mut self, input: &[u8]) -> Result<Step, StreamError> {
         if self.state == State::Records

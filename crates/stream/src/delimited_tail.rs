@@ -1,4 +1,4 @@
-//! The device tail of a live source, which tells where everything in it ends.
+//! The device tail of a live source, whose parts have lengths.
 
 use crate::command::Command;
 use crate::cursor::u64_from;
@@ -81,7 +81,7 @@ impl DelimitedTail {
                 (Stage::Sections, byte) if byte == SectionKind::Full.byte() => match device_sections::read_one(rest) {
                     Ok(Some((id, found, length))) => {
                         let range = self.at..self.at + length;
-                        // Behind the state stands the footer; before it its length, which belongs to the body.
+                        // Behind the state is the footer; before it its length, which belongs to the body.
                         let end = range.end - section::FOOTER_LENGTH;
                         let body = end - found.state.len() - size_of::<u32>()..end;
                         let (name, instance, version) = (found.name.to_owned(), found.instance, found.version);

@@ -1,6 +1,6 @@
 //! Device sections of a VMM that has formats of its own: written with their description, read without it.
 //!
-//! QEMU's sections carry no length, so without the description that comes last only QEMU's devices can tell where one
+//! QEMU's sections carry no length, so without the description that comes last only QEMU's devices know where one
 //! ends; and in a postcopy package there is no description. A VMM that is free to choose puts a length in front: each body
 //! is a be32 and so many opaque bytes. To stock QEMU's tools this is a section like any other.
 
@@ -68,7 +68,7 @@ impl DeviceSections {
         &self.bytes
     }
 
-    /// Their description (JSON), as it stands behind them in a precopy stream.
+    /// Their description (JSON), as it follows them in a precopy stream.
     pub fn description(&self) -> Vec<u8> {
         json!({ "page_size": crate::ram::PAGE_SIZE, "devices": self.devices }).to_string().into_bytes()
     }

@@ -58,7 +58,7 @@ impl std::error::Error for StreamError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Fault {
-    /// Something else stands where `what` had to be.
+    /// Something else is where `what` had to be.
     #[error("expected {what}, found {found}")]
     Expected {
         /// What had to be there.

@@ -15,7 +15,7 @@
 //! | [`StreamWalk`] | a decoder driven over a file, page payloads skipped |
 //! | [`multifd`] | packets of the multifd channels |
 //! | [`xbzrle`] | deltas between two states of a page |
-//! | [`ReturnMessage`], [`ReturnDecoder`] | what a destination tells its source |
+//! | [`ReturnMessage`], [`ReturnDecoder`] | messages of a destination to its source |
 //! | [`mapped_ram`] | where everything lies in a mapped-ram file |
 //! | [`Description`] | the JSON description of the device sections |
 //! | [`outline`] | the same in full: fields and subsections by name |

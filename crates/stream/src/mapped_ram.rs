@@ -1,7 +1,7 @@
 //! Where everything lies in a mapped-ram file.
 //!
 //! Fact (QEMU docs: migration/mapped-ram): a mapped-ram file is a stream whose RAM START section has holes. Behind the
-//! name and length of each block stands a header that says where the block's bitmap and its pages are; the next block
+//! name and length of each block follows a header that says where the block's bitmap and its pages are; the next block
 //! follows behind the pages, so the blocks form a chain. [`Layout::plan`] makes such a chain the way QEMU does,
 //! [`Layout::decode`] follows that of any writer, and both end at [`tail_offset`](Layout::tail_offset), where the device
 //! sections begin. All offsets are absolute in the file.
@@ -90,7 +90,7 @@ impl MappedHeader {
 pub struct MappedBlock {
     /// Name and length.
     pub block: RamBlock,
-    /// Where the block's name (its length byte) stands.
+    /// Where the block's name (its length byte) is.
     pub header_offset: u64,
     /// Where its bitmap begins: bit i % 8 of byte i / 8 is set if page i is stored.
     pub bitmap_offset: u64,
@@ -161,7 +161,7 @@ pub struct Layout {
     pub section_id: u32,
     /// The RAM blocks in the order of the file.
     pub blocks: Vec<MappedBlock>,
-    /// Device sections that stand between the RAM blocks and the rest: see [`Event::EarlyDevice`].
+    /// Device sections between the RAM blocks and the rest: see [`Event::EarlyDevice`].
     pub early_sections: Vec<u8>,
     /// Where the device sections begin (the byte 0x04 of the first one, once it is written).
     pub tail_offset: u64,
@@ -256,7 +256,7 @@ impl Layout {
     }
 
     /// Reads the layout of a file of `file_length` bytes whose stream begins at `base`: follows the chain of blocks and
-    /// passes over what may stand between them and the first device section (sections without records, the switchover
+    /// passes over what may be between them and the first device section (sections without records, the switchover
     /// command).
     ///
     /// # Errors

@@ -27,7 +27,7 @@ pub const INITIAL_LEN: usize = 64;
 pub const PACKET_LEN: usize = 1344;
 /// Most pages in a packet.
 pub const PACKET_PAGES: usize = 128;
-/// Bytes at the beginning of a packet that tell its kind.
+/// Bytes at the beginning of a packet that determine its kind.
 pub const PREFIX_LEN: usize = 12;
 /// Longest payload of a packet in bytes: that is QEMU's buffer for compressed pages.
 pub const PAYLOAD_LIMIT: u32 = 1 << 20;
@@ -223,7 +223,7 @@ impl<'a> Packet<'a> {
         Ok(())
     }
 
-    /// Reads the header at the beginning of `input`, which stands at `offset` in its channel. `None` while there are fewer
+    /// Reads the header at the beginning of `input`, which is at `offset` in its channel. `None` while there are fewer
     /// than [`PACKET_LEN`] bytes; what is wrong in the first [`PREFIX_LEN`] of them is found as soon as they are there.
     /// `offsets` takes the page offsets.
     ///

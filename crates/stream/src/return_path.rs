@@ -1,4 +1,4 @@
-//! What a destination tells its source: type, length, payload, in both directions.
+//! Messages of a destination to its source: type, length, payload, in both directions.
 //!
 //! [`ReturnDecoder`] takes the bytes as they come and gives whole messages. Its memory is bounded: a message has at
 //! most 512 bytes (QEMU's own limit), except for the bitmap of received pages, whose limit the caller sets.

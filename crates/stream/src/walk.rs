@@ -31,7 +31,7 @@ pub enum WalkError {
 /// A [`Decoder`] and a window over the file it decodes.
 ///
 /// Page payloads and packages are passed over without being read, and the jumps of a mapped-ram file are followed, so
-/// walking costs what stands between the pages. The reads themselves are the caller's, as a closure.
+/// walking costs what is between the pages. The reads themselves are the caller's, as a closure.
 #[derive(Debug)]
 pub struct StreamWalk<R> {
     decoder: Decoder,

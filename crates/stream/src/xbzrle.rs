@@ -12,7 +12,7 @@ const PLACE: &str = "xbzrle page delta";
 const UNCHANGED: &str = "a count of unchanged bytes";
 const CHANGED: &str = "a count of changed bytes";
 
-/// Applies `delta`, which stands at `offset` in its stream, to `page`. On an error the page is as before.
+/// Applies `delta`, which is at `offset` in its stream, to `page`. On an error the page is as before.
 ///
 /// # Errors
 /// A count that is empty, too long, or leads out of the page or of the delta.

@@ -1,6 +1,6 @@
 //! From a connected socket to keys.
 //!
-//! The laws: it takes a bounded time and a bounded buffer; it never waits unless it is told to; and
+//! The laws: it takes a bounded time and a bounded buffer; it never waits unless it is asked to; and
 //! no byte behind the handshake goes through it: rustls is shown one record at a time, so that what follows the last one
 //! stays where it is.
 

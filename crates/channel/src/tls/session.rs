@@ -374,7 +374,7 @@ impl Session {
         self.receive_stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Nothing more is put, and the peer is not told that this was all.
+    /// Nothing more is put, and no close notification is sent.
     pub(crate) fn give_up(&self) {
         self.shut.store(true, Ordering::Relaxed);
         if let Some(Ok(directions)) = self.outcome.get()

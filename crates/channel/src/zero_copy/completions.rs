@@ -1,6 +1,6 @@
 //! Which sends the kernel is done with.
 //!
-//! The kernel counts the calls with `MSG_ZEROCOPY` that moved something, from 0, in 32 bits that wrap, and tells of them in
+//! The kernel counts the calls with `MSG_ZEROCOPY` that moved something, from 0, in 32 bits that wrap, and reports them in
 //! ranges, both ends included, in any order (kernel docs: `networking/msg_zerocopy`, "Notification
 //! parsing"). No system call here.
 
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// word alone is none about a path.
 const VERDICT: (u64, u64) = (16, 4);
 
-/// A range of calls that the kernel is done with, as it tells it.
+/// A range of calls that the kernel is done with, as it reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Completion {
     /// The first call's number.
@@ -39,7 +39,7 @@ pub(crate) struct Completions {
     told_copied: u64,
 }
 
-/// The kernel told of a call that it was not lent anything by, or told of one twice.
+/// The kernel reported a call that lent nothing, or reported one twice.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Unexpected;
 
@@ -54,7 +54,7 @@ impl Completions {
         self.sent - self.completed
     }
 
-    /// Takes what the kernel tells.
+    /// Takes what the kernel reports.
     pub(crate) fn take(&mut self, told: Completion) -> Result<(), Unexpected> {
         // Fewer than 2^31 calls can be under way: each of them holds memory of the kernel.
         let distance = told.first.wrapping_sub(low(self.done));

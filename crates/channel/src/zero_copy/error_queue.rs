@@ -1,4 +1,4 @@
-//! A socket's error queue, where the kernel tells which sends it is done with.
+//! A socket's error queue, where the kernel reports which sends it is done with.
 #![allow(unsafe_code, reason = "ancillary data is laid out by macros over raw memory")]
 
 use std::io;
@@ -19,7 +19,7 @@ use crate::tcp_info::TcpInfo;
 const ORIGIN_ZEROCOPY: u8 = 5;
 const CODE_COPIED: u8 = 1;
 
-/// How soon a socket is looked at again of which both ends have said their last word: that is told again and again.
+/// How soon a socket is looked at again whose directions are both shut down: that is reported again and again.
 const AFTER_THE_END: Duration = Duration::from_millis(1);
 
 /// What a lender needs of a socket beside sending: tests have one that invents completions.
@@ -49,14 +49,14 @@ impl ErrorQueue for SocketQueue<'_> {
     }
 
     fn wait(&self, time: Duration) -> io::Result<()> {
-        // Nothing is asked for: that there are errors is always told.
+        // No event is asked for: errors are always reported.
         let mut polled = [PollFd::from_borrowed_fd(self.0, PollFlags::empty())];
         match poll(&mut polled, Timespec::try_from(time).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
         if polled.iter().any(|polled| polled.revents().contains(PollFlags::HUP)) {
-            // Who reads may have been told the reason already.
+            // A thread that reads may have got the reason already.
             sockopt::socket_error(self.0)??;
             if TcpInfo::of(self.0)?.closed {
                 return Err(io::ErrorKind::BrokenPipe.into());

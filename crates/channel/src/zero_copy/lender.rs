@@ -38,7 +38,7 @@ const SLICE: Duration = Duration::from_millis(100);
 /// The least that is offered at a time before bytes are copied instead.
 const LEAST: usize = 4096;
 
-/// How often a connection is told to end.
+/// How often a connection is shut down again.
 const ABORTS: u32 = 100;
 
 /// How long a peer may acknowledge nothing of a connection that is to end, in milliseconds.
@@ -321,7 +321,7 @@ fn splice_all(pipe: &Pipe, out: Transfer<'_>, lent: &mut Cursor<'_, Out>) -> Res
         paid += out.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
         out.direction.counters.called();
         let filled = match pipe.fill(&batch) {
-            // The pipe is empty, so nothing stands before what follows.
+            // The pipe is empty, so nothing is before what follows.
             Err(error) if Errno::from_io_error(&error) == Some(Errno::FAULT) => {
                 return out.put_by(lent, |batch| out.transport.put(batch));
             }
@@ -376,7 +376,7 @@ fn lend_all(
                 if let Some(why @ (Errno::NOBUFS | Errno::FAULT)) = Errno::from_io_error(&error) =>
             {
                 out.direction.counters.starved();
-                // What it has finished takes room until it was told.
+                // What it has finished takes room until it is reported.
                 if why == Errno::NOBUFS
                     && (reap(completions, out.direction, queue)? != 0 || completions.outstanding() != 0)
                 {
@@ -446,7 +446,7 @@ fn wait(
     }
     let rest = idle.remaining()?.unwrap_or(SLICE).min(SLICE);
     let waited = queue.wait(rest);
-    // An end of the connection does not take away what it has told before.
+    // An end of the connection does not take away what was reported before.
     let any = reap(completions, direction, queue)? != 0;
     match waited {
         Err(_) if !any && given_up() => Err(Stop::ShutDown),

@@ -1,4 +1,4 @@
-//! Another implementation at the other end: OpenSSL's, which sends tickets behind its handshake and renews keys when told to.
+//! Another implementation at the other end: OpenSSL's, which sends tickets behind its handshake and renews keys when asked to.
 
 use std::io::Write as _;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -80,7 +80,7 @@ fn a_client_of_openssl_renews_its_keys_and_ours() {
         server.get(&mut got).unwrap();
         assert_eq!(&got, b"after\n");
         server.put(&[7; 10]).unwrap();
-        // Everything of ours has opened there, and it ends because it was told that this is the end.
+        // Everything of ours has opened there, and it ends because it received the close notification.
         drop(server);
         let end = Instant::now() + SOON;
         while client.0.try_wait().unwrap().is_none() {

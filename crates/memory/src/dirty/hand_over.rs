@@ -3,10 +3,10 @@
 //! ***Law: while a block's lock is not held, every page of it that can be written has its bit set.** The handler sets the
 //! bit of a page and then lifts its protection; the fetch protects the pages whose bits are set and then clears the bits;
 //! both do it under the lock. Without it a fetch could come between the handler's two steps: it would protect what is
-//! protected still, clear the bit and give the page out, and the handler would then let in writes that no bit tells of.
+//! protected still, clear the bit and give the page out, and the handler would then let in writes without a bit.
 //!
-//! A page that is discarded can be written from then on, and has its bit from the fetch on that hears of it, which protects it
-//! anew: until then the note of the [discard](crate::discarding) stands for the bit.
+//! A page that is discarded can be written from then on, and has its bit from the fetch on that learns of it, which protects it
+//! anew: until then the note of the [discard](crate::discarding) replaces the bit.
 //!
 //! A writer does not know of any lock: it writes while the page can be written and waits while it cannot. If it writes
 //! before the fetch protects the page, the page is in that fetch and is read after the write; if it comes later, it waits

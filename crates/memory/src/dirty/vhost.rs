@@ -162,7 +162,7 @@ impl Image {
             let bits = self.take(word);
             for region in regions {
                 let first = first_bit(region);
-                // The region's page that the word's lowest bit stands for, or those bits that stand before its first.
+                // The region's page of the word's lowest bit, or those bits that are before its first.
                 match (word * 64).checked_sub(first) {
                     Some(page) => into.add_words(region, page, &[bits]),
                     None => into.add_words(region, 0, &[bits.unbounded_shr(shift(first - word * 64))]),
@@ -208,7 +208,7 @@ impl DirtyLog for VhostLog {
         self.image.take_all(words, |_, _| {}).map_err(failed("clearing it"))?;
         let base = LogBase { fd: self.image.file.as_fd(), length: self.image.mapping.len() as u64 };
         if let Err(error) = (self.switch)(Some(base)) {
-            // Those that were told already stop again; what is said of that is of no use.
+            // Those that were started already stop again; their errors are of no use.
             let _ = (self.switch)(None);
             return Err(failed("having the back ends log")(error));
         }

@@ -1,14 +1,14 @@
 //! Write protection that a thread of ours lifts: userfaultfd for kernels before 6.7.
 //!
 //! A write to a protected page makes its writer wait; a thread marks the page, lets it be written and wakes the writer. A
-//! fetch protects the marked pages again *before* it hands them out. How the two keep out of each other's way stands in
+//! fetch protects the marked pages again *before* it hands them out. How the two are kept apart is in
 //! `hand_over`. Costs two switches of threads for the first write to a page after each fetch.
 //!
 //! If the thread fails, it lets go of all memory: the guest runs on, and the next fetch says that the log is worth nothing.
 //!
-//! A page that is given back loses its protection. The log hears of it if it is [discarded](MemoryBlock::discard) or
+//! A page that is given back loses its protection. The log learns of it if it is [discarded](MemoryBlock::discard) or
 //! [released](MemoryBlock::release), and protects it anew; of what others give back, another process that punches a hole into
-//! shared memory, it does not hear, and what is written there next is lost to it. Else it does not see what
+//! shared memory, it does not learn of it, and what is written there next is lost to it. Else it does not see what
 //! [`WriteProtectLog`](super::WriteProtectLog) does not.
 
 use std::io;
@@ -31,7 +31,7 @@ const NAME: &str = "userfaultfd's write protection with a fault handler";
 /// Pages that a fetch protects before it lets waiting writers in between (64 MiB).
 const SLICE: u64 = (64 << 20) / PAGE_SIZE;
 
-/// The log: kernel 5.19 or newer for shared memory and huge pages, 6.4 for private memory; needs to be told of the
+/// The log: kernel 5.19 or newer for shared memory and huge pages, 6.4 for private memory; needs to know of the
 /// kernel's faults.
 #[derive(Debug)]
 pub struct WriteFaultLog {

@@ -101,7 +101,7 @@ pub enum FaultError {
         address: u64,
     },
 
-    /// The kernel told something unknown.
+    /// The kernel reported something unknown.
     #[error("unknown userfaultfd event {event:#x}")]
     UnknownEvent {
         /// Its number.

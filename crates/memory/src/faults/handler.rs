@@ -16,16 +16,16 @@ use crate::GuestMemory;
 use crate::mapping::Mapping;
 use crate::userfaultfd::{FaultAccess, Features, Message, RegisterMode, Userfaultfd};
 
-/// What a handler is to be told.
+/// What is to be reported to a handler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FaultOptions {
     /// Whose faults.
     pub access: FaultAccess,
-    /// Be told of pages that are given back. Who does that waits until the handler has read it, so the pager itself must not.
+    /// Report pages that are given back. The thread that gives them back waits until the handler has read it, so the pager itself must not.
     pub removals: bool,
-    /// Be told of memory that is unmapped or moved. Who does that waits until the handler has read it.
+    /// Report memory that is unmapped or moved. The thread that does so waits until the handler has read it.
     pub mappings: bool,
-    /// Be told of forks (needs `CAP_SYS_PTRACE`). Without, memory that a child inherits is filled with zeros where it is missing.
+    /// Report forks (needs `CAP_SYS_PTRACE`). Without, memory that a child inherits is filled with zeros where it is missing.
     pub forks: bool,
 }
 
@@ -196,7 +196,7 @@ impl FaultHandler {
         &self.layout
     }
 
-    /// Keeps what is registered up to now as it is if this handler dies, and makes the next one then.
+    /// Keeps what is registered up to now as it is if this handler ends, and makes the next one then.
     pub fn hold(&self) -> HeldFaults {
         HeldFaults { descriptor: Arc::clone(&self.descriptor), layout: self.layout.clone() }
     }
@@ -206,7 +206,7 @@ impl FaultHandler {
         FaultWaker(Arc::clone(&self.wake))
     }
 
-    /// Waits until there is something to tell, the time is over (`None`: as long as it takes) or a waker was used; adds what
+    /// Waits until there is an event, the time is over (`None`: as long as it takes) or a waker was used; adds what
     /// there is to `into`, which stays as it is in the latter cases.
     ///
     /// # Errors
@@ -243,7 +243,7 @@ impl FaultHandler {
         }
     }
 
-    /// Reads what there is to tell into the queue, for the next who waits; the thread that changes the memory goes on then. Whether there
+    /// Reads the pending events into the queue, for the next call that waits; the thread that changes the memory goes on then. Whether there
     /// was anything.
     pub(super) fn drain(&self) -> Result<bool, FaultError> {
         let mut events = Vec::new();
@@ -282,7 +282,7 @@ impl FaultHandler {
         result
     }
 
-    /// Every page has come (or is zero from now on): who touches the memory is no longer told, and pages that are missing all
+    /// Every page has come (or is zero from now on): threads that touch the memory are no longer reported, and pages that are missing all
     /// the same read as zeros. Closes the descriptor if no hold is left.
     ///
     /// # Errors
@@ -317,7 +317,7 @@ impl FaultHandler {
     }
 
     fn queue(&self) -> std::sync::MutexGuard<'_, VecDeque<FaultEvent>> {
-        // What a thread that died has left in the queue is whole: events are added one by one.
+        // What a thread that panicked has left in the queue is complete: events are added one by one.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -344,7 +344,7 @@ impl HeldFaults {
         FaultHandler::succeeding(Arc::clone(&self.descriptor), self.layout.clone())
     }
 
-    /// What is registered, to be told a pager of another process.
+    /// What is registered, for a pager of another process.
     pub fn layout(&self) -> &FaultLayout {
         &self.layout
     }

@@ -1,6 +1,6 @@
 //! Where registered blocks lie in the process whose memory it is.
 //!
-//! Plain numbers, so that a pager in another process can be told them; to that one they are not memory.
+//! Plain numbers, so that they can be sent to a pager in another process; there they are not memory.
 
 use std::ops::Range;
 

@@ -74,7 +74,7 @@ impl FaultHandler {
         self.place(block, pages, "UFFDIO_CONTINUE", |fd, at, _| fd.map_present(at))
     }
 
-    /// Lets all who wait for these pages look again: who still misses one is told anew.
+    /// Lets all threads that wait for these pages try again: one that still misses a page is reported again.
     ///
     /// # Errors
     /// [`FaultError::Pages`], or the kernel's refusal.
@@ -138,9 +138,9 @@ struct Idle {
 }
 
 impl Idle {
-    /// Tries between two looks at what is told.
+    /// Tries between two reads of events.
     const TRIES: u32 = 64;
-    /// Tries without anything told after which there is no hurry.
+    /// Tries without an event after which there is no hurry.
     const PATIENT: u32 = 16 * Self::TRIES;
 
     fn is_time_to_look(&self) -> bool {

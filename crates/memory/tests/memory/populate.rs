@@ -54,7 +54,7 @@ fn memory_is_there_before_the_pages_of_a_full_guest_come() {
         }
         populator.finish();
     });
-    // Nothing has come, so all that has memory was populated: nearly all that was told, and a 32nd ahead.
+    // Nothing has come, so all that has memory was populated: nearly all that was reported, and a 32nd ahead.
     let stats = populator.stats();
     assert_eq!(stats.left_out, 0);
     assert!((7000..=8000).contains(&stats.populated), "{stats:?}");

@@ -80,7 +80,7 @@ fn a_page_that_is_only_read_is_not_named_but_once_if_it_was_never_touched() {
             }
             let named = fetched(&mut *log, &memory);
             if memory.block(0).unwrap().file().is_none() && log.name().contains("asynchronous") {
-                // Of private memory; what was there before the log is told from it.
+                // Of private memory; what was there before the log is distinguished from it.
                 assert_eq!(named, [PageRange::first(9), PageRange::starting_at(PageNumber(10), 54)]);
             } else {
                 assert_eq!(named, [], "{}", log.name());

@@ -1,6 +1,6 @@
 //! The bitmap that several threads change.
 //!
-//! Law: of all threads that set (or clear) one bit at the same time exactly one is told that it changed it. This is
+//! Law: of all threads that set (or clear) one bit at the same time exactly one learns that it changed it. This is
 //! what lets a thread that answers page requests and a thread that pushes pages in the background share one bitmap
 //! and send every page once. Changes release and observations acquire, so what a thread wrote before it set a bit is
 //! seen by the thread that found the bit set.

@@ -31,7 +31,7 @@ pub(crate) const PAGES_A_CALL: usize = 64;
 /// takes 19% less time with it; with 2 pages 14%, with 8 17%, with 16 10%.
 pub(crate) const AHEAD: usize = 4;
 
-/// Ahead is fetched as long as one of so many pages, a bit each, was told by its first line. Where pages are read on from there
+/// Ahead is fetched as long as one of so many pages, a bit each, was decided by its first line. Where pages are read on from there
 /// the processor fetches ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 20%.
 const LATELY: u64 = 0xff;
 
@@ -217,7 +217,7 @@ unsafe fn words_are_zero<V: Vector, const STEP: usize>(start: *const u64, count:
 
 /// The loop: `STEP` vectors between two branches, and words up to the first aligned vector and behind the last one.
 ///
-/// With more than one vector a step, memory with contents is told from zeros as early as can be: by its first cache line, then by
+/// With more than one vector a step, memory with contents is distinguished from zeros as early as possible: by its first cache line, then by
 /// the words in the middle and at the end. One after the other, so that where the first line decides no other one is fetched.
 ///
 /// # Safety
@@ -348,7 +348,7 @@ unsafe fn find_zero_pages<V: Vector>(start: *const u8, count: usize, beyond: usi
 unsafe fn look_at_pages<V: Vector, const ALIGNED: bool>(start: *const u8, count: usize, beyond: usize) -> u64 {
     const WORDS: usize = PAGE_LEN / WORD;
     let mut zero = 0;
-    // As if the page before had been told by its first line: what comes first is the least likely to be fetched by itself.
+    // As if the page before had been decided by its first line: what comes first is the least likely to be fetched by itself.
     let mut early = 1;
     for page in 0..count {
         if early & LATELY != 0 && page + AHEAD < count + beyond {

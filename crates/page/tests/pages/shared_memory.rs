@@ -215,7 +215,7 @@ fn pages_that_are_written_during_a_scan_do_not_disturb_the_others() {
 }
 
 proptest! {
-    /// tmpfs knows its holes to the page, unless the system is told to use huge pages for shared memory.
+    /// tmpfs knows its holes to the page, unless the system is set to use huge pages for shared memory.
     #[test]
     fn ranges_of_data_are_those_written_whatever_was_written(
         written in vec(0u64..64, 0..24),

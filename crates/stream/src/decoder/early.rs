@@ -9,7 +9,7 @@ use crate::cursor::{Cursor, Stop};
 use crate::error::Fault;
 use crate::section::{self, SectionHeader, SectionKind};
 
-/// How the name of the section ends; what stands before it is the device's place.
+/// How the name of the section ends; what is before it is the device's place.
 const NAME: &str = "virtio-mem-device-early";
 /// The version of it that is known.
 const VERSION: u32 = 1;

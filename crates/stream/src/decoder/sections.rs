@@ -1,4 +1,4 @@
-//! What stands between the bodies: file header, section headers and footers, commands, the first device section.
+//! What is between the bodies: file header, section headers and footers, commands, the first device section.
 
 use super::{Decoder, Event, State, early, outside};
 use crate::command::Command;

@@ -1,4 +1,4 @@
-//! Where the device sections end, when nothing but the description behind them can tell.
+//! Where the device sections end, when only the description behind them says so.
 
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::{Description, DeviceTail, GlobalState, SectionHeader, SectionKind, section};
@@ -108,7 +108,7 @@ fn the_end_is_found_with_the_last_byte_and_not_before() {
 }
 
 /// A device body that holds a whole end of its own, made by the guest that owns the memory: a footer of the section
-/// that the body stands in, the mark, and a description that fits everything up to there.
+/// that the body is in, the mark, and a description that fits everything up to there.
 fn forged_body(prefix: &Tail, id: u32) -> Vec<u8> {
     let inner = 16;
     let mut body = vec![0xaa; inner];
@@ -132,7 +132,7 @@ fn a_forged_end_inside_a_device_body_is_not_believed() {
     let tail = prefix.device(7, "e1000", &body).device(44, "globalstate", &state("running")).finish();
     let located = devices::locate(&tail, 0, TAIL_LIMIT).unwrap();
     assert_eq!((located.end, located.sections.len()), (tail.len(), 3));
-    // It does fit: cut off there, nothing could tell.
+    // It does fit: cut off there, nothing could show it.
     assert_eq!(devices::locate(&tail[..forged_end], 0, TAIL_LIMIT).unwrap().end, forged_end);
     let mut arriving = DeviceTail::new(0, TAIL_LIMIT);
     assert!(arriving.find(&tail[..forged_end]).unwrap().is_some());

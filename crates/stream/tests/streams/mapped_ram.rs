@@ -5,7 +5,7 @@ use limosa_stream::{Configuration, RamBlock, WalkError, ram, section};
 use std::io;
 
 const TAIL: &[u8] = b"\x04\0\0\0\x01\x05timer\0\0\0\0\0\0\0\x02";
-/// Where the offsets of the first block stand in the file of `file`: 28 bytes of header and the name before.
+/// Where the offsets of the first block are in the file of `file`: 28 bytes of header and the name before.
 const FIRST_BITMAP_OFFSET: usize = 0x4a + 17 + 8 + 7 + 8 + 12;
 
 /// A whole file of two blocks, its layout, and the length of what comes before the tail.

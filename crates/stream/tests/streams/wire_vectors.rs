@@ -56,7 +56,7 @@ fn header_and_configuration_of_a_default_machine_are_28_bytes() {
     Configuration::new("pc-i440fx-10.0").encode(&mut encoded).unwrap();
     assert_eq!(encoded, bytes(HEADER));
     assert_eq!(encoded.len(), 0x1b);
-    assert_eq!(Configuration::decode(&encoded).unwrap(), None, "only the next byte tells that no subsection follows");
+    assert_eq!(Configuration::decode(&encoded).unwrap(), None, "only the next byte shows that no subsection follows");
     encoded.push(0x01);
     assert_eq!(Configuration::decode(&encoded).unwrap(), Some((Configuration::new("pc-i440fx-10.0"), 0x1b)));
 }

@@ -41,7 +41,7 @@ impl Key {
         Some(Self { bytes })
     }
 
-    /// Room for a key that the kernel tells, of so many bytes.
+    /// Room for a key that the kernel reports, of so many bytes.
     pub(super) fn room(length: usize) -> Self {
         Self { bytes: Zeroizing::new(vec![0; length]) }
     }

@@ -131,7 +131,7 @@ impl Output {
         Ok(())
     }
 
-    /// Goes on with the next key. The peer is told so by the last record of this one.
+    /// Goes on with the next key. The last record of this one announces that to the peer.
     fn renew(&mut self, socket: &OwnedFd, keys: &mut dyn NewKeys) -> io::Result<()> {
         if !self.renews || self.lost {
             return Err(TlsFailure::Kernel(KernelTlsFailure::KeyUsedUp).into());

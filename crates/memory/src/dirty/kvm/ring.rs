@@ -33,7 +33,7 @@ const NAME: &str = "KVM's dirty ring";
 const DIRTY: u32 = 1;
 const TAKEN: u32 = 2;
 
-/// The rings of a VM's vCPUs. Made before the first vCPU, and told of each.
+/// The rings of a VM's vCPUs. Made before the first vCPU; each vCPU is added.
 #[derive(Debug)]
 pub struct KvmRings {
     slots: Arc<KvmSlots>,
@@ -207,7 +207,7 @@ fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
     move |source| LogError::Failed { log: NAME, operation, source }
 }
 
-/// The log over a VM's rings. Sees vCPUs alone; when it names what they wrote stands in the module's first lines.
+/// The log over a VM's rings. Sees vCPUs alone; when it names what they wrote is in the module's first lines.
 #[derive(Debug)]
 pub struct KvmRingLog {
     rings: Arc<KvmRings>,
@@ -316,7 +316,7 @@ mod tests {
         log.fetch(&mut dirty).unwrap();
         assert_eq!(dirty.count(), 255);
 
-        // Full to the last entry. The guest goes on; who relies on the log hears of it.
+        // Full to the last entry. The guest goes on, and the user of the log gets an error.
         rings.lock().rings.push(ring(256, 256));
         rings.reap().unwrap();
         for _ in 0..2 {
