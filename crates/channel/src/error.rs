@@ -15,6 +15,7 @@ use crate::uri::UriError;
 
 /// What was being done. Its `Display` is the beginning of a sentence that the peer's name completes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Operation {
     /// Connecting to a peer.
     Connect,

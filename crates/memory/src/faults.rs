@@ -27,6 +27,7 @@ pub enum FaultMode {
 
 /// What the kernel reports to a handler.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum FaultEvent {
     /// A thread waits for a page.
     Fault(Fault),

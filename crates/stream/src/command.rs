@@ -22,6 +22,7 @@ pub struct PageSizes {
 
 /// A command to the destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Command {
     /// 1: the channel's other direction becomes the return path.
     OpenReturnPath,

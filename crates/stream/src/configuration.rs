@@ -40,6 +40,7 @@ pub struct Configuration {
 
 /// What depends on the machine type in a stream of multifd. The default is that of current types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub struct MultifdRules {
     /// Machine types up to 8.0: every EOS of a RAM section is a join point, that of START included, and the word 0x200 is
     /// unknown. Otherwise the word 0x200 is the join point.

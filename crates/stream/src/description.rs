@@ -16,6 +16,7 @@ pub const DEVICES_LIMIT: usize = 65_536;
 /// bytes and its own body. Sums are made while the JSON is read, so memory is bounded by the number of devices and not
 /// by the number of fields. Unknown keys are passed over. Nesting is bounded by the JSON reader (127 levels).
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
+#[non_exhaustive]
 pub struct Description {
     /// Bytes of a target page.
     #[serde(default)]
@@ -27,6 +28,7 @@ pub struct Description {
 
 /// One device section.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceDescription {
     /// Name of the section.
     pub name: String,

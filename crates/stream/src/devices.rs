@@ -27,6 +27,7 @@ const MARK_LENGTH: usize = 6;
 
 /// One device section of a tail.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceSection {
     /// Name of the section.
     pub name: String,
@@ -44,6 +45,7 @@ pub struct DeviceSection {
 
 /// A tail whose end was proven.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceState {
     /// The sections in the order of the stream.
     pub sections: Vec<DeviceSection>,

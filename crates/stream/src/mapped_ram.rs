@@ -87,6 +87,7 @@ impl MappedHeader {
 
 /// One RAM block and its places in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MappedBlock {
     /// Name and length.
     pub block: RamBlock,
@@ -143,6 +144,7 @@ impl MappedBlock {
 
 /// Bytes and the file offset they belong at.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Chunk {
     /// Absolute file offset.
     pub offset: u64,

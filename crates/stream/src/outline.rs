@@ -12,6 +12,7 @@ pub const OUTLINE_LIMIT: usize = 16 << 20;
 
 /// What one device section is made of.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
+#[non_exhaustive]
 pub struct DeviceOutline {
     /// Name of the section.
     pub name: String,
@@ -31,6 +32,7 @@ pub struct DeviceOutline {
 
 /// A field.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
+#[non_exhaustive]
 pub struct FieldOutline {
     /// Its name; elements of an array that is listed one by one share it.
     #[serde(default)]
@@ -44,6 +46,7 @@ pub struct FieldOutline {
 
 /// A subsection: state that is only there when the device needs it.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
+#[non_exhaustive]
 pub struct SubsectionOutline {
     /// Its name.
     #[serde(rename = "vmsd_name")]
