@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use limosa_qemu::destination::{Catalogue, examine};
 use limosa_qemu::qmp::MonitorAddress;
+use limosa_qemu::{Catalogue, examine_destination};
 use limosa_snapshot::{
     Comparison, Confidence, Finding, MemoryComparison, Severity, Snapshot, Summary, compare_memory, compare_stored,
     damage, summarize,
@@ -79,7 +79,7 @@ fn with_qemu(args: &InspectArgs, monitor: &MonitorAddress) -> anyhow::Result<Com
     let monitor = job::connect(monitor)?;
     let catalogue = args.qemu.as_deref().map(|program| Catalogue::of(program, monitor.version()));
     let catalogue = catalogue.transpose().context("--qemu")?;
-    let comparison = examine(&monitor, &saved, catalogue)?;
+    let comparison = examine_destination(&monitor, &saved, catalogue)?;
     Ok((with_damage(comparison, snapshot.as_ref()), None))
 }
 

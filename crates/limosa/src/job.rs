@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::Context;
 use limosa_channel::Uri;
 use limosa_migrate::{Control, ControlSocket, Job, Progress};
-use limosa_qemu::job::Watch;
+use limosa_qemu::Watch;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 

@@ -56,7 +56,7 @@ fn main() -> ExitCode {
         Command::Balloon(args) => balloon::run(&args),
         Command::Completions(args) => packaging::completions(&args),
         Command::Man(args) => packaging::man(&args),
-        Command::Guard { arguments } => return limosa_qemu::guard::run(&arguments),
+        Command::Guard { arguments } => return limosa_qemu::run_guard(&arguments, remedy::of_refusal),
     };
     match result {
         Ok(code) => code,

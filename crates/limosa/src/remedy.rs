@@ -5,7 +5,9 @@ use limosa_balloon::StatisticsError;
 use limosa_channel::{ChannelError, KernelTlsFailure, TlsFailure, TlsRefusal};
 use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
-use limosa_qemu::job::JobError;
+use limosa_qemu::takeover::Outcome;
+use limosa_qemu::{JobError, MarkerError, Remedy, ResumeError};
+use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
 use limosa_stream::{Fault, Feature, StreamError};
 
@@ -93,11 +95,119 @@ fn of_storage(error: &StorageError) -> &'static str {
     }
 }
 
+/// What a remedy of the engines' is on the command line.
+pub(crate) fn of_refusal(remedy: &Remedy) -> &'static str {
+    match remedy {
+        Remedy::OneChannelOrEager => "; leave --channels out, or use --mode eager",
+        Remedy::UserfaultfdOrEager => {
+            "; let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --mode eager"
+        }
+        Remedy::Eager => "; use --mode eager, or auto",
+        Remedy::Recover => "; finish it with limosa restore --recover",
+        Remedy::ListenWithPort => "; --listen takes unix:PATH or tcp:HOST:PORT with a port of its own",
+        Remedy::UnlimitedOrSocket => "; leave --max-bandwidth out, or use --via socket",
+        Remedy::UncompressedOrSocket => "; leave --compression out, or use --via socket",
+        Remedy::NoZeroChecksOrSocket => "; leave --zero-page-detection out, or use --via socket",
+        Remedy::NoZeroCopyOrSocket => "; leave --zero-copy out, or use --via socket",
+        Remedy::Socket => "; use --via socket",
+        Remedy::Restore => "; restore into a QEMU started with -incoming defer, without --recover",
+        Remedy::Resume => "; run limosa resume",
+        Remedy::NewQemuAndRestore => "; start a new one with -incoming defer and restore without --recover",
+        Remedy::EndServer => "; end the limosa that does, or try again",
+        Remedy::PutBackOrIgnore => {
+            "; memory and disk would be of different instants; put the disk back, or say --disks ignore"
+        }
+        Remedy::ListenTcp => "; say with --listen tcp:HOST:PORT where to meet",
+        Remedy::ListenShared => {
+            "; say where to meet: --listen unix:PATH in a directory that both have at the same path, or tcp:HOST:PORT"
+        }
+        Remedy::UserOrListen => "; run limosa as that user or as root, or say with --listen where to meet",
+        Remedy::ResumeForced => "; if it runs nowhere else, continue it first: limosa resume --force",
+        Remedy::StopOverlayOrIgnore => {
+            "; save it with --stop or --disks overlay, or say --disks ignore if the disks are snapshotted by other means"
+        }
+        Remedy::IgnoreDisk => "; say --disks ignore if it is kept consistent by other means",
+        Remedy::RunThere => "; run limosa there, with a unix socket monitor",
+        Remedy::IgnoreSharedFile => {
+            "; with overlays they would no longer see each other's writes; say --disks ignore if that file is kept consistent by other means"
+        }
+        Remedy::OverlayFolder => "; name a folder with --overlay-dir DIR",
+        Remedy::OverlayFolderForQemu => {
+            "; the VM is untouched; choose with --overlay-dir a folder in which QEMU may open files"
+        }
+        Remedy::Foreground => "; save without --background",
+        Remedy::WriteProtectionOrForeground => {
+            "; it takes userfaultfd with write protection for all of the VM's memory (docs/operating.md); or save without --background"
+        }
+        Remedy::ListenAddress => "; --listen takes unix:PATH or tcp:HOST:PORT",
+        Remedy::BackgroundOrStop => "; leave --background or --stop out",
+        Remedy::BackgroundOrHintWait => "; leave --background or --hint-wait out",
+        Remedy::Channels => "; say --channels too",
+        Remedy::BackgroundOrChannels => "; leave --background or --channels out",
+        Remedy::Overlays => "; add --disks overlay",
+        Remedy::OverlaysOrStop => "; leave --disks overlay or --stop out",
+        Remedy::OverlaysOrBackground => "; leave --disks overlay or --background out",
+        Remedy::CancelOnTimeout => "; use --on-timeout cancel",
+        Remedy::BackgroundBySocket => "; use --background with --via socket",
+        Remedy::CompressionBySocket => "; use --compression with --via socket",
+        Remedy::FileOrListen => "; leave one of them out",
+        Remedy::ConnectTcp => "; say with --listen tcp:HOST:PORT where QEMU is to connect",
+        Remedy::NoIncoming => "; leave it out, or start that QEMU yourself and use limosa restore",
+        Remedy::NoDaemon => {
+            "; leave -daemonize out and put limosa run in the background, or use limosa restore --detach"
+        }
+        Remedy::ResumeOrEnd => ": run 'limosa resume' if it does not, or end this QEMU if it does",
+        Remedy::RecoverSnapshot => ": run 'limosa restore --recover SNAPSHOT --qmp SOCK'",
+        Remedy::ResumeLater => "; run 'limosa resume' later",
+        _ => "",
+    }
+}
+
+/// What became of a VM whose job was interrupted, and what is left to do.
+pub(crate) fn of_outcome(outcome: Outcome) -> String {
+    let left = outcome.remedy().map_or("", |remedy| of_refusal(&remedy));
+    format!("{outcome}{left}")
+}
+
+fn of_job(error: &JobError) -> Option<String> {
+    Some(match error {
+        JobError::Migrate(error) => of(error),
+        JobError::Refused { remedy, .. } => of_refusal(remedy).into(),
+        JobError::TimedOut { .. } => "; give it more time, more bandwidth, or --on-timeout pause".into(),
+        _ => return None,
+    })
+}
+
+fn of_marker(error: &MarkerError) -> Option<String> {
+    Some(match error {
+        MarkerError::Elsewhere(_) => "; if it is gone, run 'limosa resume --force'".into(),
+        MarkerError::LeftOver(_) => ": run 'limosa resume' first".into(),
+        _ => return None,
+    })
+}
+
+fn of_resume(error: &ResumeError) -> Option<String> {
+    Some(match error {
+        ResumeError::Elsewhere { .. } => ": if it does not, --force continues it here".into(),
+        ResumeError::NotOurs { .. } => ": use --force to continue it all the same".into(),
+        _ => return None,
+    })
+}
+
+fn of_snapshot(error: &SnapshotError) -> Option<String> {
+    matches!(error, SnapshotError::Exists { .. }).then(|| "; choose another name, or give --force to replace it".into())
+}
+
 /// The remedy for the library's failure that is the cause of `error`, if one is.
 pub(crate) fn of_cause(error: &anyhow::Error) -> String {
     let of_one = |cause: &'_ (dyn std::error::Error + 'static)| {
-        if let Some(JobError::Migrate(error)) = cause.downcast_ref() {
-            return Some(of(error));
+        let job = cause.downcast_ref().and_then(of_job);
+        let marker = || cause.downcast_ref().and_then(of_marker);
+        let resume = || cause.downcast_ref().and_then(of_resume);
+        let snapshot = || cause.downcast_ref().and_then(of_snapshot);
+        let found = job.or_else(marker).or_else(resume).or_else(snapshot);
+        if found.is_some() {
+            return found;
         }
         // An image's error shows its storage's error as its own: only here it is found in the chain.
         if let Some(ImageError::Storage(error)) = cause.downcast_ref() {

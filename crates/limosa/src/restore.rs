@@ -7,11 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use limosa_migrate::{Job, MigrateError};
-use limosa_qemu::guard::Guard;
-use limosa_qemu::job::JobError;
-use limosa_qemu::restore::{
-    LazyReport, Mode, Restore, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, recover,
-    restore,
+use limosa_qemu::{
+    Guard, JobError, LazyReport, Mode, Restore, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport,
+    RunChoice, recover, restore,
 };
 use serde_json::{Value, json};
 

@@ -2,11 +2,12 @@
 
 use std::process::ExitCode;
 
-use limosa_qemu::resume::{ResumeOptions, resume};
+use limosa_qemu::takeover::Outcome;
+use limosa_qemu::{ResumeOptions, Resumed, resume};
 use serde_json::json;
 
 use crate::args::ResumeArgs;
-use crate::job;
+use crate::{job, remedy};
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
@@ -19,16 +20,29 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     for notice in &takeover.notices {
         say!("limosa: {notice}");
     }
-    say!("limosa: {}", resumed.summary(&args.qmp.to_string()));
+    say!("limosa: {}", summary(&resumed, &args.qmp.to_string()));
     if args.json {
         let object = json!({
             "why": resumed.why,
             "remarks": takeover.remarks,
             "notices": takeover.notices,
-            "outcome": takeover.outcome.to_string(),
+            "outcome": remedy::of_outcome(takeover.outcome),
             "vm_state": takeover.run.as_str(),
         });
         print_out!("{object}");
     }
     Ok(if takeover.outcome.ends_job() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What was found, what became of it, and what is left to do, in one line.
+fn summary(resumed: &Resumed, monitor: &str) -> String {
+    let Resumed { why, marker, takeover, .. } = resumed;
+    match (takeover.outcome, marker) {
+        (Outcome::NeedsRecovery, Some(marker)) => format!(
+            "{why}: {}; go on with 'limosa restore --recover {} --qmp {monitor}'",
+            takeover.outcome, marker.path
+        ),
+        (Outcome::Running, None) if takeover.remarks.is_empty() => format!("{why}; nothing to do"),
+        (outcome, _) => format!("{why}; now {}", remedy::of_outcome(outcome)),
+    }
 }

@@ -14,12 +14,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use limosa_migrate::{Control, Job, Progress};
-use limosa_qemu::guard::Guard;
-use limosa_qemu::job::Watch;
-use limosa_qemu::launch::{CommandLine, check, launch};
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Options, QmpError};
-use limosa_qemu::restore::{Restore, RestoreReport, restore};
+use limosa_qemu::{CommandLine, Guard, Restore, RestoreReport, Watch, check_command_line, launch, restore};
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
@@ -38,7 +35,7 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 const GONE_WITHIN: Duration = Duration::from_secs(2);
 
 pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
-    let line = check(&args.command)?;
+    let line = check_command_line(&args.command)?;
     let snapshot = Snapshot::open(&args.snapshot)?;
     let relay = Relay::start()?;
     let launched = launch(&args.command)?;
@@ -108,7 +105,7 @@ fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, 
     let paused = args.how.paused || (line.paused && !args.how.run);
     let mut options = options(&args.how, false);
     if paused {
-        options.run = limosa_qemu::restore::RunChoice::Paused;
+        options.run = limosa_qemu::RunChoice::Paused;
     }
     let reporter = Reporter::new(false);
     let observer = Observer::new(Instant::now(), &reporter, verbose == 0, paused);

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use limosa_migrate::Job;
-use limosa_qemu::guard::Guard;
-use limosa_qemu::save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
+use limosa_qemu::{DiskPolicy, Guard, OnTimeout, Route, SaveOptions, SaveReport, save};
 use limosa_snapshot::{Disk, Via};
 use serde_json::json;
 

@@ -10,7 +10,7 @@ use limosa_channel::{Channel, Options, Tls};
 use limosa_migrate::{
     Job, MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
 };
-use limosa_qemu::restore::LazyReport;
+use limosa_qemu::LazyReport;
 use limosa_snapshot::Snapshot;
 use serde_json::json;
 

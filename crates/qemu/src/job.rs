@@ -10,6 +10,7 @@ use limosa_snapshot::SnapshotError;
 use crate::guard::GuardError;
 use crate::marker::MarkerError;
 use crate::qmp::QmpError;
+use crate::remedy::Remedy;
 
 /// The handles by which a running job is watched and reached into.
 #[derive(Clone, Copy)]
@@ -71,12 +72,12 @@ pub enum JobError {
     },
 
     /// The VM, as it is, is not one that this job can be done with.
-    #[error("{why}; {hint}")]
+    #[error("{why}{}", remedy.shown())]
     Refused {
         /// What speaks against it.
         why: String,
-        /// What to do about it.
-        hint: String,
+        /// What can be done about it.
+        remedy: Remedy,
     },
 
     /// QEMU gave the migration up.
@@ -105,7 +106,7 @@ pub enum JobError {
     },
 
     /// The VM changed its memory faster than it could be saved.
-    #[error("not done within {} s: the VM changes its memory faster than it is saved, or the rate is limited too low; give it more time, more bandwidth, or --on-timeout pause", after.as_secs_f64())]
+    #[error("not done within {} s: the VM changes its memory faster than it is saved, or the rate is limited too low", after.as_secs_f64())]
     TimedOut {
         /// The limit that was set.
         after: Duration,
@@ -118,8 +119,8 @@ impl JobError {
         matches!(self, Self::Qmp(QmpError::NoReply { .. }) | Self::Marker(MarkerError::Qmp(QmpError::NoReply { .. })))
     }
 
-    pub(crate) fn refused(why: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self::Refused { why: why.into(), hint: hint.into() }
+    pub(crate) fn refused(why: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
+        Self::Refused { why: why.into(), remedy: remedy.into() }
     }
 }
 

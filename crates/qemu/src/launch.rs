@@ -19,6 +19,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use crate::job::JobError;
 use crate::qmp::{Options, Qmp, QmpError};
+use crate::remedy::Remedy;
 
 /// The id of the monitor in QEMU.
 const ID: &str = "limosa-run";
@@ -45,14 +46,11 @@ pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
     if has("-incoming") {
         return Err(JobError::refused(
             "the command line says -incoming, which limosa run adds itself",
-            "leave it out, or start that QEMU yourself and use limosa restore",
+            Remedy::NoIncoming,
         ));
     }
     if has("-daemonize") {
-        return Err(JobError::refused(
-            "a QEMU that daemonizes cannot be waited for",
-            "leave -daemonize out and put limosa run in the background, or use limosa restore --detach",
-        ));
+        return Err(JobError::refused("a QEMU that daemonizes cannot be waited for", Remedy::NoDaemon));
     }
     Ok(CommandLine { paused: has("-S") })
 }

@@ -1,19 +1,19 @@
 //! A QMP client and what drives a QEMU process through save and restore.
 //!
-//! From the bottom up:
-//!
-//! | module | job |
+//! | what | where |
 //! |---|---|
-//! | [`qmp`] | the monitor protocol: greeting, commands, events, descriptors |
-//! | [`monitor`] | what limosa asks QEMU, as typed calls |
-//! | [`process`] | which process a job is, and whether it lives |
-//! | [`marker`] | the record of a running job, kept inside the QEMU process |
-//! | [`launch`] | starting a QEMU that waits for a VM, with a monitor of its own |
-//! | [`meeting`] | a private place where QEMU and limosa meet when a descriptor cannot be passed |
-//! | [`takeover`] | what to do with a VM whose job died: a pure plan, and its execution |
-//! | [`guard`] | the child process that takes over when limosa is killed |
-//! | [`destination`] | whether a stored VM would load on a QEMU, asked without changing it |
-//! | [`resume`] | `limosa resume`: the same, on request, with an explanation |
+//! | the monitor protocol: greeting, commands, events, descriptors | [`qmp`] |
+//! | what is asked of QEMU, as typed calls | [`monitor`] |
+//! | saving a VM | [`save`](fn@save), [`SaveOptions`], [`SaveReport`] |
+//! | restoring it, lazily or eagerly; finishing an interrupted restore | [`Restore`], [`restore`](fn@restore), [`recover`] |
+//! | the record of a running job, kept inside the QEMU process | [`JobMarker`] |
+//! | what to do with a VM whose job was killed: a pure plan, and its execution | [`takeover`] |
+//! | the child process that does it at once | [`Guard`], [`run_guard`] |
+//! | the same on request | [`resume`](fn@resume) |
+//! | starting a QEMU that waits for a VM | [`launch`](fn@launch) |
+//! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
+//!
+//! An error says what is wrong. What can be done about it, where that depends on the options of this crate, is a [`Remedy`].
 //!
 //! A worked example: ask a VM how it is.
 //!
@@ -30,18 +30,34 @@
 //! # Ok::<(), limosa_qemu::qmp::QmpError>(())
 //! ```
 
-pub mod destination;
-pub mod guard;
+mod destination;
+mod guard;
 mod image;
-pub mod job;
-pub mod launch;
-pub mod marker;
-pub mod meeting;
+mod job;
+mod launch;
+mod marker;
+mod meeting;
 pub mod monitor;
-pub mod process;
+mod process;
 mod program;
 pub mod qmp;
-pub mod restore;
-pub mod resume;
-pub mod save;
+mod remedy;
+mod restore;
+mod resume;
+mod save;
 pub mod takeover;
+
+pub use destination::{Catalogue, CatalogueError, QemuSections, examine as examine_destination};
+pub use guard::{Guard, GuardEnd, GuardError, run as run_guard};
+pub use job::{JobError, Watch};
+pub use launch::{CommandLine, Launched, check as check_command_line, launch};
+pub use marker::{JobKind, JobMarker, JobPhase, MarkerError, Overlay, VmAfter};
+pub use meeting::MeetingPlace;
+pub use process::{Liveness, ProcessIdentity};
+pub use remedy::Remedy;
+pub use restore::{
+    LazyReport, Mode, Restore, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, StartGuard,
+    recover, restore,
+};
+pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
+pub use save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};

@@ -147,12 +147,12 @@ pub enum MarkerError {
     Busy(Box<JobMarker>),
     /// A job runs, or ran, where this process cannot see it.
     #[error(
-        "{} of another host or container began a {} of this VM ({}); if it is gone, run 'limosa resume --force'",
+        "{} of another host or container began a {} of this VM ({})",
         .0.process, .0.job, .0.path
     )]
     Elsewhere(Box<JobMarker>),
     /// A job has died and nobody has tidied up.
-    #[error("a {} of this VM ({}) was interrupted: run 'limosa resume' first", .0.job, .0.path)]
+    #[error("a {} of this VM ({}) was interrupted", .0.job, .0.path)]
     LeftOver(Box<JobMarker>),
     /// The record cannot be understood.
     #[error("the record of a job inside QEMU (object {ID}) cannot be read: {reason}; 'object-del' removes it")]

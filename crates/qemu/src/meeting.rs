@@ -19,6 +19,7 @@ use crate::job::JobError;
 use crate::monitor::Monitor;
 use crate::process;
 use crate::qmp::Peer;
+use crate::remedy::Remedy;
 
 /// The longest name of a socket in the directory. A socket's address has room for 107 bytes, of which `/limosa-`, the
 /// directory's number, `/` and this are 57.
@@ -66,16 +67,11 @@ impl MeetingPlace {
         if !monitor.qmp().passes_descriptors() {
             return Err(JobError::refused(
                 "QEMU's monitor is reached over tcp, so QEMU may be on another host",
-                "say with --listen tcp:HOST:PORT where to meet",
+                Remedy::ListenTcp,
             ));
         }
         let peer = Peer::of(monitor.qmp().descriptor().as_fd()).ok();
-        let elsewhere = |what: String| {
-            JobError::refused(
-                what,
-                "say where to meet: --listen unix:PATH in a directory that both have at the same path, or tcp:HOST:PORT",
-            )
-        };
+        let elsewhere = |what: String| JobError::refused(what, Remedy::ListenShared);
         let Some(pid) = monitor.qmp().process() else {
             return Err(elsewhere("QEMU runs in a container whose processes and files are not seen from here".into()));
         };
@@ -117,7 +113,7 @@ impl MeetingPlace {
         let own = rustix::process::geteuid().as_raw();
         JobError::refused(
             format!("QEMU runs as user {uid} and limosa as user {own}, who cannot give it a private place"),
-            "run limosa as that user or as root, or say with --listen where to meet",
+            Remedy::UserOrListen,
         )
     }
 

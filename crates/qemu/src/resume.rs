@@ -34,23 +34,6 @@ pub struct Resumed {
     pub takeover: Takeover,
 }
 
-impl Resumed {
-    /// What was found, what became of it, and what is left to do, in one line. `monitor` is the address to name in commands.
-    #[must_use]
-    pub fn summary(&self, monitor: &str) -> String {
-        let Self { why, marker, takeover } = self;
-        match (takeover.outcome, marker) {
-            (Outcome::NeedsRecovery, Some(marker)) => format!(
-                "{why}: a part of the VM's memory is still in the snapshot; go on with 'limosa restore --recover {} --qmp \
-                 {monitor}'",
-                marker.path
-            ),
-            (Outcome::Running, None) if takeover.remarks.is_empty() => format!("{why}; nothing to do"),
-            (outcome, _) => format!("{why}; now {outcome}"),
-        }
-    }
-}
-
 /// Why nothing was done.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -59,13 +42,13 @@ pub enum ResumeError {
     #[error(transparent)]
     Marker(#[from] MarkerError),
     /// The VM has been saved or migrated, and what was made of it may run.
-    #[error("{why}; it may run elsewhere: if it does not, --force continues it here")]
+    #[error("{why}; it may run elsewhere")]
     Elsewhere {
         /// Why it is stopped.
         why: String,
     },
     /// The VM is stopped, but not by limosa.
-    #[error("{why}; no job of limosa's stopped this VM: use --force to continue it all the same")]
+    #[error("{why}; no job of limosa's stopped this VM")]
     NotOurs {
         /// Why it is stopped.
         why: String,

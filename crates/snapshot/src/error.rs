@@ -13,7 +13,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum SnapshotError {
     /// The target exists, and replacing it was not asked for.
-    #[error("{}: exists already; choose another name, or give --force to replace it", path.display())]
+    #[error("{}: exists already", path.display())]
     Exists {
         /// The target.
         path: PathBuf,

@@ -17,6 +17,7 @@ use crate::job::JobError;
 use crate::marker::{JobMarker, MarkerError};
 use crate::monitor::Monitor;
 use crate::qmp::{Options, Qmp, QmpError};
+use crate::remedy::Remedy;
 use crate::restore::orphan::{Kept, Orphan, Rescue};
 use crate::takeover::{Actor, take_over_holding};
 
@@ -28,11 +29,11 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const REPLY: Duration = Duration::from_secs(86_400);
 
 /// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand; nothing
-/// may have been written to stdout before, which is the monitor.
+/// may have been written to stdout before, which is the monitor. `words` says what a remedy is in the program.
 #[must_use]
-pub fn run(arguments: &[OsString]) -> ExitCode {
+pub fn run(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> ExitCode {
     signals::ignore();
-    match watch(arguments) {
+    match watch(arguments, words) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The terminal may be gone.
@@ -63,7 +64,7 @@ enum Word {
     Dead { temporary: Option<PathBuf> },
 }
 
-fn watch(arguments: &[OsString]) -> Result<(), ChildError> {
+fn watch(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> Result<(), ChildError> {
     let [monitor, pid] = arguments else { return Err(ChildError::Usage) };
     let monitor = monitor.to_string_lossy().into_owned();
     let pid = pid.to_str().and_then(|pid| pid.parse().ok()).ok_or(ChildError::Usage)?;
@@ -90,7 +91,7 @@ fn watch(arguments: &[OsString]) -> Result<(), ChildError> {
         Word::Dead { temporary } => {
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
-                None => rescue(socket, &monitor, pid, &held),
+                None => rescue(socket, &monitor, pid, (&held, words)),
             };
             if let Some(path) = temporary {
                 match std::fs::remove_file(&path) {
@@ -167,7 +168,9 @@ fn adopt(kept: Kept, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
     let what = match kept.go_on(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
         Rescue::Whole => "its guard has brought the rest of the memory",
         Rescue::NeverRan => "the guest had not been started: end this QEMU and start a new one",
-        Rescue::Unended => "QEMU has its memory but does not end the transfer (a risk of --preempt on): end this QEMU",
+        Rescue::Unended => {
+            "QEMU has its memory but does not end the transfer (a risk of a preempt channel): end this QEMU"
+        }
         Rescue::Gone => return Ok(()),
     };
     drop(writeln!(io::stderr(), "limosa: the restore of {path} was killed: {what}"));
@@ -175,7 +178,12 @@ fn adopt(kept: Kept, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
 }
 
 /// limosa is dead: does for its VM what has to be done.
-fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &Held) -> Result<(), ChildError> {
+fn rescue(
+    socket: OwnedFd,
+    monitor: &str,
+    pid: u32,
+    (held, words): (&Held, fn(&Remedy) -> &'static str),
+) -> Result<(), ChildError> {
     // Also if the monitor does not answer.
     held.let_go_in(HOLD);
     let qmp = match Qmp::adopt(socket, monitor, &Options { reply: REPLY, ..Options::default() }) {
@@ -195,7 +203,9 @@ fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &Held) -> Result<(), C
     };
     match take_over_holding(held, &monitor, &marker, Actor::Guard, PATIENCE) {
         Ok(done) => {
-            drop(writeln!(io::stderr(), "limosa: the {} of {} was killed: {}", marker.job, marker.path, done.outcome));
+            let left = done.outcome.remedy().map_or("", |remedy| words(&remedy));
+            let (job, path, outcome) = (marker.job, &marker.path, done.outcome);
+            drop(writeln!(io::stderr(), "limosa: the {job} of {path} was killed: {outcome}{left}"));
             for notice in &done.notices {
                 drop(writeln!(io::stderr(), "limosa: {notice}"));
             }
@@ -235,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_person_who_calls_the_guard_is_turned_away() {
-        assert!(matches!(watch(&[OsString::from("unix:/x")]), Err(ChildError::Usage)));
-        assert!(matches!(watch(&["unix:/x", "pid"].map(OsString::from)), Err(ChildError::Usage)));
+        assert!(matches!(watch(&[OsString::from("unix:/x")], |_| ""), Err(ChildError::Usage)));
+        assert!(matches!(watch(&["unix:/x", "pid"].map(OsString::from), |_| ""), Err(ChildError::Usage)));
     }
 }

@@ -14,14 +14,12 @@ use limosa_snapshot::{Disk as RecordedDisk, Manifest, check_disks};
 use crate::image::{Others, has_data};
 use crate::job::{JobError, Watch};
 use crate::monitor::{Disk, Monitor};
+use crate::remedy::Remedy;
 
 /// Refuses disks that are not the snapshot's.
 pub(super) fn check(monitor: &Monitor, manifest: &Manifest, watch: Watch<'_>) -> Result<(), JobError> {
     if let Some(change) = check_disks(manifest).first() {
-        return Err(JobError::refused(
-            change.to_string(),
-            "memory and disk would be of different instants; put the disk back, or say --disks ignore",
-        ));
+        return Err(JobError::refused(change.to_string(), Remedy::PutBackOrIgnore));
     }
     let mut here = None;
     for (recorded, overlay) in manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_deref()?))) {

@@ -19,6 +19,7 @@ use crate::job::JobError;
 use crate::marker::JobMarker;
 use crate::monitor::{MigrationInfo, MigrationStatus, Settings};
 use crate::qmp::Version;
+use crate::remedy::Remedy;
 use crate::save::file_channels;
 
 /// How often QEMU is asked whether it is done; its events end the wait at once.
@@ -107,26 +108,24 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     // QEMU takes the pages that a file does not store for zero as they are, and never clears them.
     let stale = file_backends(job)?.into_iter().next();
     match (job.options.route, unable) {
-        (Route::File, _) if limited => Err(JobError::refused(
-            "QEMU reads a file as fast as it can",
-            "leave --max-bandwidth out, or use --via socket",
-        )),
+        (Route::File, _) if limited => {
+            Err(JobError::refused("QEMU reads a file as fast as it can", Remedy::UnlimitedOrSocket))
+        }
         (Route::File, _) if compressed => Err(JobError::refused(
             "a snapshot is not compressed, and QEMU reads it as it is",
-            "leave --compression out, or use --via socket",
+            Remedy::UncompressedOrSocket,
         )),
-        (Route::File, _) if looks => Err(JobError::refused(
-            "QEMU takes the pages of a file as they are",
-            "leave --zero-page-detection out, or use --via socket",
-        )),
+        (Route::File, _) if looks => {
+            Err(JobError::refused("QEMU takes the pages of a file as they are", Remedy::NoZeroChecksOrSocket))
+        }
         (Route::File, _) if named => {
-            Err(JobError::refused("QEMU reads a file in its own way", "leave --zero-copy out, or use --via socket"))
+            Err(JobError::refused("QEMU reads a file in its own way", Remedy::NoZeroCopyOrSocket))
         }
         (Route::File, _) if let Some(id) = &stale => Err(JobError::refused(
             format!("memory backend {id} maps a file, whose old contents QEMU would leave in place of zero pages"),
-            "use --via socket",
+            Remedy::Socket,
         )),
-        (Route::File, Some(why)) => Err(JobError::refused(why, "use --via socket")),
+        (Route::File, Some(why)) => Err(JobError::refused(why, Remedy::Socket)),
         (Route::File, None) => {
             verify(job)?;
             Ok(true)

@@ -10,6 +10,7 @@ use limosa_channel::{Channel, ChannelError, Options, Uri};
 use crate::job::JobError;
 use crate::meeting::MeetingPlace;
 use crate::monitor::Monitor;
+use crate::remedy::Remedy;
 
 /// How long a connection to a QEMU that already listens may take.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
@@ -74,7 +75,7 @@ impl<'a> Rendezvous<'a> {
             Some(other) => {
                 return Err(JobError::refused(
                     format!("QEMU cannot be made to listen at {other}"),
-                    "--listen takes unix:PATH or tcp:HOST:PORT with a port of its own",
+                    Remedy::ListenWithPort,
                 ));
             }
         };

@@ -90,7 +90,7 @@ impl<'a> Guarded<'a> {
             }
         });
         let guard = started.unwrap_or_else(|error| {
-            (watch.notice)(&format!("{error}; if this process is killed, go on with limosa restore --recover"));
+            (watch.notice)(&format!("{error}; if this process is killed, the restore has to be recovered"));
             None
         });
         Self { guard, watch }

@@ -36,7 +36,7 @@ use crate::qmp::QmpError;
 use crate::takeover::{Actor, Outcome, take_over};
 pub use recover::recover;
 
-pub use crate::save::{DiskPolicy, Route};
+use crate::save::{DiskPolicy, Route};
 
 /// When the guest runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

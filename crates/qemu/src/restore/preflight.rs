@@ -10,6 +10,7 @@ use super::disks;
 use super::{DiskPolicy, Mode, RestoreOptions, RunChoice};
 use crate::job::{JobError, Watch};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
+use crate::remedy::Remedy;
 
 /// What was decided.
 pub(super) struct Plan {
@@ -56,7 +57,7 @@ pub(super) fn check(
         Mode::Lazy if options.channels.is_some() => {
             return Err(JobError::refused(
                 "a lazy restore cannot use multifd channels: QEMU's multifd excludes postcopy",
-                "leave --channels out, or use --mode eager",
+                Remedy::OneChannelOrEager,
             ));
         }
         Mode::Auto if options.channels.is_some() => {
@@ -66,12 +67,8 @@ pub(super) fn check(
         wanted => match why_not_lazy(monitor, snapshot, &page_sizes)? {
             None => Mode::Lazy,
             Some(why) if wanted == Mode::Lazy => {
-                let hint = if why.to_lowercase().contains("postcopy") {
-                    "let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --mode \
-                     eager"
-                } else {
-                    "use --mode eager, or auto"
-                };
+                let hint =
+                    if why.to_lowercase().contains("postcopy") { Remedy::UserfaultfdOrEager } else { Remedy::Eager };
                 return Err(JobError::refused(format!("cannot restore lazily: {why}"), hint));
             }
             Some(why) => {
@@ -91,10 +88,7 @@ fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
         return Ok(());
     }
     if migration.status.as_str() == "postcopy-paused" {
-        return Err(JobError::refused(
-            "this QEMU is in the middle of an interrupted lazy restore",
-            "finish it with limosa restore --recover",
-        ));
+        return Err(JobError::refused("this QEMU is in the middle of an interrupted lazy restore", Remedy::Recover));
     }
     if status.state == RunState::Inmigrate {
         return Err(JobError::refused(
@@ -123,7 +117,7 @@ fn same_machine(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> 
 }
 
 fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobError> {
-    let hint = "start QEMU with the options that the saved VM was started with";
+    let hint = || Remedy::from("start QEMU with the options that the saved VM was started with");
     for saved in &snapshot.start().blocks {
         let Some(here) = blocks.iter().find(|block| block.name == saved.name) else {
             return Err(JobError::refused(
@@ -132,7 +126,7 @@ fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobEr
                     saved.name,
                     saved.used_length >> 10
                 ),
-                hint,
+                hint(),
             ));
         };
         // A block whose used length is below its total one can be resized by the stream.
@@ -145,7 +139,7 @@ fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobEr
                     saved.used_length >> 10,
                     here.used_length >> 10
                 ),
-                hint,
+                hint(),
             ));
         }
     }

@@ -13,6 +13,7 @@ use crate::job::JobError;
 use crate::marker::{JobKind, JobMarker, MarkerError};
 use crate::monitor::{MigrationStatus, Monitor};
 use crate::process::ProcessIdentity;
+use crate::remedy::Remedy;
 
 /// How long QEMU may take to notice that its channel is gone.
 const PAUSED_WITHIN: Duration = Duration::from_secs(10);
@@ -81,13 +82,10 @@ pub(super) fn go_on(
 /// The record of the interrupted job, if it is one of this snapshot.
 fn own_marker(monitor: &Monitor, snapshot: &Snapshot) -> Result<JobMarker, JobError> {
     let Some(marker) = JobMarker::read(monitor)? else {
-        return Err(JobError::refused(
-            "no lazy restore by limosa was interrupted in this QEMU",
-            "restore into a QEMU started with -incoming defer, without --recover",
-        ));
+        return Err(JobError::refused("no lazy restore by limosa was interrupted in this QEMU", Remedy::Restore));
     };
     if marker.job != JobKind::Restore {
-        return Err(JobError::refused("the job that was interrupted in this QEMU is a save", "run limosa resume"));
+        return Err(JobError::refused("the job that was interrupted in this QEMU is a save", Remedy::Resume));
     }
     if marker.snapshot != identity(snapshot) {
         return Err(JobError::refused(
@@ -117,15 +115,12 @@ fn wait_paused(monitor: &Monitor) -> Result<MigrationStatus, JobError> {
             other => {
                 return Err(JobError::refused(
                     format!("this QEMU is not in the middle of a lazy restore ({other})"),
-                    "start a new one with -incoming defer and restore without --recover",
+                    Remedy::NewQemuAndRestore,
                 ));
             }
         }
         if Instant::now() > limit {
-            return Err(JobError::refused(
-                "QEMU still considers its restore served",
-                "end the limosa that does, or try again",
-            ));
+            return Err(JobError::refused("QEMU still considers its restore served", Remedy::EndServer));
         }
         thread::sleep(Duration::from_millis(10));
     }

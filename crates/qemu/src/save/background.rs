@@ -15,6 +15,7 @@
 use crate::job::JobError;
 use crate::monitor::{Monitor, Settings};
 use crate::qmp::QmpError;
+use crate::remedy::Remedy;
 
 /// What excludes it beyond what is off for every save.
 const EXCLUDED: [&str; 4] = ["auto-converge", "late-block-activate", "postcopy-blocktime", "validate-uuid"];
@@ -29,10 +30,7 @@ pub(super) fn check(monitor: &Monitor, current: &Settings) -> Result<(), JobErro
     if current.capabilities.contains_key("background-snapshot") {
         return Ok(());
     }
-    Err(JobError::refused(
-        format!("QEMU {} has no background snapshots", monitor.version()),
-        "save without --background",
-    ))
+    Err(JobError::refused(format!("QEMU {} has no background snapshots", monitor.version()), Remedy::Foreground))
 }
 
 /// QEMU's refusal of a background snapshot, with what can be done about it; other errors as they are.
@@ -40,7 +38,7 @@ pub(super) fn explain(error: QmpError) -> JobError {
     match error.desc() {
         Some(said) => JobError::refused(
             format!("this host cannot save this VM in the background: QEMU says: {said}"),
-            "it takes userfaultfd with write protection for all of the VM's memory (docs/operating.md); or save without --background",
+            Remedy::WriteProtectionOrForeground,
         ),
         None => error.into(),
     }

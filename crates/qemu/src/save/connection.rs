@@ -15,6 +15,7 @@ use super::SaveJob;
 use super::watcher::Watcher;
 use crate::job::JobError;
 use crate::meeting::MeetingPlace;
+use crate::remedy::Remedy;
 
 /// The name under which QEMU keeps its end of the socket pair.
 pub(super) const DESCRIPTOR: &str = "limosa-save";
@@ -48,10 +49,7 @@ pub(super) fn connect(
         (Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })), _) => {
             accept(job, &Listener::bind(uri, &Options::default())?, watcher, hold)
         }
-        (Some(other), _) => Err(JobError::refused(
-            format!("QEMU cannot connect to {other}"),
-            "--listen takes unix:PATH or tcp:HOST:PORT",
-        )),
+        (Some(other), _) => Err(JobError::refused(format!("QEMU cannot connect to {other}"), Remedy::ListenAddress)),
     }
 }
 

@@ -35,6 +35,7 @@ use crate::job::{JobError, Watch};
 use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
 use crate::monitor::{Monitor, RunState, SettingChange, Settings};
 use crate::qmp::QmpError;
+use crate::remedy::Remedy;
 use crate::takeover::{Actor, abandoned, take_over_holding};
 pub(crate) use by_file::file_channels;
 use preflight::Preflight;
@@ -116,41 +117,38 @@ pub struct SaveOptions {
 impl SaveOptions {
     /// Refuses what contradicts itself.
     fn check(&self) -> Result<(), JobError> {
-        let refused = |why: &str, hint: &str| Err(JobError::refused(why, hint));
+        let refused = |why: &str, remedy: Remedy| Err(JobError::refused(why, remedy));
         if self.background && self.stop {
-            return refused("a VM that is saved in the background goes on", "leave --background or --stop out");
+            return refused("a VM that is saved in the background goes on", Remedy::BackgroundOrStop);
         }
         if self.background && self.hint_wait.is_some() {
-            return refused(
-                "QEMU asks no balloon for free pages in the background",
-                "leave --background or --hint-wait out",
-            );
+            return refused("QEMU asks no balloon for free pages in the background", Remedy::BackgroundOrHintWait);
         }
         if self.channels.is_none() && self.compression != Compression::None {
-            return refused("only pages on channels of their own are compressed", "say --channels too");
+            return refused("only pages on channels of their own are compressed", Remedy::Channels);
         }
         if self.background && self.channels.is_some() {
-            return refused("QEMU saves on one channel in the background", "leave --background or --channels out");
+            return refused("QEMU saves on one channel in the background", Remedy::BackgroundOrChannels);
         }
         if self.overlay_dir.is_some() && self.disks != DiskPolicy::Overlay {
-            return refused("a folder for overlays has no meaning without overlays", "add --disks overlay");
+            return refused("a folder for overlays has no meaning without overlays", Remedy::Overlays);
         }
         if self.disks == DiskPolicy::Overlay && self.stop {
             return refused(
                 "a VM that stays stopped changes its disks no more, and needs no overlays over them",
-                "leave --disks overlay or --stop out",
+                Remedy::OverlaysOrStop,
             );
         }
         if self.disks == DiskPolicy::Overlay && self.background {
             return refused(
                 "in the background memory is saved as it was at the beginning, and QEMU cannot freeze the disks there",
-                "leave --disks overlay or --background out",
+                Remedy::OverlaysOrBackground,
             );
         }
         if self.background && matches!(self.timeout, Some((_, OnTimeout::Pause))) {
             return refused(
                 "a background save is not late because the VM changes its memory: stopping it would not help",
-                "use --on-timeout cancel",
+                Remedy::CancelOnTimeout,
             );
         }
         Ok(())
@@ -290,9 +288,8 @@ pub fn save(
         Some(guard) if tidied => guard.dismiss(watch.notice),
         Some(guard) => {
             (watch.notice)(&format!(
-                "QEMU could not be set right yet; process {} goes on trying, and limosa resume --qmp {} tries too",
-                guard.pid(),
-                monitor.qmp().monitor()
+                "QEMU could not be set right yet; process {} goes on trying, and so does a resume of this VM",
+                guard.pid()
             ));
             guard.hand_over();
         }
@@ -453,19 +450,18 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
     match options.route {
         Route::File if options.background => Err(JobError::refused(
             "QEMU cannot write a file of a VM that goes on meanwhile: it would come out empty",
-            "use --background with --via socket",
+            Remedy::BackgroundBySocket,
         )),
-        Route::File if options.compression != Compression::None => Err(JobError::refused(
-            "QEMU compresses nothing in a file that it writes",
-            "use --compression with --via socket",
-        )),
+        Route::File if options.compression != Compression::None => {
+            Err(JobError::refused("QEMU compresses nothing in a file that it writes", Remedy::CompressionBySocket))
+        }
         Route::Auto if options.compression != Compression::None => Ok(Route::Socket),
         Route::Auto if options.background || options.listen.is_some() || unable().is_some() => Ok(Route::Socket),
         Route::Auto => Ok(Route::File),
         Route::File => match unable() {
-            Some(why) => Err(JobError::refused(why, "use --via socket")),
+            Some(why) => Err(JobError::refused(why, Remedy::Socket)),
             None if options.listen.is_some() => {
-                Err(JobError::refused("--listen has no meaning when QEMU writes the file", "leave one of them out"))
+                Err(JobError::refused("an address has no meaning when QEMU writes the file", Remedy::FileOrListen))
             }
             None => Ok(Route::File),
         },
@@ -473,10 +469,7 @@ fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
     }
     .and_then(|route| {
         if route == Route::Socket && options.listen.is_none() && !monitor.qmp().passes_descriptors() {
-            return Err(JobError::refused(
-                "a monitor over tcp cannot be passed a socket",
-                "say with --listen tcp:HOST:PORT where QEMU is to connect",
-            ));
+            return Err(JobError::refused("a monitor over tcp cannot be passed a socket", Remedy::ConnectTcp));
         }
         Ok(route)
     })

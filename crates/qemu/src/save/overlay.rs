@@ -29,6 +29,7 @@ use crate::job::JobError;
 use crate::marker::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::{Disk, Monitor};
 use crate::program::{self, Ended};
+use crate::remedy::Remedy;
 
 /// How long qemu-img may take to make an empty image.
 const MADE_WITHIN: Duration = Duration::from_secs(60);
@@ -54,7 +55,7 @@ pub(super) fn plan(
     if !monitor.qmp().passes_descriptors() {
         return Err(JobError::refused(
             "overlays are made where the VM runs, and this monitor is reached over tcp",
-            "run limosa there, with a unix socket monitor",
+            Remedy::RunThere,
         ));
     }
     if let Some(job) = monitor.block_jobs()?.first() {
@@ -77,7 +78,7 @@ pub(super) fn plan(
         if let Some((other, _)) = files.iter().find(|(_, known)| *known == identity) {
             return Err(JobError::refused(
                 format!("the disks {other} and {} write to the same file, {}", disk.device, path.display()),
-                "with overlays they would no longer see each other's writes; say --disks ignore if that file is kept consistent by other means",
+                Remedy::IgnoreSharedFile,
             ));
         }
         files.push((disk.device.clone(), identity));
@@ -107,7 +108,7 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
     /// Formats and protocols whose nodes are images; everything else stands between an image and a device.
     const IMAGES: [&str; 12] =
         ["raw", "qcow2", "qcow", "qed", "vmdk", "vdi", "vhdx", "vpc", "parallels", "luks", "file", "host_device"];
-    let hint = "say --disks ignore if this disk is kept consistent by other means";
+    let hint = Remedy::IgnoreDisk;
     let refused = |why: String| {
         Err(JobError::refused(format!("no overlay can be put over the disk {}: {why}", disk.device), hint))
     };
@@ -134,7 +135,7 @@ fn place_for(disk: &Disk, path: &Path, folder: Option<&Path>, digits: &str, devi
                 disk.device,
                 path.display()
             ),
-            "name a folder with --overlay-dir DIR",
+            Remedy::OverlayFolder,
         ));
     }
     let folder = match folder {
@@ -172,7 +173,7 @@ pub(super) fn prepare(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobE
             match error.desc() {
                 Some(said) => JobError::refused(
                     format!("QEMU cannot open the overlay of the disk {}: {said}", disk.device),
-                    "the VM is untouched; choose with --overlay-dir a folder in which QEMU may open files",
+                    Remedy::OverlayFolderForQemu,
                 ),
                 None => error.into(),
             }

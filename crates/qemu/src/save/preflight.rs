@@ -9,6 +9,7 @@ use super::overlay::{self, Planned};
 use super::{DiskPolicy, SaveOptions};
 use crate::job::JobError;
 use crate::monitor::{Disk, Monitor, RunState};
+use crate::remedy::Remedy;
 
 /// How long QEMU may take to let go of the migration before.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
@@ -38,7 +39,7 @@ impl Preflight {
             RunState::Postmigrate => {
                 return Err(JobError::refused(
                     "the VM has been stopped by an earlier save or migration",
-                    "if it runs nowhere else, continue it first: limosa resume --force",
+                    Remedy::ResumeForced,
                 ));
             }
             _ => {}
@@ -95,13 +96,13 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Dis
                  different instants",
                 names.join(", ")
             ),
-            "save it with --stop or --disks overlay, or say --disks ignore if the disks are snapshotted by other means",
+            Remedy::StopOverlayOrIgnore,
         ));
     }
     if let Some(device) = foreign.first() {
         return Err(JobError::refused(
             format!("the disk of {} is served by another process, so its state cannot be recorded", device.kind),
-            "say --disks ignore if it is kept consistent by other means",
+            Remedy::IgnoreDisk,
         ));
     }
     Ok(disks)
@@ -114,7 +115,7 @@ fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
                 "the disk {} ({}) is no file of this host, so its state cannot be recorded",
                 disk.device, disk.filename
             ),
-            "say --disks ignore if it is kept consistent by other means",
+            Remedy::IgnoreDisk,
         )
     })?;
     record(&disk.node, Some(disk.device.clone()), path, &disk.format)

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::marker::{JobKind, JobMarker, JobPhase, VmAfter};
 use crate::monitor::{MigrationStatus, RunState};
+use crate::remedy::Remedy;
 
 /// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save, before it
 /// is cancelled, which is not safe then ([`Held`](crate::guard::Held)).
@@ -102,6 +103,17 @@ impl Outcome {
     pub fn ends_job(self) -> bool {
         !matches!(self, Self::Undecided | Self::NeedsRecovery | Self::Unknown | Self::GaveUp | Self::ContinueRefused)
     }
+
+    /// What is left to be done, by a person.
+    #[must_use]
+    pub fn remedy(self) -> Option<Remedy> {
+        match self {
+            Self::Undecided => Some(Remedy::ResumeOrEnd),
+            Self::NeedsRecovery => Some(Remedy::RecoverSnapshot),
+            Self::GaveUp => Some(Remedy::ResumeLater),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for Outcome {
@@ -112,16 +124,12 @@ impl fmt::Display for Outcome {
             Self::StoppedOnPurpose => "the VM is saved and stays stopped, as was asked",
             Self::StoppedByItself => "the VM has stopped for a reason of its own and stays so",
             Self::ContinueRefused => "QEMU refuses to continue the VM",
-            Self::Undecided => {
-                "the VM may already run elsewhere and stays stopped: run 'limosa resume' if it does not, or end this QEMU if it does"
-            }
-            Self::NeedsRecovery => {
-                "a part of the VM's memory is still in the snapshot: run 'limosa restore --recover SNAPSHOT --qmp SOCK'"
-            }
+            Self::Undecided => "the VM may already run elsewhere and stays stopped",
+            Self::NeedsRecovery => "a part of the VM's memory is still in the snapshot",
             Self::NotLoaded => "no VM was loaded; QEMU still waits for one",
             Self::LoadFailed => "no VM was loaded, and QEMU accepts no second attempt: start it anew",
             Self::Unknown => "QEMU is in a state that this limosa does not know; nothing was changed",
-            Self::GaveUp => "QEMU did not come to an end of the migration in time; run 'limosa resume' later",
+            Self::GaveUp => "QEMU did not come to an end of the migration in time",
         })
     }
 }

@@ -9,11 +9,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::stock::{MEMORY, Stock, eventually, run_state};
-use limosa_qemu::marker::{JobKind, JobMarker, JobPhase, MarkerError};
 use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState, Settings};
 use limosa_qemu::qmp::{Options, Qmp, QmpError, Version};
-use limosa_qemu::resume::{ResumeError, ResumeOptions, resume};
 use limosa_qemu::takeover::Outcome;
+use limosa_qemu::{JobKind, JobMarker, JobPhase, MarkerError, ResumeError, ResumeOptions, resume};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -440,7 +439,7 @@ fn resume_leaves_a_running_vm_alone_and_asks_before_it_continues_one_that_is_not
     assert_eq!(resume(&monitor, &plain).unwrap().takeover.outcome, Outcome::Running);
     monitor.stop().unwrap();
     let error = resume(&monitor, &plain).unwrap_err();
-    assert!(error.to_string().contains("it was stopped") && error.to_string().contains("--force"), "{error}");
+    assert!(matches!(&error, ResumeError::NotOurs { why } if why.contains("it was stopped")), "{error}");
     assert_eq!(run_state(&monitor), RunState::Paused);
     let force = ResumeOptions { force: true, ..plain };
     assert_eq!(resume(&monitor, &force).unwrap().takeover.outcome, Outcome::Running);
