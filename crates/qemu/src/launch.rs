@@ -26,6 +26,7 @@ const ID: &str = "limosa-run";
 
 /// A QEMU that was started. Dropping it does not end it.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Launched {
     /// The process: QEMU's, or that of the program that was to become QEMU.
     pub child: Child,
@@ -57,6 +58,7 @@ pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
 
 /// What a command line says of the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CommandLine {
     /// The VM is to stay paused (`-S`).
     pub paused: bool,

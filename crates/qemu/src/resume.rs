@@ -25,6 +25,7 @@ impl Default for ResumeOptions {
 
 /// What was found and done.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Resumed {
     /// Why the VM was as it was, in a sentence.
     pub why: String,

@@ -161,7 +161,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
             marker.update(&monitor).unwrap();
             arrive();
         }
-        "orphan" => {
+        "unfinished" => {
             println!("{}", guard.pid());
             arrive();
         }
@@ -412,7 +412,7 @@ fn dropped() {
 fn signals() {
     let stock = Stock::start(&[]);
     let before = before(&stock);
-    let mut job = start(&stock, "orphan");
+    let mut job = start(&stock, "unfinished");
     let guard = rustix::process::Pid::from_raw(job.said[0].parse().unwrap()).unwrap();
     use rustix::process::Signal;
     for signal in [Signal::INT, Signal::HUP, Signal::TERM, Signal::QUIT] {
@@ -429,7 +429,7 @@ fn signals() {
 fn both_killed() {
     let stock = Stock::start(&[]);
     let before = before(&stock);
-    let mut job = start(&stock, "orphan");
+    let mut job = start(&stock, "unfinished");
     let guard = rustix::process::Pid::from_raw(job.said[0].parse().unwrap()).unwrap();
     rustix::process::kill_process(guard, rustix::process::Signal::KILL).unwrap();
     job.child.kill().unwrap();

@@ -9,7 +9,7 @@ use limosa_stream::mapped_ram::{Layout, MappedBlock};
 use limosa_stream::{DeviceState, Fault, WalkError};
 
 use crate::error::SnapshotError;
-use crate::store::{Place, StoreFile};
+use crate::store::{StoreFile, StoredRange};
 
 /// Most pages of guest memory that a snapshot has: 16 TiB, whose bitmaps take 512 MiB.
 pub(crate) const MEMORY_PAGES_MAX: u64 = 1 << 32;
@@ -17,7 +17,7 @@ pub(crate) const MEMORY_PAGES_MAX: u64 = 1 << 32;
 /// Where pages are, and which of them: one entry a RAM block in both lists.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<StoredRange>,
     pub(crate) stored: Vec<PageBitmap>,
 }
 
@@ -122,7 +122,7 @@ impl Anatomy {
             return Err(file.structure(0, format!("more than {MEMORY_PAGES_MAX} pages of guest memory")));
         }
         let stored = layout.blocks.iter().map(|block| bitmap(file, block)).collect::<Result<_, _>>()?;
-        let memory = Memory { places: layout.blocks.iter().map(Place::new).collect(), stored };
+        let memory = Memory { places: layout.blocks.iter().map(StoredRange::new).collect(), stored };
         let (devices, stream_end) = device_bytes(file, layout.tail_offset, length)?;
         Ok(Self { layout, memory, devices, stream_end })
     }

@@ -24,7 +24,7 @@ use limosa_stream::mapped_ram::Layout;
 
 use crate::anatomy::Memory;
 use crate::error::SnapshotError;
-use crate::store::{Place, StoreFile};
+use crate::store::{StoreFile, StoredRange};
 use crate::trailer::CHUNK;
 
 /// The checksum of the device state: of the sections before the pages, if there are any, and of `tail`.
@@ -40,7 +40,7 @@ const CACHED: usize = 16;
 const THREADS: usize = 4;
 
 /// How many checksums blocks of these lengths (in pages) have.
-pub(crate) fn count(places: &[Place]) -> u64 {
+pub(crate) fn count(places: &[StoredRange]) -> u64 {
     places.iter().map(|place| place.pages.div_ceil(CHUNK_PAGES)).sum()
 }
 
@@ -48,20 +48,20 @@ pub(crate) fn count(places: &[Place]) -> u64 {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StoredBlock<'a> {
     pub(crate) index: usize,
-    pub(crate) place: &'a Place,
+    pub(crate) place: &'a StoredRange,
     pub(crate) stored: &'a PageBitmap,
 }
 
 /// A chunk of a RAM block.
 struct Chunk<'a> {
-    place: &'a Place,
+    place: &'a StoredRange,
     pages: PageRange,
     /// Its index among all chunks of the snapshot.
     index: u64,
 }
 
 /// The pages of the `index`-th chunk of a block.
-fn chunk_pages(place: &Place, index: u64) -> PageRange {
+fn chunk_pages(place: &StoredRange, index: u64) -> PageRange {
     let start = PageNumber(index * CHUNK_PAGES);
     PageRange::starting_at(start, CHUNK_PAGES).intersect(PageRange::first(place.pages))
 }
@@ -77,8 +77,12 @@ fn length(pages: PageRange) -> usize {
 ///
 /// # Errors
 /// The first chunk that cannot be read.
-pub(crate) fn compute(file: &StoreFile, places: &[Place], stored: &[PageBitmap]) -> Result<Vec<u32>, SnapshotError> {
-    let jobs: Vec<(&Place, &PageBitmap, PageRange)> = places
+pub(crate) fn compute(
+    file: &StoreFile,
+    places: &[StoredRange],
+    stored: &[PageBitmap],
+) -> Result<Vec<u32>, SnapshotError> {
+    let jobs: Vec<(&StoredRange, &PageBitmap, PageRange)> = places
         .iter()
         .zip(stored)
         .flat_map(|(place, stored)| {

@@ -130,6 +130,7 @@ pub(crate) fn now() -> u64 {
 
 /// A file that was published.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Published {
     /// Where it is.
     pub path: PathBuf,

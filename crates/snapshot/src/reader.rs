@@ -319,7 +319,11 @@ impl Snapshot {
         self.still_whole()
     }
 
-    fn block(&self, index: usize, pages: PageRange) -> Result<(&crate::store::Place, &PageBitmap), SnapshotError> {
+    fn block(
+        &self,
+        index: usize,
+        pages: PageRange,
+    ) -> Result<(&crate::store::StoredRange, &PageBitmap), SnapshotError> {
         let memory = &self.anatomy.memory;
         match (memory.places.get(index), memory.stored.get(index)) {
             (Some(place), Some(stored)) if pages.end.0 <= place.pages => Ok((place, stored)),

@@ -15,7 +15,7 @@ use limosa_stream::{Configuration, DecoderOptions, Event, RamBlock, StreamWalk, 
 
 use crate::anatomy::MEMORY_PAGES_MAX;
 use crate::error::SnapshotError;
-use crate::foreign::{Foreign, ForeignError, Forward, Parts, Place, Unpacking};
+use crate::foreign::{Foreign, ForeignError, Forward, Parts, Unpacking, VmLocation};
 use crate::reader::Snapshot;
 use crate::summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary, outlines, uuid_text};
 use rustix::fs::SeekFrom;
@@ -38,12 +38,12 @@ impl Foreign {
         let Parts { file, place, image } = self.into_parts()?;
         let metadata = file.metadata().map_err(|error| SnapshotError::io("look at it", &path, None, error))?;
         let mut summary = match place {
-            Place::Mapped(offset) => Snapshot::from_file_at(file, &path, offset)?.summary(),
-            Place::Stream(offset, None) => {
+            VmLocation::Mapped(offset) => Snapshot::from_file_at(file, &path, offset)?.summary(),
+            VmLocation::Stream(offset, None) => {
                 let read_at = |offset, into: &mut [u8]| file.read_at(into, offset);
                 summarize_stream(&path, offset, metadata.len(), read_at)?
             }
-            Place::Stream(offset, Some(packer)) => {
+            VmLocation::Stream(offset, Some(packer)) => {
                 let input = positioned(&file, offset)
                     .map_err(|error| SnapshotError::io("read it", &path, Some(offset), error))?;
                 let (unpacking, output) = Unpacking::start(packer, input, &path)?;
@@ -57,10 +57,10 @@ impl Foreign {
                 }
             }
         };
-        if !matches!(place, Place::Mapped(0)) {
+        if !matches!(place, VmLocation::Mapped(0)) {
             summary.without_manifest = Some(format!("{described}, not a snapshot; limosa import makes one of it"));
         }
-        if let Place::Stream(_, Some(packer)) = place
+        if let VmLocation::Stream(_, Some(packer)) = place
             && image.is_none()
         {
             summary.warnings.push(format!("the stream is packed by {}", packer.program()));

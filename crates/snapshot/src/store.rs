@@ -22,7 +22,7 @@ const PREFILLED_BELOW: u64 = 64 << 20;
 
 /// Where a RAM block lies in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct StoredRange {
     /// The block's name.
     pub(crate) name: String,
     /// Its length in pages.
@@ -31,7 +31,7 @@ pub(crate) struct Place {
     pub(crate) pages_offset: u64,
 }
 
-impl Place {
+impl StoredRange {
     pub(crate) fn new(block: &MappedBlock) -> Self {
         Self { name: block.block.name.clone(), pages: block.pages, pages_offset: block.pages_offset }
     }
@@ -125,7 +125,7 @@ impl StoreFile {
     /// Reads whole pages of a block: stored ones from the file, the others are zero.
     pub(crate) fn read_pages(
         &self,
-        place: &Place,
+        place: &StoredRange,
         stored: &PageBitmap,
         pages: PageRange,
         mut into: &mut [u8],
@@ -149,7 +149,7 @@ impl StoreFile {
     }
 
     /// Takes pages out of the file: a hole where the file system has holes, zeros where it has none.
-    pub(crate) fn punch(&self, place: &Place, pages: PageRange) -> Result<(), SnapshotError> {
+    pub(crate) fn punch(&self, place: &StoredRange, pages: PageRange) -> Result<(), SnapshotError> {
         let what = || format!("take {pages} of RAM block {} out of it", place.name);
         let (offset, bytes) = (place.offset(pages), pages.bytes());
         let length = bytes.end - bytes.start;
@@ -165,7 +165,7 @@ impl StoreFile {
     }
 
     /// Writes zeros over pages.
-    fn zero(&self, place: &Place, pages: PageRange) -> Result<(), SnapshotError> {
+    fn zero(&self, place: &StoredRange, pages: PageRange) -> Result<(), SnapshotError> {
         static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
         let what = || format!("zero {pages} of RAM block {}", place.name);
         let (offset, bytes) = (place.offset(pages), pages.bytes());
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn pages_are_taken_out_with_and_without_holes_and_their_neighbours_stay() {
-        let place = Place { name: "pc.bios".to_owned(), pages: 40, pages_offset: 1000 };
+        let place = StoredRange { name: "pc.bios".to_owned(), pages: 40, pages_offset: 1000 };
         let out = PageRange::new(PageNumber(3), PageNumber(37));
         for take_out in [StoreFile::punch, StoreFile::zero] {
             let file = tempfile::tempfile().unwrap();

@@ -28,12 +28,12 @@ const PERIOD: Duration = Duration::from_millis(50);
 /// A thread that starts write-back of one file as it grows; dropping it ends the thread (after the request under way).
 #[derive(Debug)]
 pub struct WriteBehind {
-    shared: Arc<Shared>,
+    write_back: Arc<WriteBack>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct WriteBack {
     /// Bytes written since the last request.
     fresh: AtomicU64,
     /// Requests made, for tests and summaries.
@@ -62,40 +62,40 @@ impl WriteBehind {
 
     fn start(file: impl AsFd, period: Option<Duration>) -> io::Result<Self> {
         let file = File::from(file.as_fd().try_clone_to_owned()?);
-        let shared = Arc::new(Shared {
+        let write_back = Arc::new(WriteBack {
             fresh: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             due: Mutex::new(false),
             wake: Condvar::new(),
         });
-        let theirs = Arc::clone(&shared);
+        let theirs = Arc::clone(&write_back);
         let thread = std::thread::Builder::new().name("write-behind".to_owned()).spawn(move || match period {
             None => theirs.follow_reports(&file),
             Some(period) => theirs.follow_allocation(&file, period),
         })?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { write_back, thread: Some(thread) })
     }
 
     /// Says that so many bytes were written; never blocks on the disk.
     pub fn wrote(&self, bytes: u64) {
-        let before = self.shared.fresh.fetch_add(bytes, Ordering::Relaxed);
+        let before = self.write_back.fresh.fetch_add(bytes, Ordering::Relaxed);
         // Exactly one caller sees the step being crossed.
         if before < STEP && before.saturating_add(bytes) >= STEP {
-            self.shared.call();
+            self.write_back.call();
         }
     }
 
     /// How often write-back was asked for.
     pub fn requests(&self) -> u64 {
-        self.shared.requests.load(Ordering::Relaxed)
+        self.write_back.requests.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for WriteBehind {
     fn drop(&mut self) {
-        self.shared.ended.store(true, Ordering::Release);
-        self.shared.call();
+        self.write_back.ended.store(true, Ordering::Release);
+        self.write_back.call();
         if let Some(thread) = self.thread.take() {
             // It cannot panic; and if it did, nothing depends on it.
             let _ = thread.join();
@@ -103,7 +103,7 @@ impl Drop for WriteBehind {
     }
 }
 
-impl Shared {
+impl WriteBack {
     fn call(&self) {
         *self.due.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.wake.notify_one();

@@ -25,7 +25,7 @@ use crate::error::SnapshotError;
 use crate::manifest::{Manifest, PageStatistics, Published};
 use crate::pending::{Durability, PendingFile};
 use crate::seal;
-use crate::store::{Place, StoreFile};
+use crate::store::{StoreFile, StoredRange};
 use crate::write_behind::WriteBehind;
 
 /// How a snapshot file is finished.
@@ -63,7 +63,7 @@ pub struct SnapshotWriter {
 /// What arrived for one RAM block.
 #[derive(Debug)]
 struct Receiving {
-    place: Place,
+    place: StoredRange,
     /// Pages whose last word was contents.
     stored: PageBitmap,
     /// Pages for which there is, or was, something in the file.
@@ -176,7 +176,7 @@ impl SnapshotWriter {
 impl Receiving {
     fn new(block: &MappedBlock) -> Self {
         let bitmap = PageBitmap::new(block.pages);
-        Self { place: Place::new(block), stored: bitmap.clone(), written: bitmap.clone(), seen: bitmap }
+        Self { place: StoredRange::new(block), stored: bitmap.clone(), written: bitmap.clone(), seen: bitmap }
     }
 
     /// Zero pages that a loader must write, because the destination may have filled the block before.

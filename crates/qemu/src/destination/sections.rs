@@ -9,7 +9,7 @@ use limosa_snapshot::{Confidence, DeviceSummary, Finding, PciIdentity, Presence,
 use serde_json::Value;
 
 use super::catalogue::{Catalogue, Versions};
-use super::tree::{Device, Place, Tree};
+use super::tree::{BusAddress, Device, Tree};
 use crate::monitor::Monitor;
 use crate::qmp::QmpError;
 
@@ -90,8 +90,8 @@ impl QemuSections {
         self.cpu_kind.as_deref()
     }
 
-    fn at(&self, place: &Place) -> Vec<&Device> {
-        self.tree.devices.iter().filter(|device| device.place == *place).collect()
+    fn at(&self, place: &BusAddress) -> Vec<&Device> {
+        self.tree.devices.iter().filter(|device| device.bus == *place).collect()
     }
 
     /// What to say where the program's list would tell.
@@ -102,15 +102,15 @@ impl QemuSections {
 
     /// A section of a device with a PCI address, or of one behind it.
     fn at_address(&self, place: &str, name: &str) -> Presence {
-        let here = self.at(&Place::Pci(place.to_owned()));
+        let here = self.at(&BusAddress::Pci(place.to_owned()));
         let Some(first) = here.first() else {
             // A device behind an expander bus has an address of another root, which the tree does not show.
-            let unplaced = self.tree.devices.iter().any(|device| device.place == Place::Unknown);
+            let unplaced = self.tree.devices.iter().any(|device| device.bus == BusAddress::Unknown);
             let confidence = if unplaced { Confidence::Likely } else { Confidence::Certain };
             return Presence::Absent { confidence, why: format!("nothing is at PCI address {place}") };
         };
         if let Some((_, behind)) = name.rsplit_once('/') {
-            return self.among(&self.at(&Place::Behind(place.to_owned())), behind, Confidence::Likely);
+            return self.among(&self.at(&BusAddress::Behind(place.to_owned())), behind, Confidence::Likely);
         }
         let found = self.among(&here, name, Confidence::Certain);
         match found {
@@ -170,7 +170,7 @@ impl QemuSections {
             name if EVERYWHERE.contains(&name) => return present(Confidence::Certain, None),
             _ => {}
         }
-        let unnamed = self.at(&Place::Unnamed);
+        let unnamed = self.at(&BusAddress::Unnamed);
         if let Some(catalogue) = &self.catalogue
             && let Some(versions) = catalogue.of_name(&section.name)
         {
@@ -233,7 +233,7 @@ impl Sections for QemuSections {
     fn pci(&self, section: &DeviceSummary) -> Option<PciIdentity> {
         let (place, _) = section.name.split_once('/')?;
         let &(vendor, device) = self.pci.get(place)?;
-        let mut here = self.at(&Place::Pci(place.to_owned())).into_iter();
+        let mut here = self.at(&BusAddress::Pci(place.to_owned())).into_iter();
         Some(PciIdentity { vendor, device, vectors: here.find_map(|device| device.vectors) })
     }
 
@@ -259,11 +259,11 @@ impl Sections for QemuSections {
             saved.iter().filter_map(|section| Some(section.name.split_once('/')?.0)).collect();
         let mut added = BTreeMap::new();
         for device in &self.tree.devices {
-            let Place::Pci(place) = &device.place else { continue };
+            let BusAddress::Pci(place) = &device.bus else { continue };
             let stateful = self.catalogue.as_ref().is_none_or(|catalogue| catalogue.of_kind(&device.kind).is_some());
             if stateful && !occupied.contains(place.as_str()) {
                 // The first is the one that has the address itself, before what it carries.
-                let kind = self.at(&device.place).first().map_or(device.kind.as_str(), |first| first.kind.as_str());
+                let kind = self.at(&device.bus).first().map_or(device.kind.as_str(), |first| first.kind.as_str());
                 added.insert(place, kind);
             }
         }
@@ -280,8 +280,8 @@ impl Sections for QemuSections {
 mod tests {
     use super::*;
 
-    fn device(kind: &str, place: Place) -> Device {
-        Device { kind: kind.to_owned(), place, vectors: None }
+    fn device(kind: &str, place: BusAddress) -> Device {
+        Device { kind: kind.to_owned(), bus: place, vectors: None }
     }
 
     fn sections(devices: Vec<Device>, catalogue: Option<&[u8]>) -> QemuSections {
@@ -309,14 +309,14 @@ mod tests {
         "qemu-xhci":{"Description":{"name":"xhci","version_id":1,"minimum_version_id":1}}}"#;
 
     fn machine() -> Vec<Device> {
-        let pci = |slot: u8| Place::Pci(format!("0000:00:{slot:02x}.0"));
+        let pci = |slot: u8| BusAddress::Pci(format!("0000:00:{slot:02x}.0"));
         vec![
             device("virtio-net-pci", pci(1)),
             device("virtio-net-device", pci(1)),
             device("qemu-xhci", pci(2)),
-            device("usb-tablet", Place::Behind("0000:00:02.0".to_owned())),
-            device("i8257", Place::Unnamed),
-            device("i8257", Place::Unnamed),
+            device("usb-tablet", BusAddress::Behind("0000:00:02.0".to_owned())),
+            device("i8257", BusAddress::Unnamed),
+            device("i8257", BusAddress::Unnamed),
         ]
     }
 

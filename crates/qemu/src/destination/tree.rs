@@ -4,7 +4,7 @@
 //! bus is a child of the device that provides it. A PCI device's `addr` is its number on the bus, slot * 8 + function. A
 //! section of a PCI device is named `0000:00:SLOT.FUNCTION/...`, with `:SLOT.FUNCTION` once more for each bridge on the way;
 //! a virtio device is named by the PCI device that carries it; devices on USB and SCSI by their controller and a port.
-//! Sections of devices on ISA and on the system bus have no place in their names.
+//! Sections of devices on ISA and on the system bus have no bus in their names.
 
 use std::collections::HashMap;
 
@@ -20,7 +20,7 @@ const MAX_DEPTH: usize = 32;
 
 /// Where a device sits, as far as its sections' names say.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum BusAddress {
     /// On a bus that does not show in a section's name, or on none.
     Unnamed,
     /// At this PCI address, from the root: `0000:00:05.0:00.0`.
@@ -37,7 +37,7 @@ pub(super) struct Device {
     /// Its type.
     pub(super) kind: String,
     /// Where it sits.
-    pub(super) place: Place,
+    pub(super) bus: BusAddress,
     /// MSI-X vectors that it was made with, if it says so (virtio does).
     pub(super) vectors: Option<u32>,
 }
@@ -100,7 +100,7 @@ impl Tree {
             .clone()
             .map(|(path, object)| Device {
                 kind: object.kind.clone(),
-                place: place(objects, path, 0),
+                bus: address(objects, path, 0),
                 vectors: object.vectors,
             })
             .collect();
@@ -121,44 +121,44 @@ fn is_pci_bus(kind: &str) -> bool {
     matches!(kind, "PCI" | "PCIE" | "CXL")
 }
 
-fn place(objects: &HashMap<String, Object>, path: &str, depth: usize) -> Place {
-    let Some(object) = objects.get(path).filter(|_| depth < MAX_DEPTH) else { return Place::Unknown };
-    let Some(bus) = &object.bus else { return Place::Unnamed };
+fn address(objects: &HashMap<String, Object>, path: &str, depth: usize) -> BusAddress {
+    let Some(object) = objects.get(path).filter(|_| depth < MAX_DEPTH) else { return BusAddress::Unknown };
+    let Some(bus) = &object.bus else { return BusAddress::Unnamed };
     let kind = objects.get(bus).map_or("", |bus| bus.kind.as_str());
-    let Some((owner, _)) = bus.rsplit_once('/') else { return Place::Unknown };
+    let Some((owner, _)) = bus.rsplit_once('/') else { return BusAddress::Unknown };
     if is_pci_bus(kind) {
-        let Some(devfn) = object.devfn.filter(|devfn| *devfn < 256) else { return Place::Unknown };
+        let Some(devfn) = object.devfn.filter(|devfn| *devfn < 256) else { return BusAddress::Unknown };
         let own = format!(":{:02x}.{}", devfn >> 3, devfn & 7);
         let host = objects.get(owner).map_or("", |owner| owner.kind.as_str());
-        return match place(objects, owner, depth + 1) {
-            Place::Pci(bridge) => Place::Pci(bridge + &own),
-            _ if matches!(host, "q35-pcihost" | "i440FX-pcihost") => Place::Pci(format!("0000:00{own}")),
-            _ => Place::Unknown,
+        return match address(objects, owner, depth + 1) {
+            BusAddress::Pci(bridge) => BusAddress::Pci(bridge + &own),
+            _ if matches!(host, "q35-pcihost" | "i440FX-pcihost") => BusAddress::Pci(format!("0000:00{own}")),
+            _ => BusAddress::Unknown,
         };
     }
     if kind.starts_with("virtio") {
-        return place(objects, owner, depth + 1);
+        return address(objects, owner, depth + 1);
     }
     if matches!(kind, "usb-bus" | "SCSI") {
-        return match place(objects, owner, depth + 1) {
-            Place::Pci(controller) | Place::Behind(controller) => Place::Behind(controller),
-            _ => Place::Unknown,
+        return match address(objects, owner, depth + 1) {
+            BusAddress::Pci(controller) | BusAddress::Behind(controller) => BusAddress::Behind(controller),
+            _ => BusAddress::Unknown,
         };
     }
-    Place::Unnamed
+    BusAddress::Unnamed
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn tree(objects: &[(&str, &str, Option<&str>, Option<u64>)]) -> Vec<(String, Place)> {
+    fn tree(objects: &[(&str, &str, Option<&str>, Option<u64>)]) -> Vec<(String, BusAddress)> {
         let order: Vec<String> = objects.iter().map(|(path, ..)| (*path).to_owned()).collect();
         let objects = objects.iter().map(|&(path, kind, bus, devfn)| {
             (path.to_owned(), Object { kind: kind.to_owned(), bus: bus.map(str::to_owned), devfn, vectors: None })
         });
         let tree = Tree::from_objects(&objects.collect(), &order);
-        tree.devices.into_iter().map(|device| (device.kind, device.place)).collect()
+        tree.devices.into_iter().map(|device| (device.kind, device.bus)).collect()
     }
 
     #[test]
@@ -176,12 +176,12 @@ mod tests {
             ("/machine/p/x/x.0", "usb-bus", None, None),
             ("/machine/p/t", "usb-tablet", Some("/machine/p/x/x.0"), None),
         ]);
-        let place = |kind: &str| placed.iter().find(|(other, _)| other == kind).unwrap().1.clone();
-        assert_eq!(place("q35-pcihost"), Place::Unnamed);
-        assert_eq!(place("pcie-root-port"), Place::Pci("0000:00:05.0".to_owned()));
-        assert_eq!(place("virtio-rng-device"), Place::Pci("0000:00:05.0:00.0".to_owned()));
-        assert_eq!(place("qemu-xhci"), Place::Pci("0000:00:1f.3".to_owned()));
-        assert_eq!(place("usb-tablet"), Place::Behind("0000:00:1f.3".to_owned()));
+        let bus = |kind: &str| placed.iter().find(|(other, _)| other == kind).unwrap().1.clone();
+        assert_eq!(bus("q35-pcihost"), BusAddress::Unnamed);
+        assert_eq!(bus("pcie-root-port"), BusAddress::Pci("0000:00:05.0".to_owned()));
+        assert_eq!(bus("virtio-rng-device"), BusAddress::Pci("0000:00:05.0:00.0".to_owned()));
+        assert_eq!(bus("qemu-xhci"), BusAddress::Pci("0000:00:1f.3".to_owned()));
+        assert_eq!(bus("usb-tablet"), BusAddress::Behind("0000:00:1f.3".to_owned()));
     }
 
     #[test]
@@ -192,6 +192,6 @@ mod tests {
             ("/b", "bridge", Some("/a/bus"), Some(8)),
             ("/b/bus", "PCI", None, None),
         ]);
-        assert_eq!(placed.first().unwrap().1, Place::Unknown);
+        assert_eq!(placed.first().unwrap().1, BusAddress::Unknown);
     }
 }

@@ -18,7 +18,7 @@ use crate::marker::{JobMarker, MarkerError};
 use crate::monitor::Monitor;
 use crate::qmp::{Options, Qmp, QmpError};
 use crate::remedy::Remedy;
-use crate::restore::orphan::{Kept, Orphan, Rescue};
+use crate::restore::unfinished::{KeptSnapshot, Recovery, UnfinishedRestore};
 use crate::takeover::{Actor, take_over_holding};
 
 /// How long a migration may take to end after it was cancelled: a write to a dead network file system can hold it up.
@@ -52,14 +52,14 @@ enum ChildError {
     #[error(transparent)]
     Marker(#[from] MarkerError),
     #[error("the restore was killed and cannot be gone on with: {0}")]
-    Orphan(#[from] JobError),
+    UnfinishedRestore(#[from] JobError),
     #[error("cannot remove {path}: {source}")]
     Unlink { path: PathBuf, source: io::Error },
 }
 
 /// What limosa said before it fell silent.
 #[derive(Debug, PartialEq, Eq)]
-enum Word {
+enum JobEnd {
     Done,
     Dead { temporary: Option<PathBuf> },
 }
@@ -86,9 +86,11 @@ fn watch(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> Result<(
     let _ = control.write_all(b"ready\n");
     let mut kept = None;
     let held = Held::default();
-    match listen(BufReader::new(Control { socket: control, held: &held }), &held, |orphan| kept = Some(orphan.keep())) {
-        Word::Done => Ok(()),
-        Word::Dead { temporary } => {
+    match listen(BufReader::new(Control { socket: control, held: &held }), &held, |unfinished| {
+        kept = Some(unfinished.keep())
+    }) {
+        JobEnd::Done => Ok(()),
+        JobEnd::Dead { temporary } => {
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
                 None => rescue(socket, &monitor, pid, (&held, words)),
@@ -131,7 +133,7 @@ impl Read for Control<'_> {
     }
 }
 
-fn listen(mut control: impl io::BufRead, held: &Held, mut orphaned: impl FnMut(Orphan)) -> Word {
+fn listen(mut control: impl io::BufRead, held: &Held, mut keep: impl FnMut(UnfinishedRestore)) -> JobEnd {
     let mut temporary = None;
     let mut line = Vec::new();
     loop {
@@ -139,18 +141,18 @@ fn listen(mut control: impl io::BufRead, held: &Held, mut orphaned: impl FnMut(O
         let read = control.read_until(b'\n', &mut line);
         // A line that was cut off is not a word.
         if !matches!(read, Ok(1..)) || line.last() != Some(&b'\n') {
-            return Word::Dead { temporary };
+            return JobEnd::Dead { temporary };
         }
         line.pop();
         if let Some(hexadecimal) = line.strip_prefix(b"temporary ") {
             temporary = decode(hexadecimal).map(|path| PathBuf::from(OsString::from_vec(path)));
         } else if let Some(hexadecimal) = line.strip_prefix(b"restore ") {
-            let orphan = decode(hexadecimal).and_then(|object| serde_json::from_slice(&object).ok());
-            orphan.into_iter().for_each(&mut orphaned);
+            let unfinished = decode(hexadecimal).and_then(|object| serde_json::from_slice(&object).ok());
+            unfinished.into_iter().for_each(&mut keep);
         } else if line == b"let go" {
             held.let_go();
         } else if line == b"done" {
-            return Word::Done;
+            return JobEnd::Done;
         }
     }
 }
@@ -163,15 +165,15 @@ fn decode(hexadecimal: &[u8]) -> Option<Vec<u8>> {
 }
 
 /// limosa is dead, and its guest stands on memory that has not come: brings it.
-fn adopt(kept: Kept, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
+fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
     let path = kept.path().display();
     let what = match kept.go_on(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
-        Rescue::Whole => "its guard has brought the rest of the memory",
-        Rescue::NeverRan => "the guest had not been started: end this QEMU and start a new one",
-        Rescue::Unended => {
+        Recovery::Whole => "its guard has brought the rest of the memory",
+        Recovery::NeverRan => "the guest had not been started: end this QEMU and start a new one",
+        Recovery::Unended => {
             "QEMU has its memory but does not end the transfer (a risk of a preempt channel): end this QEMU"
         }
-        Rescue::Gone => return Ok(()),
+        Recovery::Gone => return Ok(()),
     };
     drop(writeln!(io::stderr(), "limosa: the restore of {path} was killed: {what}"));
     Ok(())
@@ -222,17 +224,17 @@ mod tests {
 
     #[test]
     fn only_the_whole_word_done_ends_the_watch_in_peace() {
-        assert_eq!(listen(&b"done\n"[..], &Held::default(), |_| {}), Word::Done);
+        assert_eq!(listen(&b"done\n"[..], &Held::default(), |_| {}), JobEnd::Done);
         for words in [&b""[..], b"done", b"don\n", b"novel\n"] {
-            assert_eq!(listen(words, &Held::default(), |_| {}), Word::Dead { temporary: None });
+            assert_eq!(listen(words, &Held::default(), |_| {}), JobEnd::Dead { temporary: None });
         }
     }
 
     #[test]
     fn the_temporary_file_is_the_last_one_named() {
         let named = |words: &[u8]| match listen(words, &Held::default(), |_| {}) {
-            Word::Dead { temporary } => temporary,
-            Word::Done => None,
+            JobEnd::Dead { temporary } => temporary,
+            JobEnd::Done => None,
         };
         assert_eq!(
             named(b"temporary 2f61\ntemporary 2f0aff\n"),

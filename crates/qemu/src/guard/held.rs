@@ -24,11 +24,11 @@ const MOST: usize = 128;
 /// Connections of a job, held open.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct SharedState {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -90,7 +90,7 @@ impl Drop for Held {
     }
 }
 
-impl Shared {
+impl SharedState {
     fn let_go_in_time(&self) {
         let mut state = self.lock();
         while !state.ends.is_empty() {

@@ -11,7 +11,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::qmp::{Qmp, send};
-use crate::restore::orphan::Orphan;
+use crate::restore::unfinished::UnfinishedRestore;
 
 /// How long a guard may take to start.
 const START: Duration = Duration::from_secs(20);
@@ -133,8 +133,8 @@ impl Guard {
     }
 
     /// Tells the guard what it needs to go on with a lazy restore.
-    pub(crate) fn orphan(&mut self, orphan: &Orphan) -> io::Result<()> {
-        self.say("restore", &serde_json::to_vec(orphan)?)
+    pub(crate) fn remember(&mut self, unfinished: &UnfinishedRestore) -> io::Result<()> {
+        self.say("restore", &serde_json::to_vec(unfinished)?)
     }
 
     /// Says a word with an object, which is written in hexadecimal, because it may hold line feeds.

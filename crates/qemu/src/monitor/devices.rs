@@ -9,6 +9,7 @@ use crate::qmp::QmpError;
 
 /// A device that the command line or a hot-plug added.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Device {
     /// Its id, or QEMU's number for one without.
     pub id: String,

@@ -14,6 +14,7 @@ use crate::qmp::QmpError;
 
 /// A disk that is attached to a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Disk {
     /// The drive's name (`-drive id=`), or the path of the device for one that was made with `-blockdev`.
     pub device: String,

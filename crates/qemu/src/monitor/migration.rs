@@ -79,6 +79,7 @@ impl MigrationStatus {
 
 /// Progress of RAM, as the sending side counts. Bytes where nothing else is said.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
 pub struct RamProgress {
     /// Sent.
     pub transferred: u64,
@@ -102,6 +103,7 @@ pub struct RamProgress {
 
 /// The answer to `query-migrate`.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct MigrationInfo {
     /// Where it stands.
     pub status: MigrationStatus,

@@ -45,6 +45,7 @@ named_states! {
 
 /// The answer to `query-status`.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct VmStatus {
     /// The state.
     pub state: RunState,

@@ -18,7 +18,7 @@ pub(super) enum Frame {
 pub(super) struct Overlong;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum Position {
     Between,
     Object { depth: u32, string: bool, escaped: bool },
     Junk,
@@ -28,14 +28,14 @@ enum Place {
 #[derive(Debug)]
 pub(super) struct Framer {
     limit: usize,
-    place: Place,
+    position: Position,
     held: Vec<u8>,
     ready: std::collections::VecDeque<Frame>,
 }
 
 impl Framer {
     pub(super) fn new(limit: usize) -> Self {
-        Self { limit, place: Place::Between, held: Vec::new(), ready: std::collections::VecDeque::new() }
+        Self { limit, position: Position::Between, held: Vec::new(), ready: std::collections::VecDeque::new() }
     }
 
     pub(super) fn push(&mut self, bytes: &[u8]) -> Result<(), Overlong> {
@@ -53,45 +53,45 @@ impl Framer {
         if self.held.len() >= self.limit {
             return Err(Overlong);
         }
-        match self.place {
-            Place::Between => match byte {
+        match self.position {
+            Position::Between => match byte {
                 b' ' | b'\t' | b'\r' | b'\n' => {}
                 b'{' => {
                     self.held.push(byte);
-                    self.place = Place::Object { depth: 1, string: false, escaped: false };
+                    self.position = Position::Object { depth: 1, string: false, escaped: false };
                 }
                 _ => {
                     self.held.push(byte);
-                    self.place = Place::Junk;
+                    self.position = Position::Junk;
                 }
             },
-            Place::Junk => {
+            Position::Junk => {
                 self.held.push(byte);
                 if byte == b'\n' {
                     self.cut(Frame::Garbage);
                 }
             }
-            Place::Object { depth, string, escaped } => {
+            Position::Object { depth, string, escaped } => {
                 self.held.push(byte);
-                self.place = match (string, escaped, byte) {
+                self.position = match (string, escaped, byte) {
                     (true, _, b'\n') => {
                         self.cut(Frame::Garbage);
-                        Place::Between
+                        Position::Between
                     }
-                    (true, true, _) => Place::Object { depth, string: true, escaped: false },
-                    (true, false, b'\\') => Place::Object { depth, string: true, escaped: true },
-                    (true, false, b'"') => Place::Object { depth, string: false, escaped: false },
-                    (true, false, _) => Place::Object { depth, string: true, escaped: false },
-                    (false, _, b'"') => Place::Object { depth, string: true, escaped: false },
+                    (true, true, _) => Position::Object { depth, string: true, escaped: false },
+                    (true, false, b'\\') => Position::Object { depth, string: true, escaped: true },
+                    (true, false, b'"') => Position::Object { depth, string: false, escaped: false },
+                    (true, false, _) => Position::Object { depth, string: true, escaped: false },
+                    (false, _, b'"') => Position::Object { depth, string: true, escaped: false },
                     (false, _, b'{') => {
-                        Place::Object { depth: depth.checked_add(1).ok_or(Overlong)?, string: false, escaped: false }
+                        Position::Object { depth: depth.checked_add(1).ok_or(Overlong)?, string: false, escaped: false }
                     }
                     (false, _, b'}') if depth == 1 => {
                         self.cut(Frame::Object);
-                        Place::Between
+                        Position::Between
                     }
-                    (false, _, b'}') => Place::Object { depth: depth - 1, string: false, escaped: false },
-                    _ => Place::Object { depth, string: false, escaped: false },
+                    (false, _, b'}') => Position::Object { depth: depth - 1, string: false, escaped: false },
+                    _ => Position::Object { depth, string: false, escaped: false },
                 };
             }
         }
@@ -99,7 +99,7 @@ impl Framer {
     }
 
     fn cut(&mut self, frame: fn(Vec<u8>) -> Frame) {
-        self.place = Place::Between;
+        self.position = Position::Between;
         self.ready.push_back(frame(std::mem::take(&mut self.held)));
     }
 }

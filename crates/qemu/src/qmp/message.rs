@@ -66,6 +66,7 @@ impl Greeting {
 
 /// An asynchronous message of QEMU.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Event {
     /// Position among all events of this connection, counted from 0.
     pub sequence: u64,

@@ -44,7 +44,7 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     job.settle_run_state()?;
     let to_guest = job.begun.elapsed();
     job.observer.guest_ready(to_guest, Mode::Eager);
-    lazy::settle(job.monitor, &marker)?;
+    lazy::complete(job.monitor, &marker)?;
     job.watch.progress.enter(Phase::Completed);
     Ok(RestoreReport {
         mode: Mode::Eager,

@@ -11,7 +11,7 @@ use limosa_migrate::{MigrateError, Milestone, PostcopySource, PostcopyStats};
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
-use super::orphan::Orphan;
+use super::unfinished::UnfinishedRestore;
 use super::{LazyReport, Mode, RestoreJob, RestoreReport};
 use crate::guard::{Guard, GuardError};
 use crate::job::{JobError, Watch};
@@ -19,7 +19,7 @@ use crate::marker::JobMarker;
 use crate::monitor::{MigrationStatus, Monitor, Settings};
 
 /// How long QEMU may take to say that it has completed, once it has said so on the stream.
-const SETTLE_WITHIN: Duration = Duration::from_secs(30);
+const COMPLETED_WITHIN: Duration = Duration::from_secs(30);
 
 /// How QEMU must be set, the answering channel aside.
 pub(super) fn settings(preempt: bool) -> Settings {
@@ -54,13 +54,13 @@ fn transfer(
     marker: JobMarker,
 ) -> Result<RestoreReport, JobError> {
     let channel = listen(job, settings, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
-    let ends = Arc::new(Ends::new(&channel)?);
+    let ends = Arc::new(KeptChannels::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
         .with_options(job.postcopy_options());
     let served = serve(job, answering(source, rendezvous, preempt, &ends), &ends, Go::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {
-            settle(job.monitor, &marker)?;
+            complete(job.monitor, &marker)?;
             job.check_loaded()?;
             Ok(report(job, Some(stats), to_guest))
         }
@@ -84,7 +84,7 @@ impl<'a> Guarded<'a> {
         let watch = job.watch;
         let started = (job.guarded)().and_then(|guard| {
             let Some(mut guard) = guard else { return Ok(None) };
-            match guard.orphan(&Orphan::new(job, marker, preempt)) {
+            match guard.remember(&UnfinishedRestore::new(job, marker, preempt)) {
                 Ok(()) => Ok(Some(guard)),
                 Err(error) => Err(GuardError::Spawn(error).into()),
             }
@@ -117,7 +117,7 @@ pub(super) fn answering<'a>(
     source: PostcopySource<'a, Snapshot>,
     rendezvous: Rendezvous<'a>,
     preempt: bool,
-    ends: &Arc<Ends>,
+    ends: &Arc<KeptChannels>,
 ) -> PostcopySource<'a, Snapshot> {
     if !preempt {
         rendezvous.leave();
@@ -134,12 +134,12 @@ pub(super) fn answering<'a>(
 }
 
 /// Limosa's ends of the channels, for QEMU to keep open when the stream ends.
-pub(super) struct Ends {
+pub(super) struct KeptChannels {
     main: Channel,
     preempt: Mutex<Option<Channel>>,
 }
 
-impl Ends {
+impl KeptChannels {
     pub(super) fn new(main: &Channel) -> Result<Self, JobError> {
         Ok(Self { main: main.try_clone()?, preempt: Mutex::new(None) })
     }
@@ -165,7 +165,7 @@ pub(super) enum Go {
 pub(super) fn serve(
     job: &RestoreJob<'_>,
     source: PostcopySource<'_, Snapshot>,
-    ends: &Ends,
+    ends: &KeptChannels,
     go: Go,
     resumes: bool,
 ) -> Result<(PostcopyStats, Duration), Unserved> {
@@ -202,7 +202,7 @@ pub(super) fn serve(
 
 /// What the stream's end waits for: QEMU has duplicates of limosa's ends of the channels.
 struct EndGate<'a> {
-    ends: &'a Ends,
+    ends: &'a KeptChannels,
     open: &'a AtomicBool,
 }
 
@@ -264,7 +264,7 @@ const KEPT: [&str; 2] = ["limosa-restore", "limosa-restore-preempt"];
 /// recovery that can never come, because it has left the state in which it could take one (found with QEMU 10.0.2). With a
 /// duplicate of its own it talks to itself and completes. Before the last page is placed this would be wrong: a pager that
 /// dies must be noticed. Without descriptors (a monitor over tcp) that window stays.
-fn keep_open(monitor: &Monitor, ends: &Ends) {
+fn keep_open(monitor: &Monitor, ends: &KeptChannels) {
     if !monitor.qmp().passes_descriptors() {
         return;
     }
@@ -283,8 +283,8 @@ pub(super) fn note_failure(monitor: &Monitor, mut marker: JobMarker, error: &Job
 }
 
 /// After the last page: waits for QEMU to see it so, then puts its settings back.
-pub(super) fn settle(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobError> {
-    let limit = Instant::now() + SETTLE_WITHIN;
+pub(super) fn complete(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobError> {
+    let limit = Instant::now() + COMPLETED_WITHIN;
     loop {
         match monitor.migration()?.status {
             MigrationStatus::Completed => break,

@@ -12,9 +12,9 @@ mod disks;
 mod eager;
 mod incoming;
 mod lazy;
-pub(crate) mod orphan;
 mod preflight;
 mod recover;
+pub(crate) mod unfinished;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -116,6 +116,7 @@ pub struct LazyReport {
 
 /// What a restore came to.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct RestoreReport {
     /// Lazy or eager.
     pub mode: Mode,

@@ -42,7 +42,7 @@ pub fn recover(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs, page_sizes };
     if wait_paused(monitor)? == MigrationStatus::Completed {
         (watch.notice)("every page had been sent before the interruption");
-        lazy::settle(monitor, &marker)?;
+        lazy::complete(monitor, &marker)?;
         return Ok(lazy::report(&job, None, begun.elapsed()));
     }
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
@@ -64,7 +64,7 @@ pub(super) fn go_on(
     rendezvous: Rendezvous<'_>,
 ) -> Result<RestoreReport, JobError> {
     let channel = rendezvous.connect()?;
-    let ends = Arc::new(lazy::Ends::new(&channel)?);
+    let ends = Arc::new(lazy::KeptChannels::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
         .with_options(job.postcopy_options());
     let served = lazy::serve(job, lazy::answering(source, rendezvous, preempt, &ends), &ends, lazy::Go::Recover, false);
@@ -75,7 +75,7 @@ pub(super) fn go_on(
             return Err(unserved.error);
         }
     };
-    lazy::settle(job.monitor, marker)?;
+    lazy::complete(job.monitor, marker)?;
     Ok(lazy::report(job, Some(stats), to_guest))
 }
 

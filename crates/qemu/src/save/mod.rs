@@ -162,6 +162,7 @@ impl SaveOptions {
 
 /// What a save came to.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct SaveReport {
     /// The file that now has its name.
     pub published: Published,

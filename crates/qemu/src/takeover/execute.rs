@@ -19,6 +19,7 @@ const LOOK_SOON: Duration = Duration::from_millis(5);
 
 /// What was done for a VM whose job died.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Takeover {
     /// How it ended.
     pub outcome: Outcome,
@@ -120,9 +121,9 @@ pub(crate) fn take_over_holding(
                     remark(&mut remarks, "the migration settings were put back", monitor.put_back(&marker.undo))?;
                 }
             }
-            Step::SettleOverlays => {
-                progress.settled = true;
-                overlays::settle(monitor, marker, begun + patience, &mut remarks, &mut notices)?;
+            Step::UndoOverlays => {
+                progress.overlays_undone = true;
+                overlays::undo_all(monitor, marker, begun + patience, &mut remarks, &mut notices)?;
             }
             Step::DropDescriptors => {
                 progress.dropped = true;

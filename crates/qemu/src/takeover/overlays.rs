@@ -23,7 +23,7 @@ use crate::qmp::QmpError;
 const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Undoes the job's overlays as far as they can and may be undone, by `limit`; adds what a person must know to `notices`.
-pub(super) fn settle(
+pub(super) fn undo_all(
     monitor: &Monitor,
     marker: &JobMarker,
     limit: Instant,

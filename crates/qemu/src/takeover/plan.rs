@@ -44,7 +44,7 @@ pub struct Progress {
     /// The settings were put back (or cannot be).
     pub put_back: bool,
     /// The overlays over the disks were undone, or stay.
-    pub settled: bool,
+    pub overlays_undone: bool,
     /// The descriptors were taken away.
     pub dropped: bool,
     /// Time since the beginning.
@@ -53,6 +53,7 @@ pub struct Progress {
 
 /// The next thing to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Step {
     /// Look again in a moment.
     Wait,
@@ -63,7 +64,7 @@ pub enum Step {
     /// Put the settings back.
     PutBack,
     /// Undo the overlays over the disks.
-    SettleOverlays,
+    UndoOverlays,
     /// Take the descriptors away.
     DropDescriptors,
     /// Nothing more.
@@ -72,6 +73,7 @@ pub enum Step {
 
 /// How it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Outcome {
     /// The VM runs.
     Running,
@@ -163,7 +165,7 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
         }
         M::Colo | M::Other(_) => Step::Finish(Outcome::Unknown),
         M::None | M::Completed | M::Failed | M::Cancelled => {
-            let settled = match &seen.run {
+            let outcome = match &seen.run {
                 RunState::FinishMigrate | RunState::SaveVm | RunState::RestoreVm => return Step::Wait,
                 RunState::Running => Outcome::Running,
                 RunState::Paused | RunState::Postmigrate => {
@@ -186,7 +188,7 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
                 _ => Outcome::StoppedByItself,
             };
             // Some of its threads may still run, with the settings that would be changed.
-            if seen.held && settled.ends_job() && !progress.put_back { Step::Wait } else { tidy(settled, progress) }
+            if seen.held && outcome.ends_job() && !progress.put_back { Step::Wait } else { tidy(outcome, progress) }
         }
     }
 }
@@ -204,7 +206,7 @@ fn restore(marker: &JobMarker, seen: &Seen, progress: &Progress) -> Step {
         M::PostcopyPaused => Step::Finish(Outcome::NeedsRecovery),
         M::Device | M::PreSwitchover | M::WaitUnplug | M::Colo | M::Other(_) => Step::Finish(Outcome::Unknown),
         M::Completed => {
-            let settled = match &seen.run {
+            let outcome = match &seen.run {
                 RunState::Inmigrate | RunState::FinishMigrate | RunState::RestoreVm => return Step::Wait,
                 RunState::Running => Outcome::Running,
                 RunState::Paused | RunState::Prelaunch if !marker.was_running => Outcome::StoppedAsBefore,
@@ -215,7 +217,7 @@ fn restore(marker: &JobMarker, seen: &Seen, progress: &Progress) -> Step {
                 RunState::Other(_) | RunState::Colo => Outcome::Unknown,
                 _ => Outcome::StoppedByItself,
             };
-            tidy(settled, progress)
+            tidy(outcome, progress)
         }
     }
 }
@@ -227,7 +229,7 @@ fn tidy(outcome: Outcome, progress: &Progress) -> Step {
     }
     match progress {
         Progress { put_back: false, .. } => Step::PutBack,
-        Progress { settled: false, .. } => Step::SettleOverlays,
+        Progress { overlays_undone: false, .. } => Step::UndoOverlays,
         Progress { dropped: false, .. } => Step::DropDescriptors,
         _ => Step::Finish(outcome),
     }
@@ -246,7 +248,7 @@ mod tests {
         cancelled: true,
         continued: 0,
         put_back: true,
-        settled: true,
+        overlays_undone: true,
         dropped: true,
         waited: Duration::ZERO,
     };

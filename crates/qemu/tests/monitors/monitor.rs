@@ -29,7 +29,7 @@ fn marker(monitor: &Monitor) -> JobMarker {
 }
 
 /// Makes a marker look as if its process had died.
-fn orphaned(mut marker: JobMarker) -> JobMarker {
+fn unfinished(mut marker: JobMarker) -> JobMarker {
     marker.process.started += 1;
     marker
 }
@@ -404,7 +404,7 @@ fn a_marker_is_a_lock_and_says_whose_it_is() {
     first.update(&monitor).unwrap();
     assert_eq!(JobMarker::read(&monitor).unwrap(), Some(first.clone()));
 
-    orphaned(first.clone()).update(&monitor).unwrap();
+    unfinished(first.clone()).update(&monitor).unwrap();
     assert!(matches!(marker(&monitor).place(&monitor).unwrap_err(), MarkerError::LeftOver(_)));
     first.process.place = "another host".to_owned();
     first.update(&monitor).unwrap();
@@ -457,7 +457,7 @@ fn resume_undoes_an_interrupted_save() {
     let change = monitor
         .plan_settings(&Settings::new().capability("mapped-ram", true).parameter("max-bandwidth", 1 << 20))
         .unwrap();
-    let mut job = orphaned(marker(&monitor));
+    let mut job = unfinished(marker(&monitor));
     job.undo = change.undo;
     job.place(&monitor).unwrap();
     monitor.set(&change.set).unwrap();

@@ -257,11 +257,11 @@ impl Foreign {
     /// The file and where its VM is.
     pub(crate) fn into_parts(self) -> Result<Parts, SnapshotError> {
         let place = match self.kind {
-            Kind::Native => Place::Mapped(0),
+            Kind::Native => VmLocation::Mapped(0),
             // Reading it as one says what is wrong.
-            Kind::Unknown => Place::Stream(0, None),
-            Kind::Mapped { offset } => Place::Mapped(offset),
-            Kind::Stream { offset, packer } => Place::Stream(offset, packer),
+            Kind::Unknown => VmLocation::Stream(0, None),
+            Kind::Mapped { offset } => VmLocation::Mapped(offset),
+            Kind::Stream { offset, packer } => VmLocation::Stream(offset, packer),
         };
         match self.bytes {
             Bytes::File(file) => Ok(Parts { file, place, image: self.image }),
@@ -276,13 +276,13 @@ impl Foreign {
 #[derive(Debug)]
 pub(crate) struct Parts {
     pub(crate) file: File,
-    pub(crate) place: Place,
+    pub(crate) place: VmLocation,
     pub(crate) image: Option<SaveImage>,
 }
 
 /// Where a file's VM is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum VmLocation {
     /// A mapped-ram file from that offset on.
     Mapped(u64),
     /// A stream from that offset on, packed or not.

@@ -36,7 +36,7 @@ const ASK_EVERY: Duration = Duration::from_millis(5);
 
 /// What the guard of a lazy restore has to know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Orphan {
+pub(crate) struct UnfinishedRestore {
     marker: JobMarker,
     /// The snapshot's absolute path, as bytes: not every path is text.
     path: Vec<u8>,
@@ -49,14 +49,14 @@ pub(crate) struct Orphan {
 }
 
 /// The snapshot that the guest of a dead limosa stands on, opened and locked while limosa still lived.
-pub(crate) struct Kept {
-    orphan: Orphan,
+pub(crate) struct KeptSnapshot {
+    unfinished: UnfinishedRestore,
     snapshot: Snapshot,
 }
 
-/// What became of an orphan.
+/// What became of an unfinished restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Rescue {
+pub(crate) enum Recovery {
     /// All its memory is there.
     Whole,
     /// The guest had not been started: nothing is lost but this QEMU.
@@ -67,7 +67,7 @@ pub(crate) enum Rescue {
     Gone,
 }
 
-impl Orphan {
+impl UnfinishedRestore {
     pub(super) fn new(job: &RestoreJob<'_>, marker: &JobMarker, preempt: bool) -> Self {
         let path = std::path::absolute(job.path).unwrap_or_else(|_| job.path.to_owned());
         Self {
@@ -82,7 +82,7 @@ impl Orphan {
     }
 
     /// Opens the snapshot and locks it, so that nothing replaces it while the guest needs it.
-    pub(crate) fn keep(self) -> Result<Kept, JobError> {
+    pub(crate) fn keep(self) -> Result<KeptSnapshot, JobError> {
         let snapshot = Snapshot::open(&PathBuf::from(OsString::from_vec(self.path.clone())))?;
         if identity(&snapshot) != self.marker.snapshot {
             return Err(JobError::refused(
@@ -91,7 +91,7 @@ impl Orphan {
             ));
         }
         snapshot.lock_serving()?;
-        Ok(Kept { orphan: self, snapshot })
+        Ok(KeptSnapshot { unfinished: self, snapshot })
     }
 }
 
@@ -103,30 +103,30 @@ fn from_anywhere(uri: &Uri) -> String {
     }
 }
 
-impl Kept {
+impl KeptSnapshot {
     /// The snapshot's path, for messages.
     pub(crate) fn path(&self) -> &Path {
         self.snapshot.path()
     }
 
     /// Goes on where limosa was killed, over its connection to the monitor.
-    pub(crate) fn go_on(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Rescue, JobError> {
+    pub(crate) fn go_on(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Recovery, JobError> {
         match self.serve(socket, monitor, options) {
-            Err(JobError::Qmp(error)) if error.is_gone() => Ok(Rescue::Gone),
+            Err(JobError::Qmp(error)) if error.is_gone() => Ok(Recovery::Gone),
             done => done,
         }
     }
 
-    fn serve(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Rescue, JobError> {
+    fn serve(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Recovery, JobError> {
         let begun = Instant::now();
-        let monitor = Monitor::new(Qmp::adopt_held_up(socket, monitor, options, &self.orphan.negotiated)?);
-        let mut marker = self.orphan.marker.clone();
+        let monitor = Monitor::new(Qmp::adopt_held_up(socket, monitor, options, &self.unfinished.negotiated)?);
+        let mut marker = self.unfinished.marker.clone();
         marker.process = ProcessIdentity::own();
         let (control, progress) = (Control::new(), Progress::new());
-        control.set_max_bandwidth(self.orphan.max_bandwidth);
+        control.set_max_bandwidth(self.unfinished.max_bandwidth);
         let watch = Watch { control: &control, progress: &progress, notice: &|_| {} };
         let restore = RestoreOptions {
-            listen: self.orphan.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
+            listen: self.unfinished.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()
         };
         // Never by a descriptor: QEMU takes one in its main loop alone, so waiting for that could wait for ever.
@@ -134,11 +134,11 @@ impl Kept {
         match expect_again(&monitor, &rendezvous)? {
             Found::Expects => {}
             Found::Complete => {
-                lazy::settle(&monitor, &marker)?;
-                return Ok(Rescue::Whole);
+                lazy::complete(&monitor, &marker)?;
+                return Ok(Recovery::Whole);
             }
-            Found::NeverRan => return Ok(Rescue::NeverRan),
-            Found::Unended => return Ok(Rescue::Unended),
+            Found::NeverRan => return Ok(Recovery::NeverRan),
+            Found::Unended => return Ok(Recovery::Unended),
         }
         marker.update_later(&monitor)?;
         let job = RestoreJob {
@@ -147,20 +147,20 @@ impl Kept {
             path: self.path(),
             options: &restore,
             watch,
-            observer: &Nobody,
+            observer: &NoObserver,
             guarded: &|| Ok(None),
             begun,
             runs: marker.was_running,
-            page_sizes: self.orphan.page_sizes.clone(),
+            page_sizes: self.unfinished.page_sizes.clone(),
         };
-        recover::go_on(&job, &marker, self.orphan.preempt, rendezvous).map(|_| Rescue::Whole)
+        recover::go_on(&job, &marker, self.unfinished.preempt, rendezvous).map(|_| Recovery::Whole)
     }
 }
 
 /// The guard tells nobody when the guest runs.
-struct Nobody;
+struct NoObserver;
 
-impl RestoreObserver for Nobody {
+impl RestoreObserver for NoObserver {
     fn guest_ready(&self, _after: Duration, _mode: Mode) {}
 }
 
