@@ -87,7 +87,7 @@ fn watch(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> Result<(
     let mut kept = None;
     let held = Held::default();
     match listen(BufReader::new(Control { socket: control, held: &held }), &held, |unfinished| {
-        kept = Some(unfinished.keep())
+        kept = Some(unfinished.keep());
     }) {
         JobEnd::Done => Ok(()),
         JobEnd::Dead { temporary } => {
