@@ -17,6 +17,7 @@ use serde_json::json;
 
 use crate::args::InspectArgs;
 use crate::job;
+use crate::remedy;
 use limosa_console::{all_printed, print_out, say};
 
 /// Status of "no verdict", as of diff(1) and of bad usage.
@@ -40,7 +41,7 @@ pub(crate) fn run(args: &InspectArgs) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            say!("limosa: {}", limosa_console::one_line(&error));
+            say!("limosa: {}{}", limosa_console::one_line(&error), remedy::of_cause(&error));
             ExitCode::from(NO_VERDICT)
         }
     }

@@ -173,6 +173,9 @@ fn of_job(error: &JobError) -> Option<String> {
     Some(match error {
         JobError::Migrate(error) => of(error),
         JobError::Refused { remedy, .. } => of_refusal(remedy).into(),
+        // Shown as the errors of those, which are not in the chain by themselves.
+        JobError::Snapshot(error) => of_snapshot(error)?,
+        JobError::Marker(error) => of_marker(error)?,
         JobError::TimedOut { .. } => "; give it more time, more bandwidth, or --on-timeout pause".into(),
         _ => return None,
     })
@@ -188,6 +191,7 @@ fn of_marker(error: &MarkerError) -> Option<String> {
 
 fn of_resume(error: &ResumeError) -> Option<String> {
     Some(match error {
+        ResumeError::Marker(error) => of_marker(error)?,
         ResumeError::Elsewhere { .. } => ": if it does not, --force continues it here".into(),
         ResumeError::NotOurs { .. } => ": use --force to continue it all the same".into(),
         _ => return None,
@@ -249,6 +253,19 @@ mod tests {
     use limosa_channel::Operation;
 
     use super::*;
+
+    #[test]
+    fn what_is_in_a_jobs_error_has_its_remedy() {
+        let cause = |error: JobError| of_cause(&anyhow::Error::from(error));
+        let exists = SnapshotError::Exists { path: "vm.snapshot".into() };
+        assert!(cause(exists.into()).contains("--force"));
+        let refused = JobError::Refused { why: "it would go on".into(), remedy: Remedy::OverlayFolder };
+        assert_eq!(refused.to_string(), "it would go on");
+        assert_eq!(cause(refused), "; name a folder with --overlay-dir DIR");
+        let outside = JobError::Refused { why: "blocked".into(), remedy: "remove what blocks it".into() };
+        assert_eq!((outside.to_string().as_str(), cause(outside).as_str()), ("blocked; remove what blocks it", ""));
+        assert!(of_outcome(Outcome::GaveUp).ends_with("; run 'limosa resume' later"));
+    }
 
     #[test]
     fn a_stream_with_multifd_channels_is_to_be_received_with_them() {

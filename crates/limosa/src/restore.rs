@@ -17,6 +17,7 @@ use crate::args::{HowArgs, ModeArg, RestoreArgs, ZeroPageDetectionArg};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, JobHandles};
+use crate::remedy;
 use crate::words;
 use limosa_console::{print_out, say};
 
@@ -31,7 +32,7 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let reporter = Reporter::new(args.pager);
     let result = work(&args, begun, &reporter);
     if let Err(error) = &result
-        && reporter.failed(&limosa_console::one_line(error))
+        && reporter.failed(&format!("{}{}", limosa_console::one_line(error), remedy::of_cause(error)))
     {
         return Ok(ExitCode::FAILURE);
     }

@@ -37,7 +37,11 @@ pub fn run(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> ExitCo
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The terminal may be gone.
-            drop(writeln!(io::stderr(), "limosa guard: {error}"));
+            let remedy = match &error {
+                ChildError::Recovery(JobError::Refused { remedy, .. }) => words(remedy),
+                _ => "",
+            };
+            drop(writeln!(io::stderr(), "limosa guard: {error}{remedy}"));
             ExitCode::FAILURE
         }
     }
@@ -52,7 +56,7 @@ enum ChildError {
     #[error(transparent)]
     Marker(#[from] MarkerError),
     #[error("the restore was killed and cannot be gone on with: {0}")]
-    UnfinishedRestore(#[from] JobError),
+    Recovery(#[from] JobError),
     #[error("cannot remove {path}: {source}")]
     Unlink { path: PathBuf, source: io::Error },
 }
