@@ -61,3 +61,8 @@ pub use restore::{
 };
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
 pub use save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

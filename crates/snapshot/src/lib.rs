@@ -95,3 +95,8 @@ pub use recording::summarize;
 pub use summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary};
 pub use write_behind::WriteBehind;
 pub use writer::{SnapshotWriter, WriteOptions};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
