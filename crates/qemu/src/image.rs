@@ -19,7 +19,7 @@ const LINE_LIMIT: usize = 64 << 10;
 pub(crate) enum Others {
     /// A QEMU may.
     Allowed,
-    /// Nobody: of an image that somebody writes to, what is written already is not the whole truth.
+    /// No other process: the file of an image that is being written does not show all writes yet.
     Refused,
 }
 

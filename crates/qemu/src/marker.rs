@@ -1,7 +1,7 @@
 //! The record of the running job, kept inside the QEMU process.
 //!
 //! Law: **the record lives exactly as long as what it describes.** A job changes a QEMU process; so the record of what has to
-//! be undone is an object in that very process: it is gone when QEMU is, and it is there for whoever comes to the monitor next.
+//! be undone is an object in that very process: it is gone when QEMU is, and the monitor's next client finds it.
 //!
 //! It is an object of type `secret` whose `data` property holds JSON. Facts found with QEMU 10.0.2:
 //!
@@ -9,7 +9,7 @@
 //! * `object-add` refuses an id that exists, which makes placing the record the lock against a second job.
 //! * The object is no device: it is in no migration stream or snapshot, and one side having it does not upset the other.
 //!
-//! Anybody with access to the monitor can read it, so nothing secret may be in it.
+//! Every client of the monitor can read it, so nothing secret may be in it.
 
 use std::fmt;
 use std::path::Path;
@@ -61,7 +61,7 @@ impl fmt::Display for JobKind {
     }
 }
 
-/// How far a job has come, as far as it matters to whoever takes over.
+/// How far a job has come, as far as it matters to the process that takes over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobPhase {
@@ -151,7 +151,7 @@ pub enum MarkerError {
         .0.process, .0.job, .0.path
     )]
     Elsewhere(Box<JobMarker>),
-    /// A job has died and nobody has tidied up.
+    /// A job was killed, and its traces are still there.
     #[error("a {} of this VM ({}) was interrupted", .0.job, .0.path)]
     LeftOver(Box<JobMarker>),
     /// The record cannot be understood.
@@ -212,7 +212,7 @@ impl JobMarker {
         Err(refused.into())
     }
 
-    /// Checks that no job has left a record, so that whoever comes second is told of the job and not of its traces.
+    /// Checks that no job has left a record, so that a second job is told of the first one and not of its traces.
     ///
     /// # Errors
     /// [`MarkerError::Busy`], [`MarkerError::Elsewhere`] or [`MarkerError::LeftOver`] if there is one.

@@ -1,4 +1,4 @@
-//! A private place where QEMU and limosa meet: a directory with sockets in it that nobody else can enter.
+//! A private place where QEMU and limosa meet: a directory with sockets in it that no other user can enter.
 //!
 //! Law: **it belongs to the user that QEMU runs as, with mode 0700, and QEMU is known to see it** (it may run as another
 //! user, in a chroot, in a mount namespace of its own), or it is refused with what to do instead.
@@ -117,7 +117,7 @@ impl MeetingPlace {
         )
     }
 
-    /// Takes the directory away: once all are connected nobody needs the names any more, and a kill would leave them.
+    /// Takes the directory away: once all are connected the names are not needed any more, and a kill would leave them.
     pub fn leave(&self) {
         for entry in Dir::read_from(&self.opened).into_iter().flatten().flatten() {
             let _ = rustix::fs::unlinkat(&self.opened, entry.file_name(), AtFlags::empty());
@@ -143,7 +143,7 @@ fn place_for(own_user: bool) -> PathBuf {
     if fits && (own_user || is_open(&place)) { place } else { PathBuf::from("/tmp") }
 }
 
-/// Whether everybody can pass through this directory.
+/// Whether every user can pass through this directory.
 fn is_open(place: &Path) -> bool {
     place.ancestors().all(|part| std::fs::metadata(part).is_ok_and(|found| found.mode() & 0o001 != 0))
 }

@@ -103,7 +103,7 @@ mod tests {
             printed.extend_from_slice(piece);
             ControlFlow::Continue(())
         });
-        let Ended::Itself(status, said) = ended.unwrap() else { panic!("nobody had enough") };
+        let Ended::Itself(status, said) = ended.unwrap() else { panic!("it was ended early") };
         assert_eq!((&printed[..], status.code(), &said[..]), (&b"one\ntwo\n"[..], Some(3), "why"));
     }
 

@@ -435,7 +435,7 @@ fn both_killed() {
     job.child.kill().unwrap();
     job.child.wait().unwrap();
     let monitor = stock.monitor();
-    assert_eq!(run_state(&monitor), RunState::Postmigrate, "nobody was there to continue it");
+    assert_eq!(run_state(&monitor), RunState::Postmigrate, "nothing was there to continue it");
     let marker = JobMarker::read(&monitor).unwrap().unwrap();
     assert_eq!(marker.process.liveness(), Liveness::Dead);
     let another = JobMarker::new(JobKind::Save, Uuid::from_u128(2), Path::new("/other"), true, Settings::new());

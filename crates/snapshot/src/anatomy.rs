@@ -140,7 +140,7 @@ fn bitmap(file: &StoreFile, block: &MappedBlock) -> Result<PageBitmap, SnapshotE
 
 /// The device tail, and where it ends.
 fn device_bytes(file: &StoreFile, tail_offset: u64, length: u64) -> Result<(DeviceBytes, u64), SnapshotError> {
-    // Room for a trailer behind the longest tail; what lies further out belongs to nobody.
+    // Room for a trailer behind the longest tail; what lies further out is foreign.
     let available = length.saturating_sub(tail_offset).min(TAIL_LIMIT);
     let available = usize::try_from(available)
         .map_err(|_| file.structure(tail_offset, "the device state is larger than memory"))?;

@@ -8,7 +8,7 @@
 //! Law of this module: a page that is served comes from the very buffer that was verified, which is a small cache's or
 //! was just read. That a page is zero because it is not stored is the bitmap's word, and not believed either: a chunk
 //! without a stored page is compared with the checksum of zeros when the file is opened, which reads nothing, and one
-//! that is partly stored when somebody asks ([`Verifier::verify`]).
+//! that is partly stored when it is asked for ([`Verifier::verify`]).
 
 use std::collections::VecDeque;
 use std::fmt;

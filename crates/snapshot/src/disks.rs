@@ -1,7 +1,7 @@
 //! Whether a stored VM's disks are still what its memory believes they are.
 //!
 //! A guest that was stopped with file systems mounted holds parts of its disks in memory. Restoring that memory over a
-//! disk that somebody has written since destroys the file system, quietly. Size and modification time recorded at the
+//! disk that was written since destroys the file system, quietly. Size and modification time recorded at the
 //! save tell; contents are not compared.
 //!
 //! The manifest comes from a file, so its paths are only looked at: `stat`, and for block devices an open that reads

@@ -80,7 +80,7 @@ mod tests {
             rustix::fs::fcntl_getfl(&file).unwrap().contains(OFlags::RDWR)
         };
         assert!(writable(directory.path(), "vm"));
-        // Nobody may write here, not even root.
+        // No user may write here, not even root.
         assert!(!writable(Path::new("/sys/kernel"), "uevent_seqnum"));
         let missing = open_for_exclusive(File::open(directory.path()).unwrap(), "missing");
         assert_eq!(missing.unwrap_err(), Errno::NOENT);

@@ -150,7 +150,7 @@ impl PendingFile {
     /// Makes the file durable (or not), gives it its name, and makes the name durable.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`] if somebody else took the name meanwhile and `replace` was not given;
+    /// [`SnapshotError::Exists`] if another process took the name meanwhile and `replace` was not given;
     /// [`SnapshotError::Locked`] if it was, and what has the name now is being served. After any error the target is
     /// what it was, with one exception that the error states: the directory's own fsync failed.
     pub fn publish(mut self, durability: Durability) -> Result<PathBuf, SnapshotError> {
@@ -184,7 +184,7 @@ impl PendingFile {
         Ok(file)
     }
 
-    /// Takes the target's name only if nobody has it.
+    /// Takes the target's name only if no file has it.
     fn name_it(&mut self) -> Result<(), SnapshotError> {
         let Some(temporary) = self.temporary.clone() else { return self.link(&self.name) };
         let directory = &self.directory;
@@ -207,7 +207,7 @@ impl PendingFile {
         Ok(())
     }
 
-    /// Takes the target's name, from nobody else than the file that is held.
+    /// Takes the target's name, only from the file that is held.
     ///
     /// The name may have been free when this save began, or its file was moved away since; what another save has
     /// published there meanwhile may be in use.
@@ -227,7 +227,7 @@ impl PendingFile {
         Err(SnapshotError::Target { path: self.target.clone(), why })
     }
 
-    /// Takes the target's name from whoever has it.
+    /// Takes the target's name from the file that has it.
     fn take_over(&mut self) -> Result<(), SnapshotError> {
         let temporary = match self.temporary.clone() {
             Some(temporary) => temporary,
@@ -307,7 +307,7 @@ fn names_file(directory: &OwnedFd, name: &OsStr, file: &File) -> bool {
     }
 }
 
-/// A file with a temporary name, locked: that tells a later save's sweep that the name belongs to somebody alive.
+/// A file with a temporary name, locked: that tells a later save's sweep that the name belongs to a running process.
 ///
 /// Until it is locked, a sweep that runs at the same moment takes it for a dead save's.
 fn open_temporary(directory: &OwnedFd, name: &OsStr, target: &Path) -> Result<(File, Option<OsString>), SnapshotError> {
@@ -319,7 +319,7 @@ fn open_temporary(directory: &OwnedFd, name: &OsStr, target: &Path) -> Result<(F
         let file = File::from(file);
         match lock::exclusive(&file, target) {
             Ok(()) if names_file(directory, &temporary, &file) => return Ok((file, Some(temporary))),
-            // Swept, or about to be: whoever holds the lock removes it.
+            // Swept, or about to be: the process that holds the lock removes it.
             Ok(()) | Err(SnapshotError::Locked { .. }) => {}
             Err(error) => {
                 let _ = fs::unlinkat(directory, temporary.as_os_str(), AtFlags::empty());

@@ -147,7 +147,7 @@ impl Snapshot {
     /// Whether the file is still as long as, and not written since, it was opened.
     ///
     /// That is told by its length and modification time. The change time would also show a write whose modification time
-    /// somebody set back, but it moves just as well when the file is renamed, linked, or given another owner or mode, all
+    /// a program set back, but it moves just as well when the file is renamed, linked, or given another owner or mode, all
     /// of which leave a restore that is under way alone; the kernel has nothing that tells these apart. With checksums
     /// such a write is found all the same, because what is read is verified at each reading.
     ///
@@ -275,7 +275,7 @@ impl Snapshot {
 
     /// The file offset of a stored page; the stored pages behind it follow there. None for a page that is not stored.
     ///
-    /// Whoever sends from the file past [`read`](PageSource::read) calls [`verify`](Snapshot::verify) before.
+    /// A caller that sends from the file past [`read`](PageSource::read) calls [`verify`](Snapshot::verify) before.
     pub fn locate(&self, block: usize, page: PageNumber) -> Option<u64> {
         let (place, stored) = (self.anatomy.memory.places.get(block)?, self.anatomy.memory.stored.get(block)?);
         stored.get(page).then(|| place.offset(PageRange::starting_at(page, 1)))

@@ -41,7 +41,7 @@ impl StoredRange {
         self.pages < PREFILLED_BELOW / PAGE_SIZE
     }
 
-    /// The file offset of a page; whoever decoded or planned the layout made sure that it fits.
+    /// The file offset of a page; the decoder or planner of the layout made sure that it fits.
     pub(crate) fn offset(&self, pages: PageRange) -> u64 {
         self.pages_offset.saturating_add(pages.start.offset())
     }

@@ -1,7 +1,7 @@
 //! Write-back that begins while the file is still being written.
 //!
 //! Without it the kernel keeps gigabytes of a fresh snapshot dirty in the page cache, and the fsync before publishing
-//! has to write all of them while everybody waits. A thread asks for write-back early and often instead, and the path
+//! has to write all of them while the job waits. A thread asks for write-back early and often instead, and the path
 //! that receives pages only ever adds to a counter.
 //!
 //! `sync_file_range(SYNC_FILE_RANGE_WRITE)` queues the pages that are dirty now and does not wait for them. It is given
@@ -22,7 +22,7 @@ use std::time::Duration;
 /// second.
 const STEP: u64 = 32 << 20;
 
-/// How often a file that somebody else writes is looked at.
+/// How often a file that another process writes is looked at.
 const PERIOD: Duration = Duration::from_millis(50);
 
 /// A thread that starts write-back of one file as it grows; dropping it ends the thread (after the request under way).
@@ -157,7 +157,7 @@ impl WriteBack {
         }
     }
 
-    /// Starts write-back; false where the file system has none of it, so that nobody asks again.
+    /// Starts write-back; false where the file system has none of it, so that it is not asked again.
     fn request(&self, file: &File) -> bool {
         self.requests.fetch_add(1, Ordering::Relaxed);
         // SAFETY: no memory is passed, only a descriptor that `file` keeps open, an offset and a length (0: to the

@@ -25,7 +25,7 @@ use crate::takeover::{Actor, take_over_holding};
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// How long QEMU may leave a command unanswered. One that is stopped, or whose disk hangs, may come back any time, and there is
-/// nobody else to continue its VM then.
+/// no other process that continues its VM then.
 const REPLY: Duration = Duration::from_secs(86_400);
 
 /// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand; nothing

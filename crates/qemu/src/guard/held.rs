@@ -1,13 +1,13 @@
-//! Ends of QEMU's connections that stay open for a moment after whoever read them is gone.
+//! Ends of QEMU's connections that stay open for a moment after the process that read them is gone.
 //!
 //! Law: **connections of several channels do not break while QEMU sets them up**, as long as that takes less than two seconds. Fact
 //! found with QEMU 10.0.2: it then waits for the thread of each channel, and one that ends because *another* channel has broken
 //! does not say so; QEMU waits for ever, with a migration that cannot be cancelled and that no other can follow. (It waits in the same
 //! way, for a moment, at the end of each round: so it is told to cancel before they break.) So limosa and its guard both hold the connections,
-//! and the place where they are accepted; whoever takes the job over lets go once the migration is past its set-up and
+//! and the place where they are accepted; the process that takes the job over closes them once the migration is past its set-up and
 //! cancelled.
 //!
-//! Not for long: in the last moments of a migration, a QEMU whose connection nobody reads stands still with its VM and its
+//! Not for long: in the last moments of a migration, a QEMU whose connection is not read blocks with its VM and its
 //! monitor. So time runs from the beginning, and is given again only by word that QEMU is still setting up.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long connections are held without word from QEMU: it may be waiting for somebody to read them.
+/// How long connections are held without word from QEMU: it may be waiting for a reader.
 pub(crate) const HOLD: Duration = Duration::from_millis(500);
 
 /// Descriptors that are held at most: all channels there can be, what they come from, and some strangers.

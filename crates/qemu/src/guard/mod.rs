@@ -1,7 +1,7 @@
 //! The guard: a child process that takes over when limosa is killed.
 //!
-//! Law: **no signal to limosa leaves a VM stopped.** SIGKILL cannot be caught, so somebody else has to see the death: a child that
-//! holds a duplicate of the monitor's descriptor (QEMU lets nobody else in while it is open) and one end of a socket pair
+//! Law: **no signal to limosa leaves a VM stopped.** SIGKILL cannot be caught, so another process has to notice it: a child that
+//! holds a duplicate of the monitor's descriptor (QEMU accepts no other client while it is open) and one end of a socket pair
 //! whose other end dies with limosa. Until then it reads nothing from the monitor and sends nothing.
 //!
 //! The guard is the same executable, started again with hidden arguments: stdin is the control channel, stdout the monitor. It

@@ -2,12 +2,12 @@
 //!
 //! Facts found with QEMU 10.0.2:
 //!
-//! * `blockdev-add` opens an image that nobody uses; `blockdev-snapshot` puts it over a node, for everything that uses that
+//! * `blockdev-add` opens an image that nothing uses; `blockdev-snapshot` puts it over a node, for everything that uses that
 //!   node, in an iothread too, and opens the node's image read-only. In a `transaction` all of them happen or none.
 //! * It works in the state `pre-switchover`, in a millisecond, and the migration goes on as if nothing had been.
 //! * `blockdev-del` refuses a node that is in use: the one question about that which cannot be overtaken by events.
 //! * `block-commit` of a node that a device writes to becomes ready and waits for `job-complete`, which puts the lower node back in
-//!   place; the upper one stays, used by nobody. It works while the VM runs or stands, and, where a completed
+//!   place; the upper one stays, unused. It works while the VM runs or is stopped, and, where a completed
 //!   migration has taken the images' activity, after `blockdev-set-active` (10.0).
 
 use std::time::{Duration, Instant};
@@ -133,7 +133,7 @@ impl Monitor {
             }
             self.qmp().wait_event(&["BLOCK_JOB_READY", "BLOCK_JOB_COMPLETED", "BLOCK_JOB_CANCELLED"], LOOK)?;
         }
-        // In place again if nobody uses the overlay; asked by whoever removes it.
+        // In place again if nothing uses the overlay; asked before it is removed.
         Ok(cancelled.is_none())
     }
 

@@ -21,7 +21,7 @@
 //!   before, in `setup`, can leave QEMU waiting for their threads without end: the VM runs, but never migrates again.
 //! * When guest code waits for a page, commands are answered as usual.
 //! * A postcopy channel that breaks after the VM was told to run leaves `postcopy-paused`: `stop` and `cont` work,
-//!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until somebody
+//!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until a source
 //!   connects (`postcopy-recover`). It may be repeated, each time in place of the one before; a recovery that breaks is back in
 //!   `postcopy-paused`, and may be begun again.
 

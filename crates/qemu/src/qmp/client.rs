@@ -23,7 +23,7 @@ pub struct Options {
     /// How long to wait for the greeting before saying that another client holds the monitor. 5 s.
     pub greeting: Duration,
     /// How long to wait for the first answer, after the greeting. QEMU greets from a thread of its own, but answers from its main
-    /// loop, which is held up for ever where it waits for memory that nobody brings any more. 20 s.
+    /// loop, which is held up for ever where it waits for memory that no process brings any more. 20 s.
     pub negotiation: Duration,
     /// How long to wait for the answer to a command. QEMU answers from its main loop, which a slow disk or the loading of
     /// device state can hold up. 120 s.
@@ -420,7 +420,7 @@ impl Qmp {
         let _ = self.wait_for(Instant::now().checked_add(answers), |inbox| inbox.awaited.is_empty().then_some(()));
     }
 
-    /// Events that were dropped because nobody took them.
+    /// Events that were dropped because they were not taken.
     #[must_use]
     pub fn events_lost(&self) -> u64 {
         self.lock().events_lost
@@ -474,7 +474,7 @@ impl Qmp {
 
     /// Waits until commands may be sent, and has their answers awaited from then on.
     fn await_permission(&self, commands: &[Pending]) -> Result<(), QmpError> {
-        // What has come and nobody has read may say that QEMU ends. That the connection has failed, sending will tell.
+        // What has arrived and is not read yet may say that QEMU ends. That the connection has failed, sending will tell.
         let mut until = Instant::now();
         loop {
             let _ = self.wait_for(Some(until), |inbox| inbox.ending.then_some(()));

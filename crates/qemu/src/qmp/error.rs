@@ -13,7 +13,7 @@ pub enum QmpError {
         /// What was given.
         text: String,
     },
-    /// Nobody listens there, or it may not be reached.
+    /// Nothing listens there, or it may not be reached.
     #[error("cannot connect to the monitor {monitor}: {source}; {}", advice_to_connect(source))]
     Connect {
         /// The monitor's address.
@@ -186,7 +186,7 @@ impl QmpError {
     }
 }
 
-/// What to do where nobody answers at a monitor's address.
+/// What to do where nothing answers at a monitor's address.
 fn advice_to_connect(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => "run limosa as root or as QEMU's user",

@@ -1,10 +1,10 @@
 //! The QEMU monitor protocol, client side.
 //!
 //! Law: **what QEMU says is never lost and never reordered.** Events are kept, in the order in which they came and with
-//! QEMU's own time stamps, until somebody takes them; replies are matched by id, so a late answer to a command that was
+//! QEMU's own time stamps, until they are taken; replies are matched by id, so a late answer to a command that was
 //! given up cannot be mistaken for another's.
 //!
-//! There is no background thread. Whoever waits for something reads the socket on behalf of all: every method takes
+//! There is no background thread. The caller that waits for something reads the socket on behalf of all: every method takes
 //! `&self`, so one thread may sit in [`Qmp::wait_event`] while another executes commands.
 //!
 //! Source of the facts: QEMU docs, "QEMU Machine Protocol Specification" (greeting, capabilities negotiation, ids, events,

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// The process at the other end of a unix socket, as it was when it made that end (unix(7), `SO_PEERCRED`): it may have
-/// changed its user since. Of a socket pair, whoever made the pair.
+/// changed its user since. Of a socket pair, the process that made the pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Peer {
     /// Its number; `None` if it has none in this process's pid namespace: it is in another container.

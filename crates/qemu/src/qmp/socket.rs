@@ -30,7 +30,7 @@ pub(super) enum Received {
     TimedOut,
 }
 
-/// Connects. `Ok(None)`: somebody listens but does not take the connection within `patience`.
+/// Connects. `Ok(None)`: a process listens but does not accept the connection within `patience`.
 pub(super) fn connect_within(address: &MonitorAddress, patience: Duration) -> io::Result<Option<OwnedFd>> {
     match address {
         MonitorAddress::Unix(path) => connect_unix(path, patience),

@@ -1,6 +1,6 @@
 //! Whether the destination's disks are those that the stored memory belongs to.
 //!
-//! Law: **nobody writes to a frozen file.** A VM that went on with overlays stands on the files that its snapshot froze, and so does
+//! Law: **nothing writes to a frozen file.** A VM that went on with overlays depends on the files that its snapshot froze, and so does
 //! every other VM restored from it. So each recorded disk must be below an overlay of its own in the destination, a fresh one,
 //! or open for reading only.
 //!

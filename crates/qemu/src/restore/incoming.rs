@@ -28,7 +28,7 @@ const DESCRIPTOR: &str = "limosa-incoming";
 /// How many channels a restore needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Channels {
-    /// QEMU is passed one end of a socket pair, which works whoever QEMU runs as and whatever it sees of the file system.
+    /// QEMU is passed one end of a socket pair, which works as whatever user QEMU runs and whatever it sees of the file system.
     One,
     /// QEMU has to listen: it takes a second channel no other way.
     Several,
@@ -54,7 +54,7 @@ enum Way<'a> {
 }
 
 impl<'a> Rendezvous<'a> {
-    /// At `listen`, or, if the user does not care, where nobody else can come in.
+    /// At `listen`, or, if the user does not care, where no other process can connect.
     pub(super) fn new(monitor: &'a Monitor, listen: Option<&Uri>, channels: Channels) -> Result<Self, JobError> {
         let way = match listen {
             None if channels == Channels::One && monitor.qmp().passes_descriptors() => {
@@ -100,7 +100,7 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// Takes a private place away: once connected, nobody needs the name any more, and a kill would leave it.
+    /// Takes a private place away: once connected, the name is not needed any more, and a kill would leave it.
     pub(super) fn leave(&self) {
         if let Way::Listening { place: Some(place), .. } = &self.way {
             place.leave();
@@ -134,7 +134,7 @@ impl<'a> Rendezvous<'a> {
         (0..count).map(|_| self.connect()).collect()
     }
 
-    /// Connects a second channel, for single pages that somebody waits for.
+    /// Connects a second channel, for single pages that the guest waits for.
     pub(super) fn connect_preempt(&self) -> Result<Channel, ChannelError> {
         match &self.way {
             Way::Passed { .. } => self.connect(),

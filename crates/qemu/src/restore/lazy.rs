@@ -79,7 +79,7 @@ pub(super) struct Guarded<'a> {
 }
 
 impl<'a> Guarded<'a> {
-    /// Starts it and tells it all it has to know. Nobody waits for it to come up: what it is told waits for it.
+    /// Starts it and sends it all it has to know. Nothing waits until it has started: what it is sent waits for it.
     pub(super) fn start(job: &RestoreJob<'a>, marker: &JobMarker, preempt: bool) -> Self {
         let watch = job.watch;
         let started = (job.guarded)().and_then(|guard| {
@@ -276,7 +276,7 @@ fn keep_open(monitor: &Monitor, ends: &KeptChannels) {
     }
 }
 
-/// Writes down why the transfer broke off, for whoever recovers it: a detached pager has nobody else to tell.
+/// Writes down why the transfer broke off, for the process that recovers it: a detached pager cannot print it.
 pub(super) fn note_failure(monitor: &Monitor, mut marker: JobMarker, error: &JobError) {
     marker.failure = Some(error.to_string());
     let _ = marker.update(monitor);

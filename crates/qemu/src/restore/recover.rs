@@ -28,7 +28,7 @@ pub fn recover(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
     let mut marker = own_marker(monitor, snapshot)?;
     match marker.claim(monitor) {
         // The process that served this VM cannot be seen from here, for example because it was in a container that is gone.
-        // But a paused QEMU says itself that nobody serves it.
+        // But a paused QEMU says itself that it is not served.
         Err(MarkerError::Elsewhere(_)) if monitor.migration()?.status == MigrationStatus::PostcopyPaused => {
             marker.process = ProcessIdentity::own();
             marker.update(monitor)?;
@@ -96,7 +96,7 @@ fn own_marker(monitor: &Monitor, snapshot: &Snapshot) -> Result<JobMarker, JobEr
     Ok(marker)
 }
 
-/// Waits until QEMU has noticed that nobody serves it, and tells it if it does not.
+/// Waits until QEMU has noticed that it is not served, and tells it if it does not.
 fn wait_paused(monitor: &Monitor) -> Result<MigrationStatus, JobError> {
     let limit = Instant::now() + PAUSED_WITHIN;
     let mut told = false;

@@ -1,7 +1,7 @@
 //! A lazily restored guest whose limosa was killed: its guard goes on.
 //!
-//! The law: **a dead pager stalls the guest, and the stall ends.** Whoever comes to QEMU afterwards with a new connection may
-//! find nobody in: the monitor answers from QEMU's main loop, and that waits for a page as soon as a device touches one that is
+//! The law: **a killed pager stalls the guest, and the stall ends.** A client that connects to QEMU afterwards may
+//! get no answer: the monitor answers from QEMU's main loop, and that waits for a page as soon as a device touches one that is
 //! missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the guard keeps limosa's,
 //! and with it everything that [`super::recover`] would ask QEMU for.
 
@@ -157,7 +157,7 @@ impl KeptSnapshot {
     }
 }
 
-/// The guard tells nobody when the guest runs.
+/// The guard does not report when the guest runs.
 struct NoObserver;
 
 impl RestoreObserver for NoObserver {
@@ -165,14 +165,14 @@ impl RestoreObserver for NoObserver {
 }
 
 enum Found {
-    /// QEMU listens for somebody who goes on.
+    /// QEMU listens for a source that continues.
     Expects,
     Complete,
     NeverRan,
     Unended,
 }
 
-/// Tells QEMU, out of band, to listen for somebody who goes on, as soon as it has noticed that nobody serves it.
+/// Tells QEMU, out of band, to listen for a source that continues, as soon as it has noticed that it is not served.
 fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous<'_>) -> Result<Found, JobError> {
     let qmp = monitor.qmp();
     let begun = Instant::now();

@@ -114,7 +114,7 @@ pub(super) fn run(
 fn receive(job: &SaveJob<'_>, channels: ChannelSet, writer: &mut SnapshotWriter) -> Result<Incoming, MigrateError> {
     let mut options = DestinationOptions::default();
     if job.options.stop {
-        // Nobody waits for this VM, and the file gets its name before the end of the stream is certain.
+        // No destination waits for this VM, and the file gets its name before the end of the stream is certain.
         options.after_the_end = STOPPED_AFTER_THE_END;
     }
     let multifd = MultifdOptions { compression: job.options.compression };

@@ -84,11 +84,11 @@ fn accept(
             }
         });
         if let Some(set) = set? {
-            // It may still be held: nobody else is to come.
+            // It may still be held: no further connection is expected.
             let _ = place.map(|place| rustix::net::shutdown(place, Shutdown::Both));
             return Ok(set);
         }
-        // Meanwhile QEMU may have given up, or somebody has cancelled.
+        // Meanwhile QEMU may have given up, or the migration was cancelled.
         watcher.look()?;
     }
 }

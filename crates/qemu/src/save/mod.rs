@@ -9,7 +9,7 @@
 //! before QEMU is answered, because from then on it may be all that is left of the VM.
 //!
 //! With [`SaveOptions::background`] the VM stands still at the beginning only, for its devices, and QEMU asks for nothing at
-//! the end: nobody can be called back. The snapshot is of the moment at which the save began.
+//! the end, which cannot be undone. The snapshot is of the moment at which the save began.
 
 mod background;
 mod by_file;
@@ -154,7 +154,7 @@ impl SaveOptions {
         Ok(())
     }
 
-    /// Whether memory goes out slowly at first. Of a VM that stands still QEMU asks nobody.
+    /// Whether memory goes out slowly at first. QEMU does not ask the balloon of a stopped VM.
     fn waits_for_hints(&self, before: &Preflight) -> bool {
         self.hint_wait.is_some() && before.was_running
     }
@@ -382,7 +382,7 @@ impl SaveJob<'_> {
         Ok(marker.update(self.monitor)?)
     }
 
-    /// Writes down that the file is there, for whoever might have to take over.
+    /// Writes down that the file is there, for a process that might have to take over.
     fn published(&self, marker: &mut JobMarker, file: &Published) -> Result<(), JobError> {
         marker.phase = JobPhase::Published;
         marker.update(self.monitor).map_err(|error| afterwards(file, error.into()))
@@ -400,7 +400,7 @@ impl SaveJob<'_> {
     }
 
     /// The VM's state when QEMU is done with the migration: it says `completed` a moment before it leaves `finish-migrate`,
-    /// and until then refuses whatever somebody might want of the VM next.
+    /// and until then refuses every further job of the VM.
     fn settled_state(&self) -> String {
         let limit = Instant::now() + SETTLES_WITHIN;
         loop {

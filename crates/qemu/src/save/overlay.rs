@@ -119,7 +119,7 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
         return refused(format!("QEMU was told more about {} than its file says ('{told}')", disk.filename));
     }
     match &disk.path {
-        // QEMU's directory, which relative names count from, cannot be read by everybody.
+        // QEMU's directory, which relative names count from, cannot be read by every user.
         Some(path) if path.is_relative() => refused(format!("where '{}' is cannot be told", path.display())),
         Some(path) => Ok(path.clone()),
         None => refused(format!("'{}' is no file of this host", disk.filename)),
@@ -195,7 +195,7 @@ fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Resul
         (process.map(|process| (process.uid(), process.gid())), 0o600)
     };
     if let Some((user, group)) = owner {
-        // Whoever may not give files away finds out below whether QEMU can open it all the same.
+        // A process that may not give files away finds out below whether QEMU can open it all the same.
         let _ = std::os::unix::fs::fchown(&file, Some(user), Some(group));
     }
     file.set_permissions(Permissions::from_mode(mode)).map_err(place("set the mode of the overlay", target))?;

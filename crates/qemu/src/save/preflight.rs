@@ -61,7 +61,7 @@ impl Preflight {
                 "remove what blocks it",
             ));
         }
-        // A guest that sleeps is woken by its devices: its CPUs stand, but nobody has stopped it.
+        // A guest that sleeps is woken by its devices: its CPUs are stopped, but the VM is not.
         let was_running = status.running || super::is_live(&status.state);
         let goes_on = was_running && !options.stop;
         let disks = disks(monitor, options.disks, goes_on)?;

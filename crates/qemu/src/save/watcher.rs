@@ -89,7 +89,7 @@ impl<'a> Watcher<'a> {
         self.channels = Some(Channels { _deferred: self.job.watch.control.defer_stop(), made_by, cancelled_by: None });
     }
 
-    /// Whoever reads the channels may leave them.
+    /// The readers of the channels may close them.
     pub(super) fn channels_end(&mut self) {
         self.channels = None;
     }
@@ -112,7 +112,7 @@ impl<'a> Watcher<'a> {
                     self.stopped.get_or_insert(event);
                 }
                 "RESUME" if self.job.options.background => self.note_resumed(event),
-                // Somebody else stopped and continued it: that is no part of the downtime.
+                // Another client stopped and continued it: that is no part of the downtime.
                 "RESUME" => self.stopped = None,
                 "SHUTDOWN" => self.state = RunState::Shutdown,
                 "GUEST_PANICKED" => self.state = RunState::GuestPanicked,
@@ -247,7 +247,7 @@ impl<'a> Watcher<'a> {
         Ok(())
     }
 
-    /// From here on nobody can cancel: the snapshot has its name.
+    /// From here on it cannot be cancelled: the snapshot has its name.
     pub(super) fn commit(&mut self) {
         self.committed = true;
     }

@@ -1,6 +1,6 @@
 //! What becomes of the overlays that a save has put, or was to put, over the disks.
 //!
-//! Law: **no write is lost, and no file that is in use goes.** An overlay that nobody uses is closed and its file removed.
+//! Law: **no write is lost, and no file that is in use is removed.** An overlay that nothing uses is closed and its file removed.
 //! One that the VM writes to is merged back into the disk below, which then takes its place: the VM is as it was found.
 //! That is done only where no snapshot stands on the disk below; if one does, or may, the VM goes on with the overlay.
 //!
@@ -82,7 +82,7 @@ pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
     notices
 }
 
-/// Whether nobody has the image open, and it holds nothing. That the monitor is gone does not say that QEMU is: one that still
+/// Whether no process has the image open, and it holds nothing. That the monitor is gone does not say that QEMU is: one that still
 /// writes to the image holds QEMU's lock on it.
 fn is_unused_and_empty(file: &Path) -> Result<bool, String> {
     let limit = Instant::now() + CLOSED_WITHIN;
@@ -130,7 +130,7 @@ fn may_be_published(marker: &JobMarker) -> bool {
                     Err(error) => error.kind() != io::ErrorKind::NotFound,
                     Ok(_) => match Snapshot::open(path) {
                         Ok(there) => there.manifest().is_none_or(|manifest| manifest.id == marker.snapshot),
-                        // A snapshot is whole before it has its name: what is none is somebody else's file.
+                        // A snapshot is whole before it has its name: a file that is none is not of this job.
                         Err(error) => matches!(error, SnapshotError::Io { .. }),
                     },
                 }
@@ -139,7 +139,7 @@ fn may_be_published(marker: &JobMarker) -> bool {
     }
 }
 
-/// Removes an overlay's file. Its name comes out of the record, which QEMU keeps, and whoever has QEMU in hand must not have
+/// Removes an overlay's file. Its name comes out of the record, which QEMU keeps, and a process that controls QEMU must not have
 /// other files removed.
 fn remove(file: &Path, snapshot: Uuid) -> io::Result<()> {
     let ours = format!("{OVERLAY_SUFFIX}{}", overlay_digits(snapshot));

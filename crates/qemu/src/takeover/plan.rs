@@ -17,7 +17,7 @@ const CONTINUE_ATTEMPTS: u32 = 50;
 /// Who takes over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Actor {
-    /// The guard: nobody was asked.
+    /// The guard: no person was asked.
     Guard,
     /// A person who wants the VM to run: `limosa resume`.
     Person,

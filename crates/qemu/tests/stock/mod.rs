@@ -89,7 +89,7 @@ impl Stock {
         MonitorAddress::Unix(self.path("qmp"))
     }
 
-    /// Connects; waits for whoever holds the monitor.
+    /// Connects; waits for the client that holds the monitor.
     pub fn monitor(&self) -> Monitor {
         let patient = Options { greeting: Duration::from_secs(60), ..Options::default() };
         loop {

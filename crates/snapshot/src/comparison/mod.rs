@@ -1,7 +1,7 @@
 //! Whether a stored VM would load on another QEMU, and what speaks against it.
 //!
 //! Law of this module: **a finding never says more than its source proves.** What QEMU certainly refuses is `Certain`, what
-//! follows from names and habits is `Likely`, and what nobody can tell without loading is `Unknown` and counts for no
+//! follows from names and habits is `Likely`, and what cannot be told without loading is `Unknown` and counts for no
 //! verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`Destination`].
 //!
 //! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that is
@@ -89,7 +89,7 @@ impl Finding {
         self.severity == Severity::Refuses && self.confidence != Confidence::Unknown
     }
 
-    /// Whether it might make the load fail, and nobody can tell before.
+    /// Whether it might make the load fail, which cannot be told before.
     pub fn may_refuse(&self) -> bool {
         self.severity == Severity::Refuses && self.confidence == Confidence::Unknown
     }

@@ -142,7 +142,7 @@ impl Foreign {
     }
 }
 
-/// Receives a stream whose other end nobody holds; returns its end and what was counted.
+/// Receives a recorded stream; returns its end and what was counted.
 fn receive(
     fd: OwnedFd,
     head: Vec<u8>,

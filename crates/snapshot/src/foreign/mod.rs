@@ -1,7 +1,7 @@
 //! Files of other programs that hold a VM: recorded migration streams and libvirt's save images.
 //!
 //! Such a file has its pages in the order in which they were sent, so it can only be read from its beginning: a snapshot
-//! that restores lazily is made of it once, by the same engine that receives a stream from a QEMU. Nobody is at the other
+//! that restores lazily is made of it once, by the same engine that receives a stream from a QEMU. No process is at the other
 //! end of a recorded stream, so its end is the end of the bytes.
 //!
 //! Law of this module: what a file is, is told by its first bytes and never by its name; whatever is behind them is

@@ -140,7 +140,7 @@ impl Unpacking {
         while Instant::now() < limit {
             match self.child.try_wait() {
                 Ok(None) => std::thread::sleep(Duration::from_millis(2)),
-                // A program that was killed was so because nobody reads any more.
+                // A program that was killed was so because its output is not read any more.
                 Ok(Some(status)) if status.code().is_some_and(|code| code != 0) => {
                     let said = self.said();
                     return Some(self.failed(path, status, &said));

@@ -223,7 +223,7 @@ fn a_payload_that_is_cut_off_or_has_something_behind_it_is_refused() {
     assert_eq!(contents(&folder.path().join("unpacked")), contents(&folder.path().join("original")));
     refused(folder.path(), &header(&[&packed[..], b"something"].concat()), "gzip cannot unpack it");
     refused(folder.path(), &header(&packed[..packed.len() / 2]), "gzip cannot unpack it");
-    // A stream that somebody packed by himself needs no header.
+    // A stream that was packed by hand needs no header.
     std::fs::write(&file, &packed).unwrap();
     assert_eq!(Foreign::open(&file, None).unwrap().packer(), Some(Packer::Gzip));
     import(&file, &folder.path().join("unpacked again")).unwrap();

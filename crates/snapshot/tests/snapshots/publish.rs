@@ -14,7 +14,7 @@ use limosa_migrate::PageSink;
 use limosa_page::PageNumber;
 use limosa_snapshot::{Durability, Manifest, PendingFile, Snapshot, SnapshotError, WriteBehind};
 
-/// Set for this test binary when it runs as somebody's child.
+/// Set for this test binary when it runs as a child of another test.
 const CHILD: &str = "LIMOSA_SNAPSHOT_TEST_CHILD";
 
 fn refusal(target: &Path, replace: bool) -> SnapshotError {
