@@ -313,11 +313,15 @@ fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Re
 }
 
 fn admit(policy: &Policy, purpose: Purpose, image: &Arc<str>, path: &Path) -> Result<std::path::PathBuf, ImageError> {
-    policy.admit(purpose, path).map_err(|why| refused(image, path.as_os_str(), why))
+    policy.admit(purpose, path).map_err(|why| {
+        let reference = path.to_string_lossy().into_owned();
+        ImageError::Refused { image: Arc::clone(image), reference, why, untrusted: matches!(policy, Policy::Refuse) }
+    })
 }
 
 fn refused(image: &Arc<str>, reference: &OsStr, why: String) -> ImageError {
-    ImageError::Refused { image: Arc::clone(image), reference: reference.to_string_lossy().into_owned(), why }
+    let reference = reference.to_string_lossy().into_owned();
+    ImageError::Refused { image: Arc::clone(image), reference, why, untrusted: false }
 }
 
 /// The files of a chain.

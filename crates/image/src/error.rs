@@ -50,8 +50,10 @@ pub enum ImageError {
         image: Arc<str>,
         /// What it names.
         reference: String,
-        /// Why, and what to do.
+        /// Why.
         why: String,
+        /// The policy was [`Policy::Refuse`](crate::Policy::Refuse).
+        untrusted: bool,
     },
 
     /// It may not be written.

@@ -42,11 +42,11 @@ impl Policy {
     /// The path by which the file may be opened.
     ///
     /// # Errors
-    /// Why it may not be, and what to do.
+    /// Why it may not be.
     pub fn admit(&self, purpose: Purpose, path: &Path) -> Result<PathBuf, String> {
         match self {
             Self::Follow => Ok(path.to_owned()),
-            Self::Refuse => Err(format!("it is not trusted to have {purpose}; open it without --untrusted if it is")),
+            Self::Refuse => Err(format!("it is not trusted to have {purpose}")),
             Self::Within(folders) => {
                 let real = fs::canonicalize(path).map_err(|error| error.to_string())?;
                 let inside = |folder: &PathBuf| fs::canonicalize(folder).is_ok_and(|folder| real.starts_with(folder));

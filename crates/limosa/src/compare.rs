@@ -170,6 +170,9 @@ fn verdict(args: &InspectArgs, comparison: &Comparison) -> String {
     }
     let unknown = match unknown {
         0 => String::new(),
+        some if args.qemu.is_none() && !args.diff => {
+            format!("; findings that only loading, or the sections that --qemu lists, can decide: {some}")
+        }
         some => format!("; findings that only loading can decide: {some}"),
     };
     format!("{file} would load {place}, as far as known (options inside a device are not compared){unknown}")

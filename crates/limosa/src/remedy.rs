@@ -217,6 +217,9 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         if let Some(ImageError::Storage(error)) = cause.downcast_ref() {
             return Some(of_storage(error).into());
         }
+        if let Some(ImageError::Refused { untrusted: true, .. }) = cause.downcast_ref() {
+            return Some("; open it without --untrusted if it is".into());
+        }
         let migrate = cause.downcast_ref().map(of);
         let channel = || cause.downcast_ref().map(of_channel);
         let stream = || cause.downcast_ref().map(|error| of_stream(error).into());

@@ -45,10 +45,7 @@ pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
     // QEMU takes its options with one dash and with two.
     let has = |option: &str| own.iter().any(|word| word == option || *word == *format!("-{option}"));
     if has("-incoming") {
-        return Err(JobError::refused(
-            "the command line says -incoming, which limosa run adds itself",
-            Remedy::NoIncoming,
-        ));
+        return Err(JobError::refused("the command line says -incoming, which is added to it", Remedy::NoIncoming));
     }
     if has("-daemonize") {
         return Err(JobError::refused("a QEMU that daemonizes cannot be waited for", Remedy::NoDaemon));

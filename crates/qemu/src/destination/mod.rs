@@ -97,7 +97,7 @@ fn disks(monitor: &Monitor, saved: &Summary, findings: &mut Vec<Finding>) -> Res
     for change in check_disks(manifest) {
         let about = format!("disk {}", change.disk.device.as_deref().unwrap_or(&change.disk.node));
         let finding = Finding::new(Severity::Refuses, Confidence::Certain, about, change.to_string());
-        findings.push(finding.advise("put the disk back; limosa restore refuses, QEMU itself would not notice"));
+        findings.push(finding.advise("put the disk back; a restore is refused, QEMU itself would not notice"));
     }
     let here = monitor.disks()?;
     for disk in &manifest.disks {
@@ -108,7 +108,7 @@ fn disks(monitor: &Monitor, saved: &Summary, findings: &mut Vec<Finding>) -> Res
             );
             let about = format!("disk {}", disk.device.as_deref().unwrap_or(&disk.node));
             let finding = Finding::new(Severity::Refuses, Confidence::Unknown, about, what);
-            findings.push(finding.advise("limosa restore checks it"));
+            findings.push(finding.advise("a restore checks it"));
         } else if !here.iter().any(|here| here.path.as_ref() == Some(&disk.path)) {
             let about = format!("disk {}", disk.device.as_deref().unwrap_or(&disk.node));
             let what = format!("the destination has no writable disk on {}", disk.path.display());

@@ -94,10 +94,10 @@ impl QemuSections {
         self.tree.devices.iter().filter(|device| device.bus == *place).collect()
     }
 
-    /// What to say where the program's list would tell.
+    /// What to say where the program's own list of sections would tell.
     fn without_list(&self) -> String {
-        let program = self.program.as_deref().unwrap_or("BINARY");
-        if self.catalogue.is_some() { String::new() } else { format!(" (--qemu {program} may tell)") }
+        let program = self.program.as_deref().unwrap_or("its program");
+        if self.catalogue.is_some() { String::new() } else { format!(" (the sections that {program} lists may tell)") }
     }
 
     /// A section of a device with a PCI address, or of one behind it.

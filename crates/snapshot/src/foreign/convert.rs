@@ -87,7 +87,7 @@ impl Foreign {
                 return Err(ForeignError::Image { path, what });
             }
             (Kind::Native, _) => {
-                let what = "a mapped-ram file, which is a snapshot as it is: limosa restore takes it".to_owned();
+                let what = "a mapped-ram file, which is a snapshot as it is".to_owned();
                 return Err(ForeignError::Image { path, what });
             }
             (Kind::Mapped { offset }, Bytes::File(file)) => {
