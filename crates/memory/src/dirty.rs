@@ -10,8 +10,8 @@
 //! no vCPU inside, and the fetch that decides a switchover is of a paused VM.
 //!
 //! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written, to
-//! every log: its contents are others. Of what is given back in another way, by another process (a balloon behind
-//! vhost-user) or a VMM's own call, no log sees, and [`WriteFaultLog`] does not even see what is written there next. What
+//! every log: its contents are others. No log sees what is given back in another way, by another process (a balloon
+//! behind vhost-user) or by a VMM's own call, and [`WriteFaultLog`] does not even see what is written there next. What
 //! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an [`ExplicitLog`].
 //!
 //! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd sees
@@ -222,7 +222,8 @@ pub trait DirtyLog: Send {
     /// The kernel does not do it; nothing has been changed.
     fn start(&mut self) -> Result<(), LogError>;
 
-    /// Adds to `into` what was written since the last fetch (or the start), and forgets it.
+    /// Adds to `into` what was written since the last fetch (or the start), and forgets it. Pages that were discarded count as written:
+    /// the logs of this crate are told of them; a log of another crate marks them by itself, or is used with an [`ExplicitLog`].
     ///
     /// # Errors
     /// What was written is not known any more, or the log is not on.

@@ -15,7 +15,7 @@ use limosa_storage::{Buffer, Storage};
 
 use super::check::extend;
 use super::context::Context;
-use super::counters::Purpose;
+use super::counters::OperationKind;
 use super::entry::L2Entry;
 use super::epoch::{Epochs, Guard};
 use super::header::REFCOUNT_TABLE_MOST;
@@ -182,7 +182,7 @@ impl Allocator {
             // made it longer meanwhile, and write to clusters behind its old end.
             Err(_) if self.context.geometry().extended_l2 => {
                 let zeros = self.context.zeros().slice(0..usize::try_from(SECTOR).unwrap_or(0));
-                self.context.write_table(Purpose::WriteZeroes, HostOffset(end - SECTOR), zeros.into()).await?;
+                self.context.write_table(OperationKind::WriteZeroes, HostOffset(end - SECTOR), zeros.into()).await?;
             }
             // A write there finds out whether there is space for it.
             _ => {}
@@ -270,7 +270,7 @@ impl Allocator {
         // The table refers to it: its contents have to be there before.
         self.context.flush_file().await?;
         let entry = Buffer::copied(&host.0.to_be_bytes());
-        self.context.write_table(Purpose::RefcountWrite, table_at + number * 8, entry.into()).await?;
+        self.context.write_table(OperationKind::RefcountWrite, table_at + number * 8, entry.into()).await?;
         self.refcounts.has_block(index, host);
         self.metadata.add(host, TableKind::RefcountBlock);
         self.pool.lock().searched_to(at + ClusterCount::ONE);
@@ -286,7 +286,7 @@ impl Allocator {
             // All are in the block, and 1 fits into a bit.
             let _ = refcount_array::set(&mut bytes, geometry.refcount_order, index, 1);
         }
-        self.context.write_table(Purpose::RefcountWrite, host, Buffer::copied(&bytes).into()).await
+        self.context.write_table(OperationKind::RefcountWrite, host, Buffer::copied(&bytes).into()).await
     }
 
     /// Makes a longer refcount table, with blocks that count it and themselves, in clusters from `at` on, which no entry of the
@@ -326,7 +326,7 @@ impl Allocator {
         }
         let table_at = (at + ClusterCount(blocks)).begin(bits);
         let bytes: Vec<u8> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
-        self.context.write_table(Purpose::RefcountWrite, table_at, Buffer::copied(&bytes).into()).await?;
+        self.context.write_table(OperationKind::RefcountWrite, table_at, Buffer::copied(&bytes).into()).await?;
         self.context.flush_file().await?;
         let length = u32::try_from(clusters).unwrap_or(u32::MAX);
         // If that fails it is unknown to which table the header leads, and both are right: nothing from `at` on is handed out before
@@ -442,7 +442,7 @@ impl Allocator {
     async fn release(&self, clusters: &Range<HostCluster>) {
         if self.context.options().discard {
             let bytes = self.bytes_of(clusters);
-            self.context.counters().add(Purpose::Discard, length(&bytes));
+            self.context.counters().add(OperationKind::Discard, length(&bytes));
             // A storage need not take it back.
             let _ = self.context.file().discard(bytes.start.0..bytes.end.0).await;
         }
@@ -557,7 +557,7 @@ impl Allocator {
         let mut table =
             if old.is_empty() { Vec::new() } else { self.context.read_file(old.start, length(&old)).await? };
         table.resize(usize::try_from(clusters << geometry.cluster_bits).unwrap_or(0), 0);
-        self.context.write_table(Purpose::L1Write, at, Buffer::copied(&table).into()).await?;
+        self.context.write_table(OperationKind::L1Write, at, Buffer::copied(&table).into()).await?;
         self.context.flush_file().await?;
         let count = u32::try_from(entries).unwrap_or(u32::MAX);
         self.header.change(|header| header.l1 = (at, count)).await?;

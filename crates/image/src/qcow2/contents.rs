@@ -1,7 +1,7 @@
 //! Contents of the disk, where they lie: in the data storage, in compressed clusters, in the backing image.
 //!
-//! Everything that the guest's bytes are read from or written to goes through here, so what is between the guest's bytes and the storage's
-//! has its place here.
+//! Everything that the guest's bytes are read from or written to goes through here, except what moves them without a look: clones
+//! (`writer/clones.rs`) and copies that a storage makes (`Disk::storage`). What is between the guest's bytes and the storage's belongs here.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use limosa_storage::{Buffer, IoVector, Request};
 
 use super::compressed::unpack;
 use super::context::Context;
-use super::counters::Purpose;
+use super::counters::OperationKind;
 use super::lengths::Lengths;
 use super::lookup::Kind;
 use crate::ends::{LOST, ended};
@@ -29,7 +29,7 @@ impl Contents {
     }
 
     /// Writes to a place in the data storage.
-    pub(super) fn write(&self, purpose: Purpose, host: HostOffset, bytes: IoVector) -> Request {
+    pub(super) fn write(&self, purpose: OperationKind, host: HostOffset, bytes: IoVector) -> Request {
         self.context.counters().add(purpose, bytes.len() as u64);
         self.context.data().write(host.0, bytes)
     }
@@ -44,17 +44,17 @@ impl Contents {
                 std::future::ready(Ok(())).boxed()
             }
             Kind::Own { host, .. } => {
-                counters.add(Purpose::DataRead, length);
+                counters.add(OperationKind::DataRead, length);
                 self.read_own(at, host, into).boxed()
             }
             Kind::Backing { .. } => {
                 if self.backing_holds(at) > 0 {
-                    counters.add(Purpose::DataRead, length);
+                    counters.add(OperationKind::DataRead, length);
                 }
                 self.read_backing(at, into).boxed()
             }
             Kind::Compressed { host, packed } => {
-                counters.add(Purpose::DataRead, u64::from(packed));
+                counters.add(OperationKind::DataRead, u64::from(packed));
                 self.read_compressed(at, host, packed, into).boxed()
             }
         }

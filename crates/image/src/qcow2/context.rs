@@ -8,7 +8,7 @@ use std::sync::Arc;
 use futures_util::future::{join, join_all};
 use limosa_storage::{Buffer, IoVector, Storage};
 
-use super::counters::{Counters, Purpose};
+use super::counters::{Counters, OperationKind};
 use super::entry::EntryRules;
 use super::geometry::Geometry;
 use super::header::{Compression, Header};
@@ -176,38 +176,38 @@ impl Context {
     /// The same, of a table.
     pub(super) async fn read_table(
         &self,
-        purpose: Purpose,
+        kind: OperationKind,
         at: HostOffset,
         length: u64,
     ) -> Result<Vec<u8>, ImageError> {
-        self.counters.add(purpose, length);
+        self.counters.add(kind, length);
         self.read_file(at, length).await
     }
 
     /// Writes a part of a table.
     pub(super) async fn write_table(
         &self,
-        purpose: Purpose,
+        kind: OperationKind,
         at: HostOffset,
         bytes: IoVector,
     ) -> Result<(), ImageError> {
-        self.counters.add(purpose, bytes.len() as u64);
+        self.counters.add(kind, bytes.len() as u64);
         Ok(self.file.write(at.0, bytes).await?)
     }
 
     /// Writes parts of tables, at once and all to their ends.
     pub(super) async fn write_tables(
         &self,
-        purpose: Purpose,
+        kind: OperationKind,
         writes: Vec<(HostOffset, IoVector)>,
     ) -> Result<(), ImageError> {
-        let writes = writes.into_iter().map(|(at, bytes)| self.write_table(purpose, at, bytes));
+        let writes = writes.into_iter().map(|(at, bytes)| self.write_table(kind, at, bytes));
         join_all(writes).await.into_iter().collect()
     }
 
     /// Makes the file durable: not the data file.
     pub(super) async fn flush_file(&self) -> Result<(), ImageError> {
-        self.counters.add(Purpose::Flush, 0);
+        self.counters.add(OperationKind::Flush, 0);
         Ok(self.file.flush().await?)
     }
 
@@ -216,7 +216,7 @@ impl Context {
         if !self.has_data_file {
             return self.flush_file().await;
         }
-        self.counters.add(Purpose::Flush, 0);
+        self.counters.add(OperationKind::Flush, 0);
         let (data, file) = join(self.data.flush(), self.flush_file()).await;
         data?;
         file

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What an operation was for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Purpose {
+pub(super) enum OperationKind {
     DataRead,
     DataWrite,
     CowRead,
@@ -21,7 +21,7 @@ pub(super) enum Purpose {
     Flush,
 }
 
-const PURPOSES: usize = Purpose::Flush as usize + 1;
+const PURPOSES: usize = OperationKind::Flush as usize + 1;
 
 /// Operations of one purpose.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -76,7 +76,7 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    pub(super) fn add(&self, purpose: Purpose, bytes: u64) {
+    pub(super) fn add(&self, purpose: OperationKind, bytes: u64) {
         // Both arrays have a place for every purpose.
         if let (Some(operations), Some(sum)) = (self.operations.get(purpose as usize), self.bytes.get(purpose as usize))
         {
@@ -90,26 +90,26 @@ impl Counters {
     }
 
     pub(super) fn counts(&self) -> Counts {
-        let operations = |purpose: Purpose| {
+        let operations = |purpose: OperationKind| {
             let load =
                 |from: &[AtomicU64; PURPOSES]| from.get(purpose as usize).map_or(0, |n| n.load(Ordering::Relaxed));
             Operations { operations: load(&self.operations), bytes: load(&self.bytes) }
         };
         Counts {
-            data_reads: operations(Purpose::DataRead),
-            data_writes: operations(Purpose::DataWrite),
-            cow_reads: operations(Purpose::CowRead),
-            cow_writes: operations(Purpose::CowWrite),
-            clones: operations(Purpose::Clone),
-            l1_writes: operations(Purpose::L1Write),
-            l2_reads: operations(Purpose::L2Read),
-            l2_writes: operations(Purpose::L2Write),
-            refcount_reads: operations(Purpose::RefcountRead),
-            refcount_writes: operations(Purpose::RefcountWrite),
-            header_writes: operations(Purpose::HeaderWrite),
-            zeroes: operations(Purpose::WriteZeroes),
-            discards: operations(Purpose::Discard),
-            flushes: operations(Purpose::Flush).operations,
+            data_reads: operations(OperationKind::DataRead),
+            data_writes: operations(OperationKind::DataWrite),
+            cow_reads: operations(OperationKind::CowRead),
+            cow_writes: operations(OperationKind::CowWrite),
+            clones: operations(OperationKind::Clone),
+            l1_writes: operations(OperationKind::L1Write),
+            l2_reads: operations(OperationKind::L2Read),
+            l2_writes: operations(OperationKind::L2Write),
+            refcount_reads: operations(OperationKind::RefcountRead),
+            refcount_writes: operations(OperationKind::RefcountWrite),
+            header_writes: operations(OperationKind::HeaderWrite),
+            zeroes: operations(OperationKind::WriteZeroes),
+            discards: operations(OperationKind::Discard),
+            flushes: operations(OperationKind::Flush).operations,
             joined: self.joined.load(Ordering::Relaxed),
         }
     }

@@ -21,7 +21,7 @@ use limosa_storage::{Buffer, IoVector};
 
 use super::allocator::Allocator;
 use super::context::Context;
-use super::counters::Purpose;
+use super::counters::OperationKind;
 use super::detached::Detached;
 use super::header_owner::{HeaderOwner, cut_off};
 use super::layers::push_zeros;
@@ -97,7 +97,7 @@ impl Flusher {
 
     /// Flushes if so much differs from the file that it is time to.
     pub(super) async fn flush_if_pressed(self: &Arc<Self>) -> Result<(), ImageError> {
-        if self.tables.presses() { self.flush().await } else { Ok(()) }
+        if self.tables.needs_flush() { self.flush().await } else { Ok(()) }
     }
 
     /// Flushes and then does something within [`HeaderOwner::exclusively`], while no other flush is under way; those that are asked for
@@ -179,7 +179,7 @@ impl Flusher {
             }
         }
         let whole = tables.iter().map(|(at, slices)| (*at, self.whole_table(*at, slices))).collect();
-        self.context.write_tables(Purpose::L2Write, whole).await?;
+        self.context.write_tables(OperationKind::L2Write, whole).await?;
         self.context.flush_all().await?;
         self.tables.are_there(new);
         if linked.is_empty() && l1.is_empty() {
@@ -187,8 +187,8 @@ impl Flusher {
         }
         let blocks = l1.iter().map(|block| (block.at, Buffer::copied(&block.bytes).into())).collect();
         let (l2, l1) = join(
-            self.context.write_tables(Purpose::L2Write, neighbours(&linked)),
-            self.context.write_tables(Purpose::L1Write, blocks),
+            self.context.write_tables(OperationKind::L2Write, neighbours(&linked)),
+            self.context.write_tables(OperationKind::L1Write, blocks),
         )
         .await;
         l2.and(l1)?;

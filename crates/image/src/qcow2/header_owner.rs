@@ -11,7 +11,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 
 use super::context::Context;
-use super::counters::Purpose;
+use super::counters::OperationKind;
 use super::header::Header;
 use super::lengths::CutOff;
 use super::locks::{Rank, RankedMutex};
@@ -82,7 +82,7 @@ impl HeaderOwner {
     pub(super) async fn change(&self, change: impl FnOnce(&mut Header)) -> Result<(), ImageError> {
         let mut header = self.now();
         change(&mut header);
-        self.context.counters().add(Purpose::HeaderWrite, header.encode_fields().len() as u64);
+        self.context.counters().add(OperationKind::HeaderWrite, header.encode_fields().len() as u64);
         self.uncertain.store(true, Ordering::Release);
         header.write_fields(&**self.context.file()).await?;
         self.context.flush_file().await?;

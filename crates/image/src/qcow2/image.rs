@@ -204,7 +204,7 @@ impl Qcow2 {
     /// the old one.
     pub fn grow(&self, size: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.whole(async move {
+        Box::pin(self.inner.writer.finish_when_dropped(async move {
             // Here, and not in what others may have to bring to its end.
             let _inside = inner.admit(GuestOffset(0), 0)?;
             inner.grower.grow(size).await
@@ -320,7 +320,7 @@ impl Disk for Qcow2 {
 
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.whole(async move {
+        Box::pin(self.inner.writer.finish_when_dropped(async move {
             let _inside = inner.admit(at, from.len() as u64)?;
             Arc::clone(&inner.writer).write(at, from).await
         }))
@@ -329,7 +329,7 @@ impl Disk for Qcow2 {
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_> {
         let zeroing = if unmap { Zeroing::Unmap } else { Zeroing::Keep };
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.whole(async move {
+        Box::pin(self.inner.writer.finish_when_dropped(async move {
             let _inside = inner.admit(at, length)?;
             Arc::clone(&inner.writer).zero(at, length, zeroing).await
         }))
@@ -337,7 +337,7 @@ impl Disk for Qcow2 {
 
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.whole(async move {
+        Box::pin(self.inner.writer.finish_when_dropped(async move {
             let _inside = inner.admit(at, length)?;
             Arc::clone(&inner.writer).zero(at, length, Zeroing::Discard).await
         }))
@@ -386,7 +386,7 @@ impl Inner {
         if self.context.is_read_only() {
             return Ok(());
         }
-        self.writer.over().await;
+        self.writer.wait_for_jobs().await;
         if !self.header.has_begun() {
             return self.context.flush_all().await;
         }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use limosa_storage::{Buffer, IoVector};
 
 use super::context::Context;
-use super::counters::Purpose;
+use super::counters::OperationKind;
 use super::locks::{Rank, RankedMutex};
 use super::refcount_array;
 use crate::error::ImageError;
@@ -182,7 +182,7 @@ impl Refcounts {
         let size = 1 << self.context.slice_bits();
         let block = slice.align_down(self.context.geometry().cluster_size());
         self.context.admit_table("refcount block", block, &(slice..slice.saturating_add(size)))?;
-        let bytes = self.context.read_table(Purpose::RefcountRead, slice, size).await?;
+        let bytes = self.context.read_table(OperationKind::RefcountRead, slice, size).await?;
         self.cache.lock().slots.entry(slice).or_insert(Slot { bytes, dirty: false });
         Ok(())
     }
@@ -199,8 +199,9 @@ impl Refcounts {
             slot.dirty = false;
             captured.push((*slice, Buffer::copied(&slot.bytes).into()));
         }
-        let writes =
-            captured.iter().map(|(at, bytes)| self.context.write_table(Purpose::RefcountWrite, *at, bytes.clone()));
+        let writes = captured
+            .iter()
+            .map(|(at, bytes)| self.context.write_table(OperationKind::RefcountWrite, *at, bytes.clone()));
         let results = futures_util::future::join_all(writes).await;
         let mut cache = self.cache.lock();
         for ((slice, _), result) in captured.iter().zip(&results) {

@@ -93,7 +93,7 @@ impl Slices {
     }
 
     /// Whether so many slices wait to be written that it is time to.
-    pub(super) fn presses(&self) -> bool {
+    pub(super) fn needs_flush(&self) -> bool {
         self.dirty.load(Ordering::Relaxed) > self.most * self.shards.len() / 2
     }
 
@@ -214,7 +214,7 @@ mod tests {
             assert!(slices.insert(HostOffset(key * 512), words(key)).is_ok());
             slices.change(HostOffset(key * 512), |words| words[0] = 7).unwrap();
         }
-        assert!(slices.presses());
+        assert!(slices.needs_flush());
         let Err(Full(back)) = slices.insert(HostOffset(1 << 20), words(9)) else { panic!("there was room") };
         let captured = slices.capture();
         assert_eq!(captured.len(), FEWEST);

@@ -13,7 +13,7 @@ use limosa_storage::Buffer;
 
 use super::allocator::Allocator;
 use super::context::Context;
-use super::counters::Purpose;
+use super::counters::OperationKind;
 use super::entry::{L1Entry, L2Entry};
 use super::geometry::L1Index;
 use super::l1::{CapturedBlock, L1, L1Fault};
@@ -104,8 +104,8 @@ impl Tables {
     }
 
     /// Whether so many slices wait to be written that it is time to.
-    pub(super) fn presses(&self) -> bool {
-        self.slices.presses()
+    pub(super) fn needs_flush(&self) -> bool {
+        self.slices.needs_flush()
     }
 
     fn l1_entry(&self, index: L1Index) -> Result<L1Entry, ImageError> {
@@ -238,7 +238,7 @@ impl Tables {
             vec![0; usize::try_from(size / 8).unwrap_or(0)].into()
         } else {
             self.context.admit_table("L2 table", table, &(slice..slice.saturating_add(size)))?;
-            let bytes = self.context.read_table(Purpose::L2Read, slice, size).await?;
+            let bytes = self.context.read_table(OperationKind::L2Read, slice, size).await?;
             bytes.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect()
         };
         while let Err(Full(back)) = self.slices.insert(slice, words) {
@@ -316,8 +316,8 @@ impl Tables {
         let length = self.context.geometry().cluster_size();
         let copy = async {
             self.context.admit_table("L2 table", from, &(from..from.saturating_add(length)))?;
-            let bytes = self.context.read_table(Purpose::L2Read, from, length).await?;
-            self.context.write_table(Purpose::L2Write, to, Buffer::copied(&bytes).into()).await
+            let bytes = self.context.read_table(OperationKind::L2Read, from, length).await?;
+            self.context.write_table(OperationKind::L2Write, to, Buffer::copied(&bytes).into()).await
         };
         let copied = copy.await;
         if copied.is_err() {

@@ -26,7 +26,7 @@ pub(super) use self::zero::Zeroing;
 use super::allocator::{Allocator, InUse};
 use super::contents::Contents;
 use super::context::Context;
-use super::counters::Purpose;
+use super::counters::OperationKind;
 use super::detached::Detached;
 use super::entry::L2Entry;
 use super::flusher::Flusher;
@@ -126,7 +126,7 @@ impl Writer {
     }
 
     /// Waits for all jobs, and for what was detached. No more of them begin meanwhile.
-    pub(super) async fn over(&self) {
+    pub(super) async fn wait_for_jobs(&self) {
         loop {
             let jobs = self.jobs.all();
             if jobs.is_empty() {
@@ -243,7 +243,7 @@ impl Writer {
         let overlap = allocator.overlap(&(host..host + from.len() as u64));
         let request = overlap
             .is_none()
-            .then(|| self.detached.in_place(self.contents.write(Purpose::DataWrite, host, from), in_use));
+            .then(|| self.detached.in_place(self.contents.write(OperationKind::DataWrite, host, from), in_use));
         async move {
             match (request, overlap) {
                 (Some(request), _) => request.await,

@@ -1,6 +1,6 @@
 //! What the fault handler and the fetch of a [`WriteFaultLog`](super::WriteFaultLog) agree on.
 //!
-//! ***Law: while a block's lock is not held, every page of it that can be written has its bit set.** The handler sets the
+//! **Law: while a block's lock is not held, every page of it that can be written has its bit set.** The handler sets the
 //! bit of a page and then lifts its protection; the fetch protects the pages whose bits are set and then clears the bits;
 //! both do it under the lock. Without it a fetch could come between the handler's two steps: it would protect what is
 //! protected still, clear the bit and give the page out, and the handler would then let in writes without a bit.

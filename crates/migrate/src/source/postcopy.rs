@@ -1,4 +1,4 @@
-//! The source role in postcopy with immediate resume: the guest runs at the destination before any of its pages is there.
+//! The source role in postcopy with immediate resume: the guest runs at the destination before all of its pages are there.
 //!
 //! The order on the wire: header, return path, advice, RAM layout, one discard for each block (a destination that goes
 //! from the advice straight to listening waits for ever on its own memory, so at least one is mandatory), the package of

@@ -21,7 +21,7 @@ use crate::monitor::{MigrationStatus, Monitor, Settings};
 /// How long QEMU may take to say that it has completed, once it has said so on the stream.
 const COMPLETED_WITHIN: Duration = Duration::from_secs(30);
 
-/// How QEMU must be set, the answering channel aside.
+/// How QEMU must be set, except for the preempt channel.
 pub(super) fn settings(preempt: bool) -> Settings {
     let mut wish = Settings::new().capability("postcopy-ram", true).capability("postcopy-preempt", preempt);
     for other in ["multifd", "mapped-ram", "x-ignore-shared", "xbzrle", "x-colo", "release-ram", "switchover-ack"] {
@@ -57,7 +57,8 @@ fn transfer(
     let ends = Arc::new(KeptChannels::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
         .with_options(job.postcopy_options());
-    let served = serve(job, answering(source, rendezvous, preempt, &ends), &ends, Go::Start, job.runs);
+    let served =
+        serve(job, with_preempt_channel(source, rendezvous, preempt, &ends), &ends, Beginning::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {
             complete(job.monitor, &marker)?;
@@ -113,7 +114,7 @@ fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous<'_>
 }
 
 /// With a preempt channel, if there is to be one; the place of the rendezvous is left as soon as all have met there.
-pub(super) fn answering<'a>(
+pub(super) fn with_preempt_channel<'a>(
     source: PostcopySource<'a, Snapshot>,
     rendezvous: Rendezvous<'a>,
     preempt: bool,
@@ -154,7 +155,7 @@ pub(super) struct Unserved {
 
 /// Which of its two beginnings the engine takes.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Go {
+pub(super) enum Beginning {
     Start,
     Recover,
 }
@@ -166,7 +167,7 @@ pub(super) fn serve(
     job: &RestoreJob<'_>,
     source: PostcopySource<'_, Snapshot>,
     ends: &KeptChannels,
-    go: Go,
+    beginning: Beginning,
     resumes: bool,
 ) -> Result<(PostcopyStats, Duration), Unserved> {
     let loaded = AtomicBool::new(false);
@@ -183,9 +184,9 @@ pub(super) fn serve(
                 let _ = say.send(milestone);
             })
             .with_end_gate(move || gate.load(Ordering::Acquire));
-        let engine = thread::Builder::new().name("push".into()).spawn_scoped(scope, move || match go {
-            Go::Start => source.start(),
-            Go::Recover => source.recover(),
+        let engine = thread::Builder::new().name("push".into()).spawn_scoped(scope, move || match beginning {
+            Beginning::Start => source.start(),
+            Beginning::Recover => source.recover(),
         });
         let engine = engine.map_err(|source| Unserved {
             error: JobError::Place { what: "start a thread to serve", path: job.path.to_owned(), source },

@@ -67,7 +67,13 @@ pub(super) fn go_on(
     let ends = Arc::new(lazy::KeptChannels::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
         .with_options(job.postcopy_options());
-    let served = lazy::serve(job, lazy::answering(source, rendezvous, preempt, &ends), &ends, lazy::Go::Recover, false);
+    let served = lazy::serve(
+        job,
+        lazy::with_preempt_channel(source, rendezvous, preempt, &ends),
+        &ends,
+        lazy::Beginning::Recover,
+        false,
+    );
     let (stats, to_guest) = match served {
         Ok(served) => served,
         Err(unserved) => {

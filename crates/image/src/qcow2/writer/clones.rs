@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 use limosa_storage::Storage;
 
 use super::super::context::Context;
-use super::super::counters::Purpose;
+use super::super::counters::OperationKind;
 use super::super::locks::{Rank, RankedMutex};
 use super::super::options::CloneMode;
 use super::jobs::NewPlace;
@@ -134,7 +134,7 @@ impl Sharing {
             let (from, to) = (clone.shift.host(at), place.host_of(at));
             match (**self.context.data()).clone_range(to.0, storage, from.0, length).await {
                 Ok(true) => {
-                    self.context.counters().add(Purpose::Clone, length);
+                    self.context.counters().add(OperationKind::Clone, length);
                     true
                 }
                 // Whatever the reason is: if the copy fails of it, too, the request fails.

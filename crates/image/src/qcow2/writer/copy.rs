@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use limosa_storage::{Buffer, IoVector};
 
 use super::super::allocator::zero_parts;
-use super::super::counters::Purpose;
+use super::super::counters::OperationKind;
 use super::super::entry::{L2Entry, Subclusters};
 use super::super::layers::{Layers, part_of};
 use super::super::pool::Run;
@@ -195,14 +195,14 @@ impl Writer {
         bytes: IoVector,
         only_data: bool,
     ) -> Result<(), ImageError> {
-        let purpose = if only_data { Purpose::DataWrite } else { Purpose::CowWrite };
+        let purpose = if only_data { OperationKind::DataWrite } else { OperationKind::CowWrite };
         Ok(self.contents.write(purpose, place.host_of(at), bytes).await?)
     }
 
     async fn read_part(&self, part: &Part, old: Old<'_>) -> Result<(GuestOffset, Buffer), ImageError> {
         let (at, length) = (part.range.start, length(&part.range));
         let buffer = Buffer::zeroed(usize::try_from(length).unwrap_or(0));
-        self.context.counters().add(Purpose::CowRead, length);
+        self.context.counters().add(OperationKind::CowRead, length);
         match part.origin {
             Origin::Backing => self.contents.read_backing(at, buffer.clone().into()).await?,
             Origin::Host(shift) => self.contents.read_own(at, shift.host(at), buffer.clone().into()).await?,

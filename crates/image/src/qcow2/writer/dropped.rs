@@ -47,7 +47,7 @@ pub(in super::super) struct Whole {
 
 impl Writer {
     /// Has the jobs of a request ended by others if it is dropped. It begins when what was dropped before is over.
-    pub(in super::super) fn whole(
+    pub(in super::super) fn finish_when_dropped(
         self: &Arc<Self>,
         request: impl Future<Output = Result<(), ImageError>> + Send + 'static,
     ) -> Whole {

@@ -7,7 +7,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use limosa_storage::{IoVector, ZeroHow};
 
-use super::super::counters::Purpose;
+use super::super::counters::OperationKind;
 use super::super::entry::{L2Entry, Subclusters};
 use super::super::layers::push_zeros;
 use super::super::locks::Rank;
@@ -304,11 +304,11 @@ impl Writer {
         let (bytes, length) = (range.start.0..range.end.0, length(range));
         let (counters, data) = (self.context.counters(), self.context.data());
         if rules.raw_data {
-            counters.add(Purpose::WriteZeroes, length);
+            counters.add(OperationKind::WriteZeroes, length);
             let how = ZeroHow { unmap: zeroing != Zeroing::Keep, only_fast: false };
             data.write_zeroes(bytes, how).await?;
         } else if zeroing != Zeroing::Keep && self.context.options().discard {
-            counters.add(Purpose::Discard, length);
+            counters.add(OperationKind::Discard, length);
             // A storage need not take it back.
             let _ = data.discard(bytes).await;
         }
