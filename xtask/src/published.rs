@@ -84,7 +84,8 @@ fn unpack(crates: &[Published]) -> Result<PathBuf> {
     let mut manifest = String::from("[workspace]\nresolver = \"3\"\nmembers = [\"limosa*\"]\n\n[patch.crates-io]\n");
     for Published { name, version, .. } in crates {
         let file = packages.join(format!("{name}-{version}.crate"));
-        shell::output(Command::new("tar").arg("-xzf").arg(file).arg("-C").arg(&folder))?;
+        // With the time of now (m): packages have a fixed one, by which cargo would take what it has checked before.
+        shell::output(Command::new("tar").arg("-xzmf").arg(file).arg("-C").arg(&folder))?;
         writeln!(manifest, "{name} = {{ path = \"{name}-{version}\" }}")?;
     }
     // Dependencies that were checked for the workspace are good here, too, if they are checked alike.
