@@ -152,5 +152,5 @@ fn judge(report: &mut Report, all: &[Series], memory: u64) {
             "the receiver is on this machine, where the kernel copies what MSG_ZEROCOPY lends before it hands it over"
         }
     };
-    report.targets.push(Target::new("msg: part of the sends that nobody copied", Bound::AtLeast(1.0), kept, why));
+    report.targets.push(Target::new("msg: share of the sends without a copy", Bound::AtLeast(1.0), kept, why));
 }

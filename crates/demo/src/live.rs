@@ -23,7 +23,7 @@ const RUNS: Duration = Duration::from_millis(400);
 /// How often the ends are asked.
 const TICK: Duration = Duration::from_millis(5);
 /// How long a destination may take to know what the source knows already.
-const SETTLE: Duration = Duration::from_secs(30);
+const CATCH_UP: Duration = Duration::from_secs(30);
 
 /// How a demonstration is run.
 pub struct LiveOptions<'a> {
@@ -156,7 +156,7 @@ fn find_guest(source: &EndMonitor, destination: &EndMonitor) -> Result<Role, Dem
 /// It cannot: it is busy, or gone.
 pub fn verify(end: &EndMonitor) -> Result<MemoryReport, DemoError> {
     end.execute("verify-memory", Value::Null)?;
-    let deadline = Instant::now() + SETTLE;
+    let deadline = Instant::now() + CATCH_UP;
     loop {
         let found: Option<MemoryReport> = end.typed("query-verify-memory")?;
         if let Some(found) = found {

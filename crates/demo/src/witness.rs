@@ -20,11 +20,11 @@ pub struct Witness {
 
 /// One line of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Testimony {
+pub enum WitnessLine {
     /// This end let its guest run.
     Ran(String),
     /// This end's guest was paused.
-    Stood(String),
+    Paused(String),
     /// This end's guest was to run while another's did: the law was about to be broken.
     Refused(String),
 }
@@ -55,8 +55,8 @@ impl Witness {
     ///
     /// # Errors
     /// The line cannot be written.
-    pub fn stand(&self) -> io::Result<()> {
-        let written = self.write("stood");
+    pub fn pause(&self) -> io::Result<()> {
+        let written = self.write("paused");
         flock(&self.file, FlockOperation::NonBlockingUnlock)?;
         written
     }
@@ -70,11 +70,11 @@ impl Witness {
     ///
     /// # Errors
     /// It cannot be read, or holds what no end writes.
-    pub fn read(path: &Path) -> io::Result<Vec<Testimony>> {
+    pub fn read(path: &Path) -> io::Result<Vec<WitnessLine>> {
         let line = |line: &str| match line.split_once(' ') {
-            Some(("ran", who)) => Ok(Testimony::Ran(who.to_owned())),
-            Some(("stood", who)) => Ok(Testimony::Stood(who.to_owned())),
-            Some(("refused", who)) => Ok(Testimony::Refused(who.to_owned())),
+            Some(("ran", who)) => Ok(WitnessLine::Ran(who.to_owned())),
+            Some(("paused", who)) => Ok(WitnessLine::Paused(who.to_owned())),
+            Some(("refused", who)) => Ok(WitnessLine::Refused(who.to_owned())),
             _ => Err(io::Error::new(io::ErrorKind::InvalidData, format!("{}: {line:?}", path.display()))),
         };
         std::fs::read_to_string(path)?.lines().map(line).collect()
@@ -93,13 +93,13 @@ mod tests {
         source.run().unwrap();
         source.run().unwrap();
         assert!(destination.run().is_err());
-        source.stand().unwrap();
+        source.pause().unwrap();
         destination.run().unwrap();
         drop(destination);
         source.run().unwrap();
-        use Testimony::{Ran, Refused, Stood};
+        use WitnessLine::{Paused, Ran, Refused};
         let (source, dest) = (|| "source".to_owned(), || "dest".to_owned());
-        let all = [Ran(source()), Ran(source()), Refused(dest()), Stood(source()), Ran(dest()), Ran(source())];
+        let all = [Ran(source()), Ran(source()), Refused(dest()), Paused(source()), Ran(dest()), Ran(source())];
         assert_eq!(Witness::read(&path).unwrap(), all);
     }
 }

@@ -370,7 +370,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Everything up to the first device section, which is left in the buffer; or up to a package: its length.
-    fn take_pages(&mut self, lane: &mut Handoff<'_>, join: &JoinPoint) -> Result<Option<u32>, MigrateError> {
+    fn take_pages(&mut self, handoff: &mut Handoff<'_>, join: &JoinPoint) -> Result<Option<u32>, MigrateError> {
         let several = !self.role.pages.is_empty();
         // A source that joins once a round says so before the end of the first section. One that does not joins at the end of
         // every section, that one included (QEMU's machine types up to 8.0).
@@ -378,7 +378,7 @@ impl<'a> Receiver<'a> {
         loop {
             let (consumed, event) = match self.decoder.step(self.buffer.arrived())? {
                 Step::Need(total) => {
-                    self.refill(total, lane)?;
+                    self.refill(total, handoff)?;
                     continue;
                 }
                 Step::Event { consumed, event } => (consumed, event),
@@ -386,32 +386,32 @@ impl<'a> Receiver<'a> {
             self.buffer.consume(consumed);
             match event {
                 Event::Page { block, offset } => {
-                    self.refill(PAGE_LEN, lane)?;
+                    self.refill(PAGE_LEN, handoff)?;
                     self.orders.page(block, PageNumber(offset / PAGE_SIZE), self.buffer.start);
                     self.buffer.consume(PAGE_LEN);
                 }
                 Event::Zero { block, offset } => self.orders.zero(block, PageNumber(offset / PAGE_SIZE)),
                 Event::Xbzrle { block, offset, length } => {
                     let length = usize::from(length);
-                    self.refill(length, lane)?;
+                    self.refill(length, handoff)?;
                     let (begin, stream) = (self.buffer.start, self.decoder.offset().saturating_sub(length as u64));
                     self.orders.delta(block, PageNumber(offset / PAGE_SIZE), begin..begin + length, stream);
                     self.buffer.consume(length);
                 }
                 Event::MultifdFlush if several && (first || by_round) => {
                     by_round = true;
-                    self.join(lane, join)?;
+                    self.join(handoff, join)?;
                 }
                 Event::EndOfSection => {
                     first = false;
                     if several && !by_round {
-                        self.join(lane, join)?;
+                        self.join(handoff, join)?;
                     }
                 }
                 Event::EarlyDevice(section) => self.orders.early_section(section),
                 Event::Command(Command::RamDiscard { block, ranges }) if self.takes_postcopy() => {
                     // What came before it is thrown away with the rest.
-                    self.exchange(lane)?;
+                    self.exchange(handoff)?;
                     let index = self.decoder.blocks().iter().position(|known| known.name == block);
                     if let (Some(hooks), Some(index)) = (self.role.hooks, index) {
                         hooks.discard(index, &ranges)?;
@@ -419,11 +419,11 @@ impl<'a> Receiver<'a> {
                 }
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
                 Event::DeviceTail => {
-                    self.exchange(lane)?;
+                    self.exchange(handoff)?;
                     return Ok(None);
                 }
                 Event::Package { length } if self.takes_postcopy() => {
-                    self.exchange(lane)?;
+                    self.exchange(handoff)?;
                     return Ok(Some(length));
                 }
                 Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. } => {}
@@ -440,9 +440,9 @@ impl<'a> Receiver<'a> {
     }
 
     /// Waits until every channel has come to the join point, with everything handed over that was read before.
-    fn join(&mut self, lane: &mut Handoff<'_>, join: &JoinPoint) -> Result<(), MigrateError> {
+    fn join(&mut self, handoff: &mut Handoff<'_>, join: &JoinPoint) -> Result<(), MigrateError> {
         if !self.orders.is_empty() {
-            self.exchange(lane)?;
+            self.exchange(handoff)?;
         }
         join.pass()
     }
@@ -489,9 +489,9 @@ impl<'a> Receiver<'a> {
     }
 
     /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
-    fn refill(&mut self, total: usize, lane: &mut Handoff<'_>) -> Result<(), MigrateError> {
+    fn refill(&mut self, total: usize, handoff: &mut Handoff<'_>) -> Result<(), MigrateError> {
         if self.buffer.arrived().len() < total && self.buffer.is_short_of(total) {
-            self.exchange(lane)?;
+            self.exchange(handoff)?;
         }
         self.fill(total)
     }
@@ -521,10 +521,10 @@ impl<'a> Receiver<'a> {
     }
 
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
-    fn exchange(&mut self, lane: &mut Handoff<'_>) -> Result<(), MigrateError> {
+    fn exchange(&mut self, handoff: &mut Handoff<'_>) -> Result<(), MigrateError> {
         let full = std::mem::take(&mut self.buffer.bytes);
         let rest = full.get(self.buffer.start..self.buffer.end).unwrap_or_default().to_vec();
-        let (empty, orders) = lane.exchange((full, std::mem::take(&mut self.orders)))?;
+        let (empty, orders) = handoff.exchange((full, std::mem::take(&mut self.orders)))?;
         self.orders = orders;
         self.buffer.begin_with(empty, &rest);
         Ok(())

@@ -60,9 +60,9 @@ pub enum JobError {
     #[error(transparent)]
     Channel(#[from] ChannelError),
 
-    /// A place that the job needs could not be made.
+    /// A file, directory or process that the job needs: what was tried with it failed.
     #[error("cannot {what} {}: {source}", path.display())]
-    Place {
+    Path {
         /// What was tried.
         what: &'static str,
         /// Where.

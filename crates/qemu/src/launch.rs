@@ -68,7 +68,7 @@ pub struct CommandLine {
 /// If the program cannot be started.
 pub fn launch(words: &[OsString]) -> Result<Launched, JobError> {
     let program = words.first().map_or(OsStr::new(""), OsString::as_os_str);
-    let failed = |source: io::Error| JobError::Place { what: "start", path: program.into(), source };
+    let failed = |source: io::Error| JobError::Path { what: "start", path: program.into(), source };
     let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .map_err(|errno| failed(errno.into()))?;
     let configuration = configuration(theirs.as_raw_fd()).map_err(failed)?;

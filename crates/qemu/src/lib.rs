@@ -36,7 +36,6 @@ mod image;
 mod job;
 mod launch;
 mod marker;
-mod meeting;
 pub mod monitor;
 mod process;
 mod program;
@@ -45,6 +44,7 @@ mod remedy;
 mod restore;
 mod resume;
 mod save;
+mod socket_directory;
 pub mod takeover;
 
 pub use destination::{Catalogue, CatalogueError, QemuSections, examine as examine_destination};
@@ -52,7 +52,6 @@ pub use guard::{Guard, GuardEnd, GuardError, run as run_guard};
 pub use job::{JobError, Watch};
 pub use launch::{CommandLine, Launched, check as check_command_line, launch};
 pub use marker::{JobKind, JobMarker, JobPhase, MarkerError, Overlay, VmAfter};
-pub use meeting::MeetingPlace;
 pub use process::{Liveness, ProcessIdentity};
 pub use remedy::Remedy;
 pub use restore::{
@@ -61,6 +60,7 @@ pub use restore::{
 };
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
 pub use save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
+pub use socket_directory::SocketDirectory;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -116,7 +116,7 @@ impl Vm {
     pub(super) fn run(&self) -> Result<(), VmError> {
         self.witness.run()?;
         if let Err(error) = self.guest().and_then(|guest| guest.run()) {
-            let _ = self.witness.stand();
+            let _ = self.witness.pause();
             return Err(error.into());
         }
         self.heap.iter().for_each(Heap::run);
@@ -193,7 +193,7 @@ impl LiveVm for Vm {
         self.guest()?.pause()?;
         self.heap.iter().for_each(Heap::pause);
         self.coordinator.runs(false);
-        Ok(self.witness.stand()?)
+        Ok(self.witness.pause()?)
     }
 
     fn resume(&self) -> Result<(), VmError> {

@@ -7,13 +7,13 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use super::plan::{Content, Span};
-use super::source::Place;
+use super::source::HostRange;
 use super::{Conversion, ConvertCounters};
 use crate::offset::GuestOffset;
 use crate::operation::{Doing, OperationError};
 
 /// A run of contents, and where it lies.
-pub(super) type Run = (Range<u64>, Place);
+pub(super) type Run = (Range<u64>, HostRange);
 
 impl Conversion<'_> {
     /// Where the contents of a piece lie; `None`: they are to be copied plainly.

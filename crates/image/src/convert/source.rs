@@ -24,7 +24,7 @@ pub(crate) struct Source {
 
 /// Where contents lie as they are.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct HostRange {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) at: HostOffset,
     /// How many of them, in bytes.
@@ -86,7 +86,7 @@ impl Source {
     }
 
     /// Where the beginning of a range of contents lies as it is; `None`: nowhere.
-    pub(super) async fn place(&self, range: &Range<u64>) -> Result<Option<Place>, ImageError> {
+    pub(super) async fn place(&self, range: &Range<u64>) -> Result<Option<HostRange>, ImageError> {
         let Some(part) = self.parts.iter().find(|part| part.range.contains(&range.start)) else { return Ok(None) };
         let inside = range.start - part.range.start;
         let most = part.len.min(range.end - part.range.start).saturating_sub(inside);
@@ -95,7 +95,7 @@ impl Source {
         }
         let mapped = part.disk.map(GuestOffset(inside), most).await?;
         let storage = part.disk.storage(mapped.depth).filter(|_| mapped.kind == MapKind::Data);
-        let place = |(_, at)| Some(Place { storage: storage?, at, length: mapped.length.clamp(1, most) });
+        let place = |(_, at)| Some(HostRange { storage: storage?, at, length: mapped.length.clamp(1, most) });
         Ok(mapped.host.and_then(place))
     }
 

@@ -26,7 +26,7 @@ fn full() -> Arc<dyn Disk> {
 
 fn contents(counts: Counts) -> [u64; 4] {
     [counts.data_reads, counts.data_writes, counts.cow_reads, counts.cow_writes]
-        .map(|tally: Operations| tally.operations)
+        .map(|counter: Operations| counter.operations)
 }
 
 #[test]

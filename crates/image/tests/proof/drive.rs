@@ -144,7 +144,7 @@ impl Driver {
     }
 
     /// Releases what is held although no request waits for it.
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn release_held(&mut self) {
         assert!(self.in_flight.is_empty(), "requests are under way");
         while let Some(first) = self.held.waiting().first() {
             self.held.let_go(first.number);

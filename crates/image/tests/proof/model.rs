@@ -185,7 +185,7 @@ impl<'a> Model<'a> {
         while let Some(done) = driver.next() {
             self.over(&done)?;
         }
-        driver.settle();
+        driver.release_held();
         let disk = driver.disk();
         held.open();
         let found = read_all(&*disk);

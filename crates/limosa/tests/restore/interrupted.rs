@@ -279,7 +279,7 @@ fn kill_both(limosa: Program) {
 }
 
 /// A guest whose pager was killed while the ballast was missing.
-fn orphan(scene: &Scene, saved: &Saved, more: &[&str]) -> Vm {
+fn interrupted(scene: &Scene, saved: &Saved, more: &[&str]) -> Vm {
     let destination = beat().start_incoming().unwrap();
     let words = [&["--mode", "lazy"], &TRICKLE[..], more].concat();
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
@@ -297,7 +297,7 @@ fn a_recovery_puts_back_what_the_dead_restore_had_changed() {
         let scene = Scene::new();
         let saved = saved_beat(&scene, &beat(), &[]);
         let found = Found::of(&beat().start_incoming().unwrap());
-        let destination = orphan(&scene, &saved, &["--preempt", preempt]);
+        let destination = interrupted(&scene, &saved, &["--preempt", preempt]);
         let said = scene.recover(&saved.snapshot, &destination).success();
         assert!(said.stderr.contains("all memory after"), "{}", said.stderr);
         found.assert_same_but(&destination, "running");
@@ -313,7 +313,7 @@ fn a_recovery_that_is_killed_too_is_recovered_from() {
     for preempt in ["on", "off"] {
         let scene = Scene::new();
         let saved = saved_beat(&scene, &beat(), &[]);
-        let destination = orphan(&scene, &saved, &["--preempt", preempt]);
+        let destination = interrupted(&scene, &saved, &["--preempt", preempt]);
         for round in 0..3 {
             let socket = scene.path(&format!("control{round}"));
             let words: Vec<&str> = ["--recover", "--control", text(&socket)].into_iter().chain(TRICKLE).collect();
@@ -336,7 +336,7 @@ fn a_recovery_killed_at_any_moment_can_be_tried_again() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);
-    let destination = orphan(&scene, &saved, &[]);
+    let destination = interrupted(&scene, &saved, &[]);
     for step in 0..20_u32 {
         let words: Vec<&str> = ["--recover"].into_iter().chain(TRICKLE).collect();
         let recovery = scene.start_restore(&saved.snapshot, &destination, &words);
@@ -365,7 +365,7 @@ fn a_recovery_from_another_snapshot_is_refused() {
     let other = Scene::new();
     // The same machine a moment earlier or later: any page of it would fit, and none may come.
     let wrong = saved_beat(&other, &beat(), &[]);
-    let destination = orphan(&scene, &saved, &[]);
+    let destination = interrupted(&scene, &saved, &[]);
     let line = scene.recover(&wrong.snapshot, &destination).one_line(&["stands on another snapshot"]);
     assert!(line.contains(text(&saved.snapshot)), "the right file is named: {line}");
     assert_eq!(migration_status(&destination), "postcopy-paused");

@@ -175,7 +175,7 @@ fn verify(job: &RestoreJob<'_>) -> Result<(), JobError> {
 
 /// QEMU reads the file through a descriptor.
 fn load(job: &RestoreJob<'_>, marker: &mut JobMarker) -> Result<(), JobError> {
-    let place = |source| JobError::Place { what: "open", path: job.path.to_owned(), source };
+    let place = |source| JobError::Path { what: "open", path: job.path.to_owned(), source };
     // A description of its own, at offset 0; through /proc, so that it is the file that was checked, whatever has its name.
     let file = File::open(format!("/proc/self/fd/{}", job.snapshot.file().as_raw_fd())).map_err(place)?;
     let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", identity(job.snapshot)))?;

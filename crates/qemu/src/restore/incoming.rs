@@ -8,9 +8,9 @@ use std::time::Duration;
 use limosa_channel::{Channel, ChannelError, Options, Uri};
 
 use crate::job::JobError;
-use crate::meeting::MeetingPlace;
 use crate::monitor::Monitor;
 use crate::remedy::Remedy;
+use crate::socket_directory::SocketDirectory;
 
 /// How long a connection to a QEMU that already listens may take.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
@@ -19,7 +19,7 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 /// each other: 4 GiB took 3.0-3.4 s instead of 2.6 s. More than this gains nothing and lets a requested page wait longer.
 const SEND_BUFFER: usize = 512 << 10;
 
-/// The name of the socket at a private place.
+/// The name of the socket in a private directory.
 const SOCKET: &str = "incoming";
 
 /// The name under which QEMU keeps its end of the socket pair until it takes it.
@@ -49,7 +49,7 @@ enum Way<'a> {
     },
     Listening {
         uri: Uri,
-        place: Option<MeetingPlace>,
+        directory: Option<SocketDirectory>,
     },
 }
 
@@ -63,15 +63,15 @@ impl<'a> Rendezvous<'a> {
                 Way::Passed { monitor, near: Mutex::new(Some(near)) }
             }
             None => {
-                let place = MeetingPlace::new(monitor)?;
-                Way::Listening { uri: place.uri(SOCKET), place: Some(place) }
+                let directory = SocketDirectory::new(monitor)?;
+                Way::Listening { uri: directory.uri(SOCKET), directory: Some(directory) }
             }
             Some(Uri::Unix(path)) => {
                 // QEMU has a working directory of its own.
                 let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-                Way::Listening { uri: Uri::Unix(path), place: None }
+                Way::Listening { uri: Uri::Unix(path), directory: None }
             }
-            Some(uri @ Uri::Tcp { port, .. }) if *port != 0 => Way::Listening { uri: uri.clone(), place: None },
+            Some(uri @ Uri::Tcp { port, .. }) if *port != 0 => Way::Listening { uri: uri.clone(), directory: None },
             Some(other) => {
                 return Err(JobError::refused(
                     format!("QEMU cannot be made to listen at {other}"),
@@ -100,10 +100,10 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// Takes a private place away: once connected, the name is not needed any more, and a kill would leave it.
+    /// Removes a private directory: once connected, the name is not needed any more, and a kill would leave it.
     pub(super) fn leave(&self) {
-        if let Way::Listening { place: Some(place), .. } = &self.way {
-            place.leave();
+        if let Way::Listening { directory: Some(directory), .. } = &self.way {
+            directory.remove();
         }
     }
 

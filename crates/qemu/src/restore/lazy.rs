@@ -189,7 +189,7 @@ pub(super) fn serve(
             Beginning::Recover => source.recover(),
         });
         let engine = engine.map_err(|source| Unserved {
-            error: JobError::Place { what: "start a thread to serve", path: job.path.to_owned(), source },
+            error: JobError::Path { what: "start a thread to serve", path: job.path.to_owned(), source },
             guest_runs: false,
         })?;
         let to_guest = attend(job, &heard, &EndGate { ends, open: &kept }, resumes, || engine.is_finished());

@@ -51,7 +51,7 @@ pub(super) fn channels(
 /// The folder of the file, and the bytes that are free there.
 fn free_beside(pending: &PendingFile) -> Result<(&Path, u64), JobError> {
     let path = pending.target();
-    let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Place {
+    let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Path {
         what: "determine the free space of",
         path: path.to_owned(),
         source: source.into(),
@@ -85,7 +85,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
 
 /// Has QEMU write the file, and the VM go on if it is to.
 fn write(job: &SaveJob<'_>, pending: &PendingFile, path: &str, marker: &mut JobMarker) -> Result<Saved, JobError> {
-    let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Place {
+    let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Path {
         what: "start the write-back of",
         path: pending.target().to_owned(),
         source,

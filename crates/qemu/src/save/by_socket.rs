@@ -33,7 +33,7 @@ pub(super) fn run(
     let incoming = thread::scope(|scope| {
         let receiving =
             thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channels, &mut writer));
-        let receiving = receiving.map_err(|source| JobError::Place {
+        let receiving = receiving.map_err(|source| JobError::Path {
             what: "start a thread for",
             path: job.before.manifest.id.to_string().into(),
             source,

@@ -1,7 +1,7 @@
 //! Where QEMU sends its migration stream to: one socket passed through the monitor, or several connections.
 //!
 //! QEMU takes multifd over addresses that it can connect to more than once, not over a descriptor (fact found with QEMU
-//! 10.0.2); so its channels meet limosa in a private place, unless a place was named.
+//! 10.0.2); so its channels connect to limosa in a private directory, unless an address was given.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
@@ -14,8 +14,8 @@ use rustix::net::Shutdown;
 use super::SaveJob;
 use super::watcher::Watcher;
 use crate::job::JobError;
-use crate::meeting::MeetingPlace;
 use crate::remedy::Remedy;
+use crate::socket_directory::SocketDirectory;
 
 /// The name under which QEMU keeps its end of the socket pair.
 pub(super) const DESCRIPTOR: &str = "limosa-save";
@@ -43,7 +43,7 @@ pub(super) fn connect(
             Ok(ChannelSet { main, pages: Vec::new() })
         }
         (None, Some(_)) => {
-            let (_place, listener) = MeetingPlace::listening(job.monitor, "save", &Options::default())?;
+            let (_directory, listener) = SocketDirectory::listening(job.monitor, "save", &Options::default())?;
             accept(job, &listener, watcher, hold)
         }
         (Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })), _) => {

@@ -242,7 +242,7 @@ pub(super) fn note(manifest: &mut Manifest, planned: &[Planned]) {
 
 fn place(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> JobError {
     let path = path.to_owned();
-    move |source| JobError::Place { what, path, source }
+    move |source| JobError::Path { what, path, source }
 }
 
 #[cfg(test)]

@@ -132,7 +132,7 @@ pub(super) fn record_disks_again(manifest: &mut Manifest) -> Result<(), JobError
 }
 
 fn record(node: &str, device: Option<String>, path: PathBuf, format: &str) -> Result<RecordedDisk, JobError> {
-    RecordedDisk::record(node, device, &path, format).map_err(|source| JobError::Place {
+    RecordedDisk::record(node, device, &path, format).map_err(|source| JobError::Path {
         what: "look at the disk",
         path,
         source,

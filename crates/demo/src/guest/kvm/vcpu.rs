@@ -65,11 +65,11 @@ pub(super) struct Vcpu {
 }
 
 /// What `KVM_RUN` came back with.
-enum Back {
+enum Outcome {
     /// The guest asks for leave and was given it.
-    Asked(u64),
+    Yield(u64),
     /// There was something to be done, which is done.
-    Again,
+    Handled,
 }
 
 impl Vcpu {
@@ -111,15 +111,15 @@ impl Vcpu {
                 leave -= now;
                 now
             })? {
-                Back::Again => {}
-                Back::Asked(0) => {
+                Outcome::Handled => {}
+                Outcome::Yield(0) => {
                     self.finish_instruction()?;
                     match gate.admit(&mut pace) {
                         Some(pages) => leave = pages,
                         None => return Ok(()),
                     }
                 }
-                Back::Asked(pages) => {
+                Outcome::Yield(pages) => {
                     self.vcpu_state.writes.fetch_add(pages, Ordering::Relaxed);
                 }
             }
@@ -127,22 +127,22 @@ impl Vcpu {
     }
 
     /// Runs it until it wants something of us; `leave` says how many pages it may write.
-    fn enter(&mut self, leave: &mut dyn FnMut() -> u64) -> Result<Back, String> {
+    fn enter(&mut self, leave: &mut dyn FnMut() -> u64) -> Result<Outcome, String> {
         match self.fd.run() {
             Ok(VcpuExit::IoIn(PORT, answer)) => {
                 let pages = leave();
                 let bytes = u32::try_from(pages).unwrap_or(0).to_le_bytes();
                 answer.iter_mut().zip(bytes).for_each(|(place, byte)| *place = byte);
-                Ok(Back::Asked(pages))
+                Ok(Outcome::Yield(pages))
             }
-            Ok(VcpuExit::Intr) => Ok(Back::Again),
+            Ok(VcpuExit::Intr) => Ok(Outcome::Handled),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
                 let rings = self.rings.as_ref().ok_or("its dirty ring is full, and it has none")?;
                 rings.reap().map_err(|error| error.to_string())?;
-                Ok(Back::Again)
+                Ok(Outcome::Handled)
             }
             Ok(other) => Err(format!("vCPU {}: {other:?}", self.index)),
-            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => Ok(Back::Again),
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => Ok(Outcome::Handled),
             Err(error) => Err(format!("vCPU {}: KVM_RUN: {error}", self.index)),
         }
     }

@@ -21,7 +21,7 @@ use limosa_demo::pair::{End, EndOptions};
 use limosa_demo::report::MemoryReport;
 use limosa_demo::settings::Transport;
 use limosa_demo::state::{Role, State, Status};
-use limosa_demo::witness::{Testimony, Witness};
+use limosa_demo::witness::{Witness, WitnessLine};
 use limosa_testkit::scratch;
 use serde_json::json;
 use tempfile::TempDir;
@@ -121,7 +121,7 @@ impl Scene {
     }
 
     /// Who ran and stood, in order.
-    pub(crate) fn testimonies(&self) -> Vec<Testimony> {
+    pub(crate) fn testimonies(&self) -> Vec<WitnessLine> {
         Witness::read(&self.path("witness")).unwrap()
     }
 }
@@ -268,9 +268,9 @@ pub(crate) fn can_recover(source: &mut EndProcess, destination: &mut EndProcess)
 #[track_caller]
 pub(crate) fn assert_lawful(scene: &Scene, resumed_by_hand: bool) {
     let seen = scene.testimonies();
-    assert!(!seen.iter().any(|line| matches!(line, Testimony::Refused(_))), "run twice: {seen:?}");
-    let first = seen.iter().position(|line| *line == Testimony::Ran("destination".into()));
+    assert!(!seen.iter().any(|line| matches!(line, WitnessLine::Refused(_))), "run twice: {seen:?}");
+    let first = seen.iter().position(|line| *line == WitnessLine::Ran("destination".into()));
     let later = first.map_or(&[][..], |first| &seen[first..]);
-    let again = later.contains(&Testimony::Ran("source".into()));
+    let again = later.contains(&WitnessLine::Ran("source".into()));
     assert!(!again || resumed_by_hand, "the source ran again by itself: {seen:?}");
 }

@@ -1,4 +1,4 @@
-//! A private place where QEMU and limosa meet: a directory with sockets in it that no other user can enter.
+//! A private directory with the sockets over which QEMU and limosa talk: no other user can enter it.
 //!
 //! Law: **it belongs to the user that QEMU runs as, with mode 0700, and QEMU is known to see it** (it may run as another
 //! user, in a chroot, in a mount namespace of its own), or it is refused with what to do instead.
@@ -27,7 +27,7 @@ const LONGEST_NAME: usize = 16;
 
 /// The directory; it is removed when this is dropped.
 #[derive(Debug)]
-pub struct MeetingPlace {
+pub struct SocketDirectory {
     directory: PathBuf,
     /// The directory itself, whatever has its name by now.
     opened: OwnedFd,
@@ -35,31 +35,31 @@ pub struct MeetingPlace {
     other: Option<(u32, u32)>,
 }
 
-impl MeetingPlace {
-    /// A place where QEMU is to listen, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user cannot get there.
+impl SocketDirectory {
+    /// A directory in which QEMU is to listen, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user cannot get there.
     ///
     /// # Errors
     /// If QEMU is, or may be, elsewhere, or runs as another user and this process is not root.
     pub fn new(monitor: &Monitor) -> Result<Self, JobError> {
-        let place = Self::make(monitor)?;
-        place.give()?;
-        Ok(place)
+        let made = Self::make(monitor)?;
+        made.give()?;
+        Ok(made)
     }
 
-    /// A place where this process listens, under `name`, which has at most 16 bytes, for QEMU to connect.
+    /// A directory in which this process listens, under `name`, which has at most 16 bytes, for QEMU to connect.
     ///
     /// # Errors
     /// As [`new`](Self::new), and the kernel's.
     pub fn listening(monitor: &Monitor, name: &str, options: &Options) -> Result<(Self, Listener), JobError> {
-        let place = Self::make(monitor)?;
-        let listener = Listener::bind(&place.uri(name), options)?;
-        if let Some((uid, gid)) = place.other {
+        let made = Self::make(monitor)?;
+        let listener = Listener::bind(&made.uri(name), options)?;
+        if let Some((uid, gid)) = made.other {
             // The socket is this user's alone, and QEMU has to be able to write to it.
-            let path = place.directory.join(name);
-            lchown(&path, Some(uid), Some(gid)).map_err(|_| place.refused(uid))?;
+            let path = made.directory.join(name);
+            lchown(&path, Some(uid), Some(gid)).map_err(|_| made.refused(uid))?;
         }
-        place.give()?;
-        Ok((place, listener))
+        made.give()?;
+        Ok((made, listener))
     }
 
     /// Makes the directory; it is this user's own still.
@@ -79,21 +79,21 @@ impl MeetingPlace {
         let user = process::user(pid).or_else(|| peer.map(|peer| (peer.uid, peer.gid)));
         let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let other = user.filter(|user| user.0 != own.0);
-        let directory = place_for(other.is_none()).join(format!("limosa-{}", Uuid::new_v4().simple()));
-        let place = |what| {
+        let directory = parent_for(other.is_none()).join(format!("limosa-{}", Uuid::new_v4().simple()));
+        let failed = |what| {
             let path = directory.clone();
-            move |source| JobError::Place { what, path, source }
+            move |source| JobError::Path { what, path, source }
         };
-        DirBuilder::new().mode(0o700).create(&directory).map_err(place("make the directory"))?;
+        DirBuilder::new().mode(0o700).create(&directory).map_err(failed("make the directory"))?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let opened = rustix::fs::open(&directory, flags, Mode::empty());
-        let opened = opened.map_err(|errno| place("open the directory")(errno.into()))?;
-        let meeting = Self { directory, opened, other };
-        if sees(pid, &meeting.directory) == Some(false) {
-            let place = meeting.directory.display();
+        let opened = opened.map_err(|errno| failed("open the directory")(errno.into()))?;
+        let made = Self { directory, opened, other };
+        if sees(pid, &made.directory) == Some(false) {
+            let place = made.directory.display();
             return Err(elsewhere(format!("QEMU runs in a container or a chroot, where there is no {place}")));
         }
-        Ok(meeting)
+        Ok(made)
     }
 
     /// The address of this name there. `name` has at most 16 bytes.
@@ -112,13 +112,13 @@ impl MeetingPlace {
     fn refused(&self, uid: u32) -> JobError {
         let own = rustix::process::geteuid().as_raw();
         JobError::refused(
-            format!("QEMU runs as user {uid} and limosa as user {own}, who cannot give it a private place"),
+            format!("QEMU runs as user {uid} and limosa as user {own}, who cannot give it a private directory"),
             Remedy::UserOrListen,
         )
     }
 
-    /// Takes the directory away: once all are connected the names are not needed any more, and a kill would leave them.
-    pub fn leave(&self) {
+    /// Removes the directory: once all are connected the names are not needed any more, and a kill would leave them.
+    pub fn remove(&self) {
         for entry in Dir::read_from(&self.opened).into_iter().flatten().flatten() {
             let _ = rustix::fs::unlinkat(&self.opened, entry.file_name(), AtFlags::empty());
         }
@@ -127,14 +127,14 @@ impl MeetingPlace {
     }
 }
 
-impl Drop for MeetingPlace {
+impl Drop for SocketDirectory {
     fn drop(&mut self) {
-        self.leave();
+        self.remove();
     }
 }
 
 /// Where private directories are made: the user's own place is closed to others.
-fn place_for(own_user: bool) -> PathBuf {
+fn parent_for(own_user: bool) -> PathBuf {
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|_| own_user);
     let place = own.unwrap_or_else(std::env::temp_dir);
     let place = std::path::absolute(&place).unwrap_or(place);
@@ -195,10 +195,10 @@ mod tests {
             std::fs::write(directory.join("socket"), "").unwrap();
         }
         let opened = std::fs::File::open(&made).unwrap().into();
-        let place = MeetingPlace { directory: made.clone(), opened, other: None };
+        let directory = SocketDirectory { directory: made.clone(), opened, other: None };
         std::fs::rename(&made, &moved).unwrap();
         std::os::unix::fs::symlink(&others, &made).unwrap();
-        drop(place);
+        drop(directory);
         assert!(others.join("socket").exists());
         assert!(!moved.join("socket").exists());
     }
@@ -207,7 +207,7 @@ mod tests {
     fn every_place_leaves_room_for_a_sockets_name() {
         for own in [true, false] {
             let longest =
-                place_for(own).join(format!("limosa-{}", Uuid::nil().simple())).join("x".repeat(LONGEST_NAME));
+                parent_for(own).join(format!("limosa-{}", Uuid::nil().simple())).join("x".repeat(LONGEST_NAME));
             assert!(longest.is_absolute() && longest.as_os_str().len() <= 107, "{}", longest.display());
         }
     }
