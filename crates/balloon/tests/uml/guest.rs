@@ -15,6 +15,10 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
+/// MiB of a guest that reports free pages and needs much memory at any time. Linux takes up to 32 blocks of 4 MiB off its free
+/// lists and waits until the device has given them back; a guest that has little more than that kills a process if the host is slow.
+pub(crate) const REPORTING_MEMORY: u64 = 512;
+
 /// Waits until the condition is true.
 pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(120);
@@ -106,6 +110,18 @@ impl Guest {
         self.balloon.request(list.clone()).unwrap();
         until("the list is complete", || list.is_complete());
         list.ranges()
+    }
+
+    /// Bytes that no program and no cache of the guest has.
+    pub(crate) fn free_memory(&self) -> u64 {
+        self.uml.meminfo("MemFree").unwrap() * 1024
+    }
+
+    /// Ends a list, and waits until the guest has its pages back, of which there were this many free bytes. It needs
+    /// them for what comes next.
+    pub(crate) fn done(&self, free: u64) {
+        self.balloon.done();
+        until("the guest has its pages back", || self.free_memory() > free.saturating_sub(32 * MIB));
     }
 
     /// Numbers of known pages in the guest's memory, each page with its guest address. The guest is stopped.

@@ -7,7 +7,7 @@ use limosa_balloon::{Balloon, Features, HintState, Options};
 use limosa_memory::{FreePageSink, FreePages as _};
 use limosa_testkit::on_uml;
 
-use crate::guest::{Guest, List, MIB, bytes, until};
+use crate::guest::{Guest, List, MIB, REPORTING_MEMORY, bytes, until};
 use crate::without;
 
 /// The size of the driver's blocks: the largest ones of Linux's allocator on x86-64 until 6.3.
@@ -88,7 +88,7 @@ fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
 fn pages_given_back_are_zero_for_a_guest_that_zeroes_freed_pages() {
     on_uml(|| {
         let offered = Options { features: Features::default() | Features::PAGE_POISON, ..Options::default() };
-        let guest = Guest::booted(256, offered, "init_on_alloc=0 init_on_free=1");
+        let guest = Guest::booted(REPORTING_MEMORY, offered, "init_on_alloc=0 init_on_free=1");
         assert!(guest.balloon.accepted_features().has(Features::PAGE_POISON));
         guest.hold(60);
         guest.touch(100);

@@ -6,7 +6,7 @@ mod lists;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use guest::{Guest, List, MIB, bytes, until};
+use guest::{Guest, List, MIB, REPORTING_MEMORY, bytes, until};
 use limosa_balloon::{Features, HintState, Options};
 use limosa_memory::FreePages as _;
 use limosa_testkit::{on_uml, pattern};
@@ -80,6 +80,7 @@ fn a_guest_that_runs_out_of_memory_takes_it_from_the_balloon() {
 /// Every known page is outside of the hinted ones, and the guest does not miss those.
 fn nothing_is_lost_without_hinted_pages(guest: &Guest, held: u64) {
     let pages = held * MIB / 4096;
+    let free_before = guest.free_memory();
     let hinted = guest.free_pages();
     let free = guest.uml.meminfo("MemTotal").unwrap() * 1024;
     assert!(bytes(&hinted) < free && bytes(&hinted) > (free - held * MIB) / 2, "{} of {free}", bytes(&hinted));
@@ -96,7 +97,7 @@ fn nothing_is_lost_without_hinted_pages(guest: &Guest, held: u64) {
     guest.discard(&hinted);
     assert!(guest.resident() <= before);
     guest.uml.pause(false);
-    guest.balloon.done();
+    guest.done(free_before);
     if held > 0 {
         assert_eq!(guest.verify(), format!("0 of {pages} pages lost"));
     }
@@ -131,13 +132,12 @@ fn a_half_full_guest_does_not_miss_the_pages_that_it_hinted() {
 fn lists_can_be_requested_repeatedly_and_stopped() {
     on_uml(|| {
         let guest = Guest::start(256, Options::default());
-        let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
+        let free = guest.free_memory();
         for _ in 0..5 {
             let hinted = bytes(&guest.free_pages());
             assert!(hinted > free / 2, "{hinted} of {free}");
             assert_eq!(guest.balloon.hint_list().state, HintState::Stopped);
-            guest.balloon.done();
-            until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
+            guest.done(free);
         }
         for _ in 0..5 {
             // Stopped at some time; the blocks sent before are free nevertheless, and the next list is complete.
@@ -146,8 +146,7 @@ fn lists_can_be_requested_repeatedly_and_stopped() {
             until("it begins", || !list.ranges().is_empty());
             guest.balloon.stop();
             bytes(&list.ranges());
-            guest.balloon.done();
-            until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
+            guest.done(free);
         }
         let first = guest.free_pages();
         assert!(bytes(&first) > free / 2);
@@ -156,8 +155,7 @@ fn lists_can_be_requested_repeatedly_and_stopped() {
         for _ in 0..3 {
             guest.balloon.request(Arc::new(List::default())).unwrap();
         }
-        guest.balloon.done();
-        until("the guest has its pages back", || guest.uml.meminfo("MemFree").unwrap() * 1024 > free - 32 * MIB);
+        guest.done(free);
         guest.no_faults();
     });
 }
@@ -166,6 +164,7 @@ fn lists_can_be_requested_repeatedly_and_stopped() {
 fn a_guest_short_of_memory_takes_hinted_pages_back_without_notification() {
     on_uml(|| {
         let guest = Guest::start(256, without(Features::REPORTING));
+        let free = guest.free_memory();
         let hinted = guest.free_pages();
         // The guest holds nearly all of its free memory for the list; now it needs it.
         guest.hold(120);
@@ -175,7 +174,7 @@ fn a_guest_short_of_memory_takes_hinted_pages_back_without_notification() {
         guest.uml.pause(false);
         assert!(inside > 10_000, "{inside} pages: why hints are only hints");
         assert_eq!(guest.verify(), "0 of 30720 pages lost", "the device discards nothing for a hint");
-        guest.balloon.done();
+        guest.done(free - 120 * MIB);
         guest.touch(20);
         assert_eq!(guest.verify(), "0 of 30720 pages lost");
         guest.no_faults();
@@ -185,7 +184,7 @@ fn a_guest_short_of_memory_takes_hinted_pages_back_without_notification() {
 #[test]
 fn reported_pages_are_given_back_without_a_request() {
     on_uml(|| {
-        let guest = Guest::start(256, Options::default());
+        let guest = Guest::start(REPORTING_MEMORY, Options::default());
         guest.hold(40);
         guest.touch(140);
         until("most of it was given back", || guest.resident() < 100 * MIB);
@@ -201,7 +200,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_gets_its_pages_back_and_starts_aga
     on_uml(|| {
         let guest = Guest::start(256, Options::default());
         let ram = guest.balloon.size().ram;
-        let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
+        let free = guest.free_memory();
         guest.hold(40);
         for round in 0..3 {
             guest.resize(ram - (50 + round) * MIB);
@@ -210,7 +209,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_gets_its_pages_back_and_starts_aga
                 guest.balloon.request(Arc::new(List::default())).unwrap();
             }
             guest.uml.shell("rmmod virtio_balloon").unwrap();
-            let left = guest.uml.meminfo("MemFree").unwrap() * 1024;
+            let left = guest.free_memory();
             assert!(left > free - 80 * MIB, "the guest has its pages back: {left} of {free}");
             guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
             until("the balloon has the requested size", || guest.balloon.size().actual == ram - (50 + round) * MIB);
