@@ -19,6 +19,9 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// lists and waits until the device has given them back; a guest that has little more than that kills a process if the host is slow.
 pub(crate) const REPORTING_MEMORY: u64 = 512;
 
+/// The size of the driver's blocks: the largest ones of Linux's allocator on x86-64 until 6.3.
+pub(crate) const BLOCK: u64 = 4 * MIB;
+
 /// Waits until the condition is true.
 pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(120);
@@ -98,6 +101,22 @@ impl Guest {
     /// Bytes of the guest's memory that are resident in the host.
     pub(crate) fn resident(&self) -> u64 {
         self.file().metadata().unwrap().blocks() * 512
+    }
+
+    /// Bytes that the guest's allocator has in its largest blocks.
+    pub(crate) fn in_largest_blocks(&self) -> u64 {
+        let zones = self.uml.shell("cat /proc/buddyinfo").unwrap();
+        let blocks = zones.iter().filter(|line| line.starts_with("Node")).map(|line| {
+            let largest = line.split_whitespace().next_back().expect("a number of blocks");
+            largest.parse::<u64>().unwrap()
+        });
+        blocks.sum::<u64>() * BLOCK
+    }
+
+    /// Waits until the guest has reported its largest free blocks, and the host has them back. What is free in smaller pieces stays.
+    pub(crate) fn wait_until_free_blocks_are_given_back(&self) {
+        let ram = self.balloon.size().ram;
+        until("the largest blocks are given back", || self.resident() + self.in_largest_blocks() <= ram + 2 * BLOCK);
     }
 
     fn file(&self) -> File {

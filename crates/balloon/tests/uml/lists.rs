@@ -7,34 +7,21 @@ use limosa_balloon::{Balloon, Features, HintState, Options};
 use limosa_memory::{FreePageSink, FreePages as _};
 use limosa_testkit::on_uml;
 
-use crate::guest::{Guest, List, MIB, REPORTING_MEMORY, bytes, until};
+use crate::guest::{BLOCK, Guest, List, MIB, REPORTING_MEMORY, bytes, until};
 use crate::without;
-
-/// The size of the driver's blocks: the largest ones of Linux's allocator on x86-64 until 6.3.
-const BLOCK: u64 = 4 * MIB;
-
-/// Bytes that the guest's allocator has in its largest blocks.
-fn in_largest_blocks(guest: &Guest) -> u64 {
-    let zones = guest.uml.shell("cat /proc/buddyinfo").unwrap();
-    let blocks = zones.iter().filter(|line| line.starts_with("Node")).map(|line| {
-        let largest = line.split_whitespace().next_back().expect("a number of blocks");
-        largest.parse::<u64>().unwrap()
-    });
-    blocks.sum::<u64>() * BLOCK
-}
 
 #[test]
 fn a_list_is_all_that_the_guest_has_in_its_largest_blocks() {
     on_uml(|| {
         let guest = Guest::start(256, without(Features::REPORTING));
         for _ in 0..3 {
-            let free = in_largest_blocks(&guest);
+            let free = guest.in_largest_blocks();
             assert!(free > 100 * MIB, "{free}");
             let told = bytes(&guest.free_pages());
             // The shell itself allocates and frees a block or two.
             assert!(told.abs_diff(free) <= 2 * BLOCK, "{told} of {free} bytes");
             guest.balloon.done();
-            until("the guest has taken its pages back", || in_largest_blocks(&guest) + 2 * BLOCK >= free);
+            until("the guest has taken its pages back", || guest.in_largest_blocks() + 2 * BLOCK >= free);
         }
         guest.no_faults();
     });
@@ -63,7 +50,7 @@ impl FreePageSink for Short {
 fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
     on_uml(|| {
         let guest = Guest::start(256, without(Features::REPORTING));
-        let free = in_largest_blocks(&guest);
+        let free = guest.in_largest_blocks();
         let mut halfway = 0;
         for round in 1..=5 {
             let short = Arc::new(Short { list: List::default(), balloon: guest.balloon.clone() });
@@ -71,10 +58,10 @@ fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
             until("it is stopped", || guest.balloon.hint_list().state == HintState::Stopped);
             // The guest does not know yet, and continues for a moment, or to its end.
             guest.touch(1);
-            halfway += u32::from(in_largest_blocks(&guest) > 2 * BLOCK);
+            halfway += u32::from(guest.in_largest_blocks() > 2 * BLOCK);
             assert_eq!((short.list.ranges().len(), short.list.is_complete()), (3, false), "round {round}");
             guest.balloon.done();
-            until("the guest has taken its pages back", || in_largest_blocks(&guest) + 2 * BLOCK >= free);
+            until("the guest has taken its pages back", || guest.in_largest_blocks() + 2 * BLOCK >= free);
             assert_eq!(short.list.ranges().len(), 3);
         }
         assert!(halfway > 0, "the guest is never notified in time");
@@ -93,8 +80,7 @@ fn pages_given_back_are_zero_for_a_guest_that_zeroes_freed_pages() {
         guest.hold(60);
         guest.touch(100);
         // Zeroed and reported, so that the host may take them: they are zero at their next use.
-        let ram = guest.balloon.size().ram;
-        until("its largest blocks have gone", || guest.resident() + in_largest_blocks(&guest) <= ram + 2 * BLOCK);
+        guest.wait_until_free_blocks_are_given_back();
         crate::nothing_is_lost_without_hinted_pages(&guest, 60);
     });
 }
