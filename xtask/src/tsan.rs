@@ -1,9 +1,9 @@
 //! `cargo xtask tsan [FILTER]`: the tests in which several threads work on one storage or one image, under the thread sanitizer.
 //!
-//! No nightly compiler is needed, and no source of the standard library: the sanitizer's runtime comes with the compiler. The compiled
-//! library's waiting is told to the sanitizer by `xtask/tsan/told.rs`; what is said of code that is not ours is in `suppressions.txt`
-//! beside it, with reasons. Not seen: what the kernel does to memory (`io_uring`, reads and writes), and what is ordered by a fence alone;
-//! the latter is what the model checks of `cargo xtask test` are for.
+//! No nightly compiler is needed, and no source of the standard library: the sanitizer's runtime comes with the compiler. Where the
+//! compiled library waits, `xtask/tsan/annotations.rs` says so to the sanitizer; suppressions for code that is not ours are in
+//! `suppressions.txt` next to it, with reasons. Not seen: what the kernel does to memory (`io_uring`, reads and writes), and what is ordered
+//! by a fence alone; the latter is what the model checks of `cargo xtask test` are for.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,8 +20,8 @@ const RUNS: [(&str, &[&str], &[&str]); 4] = [
     ("limosa-image", &["--test", "proof"], &["threads"]),
 ];
 
-/// Functions of the compiled standard library, as `told.rs` names them, and how their symbols end.
-const TOLD: [(&str, &str); 7] = [
+/// Functions of the compiled standard library, as `annotations.rs` names them, and how their symbols end.
+const ANNOTATED: [(&str, &str); 7] = [
     ("MUTEX_LOCK_CONTENDED", "3std3sys4sync5mutex5futexNtB2_5Mutex14lock_contended"),
     ("RWLOCK_READ_CONTENDED", "3std3sys4sync6rwlock5futexNtB2_6RwLock14read_contended"),
     ("RWLOCK_WRITE_CONTENDED", "3std3sys4sync6rwlock5futexNtB2_6RwLock15write_contended"),
@@ -68,18 +68,18 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 fn flags(here: &Path, built: &Path) -> Result<String> {
     let library = library()?;
     let symbols = shell::output(Command::new("nm").args(["-D", "--defined-only"]).arg(&library))?;
-    let told = built.join("told.o");
+    let annotations = built.join("annotations.o");
     let mut compile = Command::new("rustc");
-    compile.args(["--edition", "2024", "--emit=obj", "-Copt-level=2", "-Cpanic=abort", "-o"]).arg(&told);
-    compile.arg(here.join("told.rs"));
+    compile.args(["--edition", "2024", "--emit=obj", "-Copt-level=2", "-Cpanic=abort", "-o"]).arg(&annotations);
+    compile.arg(here.join("annotations.rs"));
     let mut flags = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer".to_owned();
     let mut link = |argument: &str| flags += &format!(" -Clink-arg={argument}");
-    link(&told.display().to_string());
+    link(&annotations.display().to_string());
     link("-Wl,--wrap=__tsan_atomic64_fetch_sub");
     link("-Wl,--wrap=__tsan_atomic64_compare_exchange_val");
-    for (name, end) in TOLD {
+    for (name, end) in ANNOTATED {
         let symbol = found(&symbols, end).with_context(|| {
-            format!("{} has no function ...{end}: this compiler's library is another, see TOLD", library.display())
+            format!("{} has no function ...{end}: this compiler's library is another, see ANNOTATED", library.display())
         })?;
         compile.env(format!("REAL_{name}"), format!("__real_{symbol}"));
         compile.env(format!("WRAP_{name}"), format!("__wrap_{symbol}"));

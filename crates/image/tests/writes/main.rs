@@ -8,7 +8,7 @@ mod failed_growth;
 mod failed_writes;
 mod first_writes;
 mod growing;
-mod growing_beside;
+mod growing_concurrently;
 mod not_closed;
 mod overlap;
 mod overlapping_requests;

@@ -1,9 +1,9 @@
-//! What the compiled standard library does, told to the thread sanitizer.
+//! Annotations of the compiled standard library for the thread sanitizer.
 //!
 //! The standard library comes compiled, without the sanitizer's calls in it. What of a lock is inlined into our code the sanitizer
 //! sees: taking a free lock, giving it back. What is not inlined it does not see: waiting for a lock that is taken, for a condition,
 //! for a value that another thread makes. Each of those is wrapped here (`ld --wrap`, see `xtask/src/tsan.rs`, which names the symbols):
-//! the function does what it does, and the sanitizer is told on which address threads met. Nothing is told that the library does not promise.
+//! the wrapper calls the function, and says to the sanitizer on which address threads met. It says nothing that the library does not promise.
 //!
 //! Linked into test programs that run under the sanitizer, and into nothing else.
 
