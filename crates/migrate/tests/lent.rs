@@ -355,7 +355,7 @@ fn a_discard_does_not_wait_for_windows_that_nothing_is_lent_of() {
     (0..256).for_each(|page| ram.write(page * 4096, &memory.page(0, page)).unwrap());
     let (ram, reads, gone, seen) = (Arc::new(ram), AtomicU32::new(0), Arc::default(), Mutex::default());
     let source = HalfStored { memory: &memory, ram, reads, gone, seen };
-    let model = MultifdModel::new(&memory, &[], Compression::None, None);
+    let model = MultifdModel::new(&memory, (&[], &[]), Compression::None, None);
     let ((near, far), (page_channel, far_page_channel)) = (pair(), lending_pair(ZeroCopy::Msg, true));
     let (control, progress) = (Control::new(), Progress::new());
     thread::scope(|scope| {

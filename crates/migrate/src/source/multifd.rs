@@ -236,16 +236,17 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     /// Sends all pages in one round: those with contents on the channels, zero pages that have to be sent as records on
     /// the main channel, in the PART section that is open there. When it returns, every channel has sent its last SYNCs.
     ///
-    /// `answered` waits until the destination has answered, which is not before every channel has begun.
+    /// `stored` are the pages with contents, by block. `answered` waits until the destination has answered, which is not before
+    /// every channel has begun.
     pub(super) fn send_pages(
         &self,
+        stored: Vec<PageBitmap>,
         answered: impl FnOnce() -> Result<(), MigrateError>,
     ) -> Result<Moved, MigrateError> {
         let blocks = &self.source.start().blocks;
         let sent = thread::scope(|scope| {
             let _ending = self.spawn(scope);
             answered().map_err(|error| self.fail_with(error))?;
-            let stored = (0..blocks.len()).map(|block| self.source.stored(block).clone()).collect();
             let zeros = if self.options.detect_zero { Zeros::Told } else { Zeros::Unknown };
             // With the old rule PART and END have one each, else there is the one in END.
             let syncs = if self.rules.sync_at_every_section { 2 } else { 1 };

@@ -1,7 +1,8 @@
 //! The source role in precopy of a guest that does not run: every page once, then the device sections.
 //!
 //! The destination's guest starts when all has arrived. Every page is sent, zero pages as zero: memory that looks fresh may
-//! be a file with old contents. Only a caller that knows better says so, block by block ([`PrecopyOptions::fresh`]).
+//! be a file with old contents. Only a caller that knows better says so, block by block ([`PrecopyOptions::fresh`]). Of memory
+//! that is at the destination already no page is sent ([`PrecopyOptions::in_place`]).
 //!
 //! Pages go out as records on the one channel, or in packets on multifd channels ([`PrecopySource::with_channels`]).
 
@@ -10,9 +11,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters, ZeroCopy};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_stream::multifd::Compression;
-use limosa_stream::{Command, postcopy, ram, section};
+use limosa_stream::{Command, RamBlock, postcopy, ram, section};
 
 use super::inbox::Inbox;
 use super::multifd::{self, Multifd, MultifdSourceOptions, Parts};
@@ -37,11 +38,20 @@ pub struct PrecopyOptions {
     pub patience: Duration,
     /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
     pub fresh: Vec<String>,
+    /// RAM blocks whose memory is at the destination already, page for page, because it maps the very file that the pages would
+    /// come from; by name. No page of theirs is sent.
+    pub in_place: Vec<String>,
 }
 
 impl Default for PrecopyOptions {
     fn default() -> Self {
-        Self { return_path: true, greeting: None, patience: Duration::from_secs(60), fresh: Vec::new() }
+        Self {
+            return_path: true,
+            greeting: None,
+            patience: Duration::from_secs(60),
+            fresh: Vec::new(),
+            in_place: Vec::new(),
+        }
     }
 }
 
@@ -173,8 +183,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
 
     fn send(&self, inbox: &Inbox, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
         let start = self.source.start();
-        let pages = (0..start.blocks.len()).map(|block| self.source.stored(block).count()).sum();
-        self.progress.expect_pages(pages);
+        let travelling = (0..start.blocks.len()).filter(|block| !self.is_in_place(*block));
+        self.progress.expect_pages(travelling.map(|block| self.source.stored(block).count()).sum());
         let mut bytes = Vec::new();
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         if self.options.return_path {
@@ -199,10 +209,16 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         self.channel.put(&bytes)?;
         self.progress.enter(Phase::Active);
         let moved = match multifd {
-            Some(multifd) => multifd.send_pages(|| match self.options.greeting {
-                Some(patience) if self.options.return_path => inbox.wait_pong(postcopy::PING_OPENED, patience),
-                _ => Ok(()),
-            })?,
+            Some(multifd) => {
+                let stored = (0..start.blocks.len()).map(|block| match self.is_in_place(block) {
+                    true => PageBitmap::new(self.source.stored(block).len()),
+                    false => self.source.stored(block).clone(),
+                });
+                multifd.send_pages(stored.collect(), || match self.options.greeting {
+                    Some(patience) if self.options.return_path => inbox.wait_pong(postcopy::PING_OPENED, patience),
+                    _ => Ok(()),
+                })?
+            }
             None => self.send_pages()?,
         };
         bytes.clear();
@@ -235,6 +251,17 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         Ok(moved)
     }
 
+    /// Whether a block's memory is at the destination already.
+    fn is_in_place(&self, block: usize) -> bool {
+        self.source.start().blocks.get(block).is_some_and(|block| self.options.in_place.contains(&block.name))
+    }
+
+    /// Whether the destination need not be told which pages of a block are zero.
+    fn has_zeros(&self, block: usize) -> bool {
+        let fresh = |block: &RamBlock| self.options.fresh.contains(&block.name);
+        self.is_in_place(block) || self.source.start().blocks.get(block).is_some_and(fresh)
+    }
+
     fn multifd(&self) -> Multifd<'_, S> {
         Multifd::new(Parts {
             source: self.source,
@@ -243,7 +270,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             options: &self.multifd,
             main: &self.channel,
             channels: &self.multifd_channels,
-            fresh: self.source.start().blocks.iter().map(|block| self.options.fresh.contains(&block.name)).collect(),
+            fresh: (0..self.source.start().blocks.len()).map(|block| self.has_zeros(block)).collect(),
             windows: Arc::default(),
             return_path: self.options.return_path,
         })
@@ -255,14 +282,14 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         let mut moved = Moved::default();
         let mut records = RecordWriter::new(&self.channel, &start.blocks)?;
         let mut buffer = vec![0; usize::try_from(CLAIM_PAGES * PAGE_SIZE).unwrap_or(PAGE_LEN)];
-        for (block, layout) in start.blocks.iter().enumerate() {
+        for block in (0..start.blocks.len()).filter(|block| !self.is_in_place(*block)) {
             let stored = self.source.stored(block);
             for run in stored.runs() {
                 let sent = self.send_run(&mut records, block, run, &mut buffer)?;
                 moved.normal += sent.normal;
                 moved.zero += sent.zero;
             }
-            if !self.options.fresh.contains(&layout.name) {
+            if !self.has_zeros(block) {
                 for run in stored.gaps() {
                     self.source.confirm_zero(block, run).map_err(MigrateError::Source)?;
                     records.send_zero(block, run)?;

@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use limosa_channel::Channel;
+use limosa_migrate::PageSource as _;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 use limosa_stream::{Command, Decoder, Event, ReturnMessage, Step};
@@ -81,10 +82,20 @@ struct MainLink<'m> {
 }
 
 impl<'a> MultifdModel<'a> {
-    /// `fresh` blocks are zero before the stream, others are full of something else.
-    pub fn new(memory: &'a Memory, fresh: &[String], compression: Compression, trouble: Option<Trouble>) -> Self {
+    /// `fresh` blocks are zero before the stream, those that are `in_place` are there, others are full of something else.
+    pub fn new(
+        memory: &'a Memory,
+        (fresh, in_place): (&[String], &[String]),
+        compression: Compression,
+        trouble: Option<Trouble>,
+    ) -> Self {
         let blocks = &memory.start.blocks;
-        let bytes = blocks.iter().map(|block| {
+        let bytes = blocks.iter().enumerate().map(|(index, block)| {
+            if in_place.contains(&block.name) {
+                let stored = memory.stored(index);
+                let page = |page| if stored.get(PageNumber(page)) { memory.page(index, page) } else { [0; PAGE_LEN] };
+                return (0..block.pages()).flat_map(page).collect();
+            }
             let fill = if fresh.contains(&block.name) { 0 } else { 0xee };
             vec![fill; usize::try_from(block.used_length).unwrap()]
         });

@@ -40,6 +40,7 @@ struct Way {
     channels: usize,
     multifd: MultifdSourceOptions,
     fresh: Vec<String>,
+    in_place: Vec<String>,
     return_path: bool,
     patience: Duration,
     trouble: Option<Trouble>,
@@ -51,6 +52,7 @@ impl Way {
             channels,
             multifd: MultifdSourceOptions::default(),
             fresh: vec!["block0".into()],
+            in_place: Vec::new(),
             return_path: true,
             patience: Duration::from_secs(20),
             trouble: None,
@@ -74,7 +76,7 @@ impl Way {
         control: &Control,
         progress: &Progress,
     ) -> (Result<PrecopyStats, MigrateError>, Outcome) {
-        let model = MultifdModel::new(memory, &self.fresh, self.multifd.compression, self.trouble);
+        let model = MultifdModel::new(memory, (&self.fresh, &self.in_place), self.multifd.compression, self.trouble);
         let (near, far) = pair();
         let (page_channels, far_page_channels): (Vec<Channel>, Vec<Channel>) =
             (0..self.channels).map(|_| pair()).unzip();
@@ -84,6 +86,7 @@ impl Way {
             greeting: Some(self.patience),
             patience: self.patience,
             fresh: self.fresh.clone(),
+            in_place: self.in_place.clone(),
         };
         let (sent, outcome) = thread::scope(|scope| {
             let destination = scope.spawn(|| model.run(far, far_page_channels));
@@ -148,6 +151,18 @@ impl PageSource for WithZeros<'_> {
     }
     fn description(&self) -> &[u8] {
         self.0.description()
+    }
+}
+
+#[test]
+fn of_a_block_that_is_in_place_no_page_goes_out_on_any_channel() {
+    for machine in MACHINES {
+        let memory = memory(machine, &[3000, 50, 700], every_third);
+        let way = Way { in_place: vec!["block0".into()], ..Way::new(3) };
+        let (sent, outcome) = way.send_plainly(&memory);
+        let stats = sent.unwrap();
+        assert_eq!(outcome.wrong, Vec::<String>::new(), "{machine}");
+        assert_eq!((stats.normal_pages, stats.zero_pages), (33 + 467, 17 + 233), "{machine}");
     }
 }
 

@@ -81,6 +81,33 @@ fn what_the_source_sends_the_destination_has() {
 }
 
 #[test]
+fn of_a_block_that_is_in_place_no_page_is_sent() {
+    let memory = Memory::new(&[400, 50, 2_000], every_third);
+    let (near, far) = pair();
+    let mut kept = Kept::default();
+    let in_place = vec!["block2".to_owned(), "a block that this VM does not have".to_owned()];
+    let (control, progress) = (Control::new(), Progress::new());
+    let stats = thread::scope(|scope| {
+        let kept = &mut kept;
+        let destination = scope.spawn(move || receive(far, kept).unwrap().acknowledge().unwrap());
+        let options = PrecopyOptions { in_place, ..PrecopyOptions::default() };
+        let stats = PrecopySource::new(&memory, near, &control, &progress, options).run().unwrap();
+        destination.join().unwrap();
+        stats
+    });
+    let stored: u64 = (0..2).map(|block| memory.stored(block).count()).sum();
+    assert_eq!((stats.normal_pages, stats.zero_pages), (stored, 450 - stored));
+    assert_eq!(progress.read().total_pages, stored);
+    assert!(kept.pages[2].iter().all(Option::is_none));
+    for (block, pages) in [(0, 400), (1, 50)] {
+        for page in 0..pages {
+            let expected = every_third(block, page).then(|| memory.page(block, page).to_vec());
+            assert_eq!(kept.pages[block][usize::try_from(page).unwrap()], expected, "page {page} of block {block}");
+        }
+    }
+}
+
+#[test]
 fn a_destination_that_refuses_is_a_failure_at_the_source() {
     let memory = Memory::new(&[10], every_third);
     let (near, far) = pair();
