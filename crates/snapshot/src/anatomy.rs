@@ -15,7 +15,7 @@ use crate::store::{StoreFile, StoredRange};
 pub(crate) const MEMORY_PAGES_MAX: u64 = 1 << 32;
 
 /// Where pages are, and which of them: one entry a RAM block in both lists.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Memory {
     pub(crate) places: Vec<StoredRange>,
     pub(crate) stored: Vec<PageBitmap>,

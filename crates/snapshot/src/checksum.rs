@@ -187,6 +187,11 @@ pub(crate) struct Verifier {
 }
 
 impl Verifier {
+    /// The checksums, in block order.
+    pub(crate) fn recorded(&self) -> &[u32] {
+        &self.recorded
+    }
+
     /// `recorded` has exactly [`count`] checksums.
     ///
     /// Verifies the chunks that have no stored page.

@@ -29,7 +29,7 @@ pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
     let _ = snapshot.summary();
     let _ = snapshot.check_restorable();
     let mut buffer = Vec::new();
-    for (block, stored) in snapshot.stored_bitmaps().iter().enumerate() {
+    for (block, stored) in snapshot.memory().stored.iter().enumerate() {
         for run in stored.runs() {
             for pages in run.chunks(STRIDE) {
                 buffer.resize(usize::try_from(pages.len() * PAGE_SIZE).unwrap_or(0), 0);

@@ -65,6 +65,7 @@ mod foreign;
 mod fuzz;
 mod lock;
 mod manifest;
+mod mappable;
 mod pci;
 mod pending;
 mod reader;
@@ -88,6 +89,7 @@ pub use foreign::{
 };
 pub use fuzz::fuzz_open;
 pub use manifest::{Manifest, PageStatistics, Published, Via};
+pub use mappable::{Sealed, seal_snapshot};
 pub use pci::PciIdentity;
 pub use pending::{Durability, PendingFile};
 pub use reader::Snapshot;

@@ -52,6 +52,10 @@ pub struct Manifest {
     /// How the pages reached the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub via: Option<Via>,
+    /// Whether every page that is not stored reads as zero at its place in the file, so that a RAM block's part of the file
+    /// may be mapped as its memory. Absent in files of older versions, which may be so all the same.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub mappable: bool,
     /// The writable disks as they were when the VM stopped; empty if the VM went on or has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
@@ -76,6 +80,7 @@ impl Manifest {
             ram_bytes: 0,
             pages: PageStatistics::default(),
             via: None,
+            mappable: false,
             disks: Vec::new(),
             others: Map::new(),
         }
@@ -120,8 +125,14 @@ pub struct PageStatistics {
     pub explicit_zero: u64,
     /// Pages that came again after their first time, whatever they brought.
     pub resent: u64,
-    /// Pages whose earlier contents had to be taken out of the file because they ended as zero.
+    /// Pages whose earlier contents had to be taken out of the file because they ended as zero. In a file that QEMU has written
+    /// as far as the filesystem tells: it counts whole blocks of its own.
     pub punched: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 pub(crate) fn now() -> u64 {

@@ -17,13 +17,14 @@ use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::Layout;
 use rustix::fs::FileType;
 
-use crate::anatomy::Anatomy;
+use crate::anatomy::{Anatomy, DeviceBytes, Memory};
 use crate::checksum::{self, StoredBlock, Verifier};
 use crate::error::SnapshotError;
 use crate::lock;
 use crate::manifest::Manifest;
+use crate::mappable;
 use crate::store::StoreFile;
-use crate::trailer::Trailer;
+use crate::trailer::{Checksums, Trailer};
 
 /// An open snapshot file, limosa's or QEMU's own.
 ///
@@ -136,12 +137,21 @@ impl Snapshot {
     pub fn lock_serving(&self) -> Result<(), SnapshotError> {
         lock::shared(self.file.fd(), self.file.path())?;
         let Ok(named) = rustix::fs::stat(self.file.path()) else { return Ok(()) };
-        let named = Identity::of(&named);
-        if (named.device, named.inode) != (self.identity.device, self.identity.inode) {
-            lock::release(self.file.fd());
-            return Err(self.changed("another file has its name now; open it again".to_owned()));
+        self.check_same_inode(&named).inspect_err(|_| lock::release(self.file.fd()))
+    }
+
+    /// Whether another descriptor is of this file.
+    pub(crate) fn check_same_file(&self, other: impl AsFd) -> Result<(), SnapshotError> {
+        let stat = rustix::fs::fstat(other).map_err(|errno| self.file.io("look at it", None, errno))?;
+        self.check_same_inode(&stat)
+    }
+
+    fn check_same_inode(&self, stat: &rustix::fs::Stat) -> Result<(), SnapshotError> {
+        let other = Identity::of(stat);
+        if (other.device, other.inode) == (self.identity.device, self.identity.inode) {
+            return Ok(());
         }
-        Ok(())
+        Err(self.changed("another file has its name now; open it again".to_owned()))
     }
 
     /// Whether the file is still as long as, and not written since, it was opened.
@@ -227,6 +237,20 @@ impl Snapshot {
         self.verifier.is_some()
     }
 
+    /// Whether its trailer says that every page that is not stored reads as zero at its place in the file, so that a block's
+    /// part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot).
+    pub fn is_mappable(&self) -> bool {
+        self.manifest().is_some_and(|manifest| manifest.mappable)
+    }
+
+    /// Makes the file read-only for all users, because it is about to be mapped as memory.
+    ///
+    /// # Errors
+    /// It is writable, and this process may not change that.
+    pub fn protect(&self) -> Result<(), SnapshotError> {
+        mappable::make_read_only(self.file.fd(), self.file.path())
+    }
+
     /// Where everything lies in the file; its configuration has the capability `mapped-ram`.
     pub fn layout(&self) -> &Layout {
         &self.anatomy.layout
@@ -258,8 +282,18 @@ impl Snapshot {
         self.anatomy.memory.stored_pages()
     }
 
-    pub(crate) fn stored_bitmaps(&self) -> &[PageBitmap] {
-        &self.anatomy.memory.stored
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.anatomy.memory
+    }
+
+    pub(crate) fn device_bytes(&self) -> &DeviceBytes {
+        &self.anatomy.devices
+    }
+
+    /// The checksums as the trailer has them.
+    pub(crate) fn recorded_checksums(&self) -> Option<Checksums> {
+        let chunks = self.verifier.as_ref()?.recorded().to_vec();
+        Some(Checksums { chunks, devices: checksum::of_devices(&self.anatomy.layout, self.anatomy.devices.bytes()) })
     }
 
     /// Bytes that the file takes on the disk; 0 if that cannot be told.

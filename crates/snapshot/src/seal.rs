@@ -30,9 +30,11 @@ pub(crate) fn write_bitmap(file: &StoreFile, block: &MappedBlock, stored: &PageB
     file.write(&what, block.bitmap_offset, &stored.to_le_bytes())
 }
 
-/// Fills in what the file itself says and the manifest does not.
+/// Fills in what the file itself says and the manifest does not. Nothing but stored pages is in the places of pages: every
+/// caller has seen to it.
 pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, memory: &Memory, devices: &DeviceBytes) {
     manifest.ram_bytes = memory.bytes();
+    manifest.mappable = true;
     if manifest.finished == 0 {
         manifest.finished = manifest::now();
     }
@@ -61,8 +63,18 @@ pub(crate) fn append_trailer(
             devices: checksum::of_devices(layout, devices.bytes()),
         }),
     };
-    let bytes = trailer::encode(manifest, checksums.as_ref(), stream_end)
+    write_trailer(file, stream_end, manifest, checksums.as_ref())
+}
+
+/// Writes a trailer at `offset`; returns where it ends.
+pub(crate) fn write_trailer(
+    file: &StoreFile,
+    offset: u64,
+    manifest: &Manifest,
+    checksums: Option<&Checksums>,
+) -> Result<u64, SnapshotError> {
+    let bytes = trailer::encode(manifest, checksums, offset)
         .map_err(|e| file.misuse(format!("a manifest that is not valid JSON: {e}")))?;
-    file.write("limosa's trailer", stream_end, &bytes)?;
-    Ok(stream_end.saturating_add(bytes.len() as u64))
+    file.write("limosa's trailer", offset, &bytes)?;
+    Ok(offset.saturating_add(bytes.len() as u64))
 }

@@ -99,6 +99,11 @@ impl StoreFile {
         rustix::fs::fstat(&self.channel).map_err(|errno| self.io("look at it", None, errno))
     }
 
+    /// Makes durable what was written.
+    pub(crate) fn sync(&self) -> Result<(), SnapshotError> {
+        rustix::fs::fsync(&self.channel).map_err(|errno| self.io("make it durable (fsync)", None, errno))
+    }
+
     /// Reads exactly `into.len()` bytes.
     pub(crate) fn read(&self, what: &str, offset: u64, into: &mut [u8]) -> Result<(), SnapshotError> {
         if into.is_empty() {

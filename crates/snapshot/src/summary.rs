@@ -126,7 +126,7 @@ impl Snapshot {
     /// Everything about the file but its pages.
     pub fn summary(&self) -> Summary {
         let layout = self.layout();
-        let blocks = layout.blocks.iter().zip(self.stored_bitmaps()).map(|(block, stored)| {
+        let blocks = layout.blocks.iter().zip(&self.memory().stored).map(|(block, stored)| {
             let set = PageBitmap::count(stored);
             BlockSummary {
                 name: block.block.name.clone(),

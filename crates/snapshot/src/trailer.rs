@@ -16,7 +16,7 @@
 //! | 0 | 8 | magic `limosa\x1a\n` |
 //! | 8 | 4 | version, 1 |
 //! | 12 | 4 | flags; bit 0: there are checksums, bits that a reader does not know: it ignores the trailer |
-//! | 16 | 8 | where the manifest begins, which is where QEMU's stream ends |
+//! | 16 | 8 | where the manifest begins |
 //! | 24 | 8 | length of the manifest |
 //! | 32 | 8 | length of the checksums, which begin where the manifest ends |
 //! | 40 | 4 | log2 of the chunk length, 20 |
@@ -25,6 +25,10 @@
 //! | 52 | 4 | crc32c of the device state: sections before the pages, if any, then first section to end of stream; only with flag bit 0 |
 //! | 56 | 4 | 0 |
 //! | 60 | 4 | crc32c of the 60 bytes before |
+//!
+//! A trailer is replaced by a newer one behind it, never in its place: power may fail at any moment, and then the file ends
+//! in the middle of the newer one and the older one counts. So the manifest begins at the end of QEMU's stream, or where
+//! the trailer before ends.
 //!
 //! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the
 //! memory. The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
@@ -42,6 +46,8 @@ const MAGIC: [u8; 8] = *b"limosa\x1a\n";
 const VERSION: u32 = 1;
 /// Longest manifest that is read: thousands of disks.
 const MANIFEST_MAX: u64 = 16 << 20;
+/// Bytes at a file's end in which a whole trailer is looked for, where the file does not end with one.
+const SEARCHED: u64 = 2 * MANIFEST_MAX;
 
 /// Flag: checksums of the memory and of the device state were recorded.
 const CHECKSUMS: u32 = 1;
@@ -81,9 +87,9 @@ impl Footer {
         self.manifest_offset.saturating_add(self.manifest_length)
     }
 
-    /// Reads the last bytes of a file whose QEMU stream ends at `stream_end`; the reason if they are not a footer for
-    /// it.
-    fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, file_length: u64) -> Result<Self, String> {
+    /// Reads the 64 bytes before `end` of a file whose QEMU stream ends at `stream_end`; the reason if they are not a footer
+    /// for it.
+    fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, end: u64) -> Result<Self, String> {
         let (magic, mut words) = bytes.split_at(MAGIC.len());
         if magic != MAGIC {
             return Err("what follows QEMU's stream is not limosa's trailer, or is only a part of it".to_owned());
@@ -101,9 +107,9 @@ impl Footer {
         if version != VERSION || flags & !CHECKSUMS != 0 || chunk_bits != CHUNK_BITS {
             return Err(format!("limosa's trailer is of version {version}, which this limosa does not know in full"));
         }
-        let room = file_length.checked_sub(FOOTER_LEN as u64).and_then(|end| end.checked_sub(stream_end));
+        let room = end.checked_sub(FOOTER_LEN as u64).and_then(|end| end.checked_sub(manifest_offset));
         let parts = manifest_length.checked_add(table_length);
-        if manifest_offset != stream_end || parts.is_none() || parts != room {
+        if manifest_offset < stream_end || parts.is_none() || parts != room {
             return Err(format!(
                 "limosa's trailer belongs to a stream that ends at offset {manifest_offset:#x}, this one ends at {stream_end:#x}",
             ));
@@ -129,12 +135,8 @@ pub(crate) struct Checksums {
     pub(crate) devices: u32,
 }
 
-/// The trailer's bytes, for a stream that ends at `stream_end`.
-pub(crate) fn encode(
-    manifest: &Manifest,
-    checksums: Option<&Checksums>,
-    stream_end: u64,
-) -> serde_json::Result<Vec<u8>> {
+/// The trailer's bytes, to stand at `offset` of the file.
+pub(crate) fn encode(manifest: &Manifest, checksums: Option<&Checksums>, offset: u64) -> serde_json::Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(manifest)?;
     let manifest_length = bytes.len();
     for checksum in checksums.map(|checksums| checksums.chunks.as_slice()).unwrap_or_default() {
@@ -142,7 +144,7 @@ pub(crate) fn encode(
     }
     let (json, table) = bytes.split_at(manifest_length);
     let footer = Footer {
-        manifest_offset: stream_end,
+        manifest_offset: offset,
         manifest_length: json.len() as u64,
         table_length: table.len() as u64,
         manifest_crc: crc32c::crc32c(json),
@@ -197,11 +199,17 @@ impl Trailer {
             Ok(bytes) => Footer::decode(bytes, stream_end, file_length),
             Err(_) => Err("the footer of limosa's trailer is cut".to_owned()),
         };
+        let mut trailer = Self::default();
         let footer = match footer {
             Ok(footer) => footer,
-            Err(why) => return Ok(Self::none(why, true)),
+            Err(why) => {
+                let start = stream_end.max(file_length.saturating_sub(SEARCHED));
+                let bytes = read(start, usize::try_from(file_length - start).unwrap_or(0))?;
+                let Some(footer) = last_footer(&bytes, start, stream_end) else { return Ok(Self::none(why, true)) };
+                trailer.warnings.push(format!("{why}; limosa's trailer before it is used"));
+                footer
+            }
         };
-        let mut trailer = Self::default();
         match manifest(&footer, &mut read)? {
             Ok(manifest) => trailer.manifest = Some(manifest),
             Err(why) => {
@@ -217,6 +225,15 @@ impl Trailer {
         }
         Ok(trailer)
     }
+}
+
+/// The last whole footer in `bytes`, which stand at `start` of the file.
+fn last_footer(bytes: &[u8], start: u64, stream_end: u64) -> Option<Footer> {
+    let mut windows = bytes.windows(FOOTER_LEN).enumerate().rev();
+    windows.find_map(|(at, window)| {
+        let window = <&[u8; FOOTER_LEN]>::try_from(window).ok().filter(|window| window.starts_with(&MAGIC))?;
+        Footer::decode(window, stream_end, start.checked_add((at + FOOTER_LEN) as u64)?).ok()
+    })
 }
 
 type Judged<T, E> = Result<Result<T, String>, E>;
@@ -301,6 +318,33 @@ mod tests {
             assert_eq!(trailer.warnings.len(), 1, "cut to {length}");
             assert!(trailer.manifest.is_none());
         }
+    }
+
+    /// A file with a second trailer behind the first.
+    fn superseded(older: &Manifest, newer: &Manifest) -> (usize, Vec<u8>) {
+        let mut file = vec![0x55; 1000];
+        file.extend(encode(older, Some(&recorded(&[1, 2])), STREAM_END).unwrap());
+        let first = file.len();
+        file.extend(encode(newer, Some(&recorded(&[1, 2])), first as u64).unwrap());
+        (first, file)
+    }
+
+    #[test]
+    fn a_newer_trailer_counts_once_it_is_whole_and_until_then_the_older_one() {
+        let (older, newer) = (Manifest::new(), Manifest::new());
+        let (first, whole) = superseded(&older, &newer);
+        let trailer = read(&whole, 2);
+        assert_eq!((trailer.manifest.as_ref(), trailer.warnings.len()), (Some(&newer), 0));
+        for length in first..whole.len() {
+            let trailer = read(&whole[..length], 2);
+            assert_eq!(trailer.manifest.as_ref(), Some(&older), "cut to {length}");
+            assert_eq!(trailer.checksums, Some(recorded(&[1, 2])));
+            assert_eq!(trailer.warnings.len(), usize::from(length > first), "cut to {length}");
+        }
+        // A file that has its new length and none of its new bytes.
+        let mut zeroed = whole;
+        zeroed[first..].fill(0);
+        assert_eq!(read(&zeroed, 2).manifest, Some(older));
     }
 
     #[test]

@@ -1,50 +1,11 @@
 //! Files that QEMU wrote itself.
 
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
-use crate::fixture::{CHECKED, QUICK, names, page, range, start, tail};
+use crate::fixture::{CHECKED, LARGE, QUICK, as_qemu, as_qemu_with, leave_stale, names, page, range, tail};
 use limosa_migrate::PageSource;
-use limosa_page::{PageBitmap, PageNumber, PageRange};
-use limosa_snapshot::{Manifest, PendingFile, Snapshot, SnapshotError, Via, adopt};
-use limosa_stream::mapped_ram::Layout;
-use limosa_stream::{ram, section};
-
-/// A block of the least length that a destination never fills itself.
-const LARGE: u64 = (64 << 20) / 4096;
-
-/// Writes a file as QEMU does: offsets of its own, PART and END sections without records, bitmaps last, no trailer.
-fn as_qemu(target: &Path, stored: &[u64]) -> PendingFile {
-    as_qemu_with(target, LARGE, stored)
-}
-
-/// As that, with a first block of so many pages.
-fn as_qemu_with(target: &Path, pages: u64, stored: &[u64]) -> PendingFile {
-    let pending = PendingFile::create(target, false).unwrap();
-    let start = start(pages);
-    let layout = Layout::plan(&start.configuration, start.section_id, &start.blocks).unwrap();
-    let file = pending.file();
-    for chunk in layout.chunks().unwrap() {
-        file.write_all_at(&chunk.bytes, chunk.offset).unwrap();
-    }
-    let mut bitmap = PageBitmap::new(pages);
-    for at in stored {
-        bitmap.set(PageNumber(*at));
-        file.write_all_at(&page(*at), layout.blocks[0].pages_offset + at * 4096).unwrap();
-    }
-    file.write_all_at(&bitmap.to_le_bytes(), layout.blocks[0].bitmap_offset).unwrap();
-    let mut behind = Vec::new();
-    for _ in 0..3 {
-        section::encode_part(start.section_id, &mut behind);
-        ram::encode_eos(start.section_id, &mut behind);
-    }
-    behind.extend_from_slice(&[8, 0, 11, 0, 0]);
-    section::encode_end(start.section_id, &mut behind);
-    ram::encode_eos(start.section_id, &mut behind);
-    behind.extend(tail("paused"));
-    file.write_all_at(&behind, layout.tail_offset).unwrap();
-    pending
-}
+use limosa_page::{PageNumber, PageRange};
+use limosa_snapshot::{Manifest, Snapshot, SnapshotError, Via, adopt};
 
 #[test]
 fn a_file_of_qemus_gets_its_trailer_and_its_name() {
@@ -67,15 +28,6 @@ fn a_file_of_qemus_gets_its_trailer_and_its_name() {
         snapshot.read_pages(0, range(3, 6), &mut buffer).unwrap();
         assert_eq!(buffer[..], [page(3), page(4), [0; 4096]].concat());
         snapshot.verify(0, PageRange::first(LARGE)).unwrap();
-    }
-}
-
-/// Writes stale contents over everything that a file of QEMU's has room for in this block and does not store.
-fn leave_stale(pending: &PendingFile, pages: u64, block: usize, stored: &[u64]) {
-    let start = start(pages);
-    let block = &Layout::plan(&start.configuration, start.section_id, &start.blocks).unwrap().blocks[block];
-    for at in (0..block.pages).filter(|at| !stored.contains(at)) {
-        pending.file().write_all_at(&[0xee; 4096], block.pages_offset + at * 4096).unwrap();
     }
 }
 

@@ -6,5 +6,6 @@ mod adopt;
 mod comparison;
 mod foreign;
 mod hostile;
+mod mappable;
 mod publish;
 mod round_trip;
