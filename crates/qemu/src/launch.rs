@@ -8,21 +8,32 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Seek, SeekFrom, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::ops::ControlFlow;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::FdFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use crate::job::JobError;
+use crate::mapping::program;
+use crate::program;
 use crate::qmp::{Options, Qmp, QmpError};
 use crate::remedy::Remedy;
 
 /// The id of the monitor in QEMU.
 const ID: &str = "limosa-run";
+
+/// Properties of `memory-backend-file` by which a snapshot is mapped, the newest last: `offset` is there since QEMU 8.1, `rom`
+/// since 8.2.
+const MEMORY_OPTIONS: [&str; 3] = ["readonly", "offset", "rom"];
+/// How long QEMU may take to print its help.
+const ASK_WITHIN: Duration = Duration::from_secs(20);
+/// More bytes of help than any version prints.
+const HELP_LIMIT: usize = 1 << 20;
 
 /// A QEMU that was started. Dropping it does not end it.
 #[derive(Debug)]
@@ -38,10 +49,7 @@ pub struct Launched {
 /// # Errors
 /// [`JobError::Refused`] if it says itself what it waits for, or leaves its terminal.
 pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
-    // What stands before QEMU (taskset, nice, ...) has options of its own.
-    let named =
-        |word: &OsString| Path::new(word).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"qemu"));
-    let own = words.iter().position(named).map_or(words, |at| words.get(at..).unwrap_or_default());
+    let own = words.get(program(words)..).unwrap_or_default();
     // QEMU takes its options with one dash and with two.
     let has = |option: &str| own.iter().any(|word| word == option || *word == *format!("-{option}"));
     if has("-incoming") {
@@ -62,11 +70,11 @@ pub struct CommandLine {
 }
 
 /// Starts QEMU with `-incoming defer` and the monitor added to its command line. It shares this process's terminal,
-/// process group and standard streams, and goes on if this process dies.
+/// process group and standard streams, and goes on if this process dies. It inherits `kept`, under the same numbers.
 ///
 /// # Errors
 /// If the program cannot be started.
-pub fn launch(words: &[OsString]) -> Result<Launched, JobError> {
+pub fn launch(words: &[OsString], kept: &[BorrowedFd<'_>]) -> Result<Launched, JobError> {
     let program = words.first().map_or(OsStr::new(""), OsString::as_os_str);
     let failed = |source: io::Error| JobError::Path { what: "start", path: program.into(), source };
     let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
@@ -75,19 +83,42 @@ pub fn launch(words: &[OsString]) -> Result<Launched, JobError> {
     let mut command = Command::new(program);
     command.args(words.get(1..).unwrap_or_default());
     command.args(["-incoming", "defer", "-readconfig"]).arg(format!("/dev/fd/{}", configuration.as_raw_fd()));
-    let inherited = [theirs, configuration];
+    let inherited: Vec<RawFd> = [theirs.as_raw_fd(), configuration.as_raw_fd()]
+        .into_iter()
+        .chain(kept.iter().map(AsRawFd::as_raw_fd))
+        .collect();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; setting the flags of a descriptor is one
-    // system call, and nothing is allocated.
+    // system call, and nothing is allocated. This function holds all of the descriptors open until the child has been started.
     unsafe {
         command.pre_exec(move || {
             for descriptor in &inherited {
-                rustix::io::fcntl_setfd(descriptor, FdFlags::empty())?;
+                rustix::io::fcntl_setfd(BorrowedFd::borrow_raw(*descriptor), FdFlags::empty())?;
             }
             Ok(())
         });
     }
     let child = command.spawn().map_err(failed)?;
+    drop((theirs, configuration));
     Ok(Launched { child, socket })
+}
+
+/// The option that a QEMU lacks to map a snapshot as memory, if it lacks one: asked of the program itself, which starts no
+/// guest for it.
+#[must_use]
+pub fn missing_memory_option(words: &[OsString]) -> Option<&'static str> {
+    let own = words.get(..=program(words))?;
+    let mut command = Command::new(own.first()?);
+    command.args(own.get(1..)?).args(["-object", "memory-backend-file,help"]).stdin(Stdio::null());
+    let mut told = Vec::new();
+    let ended = program::run(&mut command, ASK_WITHIN, |piece| {
+        told.extend_from_slice(piece);
+        if told.len() > HELP_LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    let told = String::from_utf8_lossy(&told);
+    // One that prints no help lacks more than an option.
+    let helped = ended.is_ok() && told.contains("mem-path");
+    let has = |option: &str| told.lines().any(|line| line.trim_start().starts_with(&format!("{option}=")));
+    MEMORY_OPTIONS.iter().copied().find(|option| helped && !has(option))
 }
 
 /// What `-readconfig` reads, as a file without a name.

@@ -15,6 +15,8 @@ pub enum Remedy {
     UserfaultfdOrEager,
     /// Restore eagerly, or leave the choice to limosa.
     Eager,
+    /// Have the destination map the snapshot with its memory backends, or leave the choice to limosa.
+    MapBackends,
     /// Finish the interrupted restore ([`recover`](crate::recover)).
     Recover,
     /// Give a path, or a host with a port, for QEMU to listen at.

@@ -18,6 +18,25 @@ pub struct MemoryBackend {
     pub share: bool,
 }
 
+/// A memory backend that maps a file of a name (`memory-backend-file`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileBackend {
+    /// Its id.
+    pub id: String,
+    /// The file, as QEMU was given it; relative to QEMU's working directory.
+    pub path: String,
+    /// Bytes that it maps.
+    pub size: u64,
+    /// Where in the file they begin; none in a QEMU before 8.1, which maps files from their beginning.
+    pub offset: Option<u64>,
+    /// Whether it is mapped shared: what the guest writes reaches the file.
+    pub share: bool,
+    /// Whether the file is open for reading only. The memory may be written all the same, where it is not shared
+    /// (`rom=off`, QEMU 8.2).
+    pub readonly: bool,
+}
+
 /// A machine type that a QEMU can be started with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachineType {
@@ -96,6 +115,31 @@ impl Monitor {
         let uuid = need_text(COMMAND, &answer, "UUID")?;
         let uuid = uuid::Uuid::parse_str(uuid).map_err(|_| QmpError::unexpected(COMMAND, "a uuid", &answer))?;
         Ok(Some(uuid).filter(|uuid| !uuid.is_nil()))
+    }
+
+    /// The memory backends that map files.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn file_backends(&self) -> Result<Vec<FileBackend>, QmpError> {
+        let mut found = Vec::new();
+        for backend in self.memory_backends()?.into_iter().filter(|backend| backend.kind == "memory-backend-file") {
+            let object = format!("/objects/{}", backend.id);
+            let get = |property| match self.qom_get(&object, property) {
+                // A property that this version does not have.
+                Err(error) if error.is_refusal() => Ok(None),
+                answer => answer,
+            };
+            found.push(FileBackend {
+                path: get("mem-path")?.and_then(|path| path.as_str().map(str::to_owned)).unwrap_or_default(),
+                size: backend.size,
+                offset: get("offset")?.and_then(|offset| offset.as_u64()),
+                share: backend.share,
+                readonly: get("readonly")?.and_then(|readonly| readonly.as_bool()).unwrap_or_default(),
+                id: backend.id,
+            });
+        }
+        Ok(found)
     }
 
     /// The memory backends.

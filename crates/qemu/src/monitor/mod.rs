@@ -20,7 +20,7 @@ pub use descriptors::DescriptorSet;
 pub use devices::Device;
 pub use disks::{Disk, DiskFile};
 pub use graph::BlockJob;
-pub use machine::{Cpu, MachineType, MemoryBackend};
+pub use machine::{Cpu, FileBackend, MachineType, MemoryBackend};
 pub use migration::{MigrationInfo, MigrationStatus, RamProgress};
 pub use ram_blocks::{RamBlockInfo, parse_ram_blocks};
 pub use settings::{SettingChange, Settings};

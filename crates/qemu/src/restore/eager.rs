@@ -1,4 +1,5 @@
-//! The eager restore: the guest runs when all pages are there.
+//! The eager restore: the guest runs when all pages are there. So does the mapped one, whose large RAM blocks are there before
+//! anything is sent.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
@@ -25,14 +26,23 @@ use crate::save::file_channels;
 /// How often QEMU is asked whether it is done; its events end the wait at once.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
-pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
+/// `mapped` are the RAM blocks that the destination maps.
+pub(super) fn run(job: &RestoreJob<'_>, mapped: &[String]) -> Result<RestoreReport, JobError> {
     job.snapshot.lock_serving()?;
-    let by_file = by_file(job)?;
+    let by_file = mapped.is_empty() && by_file(job)?;
+    if !mapped.is_empty() {
+        // Who may not change the mode may not be able to write either, or knows what is written there.
+        if let Err(error) = job.snapshot.protect() {
+            (job.watch.notice)(&format!("{error}; whoever writes to it changes the memory of running VMs"));
+        }
+        // No page of theirs will be looked at again.
+        verify(job)?;
+    }
     let wish = settings(by_file, job.options.channels);
     let change = job.monitor.plan_settings(&wish)?;
     let mut marker = job.marker(change.undo);
     marker.place(job.monitor)?;
-    let stats = match fill(job, &change.set, by_file, &mut marker) {
+    let stats = match fill(job, &change.set, (by_file, mapped), &mut marker) {
         Ok(stats) => stats,
         Err(error) => {
             // What was not restored must not run here: it may be restored elsewhere next.
@@ -43,11 +53,13 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     job.check_loaded()?;
     job.settle_run_state()?;
     let to_guest = job.begun.elapsed();
-    job.observer.guest_ready(to_guest, Mode::Eager);
+    let mode = if mapped.is_empty() { Mode::Eager } else { Mode::Mapped };
+    job.observer.guest_ready(to_guest, mode);
     lazy::complete(job.monitor, &marker)?;
     job.watch.progress.enter(Phase::Completed);
     Ok(RestoreReport {
-        mode: Mode::Eager,
+        mode,
+        mapped_blocks: mapped.to_vec(),
         to_guest,
         to_resident: to_guest,
         normal_pages: stats.map(|stats| stats.normal_pages),
@@ -84,12 +96,12 @@ fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
 fn fill(
     job: &RestoreJob<'_>,
     settings: &Settings,
-    by_file: bool,
+    (by_file, mapped): (bool, &[String]),
     marker: &mut JobMarker,
 ) -> Result<Option<PrecopyStats>, JobError> {
     job.monitor.set(settings)?;
     job.choose_autostart()?;
-    if by_file { load(job, marker).map(|()| None) } else { send(job).map(Some) }
+    if by_file { load(job, marker).map(|()| None) } else { send(job, mapped).map(Some) }
 }
 
 /// Whether QEMU is to read the file itself.
@@ -228,8 +240,8 @@ fn wait_loaded(job: &RestoreJob<'_>) -> Result<(), JobError> {
     }
 }
 
-/// limosa sends a precopy stream.
-fn send(job: &RestoreJob<'_>) -> Result<PrecopyStats, JobError> {
+/// limosa sends a precopy stream, with no page of the RAM blocks that the destination maps.
+fn send(job: &RestoreJob<'_>, mapped: &[String]) -> Result<PrecopyStats, JobError> {
     // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
     let fresh = fresh_blocks(job)?;
     let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);
@@ -241,7 +253,7 @@ fn send(job: &RestoreJob<'_>) -> Result<PrecopyStats, JobError> {
         zero_copy,
         ..MultifdSourceOptions::default()
     });
-    let options = PrecopyOptions { fresh, ..PrecopyOptions::default() };
+    let options = PrecopyOptions { fresh, in_place: mapped.to_vec(), ..PrecopyOptions::default() };
     multifd.iter().try_for_each(|multifd| multifd.check_zero_copy(job.snapshot, options.return_path))?;
     let wanted = if channels.is_some() { Channels::Several } else { Channels::One };
     let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref(), wanted)?;

@@ -307,6 +307,7 @@ pub(super) fn complete(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobE
 pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_guest: Duration) -> RestoreReport {
     RestoreReport {
         mode: Mode::Lazy,
+        mapped_blocks: Vec::new(),
         to_guest,
         to_resident: job.begun.elapsed(),
         normal_pages: Some(stats.as_ref().map_or(0, |stats| stats.normal_pages)),

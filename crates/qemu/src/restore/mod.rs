@@ -1,6 +1,6 @@
 //! Restoring a VM: from a snapshot into a QEMU that was started with `-incoming defer`.
 //!
-//! Lazily, limosa is a postcopy source whose guest does not run: the guest starts at the destination as soon as the
+//! Mapped, the snapshot is the guest's memory already and only its devices are loaded. Lazily, limosa is a postcopy source whose guest does not run: the guest starts at the destination as soon as the
 //! device state is loaded, and its pages follow, requested ones first. Eagerly, QEMU reads the file itself, or, where it
 //! cannot, limosa sends a precopy stream.
 //!
@@ -38,16 +38,32 @@ pub use recover::recover;
 
 use crate::save::{DiskPolicy, Route};
 
-/// When the guest runs.
+/// How the guest gets its memory, and so when it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
-    /// Lazily where the destination can, else eagerly, with a notice why.
+    /// Mapped where the destination maps the snapshot, lazily where it can, else eagerly, with a notice why.
     #[default]
     Auto,
+    /// At once: its memory is the snapshot file, mapped by the destination's memory backends. No page is sent, and nothing is
+    /// left to do afterwards.
+    Mapped,
     /// At once; its pages follow.
     Lazy,
     /// When all pages are there.
     Eager,
+}
+
+impl Mode {
+    /// Its name in options and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Mapped => "mapped",
+            Self::Lazy => "lazy",
+            Self::Eager => "eager",
+        }
+    }
 }
 
 /// The run state that the VM comes back in.
@@ -118,8 +134,10 @@ pub struct LazyReport {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct RestoreReport {
-    /// Lazy or eager.
+    /// Mapped, lazy or eager.
     pub mode: Mode,
+    /// RAM blocks that the destination maps from the snapshot.
+    pub mapped_blocks: Vec<String>,
     /// From the call to the guest running, or being ready to.
     pub to_guest: Duration,
     /// From the call to every page being there.
@@ -170,14 +188,35 @@ pub fn restore(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
     let Restore { monitor, snapshot, path, options, watch, observer, guarded } = restore;
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
-    let (runs, page_sizes) = (plan.runs, plan.page_sizes);
+    let preflight::Plan { runs, page_sizes, way } = plan;
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs, page_sizes };
-    let (how, then) =
-        (if plan.mode == Mode::Eager { "eagerly" } else { "lazily" }, if runs { "run" } else { "stay paused" });
-    tracing::info!("restoring {how}; the guest is to {then}");
-    match plan.mode {
-        Mode::Eager => eager::run(&job),
-        _ => lazy::run(&job),
+    let then = if runs { "run" } else { "stay paused" };
+    tracing::info!("restoring {way}; the guest is to {then}");
+    match way {
+        Way::Eager => eager::run(&job, &[]),
+        Way::Mapped(blocks) => eager::run(&job, &blocks),
+        Way::Lazy => lazy::run(&job),
+    }
+}
+
+/// How it is done: the decision for a [`Mode`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Way {
+    /// The guest runs when all pages are there.
+    Eager,
+    /// The same, but that these RAM blocks are there already.
+    Mapped(Vec<String>),
+    /// The guest runs at once; its pages follow.
+    Lazy,
+}
+
+impl std::fmt::Display for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Eager => f.write_str("eagerly"),
+            Self::Mapped(blocks) => write!(f, "mapped ({})", blocks.join(", ")),
+            Self::Lazy => f.write_str("lazily"),
+        }
     }
 }
 

@@ -7,15 +7,19 @@ use limosa_page::PAGE_SIZE;
 use limosa_snapshot::Snapshot;
 
 use super::disks;
-use super::{DiskPolicy, Mode, RestoreOptions, RunChoice};
+use super::{DiskPolicy, Mode, RestoreOptions, RunChoice, Way};
 use crate::job::{JobError, Watch};
+use crate::mapping::{Mapped, recognize};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
 use crate::remedy::Remedy;
 
+/// A RAM block that is sent where others are mapped is worth a notice from this length on, in bytes.
+const MAPPED_FROM: u64 = 64 << 20;
+
 /// What was decided.
 pub(super) struct Plan {
-    /// Lazy or eager, no longer auto.
-    pub(super) mode: Mode,
+    /// Mapped, lazy or eager.
+    pub(super) way: Way,
     /// Whether the guest is to run.
     pub(super) runs: bool,
     /// What [`page_sizes`] found.
@@ -52,32 +56,86 @@ pub(super) fn check(
             .is_none_or(|state| state == RunState::Running.as_str() || state == RunState::Suspended.as_str()),
     };
     let page_sizes = page_sizes(snapshot, &blocks);
-    let mode = match options.mode {
-        Mode::Eager => Mode::Eager,
-        Mode::Lazy if options.channels.is_some() => {
-            return Err(JobError::refused(
+    let way = way(monitor, snapshot, options, watch, &page_sizes)?;
+    Ok(Plan { way, runs, page_sizes })
+}
+
+/// Decides how to restore; what the user ruled out is an error, what is merely not possible here a notice.
+fn way(
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+    options: &RestoreOptions,
+    watch: Watch<'_>,
+    page_sizes: &BTreeMap<String, u64>,
+) -> Result<Way, JobError> {
+    let wanted = options.mode;
+    if options.channels.is_some() {
+        return match wanted {
+            Mode::Eager => Ok(Way::Eager),
+            Mode::Auto => {
+                (watch.notice)("restoring eagerly: only so can QEMU take memory on several channels");
+                Ok(Way::Eager)
+            }
+            Mode::Lazy => Err(JobError::refused(
                 "a lazy restore cannot use multifd channels: QEMU's multifd excludes postcopy",
                 Remedy::OneChannelOrEager,
+            )),
+            Mode::Mapped => Err(JobError::refused(
+                "a mapped restore has no memory to send on multifd channels",
+                Remedy::OneChannelOrEager,
+            )),
+        };
+    }
+    if matches!(wanted, Mode::Mapped | Mode::Auto) {
+        match recognize(monitor, snapshot)? {
+            Mapped::Blocks(blocks) => return mapped(monitor, snapshot, blocks, watch),
+            Mapped::No(why) if wanted == Mode::Mapped => {
+                return Err(JobError::refused(format!("cannot restore mapped: {why}"), Remedy::MapBackends));
+            }
+            Mapped::No(why) => tracing::info!("not mapped: {why}"),
+        }
+    }
+    if wanted == Mode::Eager {
+        return Ok(Way::Eager);
+    }
+    match why_not_lazy(monitor, snapshot, page_sizes)? {
+        None => Ok(Way::Lazy),
+        Some(why) if wanted == Mode::Lazy => {
+            let hint = if why.to_lowercase().contains("postcopy") { Remedy::UserfaultfdOrEager } else { Remedy::Eager };
+            Err(JobError::refused(format!("cannot restore lazily: {why}"), hint))
+        }
+        Some(why) => {
+            (watch.notice)(&format!("restoring eagerly: {why}"));
+            Ok(Way::Eager)
+        }
+    }
+}
+
+/// What else there is to say about a VM that maps its memory.
+fn mapped(monitor: &Monitor, snapshot: &Snapshot, blocks: Vec<String>, watch: Watch<'_>) -> Result<Way, JobError> {
+    for device in monitor.devices()? {
+        if device.is_assigned() {
+            (watch.notice)(&format!(
+                "{} is an assigned host device: it pins all memory, so this VM has a copy of it instead of sharing it",
+                device.kind
             ));
         }
-        Mode::Auto if options.channels.is_some() => {
-            (watch.notice)("restoring eagerly: only so can QEMU take memory on several channels");
-            Mode::Eager
+        if device.kind.starts_with("virtio-balloon") {
+            (watch.notice)(&format!(
+                "{}: memory that is mapped from a snapshot cannot be given back to the host",
+                device.kind
+            ));
         }
-        wanted => match why_not_lazy(monitor, snapshot, &page_sizes)? {
-            None => Mode::Lazy,
-            Some(why) if wanted == Mode::Lazy => {
-                let hint =
-                    if why.to_lowercase().contains("postcopy") { Remedy::UserfaultfdOrEager } else { Remedy::Eager };
-                return Err(JobError::refused(format!("cannot restore lazily: {why}"), hint));
-            }
-            Some(why) => {
-                (watch.notice)(&format!("restoring eagerly: {why}"));
-                Mode::Eager
-            }
-        },
-    };
-    Ok(Plan { mode, runs, page_sizes })
+    }
+    let large = |block: &&limosa_stream::RamBlock| !blocks.contains(&block.name) && block.used_length >= MAPPED_FROM;
+    for block in snapshot.start().blocks.iter().filter(large) {
+        (watch.notice)(&format!(
+            "RAM block {} ({} MiB) is not mapped: it is sent before the guest runs",
+            block.name,
+            block.used_length >> 20
+        ));
+    }
+    Ok(Way::Mapped(blocks))
 }
 
 fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {

@@ -1,0 +1,124 @@
+//! What files a process maps, and where (`/proc/PID/maps`, `proc_pid_maps(5)`).
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+
+/// A part of a file that a process maps privately and may write to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PrivateMapping {
+    /// The file's inode number.
+    pub(super) inode: u64,
+    /// Where the mapping begins in memory.
+    pub(super) address: u64,
+    /// Where it begins in the file, in bytes.
+    pub(super) offset: u64,
+    /// Its length in bytes.
+    pub(super) length: u64,
+}
+
+/// A file by the numbers that the kernel gives it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FileId {
+    pub(super) device: u64,
+    pub(super) inode: u64,
+}
+
+/// The private, writable mappings of files of a process, neighbours joined.
+///
+/// # Errors
+/// There is no such process, or it is another user's.
+pub(super) fn private_mappings(pid: u32) -> io::Result<Vec<PrivateMapping>> {
+    fs::read_to_string(format!("/proc/{pid}/maps")).map(|text| parse(&text))
+}
+
+/// Whether a process has this very file open. The device number in its mappings is not the one of stat(2) on every
+/// filesystem (btrfs, overlayfs); that of its descriptors is.
+///
+/// # Errors
+/// As [`private_mappings`].
+pub(super) fn has_open(pid: u32, file: FileId) -> io::Result<bool> {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        // A descriptor may be closed meanwhile.
+        let Ok(found) = entry.and_then(|entry| fs::metadata(entry.path())) else { continue };
+        if (FileId { device: found.dev(), inode: found.ino() }) == file {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn parse(text: &str) -> Vec<PrivateMapping> {
+    let mut found: Vec<PrivateMapping> = Vec::new();
+    for mapping in text.lines().filter_map(line) {
+        match found.last_mut() {
+            Some(last)
+                if last.inode == mapping.inode
+                    && last.address.checked_add(last.length) == Some(mapping.address)
+                    && last.offset.checked_add(last.length) == Some(mapping.offset) =>
+            {
+                last.length = last.length.saturating_add(mapping.length);
+            }
+            _ => found.push(mapping),
+        }
+    }
+    found
+}
+
+/// `ADDRESS-END rw-p OFFSET MAJOR:MINOR INODE  PATH`; anything else is no mapping of interest.
+fn line(line: &str) -> Option<PrivateMapping> {
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let rights = words.next()?;
+    let offset = u64::from_str_radix(words.next()?, 16).ok()?;
+    let _device = words.next()?;
+    let inode = words.next()?.parse().ok().filter(|inode| *inode != 0)?;
+    let (address, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
+    let length = end.checked_sub(address)?;
+    rights.starts_with("rw").then_some(())?;
+    rights.ends_with('p').then_some(PrivateMapping { inode, address, offset, length })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+
+    use super::*;
+
+    #[test]
+    fn private_writable_mappings_are_found_and_neighbours_joined() {
+        let text = "\
+7f0000000000-7f0000100000 rw-p 00100000 fe:00 77                         /srv/vm with spaces.limosa
+7f0000100000-7f0000300000 rw-p 00200000 fe:00 77                         /srv/vm with spaces.limosa
+7f0000300000-7f0000400000 rw-p 00900000 fe:00 77                         /srv/vm with spaces.limosa
+7f0000400000-7f0000500000 rw-s 00a00000 fe:00 77                         /srv/vm with spaces.limosa
+7f0000500000-7f0000600000 r--p 00b00000 fe:00 77                         /srv/vm with spaces.limosa
+7f0000600000-7f0000700000 rw-p 00000000 00:00 0                          [heap]
+";
+        let at = |address, offset, length| PrivateMapping { inode: 77, address, offset, length };
+        assert_eq!(
+            parse(text),
+            [at(0x7f00_0000_0000, 0x10_0000, 0x30_0000), at(0x7f00_0030_0000, 0x90_0000, 0x10_0000)]
+        );
+    }
+
+    #[test]
+    fn nonsense_is_no_mapping_and_no_panic() {
+        for text in ["", "a-b rw-p", "2-1 rw-p 0 0:0 7", "1-2 rw-p x 0:0 7", "1-2 rw-p 0 0:0", "zz rw-p 0 0:0 7 /x"] {
+            assert_eq!(parse(text), [], "{text}");
+        }
+    }
+
+    #[test]
+    fn a_process_has_open_what_it_has_open() {
+        let file = tempfile::tempfile().unwrap();
+        let stat = rustix::fs::fstat(file.as_fd()).unwrap();
+        let id = FileId { device: stat.st_dev, inode: stat.st_ino };
+        let own = std::process::id();
+        assert!(has_open(own, id).unwrap());
+        drop(file);
+        assert!(!has_open(own, id).unwrap());
+        assert!(private_mappings(own).unwrap().iter().all(|mapping| mapping.length > 0));
+        assert!(has_open(0, id).is_err());
+    }
+}
