@@ -31,11 +31,11 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, ViaArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;
-pub(crate) use restore::{HowArgs, ModeArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
+pub(crate) use restore::{HowArgs, MemoryArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
-pub(crate) use send::{SendArgs, SendModeArg};
-pub(crate) use snapshot::NewSnapshotArgs;
+pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};
+pub(crate) use snapshot::{NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
 
 /// Save a running QEMU VM and restore it in milliseconds.
@@ -73,6 +73,8 @@ pub(crate) enum Command {
     Export(ExportArgs),
     /// Show the contents of a snapshot, a recorded migration stream or a libvirt save image
     Inspect(InspectArgs),
+    /// Prepare a snapshot for many VMs
+    Snapshot(SnapshotArgs),
     /// Create, inspect, check and convert disk images; compatible with qemu-img
     Img(ImgArgs),
     /// Serve a virtio-balloon device over vhost-user; take memory from guests and learn their free pages

@@ -3,8 +3,12 @@
 use limosa_console::quantity;
 use std::process::ExitCode;
 
+use anyhow::{Context, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
-use limosa_snapshot::{BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Summary, summarize};
+use limosa_qemu::BlockPlace;
+use limosa_snapshot::{
+    BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Snapshot, Summary, summarize,
+};
 
 use crate::args::InspectArgs;
 use crate::compare;
@@ -15,6 +19,9 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     if args.diff || args.against_qmp.is_some() {
         return Ok(compare::run(args));
     }
+    if args.qemu_args {
+        return qemu_args(args);
+    }
     let summary = summarize(&args.file)?;
     if args.json {
         print_out!("{}", serde_json::to_string(&summary)?);
@@ -23,6 +30,55 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     }
     all_printed()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the options of a QEMU that maps the snapshot.
+fn qemu_args(args: &InspectArgs) -> anyhow::Result<ExitCode> {
+    let snapshot = Snapshot::open(&args.file)?;
+    snapshot.check_restorable()?;
+    let shown = args.file.display();
+    if !snapshot.is_mappable() {
+        bail!(
+            "{shown}: was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {shown}"
+        );
+    }
+    let path = std::fs::canonicalize(&args.file).with_context(|| shown.to_string())?;
+    let path = path.to_str().with_context(|| format!("{shown}: QEMU takes no file name that is not UTF-8"))?;
+    let memory: Vec<_> = BlockPlace::of(&snapshot).into_iter().filter(BlockPlace::is_guest_memory).collect();
+    // Blocks come in the order of their lengths; a machine's own is the first that is called so, or the largest.
+    let main = memory.iter().find(|block| block.name.ends_with(".ram")).or(memory.first());
+    let main = main.with_context(|| format!("{shown}: it has no RAM block of the guest's, only devices'"))?;
+    let machine = &snapshot.layout().configuration.machine;
+    let id = main.name.strip_prefix("/objects/").unwrap_or(&main.name);
+    let mut words = vec![
+        "-machine".to_owned(),
+        format!("{machine},memory-backend={id}"),
+        "-m".to_owned(),
+        format!("{}M", main.length >> 20),
+    ];
+    for block in &memory {
+        words.extend(["-object".to_owned(), block.backend_option(path)]);
+    }
+    words.extend(["-incoming".to_owned(), "defer".to_owned()]);
+    if args.json {
+        print_out!("{}", serde_json::json!({ "arguments": words }));
+    } else {
+        for option in words.chunks(2) {
+            print_out!("{}", option.iter().map(|word| shell_word(word)).collect::<Vec<_>>().join(" "));
+        }
+    }
+    all_printed()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A word as a shell takes it.
+fn shell_word(word: &str) -> String {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./,=:+@%".contains(letter);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
 }
 
 fn show(summary: &Summary) {
@@ -86,6 +142,7 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
         words::date(manifest.finished),
         quantity::count(manifest.pages.resent)
     );
+    print_out!("mappable      {}", if manifest.mappable { "yes" } else { "no: limosa snapshot seal makes it so" });
     if let Some(hinted @ 1..) = manifest.pages.hinted {
         let memory = quantity::bytes(hinted.saturating_mul(limosa_page::PAGE_SIZE));
         print_out!(

@@ -24,6 +24,7 @@ mod run;
 mod save;
 mod send;
 mod signals;
+mod snapshot;
 mod words;
 
 use std::io::IsTerminal;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         Command::Import(args) => import::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Snapshot(args) => snapshot::run(&args),
         Command::Img(args) => img::run(args),
         Command::Balloon(args) => balloon::run(&args),
         Command::Completions(args) => packaging::completions(&args),

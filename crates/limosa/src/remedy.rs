@@ -98,11 +98,14 @@ fn of_storage(error: &StorageError) -> &'static str {
 /// What a remedy of the engines' is on the command line.
 pub(crate) fn of_refusal(remedy: &Remedy) -> &'static str {
     match remedy {
-        Remedy::OneChannelOrEager => "; leave --channels out, or use --mode eager",
+        Remedy::OneChannelOrEager => "; leave --channels out, or use --memory eager",
         Remedy::UserfaultfdOrEager => {
-            "; let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --mode eager"
+            "; let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --memory eager"
         }
-        Remedy::Eager => "; use --mode eager, or auto",
+        Remedy::Eager => "; use --memory eager, or auto",
+        Remedy::MapBackends => {
+            "; limosa inspect SNAPSHOT --qemu-args prints the options for QEMU; or use --memory auto"
+        }
         Remedy::Recover => "; finish it with limosa restore --recover",
         Remedy::ListenWithPort => "; --listen takes unix:PATH or tcp:HOST:PORT with a port of its own",
         Remedy::UnlimitedOrSocket => "; leave --max-bandwidth out, or use --via socket",

@@ -13,7 +13,7 @@ use limosa_qemu::{
 };
 use serde_json::{Value, json};
 
-use crate::args::{HowArgs, ModeArg, RestoreArgs, ZeroPageDetectionArg};
+use crate::args::{HowArgs, MemoryArg, RestoreArgs, ZeroPageDetectionArg};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, JobHandles};
@@ -42,9 +42,9 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
 fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Result<()> {
     let stored = Stored::open(&args.snapshot)?;
     let converted = stored.is_foreign();
-    if converted && (args.recover || args.how.mode == ModeArg::Lazy) {
+    if converted && (args.recover || matches!(args.how.memory, MemoryArg::Lazy | MemoryArg::Mapped)) {
         bail!(
-            "{}: not a snapshot; lazy restore and --recover need one: convert it with limosa import",
+            "{}: not a snapshot; lazy and mapped restore and --recover need one: convert it with limosa import",
             args.snapshot.display()
         );
     }
@@ -113,12 +113,13 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
 
 pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
     RestoreOptions {
-        mode: match args.mode {
+        mode: match args.memory {
             // The converted file is gone with this process, so no other could continue from it.
             _ if converted => Mode::Eager,
-            ModeArg::Auto => Mode::Auto,
-            ModeArg::Lazy => Mode::Lazy,
-            ModeArg::Eager => Mode::Eager,
+            MemoryArg::Auto => Mode::Auto,
+            MemoryArg::Mapped => Mode::Mapped,
+            MemoryArg::Lazy => Mode::Lazy,
+            MemoryArg::Eager => Mode::Eager,
         },
         route: args.via.into(),
         listen: args.listen.clone(),
@@ -163,7 +164,7 @@ impl RestoreObserver for Observer<'_> {
     fn guest_ready(&self, _after: Duration, mode: Mode) {
         self.lazy_guest.store(mode == Mode::Lazy, Ordering::Release);
         let after = self.begun.elapsed();
-        self.reporter.guest_ready(after, if mode == Mode::Eager { "eager" } else { "lazy" });
+        self.reporter.guest_ready(after, mode.name());
         if !self.quiet && mode == Mode::Lazy {
             let what = if self.paused { "the guest is loaded, paused," } else { "the guest runs" };
             say!("{what} after {}; its memory follows", quantity::time(after));
@@ -177,6 +178,9 @@ pub(crate) fn tell(report: &RestoreReport) {
         tell_requests(lazy);
     } else {
         say!("restored after {}; the VM is {}", quantity::time(report.to_guest), report.vm_state);
+    }
+    if !report.mapped_blocks.is_empty() {
+        say!("  mapped from the snapshot, and shared with every VM that maps it: {}", report.mapped_blocks.join(", "));
     }
     if let (Some(normal), Some(zero)) = (report.normal_pages, report.zero_pages) {
         let moved = normal.saturating_mul(limosa_page::PAGE_SIZE);
@@ -221,7 +225,8 @@ pub(crate) fn lazy_object(lazy: &LazyReport) -> Value {
 
 fn object(report: &RestoreReport) -> Value {
     json!({
-        "mode": if report.mode == Mode::Eager { "eager" } else { "lazy" },
+        "mode": report.mode.name(),
+        "mapped_blocks": report.mapped_blocks,
         "vm_state": report.vm_state,
         "to_guest_ms": quantity::millis(report.to_guest),
         "to_resident_ms": quantity::millis(report.to_resident),

@@ -4,6 +4,8 @@
 //! are forwarded ([`Relay`]), its exit status is limosa's. QEMU does not end with limosa: a pager that is killed stalls the
 //! guest, which can be recovered, and does not end it. A QEMU that could not be given its VM is ended.
 
+mod start;
+
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -13,10 +15,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use limosa_migrate::{Control, Job, Progress};
+use limosa_migrate::{Control, Job, Phase, Progress};
 use limosa_qemu::monitor::Monitor;
-use limosa_qemu::qmp::{Options, QmpError};
-use limosa_qemu::{CommandLine, Guard, Restore, RestoreReport, Watch, check_command_line, launch, restore};
+use limosa_qemu::qmp::QmpError;
+use limosa_qemu::{CommandLine, Guard, Restore, RestoreReport, Watch, check_command_line, restore};
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
@@ -38,20 +40,21 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let line = check_command_line(&args.command)?;
     let snapshot = Snapshot::open(&args.snapshot)?;
     let relay = Relay::start()?;
-    let launched = launch(&args.command)?;
-    relay.aim(launched.child.id());
-    let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
-    let mut qemu = Qemu { child, relay, program: program(&args.command) };
+    let notice = Notice { shown: verbose > 0 };
+    let (mut qemu, greeted) = start::start(args, &snapshot, relay, &notice)?;
     let attempt = match greeted {
         Ok(qmp) => {
             let monitor = Arc::new(Monitor::new(qmp));
             qemu.relay.quiet(&monitor);
-            attempt(args, line, verbose, &snapshot, monitor)
+            attempt(args, line, &snapshot, monitor, &notice)
         }
-        Err(error) => Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, monitor: None },
+        Err(error) => {
+            Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, loaded: false, monitor: None }
+        }
     };
     // The restore has read all of this file, or has failed.
     drop(snapshot);
+    let has_guest = attempt.has_guest();
     let status = match attempt.result {
         Ok(report) => {
             if verbose > 0 {
@@ -61,11 +64,11 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             drop(attempt.monitor);
             qemu.wait()?
         }
-        Err(error) if qemu.is_ending(attempt.monitor.as_deref(), attempt.lazy_guest) => {
+        Err(error) if qemu.is_ending(attempt.monitor.as_deref(), has_guest) => {
             let greeted = attempt.monitor.is_some();
             drop(attempt.monitor);
             let status = qemu.wait()?;
-            if attempt.lazy_guest || qemu.relay.end_was_asked() {
+            if has_guest || qemu.relay.end_was_asked() {
                 // It had its VM, or was told to end: that is no failure of the restore.
                 tracing::info!("{}", limosa_console::one_line(&error));
                 status
@@ -91,15 +94,37 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     Ok(like(status))
 }
 
+/// What is told only to those who want to know (`-v`).
+struct Notice {
+    shown: bool,
+}
+
+impl Notice {
+    fn tell(&self, line: &str) {
+        if self.shown {
+            say!("limosa: {line}");
+        }
+    }
+}
+
 /// What became of the restore.
 struct Attempt {
     result: anyhow::Result<RestoreReport>,
     /// Whether there was a guest before all of its memory was there.
     lazy_guest: bool,
+    /// Whether QEMU has said that it has all of its VM: the guest may run, and end, before anything else is said.
+    loaded: bool,
     monitor: Option<Arc<Monitor>>,
 }
 
-fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, monitor: Arc<Monitor>) -> Attempt {
+impl Attempt {
+    /// Whether QEMU had its VM, so that its end is not a failure of the restore.
+    fn has_guest(&self) -> bool {
+        self.lazy_guest || self.loaded
+    }
+}
+
+fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<Monitor>, notice: &Notice) -> Attempt {
     let (control, progress) = (Control::new(), Progress::new());
     control.set_max_bandwidth(args.steer.max_bandwidth);
     let paused = args.how.paused || (line.paused && !args.how.run);
@@ -108,13 +133,9 @@ fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, 
         options.run = limosa_qemu::RunChoice::Paused;
     }
     let reporter = Reporter::new(false);
-    let observer = Observer::new(Instant::now(), &reporter, verbose == 0, paused);
-    let notice = |line: &str| {
-        if verbose > 0 {
-            say!("limosa: {line}");
-        }
-    };
-    let watch = Watch { control: &control, progress: &progress, notice: &notice };
+    let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
+    let tell = |line: &str| notice.tell(line);
+    let watch = Watch { control: &control, progress: &progress, notice: &tell };
     let guard = || {
         let arguments = ["guard", "--"];
         Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))
@@ -125,8 +146,9 @@ fn attempt(args: &RunArgs, line: CommandLine, verbose: u8, snapshot: &Snapshot, 
         Ok(restore(Restore { monitor, snapshot, path, options, watch, observer: &observer, guarded: &guard })?)
     });
     let lazy_guest = observer.has_lazy_guest();
+    let loaded = progress.read().phase == Phase::Completed;
     let result = if lazy_guest { result } else { result.context("not restored; the snapshot is unchanged") };
-    Attempt { result, lazy_guest, monitor: Some(monitor) }
+    Attempt { result, lazy_guest, loaded, monitor: Some(monitor) }
 }
 
 /// A QEMU that is not there to be talked to.
@@ -199,9 +221,9 @@ impl Qemu {
     }
 
     /// Whether it has ended or is about to, so that what failed is a consequence of that.
-    fn is_ending(&self, monitor: Option<&Monitor>, lazy_guest: bool) -> bool {
+    fn is_ending(&self, monitor: Option<&Monitor>, has_guest: bool) -> bool {
         // One that goes takes its channel down before its monitor, and says before that it goes.
-        let expected = lazy_guest || self.relay.end_was_asked();
+        let expected = has_guest || self.relay.end_was_asked();
         let patience = if expected { GONE_WITHIN } else { Duration::ZERO };
         let end = Instant::now() + patience;
         loop {

@@ -10,11 +10,12 @@ use limosa_channel::{Channel, Options, Tls};
 use limosa_migrate::{
     Job, MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
 };
-use limosa_qemu::LazyReport;
+use limosa_page::PageRange;
+use limosa_qemu::{BlockPlace, LazyReport};
 use limosa_snapshot::Snapshot;
 use serde_json::json;
 
-use crate::args::{SendArgs, SendModeArg};
+use crate::args::{SendArgs, SendMemoryArg, SendModeArg};
 use crate::endpoint::{self, Wire};
 use crate::import::Stored;
 use crate::job::JobHandles;
@@ -55,9 +56,10 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     let snapshot = stored.snapshot("and sending it", false)?;
     snapshot.check_restorable()?;
     snapshot.lock_serving()?;
+    let mapped = mapped_blocks(args, &snapshot)?;
     let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
     handles.control.set_max_bandwidth(args.endpoint.max_bandwidth);
-    let sent = send(args, tls, &snapshot, &handles);
+    let sent = send(args, tls, &snapshot, mapped, &handles);
     drop(handles);
     let sent = sent?;
     tell(args, &sent);
@@ -67,7 +69,30 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, handles: &JobHandles) -> anyhow::Result<Sent> {
+/// The RAM blocks that the destination maps, as its user says.
+fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<String>> {
+    if args.memory == SendMemoryArg::Sent {
+        return Ok(Vec::new());
+    }
+    let path = args.snapshot.display();
+    if !snapshot.is_mappable() {
+        bail!("{path}: was not made to be mapped; make it so: limosa snapshot seal {path}");
+    }
+    for (block, layout) in snapshot.layout().blocks.iter().enumerate() {
+        snapshot.verify(block, PageRange::first(layout.pages))?;
+    }
+    snapshot.protect()?;
+    let memory = BlockPlace::of(snapshot).into_iter().filter(BlockPlace::is_guest_memory);
+    Ok(memory.map(|block| block.name).collect())
+}
+
+fn send(
+    args: &SendArgs,
+    tls: Option<Tls>,
+    snapshot: &Snapshot,
+    in_place: Vec<String>,
+    handles: &JobHandles,
+) -> anyhow::Result<Sent> {
     let begun = Instant::now();
     let limit = args.endpoint.timeout;
     let options = Options {
@@ -100,6 +125,7 @@ fn send(args: &SendArgs, tls: Option<Tls>, snapshot: &Snapshot, handles: &JobHan
             return_path: answers,
             greeting: Some(limit.unwrap_or(REACH_WITHIN)),
             patience: limit.unwrap_or(PATIENCE),
+            in_place,
             ..PrecopyOptions::default()
         };
         let source = PrecopySource::new(snapshot, channel, &handles.control, &handles.progress, options)

@@ -2,6 +2,7 @@
 //!
 //! Law: the same value gives the same devices with the same ids at the same addresses, whatever the role.
 
+use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -114,6 +115,7 @@ pub struct Machine {
     pub(crate) disks: Vec<Disk>,
     pub(crate) balloon: bool,
     pub(crate) arguments: Vec<String>,
+    pub(crate) memory_object: Option<String>,
 }
 
 impl Machine {
@@ -127,6 +129,7 @@ impl Machine {
             disks: Vec::new(),
             balloon: false,
             arguments: Vec::new(),
+            memory_object: None,
         }
     }
 
@@ -194,6 +197,22 @@ impl Machine {
         self
     }
 
+    /// The value of `-object` that makes the memory backend `mem`, instead of the backend's own.
+    #[must_use]
+    pub fn memory_object(mut self, option: &str) -> Self {
+        self.backend = MemoryBackend::Anonymous;
+        self.memory_object = Some(option.to_owned());
+        self
+    }
+
+    /// The value of `-object` for the memory backend, and the file that was made for it.
+    pub(crate) fn prepare_memory(&self) -> Result<(String, Option<File>)> {
+        match &self.memory_object {
+            Some(option) => Ok((option.clone(), None)),
+            None => self.backend.prepare(self.memory),
+        }
+    }
+
     /// RAM in bytes.
     pub fn memory_bytes(&self) -> u64 {
         self.memory
@@ -251,7 +270,7 @@ impl Machine {
     /// The files cannot be made, or the memory is of a file, which would go with this process.
     pub fn command_line(&self, folder: &Path) -> Result<Vec<String>> {
         crate::require_qemu()?;
-        let (memory_object, made) = self.backend.prepare(self.memory)?;
+        let (memory_object, made) = self.prepare_memory()?;
         if made.is_some() {
             bail!("{:?} memory belongs to a Vm", self.backend);
         }
@@ -322,7 +341,7 @@ fn add_disk(add: &mut impl FnMut(&str, String), id: &str, disk: &Disk, more: &st
 /// A disk of 8 MiB, all hole but for the boot sector: the BIOS reads none of a disk smaller than one cylinder.
 pub(crate) fn write_boot_disk(path: &Path, guest: &BeatGuest) -> Result<()> {
     let write = || {
-        let mut image = std::fs::File::create_new(path)?;
+        let mut image = File::create_new(path)?;
         image.write_all(&guest.boot_sector())?;
         image.set_len(8 << 20)
     };

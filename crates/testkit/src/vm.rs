@@ -47,7 +47,7 @@ impl Vm {
         require_qemu()?;
         let folder = crate::scratch()?;
         let at = |name: &str| folder.path().join(name);
-        let (memory_object, made) = machine.backend.prepare(machine.memory)?;
+        let (memory_object, made) = machine.prepare_memory()?;
         let mut command = Command::new("qemu-system-x86_64");
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
         command.args(machine.definition(&memory_object, folder.path())?);

@@ -68,7 +68,7 @@ impl Eager {
         let count = self.channels.map(|count| count.to_string());
         let channels = count.as_deref().map_or(vec![], |count| vec!["--channels", count]);
         let prepared = Prepared::new(options, "restore")?
-            .arguments(&["--mode", "eager", "--via", "socket", "--paused"])
+            .arguments(&["--memory", "eager", "--via", "socket", "--paused"])
             .arguments(&channels)
             .path(Some("--qmp"), &vm.limosa_monitor())
             .path(None, &stored.path);

@@ -85,7 +85,7 @@ impl Stage<'_> {
 
     fn by_limosa(&self, vm: &Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
         let prepared = Prepared::new(self.options, "restore")?
-            .arguments(&["--mode", "lazy", "--run", "--preempt", if preempt { "on" } else { "off" }])
+            .arguments(&["--memory", "lazy", "--run", "--preempt", if preempt { "on" } else { "off" }])
             .path(Some("--qmp"), &vm.limosa_monitor())
             .path(None, &self.stored.path);
         let watch = Stopwatch::start(&[vm.pid()])?;

@@ -37,6 +37,11 @@ pub(crate) struct InspectArgs {
     #[arg(long, value_name = "BINARY", requires = "against_qmp")]
     pub(crate) qemu: Option<PathBuf>,
 
+    /// Print QEMU's options for a VM whose memory is this snapshot, mapped and shared; then restore into it with
+    /// --memory mapped
+    #[arg(long, conflicts_with_all = ["diff", "against_qmp"])]
+    pub(crate) qemu_args: bool,
+
     /// Print one JSON object on stdout
     #[arg(long)]
     pub(crate) json: bool,

@@ -12,9 +12,11 @@ use super::channels::file_zero_copy;
 use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ModeArg {
-    /// `lazy` if the destination supports it, else `eager`; the reason is printed
+pub(crate) enum MemoryArg {
+    /// `mapped` if the destination maps the snapshot, else `lazy` if it supports it, else `eager`; the reason is printed
     Auto,
+    /// The guest runs at once; the snapshot file is its memory, shared with all VMs that map it
+    Mapped,
     /// The guest runs at once; its pages follow, requested pages first
     Lazy,
     /// The guest runs when all pages have arrived
@@ -39,9 +41,9 @@ pub(crate) enum ZeroPageDetectionArg {
 /// How a snapshot is brought back.
 #[derive(Debug, Args)]
 pub(crate) struct HowArgs {
-    /// When the guest starts running
-    #[arg(long, value_enum, default_value_t = ModeArg::Auto)]
-    pub(crate) mode: ModeArg,
+    /// How the guest gets its memory
+    #[arg(long, value_enum, default_value_t = MemoryArg::Auto)]
+    pub(crate) memory: MemoryArg,
 
     /// Who reads the pages in an eager restore
     #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
@@ -97,7 +99,7 @@ pub(crate) struct RestoreArgs {
     pub(crate) detach: bool,
 
     /// Resume an interrupted lazy restore
-    #[arg(long, conflicts_with_all = ["mode", "run", "paused", "channels"])]
+    #[arg(long, conflicts_with_all = ["memory", "run", "paused", "channels"])]
     pub(crate) recover: bool,
 
     /// Set for the process that --detach leaves behind: report on stdout when the guest runs, then be silent

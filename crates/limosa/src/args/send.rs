@@ -18,6 +18,15 @@ pub(crate) enum SendModeArg {
     Postcopy,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SendMemoryArg {
+    /// All of the guest's memory is sent
+    Sent,
+    /// The destination was started with the options of limosa inspect --qemu-args: only device state and small blocks are
+    /// sent. A destination that maps anything else gets a broken guest, and nothing here can tell
+    Mapped,
+}
+
 #[derive(Debug, Args)]
 #[command(
     after_long_help = "The destination is a QEMU with the saved machine type and devices, started with -incoming URI; for \
@@ -41,6 +50,10 @@ pub(crate) struct SendArgs {
     /// When the guest starts running
     #[arg(long, value_enum, default_value_t = SendModeArg::Precopy)]
     pub(crate) mode: SendModeArg,
+
+    /// Where the destination has the guest's memory from
+    #[arg(long, value_enum, default_value_t = SendMemoryArg::Sent)]
+    pub(crate) memory: SendMemoryArg,
 
     /// With postcopy, the page size of a RAM block that is on huge pages at the destination; repeatable
     #[arg(long, value_name = "BLOCK=SIZE", value_parser = parse_page_size)]
@@ -73,7 +86,9 @@ impl SendArgs {
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         let postcopy = self.recover || self.mode == SendModeArg::Postcopy;
         let two = self.preempt;
-        if !postcopy && (two || !self.page_size.is_empty()) {
+        if self.memory == SendMemoryArg::Mapped && (postcopy || self.channels.channels.is_some()) {
+            Some("--memory mapped needs --mode precopy and no --channels: there is next to nothing to send")
+        } else if !postcopy && (two || !self.page_size.is_empty()) {
             Some("--page-size and --preempt need --mode postcopy")
         } else if postcopy && self.endpoint.one_way {
             Some("--one-way needs --mode precopy: in postcopy the destination requests pages")

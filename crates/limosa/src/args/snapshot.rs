@@ -1,6 +1,8 @@
-//! What every command takes that makes a snapshot.
+//! The arguments of `limosa snapshot`, and what every command takes that makes a snapshot.
 
-use clap::Args;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
 use limosa_snapshot::Durability;
 
 #[derive(Debug, Args)]
@@ -23,4 +25,31 @@ impl NewSnapshotArgs {
     pub(crate) fn durability(&self) -> Durability {
         if self.no_sync { Durability::Unsynced } else { Durability::Synced }
     }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SnapshotArgs {
+    #[command(subcommand)]
+    pub(crate) command: SnapshotCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum SnapshotCommand {
+    /// Make an older snapshot, or one that QEMU wrote, mappable as the memory of VMs; in place
+    Seal(SealArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Places of zero pages that hold old contents become holes, a new trailer is appended, and the file is \
+                        made read-only. It stays a snapshot that QEMU loads. Interrupted, it can be repeated."
+)]
+pub(crate) struct SealArgs {
+    /// The snapshot
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub(crate) json: bool,
 }

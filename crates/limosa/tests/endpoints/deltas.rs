@@ -59,6 +59,6 @@ fn a_recorded_stream_of_what_changed_in_pages_is_imported() {
     start_command(scene.command(&words)).wait().json();
     assert_is_the_instant_of(&scene, &snapshot, &vm);
     let destination = vm.machine().start_incoming().unwrap();
-    scene.restore(&snapshot, &destination, &["--mode", "lazy", "--paused"]).success();
+    scene.restore(&snapshot, &destination, &["--memory", "lazy", "--paused"]).success();
     assert_eq!(destination.check_beat().unwrap(), vm.check_beat().unwrap());
 }

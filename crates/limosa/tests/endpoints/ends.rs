@@ -56,7 +56,7 @@ pub(crate) fn assert_is_the_instant_of(scene: &Scene, snapshot: &Path, source: &
     let then: Beat = source.check_beat().unwrap();
     for via in ["file", "socket"] {
         let vm = source.machine().start_incoming().unwrap();
-        scene.restore(snapshot, &vm, &["--mode", "eager", "--via", via, "--paused"]).success();
+        scene.restore(snapshot, &vm, &["--memory", "eager", "--via", via, "--paused"]).success();
         assert_eq!(vm.check_beat().unwrap(), then, "{via}");
         assert_ballast(&vm);
         vm.cont().unwrap();

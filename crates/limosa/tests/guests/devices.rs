@@ -66,11 +66,11 @@ fn a_guest_among_all_kinds_of_devices_comes_back() {
         limosa(save_arguments(&source, &file, &[save, &["--stop", "--force"]].concat())).success();
         drop(source);
         for how in [
-            &["--mode", "lazy"][..],
-            &["--mode", "lazy", "--preempt", "on"],
-            &["--mode", "eager", "--via", "file"],
-            &["--mode", "eager", "--via", "socket"],
-            &["--mode", "eager", "--via", "socket", "--channels", "2"],
+            &["--memory", "lazy"][..],
+            &["--memory", "lazy", "--preempt", "on"],
+            &["--memory", "eager", "--via", "file"],
+            &["--memory", "eager", "--via", "socket"],
+            &["--memory", "eager", "--via", "socket", "--channels", "2"],
         ] {
             println!("saved {save:?}, restored {how:?}");
             let destination = restore(&machine, &file, how);
@@ -125,14 +125,14 @@ fn a_vm_with_uefi_firmware_and_its_variable_store_comes_back() {
     assert!(memory.iter().any(|byte| *byte != 0), "the firmware did nothing");
     drop(source);
     for how in [
-        &["--mode", "lazy"][..],
-        &["--mode", "eager", "--via", "file"],
-        &["--mode", "eager", "--via", "socket"],
-        &["--mode", "eager", "--via", "socket", "--channels", "2"],
+        &["--memory", "lazy"][..],
+        &["--memory", "eager", "--via", "file"],
+        &["--memory", "eager", "--via", "socket"],
+        &["--memory", "eager", "--via", "socket", "--channels", "2"],
     ] {
         let destination = restore(&machine, &file, &[how, &["--paused"]].concat());
         assert!(destination.read_memory(0..128 << 20).unwrap() == memory, "other memory after {how:?}");
     }
-    let destination = restore(&machine, &file, &["--mode", "lazy"]);
+    let destination = restore(&machine, &file, &["--memory", "lazy"]);
     assert_eq!(destination.run_state().unwrap(), "running");
 }

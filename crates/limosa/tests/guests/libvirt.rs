@@ -117,7 +117,7 @@ fn domains_that_virsh_has_saved_come_back_however_they_are_packed() {
     assert!(saved.starts_with("<domain") && saved.trim_end().ends_with("</domain>"), "{saved}");
     let mut vm = Destination::start(&libvirt, &words, "lazy");
     let restore = |file: &Path, vm: &Destination, mode: &str| {
-        limosa(["restore", &text(file), "--qmp", &vm.monitor, "--mode", mode, "--json"]).json()
+        limosa(["restore", &text(file), "--qmp", &vm.monitor, "--memory", mode, "--json"]).json()
     };
     let report = restore(&snapshot, &vm, "lazy");
     assert_eq!((report["mode"].as_str(), report["vm_state"].as_str()), (Some("lazy"), Some("running")), "{report}");
@@ -188,7 +188,7 @@ fn a_domain_is_saved_over_a_second_monitor_while_libvirt_keeps_its_own() {
         let begun = beats(&libvirt, "serial");
         wait_for("the guest to beat", || (beats(&libvirt, "serial") >= begun + 2).then_some(()));
         let mut vm = Destination::start(&libvirt, &words, via);
-        limosa(["restore", &text(&snapshot), "--qmp", &vm.monitor, "--mode", "lazy"]).success();
+        limosa(["restore", &text(&snapshot), "--qmp", &vm.monitor, "--memory", "lazy"]).success();
         vm.assert_beats(&libvirt, via);
     }
 }

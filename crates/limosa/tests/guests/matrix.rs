@@ -63,7 +63,7 @@ fn row(kind: &str) {
             limosa(save_arguments(&source, &file, &how)).success();
             assert_beats(&source);
             let from = transport.of_qemu(folder.path()).unwrap();
-            let how = [&["--mode", "eager"], &words(column)[..], &["--listen", &from]].concat();
+            let how = [&["--memory", "eager"], &words(column)[..], &["--listen", &from]].concat();
             println!("{kind}: restore {how:?}");
             restore(&machine, &file, &how);
             last = Some((folder, file));
@@ -71,9 +71,9 @@ fn row(kind: &str) {
     }
     found.assert_same(&source);
     let (_folder, file) = last.unwrap();
-    restore(&machine, &file, &["--mode", "lazy", "--preempt", "off"]);
-    restore(&machine, &file, &["--mode", "lazy", "--preempt", "on"]);
-    restore(&machine, &file, &["--mode", "eager", "--via", "file"]);
+    restore(&machine, &file, &["--memory", "lazy", "--preempt", "off"]);
+    restore(&machine, &file, &["--memory", "lazy", "--preempt", "on"]);
+    restore(&machine, &file, &["--memory", "eager", "--via", "file"]);
 }
 
 #[test]

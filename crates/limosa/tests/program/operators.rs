@@ -165,7 +165,7 @@ fn a_confined_qemu_of_another_user_that_may_use_userfaultfd_restores_lazily() {
     scene.save(&["--via", "socket"]);
     for preempt in ["off", "on"] {
         let vm = scene.start(&format!("preempt-{preempt}"), &[AS_NOBODY, MAY_FAULT].concat(), &incoming(SANDBOX));
-        scene.restore(&vm, &["--mode", "lazy", "--preempt", preempt]).wait().success();
+        scene.restore(&vm, &["--memory", "lazy", "--preempt", preempt]).wait().success();
         vm.assert_beats(&scene.machine);
         scene.assert_tidy();
     }
@@ -177,7 +177,7 @@ fn a_lazy_restore_into_a_qemu_of_another_user_is_recovered() {
     let scene = Scene::new();
     scene.save(&[]);
     let vm = scene.start("vm", &[AS_NOBODY, MAY_FAULT].concat(), &incoming(SANDBOX));
-    let limosa = scene.restore(&vm, &["--mode", "lazy", "--max-bandwidth", "4K"]);
+    let limosa = scene.restore(&vm, &["--memory", "lazy", "--max-bandwidth", "4K"]);
     // Memory that QEMU's main loop needs comes first; a guest that beats has it.
     wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
     // With its guard, which would go on by itself.
@@ -200,7 +200,7 @@ fn without_userfaultfd_a_restore_is_eager_and_says_why_and_a_lazy_one_is_refused
     }
     for route in ["file", "socket"] {
         let vm = scene.start(route, AS_NOBODY, &incoming(SANDBOX));
-        scene.restore(&vm, &["--mode", "lazy"]).wait().one_line(&["lazily", "/dev/userfaultfd", "--mode eager"]);
+        scene.restore(&vm, &["--memory", "lazy"]).wait().one_line(&["lazily", "/dev/userfaultfd", "--memory eager"]);
         let ended = scene.restore(&vm, &["--via", route]).wait().success();
         let why: Vec<_> = ended.stderr.lines().filter(|line| line.contains("restoring eagerly: ")).collect();
         assert_eq!(why.len(), 1, "{}", ended.stderr);
@@ -221,7 +221,7 @@ fn limosa_without_the_right_to_give_qemu_a_private_place_says_what_to_do() {
     }
     std::fs::set_permissions(scene.ours.path().join("tmp"), std::fs::Permissions::from_mode(0o777)).unwrap();
     let (socket, snapshot) = (vm.socket(), scene.snapshot());
-    let words = ["restore", text(&snapshot), "--qmp", &socket, "--mode", "lazy"];
+    let words = ["restore", text(&snapshot), "--qmp", &socket, "--memory", "lazy"];
     let as_other_user = ["setpriv", "--reuid", OTHER_USER, "--regid", OTHER_USER, "--clear-groups"];
     let refused = scene.limosa(&as_other_user, &[&words[..], &["--preempt", "on"]].concat()).wait();
     refused.one_line(&["QEMU runs as user 65534 and limosa as user 12345", "as root", "--listen"]);
@@ -238,9 +238,9 @@ fn a_qemu_that_sees_other_files_needs_none_for_one_channel_and_is_told_apart_for
     scene.save(&[]);
     let script = format!("mount -t tmpfs none {} && exec \"$@\"", scene.ours.path().join("tmp").display());
     let vm = scene.start("vm", &["unshare", "-m", "sh", "-c", &script, "sh"], &incoming(&[]));
-    let refused = scene.restore(&vm, &["--mode", "lazy", "--preempt", "on"]).wait();
+    let refused = scene.restore(&vm, &["--memory", "lazy", "--preempt", "on"]).wait();
     refused.one_line(&["container or a chroot", "--listen"]);
-    scene.restore(&vm, &["--mode", "lazy"]).wait().success();
+    scene.restore(&vm, &["--memory", "lazy"]).wait().success();
     vm.assert_beats(&scene.machine);
     scene.assert_tidy();
 }
@@ -252,7 +252,7 @@ fn a_qemu_whose_process_is_not_seen_is_passed_its_one_channel() {
     scene.save(&[]);
     let vm = scene.start("vm", &[], &incoming(&[]));
     let (socket, snapshot) = (vm.socket(), scene.snapshot());
-    let words = ["restore", text(&snapshot), "--qmp", &socket, "--mode", "lazy"];
+    let words = ["restore", text(&snapshot), "--qmp", &socket, "--memory", "lazy"];
     let contained = ["unshare", "--pid", "--fork", "--mount-proc"];
     let refused = scene.limosa(&contained, &[&words[..], &["--preempt", "on"]].concat()).wait();
     refused.one_line(&["in a container", "--listen"]);
@@ -268,7 +268,7 @@ fn a_guard_that_has_no_place_to_meet_qemu_says_so_and_a_recovery_needs_none() {
     scene.save(&[]);
     let script = format!("mount -t tmpfs none {} && exec \"$@\"", scene.ours.path().join("tmp").display());
     let vm = scene.start("vm", &["unshare", "-m", "sh", "-c", &script, "sh"], &incoming(&[]));
-    let limosa = scene.restore(&vm, &["--mode", "lazy", "--max-bandwidth", "4K"]);
+    let limosa = scene.restore(&vm, &["--memory", "lazy", "--max-bandwidth", "4K"]);
     wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
     let guard = guard(&limosa).unwrap();
     limosa.signal(Signal::KILL);

@@ -84,7 +84,7 @@ fn a_file_that_is_being_served_is_not_replaced() {
     let bystander = Bystander::new(&machine);
     save(&bystander.vm, &file, &[]);
     let destination = machine.start_incoming().unwrap();
-    let mut restore = vec!["restore".to_owned(), "--mode".to_owned(), "lazy".to_owned()];
+    let mut restore = vec!["restore".to_owned(), "--memory".to_owned(), "lazy".to_owned()];
     restore.extend(["--max-bandwidth".to_owned(), "4K".to_owned(), "--qmp".to_owned()]);
     restore.extend([destination.qmp_socket().display().to_string(), file.display().to_string()]);
     let pager = start(restore);

@@ -1,5 +1,6 @@
 //! `limosa run`: a VM comes back in a QEMU that limosa starts, and to its caller limosa looks like that QEMU.
 
+mod mapped;
 mod scene;
 mod terminal;
 
@@ -14,7 +15,7 @@ use serde_json::json;
 #[test]
 fn a_beat_guest_goes_on_where_it_was_on_limosas_own_stdout() {
     needs_qemu!();
-    for how in [&["--mode", "lazy"][..], &["--mode", "lazy", "--preempt", "on"], &["--mode", "eager"]] {
+    for how in [&["--memory", "lazy"][..], &["--memory", "lazy", "--preempt", "on"], &["--memory", "eager"]] {
         let scene = Scene::new();
         let run = scene.start(how, &[]);
         run.assert_goes_on();
@@ -32,7 +33,7 @@ fn a_beat_guest_goes_on_where_it_was_on_limosas_own_stdout() {
 fn said_so_limosa_tells_what_it_does() {
     needs_qemu!();
     let scene = Scene::new();
-    let run = scene.start(&["-v"], &[]);
+    let run = scene.start(&["-v", "--memory", "lazy"], &[]);
     run.wait_laps(1);
     wait_for("the report", || run.limosa.stderr().contains("all memory after").then_some(()));
     run.limosa.signal(Signal::TERM);
@@ -91,7 +92,7 @@ fn a_qemu_whose_memory_has_not_arrived_ends_when_signalled() {
     needs_qemu!();
     let scene = Scene::new();
     for signal in [Signal::TERM, Signal::KILL] {
-        let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "4K"], &[]);
+        let run = scene.start(&["--memory", "lazy", "--max-bandwidth", "4K"], &[]);
         run.wait_laps(1);
         let whom = if signal == Signal::TERM { run.limosa.pid() } else { run.qemu() };
         send(whom, signal);
@@ -106,7 +107,7 @@ fn a_qemu_whose_memory_has_not_arrived_ends_when_signalled() {
 fn qemu_outlives_a_limosa_that_is_killed_and_the_guard_brings_the_rest() {
     needs_qemu!();
     let scene = Scene::new();
-    let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "512K"], &[]);
+    let run = scene.start(&["--memory", "lazy", "--max-bandwidth", "512K"], &[]);
     run.wait_laps(1);
     let (qemu, qmp) = (run.qemu(), run.qmp());
     guard(&run.limosa);
@@ -122,7 +123,7 @@ fn qemu_outlives_a_limosa_that_is_killed_and_the_guard_brings_the_rest() {
 fn a_guest_whose_limosa_and_guard_were_killed_is_recovered_over_its_own_monitor() {
     needs_qemu!();
     let scene = Scene::new();
-    let run = scene.start(&["--mode", "lazy", "--max-bandwidth", "4K"], &[]);
+    let run = scene.start(&["--memory", "lazy", "--max-bandwidth", "4K"], &[]);
     run.wait_laps(1);
     let qmp = run.qmp();
     let guard = guard(&run.limosa).unwrap();
@@ -155,7 +156,7 @@ fn a_wrapper_before_qemu_and_a_confined_qemu_change_nothing() {
     needs_qemu!();
     let scene = Scene::new();
     let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
-    for options in [&["--mode", "lazy", "--preempt", "on"][..], &["--mode", "eager", "--via", "socket"]] {
+    for options in [&["--memory", "lazy", "--preempt", "on"][..], &["--memory", "eager", "--via", "socket"]] {
         let run = scene.start_behind(&["nice", "-n", "1"], options, &["-sandbox", sandbox]);
         run.assert_goes_on();
         run.limosa.signal(Signal::TERM);

@@ -14,7 +14,7 @@ use crate::stage::{Found, wait_for};
 fn words(scene: &Scene, channels: u8, compression: &str, over: Transport) -> Vec<String> {
     let listen = over.of_qemu(&scene.path(""));
     let mut words: Vec<_> =
-        ["--mode", "eager", "--via", "socket", "--compression", compression].map(str::to_owned).into();
+        ["--memory", "eager", "--via", "socket", "--compression", compression].map(str::to_owned).into();
     words.extend(["--channels".to_owned(), channels.to_string()]);
     words.extend(listen.into_iter().flat_map(|uri| ["--listen".to_owned(), uri]));
     words
@@ -130,7 +130,7 @@ fn memory_of_every_kind_of_page_comes_back_on_channels_over_what_was_there() {
                 // What an earlier VM left in the file: nothing of it may show where the snapshot has zeros.
                 Prefill::mixed(22).fill(destination.memory_file().unwrap(), BYTES).unwrap();
             }
-            let words = [&["--mode", "eager", "--via", "socket"], more].concat();
+            let words = [&["--memory", "eager", "--via", "socket"], more].concat();
             scene.restore(snapshot, &destination, &words).success();
             filling.verify(destination.memory_file().unwrap(), BYTES).unwrap_or_else(|error| {
                 panic!("{kind}, {more:?}: {error:#}");
@@ -147,7 +147,7 @@ fn qemu_reads_the_file_on_as_many_channels_as_are_set() {
     for channels in ["1", "5"] {
         let destination = beat().start_incoming().unwrap();
         let found = Found::of(&destination);
-        let words = ["--mode", "eager", "--via", "file", "--paused", "--channels", channels];
+        let words = ["--memory", "eager", "--via", "file", "--paused", "--channels", channels];
         scene.restore(&saved.snapshot, &destination, &words).success();
         assert!(memory_of(&destination) == memory);
         found.assert_same_but(&destination, "paused");
@@ -164,10 +164,10 @@ fn channels_where_they_have_no_place_are_refused_or_explained() {
     let refused = |words: &[&str], said: &[&str]| {
         assert_failed(&scene.restore(&saved.snapshot, &destination, words), said);
     };
-    refused(&["--mode", "lazy", "--channels", "2"], &["lazy", "multifd excludes postcopy", "--mode eager"]);
-    let compressed = ["--mode", "eager", "--via", "file", "--channels", "2", "--compression", "zstd"];
+    refused(&["--memory", "lazy", "--channels", "2"], &["lazy", "multifd excludes postcopy", "--memory eager"]);
+    let compressed = ["--memory", "eager", "--via", "file", "--channels", "2", "--compression", "zstd"];
     refused(&compressed, &["not compressed", "--via socket"]);
-    let looking = ["--mode", "eager", "--via", "file", "--channels", "2", "--zero-page-detection", "multifd"];
+    let looking = ["--memory", "eager", "--via", "file", "--channels", "2", "--zero-page-detection", "multifd"];
     refused(&looking, &["as they are", "--via socket"]);
     for usage in [
         &["--channels", "0"][..],
@@ -196,7 +196,7 @@ fn a_restore_on_channels_that_is_cancelled_puts_qemu_back_and_one_whose_qemu_end
     let scene = Scene::new();
     let (saved, _) = saved(&scene, &beat());
     let words =
-        ["--mode", "eager", "--via", "socket", "--channels", "3", "--compression", "zlib", "--max-bandwidth", "64K"];
+        ["--memory", "eager", "--via", "socket", "--channels", "3", "--compression", "zlib", "--max-bandwidth", "64K"];
     for kill in [false, true] {
         let destination = beat().start_incoming().unwrap();
         let found = Found::of(&destination);

@@ -19,7 +19,7 @@ use crate::stage::{Program, assert_beats};
 fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Program, limosa_testkit::Qmp) {
     let destination = beat().start_incoming().unwrap();
     let socket = scene.path("control");
-    let words = [&["--mode", "lazy", "--control", text(&socket)], &TRICKLE[..], more].concat();
+    let words = [&["--memory", "lazy", "--control", text(&socket)], &TRICKLE[..], more].concat();
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
     wait_guest(&limosa);
     assert_beats(&destination);
@@ -114,7 +114,7 @@ fn one_flipped_byte_of_checksummed_memory_is_refused_when_its_chunk_is_served() 
 
     // Lazily, the guest runs on what is sound and stalls before it gets what is not.
     let destination = beat().start_incoming().unwrap();
-    let ended = scene.restore(&saved.snapshot, &destination, &["--mode", "lazy"]);
+    let ended = scene.restore(&saved.snapshot, &destination, &["--memory", "lazy"]);
     let wrong = ["RAM block mem: checksum of the chunk at block offset 0x1800000", "the file is damaged"];
     assert_failed(&ended, &wrong);
     wait_migration_status(&destination, "postcopy-paused");
@@ -124,7 +124,7 @@ fn one_flipped_byte_of_checksummed_memory_is_refused_when_its_chunk_is_served() 
     // Eagerly there is no guest at all.
     for via in ["file", "socket"] {
         let eager = beat().start_incoming().unwrap();
-        let ended = scene.restore(&saved.snapshot, &eager, &["--mode", "eager", "--via", via]);
+        let ended = scene.restore(&saved.snapshot, &eager, &["--memory", "eager", "--via", via]);
         assert_failed(&ended, &wrong);
         assert!(eager.serial().lines().is_empty());
     }
@@ -152,7 +152,7 @@ fn damage_that_shows_before_the_guest_runs_leaves_no_guest() {
     std::fs::write(&saved.snapshot, &bytes).unwrap();
     for preempt in ["on", "off"] {
         let destination = machine.start_incoming().unwrap();
-        let ended = scene.restore(&saved.snapshot, &destination, &["--mode", "lazy", "--preempt", preempt]);
+        let ended = scene.restore(&saved.snapshot, &destination, &["--memory", "lazy", "--preempt", preempt]);
         assert_failed(&ended, &["checksum of the chunk at block offset", "start a new one"]);
         assert!(destination.serial().lines().is_empty());
         scene.assert_tidy();
@@ -183,7 +183,7 @@ fn a_snapshot_edited_anywhere_outside_its_pages_is_refused_in_one_line_or_comes_
         }
         std::fs::write(&edited, &bytes).unwrap();
         let destination = machine.start_incoming().unwrap();
-        let ended = scene.restore(&edited, &destination, &["--mode", "lazy"]);
+        let ended = scene.restore(&edited, &destination, &["--memory", "lazy"]);
         if ended.status.success() {
             assert_consistent(&destination);
             back += 1;

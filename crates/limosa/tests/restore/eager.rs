@@ -8,7 +8,7 @@ use crate::stage::Found;
 fn comes_back_eagerly(scene: &Scene, saved: &Saved, how: &[&str]) {
     let destination = beat().start_incoming().unwrap();
     let found = Found::of(&destination);
-    let words: Vec<&str> = ["--mode", "eager", "--paused", "--json"].iter().chain(how).copied().collect();
+    let words: Vec<&str> = ["--memory", "eager", "--paused", "--json"].iter().chain(how).copied().collect();
     let report = scene.restore(&saved.snapshot, &destination, &words).json();
     assert_eq!((report["mode"].as_str(), report["vm_state"].as_str()), (Some("eager"), Some("paused")), "{report}");
     let sent = report["channel"].is_object();
@@ -64,7 +64,7 @@ fn a_running_guest_that_comes_back_eagerly_goes_on_by_itself() {
     let saved = saved_beat(&scene, &beat(), &[]);
     for via in ["file", "socket"] {
         let destination = beat().start_incoming().unwrap();
-        scene.restore(&saved.snapshot, &destination, &["--mode", "eager", "--via", via]).success();
+        scene.restore(&saved.snapshot, &destination, &["--memory", "eager", "--via", via]).success();
         assert_eq!(destination.run_state().unwrap(), "running");
         saved.assert_goes_on(&destination);
         assert_consistent(&destination);

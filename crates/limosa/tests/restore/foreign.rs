@@ -36,7 +36,7 @@ fn comes_back_lazily(scene: &Scene, machine: &Machine, saved: &Saved) -> PathBuf
         limosa(scene, &["import", text(&saved.snapshot), text(&snapshot), "--json", "--force", "--no-sync"]).json();
     assert!(told["pages"]["normal"].as_u64() > Some(0), "{told}");
     let destination = machine.start_incoming().unwrap();
-    let report = scene.restore(&snapshot, &destination, &["--mode", "lazy", "--json"]).json();
+    let report = scene.restore(&snapshot, &destination, &["--memory", "lazy", "--json"]).json();
     assert_eq!(report["mode"], "lazy");
     saved.assert_goes_on(&destination);
     assert_consistent(&destination);
@@ -115,7 +115,7 @@ fn a_background_snapshot_which_has_no_end_of_memory_is_imported() {
     let snapshot = scene.path("imported");
     limosa(&scene, &["import", text(&stream), text(&snapshot), "--checksum"]).success();
     let destination = beat().start_incoming().unwrap();
-    scene.restore(&snapshot, &destination, &["--mode", "lazy"]).success();
+    scene.restore(&snapshot, &destination, &["--memory", "lazy"]).success();
     assert_ballast(&destination);
     assert_consistent(&destination);
 }
@@ -164,7 +164,7 @@ fn a_recorded_stream_is_restored_eagerly_as_it_is_and_leaves_nothing() {
         assert_ballast(&destination);
     }
     let destination = beat().start_incoming().unwrap();
-    scene.restore(&stream, &destination, &["--mode", "lazy"]).one_line(&["limosa import", "stream"]);
+    scene.restore(&stream, &destination, &["--memory", "lazy"]).one_line(&["limosa import", "stream"]);
     scene.recover(&stream, &destination).one_line(&["limosa import", "stream"]);
     let file = File::options().write(true).open(&stream).unwrap();
     file.set_len(file.metadata().unwrap().len() - 10).unwrap();

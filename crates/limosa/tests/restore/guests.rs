@@ -22,7 +22,7 @@ fn linux_keeps_counting_while_its_memory_comes_and_after() {
     drop(source);
 
     let destination = machine.start_incoming().unwrap();
-    let words: Vec<&str> = ["--mode", "lazy"].into_iter().chain(TRICKLE).collect();
+    let words: Vec<&str> = ["--memory", "lazy"].into_iter().chain(TRICKLE).collect();
     let limosa = scene.start_restore(&snapshot, &destination, &words);
     wait_guest(&limosa);
     let first = destination.wait_counts(1).unwrap();
@@ -50,9 +50,9 @@ fn one_vm_saved_and_restored_twenty_times_in_a_row_never_misses_a_beat() {
         drop(vm);
         vm = machine.start_incoming().unwrap();
         let how: &[&str] = match round % 4 {
-            0 | 3 => &["--mode", "lazy"],
-            1 => &["--mode", "eager", "--via", "socket"],
-            _ => &["--mode", "eager", "--via", "file"],
+            0 | 3 => &["--memory", "lazy"],
+            1 => &["--memory", "eager", "--via", "socket"],
+            _ => &["--memory", "eager", "--via", "file"],
         };
         scene.restore(&snapshot, &vm, how).success();
         assert_beats(&vm);
@@ -79,7 +79,7 @@ fn a_guest_with_memory_in_a_private_file_comes_back_eagerly_because_it_cannot_la
     let destination = machine.start_incoming().unwrap();
     let found = Found::of(&destination);
     let why = "memory backend private maps a file privately";
-    scene.restore(&saved.snapshot, &destination, &["--mode", "lazy"]).one_line(&["cannot restore lazily", why]);
+    scene.restore(&saved.snapshot, &destination, &["--memory", "lazy"]).one_line(&["cannot restore lazily", why]);
     found.assert_same(&destination);
     let said = scene.restore(&saved.snapshot, &destination, &[]).success();
     assert!(said.stderr.contains(&format!("restoring eagerly: {why}")), "{}", said.stderr);
@@ -98,7 +98,7 @@ fn a_guest_with_a_balloon_that_hints_free_pages_comes_back() {
         let snapshot = scene.save(&source, via, &["--via", via, "--force"]);
         drop(source);
         let destination = machine.start_incoming().unwrap();
-        scene.restore(&snapshot, &destination, &["--mode", mode]).success();
+        scene.restore(&snapshot, &destination, &["--memory", mode]).success();
         destination.wait_counts(3).unwrap();
         assert_eq!(destination.shell("echo alive").unwrap(), ["alive"]);
     }
@@ -151,7 +151,7 @@ fn free_pages_that_a_guest_hints_are_not_stored_and_what_it_holds_comes_back() {
     for (snapshot, mode) in [(0, "lazy"), (0, "eager"), (1, "lazy"), (2, "eager")] {
         let snapshot = &snapshots[snapshot];
         let destination = machine.start_incoming().unwrap();
-        scene.restore(snapshot, &destination, &["--mode", mode]).success();
+        scene.restore(snapshot, &destination, &["--memory", mode]).success();
         assert_eq!(destination.shell("md5sum /held").unwrap(), sum, "{} {mode}", snapshot.display());
         destination.wait_counts(2).unwrap();
     }
@@ -171,10 +171,10 @@ fn memory_of_every_kind_of_page_comes_back_to_the_bit() {
     });
     for snapshot in &snapshots {
         for how in [
-            &["--mode", "lazy", "--preempt", "on"][..],
-            &["--mode", "lazy", "--preempt", "off"],
-            &["--mode", "eager"],
-            &["--mode", "eager", "--via", "socket"],
+            &["--memory", "lazy", "--preempt", "on"][..],
+            &["--memory", "lazy", "--preempt", "off"],
+            &["--memory", "eager"],
+            &["--memory", "eager", "--via", "socket"],
         ] {
             let destination = machine.start_incoming_stopped().unwrap();
             // What an earlier VM left in the file: nothing of it may show where the snapshot has zeros.
@@ -186,7 +186,7 @@ fn memory_of_every_kind_of_page_comes_back_to_the_bit() {
         }
         // QEMU's own loader would leave it there.
         let destination = machine.start_incoming_stopped().unwrap();
-        let refused = scene.restore(snapshot, &destination, &["--mode", "eager", "--via", "file"]);
+        let refused = scene.restore(snapshot, &destination, &["--memory", "eager", "--via", "file"]);
         assert_failed(&refused, &["memory backend", "old contents", "--via socket"]);
     }
 }

@@ -29,7 +29,7 @@ fn the_very_instant_comes_back_into_huge_pages_with_checksums_verified() {
     let saved = saved_beat(&scene, &beat(), &["--checksum"]);
     for preempt in ["on", "off"] {
         let destination = machine.start_incoming().unwrap();
-        let words = ["--mode", "lazy", "--paused", "--json", "--preempt", preempt];
+        let words = ["--memory", "lazy", "--paused", "--json", "--preempt", preempt];
         let report = scene.restore(&saved.snapshot, &destination, &words).json();
         assert_eq!(report["mode"], "lazy", "{report}");
         saved.assert_is_back(&destination);
@@ -57,7 +57,7 @@ fn memory_goes_from_small_pages_into_huge_ones_and_back_to_the_bit() {
     drop(source);
     for preempt in ["on", "off"] {
         let vm = huge.start_incoming_stopped().unwrap();
-        let words = ["--mode", "lazy", "--preempt", preempt];
+        let words = ["--memory", "lazy", "--preempt", preempt];
         scene.restore(&from_small, &vm, &words).success();
         verify(&vm, "small to huge");
         let from_huge = scene.save(&vm, preempt, &["--via", if preempt == "on" { "socket" } else { "file" }]);
@@ -71,7 +71,7 @@ fn memory_goes_from_small_pages_into_huge_ones_and_back_to_the_bit() {
     // Eagerly too, by both routes.
     for via in ["file", "socket"] {
         let vm = huge.start_incoming_stopped().unwrap();
-        scene.restore(&from_small, &vm, &["--mode", "eager", "--via", via]).success();
+        scene.restore(&from_small, &vm, &["--memory", "eager", "--via", via]).success();
         verify(&vm, via);
     }
 }

@@ -86,7 +86,7 @@ fn kill_and_bring_back(
         Left::Nothing => {
             drop(destination);
             let fresh = machine.start_incoming().unwrap();
-            scene.restore(&saved.snapshot, &fresh, &["--mode", "lazy"]).success();
+            scene.restore(&saved.snapshot, &fresh, &["--memory", "lazy"]).success();
             saved.assert_goes_on(&fresh);
             assert_beats(&fresh);
             return Left::Nothing;
@@ -181,7 +181,7 @@ pub(crate) fn killed_often(times: u32, machine: &Machine, how: &[&str], victims:
     let scene = Scene::new();
     let saved = saved_beat(&scene, &walker(), &[]);
     // How long a whole restore takes here and now: the moments are spread over that.
-    let how: Vec<&str> = ["--mode", "lazy", "--max-bandwidth", "64M"].iter().chain(how).copied().collect();
+    let how: Vec<&str> = ["--memory", "lazy", "--max-bandwidth", "64M"].iter().chain(how).copied().collect();
     let whole = {
         let destination = machine.start_incoming().unwrap();
         let begun = Instant::now();
@@ -236,7 +236,7 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
         let saved = saved_beat(&scene, &beat(), &[]);
         let found = Found::of(&beat().start_incoming().unwrap());
         let destination = beat().start_incoming().unwrap();
-        let words = [&["--mode", "lazy", "--preempt", preempt], &TRICKLE[..]].concat();
+        let words = [&["--memory", "lazy", "--preempt", preempt], &TRICKLE[..]].concat();
         let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
         wait_guest(&limosa);
         // A processor that waits for a page in the middle of an interrupt keeps the main loop from coming to the ballast. A
@@ -281,7 +281,7 @@ fn kill_both(limosa: Program) {
 /// A guest whose pager was killed while the ballast was missing.
 fn interrupted(scene: &Scene, saved: &Saved, more: &[&str]) -> Vm {
     let destination = beat().start_incoming().unwrap();
-    let words = [&["--mode", "lazy"], &TRICKLE[..], more].concat();
+    let words = [&["--memory", "lazy"], &TRICKLE[..], more].concat();
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
     wait_guest(&limosa);
     assert_beats(&destination);
@@ -390,7 +390,7 @@ fn a_recovery_of_what_needs_none_is_refused() {
     recover().one_line(&[none, "without --recover"]);
 
     // One whose pager lives.
-    let words: Vec<&str> = ["--mode", "lazy"].into_iter().chain(TRICKLE).collect();
+    let words: Vec<&str> = ["--memory", "lazy"].into_iter().chain(TRICKLE).collect();
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
     wait_guest(&limosa);
     let line = recover().one_line(&["in the middle of a restore"]);

@@ -43,7 +43,7 @@ fn a_sparse_guest_of_256_gib_comes_back_lazily_in_bounded_memory() {
     drop(source);
 
     let destination = machine.start_incoming().unwrap();
-    let words = [&["--mode", "lazy", "--run"], &TRICKLE[..]].concat();
+    let words = [&["--memory", "lazy", "--run"], &TRICKLE[..]].concat();
     let limosa = scene.start_restore(&snapshot, &destination, &words);
     wait_guest(&limosa);
     assert_consistent(&destination);

@@ -18,7 +18,7 @@ pub(crate) fn comes_back_lazily(scene: &Scene, machine: &Machine, how: &[&str]) 
     let destination = machine.start_incoming().unwrap();
     let found = Found::of(&destination);
     let socket = scene.path("control");
-    let mut words = vec!["--mode", "lazy", "--json", "--control", text(&socket)];
+    let mut words = vec!["--memory", "lazy", "--json", "--control", text(&socket)];
     words.extend(TRICKLE);
     words.extend(how);
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
@@ -91,7 +91,7 @@ fn a_lazy_restore_at_full_speed_brings_the_very_instant_back() {
         let machine = beat();
         let saved = saved_beat(&scene, &machine, how);
         let destination = machine.start_incoming().unwrap();
-        let words = ["--mode", "lazy", "--paused", "--preempt", preempt];
+        let words = ["--memory", "lazy", "--paused", "--preempt", preempt];
         scene.restore(&saved.snapshot, &destination, &words).success();
         assert_eq!(destination.run_state().unwrap(), "paused");
         saved.assert_is_back(&destination);
@@ -112,7 +112,7 @@ fn a_file_that_stock_qemu_wrote_comes_back_lazily() {
         let at_save = source.check_beat().unwrap();
         drop(source);
         let destination = machine.start_incoming().unwrap();
-        scene.restore(&snapshot, &destination, &["--mode", "lazy", "--paused"]).success();
+        scene.restore(&snapshot, &destination, &["--memory", "lazy", "--paused"]).success();
         assert_eq!(destination.check_beat().unwrap(), at_save);
         assert_ballast(&destination);
         destination.cont().unwrap();

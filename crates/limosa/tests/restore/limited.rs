@@ -70,9 +70,11 @@ fn a_guest_that_is_mostly_zero_fits_into_a_twelfth_of_its_memory() {
     let (empty, little) = saved(&scene, 64 << 10);
     assert!(contents > CONTENTS && contents < CONTENTS + (16 << 20), "{contents}");
     for memory in [MemoryBackend::Anonymous, MemoryBackend::Memfd] {
-        for how in
-            [&["--mode", "lazy"][..], &["--mode", "eager", "--via", "socket"], &["--mode", "eager", "--via", "file"]]
-        {
+        for how in [
+            &["--memory", "lazy"][..],
+            &["--memory", "eager", "--via", "socket"],
+            &["--memory", "eager", "--via", "file"],
+        ] {
             // What QEMU itself takes, its firmware and its buffers: measured where the same machine has next to no contents.
             let own = restored(&scene, &empty, &machine(64 << 10, memory), how);
             let came = restored(&scene, &full, &machine(CONTENTS, memory), how);

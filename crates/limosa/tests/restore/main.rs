@@ -18,6 +18,7 @@ mod interrupted;
 mod large;
 mod lazy;
 mod limited;
+mod mapped;
 mod refusals;
 mod run_state;
 mod steered;

@@ -16,7 +16,7 @@ fn refused(scene: &Scene, snapshot: &Path, machine: &Machine, words: &[&str]) {
     let destination = machine.start_incoming().unwrap();
     let found = Found::of(&destination);
     for mode in ["auto", "lazy", "eager"] {
-        let line = scene.restore(snapshot, &destination, &["--mode", mode]).one_line(words);
+        let line = scene.restore(snapshot, &destination, &["--memory", mode]).one_line(words);
         assert!(line.contains("; "), "it does not say what to do: {line}");
     }
     found.assert_same(&destination);
@@ -47,9 +47,9 @@ fn a_device_that_the_destination_lacks_leaves_no_guest_and_qemus_word_for_it() {
     let scene = Scene::new();
     let saved = saved_beat(&scene, &small_beat().balloon(), &[]);
     for how in [
-        &["--mode", "lazy", "--preempt", "on"][..],
-        &["--mode", "lazy", "--preempt", "off"],
-        &["--mode", "eager", "--via", "socket"],
+        &["--memory", "lazy", "--preempt", "on"][..],
+        &["--memory", "lazy", "--preempt", "off"],
+        &["--memory", "eager", "--via", "socket"],
     ] {
         let destination = small_beat().start_incoming().unwrap();
         let ended = scene.restore(&saved.snapshot, &destination, how);
@@ -197,7 +197,7 @@ fn memory_is_not_restored_with_a_disk_that_was_written_since() {
     file.set_modified(saved_at + std::time::Duration::from_secs(60)).unwrap();
     let words = ["disk0", text(&path), "was written after the VM was saved", "--disks ignore"];
     for mode in ["lazy", "eager"] {
-        scene.restore(&snapshot, &destination, &["--mode", mode]).one_line(&words);
+        scene.restore(&snapshot, &destination, &["--memory", mode]).one_line(&words);
     }
     // Gone, as far as its name goes.
     std::fs::rename(&path, scene.path("elsewhere")).unwrap();

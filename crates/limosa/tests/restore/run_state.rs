@@ -9,7 +9,7 @@ use crate::scene::{Scene, small_beat};
 use crate::stage::assert_beats;
 
 const WAYS: [&[&str]; 3] =
-    [&["--mode", "lazy"], &["--mode", "eager", "--via", "file"], &["--mode", "eager", "--via", "socket"]];
+    [&["--memory", "lazy"], &["--memory", "eager", "--via", "file"], &["--memory", "eager", "--via", "socket"]];
 
 /// Restores in every way into a destination that was started with and without `-S`, and expects the same state each time.
 fn comes_back(scene: &Scene, snapshot: &Path, words: &[&str], state: &str) {

@@ -16,7 +16,7 @@ use crate::stage::{Found, Program, assert_beats, wait_for, wait_gone};
 /// A destination, and a limosa that has the guest running there and the ballast still to send.
 fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Program) {
     let destination = beat().start_incoming().unwrap();
-    let words = [&["--mode", "lazy"], &TRICKLE[..], more].concat();
+    let words = [&["--memory", "lazy"], &TRICKLE[..], more].concat();
     let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
     wait_guest(&limosa);
     (destination, limosa)
@@ -196,7 +196,7 @@ fn a_detached_eager_restore_returns_when_all_memory_is_there() {
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);
     let destination = beat().start_incoming().unwrap();
-    scene.restore(&saved.snapshot, &destination, &["--detach", "--mode", "eager"]).success();
+    scene.restore(&saved.snapshot, &destination, &["--detach", "--memory", "eager"]).success();
     assert_eq!(destination.run_state().unwrap(), "running");
     saved.assert_goes_on(&destination);
     assert_consistent(&destination);

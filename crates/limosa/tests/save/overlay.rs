@@ -59,7 +59,7 @@ fn memory_and_disk_of_a_writing_guest_are_of_one_instant_and_both_vms_go_on() {
         // The restored VM uses its own overlay, and neither disturbs the other.
         let own = fresh_overlay(folder.path(), &format!("own-{round}"), &below.0, below.1);
         let restored = linux_on(&own, DiskFormat::Qcow2).start_incoming().unwrap();
-        limosa(restore_arguments(&restored, &snapshot, &["--mode", mode])).success();
+        limosa(restore_arguments(&restored, &snapshot, &["--memory", mode])).success();
         wait_writes(restored.serial(), 4);
         let first = first_written(&restored);
         // The line that was cut off by the save may have its end here, which is no whole line.

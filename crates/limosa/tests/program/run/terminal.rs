@@ -130,7 +130,8 @@ fn ctrl_z_stops_the_guest_and_its_pager_and_fg_continues_both() {
     shell.args(["--norc", "--noprofile", "-i"]).env("TMPDIR", scene.path("tmp")).env("PS1", "ready> ");
     let mut terminal = Terminal::start(&shell);
     terminal.wait_shown("ready> ");
-    let command = scene.command(&["--mode", "lazy", "--max-bandwidth", "4K"], &scene.snapshot, &words_of(&scene.line));
+    let command =
+        scene.command(&["--memory", "lazy", "--max-bandwidth", "4K"], &scene.snapshot, &words_of(&scene.line));
     let words = [command.get_program()].into_iter().chain(command.get_args());
     let line: Vec<String> = words.map(|word| format!("'{}'", word.to_str().unwrap())).collect();
     // In a file: a terminal takes no line of more than 4096 bytes.

@@ -1,0 +1,78 @@
+//! The QEMU of `limosa run` is started, with the snapshot as its memory where that is possible.
+
+use std::ffi::OsString;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use anyhow::bail;
+use limosa_qemu::qmp::{Options, Qmp, QmpError};
+use limosa_qemu::{BlockPlace, MappedCommandLine, launch, map_memory, missing_memory_option};
+use limosa_snapshot::Snapshot;
+
+use super::{GONE_WITHIN, Notice, Qemu, program};
+use crate::args::{MemoryArg, RunArgs};
+use crate::relay::Relay;
+
+/// A QEMU, and its monitor if it has opened one.
+type Greeted = (Qemu, Result<Qmp, QmpError>);
+
+/// Starts QEMU and waits for its monitor.
+pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &Notice) -> anyhow::Result<Greeted> {
+    let Some(words) = mapped_words(args, snapshot, notice)? else { return launched(args, &args.command, &[], relay) };
+    let (mut qemu, greeted) = launched(args, &words, &[snapshot.as_fd()], relay)?;
+    if greeted.is_ok() || qemu.relay.end_was_asked() || !qemu.ended_within(GONE_WITHIN)? {
+        return Ok((qemu, greeted));
+    }
+    let Some(option) = missing_memory_option(&args.command) else { return Ok((qemu, greeted)) };
+    qemu.reap()?;
+    let why = format!("{} has no option {option} of memory-backend-file; QEMU 8.2 and newer have it", qemu.program);
+    if args.how.memory == MemoryArg::Mapped {
+        bail!("the memory cannot be mapped: {why}; use --memory auto");
+    }
+    notice.tell(&format!("the memory is not mapped: {why}"));
+    launched(args, &args.command, &[], qemu.relay)
+}
+
+fn launched(args: &RunArgs, words: &[OsString], kept: &[BorrowedFd<'_>], relay: Relay) -> anyhow::Result<Greeted> {
+    let launched = launch(words, kept)?;
+    relay.aim(launched.child.id());
+    let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
+    Ok((Qemu { child, relay, program: program(&args.command) }, greeted))
+}
+
+/// The command line by which the snapshot is the memory; `None` if it is not to be, or cannot be and need not.
+fn mapped_words(args: &RunArgs, snapshot: &Snapshot, notice: &Notice) -> anyhow::Result<Option<Vec<OsString>>> {
+    let required = match args.how.memory {
+        MemoryArg::Mapped => true,
+        MemoryArg::Auto => false,
+        MemoryArg::Lazy | MemoryArg::Eager => return Ok(None),
+    };
+    match map(args, snapshot, required) {
+        Ok(found) => {
+            found.notices.iter().for_each(|line| notice.tell(line));
+            Ok(Some(found.words))
+        }
+        Err(why) if required => bail!("the memory cannot be mapped: {why}; use --memory auto"),
+        Err(why) => {
+            notice.tell(&format!("the memory is not mapped: {why}"));
+            Ok(None)
+        }
+    }
+}
+
+fn map(args: &RunArgs, snapshot: &Snapshot, required: bool) -> Result<MappedCommandLine, String> {
+    if !snapshot.is_mappable() {
+        return Err(format!(
+            "{} was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {0}",
+            args.snapshot.display()
+        ));
+    }
+    if args.how.channels.channels.is_some() {
+        return Err("--channels is for memory that is sent".to_owned());
+    }
+    if snapshot.has_checksums() && !required {
+        return Err("its checksums would all have to be verified before the guest runs".to_owned());
+    }
+    // The open file itself, whatever has its name by then.
+    let file = format!("/dev/fd/{}", snapshot.as_fd().as_raw_fd());
+    map_memory(&args.command, &BlockPlace::of(snapshot), &file)
+}

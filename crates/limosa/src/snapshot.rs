@@ -1,0 +1,36 @@
+//! `limosa snapshot`: what is done to a snapshot file itself.
+
+use std::process::ExitCode;
+
+use limosa_console::{print_out, quantity, say};
+use limosa_snapshot::seal_snapshot;
+use serde_json::json;
+
+use crate::args::{SealArgs, SnapshotArgs, SnapshotCommand};
+
+pub(crate) fn run(args: &SnapshotArgs) -> anyhow::Result<ExitCode> {
+    match &args.command {
+        SnapshotCommand::Seal(args) => seal(args),
+    }
+}
+
+fn seal(args: &SealArgs) -> anyhow::Result<ExitCode> {
+    let sealed = seal_snapshot(&args.snapshot)?;
+    let path = args.snapshot.display();
+    if sealed.was_mappable {
+        say!("{path}: was mappable already; it is read-only");
+    } else {
+        say!("{path}: mappable and read-only; {} pages of old contents taken out", quantity::count(sealed.cleared));
+    }
+    if args.json {
+        print_out!(
+            "{}",
+            json!({
+                "was_mappable": sealed.was_mappable,
+                "cleared_pages": sealed.cleared,
+                "explicit_zero_pages": sealed.explicit_zero,
+            })
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
