@@ -9,12 +9,18 @@
 //! file that its owner may not write is replaced all the same: that is a matter of its directory. So
 //! [`open_for_exclusive`] opens for writing where that is allowed.
 //!
+//! A mapped file is another matter: who maps it keeps the file that it has, whatever gets its name. So a VM that maps it holds a
+//! second lock, of the open file description (OFD locks, fcntl(2)), which only what writes into the file takes exclusively.
+//!
 //! A server holds the lock shared for as long as it answers faults. A save that will replace the file holds it
 //! exclusively from before the VM is touched until the new file has the name, so that it is refused at once rather than
 //! after gigabytes, and so that two saves never race for one name.
 
+#![allow(unsafe_code, reason = "OFD locks are taken with fcntl")]
+
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _};
 use std::path::Path;
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -25,6 +31,8 @@ use crate::error::SnapshotError;
 
 const SERVED: &str = "it is being served to a restored VM, or another save is replacing it; \
                       wait for that to end, or save under another name";
+const MAPPED: &str = "a VM maps it as its memory; wait for its end, or work on a copy";
+const WRITTEN: &str = "limosa is writing to it; try again when that has ended";
 const REPLACED: &str = "a save is replacing it; try again when that has ended";
 
 /// Takes the lock of a server: shared, without waiting.
@@ -47,6 +55,33 @@ pub(crate) fn open_for_exclusive(directory: impl AsFd, name: impl Arg + Copy) ->
 /// Takes the lock of a replacer: exclusive, without waiting.
 pub(crate) fn exclusive(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
     take(file, path, FlockOperation::NonBlockingLockExclusive, SERVED)
+}
+
+/// Takes the lock of a VM that maps the file: shared, for as long as the description is open in any process.
+pub(crate) fn mapping(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
+    take_whole(file, path, libc::F_RDLCK, WRITTEN)
+}
+
+/// Takes the lock of who writes into the file, on a writable description.
+pub(crate) fn writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
+    take_whole(file, path, libc::F_WRLCK, MAPPED)
+}
+
+fn take_whole(file: impl AsFd, path: &Path, kind: libc::c_int, by: &'static str) -> Result<(), SnapshotError> {
+    // SAFETY: all fields are integers, for which zeros are values: the whole file, from its beginning.
+    let mut range: libc::flock = unsafe { std::mem::zeroed() };
+    range.l_type = libc::c_short::try_from(kind).unwrap_or_default();
+    range.l_whence = libc::c_short::try_from(libc::SEEK_SET).unwrap_or_default();
+    // SAFETY: reads the structure, which outlives the call.
+    let result = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        _ if result == 0 => Ok(()),
+        Some(libc::EAGAIN | libc::EACCES) => Err(SnapshotError::Locked { path: path.to_path_buf(), by }),
+        // A filesystem without such locks: nobody can be kept from anything there.
+        Some(libc::ENOLCK | libc::EINVAL | libc::EOPNOTSUPP) => Ok(()),
+        _ => Err(SnapshotError::io("lock it", path, None, error)),
+    }
 }
 
 /// Gives the lock back at once, also if a forked child still holds a copy of the descriptor.

@@ -57,7 +57,9 @@ pub fn seal_snapshot(path: &Path) -> Result<Sealed, SnapshotError> {
     snapshot.check_restorable()?;
     let mut sealed = Sealed { was_mappable: snapshot.is_mappable(), cleared: 0, explicit_zero: 0 };
     if !sealed.was_mappable {
-        let file = StoreFile::new(writable(&held, path)?, path);
+        let file = writable(&held, path)?;
+        lock::writing(&file, path)?;
+        let file = StoreFile::new(file, path);
         let sync = || file.sync();
         let (layout, mut memory) = (snapshot.layout(), snapshot.memory().clone());
         sealed.cleared = clear_unstored(&file, &memory)?;

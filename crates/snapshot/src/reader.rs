@@ -5,7 +5,7 @@
 //! modification time): a file cut short, or cut and filled up again with holes, is an error and never zeros in a guest.
 
 use std::fs::{File, OpenOptions};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -241,6 +241,27 @@ impl Snapshot {
     /// part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot).
     pub fn is_mappable(&self) -> bool {
         self.manifest().is_some_and(|manifest| manifest.mappable)
+    }
+
+    /// A descriptor of the file for a process that maps it as memory. As long as it is open anywhere, limosa does not write to the
+    /// file; replacing it is no harm to who has it mapped.
+    ///
+    /// # Errors
+    /// The file cannot be opened again, or is being written to.
+    pub fn mapping_descriptor(&self) -> Result<OwnedFd, SnapshotError> {
+        let name = format!("/proc/self/fd/{}", self.file.fd().as_raw_fd());
+        let opened = File::open(name).map_err(|error| self.file.io("open it again", None, error))?;
+        lock::mapping(&opened, self.file.path())?;
+        Ok(opened.into())
+    }
+
+    /// Checks all recorded checksums, each once; does nothing if none were recorded. What is mapped is not looked at again.
+    ///
+    /// # Errors
+    /// As [`verify`](Self::verify).
+    pub fn verify_all(&self) -> Result<(), SnapshotError> {
+        let mut places = self.anatomy.memory.places.iter().enumerate();
+        places.try_for_each(|(block, place)| self.verify(block, PageRange::first(place.pages)))
     }
 
     /// Makes the file read-only for all users, because it is about to be mapped as memory.
