@@ -53,18 +53,19 @@ const FLAGS: [&str; 39] = [
 
 /// An option on a command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct CommandOption<'a> {
+pub struct CommandOption<'a> {
     /// Its name without dashes.
-    pub(super) name: &'a str,
+    pub name: &'a str,
     /// Its value; empty for one without.
-    pub(super) value: &'a str,
+    pub value: &'a str,
     /// The index of the value among all words.
-    pub(super) at: usize,
+    pub at: usize,
 }
 
 /// QEMU's own options in a command line that begins with a program. What stands before QEMU (taskset, nice, ...) has options of
 /// its own. Words that are no text are passed over.
-pub(super) fn options(words: &[OsString]) -> Vec<CommandOption<'_>> {
+#[must_use]
+pub fn options(words: &[OsString]) -> Vec<CommandOption<'_>> {
     let first = program(words) + 1;
     let mut found = Vec::new();
     let mut rest = words.iter().enumerate().skip(first);
@@ -84,7 +85,8 @@ pub(super) fn options(words: &[OsString]) -> Vec<CommandOption<'_>> {
 }
 
 /// The index of QEMU's own name in a command line; 0 if none looks like it.
-pub(crate) fn program(words: &[OsString]) -> usize {
+#[must_use]
+pub fn program(words: &[OsString]) -> usize {
     let named =
         |word: &OsString| Path::new(word).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"qemu"));
     words.iter().position(named).unwrap_or(0)
@@ -92,11 +94,16 @@ pub(crate) fn program(words: &[OsString]) -> usize {
 
 /// A list of `key=value`, or a JSON object of them, in order. JSON values come as text, `true` as `on`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Properties(Vec<(String, String)>);
+pub struct Properties {
+    list: Vec<(String, String)>,
+    /// Whether it was, and is to be, a JSON object.
+    json: Option<serde_json::Map<String, Value>>,
+}
 
 impl Properties {
     /// Reads a list whose first element may be a value of `first` without its key.
-    pub(super) fn read(text: &str, first: &str) -> Self {
+    #[must_use]
+    pub fn read(text: &str, first: &str) -> Self {
         if text.starts_with('{') {
             return Self::read_json(text);
         }
@@ -112,7 +119,7 @@ impl Properties {
                 },
             }
         }
-        Self(found)
+        Self { list: found, json: None }
     }
 
     fn read_json(text: &str) -> Self {
@@ -122,22 +129,53 @@ impl Properties {
             Value::Bool(on) => if on { "on" } else { "off" }.to_owned(),
             other => other.to_string(),
         };
-        Self(object.into_iter().map(|(key, value)| (key, text(value))).collect())
+        let list = object.clone().into_iter().map(|(key, value)| (key, text(value))).collect();
+        Self { list, json: Some(object) }
+    }
+
+    /// Gives a key a value, in place of all that it had.
+    pub fn set(&mut self, key: &str, value: &str) {
+        match self.list.iter_mut().rev().find(|(name, _)| name == key) {
+            Some((_, old)) => value.clone_into(old),
+            None => self.list.push((key.to_owned(), value.to_owned())),
+        }
+        if let Some(object) = &mut self.json {
+            object.insert(key.to_owned(), value.into());
+        }
+    }
+
+    /// As an option's value.
+    #[must_use]
+    pub fn to_option(&self) -> String {
+        if let Some(object) = &self.json {
+            return Value::Object(object.clone()).to_string();
+        }
+        let element = |(key, value): &(String, String)| format!("{key}={}", escaped(value));
+        self.list.iter().map(element).collect::<Vec<_>>().join(",")
+    }
+
+    /// The JSON object that it is, if it is one.
+    #[must_use]
+    pub fn json_mut(&mut self) -> Option<&mut serde_json::Map<String, Value>> {
+        self.json.as_mut()
     }
 
     /// The last value of a key, which is the one that counts.
-    pub(super) fn get(&self, key: &str) -> Option<&str> {
-        self.0.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.list.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
     }
 
     /// Whether a switch is on.
-    pub(super) fn is_on(&self, key: &str) -> bool {
+    #[must_use]
+    pub fn is_on(&self, key: &str) -> bool {
         matches!(self.get(key), Some("on" | "yes" | "true" | "y"))
     }
 
     /// The first key of a set that is there.
-    pub(super) fn first_of<'a>(&self, keys: &[&'a str]) -> Option<&'a str> {
-        keys.iter().copied().find(|key| self.0.iter().any(|(name, _)| name == key))
+    #[must_use]
+    pub fn first_of<'a>(&self, keys: &[&'a str]) -> Option<&'a str> {
+        keys.iter().copied().find(|key| self.list.iter().any(|(name, _)| name == key))
     }
 }
 
@@ -163,12 +201,14 @@ fn elements(text: &str) -> Vec<String> {
 }
 
 /// A value as an element of a list.
-pub(super) fn escaped(value: &str) -> String {
+#[must_use]
+pub fn escaped(value: &str) -> String {
     value.replace(',', ",,")
 }
 
 /// A size in bytes; `unit` bytes where it has no suffix.
-pub(super) fn size(text: &str, unit: u64) -> Option<u64> {
+#[must_use]
+pub fn size(text: &str, unit: u64) -> Option<u64> {
     let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let unit = match text.get(digits.len()..)? {
         "" => unit,

@@ -7,9 +7,10 @@
 #![allow(unsafe_code)] // between fork and exec there is no safe call
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::ops::ControlFlow;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -18,8 +19,8 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::FdFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
+use crate::command_line;
 use crate::job::JobError;
-use crate::mapping::program;
 use crate::program;
 use crate::qmp::{Options, Qmp, QmpError};
 use crate::remedy::Remedy;
@@ -49,7 +50,7 @@ pub struct Launched {
 /// # Errors
 /// [`JobError::Refused`] if it says itself what it waits for, or leaves its terminal.
 pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
-    let own = words.get(program(words)..).unwrap_or_default();
+    let own = words.get(command_line::program(words)..).unwrap_or_default();
     // QEMU takes its options with one dash and with two.
     let has = |option: &str| own.iter().any(|word| word == option || *word == *format!("-{option}"));
     if has("-incoming") {
@@ -75,20 +76,55 @@ pub struct CommandLine {
 /// # Errors
 /// If the program cannot be started.
 pub fn launch(words: &[OsString], kept: &[BorrowedFd<'_>]) -> Result<Launched, JobError> {
-    let program = words.first().map_or(OsStr::new(""), OsString::as_os_str);
-    let failed = |source: io::Error| JobError::Path { what: "start", path: program.into(), source };
+    let failed = |source: io::Error| JobError::Path { what: "start", path: first(words).into(), source };
     let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .map_err(|errno| failed(errno.into()))?;
     let configuration = configuration(theirs.as_raw_fd()).map_err(failed)?;
-    let mut command = Command::new(program);
-    command.args(words.get(1..).unwrap_or_default());
+    let mut command = command(words);
     command.args(["-incoming", "defer", "-readconfig"]).arg(format!("/dev/fd/{}", configuration.as_raw_fd()));
-    let inherited: Vec<RawFd> = [theirs.as_raw_fd(), configuration.as_raw_fd()]
-        .into_iter()
-        .chain(kept.iter().map(AsRawFd::as_raw_fd))
-        .collect();
+    let kept = [&[theirs.as_fd(), configuration.as_fd()], kept].concat();
+    let child = spawn(&mut command, &kept).map_err(failed)?;
+    Ok(Launched { child, socket })
+}
+
+/// Starts a QEMU that takes its VM from `stream`, one end of a socket pair, and ends if the stream ends before it is whole. It
+/// has a session of its own and says what it has to say into `log`.
+///
+/// # Errors
+/// If the program cannot be started.
+pub fn launch_from(
+    words: &[OsString],
+    stream: BorrowedFd<'_>,
+    kept: &[BorrowedFd<'_>],
+    log: &File,
+) -> Result<Child, JobError> {
+    let failed = |source: io::Error| JobError::Path { what: "start", path: first(words).into(), source };
+    let mut command = command(words);
+    command.arg("-incoming").arg(format!("fd:{}", stream.as_raw_fd()));
+    command.stdin(Stdio::null()).stdout(log.try_clone().map_err(failed)?).stderr(log.try_clone().map_err(failed)?);
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; this is one system call.
+    unsafe {
+        command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(io::Error::from));
+    }
+    let kept = [&[stream], kept].concat();
+    spawn(&mut command, &kept).map_err(failed)
+}
+
+fn first(words: &[OsString]) -> &OsStr {
+    words.first().map_or(OsStr::new(""), OsString::as_os_str)
+}
+
+fn command(words: &[OsString]) -> Command {
+    let mut command = Command::new(first(words));
+    command.args(words.get(1..).unwrap_or_default());
+    command
+}
+
+/// Starts a program that inherits descriptors under the numbers that they have.
+fn spawn(command: &mut Command, kept: &[BorrowedFd<'_>]) -> io::Result<Child> {
+    let inherited: Vec<RawFd> = kept.iter().map(AsRawFd::as_raw_fd).collect();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; setting the flags of a descriptor is one
-    // system call, and nothing is allocated. This function holds all of the descriptors open until the child has been started.
+    // system call, and nothing is allocated. Whoever calls this holds the descriptors open until it returns.
     unsafe {
         command.pre_exec(move || {
             for descriptor in &inherited {
@@ -97,16 +133,14 @@ pub fn launch(words: &[OsString], kept: &[BorrowedFd<'_>]) -> Result<Launched, J
             Ok(())
         });
     }
-    let child = command.spawn().map_err(failed)?;
-    drop((theirs, configuration));
-    Ok(Launched { child, socket })
+    command.spawn()
 }
 
 /// The option that a QEMU lacks to map a snapshot as memory, if it lacks one: asked of the program itself, which starts no
 /// guest for it.
 #[must_use]
 pub fn missing_memory_option(words: &[OsString]) -> Option<&'static str> {
-    let own = words.get(..=program(words))?;
+    let own = words.get(..=command_line::program(words))?;
     let mut command = Command::new(own.first()?);
     command.args(own.get(1..)?).args(["-object", "memory-backend-file,help"]).stdin(Stdio::null());
     let mut told = Vec::new();
@@ -127,7 +161,7 @@ fn configuration(monitor: RawFd) -> io::Result<OwnedFd> {
         "[chardev \"{ID}\"]\n  backend = \"socket\"\n  fd = \"{monitor}\"\n[mon \"{ID}\"]\n  chardev = \"{ID}\"\n  mode = \
          \"control\"\n"
     );
-    let mut file = std::fs::File::from(memfd_create("limosa-run", MemfdFlags::CLOEXEC)?);
+    let mut file = File::from(memfd_create("limosa-run", MemfdFlags::CLOEXEC)?);
     file.write_all(text.as_bytes())?;
     file.seek(SeekFrom::Start(0))?;
     Ok(file.into())

@@ -30,6 +30,7 @@
 //! # Ok::<(), limosa_qemu::qmp::QmpError>(())
 //! ```
 
+pub mod command_line;
 mod destination;
 mod guard;
 mod image;
@@ -51,7 +52,7 @@ pub mod takeover;
 pub use destination::{Catalogue, CatalogueError, QemuSections, examine as examine_destination};
 pub use guard::{Guard, GuardEnd, GuardError, run as run_guard};
 pub use job::{JobError, Watch};
-pub use launch::{CommandLine, Launched, check as check_command_line, launch, missing_memory_option};
+pub use launch::{CommandLine, Launched, check as check_command_line, launch, launch_from, missing_memory_option};
 pub use mapping::{BlockPlace, MappedCommandLine, map_memory};
 pub use marker::{JobKind, JobMarker, JobPhase, MarkerError, Overlay, VmAfter};
 pub use process::{Liveness, ProcessIdentity};

@@ -41,6 +41,13 @@ impl ProcessIdentity {
         Self { pid, started, place: place(), name }
     }
 
+    /// Another process of this host, if it lives.
+    #[must_use]
+    pub fn of(pid: u32) -> Option<Self> {
+        let (name, started) = stat(pid)?;
+        Some(Self { pid, started, place: place(), name })
+    }
+
     /// Whether the process lives now. A process that has ended but was not reaped counts as dead.
     #[must_use]
     pub fn liveness(&self) -> Liveness {

@@ -7,11 +7,9 @@
 //! The law: **no page is left out of the stream unless it is known to be there.** That a QEMU maps the right file at the
 //! right place is read off the process itself, not off its command line or the file's name, which may be another's by now.
 
-mod command_line;
 mod maps;
-mod options;
 mod recognize;
+mod rewrite;
 
-pub use command_line::{BlockPlace, MappedCommandLine, map_memory};
-pub(crate) use options::program;
 pub(crate) use recognize::{Mapped, recognize};
+pub use rewrite::{BlockPlace, MappedCommandLine, map_memory};

@@ -9,7 +9,7 @@ use limosa_snapshot::Snapshot;
 use limosa_stream::mapped_ram::MappedBlock;
 use serde_json::json;
 
-use super::options::{CommandOption, Properties, escaped, options, size};
+use crate::command_line::{CommandOption, Properties, escaped, options, size};
 
 /// A RAM block and its place in a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]

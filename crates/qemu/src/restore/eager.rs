@@ -6,10 +6,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use limosa_channel::ZeroCopy;
-use limosa_migrate::{
-    MigrateError, MultifdSourceOptions, PageSource, Phase, PrecopyOptions, PrecopySource, PrecopyStats,
-};
-use limosa_page::{PageNumber, PageRange};
+use limosa_migrate::{MigrateError, MultifdSourceOptions, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
 use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;
@@ -36,7 +33,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[String]) -> Result<RestoreRepo
             (job.watch.notice)(&format!("{error}; whoever writes to it changes the memory of running VMs"));
         }
         // No page of theirs will be looked at again.
-        verify(job)?;
+        job.snapshot.verify_all()?;
     }
     let wish = settings(by_file, job.options.channels);
     let change = job.monitor.plan_settings(&wish)?;
@@ -139,7 +136,8 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
         )),
         (Route::File, Some(why)) => Err(JobError::refused(why, Remedy::Socket)),
         (Route::File, None) => {
-            verify(job)?;
+            // QEMU reads them behind limosa's back.
+            job.snapshot.verify_all()?;
             Ok(true)
         }
         (Route::Socket, _) => Ok(false),
@@ -172,17 +170,6 @@ fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
         names.push("pc.ram".to_owned());
     }
     Ok(names)
-}
-
-/// Verifies every chunk before QEMU reads them behind limosa's back.
-fn verify(job: &RestoreJob<'_>) -> Result<(), JobError> {
-    if !job.snapshot.has_checksums() {
-        return Ok(());
-    }
-    for (block, layout) in job.snapshot.start().blocks.iter().enumerate() {
-        job.snapshot.verify(block, PageRange::new(PageNumber(0), PageNumber(layout.pages())))?;
-    }
-    Ok(())
 }
 
 /// QEMU reads the file through a descriptor.
