@@ -4,6 +4,7 @@
 
 mod balloon;
 mod channels;
+mod clone;
 mod endpoint;
 mod img;
 mod import;
@@ -24,6 +25,10 @@ use clap::{Parser, Subcommand};
 
 pub(crate) use balloon::{BalloonArgs, BalloonCommand, BalloonCtlArgs, BalloonCtlCommand, BalloonServeArgs};
 pub(crate) use channels::ChannelArgs;
+pub(crate) use clone::{
+    BackingArg, CloneArgs, CloneCommand, CloneMemoryArg, ListClonesArgs, MakeClonesArgs, RemoveClonesArgs,
+    StopClonesArgs,
+};
 pub(crate) use endpoint::EndpointArgs;
 pub(crate) use img::{ImgArgs, ImgCommand};
 pub(crate) use import::{ExportArgs, ImportArgs};
@@ -65,6 +70,8 @@ pub(crate) enum Command {
     Send(SendArgs),
     /// Start a QEMU and restore a VM into it; terminal, signals and exit status are that QEMU's
     Run(RunArgs),
+    /// Start many VMs of one snapshot that share its memory; list, end and remove them
+    Clone(CloneArgs),
     /// Continue a VM that an interrupted job left paused
     Resume(ResumeArgs),
     /// Convert a recorded migration stream or a libvirt save image into a snapshot

@@ -6,6 +6,7 @@
 mod args;
 mod balloon;
 mod bars;
+mod clone;
 mod compare;
 mod detach;
 mod endpoint;
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         Command::Receive(args) => receive::run(&args),
         Command::Send(args) => send::run(&args),
         Command::Run(args) => run::run(&args, cli.verbose),
+        Command::Clone(args) => clone::run(&args),
         Command::Resume(args) => resume::run(&args),
         Command::Import(args) => import::run(&args),
         Command::Export(args) => export::run(&args),

@@ -3,6 +3,7 @@
 use anyhow::anyhow;
 use limosa_balloon::StatisticsError;
 use limosa_channel::{ChannelError, KernelTlsFailure, TlsFailure, TlsRefusal};
+use limosa_clone::CloneError;
 use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
 use limosa_qemu::takeover::Outcome;
@@ -184,6 +185,17 @@ fn of_job(error: &JobError) -> Option<String> {
     })
 }
 
+fn of_clone(error: &CloneError) -> Option<String> {
+    Some(match error {
+        CloneError::Running { .. } => "; end it with limosa clone stop, or give --force".into(),
+        CloneError::Memory { .. } => "; use --memory auto, which gives each clone a copy".into(),
+        CloneError::Unknown { .. } => "; limosa clone list shows those that there are".into(),
+        CloneError::Job(error) => of_job(error)?,
+        CloneError::Snapshot(error) => of_snapshot(error)?,
+        _ => return None,
+    })
+}
+
 fn of_marker(error: &MarkerError) -> Option<String> {
     Some(match error {
         MarkerError::Elsewhere(_) => "; if it is gone, run 'limosa resume --force'".into(),
@@ -212,7 +224,8 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         let marker = || cause.downcast_ref().and_then(of_marker);
         let resume = || cause.downcast_ref().and_then(of_resume);
         let snapshot = || cause.downcast_ref().and_then(of_snapshot);
-        let found = job.or_else(marker).or_else(resume).or_else(snapshot);
+        let clone = || cause.downcast_ref().and_then(of_clone);
+        let found = job.or_else(clone).or_else(marker).or_else(resume).or_else(snapshot);
         if found.is_some() {
             return found;
         }

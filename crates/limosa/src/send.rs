@@ -10,7 +10,6 @@ use limosa_channel::{Channel, Options, Tls};
 use limosa_migrate::{
     Job, MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
 };
-use limosa_page::PageRange;
 use limosa_qemu::{BlockPlace, LazyReport};
 use limosa_snapshot::Snapshot;
 use serde_json::json;
@@ -78,9 +77,7 @@ fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<Str
     if !snapshot.is_mappable() {
         bail!("{path}: was not made to be mapped; make it so: limosa snapshot seal {path}");
     }
-    for (block, layout) in snapshot.layout().blocks.iter().enumerate() {
-        snapshot.verify(block, PageRange::first(layout.pages))?;
-    }
+    snapshot.verify_all()?;
     snapshot.protect()?;
     let memory = BlockPlace::of(snapshot).into_iter().filter(BlockPlace::is_guest_memory);
     Ok(memory.map(|block| block.name).collect())

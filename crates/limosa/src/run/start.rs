@@ -17,8 +17,11 @@ type Greeted = (Qemu, Result<Qmp, QmpError>);
 
 /// Starts QEMU and waits for its monitor.
 pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &Notice) -> anyhow::Result<Greeted> {
-    let Some(words) = mapped_words(args, snapshot, notice)? else { return launched(args, &args.command, &[], relay) };
-    let (mut qemu, greeted) = launched(args, &words, &[snapshot.as_fd()], relay)?;
+    let file = snapshot.mapping_descriptor()?;
+    let Some(words) = mapped_words(args, snapshot, file.as_fd(), notice)? else {
+        return launched(args, &args.command, &[], relay);
+    };
+    let (mut qemu, greeted) = launched(args, &words, &[file.as_fd()], relay)?;
     if greeted.is_ok() || qemu.relay.end_was_asked() || !qemu.ended_within(GONE_WITHIN)? {
         return Ok((qemu, greeted));
     }
@@ -40,13 +43,18 @@ fn launched(args: &RunArgs, words: &[OsString], kept: &[BorrowedFd<'_>], relay: 
 }
 
 /// The command line by which the snapshot is the memory; `None` if it is not to be, or cannot be and need not.
-fn mapped_words(args: &RunArgs, snapshot: &Snapshot, notice: &Notice) -> anyhow::Result<Option<Vec<OsString>>> {
+fn mapped_words(
+    args: &RunArgs,
+    snapshot: &Snapshot,
+    file: BorrowedFd<'_>,
+    notice: &Notice,
+) -> anyhow::Result<Option<Vec<OsString>>> {
     let required = match args.how.memory {
         MemoryArg::Mapped => true,
         MemoryArg::Auto => false,
         MemoryArg::Lazy | MemoryArg::Eager => return Ok(None),
     };
-    match map(args, snapshot, required) {
+    match map(args, snapshot, file, required) {
         Ok(found) => {
             found.notices.iter().for_each(|line| notice.tell(line));
             Ok(Some(found.words))
@@ -59,7 +67,7 @@ fn mapped_words(args: &RunArgs, snapshot: &Snapshot, notice: &Notice) -> anyhow:
     }
 }
 
-fn map(args: &RunArgs, snapshot: &Snapshot, required: bool) -> Result<MappedCommandLine, String> {
+fn map(args: &RunArgs, snapshot: &Snapshot, file: BorrowedFd<'_>, required: bool) -> Result<MappedCommandLine, String> {
     if !snapshot.is_mappable() {
         return Err(format!(
             "{} was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {0}",
@@ -73,6 +81,6 @@ fn map(args: &RunArgs, snapshot: &Snapshot, required: bool) -> Result<MappedComm
         return Err("its checksums would all have to be verified before the guest runs".to_owned());
     }
     // The open file itself, whatever has its name by then.
-    let file = format!("/dev/fd/{}", snapshot.as_fd().as_raw_fd());
+    let file = format!("/dev/fd/{}", file.as_raw_fd());
     map_memory(&args.command, &BlockPlace::of(snapshot), &file)
 }

@@ -4,6 +4,11 @@
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod stage;
 
+#[path = "../stage/overlays.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod overlays;
+
+mod clones;
 mod devices;
 mod libvirt;
 mod matrix;

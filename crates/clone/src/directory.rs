@@ -1,0 +1,189 @@
+//! The clones of a directory: which there are, ending and removing them.
+//!
+//! The law: **exactly what was made is removed.** What else lies in a clone's directory stays, and so does the directory then.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
+use limosa_qemu::{Liveness, ProcessIdentity};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::CloneError;
+use crate::record::{RECORD, Record};
+
+/// How a clone is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// Its QEMU lives.
+    Running,
+    /// Its QEMU has ended.
+    Ended,
+    /// It never had its VM: the limosa that made it was killed.
+    Unfinished,
+}
+
+/// A clone in a directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Listed {
+    /// Its directory.
+    pub folder: PathBuf,
+    /// How it is.
+    pub state: State,
+    /// What was written down.
+    #[serde(flatten)]
+    pub record: Record,
+}
+
+/// How a clone is ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StopOptions {
+    /// How long the guest may take to shut down, before its QEMU is ended; none does not ask the guest.
+    pub power_down: Option<Duration>,
+    /// How long QEMU may take to end.
+    pub end_within: Duration,
+}
+
+impl Default for StopOptions {
+    fn default() -> Self {
+        Self { power_down: None, end_within: Duration::from_secs(5) }
+    }
+}
+
+/// What was removed of a clone.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[non_exhaustive]
+pub struct Removed {
+    /// Its name.
+    pub name: String,
+    /// What lies in its directory and was not made with it; the directory stays then.
+    pub kept: Vec<PathBuf>,
+}
+
+/// The clones of a directory, by number.
+///
+/// # Errors
+/// The directory or a record cannot be read.
+pub fn list(folder: &Path) -> Result<Vec<Listed>, CloneError> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).map_err(CloneError::path("read", folder))? {
+        let path = entry.map_err(CloneError::path("read", folder))?.path();
+        if let Some(record) = Record::read(&path)? {
+            found.push(Listed { state: state(&record), folder: path, record });
+        }
+    }
+    found.sort_by_key(|listed| listed.record.number);
+    Ok(found)
+}
+
+/// The clone of that name.
+fn find(folder: &Path, name: &str) -> Result<Listed, CloneError> {
+    let path = folder.join(name);
+    let unknown = || CloneError::Unknown { path: path.clone() };
+    // A name is one part of a path, and no way out of the directory.
+    if Path::new(name).components().count() != 1 || Path::new(name).file_name().is_none() {
+        return Err(unknown());
+    }
+    let record = Record::read(&path)?.ok_or_else(unknown)?;
+    Ok(Listed { state: state(&record), folder: path, record })
+}
+
+fn state(record: &Record) -> State {
+    let lives = record.process.as_ref().is_some_and(|process| match process.liveness() {
+        Liveness::Alive => true,
+        Liveness::Dead => false,
+        // Under another boot its socket is dead; in another container or on another host it may answer, or not be seen.
+        Liveness::Elsewhere => std::os::unix::net::UnixStream::connect(&record.monitor).is_ok(),
+    });
+    match (lives, record.loaded) {
+        (true, _) => State::Running,
+        (false, true) => State::Ended,
+        (false, false) => State::Unfinished,
+    }
+}
+
+/// Ends a clone's VM; nothing if it has ended. Returns whether it ran.
+///
+/// # Errors
+/// There is no such clone, or it does not end.
+pub fn stop(folder: &Path, name: &str, options: StopOptions) -> Result<bool, CloneError> {
+    let listed = find(folder, name)?;
+    let (State::Running, Some(process)) = (listed.state, &listed.record.process) else { return Ok(false) };
+    let connect = || Qmp::connect(&MonitorAddress::Unix(listed.record.monitor.clone()), &Options::default()).ok();
+    if let Some(patience) = options.power_down
+        && let Some(qmp) = connect()
+        && qmp.execute("system_powerdown", Value::Null).is_ok()
+    {
+        drop(qmp);
+        if ended_within(process, patience) {
+            return Ok(true);
+        }
+    }
+    if let Some(qmp) = connect() {
+        let _ = qmp.execute_within("quit", Value::Null, options.end_within);
+    }
+    let mut signals = [Signal::TERM, Signal::KILL].into_iter();
+    while !ended_within(process, options.end_within) {
+        let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
+        match (signals.next(), pid) {
+            // Still the very process: its start time is looked at right before.
+            (Some(signal), Some(pid)) if process.liveness() == Liveness::Alive => {
+                let _ = kill_process(pid, signal);
+            }
+            (Some(_), _) => {}
+            (None, _) => return Err(CloneError::Running { path: listed.folder, pid: process.pid }),
+        }
+    }
+    Ok(true)
+}
+
+fn ended_within(process: &ProcessIdentity, patience: Duration) -> bool {
+    let end = Instant::now() + patience;
+    while process.liveness() == Liveness::Alive {
+        if Instant::now() >= end {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    true
+}
+
+/// Removes an ended clone: its overlays, socket, log and record, and its directory if nothing else is in it.
+///
+/// # Errors
+/// There is no such clone, it runs, or something cannot be removed.
+pub fn remove(folder: &Path, name: &str) -> Result<Removed, CloneError> {
+    let Listed { folder: path, state, record } = find(folder, name)?;
+    if let (State::Running, Some(process)) = (state, &record.process) {
+        return Err(CloneError::Running { path, pid: process.pid });
+    }
+    let own = [record.monitor.clone(), record.log.clone(), path.join(format!(".{RECORD}"))];
+    let overlays = record.overlays.iter().map(|overlay| overlay.path.clone());
+    // The record goes last: until then the rest can be found again.
+    for file in own.into_iter().chain(overlays).chain([path.join(RECORD)]) {
+        // Only what lies in the clone's own directory was made with it.
+        if file.parent().and_then(|parent| fs::canonicalize(parent).ok()) != fs::canonicalize(&path).ok() {
+            continue;
+        }
+        match fs::remove_file(&file) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(CloneError::path("remove", file)(error));
+            }
+            _ => {}
+        }
+    }
+    let kept = match fs::remove_dir(&path) {
+        Ok(()) => Vec::new(),
+        Err(_) => fs::read_dir(&path)
+            .map_err(CloneError::path("read", &path))?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .collect(),
+    };
+    Ok(Removed { name: record.name, kept })
+}

@@ -1,0 +1,109 @@
+//! Why a clone was not started, ended or removed.
+
+use std::io;
+use std::path::PathBuf;
+
+use limosa_image::ImageError;
+use limosa_migrate::MigrateError;
+use limosa_qemu::JobError;
+use limosa_snapshot::SnapshotError;
+use thiserror::Error;
+
+/// Why something could not be done with clones.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum CloneError {
+    /// The snapshot.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+
+    /// QEMU, or the monitor.
+    #[error(transparent)]
+    Job(#[from] JobError),
+
+    /// The snapshot cannot be the memory of this command line's VM.
+    #[error("the memory cannot be mapped: {why}")]
+    Memory {
+        /// What speaks against it.
+        why: String,
+    },
+
+    /// A disk of the command line cannot be given an overlay, or would be shared by the clones.
+    #[error("{why}")]
+    Disk {
+        /// Which, and why.
+        why: String,
+    },
+
+    /// An overlay cannot be made.
+    #[error("cannot make an overlay ({}): {source}", path.display())]
+    Overlay {
+        /// The overlay.
+        path: PathBuf,
+        /// The image library's reason.
+        source: ImageError,
+    },
+
+    /// A file or directory: what was tried with it failed.
+    #[error("cannot {what} {}: {source}", path.display())]
+    Path {
+        /// What was tried.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// The kernel's reason.
+        source: io::Error,
+    },
+
+    /// The name of a clone is taken.
+    #[error("{}: is there already", path.display())]
+    Exists {
+        /// The clone's directory.
+        path: PathBuf,
+    },
+
+    /// There is no clone of that name.
+    #[error("{}: is no clone", path.display())]
+    Unknown {
+        /// Where it would be.
+        path: PathBuf,
+    },
+
+    /// It runs.
+    #[error("{}: runs (process {pid})", path.display())]
+    Running {
+        /// The clone's directory.
+        path: PathBuf,
+        /// Its QEMU.
+        pid: u32,
+    },
+
+    /// QEMU did not take the VM.
+    #[error("QEMU did not take the VM: {source}{}", said(log))]
+    NotTaken {
+        /// What limosa saw.
+        source: MigrateError,
+        /// The end of what QEMU said.
+        log: String,
+    },
+
+    /// QEMU has the VM and does not run it.
+    #[error("QEMU has the VM and does not run it ({state}){}", said(log))]
+    NotRunning {
+        /// Its run state.
+        state: String,
+        /// The end of what QEMU said.
+        log: String,
+    },
+}
+
+impl CloneError {
+    pub(crate) fn path(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Path { what, path, source }
+    }
+}
+
+fn said(log: &str) -> String {
+    if log.is_empty() { String::new() } else { format!("; it said: {log}") }
+}

@@ -1,0 +1,260 @@
+//! Clones started side by side.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use limosa_qemu::{BlockPlace, map_memory};
+use limosa_snapshot::{Snapshot, check_disks};
+
+use crate::disks::{self, FrozenDisk, OverlayPlan};
+use crate::error::CloneError;
+use crate::overlay::Backing;
+use crate::record::Record;
+use crate::start::start;
+use crate::template::CommandTemplate;
+
+/// How clones are made.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FleetOptions {
+    /// How many are started at a time; none: as many as there are processors.
+    pub jobs: Option<NonZeroUsize>,
+    /// How overlays name the disks below them.
+    pub backing: Backing,
+    /// Whether every clone must share the snapshot's memory; otherwise one whose memory cannot be mapped gets a copy.
+    pub must_map: bool,
+}
+
+/// A clone that runs.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Started {
+    /// What was written down of it.
+    pub record: Record,
+    /// The RAM blocks that it maps.
+    pub mapped_blocks: Vec<String>,
+    /// From the beginning until QEMU had its VM.
+    pub loaded: Duration,
+    /// From the beginning until QEMU said that it runs, or is as paused as it is to be.
+    pub running: Duration,
+    /// Its run state then.
+    pub state: String,
+    /// Pages that were sent.
+    pub sent_pages: u64,
+    /// Its QEMU, which goes on when this is dropped.
+    pub child: Option<Child>,
+}
+
+/// A clone that did not come about; nothing is left of it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Failure {
+    /// Its number.
+    pub number: u64,
+    /// Why.
+    pub error: CloneError,
+}
+
+/// What became of a call.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct FleetReport {
+    /// By number.
+    pub started: Vec<Started>,
+    /// By number.
+    pub failed: Vec<Failure>,
+    /// How many were not tried, because none of the first had come about.
+    pub not_tried: u64,
+}
+
+/// Makes clones of one snapshot.
+#[derive(Debug)]
+pub struct Fleet<'a> {
+    pub(crate) snapshot: &'a Snapshot,
+    pub(crate) snapshot_path: PathBuf,
+    pub(crate) folder: PathBuf,
+    pub(crate) template: CommandTemplate,
+    pub(crate) overlays: Vec<OverlayPlan>,
+    pub(crate) places: Vec<BlockPlace>,
+    /// What QEMU maps; it carries the lock of a mapped file for as long as a QEMU has it.
+    pub(crate) mapping: OwnedFd,
+    pub(crate) is_mapped: bool,
+    pub(crate) options: FleetOptions,
+    notices: Vec<String>,
+}
+
+impl<'a> Fleet<'a> {
+    /// Looks at everything that is the same for all clones, before anything is made: the snapshot, its disks, whether the command
+    /// line can be mapped. `folder` is made if it is not there.
+    ///
+    /// # Errors
+    /// A snapshot or a disk that is not what it was; a command line that cannot be cloned.
+    pub fn new(
+        snapshot: &'a Snapshot,
+        folder: &Path,
+        template: CommandTemplate,
+        options: FleetOptions,
+    ) -> Result<Self, CloneError> {
+        snapshot.check_restorable()?;
+        if let Some(change) = snapshot.manifest().and_then(|manifest| check_disks(manifest).into_iter().next()) {
+            let why = format!("{change}: memory and disk would be of different instants; put the disk back");
+            return Err(CloneError::Disk { why });
+        }
+        let recorded = snapshot.manifest().map(|manifest| manifest.disks.as_slice()).unwrap_or_default();
+        let frozen: Vec<_> =
+            recorded.iter().map(|disk| FrozenDisk { path: disk.path.clone(), format: disk.format.clone() }).collect();
+        let overlays = disks::plan(&frozen);
+        let places = BlockPlace::of(snapshot);
+        let probe = template.fill(0, "probe", folder);
+        let mut notices = Vec::new();
+        let mapped = match snapshot.is_mappable() {
+            false => Err("the snapshot was not made to be mapped; make it so: limosa snapshot seal".to_owned()),
+            true => map_memory(&probe, &places, "/dev/fd/0"),
+        };
+        let is_mapped = match mapped {
+            Ok(found) => {
+                notices.extend(found.notices);
+                true
+            }
+            Err(why) if options.must_map => return Err(CloneError::Memory { why }),
+            Err(why) => {
+                notices.push(format!("each clone gets a copy of the memory, because it cannot be mapped: {why}"));
+                false
+            }
+        };
+        fs::create_dir_all(folder).map_err(CloneError::path("make", folder))?;
+        let folder = fs::canonicalize(folder).map_err(CloneError::path("find", folder))?;
+        let snapshot_path = fs::canonicalize(snapshot.path()).map_err(CloneError::path("find", snapshot.path()))?;
+        if is_mapped {
+            if let Err(error) = snapshot.protect() {
+                notices.push(format!("{error}; whoever writes to it changes the memory of running VMs"));
+            }
+            snapshot.verify_all()?;
+        }
+        let mapping = snapshot.mapping_descriptor()?;
+        Ok(Self { snapshot, snapshot_path, folder, template, overlays, places, mapping, is_mapped, options, notices })
+    }
+
+    /// What a person should know before.
+    #[must_use]
+    pub fn notices(&self) -> &[String] {
+        &self.notices
+    }
+
+    /// Whether the clones share the snapshot's memory.
+    #[must_use]
+    pub fn is_mapped(&self) -> bool {
+        self.is_mapped
+    }
+
+    /// Bytes of the host's memory that `count` clones may come to need: the snapshot's contents once, or for each where they are
+    /// copied, and for each what QEMU takes for itself. What guests will write is not in it.
+    #[must_use]
+    pub fn estimate(&self, count: u64) -> u64 {
+        /// A QEMU with few devices has 30 to 60 MiB that it shares with no other (docs/benchmarks).
+        const QEMU_OWN: u64 = 48 << 20;
+        let contents = self.snapshot.stored_pages().saturating_mul(4096);
+        let copies = if self.is_mapped { 1 } else { count };
+        contents.saturating_mul(copies).saturating_add(count.saturating_mul(QEMU_OWN))
+    }
+
+    /// Starts `count` clones, each under the first free number, and calls `told` for each as it is decided, on any thread.
+    ///
+    /// One that fails leaves nothing and ends no other. When as many as are started at a time have failed and none has come about, the
+    /// rest are not tried.
+    pub fn start(&self, count: u64, told: &(dyn Fn(&Result<Started, Failure>) + Sync)) -> FleetReport {
+        let jobs = self.options.jobs.or_else(|| thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
+        let numbers = Mutex::new(FreeNumbers::in_folder(&self.folder));
+        let report = Mutex::new(FleetReport::default());
+        let left = AtomicU64::new(count);
+        let (good, bad) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let work = || {
+            let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+            while take().is_ok() {
+                if good.load(Ordering::Relaxed) == 0 && bad.load(Ordering::Relaxed) >= jobs {
+                    lock(&report).not_tried += 1;
+                    continue;
+                }
+                let done = self.start_one(&numbers);
+                if done.is_ok() { &good } else { &bad }.fetch_add(1, Ordering::Relaxed);
+                told(&done);
+                match done {
+                    Ok(started) => lock(&report).started.push(started),
+                    Err(failure) => lock(&report).failed.push(failure),
+                }
+            }
+        };
+        let threads = jobs.min(usize::try_from(count).unwrap_or(usize::MAX));
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(work);
+            }
+            work();
+        });
+        let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
+        report.started.sort_by_key(|started| started.record.number);
+        report.failed.sort_by_key(|failure| failure.number);
+        report
+    }
+
+    fn start_one(&self, numbers: &Mutex<FreeNumbers>) -> Result<Started, Failure> {
+        loop {
+            let number = lock(numbers).next();
+            match start(self, number) {
+                // Another limosa has taken it meanwhile.
+                Err(CloneError::Exists { .. }) => {}
+                done => return done.map_err(|error| Failure { number, error }),
+            }
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Numbers that no clone has.
+struct FreeNumbers {
+    taken: BTreeSet<u64>,
+    last: u64,
+}
+
+impl FreeNumbers {
+    fn in_folder(folder: &Path) -> Self {
+        let names =
+            fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        Self { taken: names.filter_map(|name| name.parse().ok()).collect(), last: 0 }
+    }
+
+    fn next(&mut self) -> u64 {
+        loop {
+            self.last += 1;
+            if !self.taken.contains(&self.last) {
+                return self.last;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_free_numbers_are_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["001", "003", "x"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        let mut numbers = FreeNumbers::in_folder(folder.path());
+        assert_eq!([numbers.next(), numbers.next(), numbers.next()], [2, 4, 5]);
+    }
+}

@@ -1,0 +1,33 @@
+//! Many VMs of one snapshot: memory mapped from the file, an overlay on each disk, a directory for each.
+//!
+//! | what | where |
+//! |---|---|
+//! | `{n}`, `{name}`, `{dir}` in a command line; its disks behind overlays | [`CommandTemplate`] |
+//! | starting clones, several at a time | [`Fleet`] |
+//! | which there are; ending and removing them | [`list`], [`stop`], [`remove`] |
+//! | what is written down of each | [`Record`] |
+//!
+//! The law: **a VM either runs and is listed, or is not there**, whatever is killed and whenever. A clone is written down with its
+//! process before it gets the last byte of its VM; a QEMU whose stream ends before ends itself.
+
+mod directory;
+mod disks;
+mod error;
+mod fleet;
+mod overlay;
+mod record;
+mod start;
+mod template;
+
+pub use directory::{Listed, Removed, State, StopOptions, list, remove, stop};
+pub use disks::{FrozenDisk, OverlayPlan};
+pub use error::CloneError;
+pub use fleet::{Failure, Fleet, FleetOptions, FleetReport, Started};
+pub use overlay::Backing;
+pub use record::{OverlayRecord, Record};
+pub use template::CommandTemplate;
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

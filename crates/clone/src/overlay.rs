@@ -1,0 +1,97 @@
+//! A clone's overlay on a frozen disk.
+
+use std::ffi::OsString;
+use std::path::{Component, Path, PathBuf};
+
+use limosa_image::chain::{self, OpenOptions};
+use limosa_image::qcow2::{CreateOptions, create};
+use limosa_image::reference::Reference;
+use limosa_image::{ImageError, Policy};
+use limosa_storage::{Create, FileOptions, FileStorage, LockPolicy, block_on};
+
+use crate::disks::FrozenDisk;
+use crate::error::CloneError;
+
+/// How an overlay names the disk below it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Backing {
+    /// By its absolute path: the overlay may be moved, the disk may not.
+    #[default]
+    Absolute,
+    /// By its path from the overlay's directory: both may be moved together.
+    Relative,
+}
+
+/// Makes an empty overlay at `path`, which must be free.
+pub(crate) fn make(path: &Path, disk: &FrozenDisk, backing: Backing) -> Result<(), CloneError> {
+    let failed = |source: ImageError| CloneError::Overlay { path: path.to_path_buf(), source };
+    let frozen = std::path::absolute(&disk.path).map_err(CloneError::path("find", &disk.path))?;
+    let name: OsString = match backing {
+        Backing::Absolute => frozen.clone().into(),
+        Backing::Relative => relative(path.parent().unwrap_or(Path::new("/")), &frozen).into(),
+    };
+    let size = length(&frozen, &disk.format)?;
+    let options = FileOptions { create: Create::New, ..FileOptions::default() };
+    let storage = FileStorage::open(path, &options).map_err(|error| failed(error.into()))?;
+    let options = CreateOptions {
+        size,
+        backing_file: Some(name),
+        backing_format: Some(disk.format.clone()),
+        ..CreateOptions::default()
+    };
+    block_on(create(&*storage, None, &options)).map(|_| ()).map_err(failed)
+}
+
+/// The length of a disk in bytes. Other clones read it, and nothing writes it.
+fn length(path: &Path, format: &str) -> Result<u64, CloneError> {
+    let failed = |source: ImageError| CloneError::Overlay { path: path.to_path_buf(), source };
+    let reference = Reference::named(path).map_err(|error| CloneError::Disk { why: error.to_string() })?;
+    let options = OpenOptions {
+        format: format.parse().ok(),
+        read_only: true,
+        lock: LockPolicy::None,
+        policy: Policy::Follow,
+        ..OpenOptions::default()
+    };
+    Ok(block_on(chain::open(&reference, &options)).map_err(failed)?.len())
+}
+
+/// The path of `to` from the directory `from`; both are absolute.
+fn relative(from: &Path, to: &Path) -> PathBuf {
+    let common = from.components().zip(to.components()).take_while(|(a, b)| a == b).count();
+    let up = from.components().skip(common).map(|_| Component::ParentDir);
+    up.chain(to.components().skip(common)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn relative_paths_lead_from_one_to_the_other() {
+        for (from, to, path) in [
+            ("/c/1", "/srv/disk", "../../srv/disk"),
+            ("/srv/c/1", "/srv/disk", "../../disk"),
+            ("/srv", "/srv/disk", "disk"),
+            ("/", "/disk", "disk"),
+        ] {
+            assert_eq!(relative(Path::new(from), Path::new(to)), Path::new(path));
+        }
+    }
+
+    #[test]
+    fn an_overlay_is_as_long_as_its_disk_and_names_it_as_asked() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = folder.path().join("disk");
+        std::fs::write(&disk, vec![7; 3 << 20]).unwrap();
+        let frozen = FrozenDisk { path: disk.clone(), format: "raw".into() };
+        for (backing, name) in [(Backing::Absolute, disk.to_str().unwrap()), (Backing::Relative, "disk")] {
+            let overlay = folder.path().join(format!("{backing:?}"));
+            make(&overlay, &frozen, backing).unwrap();
+            assert_eq!(length(&overlay, "qcow2").unwrap(), 3 << 20);
+            let bytes = std::fs::read(&overlay).unwrap();
+            assert!(bytes.windows(name.len()).any(|window| window == name.as_bytes()), "{name}");
+            assert!(make(&overlay, &frozen, backing).is_err(), "it is there already");
+        }
+    }
+}

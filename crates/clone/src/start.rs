@@ -1,0 +1,210 @@
+//! One clone is started.
+//!
+//! The order is what makes the crate's law true: the directory, the overlays, the record; QEMU, whose process is written down;
+//! only then its VM, which it takes from a socket pair. A QEMU that is left in between finds the end of its stream and ends.
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use limosa_channel::Channel;
+use limosa_migrate::{Control, MigrateError, PrecopyOptions, PrecopySource, Progress};
+use limosa_qemu::command_line::escaped;
+use limosa_qemu::monitor::{Monitor, RunState};
+use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
+use limosa_qemu::{JobError, MappedCommandLine, ProcessIdentity, launch_from, map_memory};
+
+use crate::disks;
+use crate::error::CloneError;
+use crate::fleet::{Fleet, Started};
+use crate::overlay;
+use crate::record::{OverlayRecord, RECORD, Record};
+
+/// How long QEMU may take to load the devices, or to open its monitor.
+const LOADED_WITHIN: Duration = Duration::from_secs(60);
+/// How often a QEMU is asked whether it runs.
+const ASK_EVERY: Duration = Duration::from_micros(500);
+/// Bytes of QEMU's log that an error shows.
+const LOG_SHOWN: u64 = 600;
+/// A unix socket's path has at most this many bytes (unix(7)).
+const SOCKET_PATH_MAX: usize = 107;
+
+/// What was made for a clone; removed when dropped, unless it is kept.
+struct Made {
+    folder: PathBuf,
+    files: Vec<PathBuf>,
+    child: Option<Child>,
+}
+
+impl Made {
+    fn new(folder: &Path) -> Result<Self, CloneError> {
+        match DirBuilder::new().mode(0o700).create(folder) {
+            Ok(()) => Ok(Self { folder: folder.to_path_buf(), files: Vec::new(), child: None }),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                Err(CloneError::Exists { path: folder.to_path_buf() })
+            }
+            Err(error) => Err(CloneError::path("make", folder)(error)),
+        }
+    }
+
+    /// A file in the directory, which is to be removed if the clone does not come about.
+    fn file(&mut self, name: &str) -> PathBuf {
+        let path = self.folder.join(name);
+        self.files.push(path.clone());
+        path
+    }
+
+    /// The clone is there.
+    fn keep(mut self) -> Option<Child> {
+        self.files.clear();
+        self.folder = PathBuf::new();
+        self.child.take()
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        for file in &self.files {
+            let _ = fs::remove_file(file);
+        }
+        if !self.folder.as_os_str().is_empty() {
+            let _ = fs::remove_dir(&self.folder);
+        }
+    }
+}
+
+/// Starts the clone of this number.
+pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneError> {
+    let begun = Instant::now();
+    let name = format!("{number:03}");
+    let folder = fleet.folder.join(&name);
+    let mut made = Made::new(&folder)?;
+    made.files.extend([folder.join(RECORD), folder.join(format!(".{RECORD}"))]);
+    let monitor = made.file("qmp");
+    let log_path = made.file("log");
+    if monitor.as_os_str().len() > SOCKET_PATH_MAX {
+        let why = std::io::Error::other(format!("a unix socket's path has at most {SOCKET_PATH_MAX} bytes"));
+        return Err(CloneError::path("listen at", monitor)(why));
+    }
+    let mut record = Record {
+        name: name.clone(),
+        number,
+        snapshot: fleet.snapshot_path.clone(),
+        snapshot_id: fleet.snapshot.manifest().map(|manifest| manifest.id),
+        process: None,
+        monitor: monitor.clone(),
+        log: log_path.clone(),
+        // Written down before they are made, so that what a kill leaves can be removed.
+        overlays: fleet
+            .overlays
+            .iter()
+            .map(|plan| OverlayRecord { path: folder.join(&plan.name), backing: plan.disk.path.clone() })
+            .collect(),
+        loaded: false,
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs()),
+    };
+    record.write(&folder)?;
+    for plan in &fleet.overlays {
+        let path = made.file(&plan.name);
+        overlay::make(&path, &plan.disk, fleet.options.backing)?;
+    }
+    let (words, mapped) = words(fleet, number, &name, &folder)?;
+    let log = File::create_new(&log_path).map_err(CloneError::path("create", &log_path))?;
+    let (near, theirs) = Channel::pair().map_err(JobError::from)?;
+    let kept: &[_] = if mapped.is_empty() { &[] } else { &[fleet.mapping.as_fd()] };
+    let child = launch_from(&words, theirs.as_fd(), kept, &log)?;
+    drop(theirs);
+    record.process = ProcessIdentity::of(child.id());
+    made.child = Some(child);
+    record.write(&folder)?;
+    let control = Control::new();
+    let options = PrecopyOptions { in_place: mapped.clone(), patience: LOADED_WITHIN, ..PrecopyOptions::default() };
+    let stats = PrecopySource::new(fleet.snapshot, near, &control, &Progress::new(), options)
+        .run()
+        .map_err(|source| not_taken(source, &log))?;
+    let loaded = begun.elapsed();
+    let state = wait_started(&monitor, &log)?;
+    record.loaded = true;
+    record.write(&folder)?;
+    let child = made.keep();
+    Ok(Started {
+        record,
+        mapped_blocks: mapped,
+        loaded,
+        running: begun.elapsed(),
+        state,
+        sent_pages: stats.normal_pages,
+        child,
+    })
+}
+
+/// QEMU's command line for a clone, and the RAM blocks that are mapped.
+fn words(
+    fleet: &Fleet<'_>,
+    number: u64,
+    name: &str,
+    folder: &Path,
+) -> Result<(Vec<OsString>, Vec<String>), CloneError> {
+    let words = fleet.template.fill(number, name, folder);
+    let same = |name: &str, disk: &Path| is_same_file(name, disk);
+    let mut words = disks::rewrite(&words, &fleet.overlays, folder, &same).map_err(|why| CloneError::Disk { why })?;
+    let monitor = escaped(&folder.join("qmp").to_string_lossy());
+    words.extend(["-qmp".into(), format!("unix:{monitor},server=on,wait=off").into()]);
+    if !fleet.is_mapped {
+        return Ok((words, Vec::new()));
+    }
+    // The open file itself, whatever has its name by then.
+    let file = format!("/dev/fd/{}", fleet.mapping.as_raw_fd());
+    let MappedCommandLine { words, blocks, .. } =
+        map_memory(&words, &fleet.places, &file).map_err(|why| CloneError::Memory { why })?;
+    Ok((words, blocks))
+}
+
+fn is_same_file(name: &str, disk: &Path) -> bool {
+    let found = |path: &Path| fs::canonicalize(path).ok();
+    Path::new(name) == disk || found(Path::new(name)).is_some_and(|name| found(disk) == Some(name))
+}
+
+/// Waits until the VM is in the state in which it is to be.
+fn wait_started(monitor: &Path, log: &File) -> Result<String, CloneError> {
+    let options = Options { greeting: LOADED_WITHIN, ..Options::default() };
+    let qmp = Qmp::connect(&MonitorAddress::Unix(monitor.to_path_buf()), &options).map_err(JobError::from)?;
+    let monitor = Monitor::new(qmp);
+    let end = Instant::now() + LOADED_WITHIN;
+    loop {
+        let status = monitor.status().map_err(JobError::from)?;
+        match status.state {
+            RunState::Inmigrate if Instant::now() < end => thread::sleep(ASK_EVERY),
+            // It has the memory and could not take its disks.
+            RunState::Inmigrate => {
+                return Err(CloneError::NotRunning { state: status.state.to_string(), log: said(log) });
+            }
+            state => return Ok(state.to_string()),
+        }
+    }
+}
+
+fn not_taken(source: MigrateError, log: &File) -> CloneError {
+    // QEMU says why right before it ends.
+    thread::sleep(Duration::from_millis(50));
+    CloneError::NotTaken { source, log: said(log) }
+}
+
+/// The end of what QEMU said, in one line.
+fn said(log: &File) -> String {
+    let length = log.metadata().map_or(0, |found| found.len());
+    let start = length.saturating_sub(LOG_SHOWN);
+    let mut bytes = vec![0; usize::try_from(length - start).unwrap_or(0)];
+    let got = log.read_at(&mut bytes, start).unwrap_or(0);
+    bytes.truncate(got);
+    String::from_utf8_lossy(&bytes).trim().replace('\n', " | ")
+}

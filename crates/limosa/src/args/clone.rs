@@ -1,0 +1,130 @@
+//! The arguments of `limosa clone`.
+
+use std::ffi::OsString;
+use std::num::{NonZeroU64, NonZeroUsize};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueEnum};
+use limosa_console::parse;
+
+#[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    after_long_help = "In QEMU's words {n} is the clone's number, {name} its name and {dir} its directory.\n\n  \
+limosa clone vm.limosa --count 8 --dir /run/clones -- qemu-system-x86_64 -m 4G -name vm-{n} ...\n  \
+limosa clone list /run/clones\n  \
+limosa clone stop /run/clones\n  \
+limosa clone rm /run/clones 003\n\n\
+Each clone has a directory with its monitor (qmp), what QEMU says (log), its overlays and clone.json."
+)]
+pub(crate) struct CloneArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<CloneCommand>,
+
+    #[command(flatten)]
+    pub(crate) make: Option<MakeClonesArgs>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CloneMemoryArg {
+    /// `mapped` if the command line allows it, else each clone gets a copy of the memory; the reason is printed
+    Auto,
+    /// All clones share the snapshot file as their memory; what they write is their own
+    Mapped,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BackingArg {
+    /// By absolute path
+    Absolute,
+    /// By the path from the overlay's directory
+    Relative,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MakeClonesArgs {
+    /// The snapshot
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    /// How many VMs to start
+    #[arg(long, value_name = "N")]
+    pub(crate) count: NonZeroU64,
+
+    /// Where each clone gets a directory, under the first free number
+    #[arg(long, value_name = "DIR")]
+    pub(crate) dir: PathBuf,
+
+    /// How the clones get their memory
+    #[arg(long, value_enum, default_value_t = CloneMemoryArg::Auto)]
+    pub(crate) memory: CloneMemoryArg,
+
+    /// How many to start at a time; by default as many as there are processors
+    #[arg(long, value_name = "N")]
+    pub(crate) jobs: Option<NonZeroUsize>,
+
+    /// How overlays name the disks below them
+    #[arg(long, value_enum, default_value_t = BackingArg::Absolute)]
+    pub(crate) backing: BackingArg,
+
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// The command line that the saved VM was started with; limosa adds -incoming, a monitor and its memory
+    #[arg(value_name = "QEMU", last = true, required = true)]
+    pub(crate) command: Vec<OsString>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum CloneCommand {
+    /// List the clones of a directory
+    List(ListClonesArgs),
+    /// End VMs
+    Stop(StopClonesArgs),
+    /// Remove ended clones: overlays, logs, directories
+    Rm(RemoveClonesArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ListClonesArgs {
+    /// The directory
+    #[arg(value_name = "DIR")]
+    pub(crate) dir: PathBuf,
+
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StopClonesArgs {
+    /// The directory
+    #[arg(value_name = "DIR")]
+    pub(crate) dir: PathBuf,
+
+    /// Which; all if none is named
+    #[arg(value_name = "NAME")]
+    pub(crate) names: Vec<String>,
+
+    /// Ask the guest to shut down first, and wait this long for it
+    #[arg(long, value_name = "TIME", value_parser = parse::time)]
+    pub(crate) power_down: Option<Duration>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RemoveClonesArgs {
+    /// The directory
+    #[arg(value_name = "DIR")]
+    pub(crate) dir: PathBuf,
+
+    /// Which; all if none is named
+    #[arg(value_name = "NAME")]
+    pub(crate) names: Vec<String>,
+
+    /// End those that run
+    #[arg(long)]
+    pub(crate) force: bool,
+}

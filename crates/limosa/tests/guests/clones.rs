@@ -1,0 +1,302 @@
+//! `limosa clone`: many VMs of one snapshot, each with its own disks, none of which sees another's writes.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use limosa_testkit::{BeatGuest, DiskFormat, Machine, Qmp, check_beat, is_alive, kill9, scratch};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::needs_qemu;
+use crate::overlays::{linux_on, sectors_written, start_writer, wait_writes};
+use crate::stage::*;
+
+/// Where the beat guest keeps the number of its lap.
+const LAP: u64 = 0x7e00;
+
+/// A saved guest and the folder of its clones; what is left of them ends with this.
+struct Scene {
+    folder: TempDir,
+    snapshot: PathBuf,
+    line: Vec<String>,
+    lap: u32,
+    guest: BeatGuest,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let folder = scratch().unwrap();
+        let guest = BeatGuest { rest: 5, ..BeatGuest::over(1 << 20) };
+        let machine = Machine::beat(guest);
+        let source = machine.start().unwrap();
+        source.wait_beats(2).unwrap();
+        let snapshot = folder.path().join("snapshot");
+        save(&source, &snapshot, &["--stop"]);
+        let lap = source.last_lap().unwrap();
+        let line = Self::line(&machine, folder.path());
+        Self { folder, snapshot, line, lap, guest }
+    }
+
+    /// The machine's command line, with each clone's serial port in a file of its own.
+    fn line(machine: &Machine, folder: &Path) -> Vec<String> {
+        let words = machine.command_line(folder).unwrap();
+        let serial = format!("file:{}/serial-{{n}}", folder.display());
+        words.into_iter().map(|word| if word == "stdio" { serial.clone() } else { word }).collect()
+    }
+
+    fn clones(&self) -> PathBuf {
+        self.folder.path().join("clones")
+    }
+
+    fn start(&self, count: u32, options: &[&str], more: &[&str]) -> Program {
+        let (count, clones) = (count.to_string(), self.clones());
+        let mut words =
+            vec!["clone", self.snapshot.to_str().unwrap(), "--count", &count, "--dir", clones.to_str().unwrap()];
+        words.extend(options);
+        words.push("--");
+        words.extend(self.line.iter().map(String::as_str));
+        words.extend(more);
+        start(words)
+    }
+
+    fn serial(&self, number: u64) -> String {
+        std::fs::read_to_string(self.folder.path().join(format!("serial-{number}"))).unwrap_or_default()
+    }
+
+    /// Waits until a clone has announced `count` laps; all of them.
+    fn laps(&self, number: u64, count: usize) -> Vec<u32> {
+        wait_for("laps", || {
+            let said = self.serial(number);
+            let whole = said.rsplit_once('\n').map_or("", |(whole, _)| whole);
+            let lines = whole.lines().map(str::trim).filter(|line| line.len() == 8);
+            let laps: Vec<u32> = lines.filter_map(|line| u32::from_str_radix(line, 16).ok()).collect();
+            (laps.len() >= count).then_some(laps)
+        })
+    }
+
+    /// Expects a clone to go on from the saved instant, with its memory and its CPU of one instant.
+    #[track_caller]
+    fn assert_goes_on(&self, clone: &Value) {
+        let number = clone["number"].as_u64().unwrap();
+        let laps = self.laps(number, 3);
+        assert!((self.lap + 1..=self.lap + 2).contains(&laps[0]), "{laps:?} after {}", self.lap);
+        assert!(laps.windows(2).all(|pair| pair[1] == pair[0] + 1), "{laps:?}");
+        let mut qmp = Qmp::connect(Path::new(clone["monitor"].as_str().unwrap()), SOON).unwrap();
+        qmp.execute("stop", json!({})).unwrap();
+        let picture = self.folder.path().join(format!("picture-{number}"));
+        let mut read = |from: u64, size: u64| {
+            qmp.execute("pmemsave", json!({ "val": from, "size": size, "filename": picture })).unwrap();
+            std::fs::read(&picture).unwrap()
+        };
+        let span = self.guest.span();
+        let memory = read(span.start, span.end - span.start);
+        let lap = u32::from_le_bytes(read(LAP, 4).try_into().unwrap());
+        check_beat(&memory, self.guest.start).unwrap().check_lap(lap, self.guest.pages).unwrap();
+        qmp.execute("cont", json!({})).unwrap();
+    }
+
+    fn list(&self) -> Vec<Value> {
+        let listed = limosa(["clone", "list", "--json", self.clones().to_str().unwrap()]).json();
+        listed["clones"].as_array().unwrap().clone()
+    }
+
+    /// The QEMUs that were started for clones, whatever is written down of them.
+    fn processes(&self) -> Vec<u32> {
+        processes_of(&self.clones())
+    }
+}
+
+/// Processes that name this folder on their command line, limosa's own apart.
+fn processes_of(folder: &Path) -> Vec<u32> {
+    let mark = folder.to_str().unwrap().to_owned();
+    let pids = std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    pids.filter(|pid: &u32| {
+        let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let text = String::from_utf8_lossy(&words);
+        text.starts_with("qemu-system") && text.contains(&mark) && is_alive(*pid)
+    })
+    .collect()
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        for pid in self.processes() {
+            // It may end by itself.
+            let _ = kill9(pid);
+        }
+    }
+}
+
+fn pids(clones: &[Value]) -> Vec<u32> {
+    let pid = |clone: &Value| u32::try_from(clone["process"]["pid"].as_u64()?).ok();
+    clones.iter().filter(|clone| clone["state"] == "running").filter_map(pid).collect()
+}
+
+#[test]
+fn eight_clones_share_a_snapshot_and_none_sees_anothers_writes() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let file = std::fs::read(&scene.snapshot).unwrap();
+    let report = scene.start(8, &["--json", "--memory", "mapped"], &[]).wait().json();
+    let clones = report["clones"].as_array().unwrap();
+    assert_eq!((clones.len(), report["failed"].as_array().unwrap().len()), (8, 0), "{report}");
+    for (clone, number) in clones.iter().zip(1..) {
+        assert_eq!((clone["number"].as_u64(), clone["vm_state"].as_str()), (Some(number), Some("running")));
+        assert_eq!(clone["mapped_blocks"], json!(["mem"]));
+        assert_eq!(clone["name"], format!("{number:03}"));
+        scene.assert_goes_on(clone);
+    }
+    let listed = scene.list();
+    assert_eq!(listed.len(), 8);
+    assert!(listed.iter().all(|clone| clone["state"] == "running"));
+    let (mut found, mut known) = (scene.processes(), pids(&listed));
+    found.sort_unstable();
+    known.sort_unstable();
+    assert_eq!(found, known);
+    // One is killed, one is ended by its monitor: the others go on.
+    kill9(known[0]).unwrap();
+    wait_gone(known[0]);
+    let clones_dir = scene.clones();
+    limosa(["clone", "stop", clones_dir.to_str().unwrap(), "005"]).success();
+    assert_eq!(scene.list().iter().filter(|clone| clone["state"] == "running").count(), 6);
+    // What runs is not removed; the next clones take free numbers.
+    limosa(["clone", "rm", clones_dir.to_str().unwrap(), "002"]).one_line(&["002", "runs", "limosa clone stop"]);
+    limosa(["clone", "rm", clones_dir.to_str().unwrap(), "005"]).success();
+    let more = scene.start(1, &["--json"], &[]).wait().json();
+    assert_eq!(more["clones"][0]["name"], "005");
+    scene.assert_goes_on(&more["clones"][0]);
+    std::fs::write(clones_dir.join("003/notes"), "the user's").unwrap();
+    let removed = limosa(["clone", "rm", "--force", clones_dir.to_str().unwrap()]).success();
+    assert!(removed.stderr.contains("003/notes was not made by limosa clone"), "{}", removed.stderr);
+    assert_eq!(scene.processes(), Vec::<u32>::new());
+    assert_eq!(
+        (names(&clones_dir), names(&clones_dir.join("003"))),
+        (vec!["003".to_owned()], vec!["notes".to_owned()])
+    );
+    assert!(std::fs::read(&scene.snapshot).unwrap() == file, "the snapshot was written to");
+}
+
+#[test]
+fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
+    needs_qemu!();
+    let folder = scratch().unwrap();
+    let disk = folder.path().join("disk.raw");
+    limosa_testkit::Disk::create(&disk, DiskFormat::Raw, 16 << 20).unwrap();
+    let machine = linux_on(&disk, DiskFormat::Raw);
+    let source = start_writer(&machine);
+    let snapshot = folder.path().join("snapshot");
+    // Memory and disk of one instant; the VM goes on with its overlay.
+    save(&source, &snapshot, &["--disks", "overlay"]);
+    wait_writes(source.serial(), 2);
+    let frozen = std::fs::read(&disk).unwrap();
+    let before = sectors_written(&disk, "raw");
+    let scene =
+        Scene { line: Scene::line(&machine, folder.path()), snapshot, lap: 0, guest: BeatGuest::default(), folder };
+    for backing in ["absolute", "relative"] {
+        let report = scene.start(2, &["--json", "--backing", backing], &[]).wait().json();
+        let clones = report["clones"].as_array().unwrap().clone();
+        assert_eq!(clones.len(), 2, "{report}");
+        for clone in &clones {
+            let number = clone["number"].as_u64().unwrap();
+            wait_for("writes of a clone", || {
+                let said = scene.serial(number);
+                assert!(!said.contains("torn"), "memory and disk are of different instants: {said}");
+                (said.matches("disk ").count() >= 5).then_some(())
+            });
+        }
+        let clones_dir = scene.clones();
+        limosa(["clone", "stop", clones_dir.to_str().unwrap()]).success();
+        for clone in &clones {
+            let overlay = PathBuf::from(clone["overlays"][0]["path"].as_str().unwrap());
+            assert!(sectors_written(&overlay, "qcow2") > before, "{}", overlay.display());
+        }
+        limosa(["clone", "rm", clones_dir.to_str().unwrap()]).success();
+        assert_eq!(names(&clones_dir), Vec::<String>::new());
+    }
+    assert!(std::fs::read(&disk).unwrap() == frozen, "the frozen disk was written to");
+    // The source was no clone's business.
+    wait_writes(source.serial(), 2);
+}
+
+#[test]
+fn what_cannot_be_cloned_is_named_and_nothing_is_left() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let other = scene.folder.path().join("other.raw");
+    std::fs::write(&other, vec![0; 1 << 20]).unwrap();
+    let other = format!("file={},format=raw,if=none,id=x", other.display());
+    for (options, more, said) in [
+        (&[][..], &["-device", "no-such-device"][..], "no-such-device"),
+        (&[], &["-device", "virtio-rng-pci,id=a", "-device", "virtio-rng-pci,id=a"], "id"),
+        (&[], &["-drive", &other], "other.raw"),
+        (&["--memory", "mapped"], &["-mem-prealloc"], "-mem-prealloc"),
+        (&[], &["-incoming", "defer"], "-incoming"),
+    ] {
+        let ended = scene.start(3, options, more).wait();
+        assert_eq!(ended.status.code(), Some(1), "{more:?}: {}", ended.stderr);
+        assert!(ended.stderr.contains(said) && !ended.stderr.contains("panicked"), "{more:?}: {}", ended.stderr);
+        let clones = scene.clones();
+        assert_eq!(if clones.exists() { names(&clones) } else { Vec::new() }, Vec::<String>::new(), "{more:?}");
+        assert_eq!(scene.processes(), Vec::<u32>::new());
+    }
+    let refused = limosa(["clone", "stop", scene.folder.path().to_str().unwrap(), "../clones"]);
+    refused.one_line(&["is no clone"]);
+}
+
+#[test]
+fn a_clone_whose_memory_cannot_be_mapped_gets_a_copy_and_says_why() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let ended = scene.start(2, &["--json"], &["-overcommit", "mem-lock=off", "-mem-prealloc"]).wait();
+    assert!(ended.stderr.contains("-mem-prealloc"), "{}", ended.stderr);
+    let report = ended.json();
+    for clone in report["clones"].as_array().unwrap() {
+        assert_eq!(clone["mapped_blocks"], json!([]));
+        scene.assert_goes_on(clone);
+    }
+}
+
+#[test]
+fn a_limosa_that_is_killed_leaves_vms_that_run_and_are_listed_or_none() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let seed = std::process::id();
+    eprintln!("seed {seed}");
+    let (mut complete, mut partial) = (0, 0);
+    for round in 0..12_u32 {
+        let limosa_clone = scene.start(4, &["--jobs", "2"], &[]);
+        // Starting four takes some 300 ms here.
+        let delay = (seed.wrapping_mul(2_654_435_761).wrapping_add(round * 7919)) % 400;
+        std::thread::sleep(Duration::from_millis(u64::from(delay)));
+        limosa_clone.signal(Signal::KILL);
+        wait_gone(limosa_clone.pid());
+        // A QEMU without its VM finds the end of its stream.
+        let listed = wait_for("every QEMU to run and be listed, or to end", || {
+            let clones = scene.clones();
+            let listed = if clones.exists() { scene.list() } else { Vec::new() };
+            let (mut found, mut known) = (scene.processes(), pids(&listed));
+            found.sort_unstable();
+            known.sort_unstable();
+            (found == known).then_some(listed)
+        });
+        let running: Vec<_> = listed.iter().filter(|clone| clone["state"] == "running").collect();
+        if running.len() == 4 {
+            complete += 1;
+        } else {
+            partial += 1;
+        }
+        for clone in running {
+            let clone = json!({ "number": clone["number"], "monitor": clone["monitor"] });
+            scene.assert_goes_on(&clone);
+        }
+        if scene.clones().exists() {
+            limosa(["clone", "rm", "--force", scene.clones().to_str().unwrap()]).success();
+            assert_eq!(names(&scene.clones()), Vec::<String>::new());
+        }
+        for number in 1..=4 {
+            let _ = std::fs::remove_file(scene.folder.path().join(format!("serial-{number}")));
+        }
+    }
+    eprintln!("{complete} complete, {partial} partial");
+}
