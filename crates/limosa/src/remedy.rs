@@ -10,7 +10,7 @@ use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{JobError, MarkerError, Remedy, ResumeError};
 use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
-use limosa_stream::{Fault, Feature, StreamError};
+use limosa_stream::{Feature, StreamError};
 
 /// The remedy, to be appended to the words of the error; empty if there is none.
 pub(crate) fn of(error: &MigrateError) -> String {
@@ -33,17 +33,19 @@ pub(crate) fn of(error: &MigrateError) -> String {
 }
 
 fn of_stream(error: &StreamError) -> &'static str {
-    match error.fault() {
-        Fault::Unsupported(Feature::Multifd) => {
+    error.fault().feature().map_or("", of_feature)
+}
+
+fn of_feature(feature: &Feature) -> &'static str {
+    match feature {
+        Feature::Multifd => {
             "; receive it with --channels, as many as the source's multifd-channels, or turn the capability multifd off at \
              the source"
         }
-        Fault::Unsupported(Feature::MultifdCompression { .. }) => {
-            "; set multifd-compression to none, zlib or zstd at the source"
-        }
-        Fault::Unsupported(Feature::Xbzrle) => "; turn the capability xbzrle off at the source",
-        Fault::Unsupported(Feature::CompressedPage) => "; turn the capability compress off at the source",
-        Fault::Unsupported(Feature::DirtyBitmaps) => "; turn the capability dirty-bitmaps off at the source",
+        Feature::MultifdCompression { .. } => "; set multifd-compression to none, zlib or zstd at the source",
+        Feature::Xbzrle => "; turn the capability xbzrle off at the source",
+        Feature::CompressedPage => "; turn the capability compress off at the source",
+        Feature::DirtyBitmaps => "; turn the capability dirty-bitmaps off at the source",
         _ => "",
     }
 }
@@ -180,6 +182,8 @@ fn of_job(error: &JobError) -> Option<String> {
         // Shown as the errors of those, which are not in the chain by themselves.
         JobError::Snapshot(error) => of_snapshot(error)?,
         JobError::Marker(error) => of_marker(error)?,
+        JobError::Channel(error) => of_channel(error),
+        JobError::Afterwards { source, .. } => of_job(source)?,
         JobError::TimedOut { .. } => "; give it more time, more bandwidth, or --on-timeout pause".into(),
         _ => return None,
     })
@@ -214,7 +218,11 @@ fn of_resume(error: &ResumeError) -> Option<String> {
 }
 
 fn of_snapshot(error: &SnapshotError) -> Option<String> {
-    matches!(error, SnapshotError::Exists { .. }).then(|| "; choose another name, or give --force to replace it".into())
+    match error {
+        SnapshotError::Exists { .. } => Some("; choose another name, or give --force to replace it".into()),
+        SnapshotError::Structure { feature: Some(feature), .. } => Some(of_feature(feature).into()),
+        _ => None,
+    }
 }
 
 /// The remedy for the library's failure that is the cause of `error`, if one is.
@@ -247,12 +255,15 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
 
 /// The failure of a listener that expects so many multifd channels, with a remedy where they did not come together.
 pub(crate) fn with_channels(error: MigrateError, channels: u8) -> anyhow::Error {
-    match error {
-        MigrateError::Channels(_) if channels == 0 => anyhow!("{error}; start it at the source, to this address"),
-        MigrateError::Channels(_) => {
+    match &error {
+        MigrateError::Missing { refused: Some(why), .. } if !of(why).is_empty() => anyhow!("{error}{}", of(why)),
+        MigrateError::Channels(_) | MigrateError::Missing { .. } if channels == 0 => {
+            anyhow!("{error}; start it at the source, to this address")
+        }
+        MigrateError::Channels(_) | MigrateError::Missing { .. } => {
             anyhow!("{error}; set multifd on and multifd-channels to {channels} at the source, and start its migration")
         }
-        error => error.into(),
+        _ => error.into(),
     }
 }
 
@@ -270,6 +281,7 @@ mod tests {
     use std::time::Duration;
 
     use limosa_channel::Operation;
+    use limosa_stream::Fault;
 
     use super::*;
 
@@ -301,8 +313,20 @@ mod tests {
             (Feature::MultifdCompression { method: "qpl" }, "none, zlib or zstd"),
         ] {
             let error = StreamError::new(7, "section \"ram\"", Fault::Unsupported(feature));
+            let feature = error.fault().feature().cloned();
+            let file = SnapshotError::Structure { path: "vm.snapshot".into(), offset: 7, what: "it".into(), feature };
             assert!(of_cause(&error.into()).contains(remedy), "{remedy}");
+            assert!(of_cause(&file.into()).contains(remedy), "{remedy}");
         }
+    }
+
+    #[test]
+    fn channels_that_were_refused_have_the_remedy_of_that() {
+        let refused = MigrateError::WantsTls { peer: "tcp:a:1".into() };
+        let what = format!("no main channel (1 other connections were turned away: {refused})");
+        let missing = |refused| with_channels(MigrateError::Missing { what: what.clone(), refused }, 2).to_string();
+        assert!(missing(Some(Box::new(refused))).ends_with("(--tls-creds, and tls-creds in QEMU)"));
+        assert!(missing(None).ends_with("start its migration"));
     }
 
     #[test]

@@ -62,6 +62,15 @@ pub enum MigrateError {
     #[error("the channels of the migration do not come together: {0}")]
     Channels(String),
 
+    /// The channels did not all come in time.
+    #[error("the channels of the migration do not come together: {what}")]
+    Missing {
+        /// Who has not come, and what came instead.
+        what: String,
+        /// Why the last connection that was turned away was refused, if one was; `what` says it, too.
+        refused: Option<Box<MigrateError>>,
+    },
+
     /// What should be sent has no form in the stream: the stored layout is not one that QEMU makes.
     #[error("cannot be put into a migration stream: {0}")]
     Encode(#[from] EncodeError),

@@ -112,7 +112,9 @@ impl Anatomy {
                     }
                     _ => "",
                 };
-                file.structure(e.offset(), format!("not a whole mapped-ram file: {}: {}{hint}", e.place(), e.fault()))
+                let what = format!("not a whole mapped-ram file: {}: {}{hint}", e.place(), e.fault());
+                let (path, feature) = (file.path().to_path_buf(), e.fault().feature().cloned());
+                SnapshotError::Structure { path, offset: e.offset(), what, feature }
             }
             WalkError::Read { offset, source, .. } => file.io("read it", Some(offset), source),
             other => file.io("read it", None, std::io::Error::other(other)),

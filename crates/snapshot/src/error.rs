@@ -6,6 +6,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use limosa_stream::Feature;
 use thiserror::Error;
 
 /// Why a snapshot could not be written, published, opened or served.
@@ -65,6 +66,8 @@ pub enum SnapshotError {
         offset: u64,
         /// What was found, and what was expected.
         what: String,
+        /// The feature of QEMU's streams that is not supported, if that is what was found.
+        feature: Option<Feature>,
     },
     /// The contents of a chunk of guest memory are not those that were saved.
     #[error(

@@ -144,13 +144,18 @@ fn positioned(file: &File, offset: u64) -> io::Result<OwnedFd> {
 }
 
 fn structure(path: &Path, offset: u64, why: String) -> SnapshotError {
-    SnapshotError::Structure { path: path.to_path_buf(), offset, what: why }
+    SnapshotError::Structure { path: path.to_path_buf(), offset, what: why, feature: None }
 }
 
 fn walk_error(path: &Path, error: WalkError) -> SnapshotError {
     match error {
         WalkError::Read { offset, source, .. } => SnapshotError::io("read it", path, Some(offset), source),
-        WalkError::Stream(error) => structure(path, error.offset(), format!("{}: {}", error.place(), error.fault())),
+        WalkError::Stream(error) => SnapshotError::Structure {
+            path: path.to_path_buf(),
+            offset: error.offset(),
+            what: format!("{}: {}", error.place(), error.fault()),
+            feature: error.fault().feature().cloned(),
+        },
         other => structure(path, 0, other.to_string()),
     }
 }

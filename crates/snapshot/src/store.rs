@@ -87,7 +87,7 @@ impl StoreFile {
     }
 
     pub(crate) fn structure(&self, offset: u64, what: impl Into<String>) -> SnapshotError {
-        SnapshotError::Structure { path: self.path.clone(), offset, what: what.into() }
+        SnapshotError::Structure { path: self.path.clone(), offset, what: what.into(), feature: None }
     }
 
     pub(crate) fn misuse(&self, what: impl Into<String>) -> SnapshotError {

@@ -129,6 +129,12 @@ impl Fault {
     pub(crate) fn expected(what: impl Into<Cow<'static, str>>, found: impl fmt::Display) -> Self {
         Self::Expected { what: what.into(), found: found.to_string() }
     }
+
+    /// The feature that is not supported, if that is what is wrong.
+    #[must_use]
+    pub fn feature(&self) -> Option<&Feature> {
+        if let Self::Unsupported(feature) = self { Some(feature) } else { None }
+    }
 }
 
 /// Features of the format that a decoder recognizes and refuses.

@@ -1,8 +1,9 @@
 //! The header of an image in use, and everything that is done one after the other: changes of refcounts and of the header.
 //!
-//! Law: what the header says in memory it says in the file, durably. After a change that failed the file may say either; memory says what
-//! was before, and the next flush has the file say so, too, before anything else. An image that was found to be corrupt is marked as such, durably, and
-//! nothing more is written for the guest, or given back; what was acknowledged before is still flushed.
+//! Law: what the header says in memory it says in the file, durably. After a change that failed the file may say either. If the two
+//! lead to different tables, memory says what was before, and the next flush has the file say so, too, before anything else. An image
+//! that was found to be corrupt is marked as such, durably, and nothing more is written for the guest, or given back; what was
+//! acknowledged before is still flushed, whether the mark can be written or not.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,8 +32,10 @@ pub(super) struct HeaderOwner {
     serial: Serial,
     begun: AtomicBool,
     marked_corrupt: AtomicBool,
-    /// A change failed: the file's header may be another than that in memory.
+    /// A change failed: the file's header may lead to other tables than that in memory, or say another size.
     uncertain: AtomicBool,
+    /// The mark of corruption could not be written.
+    unmarked: AtomicBool,
 }
 
 impl HeaderOwner {
@@ -45,6 +48,7 @@ impl HeaderOwner {
             begun: AtomicBool::new(false),
             marked_corrupt: AtomicBool::new(false),
             uncertain: AtomicBool::new(false),
+            unmarked: AtomicBool::new(false),
         }
     }
 
@@ -81,9 +85,13 @@ impl HeaderOwner {
     /// Changes fields of the header, durably; if that fails, memory says what was before. Only within [`HeaderOwner::exclusively`].
     pub(super) async fn change(&self, change: impl FnOnce(&mut Header)) -> Result<(), ImageError> {
         let mut header = self.now();
+        let leads = |header: &Header| (header.l1, header.refcount_table, header.size);
+        let before = leads(&header);
         change(&mut header);
         self.context.counters().add(OperationKind::HeaderWrite, header.encode_fields().len() as u64);
-        self.uncertain.store(true, Ordering::Release);
+        if leads(&header) != before {
+            self.uncertain.store(true, Ordering::Release);
+        }
         header.write_fields(&**self.context.file()).await?;
         self.context.flush_file().await?;
         *self.header.lock() = header;
@@ -91,13 +99,27 @@ impl HeaderOwner {
         Ok(())
     }
 
+    /// Has the file say what memory says, durably: others have changed its header, or may have. Only within
+    /// [`HeaderOwner::exclusively`].
+    pub(super) async fn say_again(&self) -> Result<(), ImageError> {
+        self.uncertain.store(true, Ordering::Release);
+        self.change(|_| {}).await
+    }
+
     /// Has the file say what memory says, if a change failed before. Whatever the flush writes next is where the header leads to.
     pub(super) async fn ascertain(self: &Arc<Self>) -> Result<(), ImageError> {
-        if !self.uncertain.load(Ordering::Acquire) {
+        let (uncertain, unmarked) = (self.uncertain.load(Ordering::Acquire), self.unmarked.load(Ordering::Acquire));
+        if !uncertain && !unmarked {
             return Ok(());
         }
         let owner = Arc::clone(self);
-        self.exclusively(async move { owner.change(|_| {}).await }.boxed()).await
+        let work = async move {
+            owner.change(|_| {}).await?;
+            owner.unmarked.store(false, Ordering::Release);
+            Ok(())
+        };
+        let written = self.exclusively(work.boxed()).await;
+        if uncertain { written } else { Ok(()) }
     }
 
     /// The file's header was changed by others to lead to this refcount table. Only within [`HeaderOwner::exclusively`].
@@ -179,11 +201,17 @@ impl HeaderOwner {
     }
 
     async fn mark_corrupt(&self) {
-        let mark = !self.marked_corrupt.swap(true, Ordering::AcqRel) && self.context.rules().version > 2;
-        if mark && self.change(|header| header.features.set_corrupt(true)).await.is_err() {
-            // What it was to be marked for is said all the same, and the next flush tries again.
+        let first = !self.marked_corrupt.swap(true, Ordering::AcqRel);
+        let mark = (first || self.unmarked.load(Ordering::Acquire)) && self.context.rules().version > 2;
+        if !mark {
+            return;
+        }
+        // What it was to be marked for is said all the same, and whatever comes next tries again.
+        let failed = self.change(|header| header.features.set_corrupt(true)).await.is_err();
+        if failed {
             self.header.lock().features.set_corrupt(true);
         }
+        self.unmarked.store(failed, Ordering::Release);
     }
 }
 

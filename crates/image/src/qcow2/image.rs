@@ -386,6 +386,8 @@ impl Inner {
         if self.context.is_read_only() {
             return Ok(());
         }
+        // Work that is more than jobs, which may begin others: a growth.
+        self.writer.end_dropped().await;
         self.writer.wait_for_jobs().await;
         if !self.header.has_begun() {
             return self.context.flush_all().await;

@@ -7,7 +7,7 @@ use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
 use limosa_storage::testing::{Failing, Fault, Held};
 use limosa_storage::{Buffer, Operation, Storage, block_on};
-use limosa_testkit::image::{TestImage, leaks, memory_file, poll_once, write};
+use limosa_testkit::image::{TestImage, contents, leaks, memory_file, poll_once, write};
 
 /// An image with a write that was not flushed.
 fn written(over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> (Arc<dyn Storage>, Arc<Qcow2>) {
@@ -40,6 +40,32 @@ fn a_close_that_was_dropped_is_completed_by_the_next_one() {
     // A data cluster and its L2 table behind header, refcount table and block, and L1 table.
     assert_eq!(file.length().unwrap(), 6 * (64 << 10));
     block_on(disk.close()).unwrap();
+}
+
+#[test]
+fn a_close_ends_a_growth_that_was_dropped_and_nothing_changes_the_file_after_it() {
+    let held = Held::only(&[Operation::Flush, Operation::Read]);
+    held.open();
+    let (file, disk) = written(|storage| held.over(storage));
+    held.close();
+    let mut growth = disk.grow(128 << 20);
+    assert!(poll_once(&mut growth).is_pending());
+    drop(growth);
+    held.open();
+    block_on(disk.close()).unwrap();
+    let closed = contents(&*file);
+    for late in [
+        disk.grow(256 << 20),
+        disk.write(GuestOffset(0), Buffer::copied(&[2; 512]).into()),
+        disk.discard(GuestOffset(0), 1 << 20),
+    ] {
+        assert!(block_on(late).is_err());
+    }
+    assert!(contents(&*file) == closed, "the file changed after it was closed");
+    assert_eq!(leaks(&*file), 0);
+    let header = TestImage::existing(Arc::clone(&file)).header();
+    assert!(!header.features.corrupt());
+    assert_eq!(header.size, 128 << 20);
 }
 
 #[test]

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use limosa_image::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create};
 use limosa_image::{Disk, GuestOffset, HostOffset, ImageError};
-use limosa_storage::{MemoryStorage, Storage, block_on};
+use limosa_storage::testing::{Failing, Fault};
+use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
 use limosa_testkit::image::{self, TestImage, filled, number, put};
 
 const CLUSTER: u64 = 64 << 10;
@@ -268,6 +269,33 @@ fn a_refcount_block_is_not_made_where_a_table_lies() {
         assert!(error.to_string().contains(&format!("L1 table at {at:#x}")), "{error}");
         assert!(block_on(Header::read(&victim.storage)).unwrap().features.corrupt());
         assert_eq!(victim.storage.contents()[usize::try_from(at).unwrap()..][..512], [0; 512]);
+    }
+}
+
+#[test]
+fn what_was_acknowledged_is_flushed_although_the_mark_of_corruption_cannot_be_written() {
+    let corrupt = |victim: &Victim| block_on(Header::read(&victim.storage)).unwrap().features.corrupt();
+    let there = GuestOffset(100 * CLUSTER);
+    // The mark cannot be written by the request, or by the flush after it either.
+    for failures in 1..=2 {
+        let victim = Victim::new(false);
+        victim.set_entry(COPIED | victim.header.l1.0.0, 0);
+        let failing = Failing::only(&[Operation::Write]);
+        let image = TestImage::existing(Arc::new(victim.storage.clone())).over(|storage| failing.over(storage));
+        let disk = image.open();
+        block_on(disk.write(there, filled(7, CLUSTER).into())).unwrap();
+        failing.fail(0, failures, Fault::Broken);
+        let error = WRITE_PART(&disk).unwrap_err();
+        assert!(matches!(error, ImageError::Corrupt { .. }), "{error}");
+        assert!(!corrupt(&victim));
+        for flush in 1..=failures {
+            block_on(disk.flush()).unwrap();
+            assert_eq!(corrupt(&victim), flush == failures, "flush {flush} of {failures}");
+        }
+        let opened = victim.open_with(Qcow2Options { read_only: true, ..Qcow2Options::default() });
+        assert!(image::read(&*opened, there.0, 512) == [7; 512], "what was acknowledged is lost");
+        WRITE_PART(&disk).unwrap_err();
+        block_on(disk.close()).unwrap();
     }
 }
 

@@ -58,7 +58,7 @@ fn open() -> Result<Running, LogError> {
     let unavailable = |why: String| LogError::Unavailable { log: NAME, why };
     let kernel = |what: &str, source: io::Error| {
         let how = if source.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "use KVM's dirty log" };
-        unavailable(format!("{what}: {source}; {how}, or have every writer mark its pages"))
+        unavailable(format!("{what}: {source}; {how}; or have every writer mark its pages"))
     };
     // The kernel reports these faults to no process, so it does not matter whose are wanted; those of threads alone are allowed
     // to more users.

@@ -97,7 +97,7 @@ fn shared_memory_without_a_descriptor_is_given_back_through_its_mapping() {
     let memory = import(&region(libc::MAP_SHARED, 16 * 4096), |_| "ram".into()).unwrap();
     let block = memory.block(0).unwrap();
     block.write(5 * PAGE_SIZE, b"contents").unwrap();
-    assert_eq!(block.populated(block.pages()).unwrap().count(), 16, "no guest can be asked");
+    assert_eq!(block.populated(block.pages()).unwrap().count(), 16, "there is no file that could be asked");
     assert_eq!(block.discard(range(4, 4)).unwrap().given_back, 4);
     let mut bytes = [0; 8];
     block.read(5 * PAGE_SIZE, &mut bytes).unwrap();

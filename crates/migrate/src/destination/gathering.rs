@@ -66,7 +66,7 @@ pub struct Gathering<'a> {
     row: VecDeque<Waiting>,
     turned_away: u64,
     /// Why, the last time that there was more to say than that it was a stranger.
-    why: Option<String>,
+    why: Option<MigrateError>,
     reasons: RefusalLog,
     tell: Option<Tell<'a>>,
 }
@@ -144,7 +144,7 @@ impl<'a> Gathering<'a> {
             let (rest, all) =
                 (wait.saturating_sub(step.elapsed()), self.options.within.saturating_sub(self.begun.elapsed()));
             if all.is_zero() {
-                return Err(MigrateError::Channels(self.missing()));
+                return Err(MigrateError::Missing { what: self.missing(), refused: self.why.take().map(Box::new) });
             }
             if rest.is_zero() {
                 return Ok(None);
@@ -211,7 +211,7 @@ impl<'a> Gathering<'a> {
         if let Some(tell) = self.tell.as_mut().filter(|_| self.reasons.is_new(&why)) {
             tell(&error);
         }
-        self.why = Some(why);
+        self.why = Some(error);
     }
 
     fn identify(&self, channel: &Channel) -> Result<Found, MigrateError> {

@@ -8,8 +8,9 @@ use limosa_migrate::{Control, PageSource, Progress};
 use limosa_page::PageRange;
 use limosa_snapshot::{
     ByteOrder, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, Packer, PendingFile, SaveHeader, SaveImage,
-    Snapshot, Via, XML_LIMIT, summarize,
+    Snapshot, SnapshotError, Via, XML_LIMIT, summarize,
 };
+use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
 use proptest::prelude::*;
 
 use crate::fixture::{CHECKED, QUICK, names, small};
@@ -295,4 +296,19 @@ proptest! {
         prop_assert_eq!(image.cookie, cookie);
         prop_assert_eq!(image.name.as_deref(), Some("web & db"));
     }
+}
+
+#[test]
+fn a_stream_with_a_feature_that_is_not_supported_is_refused_by_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("stream");
+    let mut bytes = Vec::new();
+    Configuration::new("pc").encode(&mut bytes).unwrap();
+    let name = "dirty-bitmap".to_owned();
+    SectionHeader { kind: SectionKind::Start, id: 5, name, instance: 0, version: 1 }.encode(&mut bytes).unwrap();
+    std::fs::write(&path, bytes).unwrap();
+    let error = summarize(&path).unwrap_err();
+    let ForeignError::Snapshot(SnapshotError::Structure { feature, .. }) = &error else { panic!("{error:?}") };
+    assert_eq!(*feature, Some(Feature::DirtyBitmaps));
+    assert!(error.to_string().contains("block dirty bitmaps"), "{error}");
 }

@@ -5,8 +5,7 @@ use std::io;
 use crate::error::StorageError;
 
 /// Why a file cannot be opened as the options ask, where the kernel's error does not show it. It is the source of a
-/// [`StorageError`];
-/// [`StorageError::open_error`] finds it there.
+/// [`StorageError`]; [`StorageError::open_error`] finds it there.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {

@@ -154,19 +154,28 @@ impl Allocator {
         let geometry = self.context.geometry();
         let clusters = geometry.clusters(entries * 8);
         let mut header = self.header.now();
+        let old_table = (header.refcount_table.0, header.refcount_table_bytes());
         self.refcounts.forget();
         let file = &**self.context.file();
-        let first = match extend::extend(file, &mut header, clusters).await {
-            Ok(first) => HostCluster(first),
+        let extended = async {
+            let first = extend::extend_beside(file, &mut header, clusters).await?;
+            self.refcounts.read_table(header.refcount_table.0, header.refcount_table_bytes()).await?;
+            Ok(HostCluster(first))
+        };
+        let first = match extended.await {
+            Ok(first) => first,
             Err(error) => {
                 // The file may have its old refcount table or a new one: the old one is complete, and is said to be it.
-                self.header.change(|_| {}).await?;
                 self.pool.lock().forget_free(HostCluster(0));
+                self.header.say_again().await?;
                 return Err(error);
             }
         };
         let (table_at, bytes) = (header.refcount_table.0, header.refcount_table_bytes());
-        self.refcounts.read_table(table_at, bytes).await?;
+        if table_at != old_table.0 {
+            // A failure leaves lost space.
+            let _ = extend::release(file, &header, old_table.0.0, old_table.1).await;
+        }
         self.refcounts.blocks().into_iter().for_each(|at| self.metadata.add(at, TableKind::RefcountBlock));
         self.metadata.move_refcount_table(&(table_at..table_at + bytes));
         self.header.has_refcount_table(header.refcount_table);

@@ -53,6 +53,21 @@ pub(in super::super) async fn extend(
     header: &mut Header,
     wanted: u64,
 ) -> Result<u64, ImageError> {
+    let old = (header.refcount_table.0, header.refcount_table_bytes());
+    let first = extend_beside(storage, header, wanted).await?;
+    if header.refcount_table.0 != old.0 {
+        // What a failure leaves of the old table is lost space; to say that nothing was extended would have the caller go back to it.
+        let _ = release(storage, header, old.0.0, old.1).await;
+    }
+    Ok(first)
+}
+
+/// The same, but a refcount table that was replaced stays counted, so that one can go back to it.
+pub(in super::super) async fn extend_beside(
+    storage: &dyn Storage,
+    header: &mut Header,
+    wanted: u64,
+) -> Result<u64, ImageError> {
     let geometry = header.geometry();
     let (each, bits, size) = (geometry.refcounts_per_block(), geometry.cluster_bits, geometry.cluster_size());
     let bounds = Bounds { geometry, version: header.version, data_file: false, file: storage.length()? };
@@ -118,13 +133,9 @@ pub(in super::super) async fn extend(
     }
     tables::put(storage, table_at << bits, &table).await?;
     storage.flush().await?;
-    let old = (header.refcount_table.0.0, header.refcount_table_bytes());
     header.refcount_table = (HostOffset(table_at << bits), u32::try_from(plan.table).unwrap_or(u32::MAX));
     header.write_fields(storage).await?;
     storage.flush().await?;
-    // Nothing refers to the old table any more. What a failure leaves of it is lost space; to say that nothing was extended would have
-    // the caller go back to it.
-    let _ = release(storage, header, old.0, old.1).await;
     Ok(first)
 }
 

@@ -1,7 +1,7 @@
 //! Jobs, and other work, that nothing waits for any more because their requests were dropped.
 //!
-//! Law: a request that begins after another one was dropped finds what that one had begun over and done, so that nothing changes by
-//! itself later on.
+//! Law: a request that looks at the disk or changes it, and begins after another one was dropped, finds what that one had begun over
+//! and done, so that nothing changes by itself later on. So does a close.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -86,7 +86,8 @@ impl Writer {
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        if self.work.peek().is_none() {
+        // Work that panicked cannot be looked at, and has ended.
+        if !std::thread::panicking() && self.work.peek().is_none() {
             let mut jobs = self.writer.dropped.jobs.lock();
             jobs.push(self.work.clone());
             self.writer.dropped.any.store(true, Ordering::Release);
