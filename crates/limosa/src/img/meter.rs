@@ -5,7 +5,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,15 +18,31 @@ const LEAST: u64 = 100;
 const ALL: u64 = 10_000;
 
 /// Where progress goes.
-#[derive(Clone)]
 enum Shown {
     Nowhere,
     Bar(ProgressBar),
     /// What was printed last, in hundredths of a percent.
-    Line(Arc<Mutex<Option<u64>>>),
+    Line(Option<u64>),
 }
 
 impl Shown {
+    fn note(&mut self, progress: Progress) {
+        match self {
+            Self::Nowhere => {}
+            Self::Bar(bar) => {
+                bar.set_length(progress.total);
+                bar.set_position(progress.done);
+            }
+            Self::Line(last) => {
+                let now = hundredths(progress);
+                if last.is_none_or(|last| now >= last + LEAST || (now == ALL && last < ALL)) {
+                    *last = Some(now);
+                    print(now);
+                }
+            }
+        }
+    }
+
     fn end(&self) {
         match self {
             Self::Nowhere => {}
@@ -36,7 +52,7 @@ impl Shown {
     }
 }
 
-/// What is shown now.
+/// What is shown now. Locked while something is shown: nothing comes after the end of the line.
 static NOW: Mutex<Shown> = Mutex::new(Shown::Nowhere);
 
 fn now() -> MutexGuard<'static, Shown> {
@@ -50,7 +66,6 @@ pub(crate) fn end_line() {
 
 /// Is told how far a job is.
 pub(crate) struct Meter {
-    shown: Shown,
     /// Most bytes a second.
     rate: Option<u64>,
     started: Instant,
@@ -62,28 +77,21 @@ impl Meter {
         let shown = if quiet {
             Shown::Nowhere
         } else if asked && !std::io::stdout().is_terminal() {
-            Shown::Line(Arc::default())
+            Shown::Line(None)
         } else if std::io::stderr().is_terminal() {
             Shown::Bar(bar(verb))
         } else {
             Shown::Nowhere
         };
-        now().clone_from(&shown);
-        let meter = Self { shown, rate, started: Instant::now() };
-        meter.line(0);
+        *now() = shown;
+        let meter = Self { rate, started: Instant::now() };
+        now().note(Progress { done: 0, total: 1, moved: 0 });
         meter
     }
 
     /// Takes note; a job that has moved more than it may waits.
     pub(crate) fn note(&self, progress: Progress) -> ControlFlow<()> {
-        match &self.shown {
-            Shown::Nowhere => {}
-            Shown::Bar(bar) => {
-                bar.set_length(progress.total);
-                bar.set_position(progress.done);
-            }
-            Shown::Line(_) => self.line(hundredths(progress)),
-        }
+        now().note(progress);
         if let Some(rate) = self.rate.filter(|&rate| rate > 0) {
             let due = due(progress.moved, rate);
             thread::sleep(due.saturating_sub(self.started.elapsed()));
@@ -93,17 +101,8 @@ impl Meter {
 
     /// The job is at its end: there is something else to say.
     pub(crate) fn hide(&self) {
-        if let Shown::Bar(bar) = &self.shown {
+        if let Shown::Bar(bar) = &*now() {
             bar.finish_and_clear();
-        }
-    }
-
-    fn line(&self, now: u64) {
-        let Shown::Line(last) = &self.shown else { return };
-        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.is_none_or(|last| now >= last + LEAST || (now == ALL && last < ALL)) {
-            *last = Some(now);
-            print(now);
         }
     }
 }
