@@ -34,15 +34,19 @@
 //! ```
 
 mod bitmap;
+mod convert;
 mod guest;
 pub mod holes;
+mod invariant;
 mod number;
 mod range;
 mod scan;
 mod zero;
 
 pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap, Runs};
+pub use convert::{to_u64, to_usize};
 pub use guest::{GuestPages, is_zero_at};
+pub use invariant::{BrokenInvariant, broken, invariant};
 pub use number::{PAGE_BITS, PAGE_LEN, PAGE_SIZE, PageNumber};
 pub use range::PageRange;
 pub use scan::{PageKind, PageRun, Scan, ScanData, ScanRanges, scan};
