@@ -65,6 +65,7 @@ pub use free::{FreePageSink, FreePages, FreePagesError};
 pub use layout::GuestLayout;
 pub use loan::Loan;
 pub use memory::{GuestMemory, GuestRegion};
+pub use pagemap::copied_pages;
 pub use populate::{Ahead, Headroom, PopulateStats, Populator};
 pub use release::ReleaseMethod;
 pub use share::PassedBlock;

@@ -1,4 +1,4 @@
-//! /proc/self/pagemap: which pages of this process's memory there are, and which were written.
+//! /proc/PID/pagemap: which pages of a process's memory there are, and which were written.
 //!
 //! Which there are is found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which reports runs and can leave out what is mapped
 //! to the kernel's page of zeros, and the file itself, a word for each page, on older kernels. Facts: the kernel's
@@ -43,6 +43,7 @@ struct Region {
 
 // Categories of pages (`PAGE_IS_*`).
 const WRITTEN: u64 = 1 << 1;
+const FILE: u64 = 1 << 2;
 const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
 const ZERO_PAGE: u64 = 1 << 5;
@@ -87,7 +88,11 @@ impl PageMap {
     /// # Errors
     /// There is no /proc.
     pub(crate) fn open() -> io::Result<Self> {
-        Ok(Self { file: File::open("/proc/self/pagemap")?, regions: vec![Region::default(); REGIONS] })
+        Self::of("self")
+    }
+
+    fn of(process: &str) -> io::Result<Self> {
+        Ok(Self { file: File::open(format!("/proc/{process}/pagemap"))?, regions: vec![Region::default(); REGIONS] })
     }
 
     /// Calls `found` with addresses that have a page of their own in memory or in swap, ascending, and not with others, except
@@ -104,7 +109,25 @@ impl PageMap {
             ..ScanArgument::default()
         };
         match self.scan(&query, addresses.clone(), &mut found) {
-            Err(error) if is_no_such_call(&error) => read(&self.file, addresses, found),
+            Err(error) if is_no_such_call(&error) => read(&self.file, addresses, |word| word >> 62 != 0, found),
+            done => done,
+        }
+    }
+
+    /// Calls `found` with addresses of a private mapping of a file whose pages are not the file's any more, ascending.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn copied(&mut self, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
+        let query = ScanArgument {
+            inverted: FILE,
+            all_of: FILE,
+            any_of: PRESENT | SWAPPED,
+            returned: PRESENT | SWAPPED,
+            ..ScanArgument::default()
+        };
+        match self.scan(&query, addresses.clone(), &mut found) {
+            Err(error) if is_no_such_call(&error) => read(&self.file, addresses, is_copied, found),
             done => done,
         }
     }
@@ -197,8 +220,32 @@ fn is_no_such_call(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL | libc::ENOSYS | libc::EPERM))
 }
 
-/// What is present from the words of the file: bit 63 says present, bit 62 swapped.
-fn read(map: &File, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
+/// Finds the pages of another process that were copied out of a private mapping of a file because the process wrote to them:
+/// `addresses` are the process's own, of such a mapping, in bytes. Every other page still reads as the file.
+///
+/// # Errors
+/// There is no such process, or it is another user's.
+pub fn copied_pages(pid: u32, addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    let mut found: Vec<Range<u64>> = Vec::new();
+    PageMap::of(&pid.to_string())?.copied(addresses, |run| match found.last_mut() {
+        Some(last) if last.end == run.start => last.end = run.end,
+        _ => found.push(run),
+    })?;
+    Ok(found)
+}
+
+/// Whether a word of the file says that a page is there (bit 63) or swapped (bit 62), and is not a file's (bit 61).
+fn is_copied(word: u64) -> bool {
+    word >> 62 != 0 && word & (1 << 61) == 0
+}
+
+/// Finds runs of pages in the words of the file: bit 63 says present, bit 62 swapped.
+fn read(
+    map: &File,
+    addresses: Range<u64>,
+    is_wanted: fn(u64) -> bool,
+    mut found: impl FnMut(Range<u64>),
+) -> io::Result<()> {
     let mut words = vec![0_u8; WORDS * 8];
     let mut from = addresses.start;
     while from < addresses.end {
@@ -208,7 +255,7 @@ fn read(map: &File, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) ->
         map.read_exact_at(words, from / PAGE_SIZE * 8)?;
         let mut run: Option<Range<u64>> = None;
         for (word, address) in words.as_chunks::<8>().0.iter().zip((from..).step_by(4096)) {
-            let there = u64::from_ne_bytes(*word) >> 62 != 0;
+            let there = is_wanted(u64::from_ne_bytes(*word));
             match &mut run {
                 Some(run) if there && run.end == address => run.end = address + PAGE_SIZE,
                 _ if there => {
@@ -248,10 +295,49 @@ mod tests {
                     named.extend(PageRange::within(&(run.start - start..run.end - start)).iter().map(|page| page.0));
                 };
                 let all = start..start + block.len();
-                if old { read(&map.file, all, note) } else { map.present(all, note) }.unwrap();
+                if old { read(&map.file, all, |word| word >> 62 != 0, note) } else { map.present(all, note) }.unwrap();
                 prop_assert_eq!(&named, &expected, "old way: {}", old);
             }
         }
+    }
+
+    #[test]
+    fn pages_that_were_written_in_a_private_mapping_of_a_file_are_not_the_files() {
+        use std::io::Write as _;
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![7; 64 << 12]).unwrap();
+        // SAFETY: a new private mapping of a file that is not truncated.
+        let memory = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                64 << 12,
+                rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
+                rustix::mm::MapFlags::PRIVATE,
+                &file,
+                0,
+            )
+        }
+        .unwrap()
+        .cast::<u8>();
+        for page in [3, 4, 40] {
+            // SAFETY: inside the mapping, which this test alone uses.
+            unsafe { memory.add(page << 12).write_volatile(1) };
+        }
+        // SAFETY: as above. Pages that are only read stay the file's.
+        assert_eq!(unsafe { memory.add(20 << 12).read_volatile() }, 7);
+        let start = memory.expose_provenance() as u64;
+        let pages = |runs: &[Range<u64>]| {
+            runs.iter().map(|run| (run.start - start) >> 12..(run.end - start) >> 12).collect::<Vec<_>>()
+        };
+        let found = copied_pages(std::process::id(), start..start + (64 << 12)).unwrap();
+        assert_eq!(pages(&found), [3..5, 40..41]);
+        let mut old = Vec::new();
+        let map = PageMap::open().unwrap();
+        read(&map.file, start..start + (64 << 12), is_copied, |run| old.push(run)).unwrap();
+        assert_eq!(old, found);
+        // SAFETY: the mapping of above, unused from here on.
+        unsafe { rustix::mm::munmap(memory.cast(), 64 << 12) }.unwrap();
+        assert!(copied_pages(0, 0..4096).is_err());
     }
 
     #[test]
