@@ -109,7 +109,7 @@ pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamStart};
 pub use progress::{Moved, Phase, Progress, ProgressReading};
 pub use source::multifd::{CHANNELS_MAX, MultifdSourceOptions};
 pub use source::postcopy::{Milestone, OpenPreempt, PostcopyOptions, PostcopySource, PostcopyStats};
-pub use source::precopy::{PrecopyOptions, PrecopySource, PrecopyStats};
+pub use source::precopy::{InPlace, PrecopyOptions, PrecopySource, PrecopyStats};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

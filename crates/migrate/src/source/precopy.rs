@@ -38,9 +38,26 @@ pub struct PrecopyOptions {
     pub patience: Duration,
     /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
     pub fresh: Vec<String>,
-    /// RAM blocks whose memory is at the destination already, page for page, because it maps the very file that the pages would
-    /// come from; by name. No page of theirs is sent.
-    pub in_place: Vec<String>,
+    /// RAM blocks whose memory is at the destination already, because it maps the very file that the pages would come from.
+    pub in_place: Vec<InPlace>,
+}
+
+/// A RAM block whose memory is at the destination already.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InPlace {
+    /// Its name.
+    pub block: String,
+    /// Pages of which that is not true, because the destination wrote to them since it mapped the file, ascending. They are
+    /// sent, those that are not stored as zero; no other page of the block is.
+    pub changed: Vec<PageRange>,
+}
+
+impl InPlace {
+    /// A block of which every page is at the destination.
+    #[must_use]
+    pub fn whole(block: impl Into<String>) -> Self {
+        Self { block: block.into(), changed: Vec::new() }
+    }
 }
 
 impl Default for PrecopyOptions {
@@ -184,7 +201,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     fn send(&self, inbox: &Inbox, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
         let start = self.source.start();
         let travelling = (0..start.blocks.len()).filter(|block| !self.is_in_place(*block));
-        self.progress.expect_pages(travelling.map(|block| self.source.stored(block).count()).sum());
+        let changed = self.changed().into_iter().filter(|(_, _, stored)| *stored);
+        let changed = changed.map(|(_, run, _)| run.len()).sum::<u64>();
+        self.progress.expect_pages(travelling.map(|block| self.source.stored(block).count()).sum::<u64>() + changed);
         let mut bytes = Vec::new();
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         if self.options.return_path {
@@ -208,7 +227,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         section::encode_part(start.section_id, &mut bytes);
         self.channel.put(&bytes)?;
         self.progress.enter(Phase::Active);
-        let moved = match multifd {
+        let changed = self.send_changed()?;
+        let mut moved = match multifd {
             Some(multifd) => {
                 let stored = (0..start.blocks.len()).map(|block| match self.is_in_place(block) {
                     true => PageBitmap::new(self.source.stored(block).len()),
@@ -221,6 +241,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             }
             None => self.send_pages()?,
         };
+        moved.normal += changed.normal;
+        moved.zero += changed.zero;
         bytes.clear();
         ram::encode_eos(start.section_id, &mut bytes);
         section::encode_end(start.section_id, &mut bytes);
@@ -253,7 +275,29 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
 
     /// Whether a block's memory is at the destination already.
     fn is_in_place(&self, block: usize) -> bool {
-        self.source.start().blocks.get(block).is_some_and(|block| self.options.in_place.contains(&block.name))
+        self.in_place(block).is_some()
+    }
+
+    fn in_place(&self, block: usize) -> Option<&InPlace> {
+        let name = &self.source.start().blocks.get(block)?.name;
+        self.options.in_place.iter().find(|in_place| in_place.block == *name)
+    }
+
+    /// The pages of blocks in place that are sent all the same: block, range, whether they are stored.
+    fn changed(&self) -> Vec<(usize, PageRange, bool)> {
+        let mut found: Vec<(usize, PageRange, bool)> = Vec::new();
+        for block in 0..self.source.start().blocks.len() {
+            let Some(in_place) = self.in_place(block) else { continue };
+            let stored = self.source.stored(block);
+            for page in in_place.changed.iter().flat_map(PageRange::iter).filter(|page| page.0 < stored.len()) {
+                let is_stored = stored.get(page);
+                match found.last_mut() {
+                    Some((last, run, kind)) if (*last, run.end, *kind) == (block, page, is_stored) => run.end.0 += 1,
+                    _ => found.push((block, PageRange::starting_at(page, 1), is_stored)),
+                }
+            }
+        }
+        found
     }
 
     /// Whether the destination need not be told which pages of a block are zero.
@@ -274,6 +318,29 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             windows: Arc::default(),
             return_path: self.options.return_path,
         })
+    }
+
+    /// Sends what the destination has changed of blocks in place, as records of the main channel.
+    fn send_changed(&self) -> Result<Moved, MigrateError> {
+        let mut moved = Moved::default();
+        let changed = self.changed();
+        if changed.is_empty() {
+            return Ok(moved);
+        }
+        let mut records = RecordWriter::new(&self.channel, &self.source.start().blocks)?;
+        let mut buffer = vec![0; limosa_page::to_usize(CLAIM_PAGES * PAGE_SIZE)];
+        for (block, run, is_stored) in changed {
+            if is_stored {
+                let sent = self.send_run(&mut records, block, run, &mut buffer)?;
+                moved.normal += sent.normal;
+                moved.zero += sent.zero;
+            } else {
+                self.source.confirm_zero(block, run).map_err(MigrateError::Source)?;
+                records.send_zero(block, run)?;
+                self.count(&mut moved, 0, run.len());
+            }
+        }
+        Ok(moved)
     }
 
     /// Sends all pages as records of the one channel.

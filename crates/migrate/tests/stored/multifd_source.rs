@@ -14,7 +14,7 @@ use crate::model::{Memory, pair};
 use limosa_channel::{Channel, Options, ZeroCopy};
 use limosa_memory::{BlockOptions, MemoryBlock};
 use limosa_migrate::{
-    Control, MigrateError, MultifdSourceOptions, PageError, PageSource, Phase, PrecopyOptions, PrecopySource,
+    Control, InPlace, MigrateError, MultifdSourceOptions, PageError, PageSource, Phase, PrecopyOptions, PrecopySource,
     PrecopyStats, Progress, Stop, StreamStart,
 };
 use limosa_page::{PageBitmap, PageNumber, PageRange};
@@ -86,7 +86,7 @@ impl Way {
             greeting: Some(self.patience),
             patience: self.patience,
             fresh: self.fresh.clone(),
-            in_place: self.in_place.clone(),
+            in_place: self.in_place.iter().map(InPlace::whole).collect(),
         };
         let (sent, outcome) = thread::scope(|scope| {
             let destination = scope.spawn(|| model.run(far, far_page_channels));

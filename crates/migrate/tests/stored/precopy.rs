@@ -9,8 +9,10 @@ use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, How, Listener, Options, RateLimit};
 use limosa_migrate::{
-    Control, Destination, DestinationOptions, MigrateError, PageSource, PrecopyOptions, PrecopySource, Progress, Stop,
+    Control, Destination, DestinationOptions, InPlace, MigrateError, PageSource, PrecopyOptions, PrecopySource,
+    Progress, Stop,
 };
+use limosa_page::{PageNumber, PageRange};
 use limosa_stream::{Command, RecordEncoder, RecordKind, ram, section};
 use proptest::prelude::*;
 
@@ -85,7 +87,7 @@ fn of_a_block_that_is_in_place_no_page_is_sent() {
     let memory = Memory::new(&[400, 50, 2_000], every_third);
     let (near, far) = pair();
     let mut kept = Kept::default();
-    let in_place = vec!["block2".to_owned(), "a block that this VM does not have".to_owned()];
+    let in_place = vec![InPlace::whole("block2"), InPlace::whole("a block that this VM does not have")];
     let (control, progress) = (Control::new(), Progress::new());
     let stats = thread::scope(|scope| {
         let kept = &mut kept;
@@ -104,6 +106,37 @@ fn of_a_block_that_is_in_place_no_page_is_sent() {
             let expected = every_third(block, page).then(|| memory.page(block, page).to_vec());
             assert_eq!(kept.pages[block][usize::try_from(page).unwrap()], expected, "page {page} of block {block}");
         }
+    }
+}
+
+#[test]
+fn pages_that_the_destination_has_changed_of_a_block_in_place_are_sent() {
+    let memory = Memory::new(&[100, 2_000], every_third);
+    let (near, far) = pair();
+    let mut kept = Kept::default();
+    let range = |start, end| PageRange::new(PageNumber(start), PageNumber(end));
+    // The last one reaches past the block's end.
+    let changed = vec![range(0, 1), range(10, 17), range(1_998, 2_005)];
+    let is_changed = |page: u64| changed.iter().any(|range| (range.start.0..range.end.0).contains(&page));
+    let in_place = vec![InPlace { block: "block1".to_owned(), changed: changed.clone() }];
+    let (control, progress) = (Control::new(), Progress::new());
+    let stats = thread::scope(|scope| {
+        let kept = &mut kept;
+        let destination = scope.spawn(move || receive(far, kept).unwrap().acknowledge().unwrap());
+        let options = PrecopyOptions { in_place, ..PrecopyOptions::default() };
+        let stats = PrecopySource::new(&memory, near, &control, &progress, options).run().unwrap();
+        destination.join().unwrap();
+        stats
+    });
+    let stored =
+        memory.stored(0).count() + (0..2_000).filter(|page| is_changed(*page) && every_third(1, *page)).count() as u64;
+    assert_eq!(stats.normal_pages, stored);
+    assert_eq!(stats.zero_pages, 100 + 10 - stored);
+    assert_eq!(progress.read().total_pages, stored);
+    for page in 0..2_000 {
+        // The kept contents of a zero page are none; that it came at all is counted above.
+        let expected = (is_changed(page) && every_third(1, page)).then(|| memory.page(1, page).to_vec());
+        assert_eq!(kept.pages[1][usize::try_from(page).unwrap()], expected, "page {page}");
     }
 }
 
