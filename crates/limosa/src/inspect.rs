@@ -3,7 +3,7 @@
 use limosa_console::quantity;
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use limosa_qemu::BlockPlace;
 use limosa_snapshot::{
@@ -13,7 +13,7 @@ use limosa_snapshot::{
 use crate::args::InspectArgs;
 use crate::compare;
 use crate::words;
-use limosa_console::{all_printed, print_out};
+use limosa_console::{all_printed, print_out, say};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     if args.diff || args.against_qmp.is_some() {
@@ -44,18 +44,25 @@ fn qemu_args(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     }
     let path = std::fs::canonicalize(&args.file).with_context(|| shown.to_string())?;
     let path = path.to_str().with_context(|| format!("{shown}: QEMU takes no file name that is not UTF-8"))?;
-    let memory: Vec<_> = BlockPlace::of(&snapshot).into_iter().filter(BlockPlace::is_guest_memory).collect();
-    // Blocks come in the order of their lengths; a machine's own is the first that is called so, or the largest.
-    let main = memory.iter().find(|block| block.name.ends_with(".ram")).or(memory.first());
-    let main = main.with_context(|| format!("{shown}: it has no RAM block of the guest's, only devices'"))?;
-    let machine = &snapshot.layout().configuration.machine;
-    let id = main.name.strip_prefix("/objects/").unwrap_or(&main.name);
-    let mut words = vec![
-        "-machine".to_owned(),
-        format!("{machine},memory-backend={id}"),
-        "-m".to_owned(),
-        format!("{}M", main.length >> 20),
-    ];
+    let memory = BlockPlace::guest_memory_of(&snapshot).map_err(|why| anyhow!("{shown}: cannot be mapped: {why}"))?;
+    let mut words = match memory.as_slice() {
+        [] => bail!("{shown}: no RAM block of it is known to be the guest's memory; save it again with this version"),
+        [main] => vec![
+            "-machine".to_owned(),
+            format!("{},memory-backend={}", snapshot.layout().configuration.machine, main.id()),
+            "-m".to_owned(),
+            format!("{}M", main.length >> 20),
+        ],
+        // Which is the machine's own, a NUMA node's or a DIMM's is said by options that are no part of a snapshot.
+        _ => {
+            say!(
+                "limosa: the VM had {} memory backends: give these options in place of the -object options of the same ids, and \
+                 leave -m, -numa, -machine and -device as they were",
+                memory.len()
+            );
+            Vec::new()
+        }
+    };
     for block in &memory {
         words.extend(["-object".to_owned(), block.backend_option(path)]);
     }

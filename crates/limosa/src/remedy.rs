@@ -107,7 +107,7 @@ pub(crate) fn of_refusal(remedy: &Remedy) -> &'static str {
         }
         Remedy::Eager => "; use --memory eager, or auto",
         Remedy::MapBackends => {
-            "; limosa inspect SNAPSHOT --qemu-args prints the options for QEMU; or use --memory auto"
+            "; limosa inspect SNAPSHOT --qemu-args prints the options for QEMU; or use --memory eager"
         }
         Remedy::Recover => "; finish it with limosa restore --recover",
         Remedy::ListenWithPort => "; --listen takes unix:PATH or tcp:HOST:PORT with a port of its own",

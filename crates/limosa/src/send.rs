@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{anyhow, bail};
 use limosa_channel::{Channel, Options, Tls};
 use limosa_migrate::{
-    Job, MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource,
+    InPlace, Job, MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions,
+    PrecopySource,
 };
 use limosa_qemu::{BlockPlace, LazyReport};
 use limosa_snapshot::Snapshot;
@@ -69,7 +70,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// The RAM blocks that the destination maps, as its user says.
-fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<String>> {
+fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<InPlace>> {
     if args.memory == SendMemoryArg::Sent {
         return Ok(Vec::new());
     }
@@ -79,15 +80,15 @@ fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<Str
     }
     snapshot.verify_all()?;
     snapshot.protect()?;
-    let memory = BlockPlace::of(snapshot).into_iter().filter(BlockPlace::is_guest_memory);
-    Ok(memory.map(|block| block.name).collect())
+    let memory = BlockPlace::guest_memory_of(snapshot).map_err(|why| anyhow!("{path}: cannot be mapped: {why}"))?;
+    Ok(memory.into_iter().map(|block| InPlace::whole(block.name)).collect())
 }
 
 fn send(
     args: &SendArgs,
     tls: Option<Tls>,
     snapshot: &Snapshot,
-    in_place: Vec<String>,
+    in_place: Vec<InPlace>,
     handles: &JobHandles,
 ) -> anyhow::Result<Sent> {
     let begun = Instant::now();

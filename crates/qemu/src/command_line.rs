@@ -123,7 +123,13 @@ impl Properties {
     }
 
     fn read_json(text: &str) -> Self {
-        let Ok(Value::Object(object)) = serde_json::from_str(text) else { return Self::default() };
+        let Ok(Value::Object(object)) = serde_json::from_str::<Value>(text) else { return Self::default() };
+        object.into()
+    }
+}
+
+impl From<serde_json::Map<String, Value>> for Properties {
+    fn from(object: serde_json::Map<String, Value>) -> Self {
         let text = |value: Value| match value {
             Value::String(text) => text,
             Value::Bool(on) => if on { "on" } else { "off" }.to_owned(),
@@ -132,7 +138,9 @@ impl Properties {
         let list = object.clone().into_iter().map(|(key, value)| (key, text(value))).collect();
         Self { list, json: Some(object) }
     }
+}
 
+impl Properties {
     /// Gives a key a value, in place of all that it had.
     pub fn set(&mut self, key: &str, value: &str) {
         match self.list.iter_mut().rev().find(|(name, _)| name == key) {
@@ -158,6 +166,17 @@ impl Properties {
     #[must_use]
     pub fn json_mut(&mut self) -> Option<&mut serde_json::Map<String, Value>> {
         self.json.as_mut()
+    }
+
+    /// The JSON object that it is, if it is one.
+    #[must_use]
+    pub fn json(&self) -> Option<&serde_json::Map<String, Value>> {
+        self.json.as_ref()
+    }
+
+    /// Keys with their values, in order; of a JSON object those at its top.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.list.iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
     /// The last value of a key, which is the one that counts.

@@ -56,6 +56,11 @@ pub struct Manifest {
     /// may be mapped as its memory. Absent in files of older versions, which may be so all the same.
     #[serde(default, skip_serializing_if = "is_false")]
     pub mappable: bool,
+    /// The RAM blocks that are the guest's memory, by name: those that a command line's memory backends make, and not those of
+    /// devices (video memory, firmware, a TPM's). Empty where nobody could say so: a stream that was received or imported, a file that
+    /// QEMU wrote.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub guest_memory: Vec<String>,
     /// The writable disks as they were when the VM stopped; empty if the VM went on or has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
@@ -81,6 +86,7 @@ impl Manifest {
             pages: PageStatistics::default(),
             via: None,
             mappable: false,
+            guest_memory: Vec::new(),
             disks: Vec::new(),
             others: Map::new(),
         }

@@ -2,10 +2,14 @@
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 
-use anyhow::bail;
+use anyhow::{anyhow, bail};
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
-use limosa_qemu::{BlockPlace, MappedCommandLine, launch, map_memory, missing_memory_option};
+use limosa_qemu::{
+    BlockPlace, MappedCommandLine, check_not_shared, launch, map_memory, missing_memory_option, name_memory,
+};
 use limosa_snapshot::Snapshot;
 
 use super::{GONE_WITHIN, Notice, Qemu, program};
@@ -18,8 +22,12 @@ type Greeted = (Qemu, Result<Qmp, QmpError>);
 /// Starts QEMU and waits for its monitor.
 pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &Notice) -> anyhow::Result<Greeted> {
     let file = snapshot.mapping_descriptor()?;
+    let same = |name: &str| is_same_file(name, args);
+    if let Err(why) = check_not_shared(&args.command, &same) {
+        bail!("{why}; use share=off, or let limosa map it: --memory mapped without a memory backend");
+    }
     let Some(words) = mapped_words(args, snapshot, file.as_fd(), notice)? else {
-        return launched(args, &args.command, &[], relay);
+        return launched(args, &copied_words(args, snapshot)?, &[], relay);
     };
     let (mut qemu, greeted) = launched(args, &words, &[file.as_fd()], relay)?;
     if greeted.is_ok() || qemu.relay.end_was_asked() || !qemu.ended_within(GONE_WITHIN)? {
@@ -32,7 +40,21 @@ pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &
         bail!("the memory cannot be mapped: {why}; use --memory auto");
     }
     notice.tell(&format!("the memory is not mapped: {why}"));
-    launched(args, &args.command, &[], qemu.relay)
+    launched(args, &copied_words(args, snapshot)?, &[], qemu.relay)
+}
+
+/// The command line by which the snapshot is not the memory, but is loaded into it.
+fn copied_words(args: &RunArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<OsString>> {
+    let recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
+    match BlockPlace::guest_memory_of(snapshot) {
+        Ok(blocks) if recorded => name_memory(&args.command, &blocks).map_err(|why| anyhow!(why)),
+        _ => Ok(args.command.clone()),
+    }
+}
+
+fn is_same_file(name: &str, args: &RunArgs) -> bool {
+    let of = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    of(Path::new(name)).is_ok_and(|found| of(&args.snapshot).is_ok_and(|own| own == found))
 }
 
 fn launched(args: &RunArgs, words: &[OsString], kept: &[BorrowedFd<'_>], relay: Relay) -> anyhow::Result<Greeted> {
@@ -82,5 +104,5 @@ fn map(args: &RunArgs, snapshot: &Snapshot, file: BorrowedFd<'_>, required: bool
     }
     // The open file itself, whatever has its name by then.
     let file = format!("/dev/fd/{}", file.as_raw_fd());
-    map_memory(&args.command, &BlockPlace::of(snapshot), &file)
+    map_memory(&args.command, &BlockPlace::guest_memory_of(snapshot)?, &file)
 }

@@ -126,14 +126,55 @@ fn a_qemu_that_maps_something_else_is_refused_before_anything_is_sent() {
         (format!("memory-backend-ram,id=mem,size={}", small_beat().memory_bytes()), "no memory backend"),
     ] {
         let destination = small_beat().memory_object(&object).start_incoming().unwrap();
-        let refused = scene.restore(&saved.snapshot, &destination, &["--memory", "mapped"]);
-        assert_failed(&refused, &["cannot restore mapped", why, "--qemu-args"]);
-        assert_eq!(migration_status(&destination), "none", "{why}");
+        // One that was started to map a snapshot is not sent all of another one by itself.
+        let is_meant = !object.starts_with("memory-backend-ram");
+        for memory in ["mapped", "auto"].iter().take(if is_meant { 2 } else { 1 }) {
+            let refused = scene.restore(&saved.snapshot, &destination, &["--memory", memory]);
+            assert_failed(&refused, &["cannot restore mapped", why, "--qemu-args"]);
+            assert_eq!(migration_status(&destination), "none", "{why}");
+        }
         // The QEMU is as it was: it takes the VM eagerly.
         scene.restore(&saved.snapshot, &destination, &["--memory", "eager"]).success();
         saved.assert_goes_on(&destination);
     }
     scene.assert_tidy();
+}
+
+#[test]
+fn a_qemu_that_would_write_into_the_snapshot_is_refused_in_every_mode() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &small_beat(), &[]);
+    let file = std::fs::read(&saved.snapshot).unwrap();
+    let shared = object(&saved.snapshot, "mem").replace("share=off,readonly=on,rom=off", "share=on");
+    for memory in ["auto", "mapped", "lazy", "eager"] {
+        let destination = small_beat().memory_object(&shared).start_incoming().unwrap();
+        let refused = scene.restore(&saved.snapshot, &destination, &["--memory", memory]);
+        assert_failed(&refused, &["memory backend mem", "share=on", "would write into it"]);
+        assert_eq!(migration_status(&destination), "none", "{memory}");
+    }
+    assert!(std::fs::read(&saved.snapshot).unwrap() == file, "the snapshot was written to");
+}
+
+#[test]
+fn memory_that_qemu_writes_before_the_restore_is_the_snapshots_all_the_same() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let machine = small_beat();
+    let source = machine.start().unwrap();
+    source.wait_beats(2).unwrap();
+    let snapshot = scene.save(&source, "snapshot", &["--stop"]);
+    let memory = all_memory(&source);
+    drop(source);
+    let destination = mapped(&machine, &snapshot)
+        .argument("-device")
+        .argument("loader,addr=0x600000,data=0xdeadbeef,data-len=4")
+        .argument("-device")
+        .argument("loader,addr=0x7c00,data=0xdeadbeef,data-len=4")
+        .start_incoming()
+        .unwrap();
+    scene.restore(&snapshot, &destination, &["--memory", "mapped", "--paused"]).success();
+    assert_same_memory(&all_memory(&destination), &memory);
 }
 
 #[test]

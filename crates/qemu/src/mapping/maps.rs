@@ -4,9 +4,9 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 
-/// A part of a file that a process maps privately and may write to.
+/// A part of a file that a process maps and may write to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PrivateMapping {
+pub(super) struct Mapping {
     /// The file's inode number.
     pub(super) inode: u64,
     /// Where the mapping begins in memory.
@@ -15,6 +15,17 @@ pub(super) struct PrivateMapping {
     pub(super) offset: u64,
     /// Its length in bytes.
     pub(super) length: u64,
+    /// Whether what is written there reaches the file.
+    pub(super) is_shared: bool,
+}
+
+impl Mapping {
+    /// Whether memory from `address` on is the file from `offset` on, for `length` bytes.
+    pub(super) fn holds(&self, address: u64, offset: u64, length: u64) -> bool {
+        let Some(before) = address.checked_sub(self.address) else { return false };
+        self.offset.checked_add(before) == Some(offset)
+            && before.checked_add(length).is_some_and(|end| end <= self.length)
+    }
 }
 
 /// A file by the numbers that the kernel gives it.
@@ -24,11 +35,11 @@ pub(super) struct FileId {
     pub(super) inode: u64,
 }
 
-/// The private, writable mappings of files of a process, neighbours joined.
+/// The writable mappings of files of a process, neighbours joined.
 ///
 /// # Errors
 /// There is no such process, or it is another user's.
-pub(super) fn private_mappings(pid: u32) -> io::Result<Vec<PrivateMapping>> {
+pub(super) fn mappings(pid: u32) -> io::Result<Vec<Mapping>> {
     fs::read_to_string(format!("/proc/{pid}/maps")).map(|text| parse(&text))
 }
 
@@ -36,7 +47,7 @@ pub(super) fn private_mappings(pid: u32) -> io::Result<Vec<PrivateMapping>> {
 /// filesystem (btrfs, overlayfs); that of its descriptors is.
 ///
 /// # Errors
-/// As [`private_mappings`].
+/// As [`mappings`].
 pub(super) fn has_open(pid: u32, file: FileId) -> io::Result<bool> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         // A descriptor may be closed meanwhile.
@@ -48,12 +59,30 @@ pub(super) fn has_open(pid: u32, file: FileId) -> io::Result<bool> {
     Ok(false)
 }
 
-fn parse(text: &str) -> Vec<PrivateMapping> {
-    let mut found: Vec<PrivateMapping> = Vec::new();
+/// A process and those below it: a program that starts QEMU and waits for it is not QEMU itself. Those that end meanwhile, and
+/// those past a bound, are left out.
+pub(super) fn with_descendants(pid: u32) -> Vec<u32> {
+    const PROCESSES: usize = 256;
+    let mut found = vec![pid];
+    let mut at = 0;
+    while let Some(pid) = found.get(at).copied().filter(|_| found.len() < PROCESSES) {
+        at += 1;
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
+        for task in tasks.filter_map(Result::ok) {
+            let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            found.extend(children.split_ascii_whitespace().filter_map(|child| child.parse::<u32>().ok()));
+        }
+    }
+    found
+}
+
+fn parse(text: &str) -> Vec<Mapping> {
+    let mut found: Vec<Mapping> = Vec::new();
     for mapping in text.lines().filter_map(line) {
         match found.last_mut() {
             Some(last)
                 if last.inode == mapping.inode
+                    && last.is_shared == mapping.is_shared
                     && last.address.checked_add(last.length) == Some(mapping.address)
                     && last.offset.checked_add(last.length) == Some(mapping.offset) =>
             {
@@ -66,7 +95,7 @@ fn parse(text: &str) -> Vec<PrivateMapping> {
 }
 
 /// `ADDRESS-END rw-p OFFSET MAJOR:MINOR INODE  PATH`; anything else is no mapping of interest.
-fn line(line: &str) -> Option<PrivateMapping> {
+fn line(line: &str) -> Option<Mapping> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
     let rights = words.next()?;
@@ -76,7 +105,8 @@ fn line(line: &str) -> Option<PrivateMapping> {
     let (address, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
     let length = end.checked_sub(address)?;
     rights.starts_with("rw").then_some(())?;
-    rights.ends_with('p').then_some(PrivateMapping { inode, address, offset, length })
+    let is_shared = rights.ends_with('s');
+    (is_shared || rights.ends_with('p')).then_some(Mapping { inode, address, offset, length, is_shared })
 }
 
 #[cfg(test)]
@@ -86,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn private_writable_mappings_are_found_and_neighbours_joined() {
+    fn writable_mappings_are_found_and_neighbours_of_one_kind_joined() {
         let text = "\
 7f0000000000-7f0000100000 rw-p 00100000 fe:00 77                         /srv/vm with spaces.limosa
 7f0000100000-7f0000300000 rw-p 00200000 fe:00 77                         /srv/vm with spaces.limosa
@@ -95,11 +125,37 @@ mod tests {
 7f0000500000-7f0000600000 r--p 00b00000 fe:00 77                         /srv/vm with spaces.limosa
 7f0000600000-7f0000700000 rw-p 00000000 00:00 0                          [heap]
 ";
-        let at = |address, offset, length| PrivateMapping { inode: 77, address, offset, length };
+        let at = |address, offset, length, is_shared| Mapping { inode: 77, address, offset, length, is_shared };
+        let found = parse(text);
         assert_eq!(
-            parse(text),
-            [at(0x7f00_0000_0000, 0x10_0000, 0x30_0000), at(0x7f00_0030_0000, 0x90_0000, 0x10_0000)]
+            found,
+            [
+                at(0x7f00_0000_0000, 0x10_0000, 0x30_0000, false),
+                at(0x7f00_0030_0000, 0x90_0000, 0x10_0000, false),
+                at(0x7f00_0040_0000, 0xa0_0000, 0x10_0000, true)
+            ]
         );
+        assert!(found[0].holds(0x7f00_0010_0000, 0x20_0000, 0x20_0000));
+        assert!(!found[0].holds(0x7f00_0010_0000, 0x20_0000, 0x20_1000), "past its end");
+        assert!(!found[0].holds(0x7f00_0010_0000, 0x10_0000, 0x1000), "another place of the file");
+        assert!(!found[1].holds(0x7f00_0020_0000, 0x80_0000, 0x1000), "before its beginning");
+    }
+
+    #[test]
+    fn a_process_below_another_is_found() {
+        let mut shell = std::process::Command::new("sh").args(["-c", "sleep 60 & wait"]).spawn().unwrap();
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let below = loop {
+            let found = with_descendants(shell.id());
+            assert_eq!(found[0], shell.id());
+            match found.get(1) {
+                Some(below) => break *below,
+                None => assert!(std::time::Instant::now() < end, "no process below {}", shell.id()),
+            }
+        };
+        let pid = rustix::process::Pid::from_raw(below.cast_signed()).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        shell.wait().unwrap();
     }
 
     #[test]
@@ -118,7 +174,7 @@ mod tests {
         assert!(has_open(own, id).unwrap());
         drop(file);
         assert!(!has_open(own, id).unwrap());
-        assert!(private_mappings(own).unwrap().iter().all(|mapping| mapping.length > 0));
+        assert!(mappings(own).unwrap().iter().all(|mapping| mapping.length > 0));
         assert!(has_open(0, id).is_err());
     }
 }

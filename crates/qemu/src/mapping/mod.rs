@@ -7,9 +7,13 @@
 //! The law: **no page is left out of the stream unless it is known to be there.** That a QEMU maps the right file at the
 //! right place is read off the process itself, not off its command line or the file's name, which may be another's by now.
 
+mod machine;
 mod maps;
+mod place;
 mod recognize;
 mod rewrite;
 
+pub use place::BlockPlace;
 pub(crate) use recognize::{Mapped, recognize};
-pub use rewrite::{BlockPlace, MappedCommandLine, map_memory};
+pub use recognize::{prove_mapping, refuse_shared_snapshot};
+pub use rewrite::{MappedCommandLine, check_not_shared, map_memory, name_memory};

@@ -1,20 +1,29 @@
 //! Which RAM blocks of a QEMU are a snapshot's already, because it maps them.
+//!
+//! The law: **a block is proven, or it is sent.** The process itself must have this very file mapped, privately, at the place in
+//! memory that QEMU names as the block's, and pages that QEMU has written there since (a firmware image, a device of type `loader`, a
+//! reset) are found and sent.
 
 use std::os::fd::AsFd as _;
 
+use limosa_migrate::InPlace;
+use limosa_page::PageRange;
 use limosa_snapshot::Snapshot;
 
-use super::maps::{FileId, PrivateMapping, has_open, private_mappings};
+use super::maps::{FileId, Mapping, has_open, mappings, with_descendants};
 use crate::job::JobError;
-use crate::monitor::{FileBackend, Monitor};
+use crate::monitor::{FileBackend, Monitor, RamBlockInfo};
+use crate::remedy::Remedy;
 
 /// What a QEMU maps of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Mapped {
     /// It maps these RAM blocks of it, at their places.
-    Blocks(Vec<String>),
-    /// It maps none, or not as it must; why not.
+    Blocks(Vec<InPlace>),
+    /// It maps nothing, or it cannot be seen what; why. Everything can be sent to it.
     No(String),
+    /// It was started to map a snapshot, and does not map this one as it must; why.
+    Wrong(String),
 }
 
 /// Looks at a QEMU's memory backends and at its process.
@@ -22,19 +31,20 @@ pub(crate) enum Mapped {
 /// # Errors
 /// The monitor's. What cannot be proven is no error, it is a reason not to rely on it.
 pub(crate) fn recognize(monitor: &Monitor, snapshot: &Snapshot) -> Result<Mapped, JobError> {
-    let backends: Vec<_> = monitor.file_backends()?.into_iter().filter(|backend| !backend.share).collect();
+    let backends: Vec<_> = monitor.file_backends()?.into_iter().filter(is_meant).collect();
     if backends.is_empty() {
-        return Ok(Mapped::No("no memory backend of this QEMU maps a file privately".into()));
+        return Ok(Mapped::No("no memory backend of this QEMU maps a snapshot (private, readonly=on)".into()));
     }
     let seen = match Seen::of(monitor, snapshot) {
         Ok(seen) => seen,
-        Err(why) => return Ok(Mapped::No(why)),
+        Err(why) => return Ok(why),
     };
+    let here = monitor.ram_blocks()?;
     let mut blocks = Vec::new();
     for backend in &backends {
-        match block_of(backend, snapshot, &seen) {
-            Ok(name) => blocks.push(name),
-            Err(why) => return Ok(Mapped::No(why)),
+        match block_of(backend, snapshot, &seen, &here) {
+            Ok(block) => blocks.push(block),
+            Err(why) => return Ok(Mapped::Wrong(why)),
         }
     }
     if !snapshot.is_mappable() {
@@ -44,63 +54,140 @@ pub(crate) fn recognize(monitor: &Monitor, snapshot: &Snapshot) -> Result<Mapped
     Ok(Mapped::Blocks(blocks))
 }
 
-/// What the kernel says of the process.
-struct Seen {
-    inode: u64,
-    mappings: Vec<PrivateMapping>,
-}
-
-impl Seen {
-    fn of(monitor: &Monitor, snapshot: &Snapshot) -> Result<Self, String> {
-        let Some(pid) = monitor.qmp().process() else {
-            return Err("which file this QEMU maps can only be seen on its own host, through a unix socket".into());
-        };
-        let unseen = |error| format!("the mappings of process {pid} cannot be read: {error}");
-        let stat = rustix::fs::fstat(snapshot.as_fd()).map_err(|errno| unseen(errno.into()))?;
-        let file = FileId { device: stat.st_dev, inode: stat.st_ino };
-        if !has_open(pid, file).map_err(unseen)? {
-            return Err(format!(
-                "this QEMU maps another file, or one that had the name {} before",
-                snapshot.path().display()
-            ));
-        }
-        Ok(Self { inode: file.inode, mappings: private_mappings(pid).map_err(unseen)? })
+/// Proves that a QEMU maps these RAM blocks of a snapshot, all of them and as they must be.
+///
+/// # Errors
+/// [`JobError::Refused`] if it does not; the monitor's.
+pub fn prove_mapping(monitor: &Monitor, snapshot: &Snapshot, planned: &[String]) -> Result<Vec<InPlace>, JobError> {
+    let refused = |why: String| Err(JobError::refused(why, Remedy::MapBackends));
+    match recognize(monitor, snapshot)? {
+        Mapped::Blocks(blocks) => match planned.iter().find(|name| blocks.iter().all(|block| block.block != **name)) {
+            Some(name) => refused(format!("this QEMU does not map RAM block {name}, as its command line says")),
+            None => Ok(blocks),
+        },
+        Mapped::No(why) | Mapped::Wrong(why) => refused(why),
     }
 }
 
-/// The snapshot's RAM block that is this backend's memory, page for page.
-fn block_of(backend: &FileBackend, snapshot: &Snapshot, seen: &Seen) -> Result<String, String> {
+/// Refuses a QEMU that would write what its guest writes into the snapshot.
+///
+/// # Errors
+/// [`JobError::Refused`] if it maps the file shared; the monitor's.
+pub fn refuse_shared_snapshot(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> {
+    let shared: Vec<_> = monitor.file_backends()?.into_iter().filter(|backend| backend.share).collect();
+    if shared.is_empty() {
+        return Ok(());
+    }
+    let named = |backend: &&FileBackend| is_file(snapshot, &backend.path);
+    let mapped = Seen::of(monitor, snapshot).is_ok_and(|seen| seen.maps_shared());
+    match shared.iter().find(named).or_else(|| shared.first().filter(|_| mapped)) {
+        None => Ok(()),
+        Some(backend) => Err(JobError::refused(
+            format!(
+                "memory backend {} maps the snapshot {} with share=on: the guest would write into it",
+                backend.id,
+                snapshot.path().display()
+            ),
+            Remedy::MapBackends,
+        )),
+    }
+}
+
+/// Whether a name is that of the snapshot's file, here and now.
+fn is_file(snapshot: &Snapshot, name: &str) -> bool {
+    let (Ok(here), Ok(there)) = (rustix::fs::fstat(snapshot.as_fd()), rustix::fs::stat(name)) else { return false };
+    (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+}
+
+/// Whether a backend was made to map a snapshot: memory of other kinds is neither writable over a file that is only read nor from
+/// the middle of a file.
+fn is_meant(backend: &FileBackend) -> bool {
+    !backend.share && (backend.readonly && backend.is_ram || backend.offset.is_some_and(|offset| offset != 0))
+}
+
+/// What the kernel says of the process.
+struct Seen {
+    pid: u32,
+    inode: u64,
+    mappings: Vec<Mapping>,
+}
+
+impl Seen {
+    fn of(monitor: &Monitor, snapshot: &Snapshot) -> Result<Self, Mapped> {
+        let Some(pid) = monitor.qmp().process() else {
+            let why = "which file this QEMU maps can only be seen on its own host, through a unix socket";
+            return Err(Mapped::No(why.into()));
+        };
+        let unseen = |error| Mapped::No(format!("the mappings of process {pid} cannot be read: {error}"));
+        let stat = rustix::fs::fstat(snapshot.as_fd()).map_err(|errno| unseen(errno.into()))?;
+        let file = FileId { device: stat.st_dev, inode: stat.st_ino };
+        let mut is_open = false;
+        for pid in with_descendants(pid) {
+            is_open |= has_open(pid, file).map_err(unseen)?;
+            let mut mappings = mappings(pid).map_err(unseen)?;
+            mappings.retain(|mapping| mapping.inode == file.inode);
+            if is_open && !mappings.is_empty() {
+                return Ok(Self { pid, inode: file.inode, mappings });
+            }
+        }
+        if is_open {
+            return Ok(Self { pid, inode: file.inode, mappings: Vec::new() });
+        }
+        Err(Mapped::Wrong(format!(
+            "this QEMU maps another file, or one that had the name {} before",
+            snapshot.path().display()
+        )))
+    }
+
+    fn maps_shared(&self) -> bool {
+        self.mappings.iter().any(|mapping| mapping.is_shared)
+    }
+
+    /// Where the process has these bytes of the file as private memory: where QEMU says that the block is, or, for a QEMU that does not
+    /// say so, at the only place where they are mapped.
+    fn address(&self, said: Option<u64>, offset: u64, length: u64) -> Option<u64> {
+        let mut private = self.mappings.iter().filter(|mapping| mapping.inode == self.inode && !mapping.is_shared);
+        match said {
+            Some(address) => private.any(|mapping| mapping.holds(address, offset, length)).then_some(address),
+            None => {
+                let place = |mapping: &Mapping| {
+                    let address = mapping.address.checked_add(offset.checked_sub(mapping.offset)?)?;
+                    mapping.holds(address, offset, length).then_some(address)
+                };
+                let mut places = private.filter_map(place);
+                places.next().filter(|_| places.next().is_none())
+            }
+        }
+    }
+}
+
+/// The snapshot's RAM block that is this backend's memory, page for page but those that QEMU has written.
+fn block_of(backend: &FileBackend, snapshot: &Snapshot, seen: &Seen, here: &[RamBlockInfo]) -> Result<InPlace, String> {
     let id = &backend.id;
     // Machine types of old name the block by the object's whole path.
     let named = |name: &str| name == id || name.strip_prefix("/objects/") == Some(id);
     let Some(block) = snapshot.layout().blocks.iter().find(|block| named(&block.block.name)) else {
         return Err(format!("memory backend {id} maps a file, and the snapshot has no RAM block of that name"));
     };
+    let name = &block.block.name;
     // Discarding such memory (a balloon) would punch holes into a file that is open for writing.
     if !backend.readonly {
         return Err(format!("memory backend {id} opens the file for writing; it must have readonly=on and rom=off"));
     }
-    let length = block.pages_range().end - block.pages_offset;
-    let holds = |mapping: &&PrivateMapping| {
-        let end = mapping.offset.saturating_add(mapping.length);
-        mapping.inode == seen.inode
-            && mapping.offset == block.pages_offset
-            && end >= block.pages_offset.saturating_add(length)
-    };
+    let (place, length) = (block.pages_offset, block.pages_range().end - block.pages_offset);
     let offset = backend.offset.unwrap_or(0);
-    if offset != block.pages_offset {
-        return Err(format!(
-            "memory backend {id} maps offset {offset} of its file; RAM block {} is at {}",
-            block.block.name, block.pages_offset
-        ));
+    if offset != place {
+        return Err(format!("memory backend {id} maps offset {offset} of its file; RAM block {name} is at {place}"));
     }
-    if backend.size != length || !seen.mappings.iter().any(|mapping| holds(&mapping)) {
+    let said = here.iter().find(|here| here.name == *name).and_then(|here| here.host_address);
+    let Some(address) = seen.address(said, place, length).filter(|_| backend.size == length) else {
         return Err(format!(
-            "memory backend {id} does not map the {length} bytes of RAM block {} at offset {} of {}",
-            block.block.name,
-            block.pages_offset,
+            "memory backend {id} does not map the {length} bytes of RAM block {name} at offset {place} of {}",
             snapshot.path().display()
         ));
-    }
-    Ok(block.block.name.clone())
+    };
+    let unseen = |error| format!("which pages of RAM block {name} QEMU has written cannot be read: {error}");
+    let copied = limosa_memory::copied_pages(seen.pid, address..address + length).map_err(unseen)?;
+    let page = |run: &std::ops::Range<u64>| PageRange::covering(&(run.start - address..run.end - address));
+    Ok(InPlace { block: name.clone(), changed: copied.iter().map(page).collect() })
 }

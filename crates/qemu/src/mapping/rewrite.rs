@@ -5,58 +5,11 @@
 
 use std::ffi::OsString;
 
-use limosa_snapshot::Snapshot;
-use limosa_stream::mapped_ram::MappedBlock;
 use serde_json::json;
 
-use crate::command_line::{CommandOption, Properties, escaped, options, size};
-
-/// A RAM block and its place in a snapshot.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BlockPlace {
-    /// Its name.
-    pub name: String,
-    /// Its length in bytes.
-    pub length: u64,
-    /// Where its first byte lies in the file.
-    pub offset: u64,
-}
-
-impl BlockPlace {
-    /// All blocks of a snapshot.
-    #[must_use]
-    pub fn of(snapshot: &Snapshot) -> Vec<Self> {
-        let blocks = snapshot.layout().blocks.iter();
-        let place = |block: &MappedBlock| Self {
-            name: block.block.name.clone(),
-            length: block.block.used_length,
-            offset: block.pages_offset,
-        };
-        blocks.map(place).collect()
-    }
-
-    /// Whether it looks like memory that a command line gives to the guest, and not like that of a device: `pc.ram`, the id of
-    /// a memory backend; not `pc.bios`, `0000:00:02.0/vga.vram`.
-    #[must_use]
-    pub fn is_guest_memory(&self) -> bool {
-        let name = self.name.strip_prefix("/objects/").unwrap_or(&self.name);
-        let of_device = ["vram", "rom", "bios"].iter().any(|end| name.ends_with(end));
-        !name.contains('/') && !name.contains("flash") && !of_device
-    }
-
-    /// The option value of a memory backend that maps the block, for `-object`.
-    #[must_use]
-    pub fn backend_option(&self, file: &str) -> String {
-        let id = self.name.strip_prefix("/objects/").unwrap_or(&self.name);
-        format!(
-            "memory-backend-file,id={},size={},mem-path={},offset={},share=off,readonly=on,rom=off",
-            escaped(id),
-            self.length,
-            escaped(file),
-            self.offset
-        )
-    }
-}
+use super::BlockPlace;
+use super::machine::{Machine, Main};
+use crate::command_line::{Properties, escaped, options};
 
 /// A command line whose memory is a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,18 +22,6 @@ pub struct MappedCommandLine {
     /// What a person should know.
     pub notices: Vec<String>,
 }
-
-/// The size that QEMU gives a machine without `-m`.
-const DEFAULT_MEMORY: u64 = 128 << 20;
-
-/// Properties of a memory backend that ask for something that a mapped file does not have.
-const UNMAPPABLE: [(&str, &str); 5] = [
-    ("host-nodes", "memory of chosen host NUMA nodes"),
-    ("policy", "a host NUMA policy"),
-    ("pmem", "persistent memory"),
-    ("hugetlbsize", "huge pages"),
-    ("align", "an alignment of its own"),
-];
 
 /// Properties that the mapped backend takes over.
 const KEPT: [&str; 2] = ["dump", "merge"];
@@ -108,175 +49,98 @@ pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Resu
         }
         mapped.push(place.name.clone());
     }
-    match &machine.backend {
-        Some(id) => {
-            let main = machine.objects.iter().find(|object| object.id == *id);
-            let main = main.ok_or_else(|| format!("-machine memory-backend={id} names no memory backend"))?;
-            if let (Some(asked), Some(has)) = (machine.memory, main.size())
+    match machine.main(blocks)? {
+        Main::Nodes => {}
+        Main::Named(object) => {
+            if let (Some(asked), Some(has)) = (machine.memory, object.size())
                 && asked != has
             {
-                return Err(format!("-m asks for {} MiB and memory backend {id} has {} MiB", asked >> 20, has >> 20));
+                return Err(format!(
+                    "-m asks for {} MiB and memory backend {} has {} MiB",
+                    asked >> 20,
+                    object.id,
+                    has >> 20
+                ));
             }
         }
-        None if machine.has_node_memory => {}
-        None => {
-            let place = main_block(&machine, blocks)?;
-            rewritten.push("-object".into());
-            rewritten.push(backend(&place.name, place, file, None).into());
-            rewritten.push("-machine".into());
-            rewritten.push(format!("memory-backend={}", place.name).into());
+        Main::Renamed(object, place) => {
+            object.check(place)?;
+            if let Some(word) = rewritten.get_mut(object.at) {
+                *word = backend(place.id(), place, file, Some(&object.properties)).into();
+            }
+            rewritten.extend(["-machine".into(), format!("memory-backend={}", escaped(place.id())).into()]);
+            mapped.push(place.name.clone());
+        }
+        Main::Own(place) => {
+            rewritten.extend(["-object".into(), backend(place.id(), place, file, None).into()]);
+            rewritten.extend(["-machine".into(), format!("memory-backend={}", escaped(place.id())).into()]);
             mapped.push(place.name.clone());
         }
     }
     if mapped.is_empty() {
-        let known: Vec<_> = blocks.iter().map(|place| place.name.as_str()).collect();
-        return Err(format!("no memory backend has the name of a RAM block of the snapshot ({})", known.join(", ")));
+        return Err(format!("no memory backend has the name of a RAM block of the snapshot ({})", names(blocks)));
     }
     Ok(MappedCommandLine { words: rewritten, blocks: mapped, notices })
 }
 
-/// What a command line says of the machine's memory.
-#[derive(Debug, Default)]
-struct Machine {
-    backend: Option<String>,
-    memory: Option<u64>,
-    objects: Vec<Object>,
-    /// Whether NUMA nodes have memory backends.
-    has_node_memory: bool,
-}
-
-/// A memory backend.
-#[derive(Debug)]
-struct Object {
-    id: String,
-    properties: Properties,
-    /// The index of its word.
-    at: usize,
-}
-
-impl Machine {
-    fn read(&mut self, option: &CommandOption<'_>, notices: &mut Vec<String>) -> Result<(), String> {
-        match option.name {
-            "machine" | "M" => {
-                let list = Properties::read(option.value, "type");
-                if let Some(id) = list.get("memory-backend") {
-                    self.backend = Some(id.to_owned());
-                }
-                if let Some(key) = list.first_of(&["confidential-guest-support", "memory-encryption"]) {
-                    return Err(format!("-machine {key}: encrypted memory cannot be mapped from a file"));
-                }
+/// Gives a command line's memory backend the name of the snapshot's RAM block, where there is one block and it has the right size.
+/// Without that QEMU would find no memory for it. Nothing is mapped.
+///
+/// # Errors
+/// Which block the snapshot has, and which option makes it, where the command line has no memory for it.
+pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsString>, String> {
+    let options = options(words);
+    let mut machine = Machine::default();
+    for option in &options {
+        machine.read_memory(option)?;
+    }
+    let mut rewritten = words.to_vec();
+    match machine.main(blocks)? {
+        Main::Nodes | Main::Named(_) => {}
+        Main::Renamed(object, place) => {
+            let mut properties = object.properties.clone();
+            properties.set("id", place.id());
+            if let Some(word) = rewritten.get_mut(object.at) {
+                *word = properties.to_option().into();
             }
-            "m" => {
-                let list = Properties::read(option.value, "size");
-                if let Some(text) = list.get("size") {
-                    let memory = size(text, 1 << 20).ok_or_else(|| format!("-m {}: not a size", option.value))?;
-                    self.memory = Some(memory);
-                }
-            }
-            "object" => {
-                let properties = Properties::read(option.value, "qom-type");
-                if properties.get("qom-type").is_some_and(|kind| kind.starts_with("memory-backend-")) {
-                    let id = properties.get("id").unwrap_or_default().to_owned();
-                    self.objects.push(Object { id, properties, at: option.at });
-                }
-            }
-            "numa" => {
-                let list = Properties::read(option.value, "type");
-                if list.get("mem").is_some() {
-                    return Err("-numa with mem=: only nodes with memdev= can be mapped".to_owned());
-                }
-                self.has_node_memory |= list.get("memdev").is_some();
-            }
-            "mem-path" => return Err("-mem-path: the guest's memory is to be another file".to_owned()),
-            "mem-prealloc" => return Err("-mem-prealloc: preallocated memory shares nothing".to_owned()),
-            "overcommit" if Properties::read(option.value, "").is_on("mem-lock") => {
-                return Err("-overcommit mem-lock=on: locked memory shares nothing".to_owned());
-            }
-            "readconfig" => return Err("-readconfig: memory that is configured there is not seen".to_owned()),
-            "device" => return device(option, notices),
-            _ => {}
+            rewritten.extend(["-machine".into(), format!("memory-backend={}", escaped(place.id())).into()]);
         }
-        Ok(())
+        // QEMU makes its own memory under the name that the machine type has for it.
+        Main::Own(place) if is_default_name(&place.name) => {}
+        Main::Own(place) => {
+            let object = format!("memory-backend-ram,id={},size={}", escaped(place.id()), place.length);
+            rewritten.extend(["-object".into(), object.into()]);
+            rewritten.extend(["-machine".into(), format!("memory-backend={}", escaped(place.id())).into()]);
+        }
     }
+    Ok(rewritten)
 }
 
-fn device(option: &CommandOption<'_>, notices: &mut Vec<String>) -> Result<(), String> {
-    let list = Properties::read(option.value, "driver");
-    let kind = list.get("driver").unwrap_or_default();
-    if kind.starts_with("vfio-") || kind.starts_with("vhost-vdpa") {
-        return Err(format!("-device {kind}: an assigned host device pins all memory, so nothing would be shared"));
-    }
-    if kind.starts_with("virtio-mem") {
-        return Err(format!("-device {kind}: its memory is plugged and unplugged, and cannot be mapped from a file"));
-    }
-    if kind.starts_with("vhost-user-") {
-        return Err(format!("-device {kind}: it needs memory with share=on"));
-    }
-    if kind.starts_with("virtio-balloon") {
-        notices.push(format!("{kind}: memory that is mapped from a snapshot cannot be given back to the host"));
+/// Refuses a command line one of whose memory backends shares its memory with the file of a snapshot: the guest would write
+/// into it. `same` says whether a name is that file's.
+///
+/// # Errors
+/// Which backend.
+pub fn check_not_shared(words: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), String> {
+    for option in options(words).iter().filter(|option| option.name == "object") {
+        let list = Properties::read(option.value, "qom-type");
+        if let Some(path) = list.get("mem-path").filter(|path| list.is_on("share") && same(path)) {
+            return Err(format!(
+                "memory backend {} maps {path} with share=on: the guest would write into the snapshot",
+                list.get("id").unwrap_or_default()
+            ));
+        }
     }
     Ok(())
 }
 
-impl Object {
-    /// Whether the RAM block of this name is its memory. Machine types of old name the block by the object's whole path.
-    fn is_of(&self, block: &str) -> bool {
-        block == self.id || block.strip_prefix("/objects/") == Some(&self.id)
-    }
-
-    fn size(&self) -> Option<u64> {
-        self.properties.get("size").and_then(|text| size(text, 1))
-    }
-
-    fn check(&self, place: &BlockPlace) -> Result<(), String> {
-        let (id, list) = (&self.id, &self.properties);
-        if self.size() != Some(place.length) {
-            return Err(format!(
-                "memory backend {id} has size={}, RAM block {} of the snapshot {} bytes",
-                list.get("size").unwrap_or("?"),
-                place.name,
-                place.length
-            ));
-        }
-        // A backend of type memfd is shared unless it says otherwise; only devices in other processes need that.
-        if list.is_on("share") {
-            return Err(format!(
-                "memory backend {id} has share=on (needed for vhost-user and virtiofs): what the guest writes would reach the file"
-            ));
-        }
-        if list.is_on("hugetlb") {
-            return Err(format!("memory backend {id} has hugetlb=on: huge pages cannot be mapped from a file"));
-        }
-        if list.is_on("prealloc") {
-            return Err(format!("memory backend {id} has prealloc=on: preallocated memory shares nothing"));
-        }
-        if list.get("qom-type") == Some("memory-backend-file") {
-            return Err(format!("memory backend {id} is a file already ({})", list.get("mem-path").unwrap_or("?")));
-        }
-        match UNMAPPABLE.iter().find(|(key, _)| list.get(key).is_some()) {
-            Some((key, what)) => Err(format!("memory backend {id} has {key}=: {what} cannot be mapped from a file")),
-            None => Ok(()),
-        }
-    }
+fn names(blocks: &[BlockPlace]) -> String {
+    blocks.iter().map(|place| place.name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-/// The block of a machine that has no memory backend of its own.
-fn main_block<'a>(machine: &Machine, blocks: &'a [BlockPlace]) -> Result<&'a BlockPlace, String> {
-    let memory = machine.memory.unwrap_or(DEFAULT_MEMORY);
-    // Machines name it pc.ram, mach-virt.ram, ...; what devices own has a slash in its name, and not this suffix.
-    let is_main = |place: &&BlockPlace| place.name.ends_with("ram") && place.is_guest_memory();
-    let main = blocks.iter().find(is_main).ok_or_else(|| {
-        let known: Vec<_> = blocks.iter().map(|place| place.name.as_str()).collect();
-        format!("the saved VM had a memory backend (RAM blocks {}), this command line has none", known.join(", "))
-    })?;
-    if main.length == memory {
-        return Ok(main);
-    }
-    Err(format!(
-        "the machine is to have {} MiB of memory (-m), the snapshot has {} MiB",
-        memory >> 20,
-        main.length >> 20
-    ))
+/// Whether machine types call the memory so that they make by themselves: `pc.ram`, `mach-virt.ram`, `ppc_spapr.ram`, ...
+fn is_default_name(name: &str) -> bool {
+    name.ends_with(".ram")
 }
 
 /// The option value of a memory backend that maps a block.
@@ -319,7 +183,7 @@ mod tests {
     }
 
     fn vm() -> Vec<BlockPlace> {
-        vec![place("pc.ram", 1024, 1 << 20), place("vga.vram", 16, 2 << 30), place("pc.bios", 1, 3 << 30)]
+        vec![place("pc.ram", 1024, 1 << 20)]
     }
 
     fn mapped(line: &str, blocks: &[BlockPlace]) -> Result<MappedCommandLine, String> {
@@ -396,6 +260,8 @@ mod tests {
             ("-m 1G -device vfio-pci,host=1".to_owned(), "vfio-pci"),
             ("-m 1G -device virtio-mem-pci,memdev=x".to_owned(), "virtio-mem-pci"),
             ("-m 1G -device {\"driver\":\"vhost-user-fs-pci\"}".to_owned(), "vhost-user-fs-pci"),
+            ("-m 1G -netdev vhost-user,id=n,chardev=c".to_owned(), "-netdev vhost-user"),
+            ("-m 1G -object cryptodev-vhost-user,id=c,chardev=c".to_owned(), "cryptodev-vhost-user"),
             ("-m 1G -numa node,mem=1G".to_owned(), "mem="),
             ("-m 1G -readconfig x".to_owned(), "-readconfig"),
             ("-m 1G -machine q35,confidential-guest-support=sev0".to_owned(), "encrypted"),
@@ -410,7 +276,7 @@ mod tests {
                 "-machine memory-backend=pc.ram -object memory-backend-file,id=pc.ram,size=1G,mem-path=/x".to_owned(),
                 "/x",
             ),
-            ("-machine memory-backend=m -object memory-backend-ram,id=m,size=1G".to_owned(), "pc.ram, vga.vram"),
+            ("-machine memory-backend=m -object memory-backend-ram,id=m,size=2G".to_owned(), "RAM block pc.ram"),
         ] {
             let refused = mapped(&format!("qemu-system-x86_64 {line}"), &vm()).unwrap_err();
             assert!(refused.contains(named), "{line}: {refused}");
@@ -420,28 +286,48 @@ mod tests {
     }
 
     #[test]
-    fn the_guests_memory_is_told_from_that_of_devices() {
-        for (name, is_memory) in [
-            ("pc.ram", true),
-            ("mem", true),
-            ("/objects/mem", true),
-            ("mach-virt.ram", true),
-            ("vga.vram", false),
-            ("0000:00:02.0/vga.vram", false),
-            ("/rom@etc/acpi/tables", false),
-            ("pc.bios", false),
-            ("pc.rom", false),
-            ("system.flash0", false),
-        ] {
-            assert_eq!(place(name, 64, 0).is_guest_memory(), is_memory, "{name}");
+    fn a_block_of_another_name_is_given_to_the_one_backend_of_its_size() {
+        let blocks = [place("mem", 1024, 1 << 20)];
+        let own = mapped("qemu-system-x86_64 -m 1G", &blocks).unwrap();
+        let other = "qemu-system-x86_64 -machine q35,memory-backend=ram0 -object memory-backend-memfd,id=ram0,size=1G,merge=off";
+        let renamed = mapped(other, &blocks).unwrap();
+        for found in [own, renamed] {
+            assert_eq!(found.blocks, ["mem"]);
+            let text = found.words.join(" ".as_ref()).into_string().unwrap();
+            assert!(text.contains(r#""id":"mem""#) && text.contains("-machine memory-backend=mem"), "{text}");
+            assert!(!text.contains(r#""id":"ram0""#), "{text}");
         }
-        let option = place("/objects/a,b", 1, 4096).backend_option("/srv/x,y");
-        let list = Properties::read(&option, "qom-type");
-        assert_eq!(
-            (list.get("id"), list.get("mem-path"), list.get("size")),
-            (Some("a,b"), Some("/srv/x,y"), Some("1048576"))
-        );
-        assert!(list.is_on("readonly") && !list.is_on("rom") && !list.is_on("share"));
+        let named = |line: &str| {
+            name_memory(&words(line), &blocks).map(|words| words.join(" ".as_ref()).into_string().unwrap())
+        };
+        let copied = named(other).unwrap();
+        assert!(copied.contains("memory-backend-memfd,id=mem,size=1G,merge=off"), "{copied}");
+        assert!(copied.ends_with("-machine memory-backend=mem"), "{copied}");
+        let own = named("qemu-system-x86_64 -m 1G").unwrap();
+        assert!(own.contains("memory-backend-ram,id=mem,size=1073741824"), "{own}");
+        let default = name_memory(&words("qemu-system-x86_64 -m 1G"), &vm()[..1]).unwrap();
+        assert_eq!(default, words("qemu-system-x86_64 -m 1G"), "the machine makes pc.ram by itself");
+        for line in ["-m 2G", "-machine memory-backend=x -object memory-backend-ram,id=x,size=2G"] {
+            let refused = named(&format!("qemu-system-x86_64 {line}")).unwrap_err();
+            assert!(refused.contains("RAM block mem") && refused.contains("1024 MiB"), "{refused}");
+        }
+        let used = format!("{other} -numa node,memdev=ram0");
+        let refused = named(&used).unwrap_err();
+        assert!(refused.contains("-object memory-backend-ram,id=mem,size=1073741824"), "{refused}");
+    }
+
+    #[test]
+    fn a_backend_that_shares_the_snapshots_file_is_refused() {
+        let same = |name: &str| name == "/srv/vm";
+        for (line, is_refused) in [
+            ("memory-backend-file,id=m,size=1G,mem-path=/srv/vm,share=on", true),
+            ("memory-backend-file,id=m,size=1G,mem-path=/srv/vm,share=off", false),
+            ("memory-backend-file,id=m,size=1G,mem-path=/srv/other,share=on", false),
+            (r#"{"qom-type":"memory-backend-file","id":"m","mem-path":"/srv/vm","share":true}"#, true),
+        ] {
+            let refused = check_not_shared(&words(&format!("qemu-system-x86_64 -object {line}")), &same);
+            assert_eq!(refused.is_err(), is_refused, "{line}: {refused:?}");
+        }
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub struct FileBackend {
     /// Whether the file is open for reading only. The memory may be written all the same, where it is not shared
     /// (`rom=off`, QEMU 8.2).
     pub readonly: bool,
+    /// Whether it is writable memory over a file that is only read (`rom=off`).
+    pub is_ram: bool,
 }
 
 /// A machine type that a QEMU can be started with.
@@ -135,11 +137,25 @@ impl Monitor {
                 size: backend.size,
                 offset: get("offset")?.and_then(|offset| offset.as_u64()),
                 share: backend.share,
+                is_ram: get("rom")?.is_some_and(|rom| rom == "off"),
                 readonly: get("readonly")?.and_then(|readonly| readonly.as_bool()).unwrap_or_default(),
                 id: backend.id,
             });
         }
         Ok(found)
+    }
+
+    /// The RAM blocks that memory backends make, by name.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn guest_memory(&self) -> Result<Vec<String>, QmpError> {
+        let backends = self.memory_backends()?;
+        // Machine types of old name the block by the object's whole path.
+        let is_of = |block: &str, id: &str| block == id || block.strip_prefix("/objects/") == Some(id);
+        let blocks = self.ram_blocks()?.into_iter();
+        let names = blocks.map(|block| block.name);
+        Ok(names.filter(|name| backends.iter().any(|backend| is_of(name, &backend.id))).collect())
     }
 
     /// The memory backends.

@@ -17,6 +17,8 @@ pub struct RamBlockInfo {
     pub used_length: u64,
     /// Bytes up to which it may grow.
     pub total_length: u64,
+    /// Where its memory begins in QEMU's address space; `None` for a QEMU that does not say so.
+    pub host_address: Option<u64>,
 }
 
 /// Reads the table of `info ramblock`: name, page size as number and unit, then offset, used and total length in hexadecimal;
@@ -31,11 +33,12 @@ fn line(line: &str) -> Option<RamBlockInfo> {
     // A name may hold spaces: find the page size, of which there is exactly one shape.
     words.windows(5).enumerate().skip(1).find_map(|(at, columns)| {
         let [count, unit, offset, used, total] = columns else { return None };
+        let host_address = words.get(at + columns.len()).and_then(|word| hexadecimal(word));
         let page_size = page_size(count, unit)?;
         hexadecimal(offset)?;
         let (used_length, total_length) = (hexadecimal(used)?, hexadecimal(total)?);
         let name = words.get(..at)?.join(" ");
-        Some(RamBlockInfo { name, page_size, used_length, total_length })
+        Some(RamBlockInfo { name, page_size, used_length, total_length, host_address })
     })
 }
 
@@ -79,9 +82,11 @@ mod tests {
         assert_eq!(blocks.len(), 2);
         assert_eq!((blocks[0].name.as_str(), blocks[0].page_size, blocks[0].used_length), ("pc.ram", 4096, 1 << 26));
         assert_eq!((blocks[1].used_length, blocks[1].total_length), (0x20000, 0x20_0000));
+        assert_eq!(blocks[0].host_address, Some(0x7fa0_37e0_0000));
         let without = "  my mem    2 MiB  0x0 0x40000000 0x40000000\n";
         let blocks = parse_ram_blocks(without);
         assert_eq!((blocks[0].name.as_str(), blocks[0].page_size), ("my mem", 2 << 20));
+        assert_eq!(blocks[0].host_address, None);
     }
 
     #[test]

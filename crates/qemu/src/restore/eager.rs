@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use limosa_channel::ZeroCopy;
-use limosa_migrate::{MigrateError, MultifdSourceOptions, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
+use limosa_migrate::{InPlace, MigrateError, MultifdSourceOptions, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
 use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;
@@ -24,7 +24,7 @@ use crate::save::file_channels;
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
 /// `mapped` are the RAM blocks that the destination maps.
-pub(super) fn run(job: &RestoreJob<'_>, mapped: &[String]) -> Result<RestoreReport, JobError> {
+pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreReport, JobError> {
     job.snapshot.lock_serving()?;
     let by_file = mapped.is_empty() && by_file(job)?;
     if !mapped.is_empty() {
@@ -56,7 +56,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[String]) -> Result<RestoreRepo
     job.watch.progress.enter(Phase::Completed);
     Ok(RestoreReport {
         mode,
-        mapped_blocks: mapped.to_vec(),
+        mapped_blocks: mapped.iter().map(|block| block.block.clone()).collect(),
         to_guest,
         to_resident: to_guest,
         normal_pages: stats.map(|stats| stats.normal_pages),
@@ -93,7 +93,7 @@ fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
 fn fill(
     job: &RestoreJob<'_>,
     settings: &Settings,
-    (by_file, mapped): (bool, &[String]),
+    (by_file, mapped): (bool, &[InPlace]),
     marker: &mut JobMarker,
 ) -> Result<Option<PrecopyStats>, JobError> {
     job.monitor.set(settings)?;
@@ -228,7 +228,7 @@ fn wait_loaded(job: &RestoreJob<'_>) -> Result<(), JobError> {
 }
 
 /// limosa sends a precopy stream, with no page of the RAM blocks that the destination maps.
-fn send(job: &RestoreJob<'_>, mapped: &[String]) -> Result<PrecopyStats, JobError> {
+fn send(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<PrecopyStats, JobError> {
     // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
     let fresh = fresh_blocks(job)?;
     let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);

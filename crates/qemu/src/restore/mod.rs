@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::{Counters, Uri, ZeroCopy};
-use limosa_migrate::{Phase, PostcopyOptions};
+use limosa_migrate::{InPlace, Phase, PostcopyOptions};
 use limosa_snapshot::Snapshot;
 use limosa_stream::multifd::Compression;
 use serde_json::Value;
@@ -205,7 +205,7 @@ enum Way {
     /// The guest runs when all pages are there.
     Eager,
     /// The same, but that these RAM blocks are there already.
-    Mapped(Vec<String>),
+    Mapped(Vec<InPlace>),
     /// The guest runs at once; its pages follow.
     Lazy,
 }
@@ -214,7 +214,10 @@ impl std::fmt::Display for Way {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Eager => f.write_str("eagerly"),
-            Self::Mapped(blocks) => write!(f, "mapped ({})", blocks.join(", ")),
+            Self::Mapped(blocks) => {
+                let names: Vec<_> = blocks.iter().map(|block| block.block.as_str()).collect();
+                write!(f, "mapped ({})", names.join(", "))
+            }
             Self::Lazy => f.write_str("lazily"),
         }
     }

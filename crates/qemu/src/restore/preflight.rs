@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use limosa_migrate::PageSource;
+use limosa_migrate::{InPlace, PageSource};
 use limosa_page::PAGE_SIZE;
 use limosa_snapshot::Snapshot;
 
 use super::disks;
 use super::{DiskPolicy, Mode, RestoreOptions, RunChoice, Way};
 use crate::job::{JobError, Watch};
-use crate::mapping::{Mapped, recognize};
+use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
 use crate::remedy::Remedy;
 
@@ -43,6 +43,7 @@ pub(super) fn check(
         disks::check(monitor, manifest, watch)?;
     }
     waits_for_a_vm(monitor)?;
+    refuse_shared_snapshot(monitor, snapshot)?;
     let blocks = monitor.ram_blocks()?;
     same_machine(monitor, snapshot)?;
     same_memory(snapshot, &blocks)?;
@@ -89,6 +90,10 @@ fn way(
     if matches!(wanted, Mode::Mapped | Mode::Auto) {
         match recognize(monitor, snapshot)? {
             Mapped::Blocks(blocks) => return mapped(monitor, snapshot, blocks, watch),
+            // It was started to map a snapshot: sending all of another one would hide the mistake.
+            Mapped::Wrong(why) => {
+                return Err(JobError::refused(format!("cannot restore mapped: {why}"), Remedy::MapBackends));
+            }
             Mapped::No(why) if wanted == Mode::Mapped => {
                 return Err(JobError::refused(format!("cannot restore mapped: {why}"), Remedy::MapBackends));
             }
@@ -112,7 +117,7 @@ fn way(
 }
 
 /// What else there is to say about a VM that maps its memory.
-fn mapped(monitor: &Monitor, snapshot: &Snapshot, blocks: Vec<String>, watch: Watch<'_>) -> Result<Way, JobError> {
+fn mapped(monitor: &Monitor, snapshot: &Snapshot, blocks: Vec<InPlace>, watch: Watch<'_>) -> Result<Way, JobError> {
     for device in monitor.devices()? {
         if device.is_assigned() {
             (watch.notice)(&format!(
@@ -127,7 +132,8 @@ fn mapped(monitor: &Monitor, snapshot: &Snapshot, blocks: Vec<String>, watch: Wa
             ));
         }
     }
-    let large = |block: &&limosa_stream::RamBlock| !blocks.contains(&block.name) && block.used_length >= MAPPED_FROM;
+    let is_mapped = |name: &str| blocks.iter().any(|block| block.block == name);
+    let large = |block: &&limosa_stream::RamBlock| !is_mapped(&block.name) && block.used_length >= MAPPED_FROM;
     for block in snapshot.start().blocks.iter().filter(large) {
         (watch.notice)(&format!(
             "RAM block {} ({} MiB) is not mapped: it is sent before the guest runs",

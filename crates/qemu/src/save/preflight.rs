@@ -72,6 +72,7 @@ impl Preflight {
         let version = monitor.version();
         manifest.qemu = Some(version.to_string());
         manifest.machine = Some(monitor.machine()?);
+        manifest.guest_memory = monitor.guest_memory()?;
         manifest.vm_uuid = monitor.uuid()?;
         manifest.vm_name = monitor.name()?;
         manifest.run_state = Some(status.state.to_string());
