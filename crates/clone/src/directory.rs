@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use limosa_qemu::monitor::{Monitor, RunState};
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 use limosa_qemu::{Liveness, ProcessIdentity};
 use rustix::process::{Pid, Signal, kill_process};
@@ -16,12 +17,17 @@ use serde_json::Value;
 use crate::error::CloneError;
 use crate::record::{RECORD, Record};
 
+/// How long the monitor of a clone that is starting may take to greet.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(1);
+
 /// How a clone is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
-    /// Its QEMU lives.
+    /// It has its VM.
     Running,
+    /// Its QEMU lives and waits for its VM; it ends by itself if the limosa that started it was killed.
+    Starting,
     /// Its QEMU has ended.
     Ended,
     /// It never had its VM: the limosa that made it was killed.
@@ -102,10 +108,20 @@ fn state(record: &Record) -> State {
         Liveness::Elsewhere => std::os::unix::net::UnixStream::connect(&record.monitor).is_ok(),
     });
     match (lives, record.loaded) {
-        (true, _) => State::Running,
+        (true, true) => State::Running,
+        // A limosa that is killed may have sent the last byte, and not have written so down.
+        (true, false) if has_vm(record) => State::Running,
+        (true, false) => State::Starting,
         (false, true) => State::Ended,
         (false, false) => State::Unfinished,
     }
+}
+
+/// Whether a QEMU says that it has its VM. One that says nothing has none: it opens its monitor before it takes it.
+fn has_vm(record: &Record) -> bool {
+    let options = Options { greeting: ANSWERED_WITHIN, ..Options::default() };
+    let Ok(qmp) = Qmp::connect(&MonitorAddress::Unix(record.monitor.clone()), &options) else { return false };
+    Monitor::new(qmp).status().is_ok_and(|status| status.state != RunState::Inmigrate)
 }
 
 /// Ends a clone's VM; nothing if it has ended. Returns whether it ran.
@@ -114,7 +130,8 @@ fn state(record: &Record) -> State {
 /// There is no such clone, or it does not end.
 pub fn stop(folder: &Path, name: &str, options: StopOptions) -> Result<bool, CloneError> {
     let listed = find(folder, name)?;
-    let (State::Running, Some(process)) = (listed.state, &listed.record.process) else { return Ok(false) };
+    let alive = matches!(listed.state, State::Running | State::Starting);
+    let Some(process) = listed.record.process.as_ref().filter(|_| alive) else { return Ok(false) };
     let connect = || Qmp::connect(&MonitorAddress::Unix(listed.record.monitor.clone()), &Options::default()).ok();
     if let Some(patience) = options.power_down
         && let Some(qmp) = connect()
@@ -160,7 +177,7 @@ fn ended_within(process: &ProcessIdentity, patience: Duration) -> bool {
 /// There is no such clone, it runs, or something cannot be removed.
 pub fn remove(folder: &Path, name: &str) -> Result<Removed, CloneError> {
     let Listed { folder: path, state, record } = find(folder, name)?;
-    if let (State::Running, Some(process)) = (state, &record.process) {
+    if let (State::Running | State::Starting, Some(process)) = (state, &record.process) {
         return Err(CloneError::Running { path, pid: process.pid });
     }
     let own = [record.monitor.clone(), record.log.clone(), path.join(format!(".{RECORD}"))];

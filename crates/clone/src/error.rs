@@ -35,6 +35,20 @@ pub enum CloneError {
         why: String,
     },
 
+    /// The command line names something that clones cannot share, or cannot be read.
+    #[error("{why}")]
+    CommandLine {
+        /// Which option, and why.
+        why: String,
+    },
+
+    /// The QEMU that was started is not what its command line says.
+    #[error("this QEMU is not what its command line says: {why}")]
+    Unproven {
+        /// What it has instead.
+        why: String,
+    },
+
     /// An overlay cannot be made.
     #[error("cannot make an overlay ({}): {source}", path.display())]
     Overlay {
@@ -76,6 +90,15 @@ pub enum CloneError {
         path: PathBuf,
         /// Its QEMU.
         pid: u32,
+    },
+
+    /// QEMU opened no monitor.
+    #[error("QEMU opened no monitor: {source}{}", said(log))]
+    NoMonitor {
+        /// What limosa saw.
+        source: JobError,
+        /// The end of what QEMU said.
+        log: String,
     },
 
     /// QEMU did not take the VM.

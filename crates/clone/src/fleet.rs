@@ -1,9 +1,11 @@
 //! Clones started side by side.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs;
 use std::num::NonZeroUsize;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::Mutex;
@@ -12,15 +14,15 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use limosa_qemu::{BlockPlace, map_memory};
+use limosa_qemu::command_line::escaped;
+use limosa_qemu::{BlockPlace, MappedCommandLine, check_not_shared, map_memory, name_memory};
 use limosa_snapshot::{Snapshot, check_disks};
 
-use crate::disks::{self, FrozenDisk, OverlayPlan};
+use crate::command_line::{CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan};
 use crate::error::CloneError;
 use crate::overlay::Backing;
 use crate::record::Record;
 use crate::start::start;
-use crate::template::CommandTemplate;
 
 /// How clones are made.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -81,12 +83,13 @@ pub struct Fleet<'a> {
     pub(crate) snapshot: &'a Snapshot,
     pub(crate) snapshot_path: PathBuf,
     pub(crate) folder: PathBuf,
+    /// The command line of every clone: disks, memory and monitor are in it.
     pub(crate) template: CommandTemplate,
     pub(crate) overlays: Vec<OverlayPlan>,
-    pub(crate) places: Vec<BlockPlace>,
+    /// The RAM blocks that each clone maps; none if each gets a copy.
+    pub(crate) mapped: Vec<String>,
     /// What QEMU maps; it carries the lock of a mapped file for as long as a QEMU has it.
     pub(crate) mapping: OwnedFd,
-    pub(crate) is_mapped: bool,
     pub(crate) options: FleetOptions,
     notices: Vec<String>,
 }
@@ -111,36 +114,41 @@ impl<'a> Fleet<'a> {
         let recorded = snapshot.manifest().map(|manifest| manifest.disks.as_slice()).unwrap_or_default();
         let frozen: Vec<_> =
             recorded.iter().map(|disk| FrozenDisk { path: disk.path.clone(), format: disk.format.clone() }).collect();
-        let overlays = disks::plan(&frozen);
-        let places = BlockPlace::of(snapshot);
-        let probe = template.fill(0, "probe", folder);
+        let overlays = plan(&frozen);
+        let folder = &std::path::absolute(folder).map_err(CloneError::path("find", folder))?;
+        check_folder(folder)?;
+        let words = for_all_clones(template.words(), &overlays, folder, snapshot)?;
+        let mapping = snapshot.mapping_descriptor()?;
         let mut notices = Vec::new();
         let mapped = match snapshot.is_mappable() {
             false => Err("the snapshot was not made to be mapped; make it so: limosa snapshot seal".to_owned()),
-            true => map_memory(&probe, &places, "/dev/fd/0"),
+            // The open file itself, whatever has its name by then.
+            true => BlockPlace::guest_memory_of(snapshot)
+                .and_then(|blocks| map_memory(&words, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
         };
-        let is_mapped = match mapped {
-            Ok(found) => {
-                notices.extend(found.notices);
-                true
+        let (words, mapped) = match mapped {
+            Ok(MappedCommandLine { words, blocks, notices: found, .. }) => {
+                notices.extend(found);
+                (words, blocks)
             }
             Err(why) if options.must_map => return Err(CloneError::Memory { why }),
             Err(why) => {
                 notices.push(format!("each clone gets a copy of the memory, because it cannot be mapped: {why}"));
-                false
+                (copied_words(words, snapshot)?, Vec::new())
             }
         };
         fs::create_dir_all(folder).map_err(CloneError::path("make", folder))?;
         let folder = fs::canonicalize(folder).map_err(CloneError::path("find", folder))?;
+        check_folder(&folder)?;
         let snapshot_path = fs::canonicalize(snapshot.path()).map_err(CloneError::path("find", snapshot.path()))?;
-        if is_mapped {
+        if !mapped.is_empty() {
             if let Err(error) = snapshot.protect() {
                 notices.push(format!("{error}; whoever writes to it changes the memory of running VMs"));
             }
             snapshot.verify_all()?;
         }
-        let mapping = snapshot.mapping_descriptor()?;
-        Ok(Self { snapshot, snapshot_path, folder, template, overlays, places, mapping, is_mapped, options, notices })
+        let template = CommandTemplate::new(words);
+        Ok(Self { snapshot, snapshot_path, folder, template, overlays, mapped, mapping, options, notices })
     }
 
     /// What a person should know before.
@@ -152,7 +160,7 @@ impl<'a> Fleet<'a> {
     /// Whether the clones share the snapshot's memory.
     #[must_use]
     pub fn is_mapped(&self) -> bool {
-        self.is_mapped
+        !self.mapped.is_empty()
     }
 
     /// Bytes of the host's memory that `count` clones may come to need: the snapshot's contents once, or for each where they are
@@ -162,7 +170,7 @@ impl<'a> Fleet<'a> {
         /// A QEMU with few devices has 30 to 60 MiB that it shares with no other (docs/benchmarks).
         const QEMU_OWN: u64 = 48 << 20;
         let contents = self.snapshot.stored_pages().saturating_mul(4096);
-        let copies = if self.is_mapped { 1 } else { count };
+        let copies = if self.is_mapped() { 1 } else { count };
         contents.saturating_mul(copies).saturating_add(count.saturating_mul(QEMU_OWN))
     }
 
@@ -219,6 +227,45 @@ impl<'a> Fleet<'a> {
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The command line of every clone, with its disks and its monitor. Its memory is as it was given.
+fn for_all_clones(
+    words: &[OsString],
+    overlays: &[OverlayPlan],
+    folder: &Path,
+    snapshot: &Snapshot,
+) -> Result<Vec<OsString>, CloneError> {
+    let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    let same = |name: &str, file: &Path| {
+        Path::new(name) == file || id(file).is_some_and(|file| id(Path::new(name)) == Some(file))
+    };
+    let refused = |why| CloneError::CommandLine { why };
+    check_not_shared(words, &|name| same(name, snapshot.path())).map_err(refused)?;
+    let ownership = Ownership::new(folder);
+    check_outputs(words, &ownership).map_err(refused)?;
+    let mut words = behind_overlays(words, overlays, &ownership, &same).map_err(|why| CloneError::Disk { why })?;
+    words.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", escaped("{dir}/qmp")).into()]);
+    Ok(words)
+}
+
+/// The command line of clones that get a copy of the memory: a RAM block of the snapshot's name is there.
+fn copied_words(words: Vec<OsString>, snapshot: &Snapshot) -> Result<Vec<OsString>, CloneError> {
+    let is_recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
+    match BlockPlace::guest_memory_of(snapshot) {
+        Ok(blocks) if is_recorded => name_memory(&words, &blocks).map_err(|why| CloneError::CommandLine { why }),
+        _ => Ok(words),
+    }
+}
+
+/// Refuses a directory whose path would say something else inside an option of QEMU.
+fn check_folder(folder: &Path) -> Result<(), CloneError> {
+    let is_plain = |letter: char| !letter.is_control() && !matches!(letter, ',' | '"' | '\\' | '{' | '}');
+    if folder.to_str().is_some_and(|text| text.chars().all(is_plain)) {
+        return Ok(());
+    }
+    let why = "the path of clones goes into QEMU's options: no comma, quote, backslash, brace or control character";
+    Err(CloneError::path("use", folder)(std::io::Error::other(why)))
 }
 
 /// Numbers that no clone has.

@@ -10,22 +10,21 @@
 //! The law: **a VM either runs and is listed, or is not there**, whatever is killed and whenever. A clone is written down with its
 //! process before it gets the last byte of its VM; a QEMU whose stream ends before ends itself.
 
+mod command_line;
 mod directory;
-mod disks;
 mod error;
 mod fleet;
 mod overlay;
+mod proof;
 mod record;
 mod start;
-mod template;
 
+pub use command_line::{CommandTemplate, FrozenDisk, OverlayPlan};
 pub use directory::{Listed, Removed, State, StopOptions, list, remove, stop};
-pub use disks::{FrozenDisk, OverlayPlan};
 pub use error::CloneError;
 pub use fleet::{Failure, Fleet, FleetOptions, FleetReport, Started};
 pub use overlay::Backing;
 pub use record::{OverlayRecord, Record};
-pub use template::CommandTemplate;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

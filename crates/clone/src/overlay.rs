@@ -9,7 +9,7 @@ use limosa_image::reference::Reference;
 use limosa_image::{ImageError, Policy};
 use limosa_storage::{Create, FileOptions, FileStorage, LockPolicy, block_on};
 
-use crate::disks::FrozenDisk;
+use crate::command_line::FrozenDisk;
 use crate::error::CloneError;
 
 /// How an overlay names the disk below it.

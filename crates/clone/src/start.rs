@@ -3,9 +3,8 @@
 //! The order is what makes the crate's law true: the directory, the overlays, the record; QEMU, whose process is written down;
 //! only then its VM, which it takes from a socket pair. A QEMU that is left in between finds the end of its stream and ends.
 
-use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -14,15 +13,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use limosa_channel::Channel;
 use limosa_migrate::{Control, MigrateError, PrecopyOptions, PrecopySource, Progress};
-use limosa_qemu::command_line::escaped;
 use limosa_qemu::monitor::{Monitor, RunState};
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
-use limosa_qemu::{JobError, MappedCommandLine, ProcessIdentity, launch_from, map_memory};
+use limosa_qemu::{JobError, ProcessIdentity, launch_from};
 
-use crate::disks;
 use crate::error::CloneError;
 use crate::fleet::{Fleet, Started};
 use crate::overlay;
+use crate::proof;
 use crate::record::{OverlayRecord, RECORD, Record};
 
 /// How long QEMU may take to load the devices, or to open its monitor.
@@ -117,17 +115,20 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
         let path = made.file(&plan.name);
         overlay::make(&path, &plan.disk, fleet.options.backing)?;
     }
-    let (words, mapped) = words(fleet, number, &name, &folder)?;
+    let words = fleet.template.fill(number, &name, &folder);
     let log = File::create_new(&log_path).map_err(CloneError::path("create", &log_path))?;
     let (near, theirs) = Channel::pair().map_err(JobError::from)?;
-    let kept: &[_] = if mapped.is_empty() { &[] } else { &[fleet.mapping.as_fd()] };
+    let kept: &[_] = if fleet.is_mapped() { &[fleet.mapping.as_fd()] } else { &[] };
     let child = launch_from(&words, theirs.as_fd(), kept, &log)?;
     drop(theirs);
     record.process = ProcessIdentity::of(child.id());
     made.child = Some(child);
     record.write(&folder)?;
+    let monitor = connect(&monitor, made.child.as_mut(), &log)?;
+    // What it waits for has not come: it answers, and its memory and disks are as they will be.
+    let in_place = proof::prove(fleet, &monitor, &folder)?;
     let control = Control::new();
-    let options = PrecopyOptions { in_place: mapped.clone(), patience: LOADED_WITHIN, ..PrecopyOptions::default() };
+    let options = PrecopyOptions { in_place, patience: LOADED_WITHIN, ..PrecopyOptions::default() };
     let stats = PrecopySource::new(fleet.snapshot, near, &control, &Progress::new(), options)
         .run()
         .map_err(|source| not_taken(source, &log))?;
@@ -138,7 +139,7 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
     let child = made.keep();
     Ok(Started {
         record,
-        mapped_blocks: mapped,
+        mapped_blocks: fleet.mapped.clone(),
         loaded,
         running: begun.elapsed(),
         state,
@@ -147,38 +148,27 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
     })
 }
 
-/// QEMU's command line for a clone, and the RAM blocks that are mapped.
-fn words(
-    fleet: &Fleet<'_>,
-    number: u64,
-    name: &str,
-    folder: &Path,
-) -> Result<(Vec<OsString>, Vec<String>), CloneError> {
-    let words = fleet.template.fill(number, name, folder);
-    let same = |name: &str, disk: &Path| is_same_file(name, disk);
-    let mut words = disks::rewrite(&words, &fleet.overlays, folder, &same).map_err(|why| CloneError::Disk { why })?;
-    let monitor = escaped(&folder.join("qmp").to_string_lossy());
-    words.extend(["-qmp".into(), format!("unix:{monitor},server=on,wait=off").into()]);
-    if !fleet.is_mapped {
-        return Ok((words, Vec::new()));
+/// Connects to the monitor of a QEMU that was started just now.
+fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Result<Monitor, CloneError> {
+    let end = Instant::now() + LOADED_WITHIN;
+    let address = MonitorAddress::Unix(path.to_path_buf());
+    let mut child = child;
+    loop {
+        match Qmp::connect(&address, &Options { greeting: LOADED_WITHIN, ..Options::default() }) {
+            Ok(qmp) => return Ok(Monitor::new(qmp)),
+            Err(error) => {
+                let has_ended = child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
+                if has_ended || Instant::now() >= end {
+                    return Err(CloneError::NoMonitor { source: error.into(), log: said(log) });
+                }
+                thread::sleep(ASK_EVERY);
+            }
+        }
     }
-    // The open file itself, whatever has its name by then.
-    let file = format!("/dev/fd/{}", fleet.mapping.as_raw_fd());
-    let MappedCommandLine { words, blocks, .. } =
-        map_memory(&words, &fleet.places, &file).map_err(|why| CloneError::Memory { why })?;
-    Ok((words, blocks))
-}
-
-fn is_same_file(name: &str, disk: &Path) -> bool {
-    let found = |path: &Path| fs::canonicalize(path).ok();
-    Path::new(name) == disk || found(Path::new(name)).is_some_and(|name| found(disk) == Some(name))
 }
 
 /// Waits until the VM is in the state in which it is to be.
-fn wait_started(monitor: &Path, log: &File) -> Result<String, CloneError> {
-    let options = Options { greeting: LOADED_WITHIN, ..Options::default() };
-    let qmp = Qmp::connect(&MonitorAddress::Unix(monitor.to_path_buf()), &options).map_err(JobError::from)?;
-    let monitor = Monitor::new(qmp);
+fn wait_started(monitor: &Monitor, log: &File) -> Result<String, CloneError> {
     let end = Instant::now() + LOADED_WITHIN;
     loop {
         let status = monitor.status().map_err(JobError::from)?;

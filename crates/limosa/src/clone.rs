@@ -136,6 +136,7 @@ fn list_clones(args: &ListClonesArgs) -> anyhow::Result<ExitCode> {
             let state = match (state, &record.process) {
                 (State::Running, Some(process)) => format!("running  pid {}", process.pid),
                 (State::Running, None) => "running".to_owned(),
+                (State::Starting, _) => "starting".to_owned(),
                 (State::Ended, _) => "ended".to_owned(),
                 (State::Unfinished, _) => "never started; remove it with limosa clone rm".to_owned(),
             };

@@ -8,16 +8,24 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_console::parse;
 
+/// `{n}` in a help text. clap takes these three characters for a line break; an empty style between them, which is taken out where
+/// no terminal reads it, keeps them apart.
+macro_rules! number {
+    () => {
+        "{\u{1b}[0mn}"
+    };
+}
+
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true,
-    after_long_help = "In QEMU's words {n} is the clone's number, {name} its name and {dir} its directory.\n\n  \
-limosa clone vm.limosa --count 8 --dir /run/clones -- qemu-system-x86_64 -m 4G -name vm-{n} ...\n  \
+    after_long_help = concat!("In QEMU's command line ", number!(), " is the clone's number, {name} its name and {dir} its directory.\n\n  \
+limosa clone vm.limosa --count 8 --dir /run/clones -- qemu-system-x86_64 -m 4G -name vm-", number!(), " ...\n  \
 limosa clone list /run/clones\n  \
 limosa clone stop /run/clones\n  \
 limosa clone rm /run/clones 003\n\n\
-Each clone has a directory with its monitor (qmp), what QEMU says (log), its overlays and clone.json."
+Each clone has a directory with its monitor (qmp), what QEMU says (log), its overlays and clone.json.")
 )]
 pub(crate) struct CloneArgs {
     #[command(subcommand)]

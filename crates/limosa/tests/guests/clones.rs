@@ -181,19 +181,22 @@ fn eight_clones_share_a_snapshot_and_none_sees_anothers_writes() {
 fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     needs_qemu!();
     let folder = scratch().unwrap();
-    let disk = folder.path().join("disk.raw");
-    limosa_testkit::Disk::create(&disk, DiskFormat::Raw, 16 << 20).unwrap();
-    let machine = linux_on(&disk, DiskFormat::Raw);
+    let disk = folder.path().join("disk.qcow2");
+    limosa_testkit::Disk::create(&disk, DiskFormat::Qcow2, 16 << 20).unwrap();
+    let machine = linux_on(&disk, DiskFormat::Qcow2);
     let source = start_writer(&machine);
     let snapshot = folder.path().join("snapshot");
     // Memory and disk of one instant; the VM goes on with its overlay.
     save(&source, &snapshot, &["--disks", "overlay"]);
     wait_writes(source.serial(), 2);
     let frozen = std::fs::read(&disk).unwrap();
-    let before = sectors_written(&disk, "raw");
-    let scene =
+    let before = sectors_written(&disk, "qcow2");
+    let mut scene =
         Scene { line: Scene::line(&machine, folder.path()), snapshot, lap: 0, guest: BeatGuest::default(), folder };
-    for backing in ["absolute", "relative"] {
+    for (backing, as_libvirt) in [("absolute", false), ("relative", true)] {
+        if as_libvirt {
+            scene.line = described_by_libvirt(&scene.line, &disk);
+        }
         let report = scene.start(2, &["--json", "--backing", backing], &[]).wait().json();
         let clones = report["clones"].as_array().unwrap().clone();
         assert_eq!(clones.len(), 2, "{report}");
@@ -219,17 +222,118 @@ fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     wait_writes(source.serial(), 2);
 }
 
+/// The disk in one JSON object that says that nothing is below it, as libvirt writes an image without a backing file.
+fn described_by_libvirt(line: &[String], disk: &Path) -> Vec<String> {
+    let file = format!("filename={}", disk.display());
+    let at = line.iter().position(|word| word.ends_with(&file)).unwrap();
+    let mut line = line.to_vec();
+    line.drain(at - 1..=at);
+    let node = json!({
+        "driver": "qcow2", "node-name": "disk0-format", "backing": null, "discard": "unmap",
+        "file": { "driver": "file", "filename": disk }
+    });
+    let format = line.iter_mut().find(|word| word.contains("node-name=disk0-format")).unwrap();
+    *format = node.to_string();
+    line
+}
+
+#[test]
+fn memory_that_qemu_writes_before_its_vm_comes_is_the_snapshots_all_the_same() {
+    needs_qemu!();
+    let scene = Scene::new();
+    // Above the guest's walk: a page with contents in the snapshot (the guest's own code), and one of zeros.
+    let written = [0x7c00_u64, 0x60_0000];
+    let loader = |at: u64| format!("loader,addr={at:#x},data=0xdeadbeef,data-len=4");
+    let loaders = written.map(loader);
+    let more = ["-device", &loaders[0], "-device", &loaders[1]];
+    for more in [&[][..], &more] {
+        let report = scene.start(1, &["--json", "--memory", "mapped"], more).wait().json();
+        assert_eq!(report["clones"].as_array().unwrap().len(), 1, "{report}");
+        scene.assert_goes_on(&report["clones"][0]);
+    }
+    let contents = [1, 2].map(|number: u64| {
+        let mut qmp = Qmp::connect(&scene.clones().join(format!("{number:03}/qmp")), SOON).unwrap();
+        written.map(|at| {
+            let picture = scene.folder.path().join("word");
+            qmp.execute("pmemsave", json!({ "val": at, "size": 4, "filename": picture })).unwrap();
+            std::fs::read(&picture).unwrap()
+        })
+    });
+    assert_eq!(contents[0], contents[1]);
+    assert_ne!(contents[0][0], [0; 4]);
+    assert_eq!(contents[0][1], [0; 4]);
+}
+
+#[test]
+fn a_program_that_starts_qemu_with_other_memory_gets_no_vm() {
+    needs_qemu!();
+    let mut scene = Scene::new();
+    // Called like QEMU, so that its options are read as QEMU's.
+    let wrapper = scene.folder.path().join("qemu-wrapper");
+    let size = Machine::beat(scene.guest).memory_bytes();
+    let script = format!(
+        "#!/bin/bash\nfor word; do case $word in *memory-backend-file*) words+=(memory-backend-ram,id=mem,size={size});; *) words+=(\"$word\");; \
+         esac; done\nexec qemu-system-x86_64 \"${{words[@]}}\"\n"
+    );
+    std::fs::write(&wrapper, script).unwrap();
+    std::fs::set_permissions(&wrapper, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    scene.line[0] = wrapper.to_str().unwrap().to_owned();
+    let ended = scene.start(1, &[], &[]).wait();
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    assert!(ended.stderr.contains("no memory backend of this QEMU maps a snapshot"), "{}", ended.stderr);
+    assert_eq!((names(&scene.clones()), scene.processes()), (Vec::new(), Vec::new()));
+}
+
+#[test]
+fn a_command_line_whose_memory_has_another_name_gets_the_snapshots() {
+    needs_qemu!();
+    let mut scene = Scene::new();
+    // The block is called mem; this line leaves the machine to make its own memory.
+    let at = scene.line.iter().position(|word| word.starts_with("memory-backend-")).unwrap();
+    scene.line.drain(at - 1..=at);
+    for word in &mut scene.line {
+        *word = word.replace(",memory-backend=mem", "");
+    }
+    for (more, mapped) in [(&[][..], json!(["mem"])), (&["-mem-prealloc"], json!([]))] {
+        let report = scene.start(1, &["--json"], more).wait().json();
+        assert_eq!(report["clones"][0]["mapped_blocks"], mapped, "{report}");
+        scene.assert_goes_on(&report["clones"][0]);
+    }
+    let ended = scene.start(1, &[], &["-m", "512M"]).wait();
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    assert!(ended.stderr.contains("RAM block mem of the snapshot"), "{}", ended.stderr);
+}
+
+#[test]
+fn the_help_shows_the_placeholders() {
+    let help = limosa(["clone", "--help"]).success();
+    for placeholder in ["{n} is the clone's number", "{name}", "{dir}", "vm-{n}"] {
+        assert!(help.stdout.contains(placeholder), "{placeholder} is not in {}", help.stdout);
+    }
+}
+
 #[test]
 fn what_cannot_be_cloned_is_named_and_nothing_is_left() {
     needs_qemu!();
     let scene = Scene::new();
     let other = scene.folder.path().join("other.raw");
     std::fs::write(&other, vec![0; 1 << 20]).unwrap();
+    let path = other.to_str().unwrap().to_owned();
+    let beside = "file={dir}/../other.raw,format=raw,if=none,id=x".to_owned();
+    let shared_folder = format!("local,path={},mount_tag=t,security_model=none", scene.folder.path().display());
+    let shared = |path: &Path| format!("memory-backend-file,id=s,size=1M,share=on,mem-path={}", path.display());
+    let (shared_memory, shared_snapshot) = (shared(&other), shared(&scene.snapshot));
     let other = format!("file={},format=raw,if=none,id=x", other.display());
     for (options, more, said) in [
         (&[][..], &["-device", "no-such-device"][..], "no-such-device"),
         (&[], &["-device", "virtio-rng-pci,id=a", "-device", "virtio-rng-pci,id=a"], "id"),
         (&[], &["-drive", &other], "other.raw"),
+        (&[], &["-pflash", &path], "other.raw"),
+        (&[], &[&path], "other.raw"),
+        (&[], &["-drive", &beside], "/../other.raw"),
+        (&[], &["-virtfs", &shared_folder], "-virtfs"),
+        (&[], &["-object", &shared_memory], "the guest's memory is"),
+        (&[], &["-object", &shared_snapshot], "share=on"),
         (&["--memory", "mapped"], &["-mem-prealloc"], "-mem-prealloc"),
         (&[], &["-incoming", "defer"], "-incoming"),
     ] {

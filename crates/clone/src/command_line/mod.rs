@@ -1,0 +1,23 @@
+//! From the command line of a saved VM to that of its clones: decided once for all clones, before anything is made.
+//!
+//! The law: **no two clones write to one file.** Everything writable that a command line names is a disk that the snapshot froze
+//! and that gets an overlay, or is another file for each clone, or is read-only, or is refused by name.
+//!
+//! | what | where |
+//! |---|---|
+//! | `{n}`, `{name}`, `{dir}` | `template.rs` |
+//! | whether a name leads each clone to a file of its own | `own.rs` |
+//! | disks, behind overlays | `disks.rs`, a node of the block layer at a time in `node.rs` |
+//! | other options that name files, sockets and directories | `outputs.rs` |
+
+mod disks;
+mod node;
+mod outputs;
+mod own;
+mod template;
+
+pub use disks::{FrozenDisk, OverlayPlan};
+pub(crate) use disks::{behind_overlays, plan};
+pub(crate) use outputs::check_outputs;
+pub(crate) use own::Ownership;
+pub use template::CommandTemplate;

@@ -1,0 +1,305 @@
+//! One node of QEMU's block layer as a command line describes it, in JSON or as a list of keys.
+//!
+//! An overlay is put over a node by making the node the overlay's backing image, as it is described: its driver, its options and
+//! what it was told about the images below it stay. Only its name and how a guest's requests are treated go up to the overlay.
+
+use limosa_qemu::command_line::Properties;
+use serde_json::{Map, Value, json};
+
+/// Block drivers whose node is a file or a device of the host itself.
+const PROTOCOLS: [&str; 3] = ["file", "host_device", "host_cdrom"];
+/// Keys that are about a node's place in the graph and the requests that come to it, not about its image.
+const UPPER: [&str; 4] = ["node-name", "discard", "detect-zeroes", "auto-read-only"];
+/// Keys that hold for an overlay as they do for what is below it.
+const BOTH: [&str; 2] = ["cache", "force-share"];
+/// Keys of a file node that a node above it decides.
+const OPENING: [&str; 2] = ["read-only", "auto-read-only"];
+/// Block drivers whose image is on another host or behind another process: no file is named.
+const REMOTE: [&str; 12] = [
+    "nbd",
+    "rbd",
+    "iscsi",
+    "nfs",
+    "ssh",
+    "gluster",
+    "nvme",
+    "nvme-io_uring",
+    "virtio-blk-vhost-user",
+    "virtio-blk-vhost-vdpa",
+    "virtio-blk-vfio-pci",
+    "vitastor",
+];
+/// Drivers that change requests on their way to a node below, and have no image of their own.
+const FILTERS: [&str; 8] = [
+    "throttle",
+    "copy-on-read",
+    "copy-before-write",
+    "blkdebug",
+    "blkverify",
+    "blklogwrites",
+    "compress",
+    "preallocate",
+];
+/// Keys that show a node only a part of its image, or another one than its file says.
+const PARTIAL: [&str; 2] = ["offset", "size"];
+
+/// A node that a `-blockdev` describes.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Node(Properties);
+
+/// A file that a description names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct NamedFile {
+    /// Its name, as it stands there.
+    pub(super) name: String,
+    /// Whether nothing writes to it.
+    pub(super) is_read_only: bool,
+    /// Whether it is the node's own file: by itself, or the one below its format.
+    pub(super) is_nodes_own: bool,
+}
+
+impl Node {
+    /// Reads the value of a `-blockdev`; `None` if it cannot be understood.
+    pub(super) fn read(value: &str) -> Option<Self> {
+        let list = Properties::read(value, "driver");
+        list.get("driver").is_some().then_some(Self(list))
+    }
+
+    pub(super) fn to_option(&self) -> String {
+        self.0.to_option()
+    }
+
+    /// Its name in the graph.
+    pub(super) fn name(&self) -> &str {
+        self.0.get("node-name").unwrap_or_default()
+    }
+
+    /// The node that it names as its file, if it does not describe it itself.
+    pub(super) fn file_node(&self) -> Option<&str> {
+        match self.0.json() {
+            Some(object) => object.get("file").and_then(Value::as_str),
+            None => self.0.get("file"),
+        }
+    }
+
+    /// Whether it is a file or device of the host itself.
+    pub(super) fn is_protocol(&self) -> bool {
+        self.0.get("driver").is_some_and(|driver| PROTOCOLS.contains(&driver))
+    }
+
+    /// Whether it only passes requests on.
+    pub(super) fn is_filter(&self) -> bool {
+        self.0.get("driver").is_some_and(|driver| FILTERS.contains(&driver))
+    }
+
+    /// Whether nothing is written through it.
+    pub(super) fn is_read_only(&self) -> bool {
+        self.0.is_on("read-only")
+    }
+
+    /// The nodes that it names as its backing image, at any depth.
+    pub(super) fn backing_nodes(&self) -> Vec<&str> {
+        fn within<'a>(object: &'a Map<String, Value>, depth: usize, found: &mut Vec<&'a str>) {
+            for (key, value) in object {
+                match value {
+                    Value::String(name) if key == "backing" => found.push(name),
+                    Value::Object(below) if depth < DEPTH => within(below, depth + 1, found),
+                    _ => {}
+                }
+            }
+        }
+        let mut found = Vec::new();
+        match self.0.json() {
+            Some(object) => within(object, 0, &mut found),
+            None => {
+                let is_backing = |key: &str| key.rsplit('.').next() == Some("backing");
+                found.extend(self.0.iter().filter(|(key, _)| is_backing(key)).map(|(_, name)| name));
+            }
+        }
+        found
+    }
+
+    /// A key by which only a part of the image is the disk.
+    pub(super) fn partial_key(&self) -> Option<&'static str> {
+        PARTIAL.into_iter().find(|key| self.0.get(key).is_some_and(|value| value != "0"))
+    }
+
+    /// All files that it names, at any depth.
+    pub(super) fn files(&self) -> Vec<NamedFile> {
+        let mut found = Vec::new();
+        match self.0.json() {
+            Some(object) => files_of(object, false, 0, &mut found),
+            None => {
+                for (key, name) in self.0.iter().filter(|(key, _)| is_file_key(key)) {
+                    // What is read-only above is read-only below.
+                    let above = key.match_indices('.').filter_map(|(at, _)| key.get(..at));
+                    let mut places = above.map(|place| format!("{place}.read-only")).chain(["read-only".to_owned()]);
+                    let is_read_only =
+                        places.any(|place| self.0.is_on(&place)) || key.split('.').any(|part| part == "backing");
+                    let is_nodes_own = key == "filename" || key == "file.filename";
+                    found.push(NamedFile { name: name.to_owned(), is_read_only, is_nodes_own });
+                }
+                let is_driver = |key: &str| key.rsplit('.').next() == Some("driver");
+                if self.0.iter().any(|(key, driver)| is_driver(key) && REMOTE.contains(&driver)) {
+                    let name = self.to_option();
+                    found.push(NamedFile { name, is_read_only: self.is_read_only(), is_nodes_own: false });
+                }
+            }
+        }
+        found
+    }
+
+    /// Makes it read-only.
+    pub(super) fn set_read_only(&mut self) {
+        match self.0.json_mut() {
+            Some(object) => {
+                object.insert("read-only".to_owned(), Value::Bool(true));
+                object.remove("auto-read-only");
+            }
+            None => self.0.set("read-only", "on"),
+        }
+    }
+
+    /// This node, read-only and under the name `below`, and an overlay over it in the file `overlay`, under its own name.
+    pub(super) fn behind(&self, overlay: &str, below: &str) -> (Self, Self) {
+        let file = json!({ "driver": "file", "filename": overlay });
+        match self.0.json() {
+            Some(object) => {
+                let is_upper = |key: &str| UPPER.contains(&key) || BOTH.contains(&key);
+                let upper = object.iter().filter(|(key, _)| is_upper(key));
+                let mut above: Map<_, _> = upper.map(|(key, value)| (key.clone(), value.clone())).collect();
+                above.insert("driver".to_owned(), "qcow2".into());
+                above.insert("file".to_owned(), file);
+                above.insert("backing".to_owned(), below.into());
+                let lower = object.iter().filter(|(key, _)| !UPPER.contains(&key.as_str()));
+                let mut lower: Map<_, _> = lower.map(|(key, value)| (key.clone(), value.clone())).collect();
+                lower.insert("node-name".to_owned(), below.into());
+                if let Some(Value::Object(file)) = lower.get_mut("file") {
+                    OPENING.iter().for_each(|key| drop(file.remove(*key)));
+                }
+                let mut lower = Self(lower.into());
+                lower.set_read_only();
+                (lower, Self(above.into()))
+            }
+            None => {
+                let (mut lower, mut above) = (Properties::default(), Properties::default());
+                above.set("driver", "qcow2");
+                for (key, value) in self.0.iter() {
+                    let first = key.split('.').next().unwrap_or_default();
+                    if UPPER.contains(&first) || BOTH.contains(&first) {
+                        above.set(key, value);
+                    }
+                    let opens_file = key.strip_prefix("file.").is_some_and(|key| OPENING.contains(&key));
+                    if !UPPER.contains(&first) && !opens_file {
+                        lower.set(key, value);
+                    }
+                }
+                lower.set("node-name", below);
+                let mut lower = Self(lower);
+                lower.set_read_only();
+                above.set("file.driver", "file");
+                above.set("file.filename", overlay);
+                above.set("backing", below);
+                (lower, Self(above))
+            }
+        }
+    }
+}
+
+/// Keys whose value is a file, a device or a directory of the host, in any driver.
+fn is_file_key(key: &str) -> bool {
+    matches!(key.rsplit('.').next(), Some("filename" | "dir" | "path")) && !key.split('.').any(|part| part == "server")
+}
+
+/// Deeper descriptions than any chain of images has are not read.
+const DEPTH: usize = 200;
+
+fn files_of(object: &Map<String, Value>, is_read_only: bool, depth: usize, found: &mut Vec<NamedFile>) {
+    let is_read_only = is_read_only || object.get("read-only") == Some(&Value::Bool(true));
+    if object.get("driver").and_then(Value::as_str).is_some_and(|driver| REMOTE.contains(&driver)) {
+        let name = Value::Object(object.clone()).to_string();
+        found.push(NamedFile { name, is_read_only, is_nodes_own: false });
+    }
+    for (key, value) in object {
+        match value {
+            Value::String(name) if is_file_key(key) => {
+                found.push(NamedFile { name: name.clone(), is_read_only, is_nodes_own: depth == 0 });
+            }
+            Value::Object(below) if depth < DEPTH && key != "server" => {
+                let before = found.len();
+                // QEMU opens backing images read-only.
+                files_of(below, is_read_only || key == "backing", depth + 1, found);
+                if depth == 0 && key == "file" && below.contains_key("filename") {
+                    found.iter_mut().skip(before).for_each(|file| file.is_nodes_own = true);
+                }
+            }
+            Value::Array(list) if depth < DEPTH => {
+                for below in list.iter().filter_map(Value::as_object) {
+                    files_of(below, is_read_only, depth + 1, found);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn behind(value: &str) -> [String; 2] {
+        let (below, above) = Node::read(value).unwrap().behind("{dir}/disk0.qcow2", "frozen");
+        [below.to_option(), above.to_option()]
+    }
+
+    #[test]
+    fn a_node_becomes_the_backing_image_of_its_overlay_and_keeps_what_it_was_told() {
+        let libvirt = r#"{"driver":"qcow2","node-name":"d","discard":"unmap","cache":{"direct":true},
+            "file":{"driver":"file","filename":"/srv/d","auto-read-only":true},"backing":null}"#;
+        let found = behind(libvirt).map(|text| serde_json::from_str::<Value>(&text).unwrap());
+        assert_eq!(
+            found,
+            [
+                json!({
+                    "driver": "qcow2", "node-name": "frozen", "cache": { "direct": true }, "read-only": true, "backing": null,
+                    "file": { "driver": "file", "filename": "/srv/d" }
+                }),
+                json!({
+                    "driver": "qcow2", "node-name": "d", "discard": "unmap", "cache": { "direct": true }, "backing": "frozen",
+                    "file": { "driver": "file", "filename": "{dir}/disk0.qcow2" }
+                })
+            ]
+        );
+        assert_eq!(
+            behind("driver=qcow2,node-name=d,file=f,backing=base,cache.direct=on,read-only=off"),
+            [
+                "driver=qcow2,file=f,backing=base,cache.direct=on,read-only=on,node-name=frozen",
+                "driver=qcow2,node-name=d,cache.direct=on,file.driver=file,file.filename={dir}/disk0.qcow2,backing=frozen"
+            ]
+        );
+        assert_eq!(
+            behind("qcow2,node-name=d,file.driver=file,file.filename=/srv/d,file.read-only=off"),
+            [
+                "driver=qcow2,file.driver=file,file.filename=/srv/d,node-name=frozen,read-only=on",
+                "driver=qcow2,node-name=d,file.driver=file,file.filename={dir}/disk0.qcow2,backing=frozen"
+            ]
+        );
+    }
+
+    #[test]
+    fn files_are_found_at_any_depth_with_what_is_written_to_them() {
+        let quorum = r#"{"driver":"quorum","vote-threshold":1,"children":[{"driver":"raw","file":{"driver":"file","filename":"/a"}},
+            {"driver":"raw","read-only":true,"file":{"driver":"file","filename":"/b"}}]}"#;
+        let list = "driver=qcow2,file.driver=file,file.filename=/a,backing.file.driver=file,backing.file.filename=/b";
+        for value in [quorum, list] {
+            let files = Node::read(value).unwrap().files();
+            let found: Vec<_> = files.iter().map(|file| (file.name.as_str(), file.is_read_only)).collect();
+            assert_eq!(found, [("/a", false), ("/b", true)], "{value}");
+        }
+        let remote = Node::read("driver=raw,file.driver=nbd,file.server.type=unix,file.server.path=/s").unwrap();
+        assert_eq!(remote.files().len(), 1);
+        let remote =
+            Node::read(r#"{"driver":"raw","read-only":true,"file":{"driver":"rbd","pool":"p","image":"i"}}"#).unwrap();
+        assert!(remote.files()[0].is_read_only);
+    }
+}

@@ -1,0 +1,60 @@
+//! What a QEMU that was started has, before it gets its VM.
+//!
+//! The law: **a clone gets its VM when its memory and its disks are known to be right**, as its process and its block layer say, not as its command line
+//! does: a program that starts QEMU may leave options out or add some.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+use limosa_migrate::InPlace;
+use limosa_qemu::monitor::Monitor;
+use limosa_qemu::{JobError, prove_mapping, refuse_shared_snapshot};
+
+use crate::error::CloneError;
+use crate::fleet::Fleet;
+
+/// Returns the RAM blocks that this QEMU maps, with the pages that it has written since.
+///
+/// # Errors
+/// Memory that is not mapped as planned; an overlay that is missing, or has another image below it; a writable disk that the snapshot
+/// did not freeze and that the command line does not give to this clone alone.
+pub(crate) fn prove(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<Vec<InPlace>, CloneError> {
+    refuse_shared_snapshot(monitor, fleet.snapshot)?;
+    prove_disks(fleet, monitor, folder)?;
+    match fleet.mapped.as_slice() {
+        [] => Ok(Vec::new()),
+        planned => Ok(prove_mapping(monitor, fleet.snapshot, planned)?),
+    }
+}
+
+fn prove_disks(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<(), CloneError> {
+    let unproven = |why: String| Err(CloneError::Unproven { why });
+    let disks = monitor.all_disks().map_err(JobError::from)?;
+    for plan in &fleet.overlays {
+        let path = folder.join(&plan.name);
+        let Some(disk) = disks.iter().find(|disk| disk.path.as_deref().is_some_and(|found| is_same(found, &path)))
+        else {
+            return unproven(format!("no disk of it is the overlay {}", path.display()));
+        };
+        let below = disk.backing.first().and_then(Option::as_deref);
+        if !below.is_some_and(|below| is_same(below, &plan.disk.path)) {
+            let found = below.map_or_else(|| "nothing".to_owned(), |below| below.display().to_string());
+            return unproven(format!(
+                "below the overlay {} is {found}, and not the frozen disk {}",
+                path.display(),
+                plan.disk.path.display()
+            ));
+        }
+    }
+    let frozen = |path: &Path| fleet.overlays.iter().any(|plan| is_same(path, &plan.disk.path));
+    match disks.iter().find(|disk| disk.writable && disk.path.as_deref().is_some_and(frozen)) {
+        Some(disk) => unproven(format!("its disk {} is the frozen disk itself", disk.filename)),
+        None => Ok(()),
+    }
+}
+
+fn is_same(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    one == other || id(one).is_some_and(|one| id(other) == Some(one))
+}
