@@ -2,7 +2,7 @@
 //! by section.
 
 use crate::needs_qemu;
-use crate::stage::channels::{Cell, Transport, saves_over_channels};
+use crate::stage::channels::{Cell, STOPPED_WHERE_SLOW, Transport, saves_over_channels};
 use crate::stage::*;
 use rustix::process::Signal;
 use serde_json::json;
@@ -55,7 +55,7 @@ fn channels_without_a_route_write_the_file_and_compression_goes_through_a_socket
         (&["--channels", "3", "--stop"], "file"),
     ] {
         let (_folder, file) = place();
-        let told = save(&vm, &file, more);
+        let told = save(&vm, &file, &[more, &STOPPED_WHERE_SLOW].concat());
         assert_eq!(told["via"], via);
         if more.contains(&"--stop") {
             found.assert_same_but(&vm, "postmigrate");
@@ -74,7 +74,7 @@ fn a_stopped_vm_is_saved_over_channels_and_left_stopped() {
     vm.wait_beats(2).unwrap();
     let found = Found::of(&vm);
     let (_folder, file) = place();
-    save(&vm, &file, &["--via", "socket", "--channels", "4", "--stop"]);
+    save(&vm, &file, &[&["--via", "socket", "--channels", "4", "--stop"], &STOPPED_WHERE_SLOW[..]].concat());
     found.assert_same_but(&vm, "postmigrate");
     drop(load_in_stock_qemu(&small(), &file, 2));
 }
@@ -98,7 +98,7 @@ fn a_save_over_channels_that_is_cancelled_leaves_the_vm_as_it_was_found() {
         assert_beats(&vm);
     }
     let (_folder, file) = place();
-    save(&vm, &file, &["--via", "socket", "--channels", "4"]);
+    save(&vm, &file, &[&["--via", "socket", "--channels", "4"], &STOPPED_WHERE_SLOW[..]].concat());
     found.assert_same(&vm);
     assert_beats(&vm);
 }

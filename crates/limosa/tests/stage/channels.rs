@@ -57,6 +57,10 @@ pub(crate) struct Cell {
     pub(crate) transport: Transport,
 }
 
+/// A machine whose processors are taken saves more slowly over channels than the guest writes: there the guest is stopped for the
+/// rest, which ends every save. A machine with time to spare is done before.
+pub(crate) const STOPPED_WHERE_SLOW: [&str; 4] = ["--timeout", "5s", "--on-timeout", "pause"];
+
 /// Saves a beat guest on a machine of this type over the cell's channels; expects that the guest beats on, that QEMU is set
 /// as it was found, and that a stock QEMU loads the file and beats on there too.
 #[track_caller]
@@ -69,6 +73,7 @@ pub(crate) fn saves_over_channels(kind: &str, cells: &[Cell]) {
         let (folder, file) = place();
         let channels = cell.channels.to_string();
         let mut more = vec!["--via", "socket", "--json", "--channels", &channels, "--compression", cell.compression];
+        more.extend(STOPPED_WHERE_SLOW);
         let listen = cell.transport.of_limosa(folder.path());
         more.extend(listen.iter().flat_map(|uri| ["--listen", uri]));
         let told = limosa(save_arguments(&vm, &file, &more)).json();
