@@ -60,7 +60,8 @@ impl JobHandles {
     }
 
     pub(crate) fn watch(&self) -> Watch<'_> {
-        Watch { control: &self.control, progress: &self.progress, notice: &|line| say!("limosa: {line}") }
+        let notice = &|line: &str| say!("limosa: {line}");
+        Watch { control: &self.control, progress: &self.progress, notice, not_converging: None }
     }
 }
 

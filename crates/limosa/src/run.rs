@@ -135,7 +135,7 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
     let reporter = Reporter::new(false);
     let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
     let tell = |line: &str| notice.tell(line);
-    let watch = Watch { control: &control, progress: &progress, notice: &tell };
+    let watch = Watch { control: &control, progress: &progress, notice: &tell, not_converging: None };
     let guard = || {
         let arguments = ["guard", "--"];
         Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))

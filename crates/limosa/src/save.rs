@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use limosa_migrate::Job;
-use limosa_qemu::{DiskPolicy, Guard, OnTimeout, Route, SaveOptions, SaveReport, save};
+use limosa_qemu::{DiskPolicy, Guard, NotConverging, OnTimeout, Route, SaveOptions, SaveReport, Watch, save};
 use limosa_snapshot::{Disk, Via};
 use serde_json::json;
 
@@ -17,7 +17,10 @@ use limosa_console::{print_out, say};
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, Job::Save, "saving", false)?;
-    let report = save(&monitor, &args.snapshot, &options(args), handles.watch(), || {
+    let limited = || handles.control.max_bandwidth().is_some();
+    let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
+    let watch = Watch { not_converging: Some(&not_converging), ..handles.watch() };
+    let report = save(&monitor, &args.snapshot, &options(args), watch, || {
         Ok(Some(Guard::spawn(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp())?))
     });
     drop(handles);
@@ -79,6 +82,18 @@ fn options(args: &SaveArgs) -> SaveOptions {
         durability: args.new.durability(),
         hint_wait: args.hint_wait,
     }
+}
+
+/// The line about a save that does not converge, with what can be done about it.
+fn endless(save: &NotConverging, limited: bool) -> String {
+    let remaining = quantity::bytes(save.remaining);
+    let rate = if limited { ", raise --max-bandwidth" } else { "" };
+    let background = if save.background { ", or save with --background" } else { "" };
+    format!(
+        "the VM changes its memory as fast as it is saved ({remaining} to save after {} rounds), and this may never end: \
+         set --timeout TIME, with --on-timeout pause to stop the VM for the rest{rate}{background}",
+        save.rounds
+    )
 }
 
 fn via(report: &SaveReport) -> &'static str {

@@ -21,6 +21,8 @@ pub struct Watch<'a> {
     pub progress: &'a Progress,
     /// Is told, in a line each, what a person should know while it runs.
     pub notice: &'a (dyn Fn(&str) + Sync),
+    /// Called at most once, during a save that does not converge and has no time limit.
+    pub not_converging: Option<&'a (dyn Fn(&NotConverging) + Sync)>,
 }
 
 impl std::fmt::Debug for Watch<'_> {
@@ -30,6 +32,19 @@ impl std::fmt::Debug for Watch<'_> {
             .field("progress", &self.progress)
             .finish_non_exhaustive()
     }
+}
+
+/// A save that does not converge: the VM writes to its memory as fast as it is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NotConverging {
+    /// Rounds over the dirty log so far.
+    pub rounds: u64,
+    /// Bytes of memory that were dirty at the beginning of the last one.
+    pub remaining: u64,
+    /// Whether the same save in the background ([`SaveOptions::background`](crate::SaveOptions)) is possible, as far as
+    /// QEMU and the other options tell.
+    pub background: bool,
 }
 
 /// Why a save or a restore did not come about.

@@ -51,7 +51,7 @@ pub mod takeover;
 
 pub use destination::{Catalogue, CatalogueError, QemuSections, examine as examine_destination};
 pub use guard::{Guard, GuardEnd, GuardError, run as run_guard};
-pub use job::{JobError, Watch};
+pub use job::{JobError, NotConverging, Watch};
 pub use launch::{CommandLine, Launched, check as check_command_line, launch, launch_from, missing_memory_option};
 pub use mapping::{
     BlockPlace, MappedCommandLine, check_not_shared, map_memory, name_memory, prove_mapping, refuse_shared_snapshot,

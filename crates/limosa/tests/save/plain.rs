@@ -203,3 +203,48 @@ fn zero_pages_take_no_room_in_the_file() {
         assert!(found.len() > 512 << 20 && found.blocks() * 512 < 32 << 20, "{} blocks: {report}", found.blocks());
     }
 }
+
+#[test]
+fn a_save_that_does_not_converge_says_so_once_with_the_remedy_and_goes_on() {
+    needs_qemu!();
+    let vm = small().start().unwrap();
+    vm.wait_beats(2).unwrap();
+    let found = Found::of(&vm);
+    for (via, channels, background) in [("socket", &[][..], true), ("socket", &["--channels", "2"], false)] {
+        let (folder, file) = place();
+        // The guest writes 8 MiB in much less than the two seconds that it takes to save them.
+        let more = [&["--via", via, "--max-bandwidth", "4M"], channels].concat();
+        let saving = start(save_arguments(&vm, &file, &more));
+        let line = wait_for("a line about the rounds", || saving.stderr().lines().next().map(str::to_owned));
+        assert!(
+            line.contains("changes its memory as fast as it is saved (") && line.contains(" MiB to save"),
+            "{line}"
+        );
+        for remedy in ["--timeout", "--on-timeout pause", "--max-bandwidth"] {
+            assert!(line.contains(remedy), "{remedy}: {line}");
+        }
+        assert_eq!(line.contains("--background"), background, "{line}");
+        let rounds = || vm.execute("query-migrate", json!({})).unwrap()["ram"]["dirty-sync-count"].as_u64();
+        let then = rounds();
+        wait_for("two more rounds", || (rounds() > then.map(|rounds| rounds + 1)).then_some(()));
+        assert!(saving.is_running());
+        saving.signal(rustix::process::Signal::INT);
+        let ended = saving.wait();
+        let said: Vec<&str> = ended.stderr.lines().collect();
+        assert!(said.len() == 2 && said[0] == line && said[1].contains("cancelled"), "{said:#?}");
+        assert!(names(folder.path()).is_empty());
+        found.assert_same(&vm);
+        assert_beats(&vm);
+    }
+}
+
+#[test]
+fn a_save_with_a_time_limit_says_nothing_of_rounds() {
+    needs_qemu!();
+    let vm = small().start().unwrap();
+    vm.wait_beats(2).unwrap();
+    let (_folder, file) = place();
+    let more = ["--via", "socket", "--max-bandwidth", "4M", "--timeout", "15s"];
+    limosa(save_arguments(&vm, &file, &more)).one_line(&["not done within 15 s"]);
+    assert_beats(&vm);
+}

@@ -124,7 +124,7 @@ impl KeptSnapshot {
         marker.process = ProcessIdentity::own();
         let (control, progress) = (Control::new(), Progress::new());
         control.set_max_bandwidth(self.unfinished.max_bandwidth);
-        let watch = Watch { control: &control, progress: &progress, notice: &|_| {} };
+        let watch = Watch { control: &control, progress: &progress, notice: &|_| {}, not_converging: None };
         let restore = RestoreOptions {
             listen: self.unfinished.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()

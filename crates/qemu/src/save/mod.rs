@@ -18,6 +18,7 @@ mod connection;
 mod hints;
 mod overlay;
 mod preflight;
+mod rounds;
 mod watcher;
 
 use std::num::NonZeroU64;
@@ -152,6 +153,12 @@ impl SaveOptions {
             );
         }
         Ok(())
+    }
+
+    /// Whether the same save is possible in the background.
+    fn allows_background(&self) -> bool {
+        let here = !self.background && !self.stop && self.disks != DiskPolicy::Overlay;
+        here && self.channels.is_none() && self.route != Route::File
     }
 
     /// Whether memory goes out slowly at first. QEMU does not ask the balloon of a stopped VM.

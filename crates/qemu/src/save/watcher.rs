@@ -6,14 +6,18 @@ use std::time::{Duration, Instant};
 use limosa_migrate::{DeferredStop, MigrateError, Phase, ProgressReading};
 
 use super::hints::{self, HintWait};
-use super::{OnTimeout, SETTLES_WITHIN, SaveJob, overlay};
-use crate::job::JobError;
+use super::rounds::Rounds;
+use super::{OnTimeout, SETTLES_WITHIN, SaveJob, background, overlay};
+use crate::job::{JobError, NotConverging};
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
 use crate::takeover::SETUP_PATIENCE;
 
 /// How often QEMU is asked how far it is. Events end the wait at once.
 const ASK_EVERY: Duration = Duration::from_millis(100);
+
+/// The events that end the wait: among them the beginning of a round, at which the most of it remains.
+const EVENTS: [&str; 6] = ["STOP", "RESUME", "SHUTDOWN", "GUEST_PANICKED", "MIGRATION", "MIGRATION_PASS"];
 
 /// How long several channels are read on behind a cancel. One that waits for what it cannot have ends when they break.
 const CANCEL_WITHIN: Duration = Duration::from_secs(1);
@@ -27,6 +31,7 @@ pub(super) struct Watcher<'a> {
     applied_bandwidth: Option<NonZeroU64>,
     /// Until it is over memory goes out slowly.
     hints: Option<HintWait>,
+    rounds: Rounds,
     deadline: Option<Instant>,
     stopped: Option<Event>,
     resumed: Option<Event>,
@@ -68,6 +73,7 @@ impl<'a> Watcher<'a> {
             job,
             applied_bandwidth: if wait.is_some() { hints::slow(bandwidth) } else { bandwidth },
             hints: wait.map(|longest| HintWait::begin(Instant::now(), longest)),
+            rounds: Rounds::default(),
             deadline: job.options.timeout.map(|(limit, _)| job.begun + limit),
             stopped: None,
             resumed: None,
@@ -104,7 +110,7 @@ impl<'a> Watcher<'a> {
             return Ok(MigrationStatus::Completed);
         }
         let tick = if self.hints.is_some() { hints::ASK_EVERY } else { ASK_EVERY };
-        let event = monitor.qmp().wait_event(&["STOP", "RESUME", "SHUTDOWN", "GUEST_PANICKED", "MIGRATION"], tick)?;
+        let event = monitor.qmp().wait_event(&EVENTS, tick)?;
         let mut status = None;
         if let Some(event) = event {
             match event.name.as_str() {
@@ -135,6 +141,9 @@ impl<'a> Watcher<'a> {
                 self.hints = None;
                 self.steer()?;
             }
+            if let (Some(ram), MigrationStatus::Active) = (&info.ram, &info.status) {
+                self.note_round(ram)?;
+            }
             status = Some(info.status.clone());
             self.last = Some(info);
         }
@@ -164,6 +173,20 @@ impl<'a> Watcher<'a> {
             }
             other => Ok(other),
         }
+    }
+
+    /// Reports a save that would never end: once, and not one that ends by a time-out, or goes over the memory only once.
+    fn note_round(&mut self, ram: &RamProgress) -> Result<(), JobError> {
+        let SaveJob { monitor, watch, options, .. } = self.job;
+        let ends = options.background || options.timeout.is_some() || self.stopped.is_some();
+        if ends || self.hints.is_some() || !self.rounds.note(ram) {
+            return Ok(());
+        }
+        if let Some(report) = watch.not_converging {
+            let background = options.allows_background() && background::check(monitor, &monitor.settings()?).is_ok();
+            report(&NotConverging { rounds: ram.dirty_sync_count, remaining: ram.remaining, background });
+        }
+        Ok(())
     }
 
     /// QEMU has stopped the VM and waits: freezes the disks, unless the save is to end, and lets it go on.
