@@ -10,7 +10,7 @@ pub enum CloneMode {
 }
 
 impl CloneMode {
-    /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-clones.md): clusters of
+    /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-reflinks.md): clusters of
     /// 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between them what is gained in time is
     /// lost in CPU. A clone is a change of the filesystem's own tables, which lasts as long whatever its length; and what is then
     /// written over it takes space anew.
