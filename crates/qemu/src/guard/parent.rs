@@ -10,8 +10,9 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+
 use crate::qmp::{Qmp, send};
-use crate::restore::unfinished::UnfinishedRestore;
 
 /// How long a guard may take to start.
 const START: Duration = Duration::from_secs(20);
@@ -132,8 +133,8 @@ impl Guard {
         self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"let go\n")
     }
 
-    /// Tells the guard what it needs to go on with a lazy restore.
-    pub(crate) fn remember(&mut self, unfinished: &UnfinishedRestore) -> io::Result<()> {
+    /// Sends the guard what it needs to continue a lazy restore: an `UnfinishedRestore`, which is none of this side's business.
+    pub(crate) fn remember(&mut self, unfinished: &impl Serialize) -> io::Result<()> {
         self.say("restore", &serde_json::to_vec(unfinished)?)
     }
 

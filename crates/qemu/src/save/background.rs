@@ -17,10 +17,10 @@ use crate::monitor::{Monitor, Settings};
 use crate::qmp::QmpError;
 use crate::remedy::Remedy;
 
-/// What excludes it beyond what is off for every save.
+/// Capabilities that exclude it, beyond those that are off for every save.
 const EXCLUDED: [&str; 4] = ["auto-converge", "late-block-activate", "postcopy-blocktime", "validate-uuid"];
 
-/// What must be off for it.
+/// Settings with everything off that excludes it.
 pub(super) fn settings() -> Settings {
     EXCLUDED.into_iter().fold(Settings::new(), |wish, name| wish.capability(name, false))
 }

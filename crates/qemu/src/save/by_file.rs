@@ -7,9 +7,9 @@ use std::thread;
 
 use limosa_snapshot::{PendingFile, Via, WriteBehind, adopt};
 
+use super::job::{SaveJob, SaveReport, Saved};
 use super::preflight::record_disks_again;
 use super::watcher::Watcher;
-use super::{SaveJob, SaveReport, Saved};
 use crate::job::JobError;
 use crate::marker::JobMarker;
 use crate::monitor::Monitor;

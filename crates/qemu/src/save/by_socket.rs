@@ -9,9 +9,9 @@ use limosa_snapshot::{PendingFile, SnapshotWriter, Via};
 use limosa_stream::Fault;
 
 use super::connection::connect;
+use super::job::{SaveJob, SaveReport, Saved, afterwards};
 use super::preflight::record_disks_again;
 use super::watcher::Watcher;
-use super::{SaveJob, SaveReport, Saved, afterwards};
 use crate::job::JobError;
 use crate::marker::JobMarker;
 use crate::monitor::{MigrationStatus, RunState};

@@ -11,7 +11,7 @@ use limosa_migrate::{ChannelSet, Gathering, GatheringOptions};
 
 use rustix::net::Shutdown;
 
-use super::SaveJob;
+use super::job::SaveJob;
 use super::watcher::Watcher;
 use crate::job::JobError;
 use crate::remedy::Remedy;

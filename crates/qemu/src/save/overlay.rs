@@ -24,7 +24,7 @@ use std::time::Duration;
 use limosa_snapshot::Manifest;
 use uuid::Uuid;
 
-use super::{DiskPolicy, SaveOptions};
+use super::options::{DiskPolicy, SaveOptions};
 use crate::job::JobError;
 use crate::marker::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::{Disk, Monitor};
@@ -42,7 +42,7 @@ pub(super) struct Planned {
     overlay: Overlay,
 }
 
-/// Which overlays the save makes; none if the policy is another, or no disk can be written to.
+/// Plans the overlays of the save; none if the policy is another, or no disk can be written to.
 pub(super) fn plan(
     monitor: &Monitor,
     options: &SaveOptions,

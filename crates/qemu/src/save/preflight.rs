@@ -1,12 +1,12 @@
-//! What is found out about a VM before anything is changed: whether it can be saved, and what its snapshot will say of it.
+//! The look at a VM before anything is changed: whether it can be saved, and what its snapshot will record.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use limosa_snapshot::{Disk as RecordedDisk, Manifest};
 
+use super::options::{DiskPolicy, SaveOptions};
 use super::overlay::{self, Planned};
-use super::{DiskPolicy, SaveOptions};
 use crate::job::JobError;
 use crate::monitor::{Disk, Monitor, RunState};
 use crate::remedy::Remedy;
@@ -19,13 +19,18 @@ const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 pub(super) struct Preflight {
     /// Whether its virtual CPUs were running.
     pub(super) was_running: bool,
-    /// What is known of the snapshot so far.
+    /// The snapshot's record so far.
     pub(super) manifest: Manifest,
     /// Overlays to be put over the disks.
     pub(super) overlays: Vec<Planned>,
 }
 
 impl Preflight {
+    /// Whether memory goes out slowly at first. QEMU does not ask the balloon of a stopped VM.
+    pub(super) fn waits_for_hints(&self, options: &SaveOptions) -> bool {
+        options.hint_wait.is_some() && self.was_running
+    }
+
     /// Looks at the VM; refuses one that cannot be saved, or not consistently.
     pub(super) fn check(monitor: &Monitor, options: &SaveOptions) -> Result<Self, JobError> {
         let status = monitor.status()?;
@@ -62,7 +67,7 @@ impl Preflight {
             ));
         }
         // A guest that sleeps is woken by its devices: its CPUs are stopped, but the VM is not.
-        let was_running = status.running || super::is_live(&status.state);
+        let was_running = status.running || is_live(&status.state);
         let goes_on = was_running && !options.stop;
         let disks = disks(monitor, options.disks, goes_on)?;
         let mut manifest = Manifest::new();
@@ -138,4 +143,9 @@ fn record(node: &str, device: Option<String>, path: PathBuf, format: &str) -> Re
         path,
         source,
     })
+}
+
+/// Whether a VM in this state goes on by itself once its CPUs may run.
+pub(super) fn is_live(state: &RunState) -> bool {
+    matches!(state, RunState::Running | RunState::Suspended)
 }

@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 use limosa_migrate::{DeferredStop, MigrateError, Phase, ProgressReading};
 
 use super::hints::{self, HintWait};
+use super::job::{SETTLES_WITHIN, SaveJob};
+use super::options::OnTimeout;
 use super::rounds::Rounds;
-use super::{OnTimeout, SETTLES_WITHIN, SaveJob, background, overlay};
+use super::{background, overlay};
 use crate::job::{JobError, NotConverging};
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
@@ -68,7 +70,7 @@ impl<'a> Watcher<'a> {
         job.monitor.qmp().take_events()?;
         let state = job.before.manifest.run_state.as_deref().map_or(RunState::Running, RunState::from);
         let bandwidth = job.watch.control.max_bandwidth();
-        let wait = job.options.hint_wait.filter(|_| job.options.waits_for_hints(&job.before));
+        let wait = job.options.hint_wait.filter(|_| job.before.waits_for_hints(job.options));
         Ok(Self {
             job,
             applied_bandwidth: if wait.is_some() { hints::slow(bandwidth) } else { bandwidth },

@@ -1,0 +1,134 @@
+//! A save that has begun, and its result: the parts that both routes share.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::Counters;
+use limosa_snapshot::{Manifest, Published, Via, WriteOptions};
+
+use super::background;
+use super::options::SaveOptions;
+use super::preflight::{Preflight, is_live};
+use crate::job::{JobError, Watch};
+use crate::marker::{JobMarker, JobPhase};
+use crate::monitor::{Monitor, RunState};
+use crate::qmp::QmpError;
+
+/// How long QEMU may take to leave the VM as it is to be after the save: for one that hangs, not a measure.
+pub(super) const SETTLES_WITHIN: Duration = Duration::from_secs(10);
+
+/// The result of a save.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct SaveReport {
+    /// The file that now has its name.
+    pub published: Published,
+    /// Who wrote it.
+    pub via: Via,
+    /// How long the VM stood still; `None` if it was not running, or was left stopped.
+    pub downtime: Option<Duration>,
+    /// The state that the VM is in now.
+    pub vm_state: String,
+    /// From the first command to the VM going on.
+    pub to_vm_running: Duration,
+    /// From the first command to the published file.
+    pub elapsed: Duration,
+    /// Of the channel, when limosa wrote.
+    pub channel: Option<Counters>,
+    /// Of the file, when limosa wrote.
+    pub file: Option<Counters>,
+    /// How often QEMU went over its dirty log; `None` if it did not say.
+    pub rounds: Option<u64>,
+}
+
+/// A saved VM before its file is published.
+pub(super) struct Saved {
+    pub(super) manifest: Manifest,
+    pub(super) downtime: Option<Duration>,
+    pub(super) rounds: Option<u64>,
+    pub(super) to_vm_running: Duration,
+}
+
+/// The parts of a save that both routes work with.
+pub(super) struct SaveJob<'a> {
+    pub(super) monitor: &'a Monitor,
+    pub(super) options: &'a SaveOptions,
+    pub(super) watch: Watch<'a>,
+    pub(super) before: Preflight,
+    pub(super) begun: Instant,
+}
+
+impl SaveJob<'_> {
+    /// Whether the VM is to run when it has been saved.
+    pub(super) fn goes_on(&self) -> bool {
+        self.before.was_running && !self.options.stop
+    }
+
+    /// Turns QEMU's refusal of the migration, before it begins, into an error for a person.
+    pub(super) fn setup_error(&self, error: QmpError) -> JobError {
+        if self.options.background { background::explain(error) } else { error.into() }
+    }
+
+    pub(super) fn write_options(&self) -> WriteOptions {
+        WriteOptions { durability: self.options.durability, checksum: self.options.checksum, write_behind: true }
+    }
+
+    /// Writes down that the file is about to get its name, if it then matters whether it has.
+    pub(super) fn publishing(&self, marker: &mut JobMarker) -> Result<(), JobError> {
+        if marker.overlays.is_empty() {
+            return Ok(());
+        }
+        marker.phase = JobPhase::Publishing;
+        Ok(marker.update(self.monitor)?)
+    }
+
+    /// Writes down that the file is there, for a process that might have to take over.
+    pub(super) fn published(&self, marker: &mut JobMarker, file: &Published) -> Result<(), JobError> {
+        marker.phase = JobPhase::Published;
+        marker.update(self.monitor).map_err(|error| afterwards(file, error.into()))
+    }
+
+    /// Decides whether the VM is to run again: not if it stopped for a reason of its own while it was saved. `state` is the
+    /// one that it was in when it stopped for the save.
+    pub(super) fn runs_again(&self, state: &RunState, marker: &mut JobMarker) -> Result<bool, JobError> {
+        if self.before.was_running && !is_live(state) {
+            (self.watch.notice)(&format!("the VM has stopped by itself meanwhile ({state}) and is left so"));
+            marker.was_running = false;
+            marker.update(self.monitor)?;
+        }
+        Ok(self.goes_on() && marker.was_running)
+    }
+
+    /// The VM's state when QEMU is done with the migration: it says `completed` a moment before it leaves `finish-migrate`,
+    /// and until then refuses every further job of the VM.
+    pub(super) fn settled_state(&self) -> String {
+        let limit = Instant::now() + SETTLES_WITHIN;
+        loop {
+            match self.monitor.status() {
+                Ok(status) if status.state == RunState::FinishMigrate && Instant::now() < limit => {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Ok(status) => return status.state.to_string(),
+                Err(_) => return "unknown".into(),
+            }
+        }
+    }
+
+    pub(super) fn report(&self, published: Published, via: Via, saved: Saved) -> SaveReport {
+        SaveReport {
+            published,
+            via,
+            downtime: saved.downtime,
+            vm_state: self.settled_state(),
+            to_vm_running: saved.to_vm_running,
+            elapsed: self.begun.elapsed(),
+            channel: None,
+            file: None,
+            rounds: saved.rounds,
+        }
+    }
+}
+
+pub(super) fn afterwards(file: &Published, error: JobError) -> JobError {
+    JobError::Afterwards { path: file.path.clone(), source: Box::new(error) }
+}

@@ -1,0 +1,126 @@
+//! How a VM is saved: the options, and those that contradict each other.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use limosa_channel::Uri;
+use limosa_snapshot::Durability;
+use limosa_stream::multifd::Compression;
+
+use crate::job::JobError;
+use crate::remedy::Remedy;
+
+/// Who writes the pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Route {
+    /// QEMU itself where it can (9.0 or newer, monitor on this host), else limosa.
+    #[default]
+    Auto,
+    /// QEMU writes the file through a descriptor that it is passed.
+    File,
+    /// QEMU sends its migration stream and limosa writes the file.
+    Socket,
+}
+
+/// Action on a VM that changes its memory faster than it is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnTimeout {
+    /// Stop the VM until it is saved; the rest of its memory goes at full speed.
+    Pause,
+    /// Give up; the VM goes on.
+    Cancel,
+}
+
+/// Handling of writable disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DiskPolicy {
+    /// Refuse where memory and disks could be of different instants.
+    #[default]
+    Check,
+    /// The caller keeps them consistent.
+    Ignore,
+    /// A save freezes them at its instant and has the VM go on with overlays over them. A restore checks as with `Check`.
+    Overlay,
+}
+
+/// How a VM is to be saved.
+#[derive(Debug, Clone)]
+pub struct SaveOptions {
+    /// Who writes the pages.
+    pub route: Route,
+    /// Where QEMU connects when limosa writes; `None`: a socket pair passed through the monitor.
+    pub listen: Option<Uri>,
+    /// Channels beside the main one (QEMU's `multifd-channels`): to write the file with, or to send on. `None`: as many as
+    /// suit a file; everything on one channel.
+    pub channels: Option<u8>,
+    /// How pages are compressed on these channels (QEMU's `multifd-compression`).
+    pub compression: Compression,
+    /// Leave the VM stopped.
+    pub stop: bool,
+    /// Have QEMU protect the memory against writing and save it while the VM goes on.
+    pub background: bool,
+    /// Replace the file if it is there.
+    pub replace: bool,
+    /// Record checksums.
+    pub checksum: bool,
+    /// QEMU's `downtime-limit`; `None` leaves it as it is.
+    pub downtime: Option<Duration>,
+    /// How long the VM may run on while it is saved, and what happens then.
+    pub timeout: Option<(Duration, OnTimeout)>,
+    /// About writable disks.
+    pub disks: DiskPolicy,
+    /// Where overlays go; `None`: each beside its disk.
+    pub overlay_dir: Option<PathBuf>,
+    /// Whether to wait until a power cut cannot lose the file.
+    pub durability: Durability,
+    /// How long memory goes out slowly at the beginning until QEMU has heard which pages the guest's balloon hints as free; `None`:
+    /// it goes as fast as it may from the beginning, and what has left before the list has come is stored.
+    pub hint_wait: Option<Duration>,
+}
+
+impl SaveOptions {
+    /// Refuses what contradicts itself.
+    pub(super) fn check(&self) -> Result<(), JobError> {
+        let refused = |why: &str, remedy: Remedy| Err(JobError::refused(why, remedy));
+        if self.background && self.stop {
+            return refused("a VM that is saved in the background goes on", Remedy::BackgroundOrStop);
+        }
+        if self.background && self.hint_wait.is_some() {
+            return refused("QEMU asks no balloon for free pages in the background", Remedy::BackgroundOrHintWait);
+        }
+        if self.channels.is_none() && self.compression != Compression::None {
+            return refused("only pages on channels of their own are compressed", Remedy::Channels);
+        }
+        if self.background && self.channels.is_some() {
+            return refused("QEMU saves on one channel in the background", Remedy::BackgroundOrChannels);
+        }
+        if self.overlay_dir.is_some() && self.disks != DiskPolicy::Overlay {
+            return refused("a folder for overlays has no meaning without overlays", Remedy::Overlays);
+        }
+        if self.disks == DiskPolicy::Overlay && self.stop {
+            return refused(
+                "a VM that stays stopped changes its disks no more, and needs no overlays over them",
+                Remedy::OverlaysOrStop,
+            );
+        }
+        if self.disks == DiskPolicy::Overlay && self.background {
+            return refused(
+                "in the background memory is saved as it was at the beginning, and QEMU cannot freeze the disks there",
+                Remedy::OverlaysOrBackground,
+            );
+        }
+        if self.background && matches!(self.timeout, Some((_, OnTimeout::Pause))) {
+            return refused(
+                "a background save is not late because the VM changes its memory: stopping it would not help",
+                Remedy::CancelOnTimeout,
+            );
+        }
+        Ok(())
+    }
+
+    /// Whether the same save is possible in the background.
+    pub(super) fn allows_background(&self) -> bool {
+        let here = !self.background && !self.stop && self.disks != DiskPolicy::Overlay;
+        here && self.channels.is_none() && self.route != Route::File
+    }
+}
