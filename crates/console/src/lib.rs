@@ -1,4 +1,4 @@
-//! What the programs of limosa have in common on a terminal.
+//! Terminal output that the programs of limosa share.
 //!
 //! [`parse`] reads sizes, rates and times from the command line, [`quantity`] writes them for people, [`say!`] and [`print_out!`]
 //! print lines for people (standard error) and for programs (standard output), [`one_of`] is an option with named values, and

@@ -25,7 +25,7 @@ macro_rules! print_out {
     ($($words:tt)*) => { $crate::print_line(format_args!($($words)*)) };
 }
 
-/// What `print_out!` does.
+/// Implements `print_out!`.
 pub fn print_line(words: fmt::Arguments<'_>) {
     let mut out = io::stdout().lock();
     if let Err(error) = out.write_fmt(format_args!("{words}\n")).and_then(|()| out.flush()) {

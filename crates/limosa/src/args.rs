@@ -1,4 +1,4 @@
-//! What the command line may contain, and how it reads in `--help`.
+//! The command line, and its text in `--help`.
 //!
 //! Parsing ends here: each command turns its arguments into what the libraries take, and no library sees clap.
 

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &InspectArgs) -> ExitCode {
 
 type Compared = (Comparison, Option<MemoryComparison>);
 
-/// What is in a file, and the file itself if its pages can be read one by one.
+/// Opens a file: its summary, and the snapshot itself if its pages can be read one by one.
 fn open(path: &Path) -> anyhow::Result<(Summary, Option<Snapshot>)> {
     let summary = summarize(path)?;
     let mapped = summary.capabilities.iter().any(|capability| capability == MAPPED_RAM);

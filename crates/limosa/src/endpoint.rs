@@ -1,4 +1,4 @@
-//! What the two ends of a migration without a monitor have in common: a connection, and perhaps a command behind it.
+//! The two ends of a migration without a monitor: a connection, and perhaps a command behind it.
 //!
 //! The law: a command that was started is waited for or ended, and what it failed with is told, because it is the cause of
 //! what the stream failed with.
@@ -37,7 +37,7 @@ pub(crate) struct Wire {
     pub(crate) end: PeerEnd,
 }
 
-/// What is left of a peer when the engine has the channel.
+/// The part of a peer that remains when the engine has the channel.
 pub(crate) struct PeerEnd {
     channel: Channel,
     command: Option<Exec>,
@@ -170,7 +170,7 @@ impl PeerEnd {
         self.finish(within)
     }
 
-    /// What the engine failed with, or what the command failed with before that.
+    /// The error of the engine, or that of the command if it failed first.
     pub(crate) fn explain(mut self, error: MigrateError) -> anyhow::Error {
         let broken = match &error {
             MigrateError::Channel(error) => error.is_closed(),

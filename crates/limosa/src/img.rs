@@ -27,7 +27,7 @@ use limosa_image::ImageError;
 
 use crate::args::{ImgArgs, ImgCommand};
 
-/// What qemu-img does and limosa does not, yet.
+/// Commands of qemu-img that limosa does not support yet.
 const LATER: [&str; 7] = ["amend", "bitmap", "commit", "dd", "measure", "rebase", "snapshot"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {

@@ -1,4 +1,4 @@
-//! What every job on the command line has: a monitor, a control socket, signals, a bar.
+//! The parts of every job on the command line: a monitor, a control socket, signals, a bar.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
     Ok(Monitor::new(Qmp::connect(address, &Options::default())?))
 }
 
-/// What watches and steers a job, as long as it runs.
+/// The handles that watch and steer a job while it runs.
 pub(crate) struct JobHandles {
     pub(crate) control: Control,
     pub(crate) progress: Progress,

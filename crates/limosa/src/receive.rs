@@ -49,7 +49,7 @@ pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What a reception came to.
+/// The result of receiving a VM.
 struct Received {
     published: Published,
     stats: DestinationStats,

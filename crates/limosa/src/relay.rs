@@ -15,7 +15,7 @@ use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::iterator::{Handle, SignalsInfo};
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
-/// What a QEMU that was started directly would have got.
+/// Signals that are passed on: those that a QEMU started directly would receive.
 const SIGNALS: [i32; 8] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH];
 
 /// Those that make QEMU end in good order.
@@ -38,7 +38,7 @@ pub(crate) struct Relay {
 struct State {
     /// Whom the signals are for.
     target: Option<Pid>,
-    /// What else is said to it: not while it ends.
+    /// Its monitor, for further commands; not used while it ends.
     monitor: Weak<Monitor>,
     /// Those that arrived before it was known.
     early: Vec<Signal>,

@@ -1,4 +1,4 @@
-//! What a user can do about an engine's failure. The libraries say what is wrong; which option helps is said here.
+//! Remedies for the engines' failures. The libraries say what is wrong; this says which option helps.
 
 use anyhow::anyhow;
 use limosa_balloon::StatisticsError;
@@ -98,7 +98,7 @@ fn of_storage(error: &StorageError) -> &'static str {
     }
 }
 
-/// What a remedy of the engines' is on the command line.
+/// Returns the options that carry out a remedy of the engines.
 pub(crate) fn of_refusal(remedy: &Remedy) -> &'static str {
     match remedy {
         Remedy::OneChannelOrEager => "; leave --channels out, or use --memory eager",
@@ -169,7 +169,7 @@ pub(crate) fn of_refusal(remedy: &Remedy) -> &'static str {
     }
 }
 
-/// What became of a VM whose job was interrupted, and what is left to do.
+/// Describes the state of a VM whose job was interrupted, with the command that remains to be run.
 pub(crate) fn of_outcome(outcome: Outcome) -> String {
     let left = outcome.remedy().map_or("", |remedy| of_refusal(&remedy));
     format!("{outcome}{left}")

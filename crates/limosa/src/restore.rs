@@ -86,7 +86,7 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     Ok(())
 }
 
-/// What can be done after a failure depends on whether the guest had been started.
+/// The remedy after a failure depends on whether the guest had been started.
 fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow::Error {
     let refused = matches!(error, JobError::Refused { .. } | JobError::Snapshot(_));
     if guest_runs {

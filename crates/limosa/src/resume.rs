@@ -34,7 +34,7 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     Ok(if takeover.outcome.ends_job() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What was found, what became of it, and what is left to do, in one line.
+/// Describes in one line what was found, what was done, and what remains to do.
 fn summary(resumed: &Resumed, monitor: &str) -> String {
     let Resumed { why, marker, takeover, .. } = resumed;
     match (takeover.outcome, marker) {

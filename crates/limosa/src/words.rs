@@ -1,4 +1,4 @@
-//! What limosa found and did, in words and JSON.
+//! Findings and results in words and JSON.
 
 use limosa_channel::Counters;
 use limosa_console::quantity::{bytes, count};
@@ -21,7 +21,7 @@ pub(crate) fn date(seconds: u64) -> String {
     format!("{year}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", time / 3600, time / 60 % 60, time % 60)
 }
 
-/// What kinds of pages a new snapshot was made of, and how much memory each is; `unsent` and `again` say what became of those
+/// The kinds of pages in a new snapshot, and how much memory each is; `unsent` and `again` say what became of those
 /// that never came, and of those that came more than once.
 pub(crate) fn pages(pages: &PageStatistics, unsent: &str, again: &str) -> String {
     let kind = |pages: u64, what: &str| match pages {

@@ -1,4 +1,4 @@
-//! What both ends of a migration without a monitor take.
+//! Arguments of both ends of a migration without a monitor.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;

@@ -62,7 +62,7 @@ pub(crate) enum ImgCommand {
 }
 
 impl ImgCommand {
-    /// What `--object` defined.
+    /// Objects that `--object` defined.
     pub(crate) fn objects(&self) -> &[Secret] {
         let object = match self {
             Self::Create(args) => &args.open.object,

@@ -1,4 +1,4 @@
-//! What every job on a QEMU takes.
+//! Arguments of every job on a QEMU.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;

@@ -77,7 +77,7 @@ pub(crate) struct HowArgs {
     #[arg(long)]
     pub(crate) paused: bool,
 
-    /// What to do if disks have changed since the VM was saved
+    /// Action if disks have changed since the VM was saved
     #[arg(long, value_enum, default_value_t = DisksArg::Check)]
     pub(crate) disks: DisksArg,
 }

@@ -73,7 +73,7 @@ pub(crate) struct SaveArgs {
     #[arg(long, value_name = "TIME", value_parser = parse::time, conflicts_with = "background")]
     pub(crate) hint_wait: Option<Duration>,
 
-    /// What to do when --timeout expires: the VM changes its memory faster than it is saved
+    /// Action when --timeout expires: the VM changes its memory faster than it is saved
     #[arg(long, value_enum, default_value_t = OnTimeoutArg::Cancel, requires = "timeout")]
     pub(crate) on_timeout: OnTimeoutArg,
 

@@ -57,7 +57,7 @@ pub(crate) struct TlsServerArgs {
 }
 
 impl TlsClientArgs {
-    /// What does not go together.
+    /// Returns the reason why the options contradict each other, if they do.
     pub(crate) fn contradiction(&self, uri: &Uri) -> Option<&'static str> {
         match uri {
             _ if self.tls_creds.is_none() => None,
@@ -77,7 +77,7 @@ impl TlsClientArgs {
 }
 
 impl TlsServerArgs {
-    /// What does not go together.
+    /// Returns the reason why the options contradict each other, if they do.
     pub(crate) fn contradiction(&self, uri: &Uri) -> Option<&'static str> {
         match uri {
             _ if self.tls_creds.is_none() => None,

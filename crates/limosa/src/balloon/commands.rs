@@ -1,4 +1,4 @@
-//! What programs may ask over the control socket.
+//! Commands of the control socket.
 //!
 //! `balloon` and `query-balloon` are QEMU's; the others are limosa's own. None of them waits for the guest: what takes time is
 //! begun, and asked for again.
@@ -104,7 +104,7 @@ fn flag(arguments: &Value, name: &str) -> Result<Option<bool>, String> {
     }
 }
 
-/// What was done and refused, for programs.
+/// Returns the counters of what was done and refused, for programs.
 pub(super) fn counters(balloon: &Balloon) -> Value {
     let counters = balloon.counters();
     Value::Object(counters.iter().map(|(name, number)| (name.replace('_', "-"), number.into())).collect())

@@ -185,7 +185,7 @@ impl Ctl {
         }
     }
 
-    /// What the guest says now.
+    /// Asks the guest for new statistics.
     fn fresh_statistics(&self, broken: &Break) -> anyhow::Result<Value> {
         let before = self.ask("query-balloon-stats", json!({ "refresh": true }))?;
         let asked = Instant::now();
@@ -298,7 +298,7 @@ fn told(error: QmpError) -> anyhow::Error {
     }
 }
 
-/// What a guest is left with that is asked to do with so many bytes, if it has more.
+/// Rounds a guest's wanted memory up to whole pages.
 fn whole_pages(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(PAGE_SIZE).unwrap_or(u64::MAX)
 }

@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// How often it is looked at.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// What ends the server, and who is waiting for that.
+/// The reason for the server's end, and the threads that wait for it.
 #[derive(Default)]
 pub(super) struct Ending {
     over: Mutex<bool>,

@@ -1,4 +1,4 @@
-//! What the server asks of the guest in several steps: a list of free pages, squeezing the guest before it or not.
+//! Requests to the guest that take several steps: a list of free pages, after squeezing the guest or not.
 //!
 //! Steps are taken on the server's clock, never by the program that asked: it may be killed, and the guest gets its memory back all
 //! the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every job ends**, whatever
@@ -21,10 +21,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LONGEST: Duration = Duration::from_secs(60);
 /// A guest that zeroes what it lists (`init_on_alloc=1`) takes a second for it.
 const FOR_A_GIB: Duration = Duration::from_secs(2);
-/// What is left at least of the memory that a guest has available.
+/// Least memory that a guest keeps available.
 const LEAST_RESERVE: u64 = 64 << 20;
 
-/// What is to be done.
+/// The request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted {
     /// Take what is available first, and give it back.
@@ -376,7 +376,7 @@ mod tests {
         }
     }
 
-    /// What a guest says of its size every five seconds, however long it is listened to: forth and back, and a page at a time.
+    /// The guest reports its size every five seconds without end: forth and back, and a page at a time.
     #[test]
     fn a_guest_that_comes_no_nearer_or_takes_for_ever_is_not_waited_for() {
         for (creeps, expected) in [(false, "no answer for 10 s"), (true, "within 60 s")] {

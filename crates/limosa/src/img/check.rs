@@ -21,7 +21,7 @@ const LEAKS: u8 = 3;
 /// Images of this format have nothing to check.
 const NOT_CHECKED: u8 = 63;
 
-/// What was found wrong, on stderr: all of it that was kept.
+/// Prints the findings that were kept to stderr.
 fn say_findings(findings: &[Finding], left_out: u64) {
     for finding in findings {
         say!("{finding}");
@@ -39,7 +39,7 @@ fn percent(part: u64, whole: u64) -> f64 {
     part * 100.0 / whole
 }
 
-/// What people are told of an image as it is now.
+/// Describes the state of an image for people.
 fn lines(report: &CheckReport) -> Vec<String> {
     let mut lines = Vec::new();
     if report.leaks_fixed > 0 || report.corruptions_fixed > 0 {
@@ -83,7 +83,7 @@ fn lines(report: &CheckReport) -> Vec<String> {
     lines
 }
 
-/// What a program is told: figures that are 0 are left out, as qemu-img leaves them out.
+/// Builds the report for programs. Figures that are 0 are left out, as in qemu-img.
 fn object(report: &CheckReport, name: &str, format: &str) -> Value {
     let mut object = Map::new();
     for (key, figure) in [

@@ -17,7 +17,7 @@ use limosa_console::{all_printed, print_out, say};
 
 /// An image cannot be opened.
 const OPEN: u8 = 2;
-/// What is allocated cannot be found out.
+/// The allocation cannot be determined.
 const MAP: u8 = 3;
 /// Contents cannot be read.
 const READ: u8 = 4;

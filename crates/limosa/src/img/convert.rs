@@ -65,7 +65,7 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What cannot be, before anything is opened.
+/// Refuses options that contradict each other, before anything is opened.
 fn check(options: &ConvertOptions) -> anyhow::Result<()> {
     if !options.sparse_size.is_multiple_of(512) || options.sparse_size > SPARSE_MOST {
         anyhow::bail!(
@@ -85,7 +85,7 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is in the page cache is copied by the thread that asks for it, and there is one for each request.
+/// Cached pages are copied by the thread that requests them, and each request has one.
 fn io(cache: CacheMode) -> Io {
     if cache.is_direct() { Io::Auto } else { Io::Caller }
 }
@@ -110,11 +110,11 @@ fn target(options: &ConvertOptions) -> Source {
     }
 }
 
-/// What is known of a target that was just made.
+/// Properties of a target that was just made.
 #[derive(Default)]
 struct Made {
     is_zero: bool,
-    /// What it was made in.
+    /// The files that it was made in.
     files: Option<NewFiles>,
     /// Bytes of the disk that it lies on.
     below: Option<u64>,

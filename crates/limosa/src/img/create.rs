@@ -56,7 +56,7 @@ fn backing_length(options: &CreateOptions, backing: &OsStr, format: Option<&str>
     Ok(block_on(chain::open(&reference, &open)).with_context(why)?.len())
 }
 
-/// What was asked for, wherever on the command line it was said.
+/// Collects the format's options from all places of the command line.
 fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
     let mut format = FormatOptions::parse(&options.target.format, &options.target.options)?;
     if let Some(size) = options.size {

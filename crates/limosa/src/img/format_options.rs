@@ -10,7 +10,7 @@ use limosa_image::reference::split;
 
 use super::size::parse_size;
 
-/// What an option's value is.
+/// The type of an option's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Text,
@@ -25,7 +25,7 @@ struct Known {
     name: &'static str,
     kind: Kind,
     what: &'static str,
-    /// What it is if nothing is said.
+    /// The default.
     usual: Option<&'static str>,
 }
 
@@ -56,7 +56,7 @@ const QCOW2: [Known; 12] = [
     usually("refcount_bits", Kind::Number, "Bits of a refcount: 1 to 64, a power of two", "16"),
 ];
 
-/// What QEMU has besides, and why it is refused.
+/// Options of QEMU that are refused, each with the reason.
 const REFUSED: [(&str, &str); 4] = [
     ("encrypt.", "encryption is not supported yet"),
     ("encryption", "encryption is not supported yet"),
@@ -188,7 +188,7 @@ impl FormatOptions {
         }
     }
 
-    /// What is made, in one line for people.
+    /// Describes the new image in one line for people.
     pub(crate) fn line(&self) -> String {
         let mut line = format!("fmt={}", self.format);
         for known in self.known {
@@ -200,7 +200,7 @@ impl FormatOptions {
         line
     }
 
-    /// What `-o help` says.
+    /// The text of `-o help`.
     pub(crate) fn help(&self) -> String {
         let mut known: Vec<_> = self.known.iter().collect();
         known.sort_by_key(|known| known.name);

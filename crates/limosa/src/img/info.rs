@@ -37,7 +37,7 @@ pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What people are told of an image.
+/// Describes an image for people.
 fn text(info: &ImageInfo) -> anyhow::Result<String> {
     let mut lines = vec![
         format!("image: {}", info.filename),
@@ -103,7 +103,7 @@ fn snapshot(snapshot: &SnapshotInfo) -> String {
     ])
 }
 
-/// What only images of a format have, a line for each: names with spaces, what belongs to them indented.
+/// Describes the format's own fields, a line each: names with spaces, their parts indented.
 fn tell(value: &Value, depth: usize, lines: &mut Vec<String>) {
     let mut entry = |name: String, value: &Value| {
         let mut line = format!("{:width$}{name}:", "", width = 4 * depth);

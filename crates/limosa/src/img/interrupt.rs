@@ -1,4 +1,4 @@
-//! What SIGINT, SIGTERM and SIGHUP mean to `limosa img`.
+//! SIGINT, SIGTERM and SIGHUP in `limosa img`.
 //!
 //! Law: a file that a command has made and not finished is taken away, since it looks like an image; a file that was there
 //! stays, and so does one that is finished. Files are made and noted under one lock, so none is missed. An image is valid
@@ -19,7 +19,7 @@ use signal_hook::iterator::Signals;
 
 use super::meter;
 
-/// What a shell adds to the number of the signal that ended a process.
+/// Number that a shell adds to that of the signal that ended a process.
 const ENDED_BY: i32 = 128;
 
 /// Files that were made and are not finished.

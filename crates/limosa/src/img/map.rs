@@ -34,7 +34,7 @@ impl Run {
         alike
     }
 
-    /// What a program is told, as qemu-img tells it.
+    /// Describes the range for programs, in qemu-img's form.
     fn json(&self) -> String {
         let Mapped { length, kind, depth, ref host } = self.what;
         let present = kind != MapKind::Unallocated;
@@ -48,7 +48,7 @@ impl Run {
         )
     }
 
-    /// What people are told: nothing of what is not contents.
+    /// Describes the range for people; nothing if it has no contents.
     ///
     /// # Errors
     /// The contents do not lie anywhere as they are.

@@ -21,7 +21,7 @@ const ALL: u64 = 10_000;
 enum Shown {
     Nowhere,
     Bar(ProgressBar),
-    /// What was printed last, in hundredths of a percent.
+    /// The value printed last, in hundredths of a percent.
     Line(Option<u64>),
 }
 
@@ -52,7 +52,7 @@ impl Shown {
     }
 }
 
-/// What is shown now. Locked while something is shown: nothing comes after the end of the line.
+/// The text on the terminal. Locked while it is printed: nothing comes after the end of the line.
 static NOW: Mutex<Shown> = Mutex::new(Shown::Nowhere);
 
 fn now() -> MutexGuard<'static, Shown> {

@@ -1,4 +1,4 @@
-//! What `--object` defines: secrets.
+//! The secrets that `--object` defines.
 //!
 //! Law: a secret is checked as far as it can be, and none is kept: nothing needs one before images are encrypted. What is not a
 //! secret is refused by its kind, a property that secrets do not have by its name.

@@ -16,7 +16,7 @@ use limosa_storage::{LockPolicy, block_on};
 use super::options::Source;
 use limosa_console::say;
 
-/// What names an image.
+/// The name of an image.
 ///
 /// # Errors
 /// It names something else than a file, or options that limosa does not have.

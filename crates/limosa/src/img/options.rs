@@ -1,4 +1,4 @@
-//! What the commands of `limosa img` are asked to do: their arguments, resolved.
+//! The resolved arguments of the commands of `limosa img`.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use limosa_image::qcow2::{CloneMode, Repair, SnapshotChoice};
 use limosa_storage::{CacheMode, Io};
 
-/// What names an image: a path, whatever bytes it has, or text that says more.
+/// The name of an image: a path of any bytes, or text that says more.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Name(pub(crate) OsString);
 
@@ -107,7 +107,7 @@ pub(crate) struct InfoOptions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CheckOptions {
     pub(crate) source: Source,
-    /// What is repaired, if anything.
+    /// The kinds of damage to repair; `None` only checks.
     pub(crate) repair: Option<Repair>,
     pub(crate) quiet: bool,
     pub(crate) json: bool,
@@ -147,7 +147,7 @@ pub(crate) struct ResizeOptions {
 pub(crate) struct ConvertOptions {
     /// One or more; none if the options are asked for.
     pub(crate) sources: Vec<Source>,
-    /// What is read of the source: a snapshot that it has.
+    /// The snapshot of the source that is read.
     pub(crate) snapshot: Option<SnapshotChoice>,
     /// The target's name.
     pub(crate) name: Name,
@@ -168,7 +168,7 @@ pub(crate) struct ConvertOptions {
     pub(crate) copy_range: bool,
     /// Most bytes a second.
     pub(crate) rate: Option<u64>,
-    /// What cannot be read is zeros.
+    /// Unreadable ranges become zeros.
     pub(crate) salvage: bool,
     /// Progress is shown also without a terminal.
     pub(crate) progress: bool,

@@ -1,6 +1,6 @@
 //! Sizes as qemu-img reads them: facts found by asking it.
 
-/// What a suffix multiplies with, as a power of two.
+/// The factor of a suffix, as a power of two.
 fn shift(suffix: char) -> Option<u32> {
     Some(match suffix.to_ascii_lowercase() {
         'b' => 0,

@@ -1,4 +1,4 @@
-//! What the tests of both ends share: starting limosa where it is told to listen, and QEMU's side of a migration.
+//! Parts that the tests of both ends share: a limosa that listens, and QEMU's side of a migration.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::stage::{Ended, Program};
 
-/// What a program answered.
+/// The answer of a program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) status: Option<i32>,

@@ -3,7 +3,7 @@
 use crate::bed::Bed;
 use crate::needs_qemu;
 
-/// What it says, without how long it took.
+/// Its output without the time.
 fn without_times(text: &str) -> String {
     let lines = text.lines().map(|line| line.split_once("completed in").map_or(line, |(before, _)| before));
     lines.collect::<Vec<_>>().join("\n")

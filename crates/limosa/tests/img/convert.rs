@@ -292,7 +292,7 @@ fn the_kernel_copies_what_lies_as_it_is() {
     assert!(!bed.path("new").exists());
 }
 
-/// What else is said of a conversion, beside its formats.
+/// Options of a conversion beside its formats.
 const MORE: [&[&str]; 6] = [
     &["-W", "-m", "16"],
     &["-S", "0", "-m", "1"],

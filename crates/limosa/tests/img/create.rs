@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::bed::{Answer, Bed, length};
 use crate::needs_qemu;
 
-/// What stock qemu-img says of an image, without what differs between any two.
+/// Stock qemu-img's description of an image, without the parts that differ between any two.
 #[track_caller]
 fn described(bed: &Bed, name: &str) -> Value {
     let mut said = bed.qemu_img(&["info", "--output", "json", name]).success().json();

@@ -1,4 +1,4 @@
-//! What is refused, and how bad usage ends.
+//! Refused commands, and how bad usage ends.
 
 use crate::bed::{Answer, Bed, assert_one_line};
 use crate::needs_qemu;

@@ -29,7 +29,7 @@ use vm_memory::GuestMemoryMmap;
 const MIB: u64 = 1 << 20;
 /// The guest's memory.
 const RAM: u64 = 512 * MIB;
-/// What it uses itself; the rings lie in it.
+/// Memory that it uses itself, with the rings.
 const USED: u64 = 16 * MIB;
 
 /// A server, and where it is.

@@ -77,7 +77,7 @@ fn saved_with_stream(machine: &Machine) -> (TempDir, PathBuf, PathBuf) {
     (folder, file, stream)
 }
 
-/// What stock QEMU does with the stream.
+/// Result of loading the stream in stock QEMU.
 fn really_loads(vm: &Vm, stream: &Path) -> bool {
     let uri = format!("exec:cat {}", stream.display());
     vm.execute("migrate-incoming", json!({ "uri": uri, "exit-on-error": false })).unwrap();

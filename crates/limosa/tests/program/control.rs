@@ -60,7 +60,7 @@ impl Busy {
     }
 }
 
-/// What QEMU is sending at: bytes per second, as it was told.
+/// The bytes per second that QEMU is set to.
 fn limit(vm: &Vm) -> u64 {
     vm.execute("query-migrate-parameters", json!({})).unwrap()["max-bandwidth"].as_u64().unwrap()
 }

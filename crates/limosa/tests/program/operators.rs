@@ -19,7 +19,7 @@ const NOBODY: u32 = 65534;
 /// Another user; it may have no name.
 const OTHER_USER: &str = "12345";
 
-/// What becomes a QEMU of that user, with and without the right to use userfaultfd.
+/// A command that becomes a QEMU of that user, with and without the right to use userfaultfd.
 const AS_NOBODY: &[&str] = &["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"];
 const MAY_FAULT: &[&str] = &["--inh-caps", "+sys_ptrace", "--ambient-caps", "+sys_ptrace"];
 const SANDBOX: &[&str] = &["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];

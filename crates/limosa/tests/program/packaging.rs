@@ -1,4 +1,4 @@
-//! What packages install is accepted by its readers, and covers every command that `--help` shows.
+//! Files for packages are accepted by their readers, and cover every command that `--help` shows.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

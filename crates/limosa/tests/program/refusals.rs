@@ -1,4 +1,4 @@
-//! What cannot be saved, or not there: one line, exit status 1, no file, and the VM beats on as it was.
+//! VMs that cannot be saved, or not there: one line, exit status 1, no file, and the VM beats on as it was.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;

@@ -30,7 +30,7 @@ pub(crate) enum Victims {
     Both,
 }
 
-/// What was found after a kill.
+/// The state after a kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Left {
     /// QEMU never got the guest: it is to be thrown away.

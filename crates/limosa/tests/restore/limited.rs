@@ -36,7 +36,7 @@ fn status(vm: &Vm, name: &str) -> u64 {
     line.trim_start_matches(':').trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
 }
 
-/// What a QEMU came to while a guest was restored into it.
+/// The memory of a QEMU while a guest was restored into it.
 #[derive(Debug)]
 struct Came {
     /// The most memory of its own that it had at a time.

@@ -1,4 +1,4 @@
-//! What a restore refuses: one line that says what, where and what to do, and a QEMU that is as it was.
+//! Refusals of a restore: one line that says what, where and what to do, and a QEMU that is as it was.
 
 use std::fs::File;
 use std::io::Write as _;

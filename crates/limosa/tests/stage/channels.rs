@@ -22,7 +22,7 @@ pub(crate) fn free_port() -> String {
     format!("tcp:{address}")
 }
 
-/// What `--listen` may be, by the word that a table has for it.
+/// A kind of address for `--listen`, by the word that a table has for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Transport {
     /// The private socket that limosa makes by itself.
@@ -34,7 +34,7 @@ pub(crate) enum Transport {
 }
 
 impl Transport {
-    /// What to say after `--listen` where limosa listens, if anything; a socket with a name gets it in `folder`.
+    /// The value of `--listen` where limosa listens, if it has one; a socket with a name is in `folder`.
     pub(crate) fn of_limosa(self, folder: &Path) -> Option<String> {
         match self {
             Self::Private => None,

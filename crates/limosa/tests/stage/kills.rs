@@ -34,7 +34,7 @@ pub(crate) struct Victim {
     lasts: Duration,
 }
 
-/// What a kill left.
+/// The state after a kill.
 #[derive(Debug, Default)]
 pub(crate) struct KillOutcomes {
     pub(crate) files: u32,

@@ -1,4 +1,4 @@
-//! What every black-box test here does: run the real limosa with a stock QEMU, and check what it left behind.
+//! Steps of every black-box test here: run the real limosa with a stock QEMU, and check the state that it left.
 //!
 //! Law: nothing is believed that limosa says of itself. QEMU is asked over the testkit's own monitor, files are loaded by
 //! QEMU, and the guest's memory is proven by the testkit.

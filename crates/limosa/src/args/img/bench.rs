@@ -86,7 +86,7 @@ pub(crate) struct ImgBenchArgs {
 }
 
 impl ImgBenchArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     ///
     /// # Errors
     /// A combination that qemu-img refuses.

@@ -50,7 +50,7 @@ pub(crate) struct ImgCheckArgs {
 }
 
 impl ImgCheckArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     pub(crate) fn resolve(self) -> CheckOptions {
         CheckOptions {
             source: Source { force_share: self.share.force_share, cache: self.cache, ..self.image.source(&self.file) },

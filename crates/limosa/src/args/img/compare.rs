@@ -61,7 +61,7 @@ pub(crate) struct ImgCompareArgs {
 }
 
 impl ImgCompareArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     pub(crate) fn resolve(self) -> CompareOptions {
         let source = |name: &OsStr, format: Option<&String>| Source {
             force_share: self.share.force_share,

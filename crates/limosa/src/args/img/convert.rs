@@ -104,7 +104,7 @@ pub(crate) struct ImgConvertArgs {
     #[arg(long)]
     json: bool,
 
-    /// What is refused.
+    /// Options that are refused.
     #[command(flatten)]
     later: LaterArgs,
 
@@ -113,7 +113,7 @@ pub(crate) struct ImgConvertArgs {
     files: Vec<OsString>,
 }
 
-/// What limosa does not have yet.
+/// Options of qemu-img that limosa does not support yet.
 #[derive(Debug, Args)]
 struct LaterArgs {
     #[arg(short = 'c', long, hide = true)]
@@ -137,7 +137,7 @@ impl LaterArgs {
 }
 
 impl ImgConvertArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     ///
     /// # Errors
     /// What is asked for is not there yet, or is not complete.
@@ -181,7 +181,7 @@ impl ImgConvertArgs {
     }
 }
 
-/// Which snapshot is meant, as qemu-img reads it.
+/// Parses the name of a snapshot by qemu-img's rules.
 fn parse_snapshot(text: &str) -> Result<SnapshotChoice, String> {
     if !text.starts_with("snapshot.") {
         return Ok(SnapshotChoice::Either(text.to_owned()));

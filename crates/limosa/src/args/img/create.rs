@@ -46,7 +46,7 @@ pub(crate) struct ImgCreateArgs {
 }
 
 impl ImgCreateArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     ///
     /// # Errors
     /// Nothing was named.

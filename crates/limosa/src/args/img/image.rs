@@ -1,4 +1,4 @@
-//! What several commands of `limosa img` take: how an image is named and opened.
+//! Arguments that several commands of `limosa img` share: how an image is named and opened.
 
 use std::ffi::OsStr;
 
@@ -16,7 +16,7 @@ pub(crate) struct ObjectArg {
 }
 
 impl ObjectArg {
-    /// What was defined.
+    /// Returns the objects that were defined.
     pub(crate) fn all(&self) -> &[Secret] {
         &self.object
     }

@@ -28,7 +28,7 @@ pub(crate) struct ImgInfoArgs {
 }
 
 impl ImgInfoArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     pub(crate) fn resolve(self) -> InfoOptions {
         InfoOptions {
             source: Source { force_share: self.share.force_share, ..self.image.source(&self.file) },

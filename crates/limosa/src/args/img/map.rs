@@ -33,7 +33,7 @@ pub(crate) struct ImgMapArgs {
 }
 
 impl ImgMapArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     pub(crate) fn resolve(self) -> MapOptions {
         MapOptions {
             source: Source { force_share: self.share.force_share, ..self.image.source(&self.file) },

@@ -44,7 +44,7 @@ fn parse_new_size(text: &str) -> Result<NewSize, String> {
 }
 
 impl ImgResizeArgs {
-    /// What is to be done.
+    /// Resolves the arguments.
     pub(crate) fn resolve(self) -> ResizeOptions {
         ResizeOptions {
             source: self.image.source(&self.file),
