@@ -1,4 +1,4 @@
-//! `cargo xtask setup|test|demo|bench|dist|fuzz|tsan|crates|api|messages`: what a developer, and the machine that checks a change, run.
+//! `cargo xtask setup|test|demo|bench|dist|fuzz|tsan|crates|api|style|imports|messages`: what a developer, and the machine that checks a change, run.
 //!
 //! Law: every command does its own set-up, needs no input, and ends with a line that says how it went.
 
@@ -9,12 +9,15 @@ mod demo;
 mod dist;
 mod docs;
 mod fuzz;
+mod imports;
 mod messages;
 mod plot;
 mod program;
 mod published;
+mod ratchet;
 mod setup;
 mod shell;
+mod style;
 mod test;
 mod tsan;
 
@@ -24,7 +27,7 @@ usage: cargo xtask COMMAND
   setup              install what the tests and the demo need (QEMU, libvirt's client, XFS's tools, Linux guests);
                      LIMOSA_SKIP_LIBVIRT=1 does without libvirt, LIMOSA_SKIP_REFLINK=1 without XFS's tools,
                      LIMOSA_SKIP_UML=1 without user-mode Linux
-  test               format, lints, documentation, public API, packages, all tests and model checks; LIMOSA_SKIP_QEMU=1 leaves out what
+  test               format, style, lints, documentation, public API, packages, all tests and model checks; LIMOSA_SKIP_QEMU=1 leaves out what
                      needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm, LIMOSA_SKIP_REFLINK=1 what mounts XFS
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
   bench NAME ...     release builds, then `limosa-bench NAME ...`
@@ -35,6 +38,10 @@ usage: cargo xtask COMMAND
   tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer
   crates             packages of the published crates, and what is in them builds
   api [--update]     what differs from the public API that docs/api records; --update records it anew
+  style [--lower|RULE...]
+                     rules that a program can check: compares what breaks them with xtask/ratchet.txt; lowers the numbers there, or
+                     lists what breaks a rule
+  imports [CRATE...] files that import each other in a circle
   messages [help|CRATE...]
                      every help text and message of the product in one list, for an editor";
 
@@ -56,6 +63,8 @@ fn main() -> ExitCode {
         ("crates", []) => published::package(),
         ("api", []) => api::run(false),
         ("api", [update]) if update == "--update" => api::run(true),
+        ("style", rest) => style::run(rest),
+        ("imports", rest) => imports::run(rest),
         ("messages", rest) => messages::run(rest),
         ("help" | "--help" | "-h", _) => {
             println!("{USAGE}");

@@ -126,7 +126,7 @@ fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))? {
             let path = entry?.path();
-            if path.file_stem().is_some_and(|stem| stem == "tests") {
+            if is_test_file(&path) {
                 continue;
             }
             if path.is_dir() {
@@ -138,6 +138,11 @@ fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
     }
     files.sort();
     Ok(files)
+}
+
+/// Whether a file, or a folder, is a module of unit tests.
+pub(crate) fn is_test_file(path: &Path) -> bool {
+    path.file_stem().is_some_and(|stem| stem == "tests")
 }
 
 /// Appends the texts of one file under a line with its path, if it has any.
@@ -156,13 +161,13 @@ fn append(file: &Path, list: &mut String) -> Result<()> {
 }
 
 /// What a literal is for, and its words.
-struct Text {
-    kind: String,
-    words: String,
+pub(crate) struct Text {
+    pub(crate) kind: String,
+    pub(crate) words: String,
 }
 
 /// The texts of a source file by line and column.
-fn texts(source: &str) -> syn::Result<BTreeMap<(usize, usize), Text>> {
+pub(crate) fn texts(source: &str) -> syn::Result<BTreeMap<(usize, usize), Text>> {
     let mut scanner = Scanner::default();
     scanner.visit_file(&syn::parse_file(source)?);
     Ok(scanner.texts)

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything that a change has to pass, and one closing line with the sums.
 //!
-//! Law: every step runs even if one before it failed, so that one run shows all there is to mend. Format, lints,
-//! documentation, public API and packages count as one check each.
+//! Law: every step runs even if one before it failed, so that one run shows all there is to mend. Format, style,
+//! lints, documentation, public API and packages count as one check each.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::process::{Command, Stdio};
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 use crate::api::{self, Compared};
-use crate::{published, setup, shell};
+use crate::{published, setup, shell, style};
 
 /// Passed, failed, skipped.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +49,7 @@ pub(crate) fn run() -> Result<()> {
     };
 
     note("format", check(cargo(&["fmt", "--all", "--check"])));
+    note("style", checked(style::check()));
     note("clippy", check(cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])));
     note("documentation", check(api::document()));
     note("public API", compared(api::compare()));
