@@ -94,11 +94,16 @@ fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
-/// What several threads do to a bitmap, a dirty log or a file's blocks at once, in every order that there is: compiled with the model
-/// checker's atomics and locks, and nothing but the tests called `models`. Only the crates of this workspace are compiled anew.
+/// The model checks: operations of several threads on a bitmap, a dirty log or a file's blocks, in every possible order.
+///
+/// The crates are compiled with the model checker's atomics and locks, and run only the tests called `models`. Of what the
+/// other tests have built, only crates of this workspace are compiled again.
 fn models() -> Command {
     let crates = ["-p", "limosa-page", "-p", "limosa-memory", "-p", "limosa-storage"];
-    let mut command = cargo(&["test", "--lib", "--no-fail-fast", "models::"]);
+    let mut command = cargo(&["test", "--lib", "--all-features", "--no-fail-fast", "models::"]);
+    // These have no library, so nothing of them is built. But cargo chooses the features of dependencies by the packages
+    // that are named: without them, forty dependencies would be compiled again with fewer features.
+    command.args(["-p", "limosa", "-p", "xtask"]);
     command.args(crates).env("RUSTC_WORKSPACE_WRAPPER", shell::workspace().join("xtask/loom-rustc"));
     command
 }
