@@ -1,7 +1,8 @@
 //! `cargo xtask dist`: the program as it is shipped, stripped, and its debug information beside it.
 //!
 //! cargo can strip a program, or split debug information off it, but not both: with `split-debuginfo`, line tables and symbols
-//! stay in the program, and `strip` deletes them. So the release build keeps everything, and objcopy takes it apart.
+//! stay in the program, and `strip`, which the release profile has, deletes them. So this builds without `strip`, and objcopy takes
+//! the program apart.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use crate::{program, shell};
 
 /// Makes `target/dist/limosa` and `target/dist/limosa.debug`.
 pub(crate) fn run() -> Result<()> {
-    let built = program::build()?;
+    let built = program::build_unstripped()?;
     let folder = built.ancestors().nth(2).context("a program in no target folder")?.join("dist");
     let shipped = split(&built, &folder)?;
     for (what, path) in [("built", &built), ("shipped", &shipped.program), ("debug information", &shipped.debug)] {

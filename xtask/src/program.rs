@@ -9,18 +9,23 @@ use crate::{setup, shell};
 
 /// Builds it; returns where it is.
 pub(crate) fn build() -> Result<PathBuf> {
-    build_one("limosa", "limosa")
+    build_one("limosa", "limosa", cargo())
 }
 
-fn build_one(package: &str, name: &str) -> Result<PathBuf> {
-    shell::run(Command::new("cargo").current_dir(shell::workspace()).args([
-        "build",
-        "--release",
-        "--package",
-        package,
-        "--bin",
-        name,
-    ]))?;
+/// Builds it with its symbols and line tables, which the release profile strips; returns where it is.
+pub(crate) fn build_unstripped() -> Result<PathBuf> {
+    let mut cargo = cargo();
+    cargo.env("CARGO_PROFILE_RELEASE_STRIP", "none");
+    build_one("limosa", "limosa", cargo)
+}
+
+fn cargo() -> Command {
+    Command::new("cargo")
+}
+
+fn build_one(package: &str, name: &str, mut cargo: Command) -> Result<PathBuf> {
+    let arguments = ["build", "--release", "--package", package, "--bin", name];
+    shell::run(cargo.current_dir(shell::workspace()).args(arguments))?;
     // We are TARGET/debug/xtask ourselves, wherever TARGET is.
     let own = std::env::current_exe().context("the path of xtask itself")?;
     let target = own.parent().and_then(|folder| folder.parent()).context("xtask is in no target folder")?;
@@ -39,10 +44,10 @@ pub(crate) fn bench(arguments: &[String]) -> Result<()> {
     setup::run()?;
     // The program that is measured is in the directory of the one that measures.
     build()?;
-    let mut bench = Command::new(build_one("limosa-bench", "limosa-bench")?);
+    let mut bench = Command::new(build_one("limosa-bench", "limosa-bench", cargo())?);
     if arguments.iter().any(|word| word == "free-page") {
         // A separate program, so that limosa needs nothing of what the tests need.
-        bench.env("LIMOSA_GUEST", build_one("limosa-testkit", "limosa-guest")?);
+        bench.env("LIMOSA_GUEST", build_one("limosa-testkit", "limosa-guest", cargo())?);
     }
     shell::run(bench.args(arguments))
 }
