@@ -1,6 +1,6 @@
 //! The clones of a directory: which there are, ending and removing them.
 //!
-//! The law: **exactly what was made is removed.** What else lies in a clone's directory stays, and so does the directory then.
+//! The law: **exactly what was made is removed.** Other files in a clone's directory stay, and so does the directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::record::{RECORD, Record};
 /// How long the monitor of a clone that is starting may take to greet.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(1);
 
-/// How a clone is.
+/// The state of a clone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
@@ -40,19 +40,19 @@ pub enum State {
 pub struct Listed {
     /// Its directory.
     pub folder: PathBuf,
-    /// How it is.
+    /// Its state.
     pub state: State,
-    /// What was written down.
+    /// Its record.
     #[serde(flatten)]
     pub record: Record,
 }
 
-/// How a clone is ended.
+/// Options of [`stop`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StopOptions {
-    /// How long the guest may take to shut down, before its QEMU is ended; none does not ask the guest.
+    /// Time that the guest has to shut down before its QEMU is ended; `None` does not ask the guest.
     pub power_down: Option<Duration>,
-    /// How long QEMU may take to end.
+    /// Time that QEMU has to end.
     pub end_within: Duration,
 }
 
@@ -62,13 +62,13 @@ impl Default for StopOptions {
     }
 }
 
-/// What was removed of a clone.
+/// The outcome of removing a clone.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 #[non_exhaustive]
 pub struct Removed {
     /// Its name.
     pub name: String,
-    /// What lies in its directory and was not made with it; the directory stays then.
+    /// Files in its directory that limosa did not make; the directory stays with them.
     pub kept: Vec<PathBuf>,
 }
 
@@ -133,12 +133,12 @@ pub fn stop(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
     let alive = matches!(listed.state, State::Running | State::Starting);
     let Some(process) = listed.record.process.as_ref().filter(|_| alive) else { return Ok(false) };
     let connect = || Qmp::connect(&MonitorAddress::Unix(listed.record.monitor.clone()), &Options::default()).ok();
-    if let Some(patience) = options.power_down
+    if let Some(timeout) = options.power_down
         && let Some(qmp) = connect()
         && qmp.execute("system_powerdown", Value::Null).is_ok()
     {
         drop(qmp);
-        if ended_within(process, patience) {
+        if ended_within(process, timeout) {
             return Ok(true);
         }
     }
@@ -160,8 +160,8 @@ pub fn stop(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
     Ok(true)
 }
 
-fn ended_within(process: &ProcessIdentity, patience: Duration) -> bool {
-    let end = Instant::now() + patience;
+fn ended_within(process: &ProcessIdentity, timeout: Duration) -> bool {
+    let end = Instant::now() + timeout;
     while process.liveness() == Liveness::Alive {
         if Instant::now() >= end {
             return false;
@@ -184,7 +184,7 @@ pub fn remove(folder: &Path, name: &str) -> Result<Removed, CloneError> {
     let overlays = record.overlays.iter().map(|overlay| overlay.path.clone());
     // The record goes last: until then the rest can be found again.
     for file in own.into_iter().chain(overlays).chain([path.join(RECORD)]) {
-        // Only what lies in the clone's own directory was made with it.
+        // Only files in the clone's own directory were made with it.
         if file.parent().and_then(|parent| fs::canonicalize(parent).ok()) != fs::canonicalize(&path).ok() {
             continue;
         }

@@ -9,7 +9,7 @@ use limosa_qemu::JobError;
 use limosa_snapshot::SnapshotError;
 use thiserror::Error;
 
-/// Why something could not be done with clones.
+/// An operation on clones that failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CloneError {
@@ -24,33 +24,33 @@ pub enum CloneError {
     /// The snapshot cannot be the memory of this command line's VM.
     #[error("the memory cannot be mapped: {why}")]
     Memory {
-        /// What speaks against it.
+        /// The option or the RAM block that is in the way.
         why: String,
     },
 
     /// A disk of the command line cannot be given an overlay, or would be shared by the clones.
     #[error("{why}")]
     Disk {
-        /// Which, and why.
+        /// The disk, and the reason.
         why: String,
     },
 
     /// The command line names something that clones cannot share, or cannot be read.
     #[error("{why}")]
     CommandLine {
-        /// Which option, and why.
+        /// The option, and the reason.
         why: String,
     },
 
     /// The QEMU that was started is not what its command line says.
     #[error("this QEMU is not what its command line says: {why}")]
     Unproven {
-        /// What it has instead.
+        /// The difference.
         why: String,
     },
 
     /// An overlay cannot be made.
-    #[error("cannot make an overlay ({}): {source}", path.display())]
+    #[error("cannot make an overlay ({})", path.display())]
     Overlay {
         /// The overlay.
         path: PathBuf,
@@ -59,9 +59,9 @@ pub enum CloneError {
     },
 
     /// A file or directory: what was tried with it failed.
-    #[error("cannot {what} {}: {source}", path.display())]
+    #[error("cannot {what} {}", path.display())]
     Path {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// Where.
         path: PathBuf,
@@ -93,18 +93,18 @@ pub enum CloneError {
     },
 
     /// QEMU opened no monitor.
-    #[error("QEMU opened no monitor: {source}{}", said(log))]
+    #[error("QEMU opened no monitor{}", said(log))]
     NoMonitor {
-        /// What limosa saw.
+        /// The last failure to connect.
         source: JobError,
         /// The end of what QEMU said.
         log: String,
     },
 
     /// QEMU did not take the VM.
-    #[error("QEMU did not take the VM: {source}{}", said(log))]
+    #[error("QEMU did not take the VM{}", said(log))]
     NotTaken {
-        /// What limosa saw.
+        /// The engine's reason.
         source: MigrateError,
         /// The end of what QEMU said.
         log: String,

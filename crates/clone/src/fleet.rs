@@ -24,14 +24,14 @@ use crate::overlay::Backing;
 use crate::record::Record;
 use crate::start::start;
 
-/// How clones are made.
+/// Options of [`Fleet::new`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FleetOptions {
-    /// How many are started at a time; none: as many as there are processors.
+    /// Number of clones started at a time; `None`: the number of processors.
     pub jobs: Option<NonZeroUsize>,
     /// How overlays name the disks below them.
     pub backing: Backing,
-    /// Whether every clone must share the snapshot's memory; otherwise one whose memory cannot be mapped gets a copy.
+    /// Refuse a command line whose memory cannot be mapped, instead of giving each clone a copy.
     pub must_map: bool,
 }
 
@@ -39,23 +39,23 @@ pub struct FleetOptions {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Started {
-    /// What was written down of it.
+    /// Its record.
     pub record: Record,
     /// The RAM blocks that it maps.
     pub mapped_blocks: Vec<String>,
     /// From the beginning until QEMU had its VM.
     pub loaded: Duration,
-    /// From the beginning until QEMU said that it runs, or is as paused as it is to be.
+    /// From the beginning until QEMU reported the VM's final run state.
     pub running: Duration,
     /// Its run state then.
     pub state: String,
     /// Pages that were sent.
     pub sent_pages: u64,
-    /// Its QEMU, which goes on when this is dropped.
+    /// Its QEMU, which keeps running when this is dropped.
     pub child: Option<Child>,
 }
 
-/// A clone that did not come about; nothing is left of it.
+/// A clone that was not started; nothing is left of it.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Failure {
@@ -65,7 +65,7 @@ pub struct Failure {
     pub error: CloneError,
 }
 
-/// What became of a call.
+/// The outcome of [`Fleet::start`].
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct FleetReport {
@@ -73,7 +73,7 @@ pub struct FleetReport {
     pub started: Vec<Started>,
     /// By number.
     pub failed: Vec<Failure>,
-    /// How many were not tried, because none of the first had come about.
+    /// Number of clones that were not tried, because all of the first failed.
     pub not_tried: u64,
 }
 
@@ -88,15 +88,15 @@ pub struct Fleet<'a> {
     pub(crate) overlays: Vec<OverlayPlan>,
     /// The RAM blocks that each clone maps; none if each gets a copy.
     pub(crate) mapped: Vec<String>,
-    /// What QEMU maps; it carries the lock of a mapped file for as long as a QEMU has it.
+    /// The descriptor that QEMU maps. Its lock on the file lasts as long as a QEMU has it open.
     pub(crate) mapping: OwnedFd,
     pub(crate) options: FleetOptions,
     notices: Vec<String>,
 }
 
 impl<'a> Fleet<'a> {
-    /// Looks at everything that is the same for all clones, before anything is made: the snapshot, its disks, whether the command
-    /// line can be mapped. `folder` is made if it is not there.
+    /// Checks everything that is the same for all clones, before anything is made: the snapshot, its disks, the command
+    /// line. `folder` is created if it does not exist.
     ///
     /// # Errors
     /// A snapshot or a disk that is not what it was; a command line that cannot be cloned.
@@ -121,8 +121,8 @@ impl<'a> Fleet<'a> {
         let mapping = snapshot.mapping_descriptor()?;
         let mut notices = Vec::new();
         let mapped = match snapshot.is_mappable() {
-            false => Err("the snapshot was not made to be mapped; make it so: limosa snapshot seal".to_owned()),
-            // The open file itself, whatever has its name by then.
+            false => Err("the snapshot was not made to be mapped; make it so: limosa snapshot seal".to_owned().into()),
+            // The open file itself: another file may have its name by then.
             true => BlockPlace::guest_memory_of(snapshot)
                 .and_then(|blocks| map_memory(&words, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
         };
@@ -131,9 +131,9 @@ impl<'a> Fleet<'a> {
                 notices.extend(found);
                 (words, blocks)
             }
-            Err(why) if options.must_map => return Err(CloneError::Memory { why }),
-            Err(why) => {
-                notices.push(format!("each clone gets a copy of the memory, because it cannot be mapped: {why}"));
+            Err(conflict) if options.must_map => return Err(CloneError::Memory { why: conflict.to_string() }),
+            Err(conflict) => {
+                notices.push(format!("each clone gets a copy of the memory, because it cannot be mapped: {conflict}"));
                 (copied_words(words, snapshot)?, Vec::new())
             }
         };
@@ -151,7 +151,7 @@ impl<'a> Fleet<'a> {
         Ok(Self { snapshot, snapshot_path, folder, template, overlays, mapped, mapping, options, notices })
     }
 
-    /// What a person should know before.
+    /// Notices for a person, known before anything is started.
     #[must_use]
     pub fn notices(&self) -> &[String] {
         &self.notices
@@ -163,8 +163,8 @@ impl<'a> Fleet<'a> {
         !self.mapped.is_empty()
     }
 
-    /// Bytes of the host's memory that `count` clones may come to need: the snapshot's contents once, or for each where they are
-    /// copied, and for each what QEMU takes for itself. What guests will write is not in it.
+    /// Estimates the host memory that `count` clones need, in bytes: the snapshot's contents, once if they are shared
+    /// or for each clone if they are copied, and QEMU's own memory. Pages that guests will write are not included.
     #[must_use]
     pub fn estimate(&self, count: u64) -> u64 {
         /// A QEMU with few devices has 30 to 60 MiB that it shares with no other (docs/benchmarks).
@@ -174,11 +174,11 @@ impl<'a> Fleet<'a> {
         contents.saturating_mul(copies).saturating_add(count.saturating_mul(QEMU_OWN))
     }
 
-    /// Starts `count` clones, each under the first free number, and calls `told` for each as it is decided, on any thread.
+    /// Starts `count` clones, each under the first free number, and calls `on_result` with each outcome, on any thread.
     ///
-    /// One that fails leaves nothing and ends no other. When as many as are started at a time have failed and none has come about, the
-    /// rest are not tried.
-    pub fn start(&self, count: u64, told: &(dyn Fn(&Result<Started, Failure>) + Sync)) -> FleetReport {
+    /// One that fails leaves nothing behind and ends no other. If the first ones all fail, as many as are started at a
+    /// time, the rest are not tried.
+    pub fn start(&self, count: u64, on_result: &(dyn Fn(&Result<Started, Failure>) + Sync)) -> FleetReport {
         let jobs = self.options.jobs.or_else(|| thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
         let numbers = Mutex::new(FreeNumbers::in_folder(&self.folder));
         let report = Mutex::new(FleetReport::default());
@@ -193,7 +193,7 @@ impl<'a> Fleet<'a> {
                 }
                 let done = self.start_one(&numbers);
                 if done.is_ok() { &good } else { &bad }.fetch_add(1, Ordering::Relaxed);
-                told(&done);
+                on_result(&done);
                 match done {
                     Ok(started) => lock(&report).started.push(started),
                     Err(failure) => lock(&report).failed.push(failure),
@@ -241,7 +241,7 @@ fn for_all_clones(
         Path::new(name) == file || id(file).is_some_and(|file| id(Path::new(name)) == Some(file))
     };
     let refused = |why| CloneError::CommandLine { why };
-    check_not_shared(words, &|name| same(name, snapshot.path())).map_err(refused)?;
+    check_not_shared(words, &|name| same(name, snapshot.path())).map_err(|conflict| refused(conflict.to_string()))?;
     let ownership = Ownership::new(folder);
     check_outputs(words, &ownership).map_err(refused)?;
     let mut words = behind_overlays(words, overlays, &ownership, &same).map_err(|why| CloneError::Disk { why })?;
@@ -253,7 +253,9 @@ fn for_all_clones(
 fn copied_words(words: Vec<OsString>, snapshot: &Snapshot) -> Result<Vec<OsString>, CloneError> {
     let is_recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
     match BlockPlace::guest_memory_of(snapshot) {
-        Ok(blocks) if is_recorded => name_memory(&words, &blocks).map_err(|why| CloneError::CommandLine { why }),
+        Ok(blocks) if is_recorded => {
+            name_memory(&words, &blocks).map_err(|conflict| CloneError::CommandLine { why: conflict.to_string() })
+        }
         _ => Ok(words),
     }
 }

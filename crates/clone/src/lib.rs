@@ -5,10 +5,10 @@
 //! | `{n}`, `{name}`, `{dir}` in a command line; its disks behind overlays | [`CommandTemplate`] |
 //! | starting clones, several at a time | [`Fleet`] |
 //! | which there are; ending and removing them | [`list`], [`stop`], [`remove`] |
-//! | what is written down of each | [`Record`] |
+//! | the record of a clone | [`Record`] |
 //!
-//! The law: **a VM either runs and is listed, or is not there**, whatever is killed and whenever. A clone is written down with its
-//! process before it gets the last byte of its VM; a QEMU whose stream ends before ends itself.
+//! The law: **a VM either runs and is listed, or does not exist**, also after a kill at any moment. A clone's record
+//! names its process before it gets the first byte of its VM; a QEMU whose stream ends too early ends itself.
 
 mod command_line;
 mod directory;

@@ -1,7 +1,7 @@
-//! What a QEMU that was started has, before it gets its VM.
+//! Proof that a QEMU has the right memory and disks, before it gets its VM.
 //!
-//! The law: **a clone gets its VM when its memory and its disks are known to be right**, as its process and its block layer say, not as its command line
-//! does: a program that starts QEMU may leave options out or add some.
+//! The law: **a clone gets its VM when its memory and its disks are proven**, by its process and its block layer. Its
+//! command line proves nothing: a script that starts QEMU may drop options or add some.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -17,8 +17,8 @@ use crate::fleet::Fleet;
 /// Returns the RAM blocks that this QEMU maps, with the pages that it has written since.
 ///
 /// # Errors
-/// Memory that is not mapped as planned; an overlay that is missing, or has another image below it; a writable disk that the snapshot
-/// did not freeze and that the command line does not give to this clone alone.
+/// Memory that is not mapped as planned; an overlay that is missing or has another image below it; a frozen disk that
+/// is attached for writing.
 pub(crate) fn prove(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<Vec<InPlace>, CloneError> {
     refuse_shared_snapshot(monitor, fleet.snapshot)?;
     prove_disks(fleet, monitor, folder)?;

@@ -1,6 +1,6 @@
-//! What is written down of a clone: `clone.json` in its directory.
+//! The record of a clone: `clone.json` in its directory.
 //!
-//! It is replaced whole (a temporary file and a rename), so a reader finds the old one or the new one.
+//! It is replaced by a rename, so a reader finds the old one or the new one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -33,12 +33,12 @@ pub struct Record {
     pub process: Option<ProcessIdentity>,
     /// The socket of its monitor (QMP).
     pub monitor: PathBuf,
-    /// What QEMU says.
+    /// The file with QEMU's output.
     pub log: PathBuf,
     /// The overlays that were made for it.
     #[serde(default)]
     pub overlays: Vec<OverlayRecord>,
-    /// Whether QEMU has taken the VM.
+    /// Whether QEMU has its VM.
     pub loaded: bool,
     /// When it was started, in seconds since 1970.
     pub created: u64,

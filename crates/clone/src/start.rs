@@ -1,7 +1,8 @@
 //! One clone is started.
 //!
-//! The order is what makes the crate's law true: the directory, the overlays, the record; QEMU, whose process is written down;
-//! only then its VM, which it takes from a socket pair. A QEMU that is left in between finds the end of its stream and ends.
+//! The order makes the crate's law true: the directory, the record, the overlays; QEMU, whose process goes into the
+//! record; the proof of its memory and disks; then its VM, through a socket pair. If limosa is killed in between, QEMU
+//! finds the end of its stream and ends.
 
 use std::fs::{self, DirBuilder, File};
 use std::os::fd::AsFd;
@@ -23,16 +24,16 @@ use crate::overlay;
 use crate::proof;
 use crate::record::{OverlayRecord, RECORD, Record};
 
-/// How long QEMU may take to load the devices, or to open its monitor.
+/// Time that QEMU has to open its monitor, and then to load the devices.
 const LOADED_WITHIN: Duration = Duration::from_secs(60);
-/// How often a QEMU is asked whether it runs.
+/// Interval between questions to QEMU whether it runs.
 const ASK_EVERY: Duration = Duration::from_micros(500);
-/// Bytes of QEMU's log that an error shows.
+/// Bytes of QEMU's log in an error.
 const LOG_SHOWN: u64 = 600;
 /// A unix socket's path has at most this many bytes (unix(7)).
 const SOCKET_PATH_MAX: usize = 107;
 
-/// What was made for a clone; removed when dropped, unless it is kept.
+/// Files and the process made for a clone; removed on drop, unless kept.
 struct Made {
     folder: PathBuf,
     files: Vec<PathBuf>,
@@ -50,7 +51,7 @@ impl Made {
         }
     }
 
-    /// A file in the directory, which is to be removed if the clone does not come about.
+    /// Returns the path of a file in the directory, which is removed if the clone is not kept.
     fn file(&mut self, name: &str) -> PathBuf {
         let path = self.folder.join(name);
         self.files.push(path.clone());
@@ -167,7 +168,7 @@ fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Result<Monitor
     }
 }
 
-/// Waits until the VM is in the state in which it is to be.
+/// Waits until the VM leaves the state of an incoming migration.
 fn wait_started(monitor: &Monitor, log: &File) -> Result<String, CloneError> {
     let end = Instant::now() + LOADED_WITHIN;
     loop {
@@ -189,7 +190,7 @@ fn not_taken(source: MigrateError, log: &File) -> CloneError {
     CloneError::NotTaken { source, log: said(log) }
 }
 
-/// The end of what QEMU said, in one line.
+/// Returns the end of QEMU's log, in one line.
 fn said(log: &File) -> String {
     let length = log.metadata().map_or(0, |found| found.len());
     let start = length.saturating_sub(LOG_SHOWN);

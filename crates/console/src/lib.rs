@@ -21,4 +21,4 @@ pub mod quantity;
 
 pub use ending::at_signal;
 pub use named::{on_off, one_of};
-pub use print::{all_printed, one_line, print_line};
+pub use print::{all_printed, error_line, one_line, print_line};

@@ -46,8 +46,18 @@ pub fn all_printed() -> anyhow::Result<()> {
 
 /// An error and its causes in one line, none of them said twice.
 pub fn one_line(error: &anyhow::Error) -> String {
+    one_line_of(error.chain())
+}
+
+/// Returns an error and its causes in one line, as [`one_line`] does.
+#[must_use]
+pub fn error_line(error: &(dyn std::error::Error + 'static)) -> String {
+    one_line_of(anyhow::Chain::new(error))
+}
+
+fn one_line_of(chain: anyhow::Chain<'_>) -> String {
     let mut line = String::new();
-    for cause in error.chain() {
+    for cause in chain {
         let said = cause.to_string();
         if !line.contains(&said) {
             if !line.is_empty() {

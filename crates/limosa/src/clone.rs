@@ -9,7 +9,7 @@ use limosa_clone::{
     Backing, CloneError, CommandTemplate, Failure, Fleet, FleetOptions, FleetReport, Listed, Started, State,
     StopOptions, list, remove, stop,
 };
-use limosa_console::{all_printed, print_out, quantity, say};
+use limosa_console::{all_printed, error_line, print_out, quantity, say};
 use limosa_qemu::check_command_line;
 use limosa_snapshot::Snapshot;
 use serde_json::{Value, json};
@@ -47,12 +47,12 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
     let count = args.count.get();
     tell_estimate(&fleet, count);
-    let told = |done: &Result<Started, Failure>| {
+    let on_result = |done: &Result<Started, Failure>| {
         if let Err(failure) = done {
-            say!("limosa: clone {:03} was not started: {}", failure.number, failure.error);
+            say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&failure.error));
         }
     };
-    let report = fleet.start(count, &told);
+    let report = fleet.start(count, &on_result);
     if args.json {
         print_out!("{}", object(&report));
     }
@@ -119,7 +119,7 @@ fn object(report: &FleetReport) -> Value {
         })
     });
     let failed =
-        report.failed.iter().map(|failure| json!({ "number": failure.number, "error": failure.error.to_string() }));
+        report.failed.iter().map(|failure| json!({ "number": failure.number, "error": error_line(&failure.error) }));
     json!({
         "clones": started.collect::<Vec<_>>(),
         "failed": failed.collect::<Vec<_>>(),

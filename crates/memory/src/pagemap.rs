@@ -1,8 +1,8 @@
 //! /proc/PID/pagemap: which pages of a process's memory there are, and which were written.
 //!
-//! Which there are is found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which reports runs and can leave out what is mapped
-//! to the kernel's page of zeros, and the file itself, a word for each page, on older kernels. Facts: the kernel's
-//! admin-guide/mm/pagemap.rst.
+//! Which there are is found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which reports runs and can leave out
+//! what is mapped to the kernel's page of zeros, and the file itself, a word for each page, on older kernels. Facts:
+//! the kernel's admin-guide/mm/pagemap.rst.
 #![allow(unsafe_code, reason = "the ioctl PAGEMAP_SCAN")]
 
 use std::ffi::c_void;
@@ -95,8 +95,8 @@ impl PageMap {
         Ok(Self { file: File::open(format!("/proc/{process}/pagemap"))?, regions: vec![Region::default(); REGIONS] })
     }
 
-    /// Calls `found` with addresses that have a page of their own in memory or in swap, ascending, and not with others, except
-    /// that of a kernel before 6.7 it may be the page of zeros.
+    /// Calls `found` with addresses that have a page of their own in memory or in swap, ascending, and not with others,
+    /// except that of a kernel before 6.7 it may be the page of zeros.
     ///
     /// # Errors
     /// The kernel's.
@@ -132,9 +132,9 @@ impl PageMap {
         }
     }
 
-    /// Calls `written` with addresses that are not write-protected, and protects them again in the same step: a write is either
-    /// before that, and its page among those, or the next call finds it. The memory is registered with an asynchronous
-    /// userfaultfd.
+    /// Calls `written` with addresses that are not write-protected, and protects them again in the same step: a write
+    /// is either before that, and its page among those, or the next call finds it. The memory is registered with an
+    /// asynchronous userfaultfd.
     ///
     /// # Errors
     /// The kernel's; what was reported until then is protected.
@@ -143,8 +143,8 @@ impl PageMap {
         addresses: Range<u64>,
         mut written: impl FnMut(Range<u64>),
     ) -> io::Result<()> {
-        // With this mask alone the kernel also names entries that are empty and carry no mark of being protected: pages of
-        // shared memory that were written and have been unmapped since, for swapping.
+        // With this mask alone the kernel also names entries that are empty and carry no mark of being protected: pages
+        // of shared memory that were written and have been unmapped since, for swapping.
         let query = ScanArgument {
             flags: PROTECT_MATCHING | CHECK_ASYNC,
             all_of: WRITTEN,
@@ -154,8 +154,8 @@ impl PageMap {
         self.scan(&query, addresses, &mut written)
     }
 
-    /// The same of private memory without a file, where an empty entry is a page that was never written, or that was given
-    /// back: those are not named, and get no mark.
+    /// The same of private memory without a file, where an empty entry is a page that was never written, or that was
+    /// given back: those are not named, and get no mark.
     ///
     /// # Errors
     /// As [`take_written`](Self::take_written).
@@ -164,8 +164,8 @@ impl PageMap {
         addresses: Range<u64>,
         mut written: impl FnMut(Range<u64>),
     ) -> io::Result<()> {
-        // Pages of zeros are named: the kernel also puts them where zeros were written (same-page merging, huge pages that
-        // are split).
+        // Pages of zeros are named: the kernel also puts them where zeros were written (same-page merging, huge pages
+        // that are split).
         let query = ScanArgument {
             flags: PROTECT_MATCHING | CHECK_ASYNC,
             all_of: WRITTEN,
@@ -220,8 +220,8 @@ fn is_no_such_call(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL | libc::ENOSYS | libc::EPERM))
 }
 
-/// Finds the pages of another process that were copied out of a private mapping of a file because the process wrote to them:
-/// `addresses` are the process's own, of such a mapping, in bytes. Every other page still reads as the file.
+/// Finds the pages of another process that were copied out of a private mapping of a file because the process wrote to
+/// them: `addresses` are the process's own, of such a mapping, in bytes. Every other page still reads as the file.
 ///
 /// # Errors
 /// There is no such process, or it is another user's.

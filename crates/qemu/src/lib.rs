@@ -54,7 +54,8 @@ pub use guard::{Guard, GuardEnd, GuardError, run as run_guard};
 pub use job::{JobError, NotConverging, Watch};
 pub use launch::{CommandLine, Launched, check as check_command_line, launch, launch_from, missing_memory_option};
 pub use mapping::{
-    BlockPlace, MappedCommandLine, check_not_shared, map_memory, name_memory, prove_mapping, refuse_shared_snapshot,
+    BlockPlace, MappedCommandLine, MemoryConflict, check_not_shared, map_memory, name_memory, prove_mapping,
+    refuse_shared_snapshot,
 };
 pub use marker::{JobKind, JobMarker, JobPhase, MarkerError, Overlay, VmAfter};
 pub use process::{Liveness, ProcessIdentity};

@@ -52,13 +52,13 @@ pub struct Manifest {
     /// How the pages reached the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub via: Option<Via>,
-    /// Whether every page that is not stored reads as zero at its place in the file, so that a RAM block's part of the file
-    /// may be mapped as its memory. Absent in files of older versions, which may be so all the same.
+    /// Whether every page that is not stored reads as zero at its place in the file, so that a RAM block's part of the
+    /// file may be mapped as its memory. Absent in files of older versions, which may be so all the same.
     #[serde(default, skip_serializing_if = "is_false")]
     pub mappable: bool,
-    /// The RAM blocks that are the guest's memory, by name: those that a command line's memory backends make, and not those of
-    /// devices (video memory, firmware, a TPM's). Empty where nobody could say so: a stream that was received or imported, a file that
-    /// QEMU wrote.
+    /// The RAM blocks that are the guest's memory, by name: those that a command line's memory backends make, and not
+    /// those of devices (video memory, firmware, a TPM's). Empty where nobody could say so: a stream that was received
+    /// or imported, a file that QEMU wrote.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub guest_memory: Vec<String>,
     /// The writable disks as they were when the VM stopped; empty if the VM went on or has none.
@@ -122,17 +122,18 @@ pub struct PageStatistics {
     pub normal: u64,
     /// Pages that are zero and take no room in it; holes are among them, which a source tells as zero pages.
     pub zero: u64,
-    /// Pages that the stream never mentioned, as contents or as zero: the guest had hinted that they are free. They take no room,
-    /// and come back as zeros. Where they cannot be told apart this says nothing, and they are in `zero`: in a file that QEMU has
-    /// written, beside virtio-mem (what is not plugged is not mentioned either), and in records of older versions.
+    /// Pages that the stream never mentioned, as contents or as zero: the guest had hinted that they are free. They
+    /// take no room, and come back as zeros. Where they cannot be told apart this says nothing, and they are in `zero`:
+    /// in a file that QEMU has written, beside virtio-mem (what is not plugged is not mentioned either), and in records
+    /// of older versions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hinted: Option<u64>,
     /// Those of `zero` whose bit is set nevertheless, over a hole of the file: zeros that a loader must write.
     pub explicit_zero: u64,
     /// Pages that came again after their first time, whatever they brought.
     pub resent: u64,
-    /// Pages whose earlier contents had to be taken out of the file because they ended as zero. In a file that QEMU has written
-    /// as far as the filesystem tells: it counts whole blocks of its own.
+    /// Pages whose earlier contents had to be taken out of the file because they ended as zero. In a file that QEMU has
+    /// written as far as the filesystem tells: it counts whole blocks of its own.
     pub punched: u64,
 }
 

@@ -1,7 +1,7 @@
 //! The disks of a command line behind overlays.
 //!
-//! A disk that the snapshot froze gets an overlay of the clone's own. Any other that is writable and not the clone's own is refused.
-//! `{dir}` stands for the clone's directory in what is returned.
+//! A disk that the snapshot froze gets an overlay of the clone's own. Any other that is writable and not the clone's
+//! own is refused. `{dir}` stands for the clone's directory in what is returned.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -47,8 +47,8 @@ pub(crate) fn plan(disks: &[FrozenDisk]) -> Vec<OverlayPlan> {
 /// Puts overlays in the place of frozen disks. `same` says whether a name is that of a file.
 ///
 /// # Errors
-/// A frozen disk that the command line does not name, or names in a way that is not understood; another writable one that is not
-/// the clone's own.
+/// A frozen disk that the command line does not name, or names in a way that is not understood; another writable one
+/// that is not the clone's own.
 pub(crate) fn behind_overlays(
     words: &[OsString],
     overlays: &[OverlayPlan],

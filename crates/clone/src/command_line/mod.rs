@@ -1,7 +1,7 @@
 //! From the command line of a saved VM to that of its clones: decided once for all clones, before anything is made.
 //!
-//! The law: **no two clones write to one file.** Everything writable that a command line names is a disk that the snapshot froze
-//! and that gets an overlay, or is another file for each clone, or is read-only, or is refused by name.
+//! The law: **no two clones write to one file.** Everything writable that a command line names is a disk that the
+//! snapshot froze and that gets an overlay, or is another file for each clone, or is read-only, or is refused by name.
 //!
 //! | what | where |
 //! |---|---|

@@ -1,7 +1,8 @@
 //! One node of QEMU's block layer as a command line describes it, in JSON or as a list of keys.
 //!
-//! An overlay is put over a node by making the node the overlay's backing image, as it is described: its driver, its options and
-//! what it was told about the images below it stay. Only its name and how a guest's requests are treated go up to the overlay.
+//! An overlay is put over a node by making the node the overlay's backing image, as it is described: its driver, its
+//! options and what it was told about the images below it stay. Only its name and how a guest's requests are treated go
+//! up to the overlay.
 
 use limosa_qemu::command_line::Properties;
 use serde_json::{Map, Value, json};
@@ -160,7 +161,8 @@ impl Node {
         }
     }
 
-    /// This node, read-only and under the name `below`, and an overlay over it in the file `overlay`, under its own name.
+    /// This node, read-only and under the name `below`, and an overlay over it in the file `overlay`, under its own
+    /// name.
     pub(super) fn behind(&self, overlay: &str, below: &str) -> (Self, Self) {
         let file = json!({ "driver": "file", "filename": overlay });
         match self.0.json() {

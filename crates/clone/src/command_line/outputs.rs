@@ -1,4 +1,5 @@
-//! Options other than disks that name what QEMU writes to: files, directories, sockets at which it listens, shared memory.
+//! Options other than disks that name what QEMU writes to: files, directories, sockets at which it listens, shared
+//! memory.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -12,7 +13,8 @@ use super::own::is_character_device;
 const OLD_CHARDEVS: [&str; 8] =
     ["serial", "parallel", "debugcon", "monitor", "qmp", "qmp-pretty", "gdb", "virtioconsole"];
 
-/// Refuses a command line whose clones would write to one file or directory, listen at one socket, or run in one memory.
+/// Refuses a command line whose clones would write to one file or directory, listen at one socket, or run in one
+/// memory.
 ///
 /// # Errors
 /// Which option, and what it names.
@@ -31,7 +33,7 @@ pub(crate) fn check_outputs(words: &[OsString], ownership: &Ownership<'_>) -> Re
     Ok(())
 }
 
-/// What an option has QEMU write to, and in which way.
+/// Returns the path that an option has QEMU write to, and how.
 fn output(option: &CommandOption<'_>) -> Option<(String, &'static str)> {
     let value = option.value;
     let list = |first| Properties::read(value, first);

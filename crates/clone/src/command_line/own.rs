@@ -1,7 +1,7 @@
 //! Whether a name in a command line leads each clone to a file of its own.
 //!
-//! Names are resolved, not compared as text: `{dir}/../scratch` is the same file for all clones, and so is a link of each clone's
-//! to one file.
+//! Names are resolved, not compared as text: `{dir}/../scratch` is the same file for all clones, and so is a link of
+//! each clone's to one file.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -28,7 +28,7 @@ impl<'a> Ownership<'a> {
         one != other && (id(&one).is_none() || id(&one) != id(&other))
     }
 
-    /// The name that a clone would find: what the placeholders stand for has no end of its own.
+    /// Returns the path that clone `number` gets for this name.
     fn filled(&self, name: &str, number: u64) -> PathBuf {
         let own = format!("{number:03}");
         let words = CommandTemplate::new(vec![name.into()]).fill(number, &own, &self.folder.join(&own));
@@ -41,7 +41,7 @@ pub(crate) fn is_character_device(name: &str) -> bool {
     fs::metadata(name).is_ok_and(|found| found.file_type().is_char_device())
 }
 
-/// A path without links and without `..`, as far as its parts exist.
+/// Resolves links and `..` in a path; parts that do not exist yet are kept as they are written.
 fn resolved(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
     if let Ok(whole) = fs::canonicalize(&path) {

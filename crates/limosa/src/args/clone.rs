@@ -8,8 +8,8 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_console::parse;
 
-/// `{n}` in a help text. clap takes these three characters for a line break; an empty style between them, which is taken out where
-/// no terminal reads it, keeps them apart.
+/// `{n}` in a help text. clap takes these three characters for a line break; an empty style between them, which is
+/// taken out where no terminal reads it, keeps them apart.
 macro_rules! number {
     () => {
         "{\u{1b}[0mn}"

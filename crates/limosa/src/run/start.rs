@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
     BlockPlace, MappedCommandLine, check_not_shared, launch, map_memory, missing_memory_option, name_memory,
@@ -47,7 +47,7 @@ pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &
 fn copied_words(args: &RunArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<OsString>> {
     let recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
     match BlockPlace::guest_memory_of(snapshot) {
-        Ok(blocks) if recorded => name_memory(&args.command, &blocks).map_err(|why| anyhow!(why)),
+        Ok(blocks) if recorded => Ok(name_memory(&args.command, &blocks)?),
         _ => Ok(args.command.clone()),
     }
 }
@@ -89,20 +89,20 @@ fn mapped_words(
     }
 }
 
-fn map(args: &RunArgs, snapshot: &Snapshot, file: BorrowedFd<'_>, required: bool) -> Result<MappedCommandLine, String> {
+fn map(args: &RunArgs, snapshot: &Snapshot, file: BorrowedFd<'_>, required: bool) -> anyhow::Result<MappedCommandLine> {
     if !snapshot.is_mappable() {
-        return Err(format!(
+        bail!(
             "{} was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {0}",
             args.snapshot.display()
-        ));
+        );
     }
     if args.how.channels.channels.is_some() {
-        return Err("--channels is for memory that is sent".to_owned());
+        bail!("--channels is for memory that is sent");
     }
     if snapshot.has_checksums() && !required {
-        return Err("its checksums would all have to be verified before the guest runs".to_owned());
+        bail!("its checksums would all have to be verified before the guest runs");
     }
-    // The open file itself, whatever has its name by then.
+    // The open file itself: another file may have its name by then.
     let file = format!("/dev/fd/{}", file.as_raw_fd());
-    map_memory(&args.command, &BlockPlace::guest_memory_of(snapshot)?, &file)
+    Ok(map_memory(&args.command, &BlockPlace::guest_memory_of(snapshot)?, &file)?)
 }

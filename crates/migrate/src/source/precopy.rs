@@ -1,8 +1,9 @@
 //! The source role in precopy of a guest that does not run: every page once, then the device sections.
 //!
-//! The destination's guest starts when all has arrived. Every page is sent, zero pages as zero: memory that looks fresh may
-//! be a file with old contents. Only a caller that knows better says so, block by block ([`PrecopyOptions::fresh`]). Of memory
-//! that is at the destination already no page is sent ([`PrecopyOptions::in_place`]).
+//! The destination's guest starts when all has arrived. Every page is sent, zero pages as zero: memory that looks fresh
+//! may be a file with old contents. Only a caller that knows better says so, block by block
+//! ([`PrecopyOptions::fresh`]). Of memory that is at the destination already no page is sent
+//! ([`PrecopyOptions::in_place`]).
 //!
 //! Pages go out as records on the one channel, or in packets on multifd channels ([`PrecopySource::with_channels`]).
 
@@ -29,16 +30,17 @@ use crate::progress::{Moved, Phase, Progress};
 pub struct PrecopyOptions {
     /// Whether to ask the destination for a last word. Needs a channel that carries both directions.
     pub return_path: bool,
-    /// How long the destination may take to answer a PING before the first page is sent; `None` sends at once. Without an
-    /// answer no confirmation can come either, and that is better known before the pages are sent. Multifd channels begin
-    /// meanwhile, because QEMU answers nothing before it has been greeted on all of them.
+    /// How long the destination may take to answer a PING before the first page is sent; `None` sends at once. Without
+    /// an answer no confirmation can come either, and that is better known before the pages are sent. Multifd channels
+    /// begin meanwhile, because QEMU answers nothing before it has been greeted on all of them.
     pub greeting: Option<Duration>,
     /// Longest wait for that word: the destination loads the device state in that time. On multifd channels also the
     /// longest time in which the destination takes nothing.
     pub patience: Duration,
     /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
     pub fresh: Vec<String>,
-    /// RAM blocks whose memory is at the destination already, because it maps the very file that the pages would come from.
+    /// RAM blocks whose memory is at the destination already, because it maps the very file that the pages would come
+    /// from.
     pub in_place: Vec<InPlace>,
 }
 
@@ -47,13 +49,13 @@ pub struct PrecopyOptions {
 pub struct InPlace {
     /// Its name.
     pub block: String,
-    /// Pages of which that is not true, because the destination wrote to them since it mapped the file, ascending. They are
-    /// sent, those that are not stored as zero; no other page of the block is.
+    /// Pages that the destination has written to since it mapped the file, ascending. They are sent, as zero where they
+    /// are not stored; no other page of the block is sent.
     pub changed: Vec<PageRange>,
 }
 
 impl InPlace {
-    /// A block of which every page is at the destination.
+    /// Returns a block all of whose pages are at the destination.
     #[must_use]
     pub fn whole(block: impl Into<String>) -> Self {
         Self { block: block.into(), changed: Vec::new() }
@@ -115,12 +117,13 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         Self { source, channel: Arc::new(channel), control, progress, options, multifd_channels, multifd }
     }
 
-    /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They were connected after the main one; their order is that of their numbers.
+    /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They
+    /// were connected after the main one; their order is that of their numbers.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; a named way
-    /// of sending that is not possible; memory that would be spliced without a return path, which alone says when it may
-    /// be used for something else.
+    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; a
+    /// named way of sending that is not possible; memory that would be spliced without a return path, which alone says
+    /// when it may be used for something else.
     pub fn with_channels(
         mut self,
         channels: Vec<Channel>,

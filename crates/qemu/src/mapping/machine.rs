@@ -1,4 +1,4 @@
-//! What a command line says of the machine's memory, and which of it cannot be a mapped file.
+//! The machine's memory as a command line describes it, and the options that rule out a mapped file.
 
 use super::BlockPlace;
 use crate::command_line::{CommandOption, Properties, size};
@@ -28,7 +28,7 @@ pub(super) enum Main<'a> {
     Own(&'a BlockPlace),
 }
 
-/// What a command line says of the machine's memory.
+/// The machine's memory as a command line describes it.
 #[derive(Debug, Default)]
 pub(super) struct Machine {
     pub(super) backend: Option<String>,
@@ -107,7 +107,7 @@ impl Machine {
             "netdev" if Properties::read(option.value, "type").get("type") == Some("vhost-user") => {
                 return Err("-netdev vhost-user: it needs memory with share=on".to_owned());
             }
-            "mem-path" => return Err("-mem-path: the guest's memory is to be another file".to_owned()),
+            "mem-path" => return Err("-mem-path: the guest's memory would be another file".to_owned()),
             "mem-prealloc" => return Err("-mem-prealloc: preallocated memory shares nothing".to_owned()),
             "overcommit" if Properties::read(option.value, "").is_on("mem-lock") => {
                 return Err("-overcommit mem-lock=on: locked memory shares nothing".to_owned());
@@ -157,7 +157,7 @@ impl Machine {
         }
     }
 
-    /// Which memory backends make the blocks of a snapshot.
+    /// Names the memory backends that make the blocks of a snapshot.
     fn wanted(blocks: &[BlockPlace]) -> String {
         let made =
             blocks.iter().map(|place| format!("-object memory-backend-ram,id={},size={}", place.id(), place.length));
@@ -184,7 +184,7 @@ fn device(option: &CommandOption<'_>, notices: &mut Vec<String>) -> Result<(), S
 }
 
 impl Object {
-    /// Whether the RAM block of this name is its memory. Machine types of old name the block by the object's whole path.
+    /// Whether the RAM block of this name is its memory. Old machine types name the block by the object's whole path.
     pub(super) fn is_of(&self, block: &str) -> bool {
         block == self.id || block.strip_prefix("/objects/") == Some(&self.id)
     }
@@ -203,8 +203,8 @@ impl Object {
                 place.length
             ));
         }
-        // A backend of type memfd is shared unless it says otherwise; only devices in other processes need that, and they are
-        // refused.
+        // A backend of type memfd is shared unless it says otherwise; only devices in other processes need that, and
+        // they are refused.
         if list.is_on("share") {
             return Err(format!(
                 "memory backend {id} has share=on (needed for vhost-user and virtiofs): what the guest writes would reach the file"

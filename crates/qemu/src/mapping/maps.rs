@@ -1,4 +1,4 @@
-//! What files a process maps, and where (`/proc/PID/maps`, `proc_pid_maps(5)`).
+//! Files that a process maps, and where (`/proc/PID/maps`, `proc_pid_maps(5)`).
 
 use std::fs;
 use std::io;
@@ -59,8 +59,8 @@ pub(super) fn has_open(pid: u32, file: FileId) -> io::Result<bool> {
     Ok(false)
 }
 
-/// A process and those below it: a program that starts QEMU and waits for it is not QEMU itself. Those that end meanwhile, and
-/// those past a bound, are left out.
+/// Returns a process and its descendants: a script that starts QEMU and waits for it is not QEMU itself. Processes that
+/// end meanwhile, and those past a bound, are left out.
 pub(super) fn with_descendants(pid: u32) -> Vec<u32> {
     const PROCESSES: usize = 256;
     let mut found = vec![pid];

@@ -1,11 +1,12 @@
 //! Guest memory that is a snapshot file, mapped: the third way of restoring, beside the lazy and the eager one.
 //!
-//! A RAM block's part of the file *is* the block's memory (`memory-backend-file`, private, at its offset). The kernel's page
-//! cache is the pager: what the guest reads is shared by all VMs of the file, what it writes is its own. Only the device
-//! state and the blocks that are not mapped are sent.
+//! A RAM block's part of the file *is* the block's memory (`memory-backend-file`, private, at its offset). The kernel's
+//! page cache is the pager: what the guest reads is shared by all VMs of the file, what it writes is its own. Only the
+//! device state and the blocks that are not mapped are sent.
 //!
-//! The law: **no page is left out of the stream unless it is known to be there.** That a QEMU maps the right file at the
-//! right place is read off the process itself, not off its command line or the file's name, which may be another's by now.
+//! The law: **no page is left out of the stream unless it is known to be there.** That a QEMU maps the right file at
+//! the right place is read off the process itself, not off its command line or the file's name, which may be another's
+//! by now.
 
 mod machine;
 mod maps;
@@ -17,3 +18,16 @@ pub use place::BlockPlace;
 pub(crate) use recognize::{Mapped, recognize};
 pub use recognize::{prove_mapping, refuse_shared_snapshot};
 pub use rewrite::{MappedCommandLine, check_not_shared, map_memory, name_memory};
+
+/// Why a snapshot cannot be the memory of a command line's VM: which option or which RAM block speaks against it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{why}")]
+pub struct MemoryConflict {
+    why: String,
+}
+
+impl From<String> for MemoryConflict {
+    fn from(why: String) -> Self {
+        Self { why }
+    }
+}

@@ -1,10 +1,11 @@
 //! The RAM blocks of a snapshot that are its guest's memory, and where they are in the file.
 //!
-//! The law: **blocks are never guessed by name alone.** What a save recorded counts; without a record only what no device can have.
+//! The law: **blocks are never guessed by name alone.** The record made at save decides; without one, size and name.
 
 use limosa_snapshot::Snapshot;
 use limosa_stream::mapped_ram::MappedBlock;
 
+use super::MemoryConflict;
 use crate::command_line::escaped;
 
 /// A RAM block and its place in a snapshot.
@@ -14,23 +15,25 @@ pub struct BlockPlace {
     pub name: String,
     /// Its length in bytes.
     pub length: u64,
-    /// Where its first byte lies in the file.
+    /// Offset of its first byte in the file.
     pub offset: u64,
 }
 
-/// A file that does not record which of its RAM blocks are the guest's memory is not mapped below this length, in bytes: a device
-/// may have a block of any name, such as `tpm-ppi`.
+/// Shortest RAM block that is mapped from a file without a record of the guest's memory, in bytes: a device may have a
+/// block of any name, such as `tpm-ppi`.
 const UNRECORDED_FROM: u64 = 64 << 20;
 
 impl BlockPlace {
-    /// The blocks of a snapshot that are its guest's memory, and not a device's: those that were recorded when it was saved. Where
-    /// nothing was recorded, only large ones whose name is not known to be a device's.
+    /// Returns the blocks of a snapshot that are its guest's memory: those recorded when it was saved. Without a
+    /// record, large ones whose name is not a device's.
     ///
     /// # Errors
     /// The VM has a virtio-mem device, whose memory is plugged and unplugged.
-    pub fn guest_memory_of(snapshot: &Snapshot) -> Result<Vec<Self>, String> {
+    pub fn guest_memory_of(snapshot: &Snapshot) -> Result<Vec<Self>, MemoryConflict> {
         if !snapshot.layout().early_sections.is_empty() {
-            return Err("the VM has a virtio-mem device, whose memory is plugged and unplugged".to_owned());
+            return Err(MemoryConflict::from(
+                "the VM has a virtio-mem device, whose memory is plugged and unplugged".to_owned(),
+            ));
         }
         let recorded = snapshot.manifest().map(|manifest| manifest.guest_memory.as_slice()).unwrap_or_default();
         let places = snapshot.layout().blocks.iter().map(Self::from);

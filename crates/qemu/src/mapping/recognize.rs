@@ -1,8 +1,8 @@
-//! Which RAM blocks of a QEMU are a snapshot's already, because it maps them.
+//! Proof that a QEMU maps RAM blocks of a snapshot.
 //!
-//! The law: **a block is proven, or it is sent.** The process itself must have this very file mapped, privately, at the place in
-//! memory that QEMU names as the block's, and pages that QEMU has written there since (a firmware image, a device of type `loader`, a
-//! reset) are found and sent.
+//! The law: **a block is proven, or it is sent.** The process must have this very file mapped, privately, at the
+//! address that QEMU reports for the block. Pages that QEMU has written there since (by a device `loader`, by a reset)
+//! are found and sent.
 
 use std::os::fd::AsFd as _;
 
@@ -15,7 +15,7 @@ use crate::job::JobError;
 use crate::monitor::{FileBackend, Monitor, RamBlockInfo};
 use crate::remedy::Remedy;
 
-/// What a QEMU maps of a snapshot.
+/// The answer to whether a QEMU maps a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Mapped {
     /// It maps these RAM blocks of it, at their places.
@@ -99,13 +99,13 @@ fn is_file(snapshot: &Snapshot, name: &str) -> bool {
     (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 }
 
-/// Whether a backend was made to map a snapshot: memory of other kinds is neither writable over a file that is only read nor from
-/// the middle of a file.
+/// Whether a backend is meant to map a snapshot: other memory is neither writable over a read-only file nor does it
+/// begin in the middle of a file.
 fn is_meant(backend: &FileBackend) -> bool {
     !backend.share && (backend.readonly && backend.is_ram || backend.offset.is_some_and(|offset| offset != 0))
 }
 
-/// What the kernel says of the process.
+/// The kernel's view of the process.
 struct Seen {
     pid: u32,
     inode: u64,
@@ -143,8 +143,8 @@ impl Seen {
         self.mappings.iter().any(|mapping| mapping.is_shared)
     }
 
-    /// Where the process has these bytes of the file as private memory: where QEMU says that the block is, or, for a QEMU that does not
-    /// say so, at the only place where they are mapped.
+    /// Returns the address at which the process has these bytes of the file as private memory: the one that QEMU
+    /// reports for the block, or, for a QEMU that reports none, the only one where they are mapped.
     fn address(&self, said: Option<u64>, offset: u64, length: u64) -> Option<u64> {
         let mut private = self.mappings.iter().filter(|mapping| mapping.inode == self.inode && !mapping.is_shared);
         match said {

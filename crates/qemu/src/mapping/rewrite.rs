@@ -1,14 +1,14 @@
 //! From a QEMU's command line to one whose memory is a snapshot.
 //!
-//! The law: **what cannot be mapped is refused by name, before a process is started.** Options that ask for memory of another
-//! kind are never dropped in silence.
+//! The law: **what cannot be mapped is refused by name, before a process is started.** Options that ask for memory of
+//! another kind are never dropped in silence.
 
 use std::ffi::OsString;
 
 use serde_json::json;
 
-use super::BlockPlace;
 use super::machine::{Machine, Main};
+use super::{BlockPlace, MemoryConflict};
 use crate::command_line::{Properties, escaped, options};
 
 /// A command line whose memory is a snapshot.
@@ -19,7 +19,7 @@ pub struct MappedCommandLine {
     pub words: Vec<OsString>,
     /// The RAM blocks that are mapped.
     pub blocks: Vec<String>,
-    /// What a person should know.
+    /// Notices for a person.
     pub notices: Vec<String>,
 }
 
@@ -32,7 +32,7 @@ const KEPT: [&str; 2] = ["dump", "merge"];
 ///
 /// # Errors
 /// What in the command line, or in the snapshot, speaks against it.
-pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Result<MappedCommandLine, String> {
+pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Result<MappedCommandLine, MemoryConflict> {
     let options = options(words);
     let mut machine = Machine::default();
     let mut notices = Vec::new();
@@ -60,7 +60,8 @@ pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Resu
                     asked >> 20,
                     object.id,
                     has >> 20
-                ));
+                )
+                .into());
             }
         }
         Main::Renamed(object, place) => {
@@ -78,17 +79,17 @@ pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Resu
         }
     }
     if mapped.is_empty() {
-        return Err(format!("no memory backend has the name of a RAM block of the snapshot ({})", names(blocks)));
+        return Err(format!("no memory backend has the name of a RAM block of the snapshot ({})", names(blocks)).into());
     }
     Ok(MappedCommandLine { words: rewritten, blocks: mapped, notices })
 }
 
-/// Gives a command line's memory backend the name of the snapshot's RAM block, where there is one block and it has the right size.
-/// Without that QEMU would find no memory for it. Nothing is mapped.
+/// Gives a command line's memory backend the name of the snapshot's RAM block, if there is one block and the sizes
+/// agree. QEMU would find no memory for the block otherwise. Nothing is mapped.
 ///
 /// # Errors
 /// Which block the snapshot has, and which option makes it, where the command line has no memory for it.
-pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsString>, String> {
+pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsString>, MemoryConflict> {
     let options = options(words);
     let mut machine = Machine::default();
     for option in &options {
@@ -116,19 +117,20 @@ pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsSt
     Ok(rewritten)
 }
 
-/// Refuses a command line one of whose memory backends shares its memory with the file of a snapshot: the guest would write
-/// into it. `same` says whether a name is that file's.
+/// Refuses a command line with a memory backend that maps a snapshot shared: the guest would write into the file.
+/// `same` returns whether a name is the snapshot's file.
 ///
 /// # Errors
 /// Which backend.
-pub fn check_not_shared(words: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), String> {
+pub fn check_not_shared(words: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), MemoryConflict> {
     for option in options(words).iter().filter(|option| option.name == "object") {
         let list = Properties::read(option.value, "qom-type");
         if let Some(path) = list.get("mem-path").filter(|path| list.is_on("share") && same(path)) {
             return Err(format!(
                 "memory backend {} maps {path} with share=on: the guest would write into the snapshot",
                 list.get("id").unwrap_or_default()
-            ));
+            )
+            .into());
         }
     }
     Ok(())
@@ -138,7 +140,7 @@ fn names(blocks: &[BlockPlace]) -> String {
     blocks.iter().map(|place| place.name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-/// Whether machine types call the memory so that they make by themselves: `pc.ram`, `mach-virt.ram`, `ppc_spapr.ram`, ...
+/// Whether a machine type makes memory of this name by itself: `pc.ram`, `mach-virt.ram`, `ppc_spapr.ram`, ...
 fn is_default_name(name: &str) -> bool {
     name.ends_with(".ram")
 }
@@ -187,7 +189,7 @@ mod tests {
     }
 
     fn mapped(line: &str, blocks: &[BlockPlace]) -> Result<MappedCommandLine, String> {
-        map_memory(&words(line), blocks, "/srv/a,b")
+        map_memory(&words(line), blocks, "/srv/a,b").map_err(|conflict| conflict.to_string())
     }
 
     #[test]
@@ -281,8 +283,6 @@ mod tests {
             let refused = mapped(&format!("qemu-system-x86_64 {line}"), &vm()).unwrap_err();
             assert!(refused.contains(named), "{line}: {refused}");
         }
-        let refused = mapped("qemu-system-x86_64 -m 1G", &[place("mem", 1024, 0)]).unwrap_err();
-        assert!(refused.contains("memory backend"), "{refused}");
     }
 
     #[test]
@@ -298,7 +298,9 @@ mod tests {
             assert!(!text.contains(r#""id":"ram0""#), "{text}");
         }
         let named = |line: &str| {
-            name_memory(&words(line), &blocks).map(|words| words.join(" ".as_ref()).into_string().unwrap())
+            name_memory(&words(line), &blocks)
+                .map_err(|conflict| conflict.to_string())
+                .map(|words| words.join(" ".as_ref()).into_string().unwrap())
         };
         let copied = named(other).unwrap();
         assert!(copied.contains("memory-backend-memfd,id=mem,size=1G,merge=off"), "{copied}");

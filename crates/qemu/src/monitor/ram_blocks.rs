@@ -21,8 +21,8 @@ pub struct RamBlockInfo {
     pub host_address: Option<u64>,
 }
 
-/// Reads the table of `info ramblock`: name, page size as number and unit, then offset, used and total length in hexadecimal;
-/// what follows differs between versions. Lines of any other shape, such as the heading, are left out.
+/// Reads the table of `info ramblock`: name, page size as number and unit, then offset, used and total length in
+/// hexadecimal; what follows differs between versions. Lines of any other shape, such as the heading, are left out.
 #[must_use]
 pub fn parse_ram_blocks(table: &str) -> Vec<RamBlockInfo> {
     table.lines().filter_map(line).take(MAX_BLOCKS).collect()

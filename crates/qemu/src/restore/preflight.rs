@@ -210,8 +210,8 @@ fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobEr
     Ok(())
 }
 
-/// Bytes of a page of the destination, by RAM block of the snapshot, where they are more than 4096. What the VM was saved from
-/// has no say: the snapshot holds 4 KiB pages whatever its memory was made of.
+/// Bytes of a page of the destination, by RAM block of the snapshot, where they are more than 4096. What the VM was
+/// saved from has no say: the snapshot holds 4 KiB pages whatever its memory was made of.
 pub(super) fn page_sizes(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> BTreeMap<String, u64> {
     let saved = |here: &&RamBlockInfo| snapshot.start().blocks.iter().any(|saved| saved.name == here.name);
     let large = blocks.iter().filter(|here| here.page_size > PAGE_SIZE).filter(saved);
