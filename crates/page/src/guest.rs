@@ -4,7 +4,7 @@
 use std::marker::PhantomData;
 
 use crate::zero::{ZeroMethod, kernel};
-use crate::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
+use crate::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange, to_u64, to_usize};
 
 /// Whether the `len` bytes of guest memory at `start` are all zero; true if `len` is 0.
 ///
@@ -66,7 +66,7 @@ impl<'a> GuestPages<'a> {
     /// The numbers of the pages.
     #[must_use]
     pub fn pages(&self) -> PageRange {
-        PageRange::starting_at(self.first, u64::try_from(self.len.div_ceil(PAGE_LEN)).unwrap_or(u64::MAX))
+        PageRange::starting_at(self.first, to_u64(self.len.div_ceil(PAGE_LEN)))
     }
 
     /// Where `page` lies and how many bytes of it there are (fewer than [`PAGE_LEN`] only in a last page that is cut
@@ -108,11 +108,12 @@ impl<'a> GuestPages<'a> {
         }
         let behind = self.start.addr() + self.len;
         let whole = (behind - start.addr()) / PAGE_LEN;
-        let wanted = usize::try_from(pages.len()).unwrap_or(usize::MAX).min(whole);
+        let wanted = to_usize(pages.len()).min(whole);
         let count = wanted.min(kernel::PAGES_A_CALL);
         // SAFETY: so many whole pages lie between `start` and the end of the memory, which is readable for 'a.
         let zero = unsafe { kernel::zero_pages(method, start, count, wanted - count) };
-        (zero, u32::try_from(count).unwrap_or(0))
+        #[expect(clippy::cast_possible_truncation, reason = "at most 64")]
+        (zero, count as u32)
     }
 }
 

@@ -44,7 +44,7 @@ mod scan;
 mod zero;
 
 pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap, Runs};
-pub use convert::{to_u64, to_usize};
+pub use convert::{to_micros, to_millis, to_nanos, to_u64, to_usize};
 pub use guest::{GuestPages, is_zero_at};
 pub use invariant::{BrokenInvariant, broken, invariant};
 pub use number::{PAGE_BITS, PAGE_LEN, PAGE_SIZE, PageNumber};

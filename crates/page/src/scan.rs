@@ -68,7 +68,7 @@ impl Seen {
     }
 
     fn skip(&mut self, count: u32) {
-        self.zero = self.zero.checked_shr(count).unwrap_or(0);
+        self.zero = self.zero.unbounded_shr(count);
         self.count -= count;
     }
 }

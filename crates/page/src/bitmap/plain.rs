@@ -7,7 +7,7 @@ use thiserror::Error;
 use super::count;
 use super::runs::Runs;
 use super::word::{self, Span};
-use crate::{PageNumber, PageRange};
+use crate::{PageNumber, PageRange, to_u64};
 
 /// Bytes that are not the bitmap of so many pages.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -63,7 +63,7 @@ impl PageBitmap {
     /// [`BitmapError::Length`] if `bytes` are not exactly [`PageBitmap::byte_len`] bytes; checked before any memory is
     /// taken.
     pub fn from_le_bytes(pages: u64, bytes: &[u8]) -> Result<Self, BitmapError> {
-        let (expected, got) = (Self::byte_len(pages), u64::try_from(bytes.len()).unwrap_or(u64::MAX));
+        let (expected, got) = (Self::byte_len(pages), to_u64(bytes.len()));
         if expected != got {
             return Err(BitmapError::Length { pages, expected, got });
         }

@@ -27,15 +27,21 @@ impl<'a> Runs<'a> {
     pub(super) fn new(words: &'a [u64], flip: u64, span: Option<Span>) -> Self {
         let Some(Span { first, last }) = span else { return Self { words: &[], flip, last: 0, at: 0, bits: 0 } };
         let mut runs = Self { words: &words[..=last.0], flip, last: last.1, at: first.0, bits: 0 };
-        runs.bits = runs.load(first.0).unwrap_or(0) & first.1;
+        runs.bits = runs.word(first.0) & first.1;
         runs
     }
 
     /// The wanted bits of a word, if it is not behind the last one.
     #[inline]
     fn load(&self, at: usize) -> Option<u64> {
-        let bits = self.words.get(at)? ^ self.flip;
-        Some(if at + 1 == self.words.len() { bits & self.last } else { bits })
+        (at < self.words.len()).then(|| self.word(at))
+    }
+
+    /// The wanted bits of a word up to the last one.
+    #[inline]
+    fn word(&self, at: usize) -> u64 {
+        let bits = self.words[at] ^ self.flip;
+        if at + 1 == self.words.len() { bits & self.last } else { bits }
     }
 }
 

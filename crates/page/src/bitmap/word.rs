@@ -1,6 +1,6 @@
 //! Where the bits of a range of pages lie in an array of 64-bit words, for the plain and the atomic bitmap alike.
 
-use crate::{PageNumber, PageRange};
+use crate::{PageNumber, PageRange, to_u64, to_usize};
 
 /// Bits in a word.
 pub(super) const BITS: u64 = 64;
@@ -16,16 +16,16 @@ pub(super) fn locate(page: PageNumber, pages: u64) -> Option<(usize, u64)> {
     (page.0 < pages).then(|| (index(page.0 / BITS), 1 << (page.0 % BITS)))
 }
 
-/// A word number as an index. Where `usize` is too small for it the index is past the end of every array.
+/// Returns a word number as an index.
 #[inline]
 pub(super) fn index(word: u64) -> usize {
-    usize::try_from(word).unwrap_or(usize::MAX)
+    to_usize(word)
 }
 
 /// The number of the first page of a word.
 #[inline]
 pub(super) fn first_page(word: usize) -> u64 {
-    u64::try_from(word).unwrap_or(u64::MAX).saturating_mul(BITS)
+    to_u64(word).saturating_mul(BITS)
 }
 
 /// The words that the bits of a non-empty range touch.
