@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use libc::iovec;
-use limosa_page::{GuestPages, PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{GuestPages, PAGE_SIZE, PageNumber, PageRange, to_usize};
 use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, fstat, fstatfs, ftruncate, memfd_create};
 
 use crate::discarding::Discards;
@@ -130,7 +130,7 @@ impl BlockOptions {
             }
             Backing::File { file, offset } => {
                 let stat = fstat(&file).map_err(|e| kernel("fstat", e.into()))?;
-                let size = u64::try_from(stat.st_size).unwrap_or(0);
+                let size = stat.st_size.cast_unsigned();
                 if offset.checked_add(length).is_none_or(|end| end > size) {
                     return Err(layout(format!("its file has {size} bytes, and {length} at {offset} are wanted")));
                 }
@@ -287,7 +287,7 @@ impl MemoryBlock {
     /// # Errors
     /// [`MemoryError::Outside`].
     pub fn fill_zero(&self, offset: u64, length: u64) -> Result<(), MemoryError> {
-        let wanted = usize::try_from(length).unwrap_or(usize::MAX);
+        let wanted = to_usize(length);
         let done = usize::try_from(offset).ok().and_then(|offset| self.mapping.fill_zero(offset, wanted));
         done.ok_or_else(|| self.outside(offset, wanted))
     }

@@ -40,7 +40,7 @@ use std::io;
 use std::ops::{BitOr, Range};
 use std::sync::Arc;
 
-use limosa_page::{PageBitmap, PageRange};
+use limosa_page::{PageBitmap, PageRange, to_usize};
 
 use crate::discarding::DiscardWatch;
 use crate::{GuestMemory, GuestRegion, MemoryBlock};
@@ -135,7 +135,7 @@ impl DirtyPages {
         let Some(bitmap) = self.blocks.get_mut(region.block) else { return };
         let at = region.pages.start.saturating_add(first);
         let room = region.pages.end.0.saturating_sub(at.0);
-        let whole = words.len().min(usize::try_from(room / 64).unwrap_or(usize::MAX));
+        let whole = words.len().min(to_usize(room / 64));
         let (words, behind) = words.split_at(whole);
         bitmap.union_words(at, words);
         if let Some(last) = behind.first() {

@@ -15,7 +15,7 @@
 
 use std::io;
 
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange, holes};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange, holes, to_usize};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
@@ -46,7 +46,7 @@ impl MemoryBlock {
             block: self.name().to_owned(),
             length: self.len(),
             offset: pages.bytes().start,
-            wanted: usize::try_from(pages.len().saturating_mul(PAGE_SIZE)).unwrap_or(usize::MAX),
+            wanted: to_usize(pages.len().saturating_mul(PAGE_SIZE)),
         };
         if pages.end > self.pages().end {
             return Err(outside());

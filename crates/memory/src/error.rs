@@ -45,4 +45,8 @@ pub enum MemoryError {
         /// Its index.
         index: usize,
     },
+
+    /// A bug of limosa.
+    #[error(transparent)]
+    Internal(#[from] limosa_page::BrokenInvariant),
 }

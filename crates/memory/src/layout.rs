@@ -26,7 +26,7 @@ impl GuestLayout {
     /// a part of a page, is passed over; any numbers will do.
     pub fn pages_within(&self, bytes: Range<u64>) -> impl Iterator<Item = (usize, PageRange)> + use<'_> {
         let first = self.regions.partition_point(|region| end(region) <= bytes.start);
-        let regions = self.regions.get(first..).unwrap_or_default().iter();
+        let regions = self.regions[first..].iter();
         regions.take_while(move |region| region.guest_address < bytes.end).filter_map(move |region| {
             let from = bytes.start.saturating_sub(region.guest_address).div_ceil(PAGE_SIZE);
             let upto = bytes.end.saturating_sub(region.guest_address) / PAGE_SIZE;

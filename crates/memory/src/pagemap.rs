@@ -11,7 +11,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use limosa_page::PAGE_SIZE;
+use limosa_page::{PAGE_SIZE, to_usize};
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 
 /// `struct pm_scan_arg`
@@ -73,7 +73,7 @@ unsafe impl Ioctl for Scan<'_> {
     }
 
     unsafe fn output_from_ptr(output: IoctlOutput, _: *mut c_void) -> rustix::io::Result<usize> {
-        Ok(usize::try_from(output).unwrap_or(0))
+        usize::try_from(output).map_err(|_| rustix::io::Errno::RANGE)
     }
 }
 
@@ -250,7 +250,7 @@ fn read(
     let mut from = addresses.start;
     while from < addresses.end {
         let pages = (addresses.end - from).div_ceil(PAGE_SIZE).min(WORDS as u64);
-        let wanted = usize::try_from(pages).unwrap_or(0) * 8;
+        let wanted = to_usize(pages) * 8;
         let Some(words) = words.get_mut(..wanted) else { break };
         map.read_exact_at(words, from / PAGE_SIZE * 8)?;
         let mut run: Option<Range<u64>> = None;

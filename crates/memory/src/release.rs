@@ -6,7 +6,7 @@
 
 use std::io;
 
-use limosa_page::{PAGE_SIZE, PageRange};
+use limosa_page::{PAGE_SIZE, PageRange, to_usize};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::mm::{Advice, madvise};
 
@@ -73,7 +73,7 @@ impl MemoryBlock {
                 block: self.name().to_owned(),
                 length: self.len(),
                 offset: pages.bytes().start,
-                wanted: usize::try_from(pages.len().saturating_mul(PAGE_SIZE)).unwrap_or(usize::MAX),
+                wanted: to_usize(pages.len().saturating_mul(PAGE_SIZE)),
             });
         };
         let pages = self.whole_host_pages(pages);

@@ -70,7 +70,7 @@ impl PassedBlock {
         let stat = fstat(&fd).map_err(|e| kernel("fstat", e.into()))?;
         let mut file = File::from(fd);
         let offset = file.stream_position().map_err(|e| kernel("lseek", e))?;
-        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        let size = stat.st_size.cast_unsigned();
         if offset.checked_add(length).is_none_or(|end| end > size) {
             return Err(layout(format!(
                 "the file that was passed for it has {size} bytes, {length} at {offset} are wanted"

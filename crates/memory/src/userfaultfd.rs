@@ -345,7 +345,7 @@ impl Userfaultfd {
             Err(Errno::AGAIN) => return Ok(()),
             Err(error) => return Err(error),
         };
-        for message in bytes.get(..read).unwrap_or_default().as_chunks::<MESSAGE>().0 {
+        for message in bytes[..read].as_chunks::<MESSAGE>().0 {
             // SAFETY: the kernel has written the first `read` bytes.
             into.push(unsafe { decode(&message.map(|byte| byte.assume_init())) });
         }
@@ -404,7 +404,7 @@ fn progress(result: rustix::io::Result<()>, done: i64, length: u64) -> rustix::i
     match result {
         Ok(()) => Ok(Progress { done: length, stopped: None }),
         Err(stopped @ (Errno::AGAIN | Errno::EXIST)) => {
-            Ok(Progress { done: u64::try_from(done).unwrap_or(0).min(length), stopped: Some(stopped) })
+            Ok(Progress { done: done.max(0).cast_unsigned().min(length), stopped: Some(stopped) })
         }
         Err(error) => Err(error),
     }
@@ -413,14 +413,8 @@ fn progress(result: rustix::io::Result<()>, done: i64, length: u64) -> rustix::i
 /// # Safety
 /// The message is one of the kernel's: a descriptor in it is new and has no other owner.
 unsafe fn decode(message: &[u8; MESSAGE]) -> Message {
-    let word = |at: usize| {
-        let bytes = message.get(at..at + 8).and_then(|bytes| bytes.try_into().ok());
-        u64::from_ne_bytes(bytes.unwrap_or_default())
-    };
-    let half = |at: usize| {
-        let bytes = message.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
-        u32::from_ne_bytes(bytes.unwrap_or_default())
-    };
+    let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|byte| message[at + byte]));
+    let half = |at: usize| u32::from_ne_bytes(std::array::from_fn(|byte| message[at + byte]));
     match message[0] {
         0x12 => {
             let flags = word(8);

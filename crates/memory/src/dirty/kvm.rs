@@ -53,7 +53,7 @@ impl KvmSlots {
         let slots = Self { vm, slots: slots.collect(), memory: Arc::clone(&memory) };
         for slot in &slots.slots {
             slots.set(slot, slot.flags, true).map_err(|source| MemoryError::Kernel {
-                block: memory.blocks().get(slot.region.block).map(|block| block.name().to_owned()).unwrap_or_default(),
+                block: memory.blocks()[slot.region.block].name().to_owned(),
                 operation: "KVM_SET_USER_MEMORY_REGION",
                 source,
             })?;

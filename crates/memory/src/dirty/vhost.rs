@@ -133,7 +133,7 @@ impl Image {
                     }
                 }
                 if any != 0 {
-                    found(number, taken.get(..piece.len()).unwrap_or_default());
+                    found(number, &taken[..piece.len()]);
                 }
             }
         }
@@ -165,7 +165,11 @@ impl Image {
                 // The region's page of the word's lowest bit, or those bits that are before its first.
                 match (word * 64).checked_sub(first) {
                     Some(page) => into.add_words(region, page, &[bits]),
-                    None => into.add_words(region, 0, &[bits.unbounded_shr(shift(first - word * 64))]),
+                    None => {
+                        // Bits of a word: beyond 2^32 they are all shifted out, as they are beyond 64.
+                        let before = u32::try_from(first - word * 64).unwrap_or(u64::BITS);
+                        into.add_words(region, 0, &[bits.unbounded_shr(before)]);
+                    }
                 }
             }
         }
@@ -176,10 +180,6 @@ impl Image {
 /// The bit of a region's first page.
 fn first_bit(region: &GuestRegion) -> u64 {
     region.guest_address / PAGE_SIZE
-}
-
-fn shift(bits: u64) -> u32 {
-    u32::try_from(bits).unwrap_or(u32::MAX)
 }
 
 fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {

@@ -101,7 +101,7 @@ impl Handler {
         if let Err(error) = self.serve(stop) {
             *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             // Waiting threads must not wait for ever.
-            self.let_go().unwrap_or_default();
+            let _ = self.let_go();
         }
     }
 

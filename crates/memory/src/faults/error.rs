@@ -107,4 +107,8 @@ pub enum FaultError {
         /// Its number.
         event: u8,
     },
+
+    /// A bug of limosa.
+    #[error(transparent)]
+    Internal(#[from] limosa_page::BrokenInvariant),
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use limosa_page::PAGE_SIZE;
+use limosa_page::{PAGE_SIZE, to_usize};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
@@ -222,7 +222,7 @@ impl FaultHandler {
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             let left = left.map(|left| Timespec {
-                tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: left.subsec_nanos().into(),
             });
             let mut fds = [PollFd::new(self.fd(), PollFlags::IN), PollFd::new(&*self.wake, PollFlags::IN)];
@@ -325,7 +325,7 @@ impl FaultHandler {
     pub(super) fn zeros(&self, length: u64) -> Result<&Mapping, FaultError> {
         let largest = self.layout.registered().map(|(_, block)| block.page_size).max().unwrap_or(PAGE_SIZE).max(length);
         if self.zeros.get().is_none() {
-            let mapped = usize::try_from(largest).unwrap_or(usize::MAX);
+            let mapped = to_usize(largest);
             let new = Mapping::new(None, mapped, false, None);
             // If two threads come here at once, one of the mappings goes again.
             let new = new.map_err(|source| FaultError::Descriptor { operation: "mapping zeros", source })?;

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange, invariant, to_usize};
 use rustix::io::Errno;
 
 use super::handler::kernel;
@@ -40,7 +40,8 @@ impl FaultHandler {
             return Err(FaultError::Pages { block, pages, why: "the contents are no whole pages" });
         }
         self.place(block, pages, "UFFDIO_COPY", |fd, at, done| {
-            let rest = usize::try_from(done).ok().and_then(|done| contents.get(done..)).unwrap_or_default();
+            // `place` asks for no more once all addresses have their bytes.
+            let rest = &contents[to_usize(done)..];
             // SAFETY: a slice is readable.
             unsafe { fd.copy(at.start, rest.as_ptr(), rest.len() as u64) }
         })
@@ -99,7 +100,8 @@ impl FaultHandler {
                 Ok(progress) => progress,
                 Err(error) => return Err(kernel(block, left, operation, error)),
             };
-            at = at.saturating_add(progress.done).min(addresses.end);
+            invariant(progress.done <= addresses.end - at, "no more is placed than was to be placed")?;
+            at += progress.done;
             let placed = PageRange::new(pages.start, pages.start.saturating_add((at - addresses.start) / PAGE_SIZE));
             match progress.stopped {
                 Some(Errno::EXIST) => {

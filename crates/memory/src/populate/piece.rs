@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use limosa_page::{PAGE_LEN, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PageNumber, PageRange, to_usize};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
@@ -135,7 +135,7 @@ impl MemoryBlock {
             block: self.name().to_owned(),
             length: self.len(),
             offset: pages.bytes().start,
-            wanted: usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN),
+            wanted: to_usize(pages.len()).saturating_mul(PAGE_LEN),
         }
     }
 }

@@ -12,7 +12,7 @@ use kvm_bindings::{
     KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, kvm_clear_dirty_log,
     kvm_clear_dirty_log__bindgen_ty_1, kvm_enable_cap,
 };
-use limosa_page::PAGE_SIZE;
+use limosa_page::{PAGE_SIZE, to_usize};
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 use super::{KvmSlot, KvmSlots};
@@ -63,7 +63,7 @@ impl KvmLog {
 
     fn fetch_slot(&self, slot: &KvmSlot, into: &mut DirtyPages) -> Result<(), LogError> {
         let pages = slot.region.pages.len();
-        let length = usize::try_from(pages * PAGE_SIZE).unwrap_or(usize::MAX);
+        let length = to_usize(pages * PAGE_SIZE);
         let found = self.slots.vm().get_dirty_log(slot.slot, length);
         let mut bitmap = found.map_err(|e| failed("KVM_GET_DIRTY_LOG")(io::Error::from_raw_os_error(e.errno())))?;
         let mut first = 0;

@@ -87,7 +87,7 @@ impl KvmRings {
         })?;
         let taken = DirtyPages::new(slots.memory());
         let state = State { rings: Vec::new(), taken, given_back: true, lost: None };
-        Ok(Arc::new(Self { slots, bytes: usize::try_from(bytes).unwrap_or(0), state: Mutex::new(state) }))
+        Ok(Arc::new(Self { slots, bytes: bytes as usize, state: Mutex::new(state) }))
     }
 
     /// Takes on a vCPU, before it first runs.
