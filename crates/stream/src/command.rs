@@ -2,10 +2,11 @@
 //!
 //! A fixed length that does not match is an error, as is an unknown number: QEMU treats both so.
 
-use crate::cursor::{Cursor, Stop, put_name, u64_from};
+use crate::cursor::{Cursor, Stop, put_name};
 use crate::error::{EncodeError, Fault, StreamError};
 use crate::ram::PAGE_SIZE;
 use crate::section::COMMAND;
+use limosa_page::to_u64;
 use std::ops::Range;
 
 /// Most ranges in one `RAM_DISCARD`: what the 16-bit length takes with the longest block name.
@@ -106,7 +107,7 @@ impl Command {
             Self::RamDiscard { block, ranges } => {
                 if ranges.is_empty() || ranges.len() > DISCARD_LIMIT {
                     let (what, rule) = ("number of discard ranges", "1 to 4079 in one command");
-                    return Err(EncodeError::Number { what, value: u64_from(ranges.len()), rule });
+                    return Err(EncodeError::Number { what, value: to_u64(ranges.len()), rule });
                 }
                 out.push(0);
                 put_name("RAM block", block, out)?;
@@ -131,7 +132,7 @@ impl Command {
         let length = out.len() - length_at - 2;
         let length = u16::try_from(length).map_err(|_| EncodeError::Number {
             what: "length of a command",
-            value: u64_from(length),
+            value: to_u64(length),
             rule: "at most 65535",
         })?;
         out[length_at..length_at + 2].copy_from_slice(&length.to_be_bytes());

@@ -4,6 +4,8 @@
 //! and up to three subsections. Both ends must agree on the *validated* capabilities (`mapped-ram`,
 //! `x-ignore-shared`); a missing subsection means that they are off.
 
+use limosa_page::to_u64;
+
 use crate::cursor::{Cursor, Stop, put_name};
 use crate::error::{EncodeError, Fault, StreamError};
 use crate::section::{CONFIGURATION, SUBSECTION};
@@ -87,7 +89,7 @@ impl Configuration {
     /// A name without a version (`microvm`, one of a distribution) counts as current. A reader need not guess: see
     /// [`Event::MultifdFlush`](crate::Event::MultifdFlush).
     pub fn multifd_rules(&self) -> MultifdRules {
-        let mut version = self.machine.rsplit('-').next().unwrap_or_default().split('.');
+        let mut version = self.machine.rsplit('-').next().unwrap_or(&self.machine).split('.');
         let mut number = || version.next().and_then(|number| number.parse::<u32>().ok());
         match (number(), number()) {
             (Some(major), Some(minor)) => MultifdRules {
@@ -129,7 +131,7 @@ impl Configuration {
             let count = u32::try_from(self.capabilities.len()).ok().filter(|count| *count <= CAPABILITIES_LIMIT);
             let count = count.ok_or(EncodeError::Number {
                 what: "number of capabilities",
-                value: crate::cursor::u64_from(self.capabilities.len()),
+                value: to_u64(self.capabilities.len()),
                 rule: "at most 64",
             })?;
             out.extend_from_slice(&count.to_be_bytes());
@@ -183,7 +185,7 @@ impl Configuration {
             };
             return Err(Stop::Fail { at: 9, fault });
         }
-        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        let length = length as usize;
         let machine = std::str::from_utf8(cursor.take(length)?)
             .map_err(|_| Stop::Fail { at: 13, fault: Fault::expected("a machine name", "bytes that are not UTF-8") })?;
         let mut configuration = Self::new(machine);

@@ -3,8 +3,11 @@
 //! Running out of input is not an error here: the caller learns how many bytes the whole item wants and comes again
 //! with more. What is read is only borrowed; nothing is allocated from a length found in the input.
 
-use crate::error::{Fault, StreamError};
 use std::borrow::Cow;
+
+use limosa_page::{BrokenInvariant, to_u64};
+
+use crate::error::{Fault, StreamError};
 
 /// Why reading stopped.
 #[derive(Debug)]
@@ -15,6 +18,12 @@ pub(crate) enum Stop {
     Fail { at: usize, fault: Fault },
 }
 
+impl From<BrokenInvariant> for Stop {
+    fn from(broken: BrokenInvariant) -> Self {
+        Self::Fail { at: 0, fault: broken.into() }
+    }
+}
+
 impl Stop {
     /// As an error of the stream in which the cursor's first byte is at `base`; `Need` becomes `Truncated`.
     pub(crate) fn into_error(self, base: u64, place: impl Into<Cow<'static, str>>, available: usize) -> StreamError {
@@ -23,14 +32,9 @@ impl Stop {
             Self::Need(wanted) => {
                 StreamError::new(base, place.clone(), Fault::Truncated { what: place, wanted, available })
             }
-            Self::Fail { at, fault } => StreamError::new(base.saturating_add(u64_from(at)), place, fault),
+            Self::Fail { at, fault } => StreamError::new(base.saturating_add(to_u64(at)), place, fault),
         }
     }
-}
-
-/// A length in memory as a length in a stream: never loses anything on a machine that runs QEMU.
-pub(crate) fn u64_from(length: usize) -> u64 {
-    u64::try_from(length).unwrap_or(u64::MAX)
 }
 
 pub(crate) struct Cursor<'a> {
@@ -69,9 +73,9 @@ impl<'a> Cursor<'a> {
     }
 
     pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
-        let rest = self.input.get(self.at..).unwrap_or_default();
-        let taken = rest.first_chunk::<N>().ok_or(Stop::Need(self.at.saturating_add(N)))?;
-        self.at += N;
+        let end = self.at.saturating_add(N);
+        let taken = self.input.get(self.at..end).and_then(|taken| taken.first_chunk()).ok_or(Stop::Need(end))?;
+        self.at = end;
         Ok(*taken)
     }
 

@@ -11,6 +11,7 @@ use crate::error::{Fault, StreamError};
 use crate::mapped_ram::MappedBlock;
 use crate::ram::{FLAG_CONTINUE, FLAG_PAGE, FLAG_ZERO, FLAGS_MASK, PAGE_SIZE, RamBlock};
 use crate::section::SectionHeader;
+use limosa_page::{invariant, to_u64};
 use std::borrow::Cow;
 use std::collections::HashMap;
 
@@ -280,6 +281,10 @@ impl Decoder {
             let offset = word & !FLAGS_MASK;
             // Lengths are multiples of the page size: a page that begins inside a block ends inside it.
             if offset < self.current_length {
+                debug_assert!(
+                    self.blocks.get(self.current).is_some_and(|block| block.used_length == self.current_length),
+                    "a page of an event is inside its block"
+                );
                 match word & FLAGS_MASK {
                     PAGE_CONTINUE => {
                         self.offset += 8 + PAGE_SIZE;
@@ -312,6 +317,14 @@ impl Decoder {
         match next {
             Ok(event) => {
                 let consumed = cursor.at();
+                self.check(consumed <= input.len(), "a decoder consumes no more than it was given")?;
+                if let Event::Page { block, offset }
+                | Event::Zero { block, offset }
+                | Event::Xbzrle { block, offset, .. } = event
+                {
+                    let inside = self.blocks.get(block).is_some_and(|block| offset < block.used_length);
+                    self.check(inside, "a page of an event is inside its block")?;
+                }
                 match &event {
                     Event::MappedRamBlock(block) => self.offset = block.end() - self.options.base,
                     other => {
@@ -321,7 +334,7 @@ impl Decoder {
                             Event::Package { length } => u64::from(*length),
                             _ => 0,
                         };
-                        let passed = crate::cursor::u64_from(consumed).saturating_add(payload);
+                        let passed = to_u64(consumed).saturating_add(payload);
                         self.offset = self.offset.saturating_add(passed);
                     }
                 }
@@ -330,6 +343,10 @@ impl Decoder {
             Err(Stop::Need(wanted)) => Ok(Step::Need(wanted)),
             Err(stop) => Err(stop.into_error(self.offset, self.place(), input.len())),
         }
+    }
+
+    fn check(&self, holds: bool, what: &'static str) -> Result<(), StreamError> {
+        invariant(holds, what).map_err(|broken| StreamError::new(self.offset, self.place(), broken.into()))
     }
 
     fn place(&self) -> Cow<'static, str> {
@@ -346,4 +363,23 @@ impl Decoder {
 
 fn outside(block: &RamBlock, offset: u64) -> Fault {
     Fault::OutsideBlock { block: block.name.clone(), offset, used_length: block.used_length }
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "a page of an event is inside its block")]
+    fn an_event_of_a_page_outside_its_block_is_a_broken_invariant() {
+        let mut decoder = Decoder::for_records(&[RamBlock::new("pc.ram", PAGE_SIZE)]).unwrap();
+        (decoder.current, decoder.current_length) = (0, 3 * PAGE_SIZE);
+        let _ = decoder.step(&((2 * PAGE_SIZE) | PAGE_CONTINUE).to_be_bytes());
+    }
+
+    #[test]
+    #[should_panic(expected = "a decoder consumes no more than it was given")]
+    fn more_bytes_consumed_than_given_are_a_broken_invariant() {
+        let _ = Decoder::new().check(false, "a decoder consumes no more than it was given");
+    }
 }

@@ -1,13 +1,13 @@
 //! The device tail of a live source, whose parts have lengths.
 
 use crate::command::Command;
-use crate::cursor::u64_from;
 use crate::description::{DESCRIPTION_LIMIT, Description};
 use crate::device_sections;
 use crate::devices::{DeviceSection, DeviceState, walk_sections};
 use crate::error::{Fault, StreamError};
 use crate::postcopy::{PING_GO, PING_READY};
 use crate::section::{self, SectionKind};
+use limosa_page::{invariant, to_u64};
 use std::ops::Range;
 
 /// How far a tail is.
@@ -70,12 +70,12 @@ impl DelimitedTail {
     /// A tail longer than the limit. After [`TailStep::Ready`]: anything but the source's word, the end byte and a
     /// description that fits the sections.
     pub fn look(&mut self, tail: &[u8]) -> Result<TailStep, StreamError> {
-        if u64_from(tail.len()) > self.limit {
-            let (what, value) = ("length of the device sections", u64_from(tail.len()));
+        if to_u64(tail.len()) > self.limit {
+            let (what, value) = ("length of the device sections", to_u64(tail.len()));
             return Err(self.fail(0, Fault::TooLarge { what, value, limit: self.limit }));
         }
         loop {
-            let rest = tail.get(self.at..).unwrap_or_default();
+            let rest = self.unseen(tail)?;
             let Some(byte) = rest.first() else { return Ok(TailStep::More) };
             match (self.stage, *byte) {
                 (Stage::Sections, byte) if byte == SectionKind::Full.byte() => match device_sections::read_one(rest) {
@@ -94,6 +94,9 @@ impl DelimitedTail {
                 (Stage::Sections, byte) if byte == section::COMMAND => match Command::decode(rest) {
                     Ok(None) => return Ok(TailStep::More),
                     Ok(Some((Command::Ping(PING_READY), length))) => {
+                        let end = self.sections.last().map_or(0, |section| section.range.end);
+                        let whole = "consumed bytes are those of the device sections";
+                        invariant(end == self.at, whole).map_err(|broken| self.fail(self.at, broken.into()))?;
                         self.sections_end = self.at;
                         self.at += length;
                         self.stage = Stage::Go;
@@ -118,9 +121,17 @@ impl DelimitedTail {
         }
     }
 
+    /// Returns the bytes of `tail` that were not decoded yet: `tail` only grows from call to call.
+    fn unseen<'t>(&self, tail: &'t [u8]) -> Result<&'t [u8], StreamError> {
+        tail.get(self.at..).ok_or_else(|| {
+            let what = "device sections, which were longer before".into();
+            self.fail(0, Fault::Truncated { what, wanted: self.at, available: tail.len() })
+        })
+    }
+
     /// The end byte and the description.
     fn end(&mut self, tail: &[u8]) -> Result<TailStep, StreamError> {
-        let rest = tail.get(self.at..).unwrap_or_default();
+        let rest = self.unseen(tail)?;
         let begin = match *rest {
             [section::EOF, section::DESCRIPTION, a, b, c, d, ..] => u32::from_be_bytes([a, b, c, d]),
             [] | [section::EOF] | [section::EOF, section::DESCRIPTION, ..] => return Ok(TailStep::More),
@@ -130,12 +141,13 @@ impl DelimitedTail {
             }
         };
         let length = usize::try_from(begin).ok().filter(|length| *length <= DESCRIPTION_LIMIT).ok_or_else(|| {
-            let (value, limit) = (begin.into(), u64_from(DESCRIPTION_LIMIT));
+            let (value, limit) = (begin.into(), to_u64(DESCRIPTION_LIMIT));
             self.fail(self.at, Fault::TooLarge { what: "length of the description", value, limit })
         })?;
         let json_at = self.at + 2 + size_of::<u32>();
         let Some(json) = tail.get(json_at..json_at + length) else { return Ok(TailStep::More) };
-        let sections = tail.get(..self.sections_end).unwrap_or_default();
+        // Before the command that ended them, so inside the tail.
+        let sections = &tail[..self.sections_end];
         Description::decode(json).and_then(|description| walk_sections(sections, &description))?;
         let pings = self.sections_end..self.at;
         self.at = json_at + length;
@@ -157,7 +169,7 @@ impl DelimitedTail {
     }
 
     fn fail(&self, at: usize, fault: Fault) -> StreamError {
-        StreamError::new(self.offset.saturating_add(u64_from(at)), "behind the device sections", fault)
+        StreamError::new(self.offset.saturating_add(to_u64(at)), "behind the device sections", fault)
     }
 }
 
@@ -248,5 +260,16 @@ mod tests {
         let mut search = DelimitedTail::new(0, 1 << 20);
         assert!(matches!(search.look(&tail), Ok(TailStep::Ready { .. })));
         assert!(search.look(&tail).unwrap_err().to_string().contains("the source's permission"));
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "consumed bytes are those of the device sections")]
+    fn bytes_between_the_sections_and_the_command_are_a_broken_invariant() {
+        let mut tail = vec![0; 3];
+        Command::Ping(PING_READY).encode(&mut tail).unwrap();
+        let mut search = DelimitedTail::new(0, 1 << 20);
+        search.at = 3;
+        let _ = search.look(&tail);
     }
 }

@@ -1,6 +1,7 @@
 //! The JSON description of the device sections, which arrives behind them.
 
 use crate::error::{Fault, StreamError};
+use limosa_page::to_u64;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, SeqAccess, Visitor};
 use std::fmt;
 
@@ -50,13 +51,13 @@ impl Description {
     pub fn decode(json: &[u8]) -> Result<Self, StreamError> {
         let fail = |at, fault| StreamError::new(at, "device description (JSON)", fault);
         if json.len() > DESCRIPTION_LIMIT {
-            let (value, limit) = (crate::cursor::u64_from(json.len()), crate::cursor::u64_from(DESCRIPTION_LIMIT));
+            let (value, limit) = (to_u64(json.len()), to_u64(DESCRIPTION_LIMIT));
             return Err(fail(0, Fault::TooLarge { what: "length of the description", value, limit }));
         }
         serde_json::from_slice(json).map_err(|error| {
             // The text has one line; a column counts from 1.
             let column = if error.line() == 1 { error.column().saturating_sub(1) } else { 0 };
-            fail(crate::cursor::u64_from(column), Fault::expected("a description of device sections", error))
+            fail(to_u64(column), Fault::expected("a description of device sections", error))
         })
     }
 }
@@ -128,7 +129,7 @@ impl Length for RawField {
 
 impl Length for RawSubsection {
     fn length(self) -> Option<u64> {
-        let header = crate::cursor::u64_from(self.vmsd_name.len()).checked_add(1 + 1 + 4)?;
+        let header = to_u64(self.vmsd_name.len()).checked_add(1 + 1 + 4)?;
         let fields = self.fields.map_or(0, |sum| sum.total);
         let subsections = self.subsections.map_or(0, |sum| sum.total);
         header.checked_add(fields)?.checked_add(subsections)

@@ -4,6 +4,7 @@
 //! ends; and in a postcopy package there is no description. A VMM that is free to choose puts a length in front: each body
 //! is a be32 and so many opaque bytes. To stock QEMU's tools this is a section like any other.
 
+use limosa_page::to_u64;
 use serde_json::json;
 
 use crate::cursor::{Cursor, Stop};
@@ -43,11 +44,16 @@ impl DeviceSections {
     pub fn push(&mut self, name: &str, instance: u32, version: u32, state: &[u8]) -> Result<(), EncodeError> {
         let length = u32::try_from(state.len()).map_err(|_| EncodeError::Number {
             what: "length of a device's state",
-            value: crate::cursor::u64_from(state.len()),
+            value: to_u64(state.len()),
             rule: "at most 2^32 - 1",
         })?;
         // Section 0 is taken for `ram` by some readers; ids only have to differ.
-        let id = u32::try_from(self.devices.len()).unwrap_or(u32::MAX).saturating_add(16);
+        let id = u32::try_from(self.devices.len()).ok().and_then(|id| id.checked_add(16));
+        let id = id.ok_or_else(|| EncodeError::Number {
+            what: "number of device sections",
+            value: to_u64(self.devices.len()),
+            rule: "at most 2^32 - 17",
+        })?;
         SectionHeader { kind: SectionKind::Full, id, name: name.to_owned(), instance, version }
             .encode(&mut self.bytes)?;
         self.bytes.extend_from_slice(&length.to_be_bytes());
@@ -82,7 +88,7 @@ impl<'a> OpaqueSection<'a> {
     pub fn decode_all(input: &'a [u8]) -> Result<(Vec<Self>, usize), StreamError> {
         let (mut sections, mut at) = (Vec::new(), 0);
         while input.get(at) == Some(&SectionKind::Full.byte()) {
-            let (found, length) = decode_one(input.get(at..).unwrap_or_default(), crate::cursor::u64_from(at))?;
+            let (found, length) = decode_one(&input[at..], to_u64(at))?;
             sections.push(found);
             at += length;
         }
@@ -112,7 +118,7 @@ pub(crate) fn read_one(input: &[u8]) -> Result<Option<(u32, OpaqueSection<'_>, u
         let id = cursor.be32()?;
         let name = cursor.name("a section name")?;
         let (instance, version, length) = (cursor.be32()?, cursor.be32()?, cursor.be32()?);
-        let state = cursor.take(usize::try_from(length).unwrap_or(usize::MAX))?;
+        let state = cursor.take(length as usize)?;
         let footer = (cursor.u8()?, cursor.be32()?);
         Ok::<_, Stop>((id, OpaqueSection { name, instance, version, state }, footer))
     };

@@ -8,7 +8,9 @@
 //!
 //! Offsets and ranges count from the first byte of the tail, the type byte 0x04 of the first section.
 
-use crate::cursor::{Cursor, Stop, u64_from};
+use limosa_page::{to_u64, to_usize};
+
+use crate::cursor::{Cursor, Stop};
 use crate::description::{DESCRIPTION_LIMIT, Description, DeviceDescription};
 use crate::error::{EncodeError, Fault, StreamError};
 use crate::global_state::{self, GLOBAL_STATE, GlobalState};
@@ -69,7 +71,12 @@ impl DeviceState {
     /// A section that is malformed, or a `tail` that is not the one this was found in.
     pub fn global_state(&self, tail: &[u8]) -> Result<Option<GlobalState>, StreamError> {
         let Some(section) = self.section(GLOBAL_STATE) else { return Ok(None) };
-        GlobalState::decode(tail.get(section.body.clone()).unwrap_or_default()).map(Some)
+        let body = tail.get(section.body.clone()).ok_or_else(|| {
+            let (wanted, available) = (section.body.end, tail.len());
+            let fault = Fault::Truncated { what: "section \"globalstate\"".into(), wanted, available };
+            StreamError::new(to_u64(section.body.start), "device sections", fault)
+        })?;
+        GlobalState::decode(body).map(Some)
     }
 
     /// Puts another run state into the tail, in place: no length changes.
@@ -78,7 +85,7 @@ impl DeviceState {
     /// No such section, or a name that is no run state.
     pub fn replace_run_state(&self, tail: &mut [u8], run_state: &str) -> Result<(), EncodeError> {
         let body = self.section(GLOBAL_STATE).and_then(|section| tail.get_mut(section.body.clone()));
-        global_state::replace_run_state(body.unwrap_or_default(), run_state)
+        global_state::replace_run_state(body.unwrap_or(&mut []), run_state)
     }
 }
 
@@ -125,15 +132,17 @@ impl DeviceTail {
 
     /// Takes note of all new candidates.
     fn scan(&mut self, tail: &[u8]) -> Result<(), StreamError> {
-        if u64_from(tail.len()) > self.limit {
-            let fault = Fault::TooLarge {
-                what: "length of the device sections",
-                value: u64_from(tail.len()),
-                limit: self.limit,
-            };
+        if to_u64(tail.len()) > self.limit {
+            let fault =
+                Fault::TooLarge { what: "length of the device sections", value: to_u64(tail.len()), limit: self.limit };
             return Err(StreamError::new(self.offset, "device sections", fault));
         }
-        let unseen = tail.get(self.scanned..).unwrap_or_default();
+        let Some(unseen) = tail.get(self.scanned..) else {
+            let (wanted, available) = (self.scanned, tail.len());
+            let fault =
+                Fault::Truncated { what: "device sections, which were longer before".into(), wanted, available };
+            return Err(StreamError::new(self.offset, "device sections", fault));
+        };
         // The window: a footer's mark, its id, then 00 06, a length, and the brace.
         for (at, window) in unseen.windows(FOOTER_LENGTH + MARK_LENGTH + 1).enumerate() {
             let &[section::FOOTER, _, _, _, _, section::EOF, section::DESCRIPTION, a, b, c, d, b'{'] = window else {
@@ -161,7 +170,7 @@ impl DeviceTail {
         if json.last() != Some(&b'}') {
             return Ok(None);
         }
-        self.parsed = self.parsed.saturating_add(u64_from(json.len()));
+        self.parsed = self.parsed.saturating_add(to_u64(json.len()));
         if self.parsed > PARSE_LIMIT {
             return Err(self.too_many(begin));
         }
@@ -176,7 +185,7 @@ impl DeviceTail {
 
     fn too_many(&self, at: usize) -> StreamError {
         let fault = Fault::expected("one description of the device sections", "too many that look like one");
-        StreamError::new(self.offset.saturating_add(u64_from(at)), "device sections", fault)
+        StreamError::new(self.offset.saturating_add(to_u64(at)), "device sections", fault)
     }
 }
 
@@ -189,7 +198,7 @@ impl DeviceTail {
 /// No description that fits the sections: the tail is cut off, damaged, or was written without a description
 /// (`suppress-vmdesc`).
 pub fn locate(tail: &[u8], offset: u64, limit: u64) -> Result<DeviceState, StreamError> {
-    let limited = usize::try_from(limit).ok().and_then(|limit| tail.get(..limit)).unwrap_or(tail);
+    let limited = &tail[..tail.len().min(to_usize(limit))];
     let mut search = DeviceTail::new(offset, limit);
     search.scan(limited)?;
     let mut candidates: Vec<_> = search.candidates.iter().map(|(end, begin)| (*begin, *end)).collect();
@@ -229,7 +238,7 @@ pub fn walk_sections(sections: &[u8], description: &Description) -> Result<Vec<D
                         wanted: wanted.saturating_sub(begin),
                         available: rest,
                     };
-                    StreamError::new(u64_from(begin), "device sections", fault)
+                    StreamError::new(to_u64(begin), "device sections", fault)
                 }
                 fail => fail.into_error(0, "device sections", rest),
             }
@@ -256,7 +265,7 @@ fn walk_one(
         return Err(Stop::Fail { at: begin, fault });
     };
     let body_begin = cursor.at();
-    cursor.take(usize::try_from(device.body_length).unwrap_or(usize::MAX))?;
+    cursor.take(to_usize(device.body_length))?;
     let body = body_begin..cursor.at();
     let footer_at = cursor.at();
     let footer = cursor.array::<FOOTER_LENGTH>()?;

@@ -7,6 +7,8 @@
 use std::borrow::Cow;
 use std::fmt;
 
+use limosa_page::BrokenInvariant;
+
 /// A decoding error: where it happened and what was wrong there.
 ///
 /// Boxed inside, so that a `Result` on the per-page path stays small.
@@ -123,6 +125,9 @@ pub enum Fault {
     /// The stream uses a feature that this decoder does not take.
     #[error("{0}")]
     Unsupported(Feature),
+    /// A bug of limosa; the stream may be right.
+    #[error(transparent)]
+    Internal(#[from] BrokenInvariant),
 }
 
 impl Fault {
@@ -212,4 +217,7 @@ pub enum EncodeError {
         /// The repeated name.
         name: String,
     },
+    /// A bug of limosa.
+    #[error(transparent)]
+    Internal(#[from] BrokenInvariant),
 }

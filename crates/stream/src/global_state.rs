@@ -3,6 +3,8 @@
 //! A precopy destination adopts this run state. The body: be32 length of the name with its NUL, the name padded with
 //! zeros, and two flags about suspension behind the first 36 bytes.
 
+use limosa_page::to_u64;
+
 use crate::error::{EncodeError, Fault, StreamError};
 
 /// Name of the section.
@@ -32,7 +34,7 @@ impl GlobalState {
             let what = "the run state".into();
             return Err(fail(0, Fault::Truncated { what, wanted: 4 + RUN_STATE_FIELD, available: body.len() }));
         };
-        let length = usize::try_from(u32::from_be_bytes(*length)).unwrap_or(usize::MAX);
+        let length = u32::from_be_bytes(*length) as usize;
         let name = length.checked_sub(1).and_then(|end| field.split_at_checked(end));
         let Some((name, [0, ..])) = name else {
             return Err(fail(0, Fault::expected("the length of a name with its NUL, 1 to 32", length)));
@@ -75,7 +77,7 @@ pub fn replace_run_state(body: &mut [u8], run_state: &str) -> Result<(), EncodeE
     let plain = run_state.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-');
     let length = u32::try_from(run_state.len()).ok().filter(|length| *length > 0 && *length < 32 && plain);
     let length = length.ok_or_else(|| EncodeError::Name { what, name: run_state.to_owned(), limit })?;
-    let value = crate::cursor::u64_from(body.len());
+    let value = to_u64(body.len());
     let Some(front) = body.first_chunk_mut::<{ 4 + RUN_STATE_FIELD }>() else {
         let rule = "must have 36 bytes or more";
         return Err(EncodeError::Number { what: "length of the globalstate body", value, rule });

@@ -16,6 +16,7 @@ use crate::error::{EncodeError, Fault, StreamError};
 use crate::ram::{self, FLAG_MEM_SIZE, PAGE_SIZE, RAM, RAM_VERSION, RamBlock};
 use crate::section;
 use crate::walk::{ReadAt, StreamWalk, WalkError};
+use limosa_page::{BrokenInvariant, invariant, to_u64};
 use std::ops::Range;
 
 /// QEMU puts the pages of a block at a multiple of this.
@@ -130,7 +131,7 @@ impl MappedBlock {
     /// Bytes of name, length and header.
     fn header_range(&self) -> Range<u64> {
         let length = 1 + self.block.name.len() + 8 + 8 * usize::from(self.block.address.is_some()) + HEADER_LENGTH;
-        self.header_offset..self.header_offset + crate::cursor::u64_from(length)
+        self.header_offset..self.header_offset + to_u64(length)
     }
 
     fn bitmap_name(&self) -> String {
@@ -202,7 +203,7 @@ impl Layout {
             Self { base, configuration, section_id, blocks: Vec::new(), early_sections: Vec::new(), tail_offset: 0 };
         let mut prologue = Vec::new();
         layout.encode_prologue(blocks, &mut prologue)?;
-        let mut at = base + crate::cursor::u64_from(prologue.len());
+        let mut at = base + to_u64(prologue.len());
         for block in blocks {
             let block = RamBlock::new(block.name.clone(), block.used_length);
             let mut placed =
@@ -214,14 +215,27 @@ impl Layout {
         }
         let mut epilogue = Vec::new();
         ram::encode_eos(section_id, &mut epilogue);
-        layout.tail_offset = at + crate::cursor::u64_from(epilogue.len());
+        layout.tail_offset = at + to_u64(epilogue.len());
+        layout.check_order()?;
         Ok(layout)
+    }
+
+    /// Asserts that the parts of a planned file follow each other without overlaps.
+    fn check_order(&self) -> Result<(), BrokenInvariant> {
+        let mut end = self.base;
+        for placed in &self.blocks {
+            for part in [placed.header_range(), placed.bitmap_range(), placed.pages_range()] {
+                invariant(end <= part.start && part.start <= part.end, "parts of a planned file are in order")?;
+                end = part.end;
+            }
+        }
+        invariant(end < self.tail_offset, "the device sections of a planned file are behind its RAM blocks")
     }
 
     /// Puts device sections behind the RAM blocks, before the rest of them.
     pub fn add_early_sections(&mut self, sections: &[u8]) {
         self.early_sections.extend_from_slice(sections);
-        self.tail_offset += crate::cursor::u64_from(sections.len());
+        self.tail_offset += to_u64(sections.len());
     }
 
     /// The bytes that make the file a stream, besides pages, bitmaps and device sections: the beginning with the first
@@ -303,8 +317,8 @@ impl Layout {
                 Event::EarlyDevice(_) => {
                     let fault = Fault::TooLarge {
                         what: "early device sections",
-                        value: crate::cursor::u64_from(layout.early_sections.len()),
-                        limit: crate::cursor::u64_from(EARLY_SECTIONS_LIMIT),
+                        value: to_u64(layout.early_sections.len()),
+                        limit: to_u64(EARLY_SECTIONS_LIMIT),
                     };
                     return Err(StreamError::new(walk.offset(), "between sections", fault).into());
                 }
@@ -362,4 +376,30 @@ fn inside(placed: &MappedBlock, file_length: u64) -> Result<(), StreamError> {
         }
     }
     Ok(())
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::*;
+
+    fn planned() -> Layout {
+        let blocks = [RamBlock::new("pc.ram", 1 << 20), RamBlock::new("vga.vram", 1 << 16)];
+        Layout::plan(&Configuration::new("pc-i440fx-10.0"), 2, &blocks).unwrap()
+    }
+
+    #[test]
+    #[should_panic(expected = "parts of a planned file are in order")]
+    fn blocks_that_overlap_in_a_plan_are_a_broken_invariant() {
+        let mut layout = planned();
+        layout.blocks[1].pages_offset = layout.blocks[0].pages_offset;
+        let _ = layout.check_order();
+    }
+
+    #[test]
+    #[should_panic(expected = "the device sections of a planned file are behind its RAM blocks")]
+    fn device_sections_among_the_blocks_of_a_plan_are_a_broken_invariant() {
+        let mut layout = planned();
+        layout.tail_offset = layout.blocks[1].pages_offset;
+        let _ = layout.check_order();
+    }
 }

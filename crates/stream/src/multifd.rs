@@ -11,11 +11,12 @@
 use std::fmt;
 use std::str::FromStr;
 
+use limosa_page::to_u64;
 use thiserror::Error;
 
 use crate::cursor::{Cursor, Stop};
 use crate::error::{EncodeError, Fault, Feature, StreamError};
-use crate::ram::{PAGE_LEN, PAGE_SIZE};
+use crate::ram::PAGE_SIZE;
 
 /// What both kinds of packets begin with.
 pub const MAGIC: [u8; 4] = [0x11, 0x22, 0x33, 0x44];
@@ -26,7 +27,9 @@ pub const INITIAL_LEN: usize = 64;
 /// Length of a RAM packet's header in bytes.
 pub const PACKET_LEN: usize = 1344;
 /// Most pages in a packet.
-pub const PACKET_PAGES: usize = 128;
+pub const PACKET_PAGES: usize = ALLOCATED as usize;
+/// The same, as packets say it.
+const ALLOCATED: u32 = 128;
 /// Bytes at the beginning of a packet that determine its kind.
 pub const PREFIX_LEN: usize = 12;
 /// Longest payload of a packet in bytes: that is QEMU's buffer for compressed pages.
@@ -191,11 +194,13 @@ impl<'a> Packet<'a> {
         out[8..12].copy_from_slice(&flags.to_be_bytes());
         out[24..32].copy_from_slice(&self.packet_num.to_be_bytes());
         let pages = self.normal.len().saturating_add(self.zero.len());
+        let too_many =
+            || EncodeError::Number { what: "number of pages in a packet", value: to_u64(pages), rule: "at most 128" };
         if pages > PACKET_PAGES {
-            let value = crate::cursor::u64_from(pages);
-            return Err(EncodeError::Number { what: "number of pages in a packet", value, rule: "at most 128" });
+            return Err(too_many());
         }
-        let [normal, zero] = [self.normal.len(), self.zero.len()].map(|count| u32::try_from(count).unwrap_or(u32::MAX));
+        let count = |pages: &[u64]| u32::try_from(pages.len()).map_err(|_| too_many());
+        let (normal, zero) = (count(self.normal)?, count(self.zero)?);
         if payload_fault(self.compression, normal, self.payload_len).is_some() {
             let (what, value) = ("payload length of a packet", self.payload_len.into());
             return Err(EncodeError::Number { what, value, rule: "must be that of the normal pages, at most 1 MiB" });
@@ -203,8 +208,7 @@ impl<'a> Packet<'a> {
         if pages == 0 {
             return Ok(());
         }
-        let allocated = u32::try_from(PACKET_PAGES).unwrap_or(u32::MAX);
-        out[12..16].copy_from_slice(&allocated.to_be_bytes());
+        out[12..16].copy_from_slice(&ALLOCATED.to_be_bytes());
         out[16..20].copy_from_slice(&normal.to_be_bytes());
         out[20..24].copy_from_slice(&self.payload_len.to_be_bytes());
         out[32..36].copy_from_slice(&zero.to_be_bytes());
@@ -262,8 +266,7 @@ impl<'a> Packet<'a> {
             Ok(count) if value <= limit => Ok(count),
             _ => Err(Stop::Fail { at, fault: Fault::TooLarge { what, value: value.into(), limit: limit.into() } }),
         };
-        let most = u32::try_from(PACKET_PAGES).unwrap_or(u32::MAX);
-        count(12, "room for pages in a packet", allocated, most)?;
+        count(12, "room for pages in a packet", allocated, ALLOCATED)?;
         let normals = count(16, "number of normal pages in a packet", normal, allocated)?;
         let zeros = count(32, "number of zero pages in a packet", zero, allocated.saturating_sub(normal))?;
         let sync = flags & FLAG_SYNC != 0;
@@ -275,7 +278,7 @@ impl<'a> Packet<'a> {
         if let Some(fault) = payload_fault(compression, normal, length) {
             return fail(20, fault);
         }
-        let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+        let name = name.split(|byte| *byte == 0).next().unwrap_or(name);
         let block = match std::str::from_utf8(name) {
             Ok(block) if !block.is_empty() && name.len() < NAME_LEN => block,
             _ => {
@@ -293,7 +296,8 @@ impl<'a> Packet<'a> {
             *place = value;
         }
         let (normal, rest) = offsets.split_at(normals);
-        let zero = rest.get(..zeros).unwrap_or_default();
+        // Both counts were compared with ALLOCATED: they fit.
+        let zero = &rest[..zeros];
         Ok(Self { sync, compression, packet_num, block, normal, zero, payload_len: length })
     }
 }
@@ -314,11 +318,10 @@ fn begin(cursor: &mut Cursor<'_>) -> Result<(), Stop> {
 
 /// What is wrong with `length` as payload of so many normal pages.
 fn payload_fault(compression: Compression, normal: u32, length: u32) -> Option<Fault> {
-    let page = u32::try_from(PAGE_LEN).unwrap_or(u32::MAX);
     match (compression, normal) {
         (_, 0) if length != 0 => Some(Fault::expected("no payload in a packet without normal pages", length)),
         (_, 0) => None,
-        (Compression::None, _) if Some(length) != normal.checked_mul(page) => {
+        (Compression::None, _) if u64::from(length) != u64::from(normal) * PAGE_SIZE => {
             Some(Fault::expected(format!("a payload of {normal} pages of 4096 bytes"), length))
         }
         (Compression::None, _) => None,

@@ -6,6 +6,7 @@
 
 use crate::description::DEVICES_LIMIT;
 use crate::error::{Fault, StreamError};
+use limosa_page::to_u64;
 
 /// Longest JSON whose names are kept, in bytes: 16 MiB. A VM with 54 device sections has 90 KB.
 pub const OUTLINE_LIMIT: usize = 16 << 20;
@@ -81,7 +82,7 @@ struct Outlines {
 pub fn decode(json: &[u8]) -> Result<Vec<DeviceOutline>, StreamError> {
     let fail = |at, fault| StreamError::new(at, "device description (JSON)", fault);
     let too_large = |what, value: usize, limit: usize| {
-        let (value, limit) = (crate::cursor::u64_from(value), crate::cursor::u64_from(limit));
+        let (value, limit) = (to_u64(value), to_u64(limit));
         fail(0, Fault::TooLarge { what, value, limit })
     };
     if json.len() > OUTLINE_LIMIT {
@@ -90,7 +91,7 @@ pub fn decode(json: &[u8]) -> Result<Vec<DeviceOutline>, StreamError> {
     let outlines: Outlines = serde_json::from_slice(json).map_err(|error| {
         // The text has one line; a column counts from 1.
         let column = if error.line() == 1 { error.column().saturating_sub(1) } else { 0 };
-        fail(crate::cursor::u64_from(column), Fault::expected("a description of device sections", error))
+        fail(to_u64(column), Fault::expected("a description of device sections", error))
     })?;
     if outlines.devices.len() > DEVICES_LIMIT {
         return Err(too_large("number of devices", outlines.devices.len(), DEVICES_LIMIT));

@@ -8,6 +8,7 @@ use crate::command::{Command, PageSizes};
 use crate::configuration::Configuration;
 use crate::error::EncodeError;
 use crate::ram::{self, PAGE_SIZE, RamBlock};
+use limosa_page::to_u64;
 
 /// Token of the PING in the prologue: its PONG proves the return path.
 pub const PING_OPENED: u32 = 1;
@@ -97,7 +98,7 @@ pub fn encode_packaged(package: &[u8], out: &mut Vec<u8>) -> Result<(), EncodeEr
 fn package_length(package: &[u8]) -> Result<u32, EncodeError> {
     u32::try_from(package.len()).map_err(|_| EncodeError::Number {
         what: "length of the package",
-        value: crate::cursor::u64_from(package.len()),
+        value: to_u64(package.len()),
         rule: "at most 2^32 - 1",
     })
 }

@@ -7,6 +7,7 @@
 use crate::cursor::put_name;
 use crate::error::EncodeError;
 use crate::section;
+use limosa_page::to_u64;
 use std::collections::HashSet;
 
 pub use limosa_page::{PAGE_LEN, PAGE_SIZE};
@@ -81,7 +82,7 @@ impl RamBlock {
 /// The first rule that the list breaks.
 pub fn check_blocks(blocks: &[RamBlock]) -> Result<u64, EncodeError> {
     if blocks.len() > BLOCKS_LIMIT {
-        let value = crate::cursor::u64_from(blocks.len());
+        let value = to_u64(blocks.len());
         return Err(EncodeError::Number { what: "number of RAM blocks", value, rule: "at most 4096" });
     }
     let mut names = HashSet::with_capacity(blocks.len());
@@ -196,7 +197,7 @@ impl RecordEncoder {
         out: &mut [u8; RECORD_LIMIT],
     ) -> Result<usize, EncodeError> {
         let Some((name, used_length)) = self.blocks.get(block) else {
-            let value = crate::cursor::u64_from(block);
+            let value = to_u64(block);
             return Err(EncodeError::Number { what: "index of a RAM block", value, rule: "no such block" });
         };
         if offset >= *used_length || !offset.is_multiple_of(PAGE_SIZE) {

@@ -3,7 +3,9 @@
 //! [`ReturnDecoder`] takes the bytes as they come and gives whole messages. Its memory is bounded: a message has at
 //! most 512 bytes (QEMU's own limit), except for the bitmap of received pages, whose limit the caller sets.
 
-use crate::cursor::{Cursor, Stop, put_name, u64_from};
+use limosa_page::{to_u64, to_usize};
+
+use crate::cursor::{Cursor, Stop, put_name};
 use crate::error::{EncodeError, Fault, StreamError};
 
 /// Longest payload of a message, in bytes; QEMU's own limit.
@@ -70,7 +72,7 @@ impl ReturnMessage {
                 let mut name = Vec::with_capacity(1 + block.len());
                 put_name("RAM block", block, &mut name)?;
                 frame(5, &[&name], out);
-                out.extend_from_slice(&u64_from(bitmap.len()).to_be_bytes());
+                out.extend_from_slice(&to_u64(bitmap.len()).to_be_bytes());
                 out.extend_from_slice(bitmap);
                 out.extend_from_slice(&BITMAP_END.to_be_bytes());
             }
@@ -83,7 +85,9 @@ impl ReturnMessage {
 
 fn frame(kind: u16, payload: &[&[u8]], out: &mut Vec<u8>) {
     // At most 12 bytes and a name of at most 256.
-    let length: u16 = payload.iter().map(|part| u16::try_from(part.len()).unwrap_or(u16::MAX)).sum();
+    let [low, high, rest @ ..] = payload.iter().map(|part| part.len()).sum::<usize>().to_le_bytes();
+    debug_assert!(rest == [0; 6] && high < 2, "the body of a message of the return path is at most 268 bytes long");
+    let length = u16::from_le_bytes([low, high]);
     out.extend_from_slice(&kind.to_be_bytes());
     out.extend_from_slice(&length.to_be_bytes());
     for part in payload {
@@ -138,7 +142,7 @@ impl ReturnDecoder {
     /// Unknown type, wrong length, impossible payload, a request without block before any with one; the decoder must
     /// not be used after that.
     pub fn next_message(&mut self) -> Result<Option<ReturnMessage>, StreamError> {
-        let input = self.buffer.get(self.begin..).unwrap_or_default();
+        let input = &self.buffer[self.begin..];
         // A long bitmap comes in pieces: it is not looked at again before it can be complete.
         if input.len() < self.wanted {
             return Ok(None);
@@ -149,7 +153,7 @@ impl ReturnDecoder {
                 let length = cursor.at();
                 self.block_known |= matches!(message, ReturnMessage::RequestPages { .. });
                 self.begin += length;
-                self.offset = self.offset.saturating_add(u64_from(length));
+                self.offset = self.offset.saturating_add(to_u64(length));
                 self.wanted = 4;
                 Ok(Some(message))
             }
@@ -223,7 +227,7 @@ fn read_bitmap(cursor: &mut Cursor<'_>, limit: u64) -> Result<Vec<u8>, Stop> {
         };
         return Err(Stop::Fail { at, fault });
     }
-    let size = usize::try_from(size).unwrap_or(usize::MAX);
+    let size = to_usize(size);
     let bitmap = cursor.take(size)?;
     let at = cursor.at();
     let end = cursor.be64()?;

@@ -2,6 +2,7 @@
 
 use crate::decoder::{Decoder, DecoderOptions, Event, Step};
 use crate::error::StreamError;
+use limosa_page::{invariant, to_u64};
 use std::io;
 
 /// Reads into the buffer at an offset in the file: how many bytes came, 0 only at the end of the file.
@@ -82,13 +83,16 @@ impl<R: ReadAt> StreamWalk<R> {
     /// A read that failed, a stream that is wrong or ends inside something.
     pub fn next_event(&mut self) -> Result<Event, WalkError> {
         loop {
-            let input = self.window.get(self.begin..self.end).unwrap_or_default();
+            let input = &self.window[self.begin..self.end];
+            let available = input.len();
             match self.decoder.step(input)? {
                 Step::Need(wanted) => self.fill(wanted)?,
                 Step::Event { consumed, event } => {
+                    invariant(consumed <= available, "a decoder consumes no more than it was given")
+                        .map_err(|broken| StreamError::new(self.position, "window of a walk", broken.into()))?;
                     self.begin += consumed;
                     let target = self.base.saturating_add(self.decoder.offset());
-                    self.position = self.position.saturating_add(crate::cursor::u64_from(consumed));
+                    self.position = self.position.saturating_add(to_u64(consumed));
                     if target != self.position {
                         self.jump(target);
                     }
@@ -100,7 +104,7 @@ impl<R: ReadAt> StreamWalk<R> {
 
     /// Ends the walk: what was read from [`offset`](Self::offset) on, for a source that can be read only once.
     pub fn into_ahead(self) -> Vec<u8> {
-        self.window.get(self.begin..self.end).unwrap_or_default().to_vec()
+        self.window[self.begin..self.end].to_vec()
     }
 
     /// Goes on at file offset `target`, inside the window if it is there.
@@ -123,7 +127,7 @@ impl<R: ReadAt> StreamWalk<R> {
         let goal = wanted.max(self.ahead).min(self.window.len());
         self.ahead = self.ahead.saturating_mul(2).min(self.window.len());
         while self.end < wanted {
-            let offset = self.position.saturating_add(crate::cursor::u64_from(self.end));
+            let offset = self.position.saturating_add(to_u64(self.end));
             let Some(free) = self.window.get_mut(self.end..goal).filter(|free| !free.is_empty()) else {
                 return Err(self.decoder.truncated(self.end, wanted).into());
             };

@@ -72,14 +72,15 @@ pub fn encode(old: &[u8; PAGE_LEN], new: &[u8; PAGE_LEN], out: &mut Vec<u8>) {
         if start < end {
             put_count(start - at, out);
             put_count(end - start, out);
-            out.extend_from_slice(new.get(start..end).unwrap_or_default());
+            out.extend_from_slice(&new[start..end]);
         }
         at = end;
     }
 }
 
 fn put_count(count: usize, out: &mut Vec<u8>) {
-    let [low, high] = [count & 0x7f, count >> 7].map(|bits| u8::try_from(bits).unwrap_or(u8::MAX));
+    debug_assert!(count < 1 << 14, "a run of {count} bytes in a page of 4096");
+    let [high, low] = [count >> 7, count & 0x7f].map(|bits| bits.to_le_bytes()[0]);
     if high == 0 {
         out.push(low);
     } else {

@@ -5,6 +5,8 @@
 //! this one says itself how long it is. Fact (QEMU 10.0, seen on the wire): be64 address, be64 region size, be64 block
 //! size, be32 node, be64 plugged bytes, and a bitmap of one bit a block in be64 words.
 
+use limosa_page::to_usize;
+
 use crate::cursor::{Cursor, Stop};
 use crate::error::Fault;
 use crate::section::{self, SectionHeader, SectionKind};
@@ -43,7 +45,7 @@ pub(super) fn section<'a>(cursor: &mut Cursor<'a>) -> Result<&'a [u8], Stop> {
         let fault = Fault::TooLarge { what: "bitmap of a virtio-mem device", value: bitmap, limit: BITMAP_LIMIT };
         return Err(Stop::Fail { at: sizes_at, fault });
     }
-    ahead.take(usize::try_from(bitmap).unwrap_or(usize::MAX))?;
+    ahead.take(to_usize(bitmap))?;
     let footer_at = ahead.at();
     if ahead.u8()? != section::FOOTER || ahead.be32()? != header.id {
         let fault =

@@ -8,6 +8,7 @@ use crate::ram::{
     self, BLOCKS_LIMIT, FLAG_CONTINUE, FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE, FLAG_ZERO, FLAGS_MASK, PAGE_LEN,
     PAGE_SIZE, RamBlock,
 };
+use limosa_page::to_u64;
 
 const XBZRLE: u64 = FLAG_XBZRLE;
 const XBZRLE_CONTINUE: u64 = FLAG_XBZRLE | FLAG_CONTINUE;
@@ -61,7 +62,7 @@ impl Decoder {
         let event = match header {
             None => Event::RamBlock { block: self.blocks.len() },
             Some(header) => {
-                let header_offset = self.offset.saturating_add(crate::cursor::u64_from(begin));
+                let header_offset = self.offset.saturating_add(to_u64(begin));
                 let header_offset = self.options.base.saturating_add(header_offset);
                 Event::MappedRamBlock(header.place(&block, header_offset, self.options.base).map_err(at)?)
             }
