@@ -6,6 +6,8 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use limosa_page::to_nanos;
+
 /// A snapshot of what a channel did since it was made. Calls, bytes and nanoseconds; "out" is what was put.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -121,7 +123,7 @@ impl DirectionCounters {
 }
 
 fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+    to_nanos(time)
 }
 
 impl Counters {

@@ -10,6 +10,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use limosa_page::{BrokenInvariant, invariant, to_nanos, to_usize};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Timespec;
 use rustix::io::Errno;
@@ -30,6 +31,14 @@ pub(crate) enum Stop {
     Ended { got: u64, wanted: u64 },
     /// The kernel's answer.
     Failed(io::Error),
+    /// A bug of limosa.
+    Internal(BrokenInvariant),
+}
+
+impl From<BrokenInvariant> for Stop {
+    fn from(broken: BrokenInvariant) -> Self {
+        Self::Internal(broken)
+    }
 }
 
 type Result<T> = std::result::Result<T, Stop>;
@@ -55,7 +64,7 @@ impl Direction {
     }
 
     pub(crate) fn set_timeout(&self, time: Option<Duration>) {
-        let nanoseconds = time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        let nanoseconds = time.map_or(0, to_nanos);
         self.timeout.store(nanoseconds, Ordering::Relaxed);
     }
 
@@ -152,7 +161,7 @@ impl Transfer<'_> {
         call: &mut dyn FnMut(&Batch<'_, Out>) -> io::Result<usize>,
     ) -> Result<()> {
         let mut idle = self.direction.idle_timer();
-        let mut paid = 0;
+        let (mut paid, mut left) = (0, gather.left());
         while let Some(batch) = gather.batch(self.rate.batch()) {
             if self.direction.is_shut() {
                 return Err(Stop::ShutDown);
@@ -166,7 +175,9 @@ impl Transfer<'_> {
             }
             paid = paid.saturating_sub(moved);
             gather.advance(moved);
+            left = left.saturating_sub(moved as u64);
         }
+        invariant(left == 0, "all bytes of a list are moved")?;
         self.drain(&mut idle, true)
     }
 
@@ -184,7 +195,7 @@ impl Transfer<'_> {
         let mut paid = 0;
         let mut left = length;
         while left != 0 {
-            let now = usize::try_from(left).unwrap_or(BYTES_MAX).min(self.rate.chunk()).min(BYTES_MAX);
+            let now = to_usize(left).min(self.rate.chunk()).min(BYTES_MAX);
             paid += self.pay(now.saturating_sub(paid), &mut idle)?;
             let moved = self.attempt(&mut idle, now, || self.transport.put_file(file, offset, now))?;
             if moved == 0 {
@@ -255,6 +266,8 @@ impl Transfer<'_> {
             self.direction.counters.called();
             match call() {
                 Ok(moved) => {
+                    // Else the kernel would have read or written behind the list.
+                    invariant(moved <= offered, "no more bytes are moved than were offered")?;
                     self.direction.counters.moved(moved, offered);
                     idle.progress();
                     return Ok(moved);

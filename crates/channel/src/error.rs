@@ -8,6 +8,7 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::Duration;
 
+use limosa_page::BrokenInvariant;
 use thiserror::Error;
 
 use crate::tls::TlsFailure;
@@ -192,6 +193,18 @@ pub enum ChannelError {
         offset: Option<u64>,
         /// The kernel's answer.
         source: io::Error,
+    },
+    /// A bug of limosa.
+    #[error("{operation} {peer}{}: {source}", at(*offset))]
+    Internal {
+        /// What was being done.
+        operation: Operation,
+        /// The other end.
+        peer: Arc<str>,
+        /// Bytes moved before.
+        offset: Option<u64>,
+        /// What does not hold.
+        source: BrokenInvariant,
     },
 }
 

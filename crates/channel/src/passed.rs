@@ -105,7 +105,8 @@ pub(crate) unsafe fn send(
 
 /// Bytes of room for one header with so many descriptors.
 fn space(descriptors: usize) -> usize {
-    let bytes = u32::try_from(descriptors.min(PASSED_MAX) * size_of::<c_int>()).unwrap_or(0);
+    #[expect(clippy::cast_possible_truncation, reason = "at most 253 descriptors of 4 bytes")]
+    let bytes = (descriptors.min(PASSED_MAX) * size_of::<c_int>()) as u32;
     // SAFETY: computes a number.
     unsafe { libc::CMSG_SPACE(bytes) as usize }
 }

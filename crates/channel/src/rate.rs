@@ -9,6 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use limosa_page::to_usize;
+
+use crate::vector::BYTES_MAX;
+
 const SECOND: u128 = 1_000_000_000;
 
 /// The bytes of one call under a limit: a twentieth of a second's worth between these bounds.
@@ -129,15 +133,12 @@ impl RateLimit {
 
     /// How many bytes one call should carry at most, so that the rate is even; no bound without a limit.
     pub(crate) fn chunk(&self) -> usize {
-        let chunk = self.get().map_or(u64::MAX, |rate| (rate.get() / 20).clamp(CHUNK.0, CHUNK.1));
-        usize::try_from(chunk).unwrap_or(usize::MAX)
+        self.get().map_or(BYTES_MAX, |rate| to_usize((rate.get() / 20).clamp(CHUNK.0, CHUNK.1)))
     }
 
     /// As [`chunk`](Self::chunk), for a list that is put.
     pub(crate) fn batch(&self) -> usize {
-        let least = self.get().map_or(u64::MAX, |rate| rate.get().min(BATCH_LEAST));
-        let least = usize::try_from(least).unwrap_or(usize::MAX);
-        self.chunk().max(least)
+        self.get().map_or(BYTES_MAX, |rate| self.chunk().max(to_usize(rate.get().min(BATCH_LEAST))))
     }
 
     fn bucket(&self) -> MutexGuard<'_, Bucket> {
@@ -159,14 +160,14 @@ impl Bucket {
     fn fill(&mut self, rate: u64, now: Instant) {
         let filled = *self.filled.get_or_insert(now);
         let earned = now.saturating_duration_since(filled).as_nanos() * u128::from(rate) / SECOND;
-        let capacity = i64::try_from(rate / 10).unwrap_or(i64::MAX);
+        let capacity = (rate / 10).cast_signed();
         let tokens = self.tokens.saturating_add(i64::try_from(earned).unwrap_or(i64::MAX));
         if tokens >= capacity {
             (self.tokens, self.filled) = (capacity, Some(now));
         } else {
             // Only the time that earned whole bytes is spent: frequent calls at a low rate would lose the fractions.
-            let spent = u64::try_from(earned.saturating_mul(SECOND) / u128::from(rate)).unwrap_or(u64::MAX);
-            (self.tokens, self.filled) = (tokens, Some(filled + Duration::from_nanos(spent)));
+            let spent = duration(earned.saturating_mul(SECOND) / u128::from(rate));
+            (self.tokens, self.filled) = (tokens, Some(filled.checked_add(spent).unwrap_or(now)));
         }
     }
 
@@ -181,9 +182,13 @@ impl Bucket {
     /// Time until the debt is paid.
     fn pause(&self, rate: u64) -> Duration {
         let debt = if self.tokens < 0 { self.tokens.unsigned_abs() } else { 0 };
-        let pause = (u128::from(debt) * SECOND).div_ceil(u128::from(rate.max(1)));
-        Duration::from_nanos(u64::try_from(pause).unwrap_or(u64::MAX))
+        duration((u128::from(debt) * SECOND).div_ceil(u128::from(rate.max(1))))
     }
+}
+
+/// Returns so many nanoseconds; of more than 584 years the longest duration.
+fn duration(nanos: u128) -> Duration {
+    u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
 }
 
 #[cfg(test)]

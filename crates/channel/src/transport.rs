@@ -93,7 +93,7 @@ impl Transport {
     /// Has the socket take what is lent (`SO_ZEROCOPY`, socket(7)).
     pub(crate) fn allow_lending(&self) -> io::Result<()> {
         let (on, fd) = (1_i32, self.output().as_raw_fd());
-        let length = libc::socklen_t::try_from(size_of_val(&on)).unwrap_or(0);
+        let length = libc::socklen_t::try_from(size_of_val(&on)).map_err(io::Error::other)?;
         // SAFETY: the option's value lives through the call and is as long as is said.
         let set = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, (&raw const on).cast(), length) };
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

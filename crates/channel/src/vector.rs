@@ -85,11 +85,11 @@ impl<'a, D> Cursor<'a, D> {
     pub(crate) fn batch(&mut self, limit: usize) -> Option<Batch<'_, D>> {
         let limit = limit.clamp(1, BYTES_MAX);
         let empty = |list: &[iovec]| list.iter().take_while(|entry| entry.iov_len == 0).count();
-        self.at += empty(self.begun.get(self.at..).unwrap_or_default());
+        self.at += empty(&self.begun[self.at..]);
         if self.at >= self.begun.len() {
             self.begun.clear();
             self.at = 0;
-            self.rest = self.rest.get(empty(self.rest)..).unwrap_or_default();
+            self.rest = &self.rest[empty(self.rest)..];
         }
         let source = self.source();
         let first = *source.first()?;
@@ -107,7 +107,7 @@ impl<'a, D> Cursor<'a, D> {
             bytes += entry.iov_len;
             entries += 1;
         }
-        Some(Batch { list: source.get(..entries).unwrap_or_default(), cut: None, bytes, direction: PhantomData })
+        Some(Batch { list: &source[..entries], cut: None, bytes, direction: PhantomData })
     }
 
     /// Goes on behind `moved` bytes.
@@ -121,7 +121,7 @@ impl<'a, D> Cursor<'a, D> {
             whole += 1;
         }
         if self.begun.is_empty() {
-            self.rest = self.rest.get(whole..).unwrap_or_default();
+            self.rest = &self.rest[whole..];
             if moved != 0 {
                 let (batch, rest) = self.rest.split_at(self.rest.len().min(ENTRIES_MAX));
                 self.begun.extend_from_slice(batch);
@@ -142,11 +142,11 @@ impl<'a, D> Cursor<'a, D> {
     /// Bytes still to be moved.
     pub(crate) fn left(&self) -> u64 {
         let sum = |list: &[iovec]| list.iter().fold(0_u64, |sum, entry| sum.saturating_add(entry.iov_len as u64));
-        sum(self.begun.get(self.at..).unwrap_or_default()).saturating_add(sum(self.rest))
+        sum(&self.begun[self.at..]).saturating_add(sum(self.rest))
     }
 
     fn source(&self) -> &[iovec] {
-        if self.begun.is_empty() { self.rest } else { self.begun.get(self.at..).unwrap_or_default() }
+        if self.begun.is_empty() { self.rest } else { &self.begun[self.at..] }
     }
 }
 
@@ -172,12 +172,7 @@ impl<D> Batch<'_, D> {
                 let cut = Some(iovec { iov_base: first.iov_base, iov_len: most });
                 Batch { list: &[], cut, bytes: most, direction: PhantomData }
             }
-            _ => Batch {
-                list: self.entries().get(..entries).unwrap_or_default(),
-                cut: None,
-                bytes,
-                direction: PhantomData,
-            },
+            _ => Batch { list: &self.entries()[..entries], cut: None, bytes, direction: PhantomData },
         }
     }
 

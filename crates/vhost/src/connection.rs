@@ -147,7 +147,7 @@ fn put(
     while !bytes.is_empty() {
         match sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(sent) => {
-                bytes = bytes.get(sent..).unwrap_or_default();
+                bytes = &bytes[sent..];
                 control.clear();
             }
             Err(Errno::INTR) => {}

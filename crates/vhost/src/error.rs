@@ -21,6 +21,9 @@ pub enum QueueError {
     /// The device cannot process it.
     #[error("{0}")]
     Device(String),
+    /// A bug of limosa.
+    #[error(transparent)]
+    Internal(#[from] limosa_page::BrokenInvariant),
 }
 
 /// Why a memory table is refused.

@@ -117,5 +117,5 @@ impl FrontEnd {
 
 /// The bit of a queue; 0 for a number that is too large.
 fn bit(queue: usize) -> u64 {
-    u32::try_from(queue).ok().and_then(|queue| 1_u64.checked_shl(queue)).unwrap_or(0)
+    u32::try_from(queue).map_or(0, |queue| 1_u64.unbounded_shl(queue))
 }

@@ -13,6 +13,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use limosa_page::{BrokenInvariant, invariant};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
@@ -76,6 +77,8 @@ struct State {
 struct Resubmission {
     queue: Queue,
     memory: Arc<GuestMemoryMmap>,
+    /// Number of buffers in it.
+    count: u16,
 }
 
 impl Vring {
@@ -120,8 +123,8 @@ impl Vring {
         let mut state = self.lock();
         state.queue = queue;
         state.queue.set_next_used(used);
-        if resubmission.is_some() {
-            state.queue.set_next_avail(used.wrapping_add(u16::try_from(heads.len()).unwrap_or(u16::MAX)));
+        if let Some(resubmission) = &resubmission {
+            state.queue.set_next_avail(used.wrapping_add(resubmission.count));
         }
         state.taken.clear();
         (state.inflight, state.resubmission) = (inflight, resubmission);
@@ -240,7 +243,9 @@ impl Vring {
         if let Some(inflight) = &state.inflight {
             inflight.giving(head);
         }
+        let before = state.queue.next_used();
         state.queue.add_used(&**ram.memory(), head, length)?;
+        one_entry(before, state.queue.next_used())?;
         if let Some(inflight) = &state.inflight {
             inflight.given(head, state.queue.next_used());
         }
@@ -327,6 +332,11 @@ impl State {
     }
 }
 
+/// Asserts that giving a buffer back took one entry of the used ring, so that their number is that of the buffers.
+fn one_entry(before: u16, after: u16) -> Result<(), BrokenInvariant> {
+    invariant(after.wrapping_sub(before) == 1, "a buffer that is given back is one entry of the used ring")
+}
+
 /// A queue as set up, if it is valid and lies in memory.
 fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
     let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
@@ -354,7 +364,7 @@ fn resubmission(heads: &[u16], addresses: &RingAddresses, size: u16, ram: &Ram) 
     let lost = |why: String| QueueError::Device(format!("no memory for buffers that are processed again: {why}"));
     let region = GuestRegionMmap::from_range(start, length, None).map_err(|error| lost(error.to_string()))?;
     let memory = ram.memory().insert_region(Arc::new(region)).map_err(|error| lost(error.to_string()))?;
-    let count = u16::try_from(heads.len()).unwrap_or(u16::MAX);
+    let count = u16::try_from(heads.len()).map_err(|_| virtio_queue::Error::InvalidSize)?;
     let words: Vec<u8> = [0, count].iter().chain(heads).flat_map(|word| word.to_le_bytes()).collect();
     memory.write_slice(&words, start).map_err(virtio_queue::Error::GuestMemory)?;
     let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
@@ -362,5 +372,21 @@ fn resubmission(heads: &[u16], addresses: &RingAddresses, size: u16, ram: &Ram) 
     queue.try_set_desc_table_address(addresses.descriptors)?;
     queue.try_set_avail_ring_address(start)?;
     queue.set_ready(true);
-    Ok(Resubmission { queue, memory: Arc::new(memory) })
+    Ok(Resubmission { queue, memory: Arc::new(memory), count })
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_index_of_the_used_ring_wraps() {
+        assert_eq!(one_entry(u16::MAX, 0), Ok(()));
+    }
+
+    #[test]
+    #[should_panic(expected = "a buffer that is given back is one entry of the used ring")]
+    fn a_buffer_that_takes_two_entries_is_a_broken_invariant() {
+        let _ = one_entry(7, 9);
+    }
 }

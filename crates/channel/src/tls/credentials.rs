@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use limosa_page::to_usize;
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::{CryptoProvider, ring};
@@ -279,7 +280,7 @@ impl<'a> Folder<'a> {
             let file = std::fs::File::open(self.file(name))?;
             // With room for all of it: what grows leaves copies behind.
             let length = file.metadata()?.len().min(FILE_MAX) + 64;
-            let mut bytes = Zeroizing::new(Vec::with_capacity(usize::try_from(length).unwrap_or(0)));
+            let mut bytes = Zeroizing::new(Vec::with_capacity(to_usize(length)));
             file.take(FILE_MAX + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
         };

@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use limosa_page::BrokenInvariant;
 use rustix::io::Errno;
 use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
@@ -89,6 +90,9 @@ pub enum TlsFailure {
     /// The two ends have nothing in common, or one breaks TLS's rules.
     #[error("{0}")]
     Protocol(String),
+    /// A bug of limosa.
+    #[error(transparent)]
+    Internal(#[from] BrokenInvariant),
 }
 
 /// What a peer's alert says (RFC 8446, section 6.2).

@@ -196,7 +196,7 @@ impl Handshake {
 
     /// Has rustls do the next thing.
     fn step(&mut self) -> Result<Next, TlsFailure> {
-        let shown = self.incoming.get_mut(..self.shown).unwrap_or_default();
+        let shown = &mut self.incoming[..self.shown];
         let (discard, next, handshaking) = match &mut self.connection {
             Some(Connection::Client(client)) => {
                 let (discard, next) = obey(client.process_tls_records(shown), &mut self.outgoing);
@@ -220,7 +220,7 @@ impl Handshake {
 
     /// Shows rustls one more record; false if none is there.
     fn show(&mut self) -> Result<bool, TlsFailure> {
-        let rest = self.incoming.get(self.shown..).unwrap_or_default();
+        let rest = &self.incoming[self.shown..];
         if rest.first().is_some_and(|typ| !RECORD_TYPES.contains(typ)) {
             return Err(TlsFailure::NotTls);
         }
@@ -271,13 +271,13 @@ impl Handshake {
         }
         self.incoming.resize(have + PIECE, 0);
         let got = loop {
-            let room = self.incoming.get_mut(have..).unwrap_or_default();
+            let room = &mut self.incoming[have..];
             match recv(socket, room, RecvFlags::DONTWAIT) {
                 Err(Errno::INTR) => {}
                 answer => break answer.map(|(got, _)| got),
             }
         };
-        self.incoming.truncate(have + got.unwrap_or(0));
+        self.incoming.truncate(got.map_or(have, |got| have + got));
         match got {
             Ok(0) | Err(Errno::CONNRESET | Errno::PIPE) => Err(TlsFailure::Ended.into()),
             Ok(_) => Ok(true),
@@ -319,7 +319,7 @@ fn obey<D>(status: UnbufferedStatus<'_, '_, D>, outgoing: &mut Vec<u8>) -> (usiz
             let begin = outgoing.len();
             // As long as any record.
             outgoing.resize(begin + HEADER + BODY_MAX, 0);
-            let encoded = data.encode(outgoing.get_mut(begin..).unwrap_or_default());
+            let encoded = data.encode(&mut outgoing[begin..]);
             outgoing.truncate(begin + *encoded.as_ref().unwrap_or(&0));
             encoded.map(|_| Next::Again).map_err(|error| Error::General(error.to_string()))
         }

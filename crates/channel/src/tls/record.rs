@@ -299,7 +299,7 @@ impl Messages {
                     continue;
                 }
                 let [typ, a, b, c] = self.head;
-                self.left = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
+                self.left = u32::from_be_bytes([0, a, b, c]) as usize;
                 match HandshakeType::from(typ) {
                     HandshakeType::NewSessionTicket => {}
                     HandshakeType::KeyUpdate if self.left == 1 => {}
@@ -318,7 +318,7 @@ impl Messages {
             } else {
                 let skipped = self.left.min(bytes.len());
                 self.left -= skipped;
-                bytes = bytes.get(skipped..).unwrap_or_default();
+                bytes = &bytes[skipped..];
             }
             if self.known == self.head.len() && self.left == 0 {
                 self.known = 0;

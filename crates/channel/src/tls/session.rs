@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use limosa_page::{broken, invariant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -356,11 +357,9 @@ impl Session {
                     read => read?,
                 };
             }
-            let there = receiving.buffer.get(receiving.plain.clone()).unwrap_or_default();
+            let there = &receiving.buffer[receiving.plain.clone()];
             let length = there.len().min(bytes.len());
-            if let (Some(into), Some(from)) = (bytes.get_mut(..length), there.get(..length)) {
-                into.copy_from_slice(from);
-            }
+            bytes[..length].copy_from_slice(&there[..length]);
             Ok((length != 0 || receiving.end.is_some()).then_some(length))
         };
         match look() {
@@ -494,7 +493,7 @@ impl Directions {
             if length == 0 {
                 break;
             }
-            let record = sealer.seal(sending.plain.get(..length).unwrap_or_default())?;
+            let record = sealer.seal(&sending.plain[..length])?;
             sending.sealed.push_back(record);
             moved += length;
         }
@@ -517,9 +516,17 @@ impl Directions {
 
     fn open_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
         let Opens::Here(opener) = &mut receiving.opens else { return Ok(false) };
-        let sealed = receiving.buffer.get_mut(receiving.sealed.clone()).unwrap_or_default();
+        let Some(sealed) = receiving.buffer.get_mut(receiving.sealed.clone()) else {
+            return Err(broken("sealed bytes are inside the receive buffer").into());
+        };
         let Some(body) = record::body(sealed)? else { return Ok(false) };
-        let opened = opener.open(sealed.get_mut(body.clone()).unwrap_or_default(), &mut LockedKeys(&self.keys))?;
+        let Some(record) = sealed.get_mut(body.clone()) else {
+            return Err(broken("the body of a record is among the bytes that were received").into());
+        };
+        let opened = opener.open(record, &mut LockedKeys(&self.keys))?;
+        if let Opened::Bytes(length) = opened {
+            invariant(length <= body.len(), "an opened record is no longer than it was sealed")?;
+        }
         let start = receiving.sealed.start + body.start;
         receiving.sealed.start += body.end;
         self.note(receiving, opened, start);
@@ -547,7 +554,7 @@ impl Directions {
             Ok(()) => match &mut receiving.opens {
                 Opens::Here(_) => return receiving.read(socket, flags),
                 Opens::Kernel(input) => {
-                    let room = receiving.buffer.get_mut(receiving.sealed.end..).unwrap_or_default();
+                    let room = &mut receiving.buffer[receiving.sealed.end..];
                     if room.len() < BODY_MAX {
                         return Ok(false);
                     }
@@ -598,7 +605,7 @@ impl Directions {
 impl Sending {
     /// Sends what one call takes.
     fn send(&mut self, socket: &OwnedFd, flags: SendFlags) -> Result<(), Errno> {
-        let first = self.sealed.front().and_then(|first| first.get(self.at..)).unwrap_or_default();
+        let first = self.sealed.front().map_or(&[][..], |first| &first[self.at..]);
         let rest = self.sealed.iter().skip(1).map(Vec::as_slice);
         let list: Vec<_> = std::iter::once(first).chain(rest).map(io::IoSlice::new).collect();
         let mut sent = gather(socket, &list, flags)?;
@@ -627,7 +634,7 @@ fn gather(socket: &OwnedFd, list: &[io::IoSlice<'_>], flags: SendFlags) -> Resul
 impl Receiving {
     /// Copies what is open to the next places: how many bytes.
     fn hand_out(&mut self, places: &mut Walk<'_, In>) -> usize {
-        let copied = places.scatter(self.buffer.get(self.plain.clone()).unwrap_or_default());
+        let copied = places.scatter(&self.buffer[self.plain.clone()]);
         self.plain.start += copied;
         copied
     }
@@ -664,10 +671,10 @@ impl Receiving {
     fn read(&mut self, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
         let missing = self.awaited.as_ref().map(|_| {
             // No byte of the next record, which is for the kernel.
-            record::missing(self.buffer.get(self.sealed.clone()).unwrap_or_default())
+            record::missing(&self.buffer[self.sealed.clone()])
         });
-        let room = self.buffer.get_mut(self.sealed.end..).unwrap_or_default();
-        let most = missing.unwrap_or(usize::MAX).min(room.len());
+        let room = &mut self.buffer[self.sealed.end..];
+        let most = missing.map_or(room.len(), |missing: usize| missing.min(room.len()));
         let Some(room) = room.get_mut(..most).filter(|room| !room.is_empty()) else { return Ok(false) };
         match recv(socket, room, flags) {
             Ok((got, _)) if got != 0 => {

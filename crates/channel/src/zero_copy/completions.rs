@@ -6,6 +6,8 @@
 
 use std::collections::BTreeMap;
 
+use limosa_page::{BrokenInvariant, invariant};
+
 /// Calls, and words of the kernel about them, after which it is known whether a path copies. A word about several calls in a row says
 /// of the first one whether it was copied, and nothing of the others (net/core/skbuff.c, `skb_zerocopy_notify_extend`), so one
 /// word alone is none about a path.
@@ -54,6 +56,11 @@ impl Completions {
         self.sent - self.completed
     }
 
+    /// Asserts that the kernel reads nothing any more that was lent to it.
+    pub(crate) fn settled(&self) -> Result<(), BrokenInvariant> {
+        invariant(self.outstanding() == 0 && self.ahead.is_empty(), "no page is lent after a flush")
+    }
+
     /// Takes what the kernel reports.
     pub(crate) fn take(&mut self, told: Completion) -> Result<(), Unexpected> {
         // Fewer than 2^31 calls can be under way: each of them holds memory of the kernel.
@@ -97,7 +104,8 @@ impl Completions {
 
 /// The low 32 bits: all that the kernel keeps.
 fn low(number: u64) -> u32 {
-    u32::try_from(number & u64::from(u32::MAX)).unwrap_or(u32::MAX)
+    let [a, b, c, d, ..] = number.to_le_bytes();
+    u32::from_le_bytes([a, b, c, d])
 }
 
 #[cfg(test)]
@@ -172,5 +180,15 @@ mod tests {
         assert!(completions.only_copies());
         completions.take(range(0, 16, 17, false)).unwrap();
         assert!(!completions.only_copies());
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "no page is lent after a flush")]
+    fn a_send_under_way_after_a_flush_is_a_broken_invariant() {
+        let mut completions = Completions::default();
+        assert_eq!(completions.settled(), Ok(()));
+        completions.sent();
+        let _ = completions.settled();
     }
 }

@@ -210,7 +210,10 @@ impl Lender {
         let mut state = self.lock();
         let flushed = take_back(&mut state.completions, out.direction, &SocketQueue(out.transport.output()), given_up);
         self.look_for_copies(&mut state, false);
-        flushed
+        flushed?;
+        // Who has flushed writes to its pages again, which the kernel must not send then.
+        state.completions.settled()?;
+        Ok(())
     }
 
     /// If anything that was lent is not back, ends the connection at once and throws away what is queued.

@@ -78,7 +78,7 @@ impl Input {
             None if got == 0 => return Ok(Received::Ended),
             None => ContentType::ApplicationData,
         };
-        let content = self.reader.take(typ, room.get(..got).unwrap_or_default())?;
+        let content = self.reader.take(typ, &room[..got])?;
         Ok(Received::Record(match content {
             RecordContent::Bytes => Opened::Bytes(got),
             RecordContent::Nothing => Opened::Control { renew: false },

@@ -106,7 +106,7 @@ pub(super) fn given(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
         let TcpInfo { acknowledged: now, closed: over } = TcpInfo::of(socket)?;
         // Else some of them were acknowledged in between.
         if std::mem::replace(&mut acked, now) == now {
-            return Ok((now.wrapping_add(u64::try_from(waiting).unwrap_or(0)), over));
+            return Ok((now.wrapping_add_signed(waiting.into()), over));
         }
     }
     Err(Errno::AGAIN)

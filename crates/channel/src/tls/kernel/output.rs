@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use limosa_page::to_usize;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustls::ContentType;
@@ -78,7 +79,7 @@ impl Output {
     ) -> io::Result<usize> {
         self.amid = true;
         let most = (self.limit / CALL_SHARE).clamp(1, CALL_MAX);
-        let part = batch.head(usize::try_from(most).unwrap_or(usize::MAX));
+        let part = batch.head(to_usize(most));
         let records = part.bytes() as u64;
         if self.room < records {
             let next = option::next_number(socket.as_fd(), self.length)?;
