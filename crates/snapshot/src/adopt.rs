@@ -29,7 +29,7 @@ use crate::writer::WriteOptions;
 /// firmware in RAM blocks, so a save without one non-zero page is one whose bitmaps were never written.
 pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) -> Result<Published, SnapshotError> {
     let file = StoreFile::duplicate(pending.file(), pending.target())?;
-    let length = u64::try_from(file.stat()?.st_size).unwrap_or(0);
+    let length = file.stat()?.st_size.cast_unsigned();
     let Anatomy { layout, mut memory, devices, stream_end } = Anatomy::decode(&file, 0, length)?;
     if stream_end != length {
         let behind = length.saturating_sub(stream_end);

@@ -71,12 +71,12 @@ impl DeviceBytes {
 
     /// The sections alone.
     pub(crate) fn sections(&self) -> &[u8] {
-        self.bytes.get(self.state.sections_range.clone()).unwrap_or_default()
+        &self.bytes[self.state.sections_range.clone()]
     }
 
     /// The JSON alone.
     pub(crate) fn description(&self) -> &[u8] {
-        self.bytes.get(self.state.json_range.clone()).unwrap_or_default()
+        &self.bytes[self.state.json_range.clone()]
     }
 
     pub(crate) fn state(&self) -> &DeviceState {

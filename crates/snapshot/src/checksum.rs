@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, to_usize};
 use limosa_stream::mapped_ram::Layout;
 
 use crate::anatomy::Memory;
@@ -68,7 +68,7 @@ fn chunk_pages(place: &StoredRange, index: u64) -> PageRange {
 
 /// The bytes in a range of at most a chunk's pages.
 fn length(pages: PageRange) -> usize {
-    usize::try_from(pages.len() * PAGE_SIZE).unwrap_or(0)
+    to_usize(pages.len() * PAGE_SIZE)
 }
 
 /// The checksums of everything that is stored, in block order.
@@ -136,7 +136,7 @@ impl ZeroChecksums {
 
     /// That of a chunk of zeros.
     fn of(&self, chunk: PageRange) -> u32 {
-        usize::try_from(chunk.len()).ok().and_then(|pages| self.0.get(pages)).copied().unwrap_or(0)
+        self.0[to_usize(chunk.len())]
     }
 }
 
@@ -297,9 +297,9 @@ impl Verifier {
         Ok(())
     }
 
-    /// The index of a block's chunk among all; beyond all if there is no such block.
+    /// Returns the index of a block's chunk among all.
     fn global(&self, block: usize, index: u64) -> u64 {
-        self.first.get(block).copied().unwrap_or(u64::MAX).saturating_add(index)
+        self.first[block] + index
     }
 
     /// Compares the checksum `found` of a whole chunk with the one that was recorded.

@@ -121,6 +121,14 @@ pub enum SnapshotError {
         /// What was asked for.
         what: String,
     },
+    /// A bug of limosa, found before the file got its name.
+    #[error("{}: {source}", path.display())]
+    Internal {
+        /// The file.
+        path: PathBuf,
+        /// What does not hold.
+        source: limosa_page::BrokenInvariant,
+    },
 }
 
 impl SnapshotError {

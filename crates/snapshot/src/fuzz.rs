@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange, to_usize};
 use rustix::fs::MemfdFlags;
 
 use crate::error::SnapshotError;
@@ -32,7 +32,7 @@ pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
     for (block, stored) in snapshot.memory().stored.iter().enumerate() {
         for run in stored.runs() {
             for pages in run.chunks(STRIDE) {
-                buffer.resize(usize::try_from(pages.len() * PAGE_SIZE).unwrap_or(0), 0);
+                buffer.resize(to_usize(pages.len() * PAGE_SIZE), 0);
                 snapshot.read_pages(block, pages, &mut buffer)?;
             }
         }

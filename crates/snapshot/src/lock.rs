@@ -70,8 +70,10 @@ pub(crate) fn writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotError>
 fn take_whole(file: impl AsFd, path: &Path, kind: libc::c_int, by: &'static str) -> Result<(), SnapshotError> {
     // SAFETY: all fields are integers, for which zeros are values: the whole file, from its beginning.
     let mut range: libc::flock = unsafe { std::mem::zeroed() };
-    range.l_type = libc::c_short::try_from(kind).unwrap_or_default();
-    range.l_whence = libc::c_short::try_from(libc::SEEK_SET).unwrap_or_default();
+    #[expect(clippy::cast_possible_truncation, reason = "both are small numbers, of which the C library makes ints")]
+    {
+        (range.l_type, range.l_whence) = (kind as libc::c_short, libc::SEEK_SET as libc::c_short);
+    }
     // SAFETY: reads the structure, which outlives the call.
     let result = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
     let error = io::Error::last_os_error();

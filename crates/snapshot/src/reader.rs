@@ -56,8 +56,8 @@ impl Identity {
         Self {
             device: stat.st_dev,
             inode: stat.st_ino,
-            length: u64::try_from(stat.st_size).unwrap_or(0),
-            modified: (stat.st_mtime, i64::try_from(stat.st_mtime_nsec).unwrap_or(0)),
+            length: stat.st_size.cast_unsigned(),
+            modified: (stat.st_mtime, stat.st_mtime_nsec.cast_signed()),
         }
     }
 }
@@ -320,7 +320,7 @@ impl Snapshot {
     /// Bytes that the file takes on the disk; 0 if that cannot be told.
     pub fn allocated(&self) -> u64 {
         let blocks = self.file.stat().map_or(0, |stat| stat.st_blocks);
-        u64::try_from(blocks).unwrap_or(0).saturating_mul(512)
+        blocks.cast_unsigned().saturating_mul(512)
     }
 
     /// The file, for sendfile and splice from where [`locate`](Snapshot::locate) says.

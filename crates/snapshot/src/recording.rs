@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
+use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, invariant, to_usize};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::{Configuration, DecoderOptions, Event, RamBlock, StreamWalk, WalkError};
 
@@ -120,12 +120,15 @@ fn read_tail(
     end: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
 ) -> io::Result<Vec<u8>> {
-    let limit = usize::try_from(end.saturating_sub(begin).min(TAIL_LIMIT)).unwrap_or(usize::MAX);
+    let limit = to_usize(end.saturating_sub(begin).min(TAIL_LIMIT));
     while tail.len() < limit {
         let came = tail.len();
         tail.resize(came.saturating_add(1 << 16).min(limit), 0);
-        let got = read_at(begin.saturating_add(came as u64), tail.get_mut(came..).unwrap_or_default());
-        tail.truncate(came + got.as_ref().copied().unwrap_or(0));
+        let got = read_at(begin.saturating_add(came as u64), &mut tail[came..]);
+        let length = *got.as_ref().unwrap_or(&0);
+        invariant(came + length <= tail.len(), "no more bytes are read than there is room for")
+            .map_err(io::Error::other)?;
+        tail.truncate(came + length);
         match got {
             Ok(0) => break,
             Ok(_) => {}
@@ -226,7 +229,7 @@ impl<'a> Recording<'a> {
         let state = devices::locate(tail, offset, TAIL_LIMIT)
             .map_err(|error| structure(self.path, error.offset(), error.to_string()))?;
         self.summary.run_state = state.global_state(tail).ok().flatten().map(|found| found.run_state);
-        self.summary.outlines = outlines(tail.get(state.json_range.clone()).unwrap_or_default());
+        self.summary.outlines = outlines(&tail[state.json_range.clone()]);
         self.summary.devices = state.sections.iter().map(|section| DeviceSummary::of(section, tail)).collect();
         Ok(())
     }

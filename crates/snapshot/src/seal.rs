@@ -1,6 +1,6 @@
 //! What is written last, when the pages are in place: the frame around them, and the trailer behind the stream.
 
-use limosa_page::PageBitmap;
+use limosa_page::{BrokenInvariant, PageBitmap, invariant, to_u64};
 use limosa_stream::Configuration;
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
 use uuid::Uuid;
@@ -56,6 +56,8 @@ pub(crate) fn append_trailer(
     checksum: bool,
 ) -> Result<u64, SnapshotError> {
     let stream_end = layout.tail_offset.saturating_add(devices.bytes().len() as u64);
+    is_behind_stream(layout, devices.state().end, stream_end)
+        .map_err(|source| SnapshotError::Internal { path: file.path().to_path_buf(), source })?;
     let checksums = match checksum {
         false => None,
         true => Some(Checksums {
@@ -64,6 +66,14 @@ pub(crate) fn append_trailer(
         }),
     };
     write_trailer(file, stream_end, manifest, checksums.as_ref())
+}
+
+/// Asserts that QEMU reads no byte from `offset` on: a trailer there would become guest memory or device state.
+fn is_behind_stream(layout: &Layout, devices_end: usize, offset: u64) -> Result<(), BrokenInvariant> {
+    let read = layout.tail_offset.saturating_add(to_u64(devices_end));
+    invariant(offset >= read, "a trailer begins behind the device state")?;
+    let pages_end = layout.blocks.iter().map(MappedBlock::end).max();
+    invariant(pages_end.is_none_or(|end| end <= layout.tail_offset), "the device state is behind all pages")
 }
 
 /// Writes a trailer at `offset`; returns where it ends.
@@ -77,4 +87,36 @@ pub(crate) fn write_trailer(
         .map_err(|e| file.misuse(format!("a manifest that is not valid JSON: {e}")))?;
     file.write("limosa's trailer", offset, &bytes)?;
     Ok(offset.saturating_add(bytes.len() as u64))
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use limosa_stream::ram::RamBlock;
+
+    use super::*;
+
+    fn layout() -> Layout {
+        Layout::plan(&Configuration::new("pc-i440fx-10.0"), 2, &[RamBlock::new("pc.ram", 4096)]).unwrap()
+    }
+
+    #[test]
+    fn a_trailer_may_begin_where_the_device_state_ends() {
+        let layout = layout();
+        assert_eq!(is_behind_stream(&layout, 100, layout.tail_offset + 100), Ok(()));
+    }
+
+    #[test]
+    #[should_panic(expected = "a trailer begins behind the device state")]
+    fn a_trailer_in_the_device_state_is_a_broken_invariant() {
+        let layout = layout();
+        let _ = is_behind_stream(&layout, 100, layout.tail_offset + 99);
+    }
+
+    #[test]
+    #[should_panic(expected = "the device state is behind all pages")]
+    fn device_state_in_the_pages_is_a_broken_invariant() {
+        let mut layout = layout();
+        layout.tail_offset = layout.blocks[0].pages_offset;
+        let _ = is_behind_stream(&layout, 100, layout.tail_offset + 100);
+    }
 }

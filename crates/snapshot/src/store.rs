@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use limosa_channel::{ChannelError, FileChannel};
-use limosa_page::{PAGE_SIZE, PageBitmap, PageRange};
+use limosa_page::{PAGE_SIZE, PageBitmap, PageRange, to_usize};
 use limosa_stream::mapped_ram::MappedBlock;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -137,7 +137,7 @@ impl StoreFile {
     ) -> Result<(), SnapshotError> {
         let mut rest = pages;
         let mut take = |pages: PageRange| {
-            let length = usize::try_from(pages.bytes().end - pages.bytes().start).unwrap_or(usize::MAX);
+            let length = to_usize(pages.bytes().end - pages.bytes().start);
             let short = || self.misuse(format!("a buffer too short for {pages} of RAM block {}", place.name));
             into.split_off_mut(..length).ok_or_else(short)
         };
@@ -177,7 +177,7 @@ impl StoreFile {
         let length = bytes.end - bytes.start;
         let mut done = 0;
         while done < length {
-            let now = usize::try_from(length - done).unwrap_or(ZEROS.len()).min(ZEROS.len());
+            let now = to_usize(length - done).min(ZEROS.len());
             self.write_vector(what, offset + done, &[IoSlice::new(ZEROS.split_at(now).0)])?;
             done += now as u64;
         }

@@ -117,7 +117,7 @@ impl DeviceSummary {
             instance: section.instance,
             version: section.version,
             size: section.body.len() as u64,
-            pci: PciIdentity::of(&section.name, tail.get(section.body.clone()).unwrap_or_default()),
+            pci: PciIdentity::of(&section.name, &tail[section.body.clone()]),
         }
     }
 }

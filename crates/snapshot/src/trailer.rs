@@ -33,6 +33,8 @@
 //! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the
 //! memory. The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
 
+use limosa_page::to_usize;
+
 use crate::manifest::Manifest;
 
 /// The footer's length in bytes.
@@ -139,7 +141,7 @@ pub(crate) struct Checksums {
 pub(crate) fn encode(manifest: &Manifest, checksums: Option<&Checksums>, offset: u64) -> serde_json::Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(manifest)?;
     let manifest_length = bytes.len();
-    for checksum in checksums.map(|checksums| checksums.chunks.as_slice()).unwrap_or_default() {
+    for checksum in checksums.iter().flat_map(|checksums| &checksums.chunks) {
         bytes.extend_from_slice(&checksum.to_le_bytes());
     }
     let (json, table) = bytes.split_at(manifest_length);
@@ -204,7 +206,7 @@ impl Trailer {
             Ok(footer) => footer,
             Err(why) => {
                 let start = stream_end.max(file_length.saturating_sub(SEARCHED));
-                let bytes = read(start, usize::try_from(file_length - start).unwrap_or(0))?;
+                let bytes = read(start, to_usize(file_length - start))?;
                 let Some(footer) = last_footer(&bytes, start, stream_end) else { return Ok(Self::none(why, true)) };
                 trailer.warnings.push(format!("{why}; limosa's trailer before it is used"));
                 footer

@@ -146,7 +146,7 @@ impl WriteBack {
                 return;
             }
             let Ok(stat) = rustix::fs::fstat(file) else { return };
-            let allocated = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
+            let allocated = stat.st_blocks.cast_unsigned().saturating_mul(512);
             // Delayed allocation counts too. A page that is overwritten does not: the fsync finds it.
             if allocated >= seen + STEP {
                 seen = allocated;

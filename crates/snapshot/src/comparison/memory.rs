@@ -4,7 +4,7 @@
 //! holds zeros is the same as one that is not stored.
 
 use limosa_migrate::PageSource as _;
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, to_usize};
 use serde::Serialize;
 
 use crate::error::SnapshotError;
@@ -83,12 +83,12 @@ fn next_stored(a: &PageBitmap, b: &PageBitmap, from: PageNumber) -> Option<PageN
 
 /// The pages' contents; what is not stored is zero and is not read.
 fn read((snapshot, block, stored): Side<'_>, pages: PageRange, into: &mut Vec<u8>) -> Result<(), SnapshotError> {
-    let length = usize::try_from(pages.len() * PAGE_SIZE).unwrap_or(0);
+    let length = to_usize(pages.len() * PAGE_SIZE);
     into.clear();
     into.resize(length, 0);
     for run in stored.runs_in(pages) {
-        let begin = usize::try_from((run.start.0 - pages.start.0) * PAGE_SIZE).unwrap_or(0);
-        let end = begin + usize::try_from(run.len() * PAGE_SIZE).unwrap_or(0);
+        let begin = to_usize((run.start.0 - pages.start.0) * PAGE_SIZE);
+        let end = begin + to_usize(run.len() * PAGE_SIZE);
         if let Some(part) = into.get_mut(begin..end) {
             snapshot.read_pages(block, run, part)?;
         }

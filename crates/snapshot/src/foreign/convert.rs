@@ -8,7 +8,7 @@ use limosa_channel::{Channel, Counters};
 use limosa_migrate::{
     Control, Destination, DestinationOptions, MigrateError, Moved, PageSink, PageSource, Phase, Progress,
 };
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange, to_usize};
 use rustix::fs::SeekFrom;
 
 use super::unpack::Unpacking;
@@ -166,13 +166,13 @@ fn copy(
     writer.begin(start).map_err(MigrateError::Sink)?;
     progress.expect_pages(start.blocks.iter().map(|block| block.pages()).sum());
     progress.enter(Phase::Active);
-    let mut buffer = vec![0; usize::try_from(STRIDE * PAGE_SIZE).unwrap_or(PAGE_LEN)];
+    let mut buffer = vec![0; to_usize(STRIDE * PAGE_SIZE)];
     for block in 0..start.blocks.len() {
         let stored = PageSource::stored(snapshot, block);
         for pages in stored.runs().flat_map(|run: PageRange| run.chunks(STRIDE)) {
             control.check()?;
-            let length = usize::try_from(pages.len() * PAGE_SIZE).unwrap_or(usize::MAX);
-            let contents = buffer.get_mut(..length).unwrap_or_default();
+            let length = to_usize(pages.len() * PAGE_SIZE);
+            let contents = &mut buffer[..length];
             snapshot.read(block, pages, contents).map_err(MigrateError::Source)?;
             let slices: Vec<_> = contents.chunks(PAGE_LEN).map(IoSlice::new).collect();
             writer.put_pages(block, pages.start, &slices).map_err(MigrateError::Sink)?;

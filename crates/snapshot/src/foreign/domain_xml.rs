@@ -168,7 +168,7 @@ impl<'a> Pieces<'a> {
 
     /// A tag, whose `<` stands first. A `>` in a quoted attribute does not end it.
     fn tag(&mut self) -> Result<Piece<'a>, String> {
-        let inside = self.rest.get(1..).unwrap_or_default();
+        let inside = &self.rest[1..];
         let mut quote = None;
         let end = inside.find(|character: char| {
             match (quote, character) {
@@ -180,12 +180,12 @@ impl<'a> Pieces<'a> {
             false
         });
         let (tag, rest) = match end {
-            Some(end) => (inside.get(..end).unwrap_or_default(), inside.get(end + 1..).unwrap_or_default()),
+            Some(end) => (&inside[..end], &inside[end + 1..]),
             None => return Err(format!("<{} has no end", shortened(inside))),
         };
         self.rest = rest;
         let name_of = |text: &'a str| {
-            let name = text.split(|character: char| character.is_ascii_whitespace()).next().unwrap_or_default();
+            let name = text.split(|character: char| character.is_ascii_whitespace()).next().unwrap_or(text);
             if name.is_empty() || name.contains(['<', '/', '"', '\'', '=']) {
                 return Err(format!("<{}> is no tag", shortened(text)));
             }

@@ -109,7 +109,7 @@ impl SaveHeader {
             return Err(format!("a libvirt save image cut off in its header, after {} bytes", bytes.len()));
         };
         let word = |index: usize, byte_order: ByteOrder| {
-            let bytes = words.chunks_exact(4).nth(index).and_then(|four| four.try_into().ok()).unwrap_or_default();
+            let bytes = std::array::from_fn(|byte| words[4 * index + byte]);
             match byte_order {
                 ByteOrder::Little => u32::from_le_bytes(bytes),
                 ByteOrder::Big => u32::from_be_bytes(bytes),
@@ -184,7 +184,7 @@ impl SaveImage {
     /// # Errors
     /// In words: too few bytes, XML that does not end, is no text or describes no domain.
     pub fn decode(header: SaveHeader, data: &[u8]) -> Result<Self, String> {
-        let length = usize::try_from(header.data_length).unwrap_or(usize::MAX);
+        let length = header.data_length as usize;
         let Some(data) = data.get(..length) else {
             return Err(format!(
                 "a libvirt save image cut off in its domain XML: {} bytes of {length} are there",
@@ -219,6 +219,5 @@ fn text(bytes: &[u8]) -> Result<&str, String> {
     let Some(end) = bytes.iter().position(|byte| *byte == 0) else {
         return Err(format!("has no end (a NUL) within its {} bytes", bytes.len()));
     };
-    std::str::from_utf8(bytes.get(..end).unwrap_or_default())
-        .map_err(|error| format!("is not valid UTF-8 at byte {}", error.valid_up_to()))
+    std::str::from_utf8(&bytes[..end]).map_err(|error| format!("is not valid UTF-8 at byte {}", error.valid_up_to()))
 }

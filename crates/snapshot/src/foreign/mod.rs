@@ -175,7 +175,7 @@ impl Foreign {
         let kind = if libvirt::is_image(&head) {
             let data = |length: u32| {
                 let at = begin.saturating_add(HEADER_LENGTH as u64);
-                read_up_to(&file, at, usize::try_from(length).unwrap_or(0)).map_err(|error| error.to_string())
+                read_up_to(&file, at, length as usize).map_err(|error| error.to_string())
             };
             let found =
                 SaveImage::read(&head, data).map_err(|what| ForeignError::Image { path: path.to_path_buf(), what })?;
@@ -330,7 +330,7 @@ fn behind_zeros(file: &File, length: u64) -> io::Result<u64> {
         let bytes = read_up_to(file, position, 1 << 16)?;
         match bytes.iter().position(|byte| *byte != 0) {
             Some(at) => {
-                let begins = bytes.get(at..).unwrap_or_default().starts_with(STREAM_MAGIC)
+                let begins = bytes[at..].starts_with(STREAM_MAGIC)
                     || read_up_to(file, position + at as u64, STREAM_MAGIC.len())? == STREAM_MAGIC;
                 return Ok(if begins { position + at as u64 } else { 0 });
             }
