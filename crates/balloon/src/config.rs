@@ -57,7 +57,7 @@ impl Config {
         let values = fields.map(|field| field.load(Ordering::Acquire).to_le_bytes());
         let bytes = values.as_flattened();
         let bytes = bytes.get(..offered.config_len() as usize).unwrap_or(bytes);
-        let from = bytes.get(offset as usize..).unwrap_or_default();
+        let from = &bytes[bytes.len().min(offset as usize)..];
         let length = from.len().min(into.len());
         let (there, behind) = into.split_at_mut(length);
         there.copy_from_slice(&from[..length]);

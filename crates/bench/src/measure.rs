@@ -8,6 +8,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use limosa_page::{to_millis, to_nanos};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::raw;
@@ -75,12 +76,12 @@ impl Stopwatch {
 
 /// Whole milliseconds, saturating.
 pub(crate) fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+    to_millis(duration)
 }
 
 /// Whole nanoseconds, saturating.
 pub(crate) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+    to_nanos(duration)
 }
 
 /// CPU time of the calling thread since it began.

@@ -152,8 +152,8 @@ pub(crate) fn children_cpu() -> io::Result<Duration> {
         return Err(io::Error::last_os_error());
     }
     let duration = |time: libc::timeval| {
-        let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-        let micros = u64::try_from(time.tv_usec).unwrap_or(0);
+        let seconds = time.tv_sec.cast_unsigned();
+        let micros = time.tv_usec.cast_unsigned();
         Duration::from_secs(seconds) + Duration::from_micros(micros)
     };
     Ok(duration(usage.ru_utime) + duration(usage.ru_stime))

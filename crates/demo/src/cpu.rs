@@ -11,7 +11,7 @@ pub(crate) struct CpuTime(Duration);
 impl CpuTime {
     pub(crate) fn now() -> Self {
         let time = clock_gettime(ClockId::ProcessCPUTime);
-        let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+        let seconds = time.tv_sec.cast_unsigned();
         Self(Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0)))
     }
 

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use limosa_page::to_nanos;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Sends SIGKILL to a process. The caller must be its parent and must not have waited for it, or the id may be
@@ -47,7 +48,7 @@ impl Drop for Kill {
 /// Kills the process at a moment within `window` from now on that `seed` decides. The child must not be waited for before
 /// [`Kill::wait`] has returned or the value is dropped.
 pub fn kill9_after(pid: u32, window: Range<Duration>, seed: u64) -> Kill {
-    let width = u64::try_from(window.end.saturating_sub(window.start).as_nanos()).unwrap_or(u64::MAX);
+    let width = to_nanos(window.end.saturating_sub(window.start));
     let after = window.start + Duration::from_nanos(if width == 0 { 0 } else { mixed(seed) % width });
     let (call_off, called_off) = channel();
     let thread = std::thread::spawn(move || {

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
 use anyhow::{Context as _, Result, bail};
+use limosa_page::to_usize;
 
 use crate::PAGE;
 
@@ -81,7 +82,7 @@ impl Prefill {
             PageKind::Pattern => out.fill(state.to_le_bytes()[0] | 1),
             PageKind::AlmostZero => {
                 out.fill(0);
-                let place = usize::try_from(state % PAGE).unwrap_or(0);
+                let place = to_usize(state % PAGE);
                 out[place] = 1;
             }
             PageKind::Random => {

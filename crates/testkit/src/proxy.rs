@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use limosa_page::to_usize;
 
 /// A direction through the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,7 +208,7 @@ fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, share
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
             Err(_) => break,
         };
-        let mut piece = buffer.get(..length).unwrap_or_default();
+        let mut piece = &buffer[..length];
         while !piece.is_empty() {
             let (count, delay) = admit(shared, direction, piece.len());
             if count == 0 {
@@ -254,7 +255,7 @@ fn admit(shared: &SharedState, direction: Direction, wanted: usize) -> (usize, D
                 return (0, Duration::ZERO);
             }
             let left = flow.stall_at.map_or(left, |at| left.min(at.saturating_sub(flow.passed)));
-            return (wanted.min(usize::try_from(left).unwrap_or(usize::MAX)), flow.delay);
+            return (wanted.min(to_usize(left)), flow.delay);
         }
         state = shared.1.wait(state).unwrap_or_else(PoisonError::into_inner);
     }

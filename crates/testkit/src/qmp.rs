@@ -135,7 +135,7 @@ impl Qmp {
                     .with_context(|| format!("sending {command}"))?
             }
         };
-        self.stream.write_all(text.get(sent..).unwrap_or_default()).with_context(|| format!("sending {command}"))?;
+        self.stream.write_all(&text[sent..]).with_context(|| format!("sending {command}"))?;
         let end = Instant::now() + ANSWER;
         loop {
             let Some(mut message) =
@@ -174,7 +174,7 @@ impl Qmp {
             let mut buffer = [0; 4096];
             match self.stream.read(&mut buffer) {
                 Ok(0) => bail!("QEMU closed the monitor"),
-                Ok(length) => self.received.extend_from_slice(buffer.get(..length).unwrap_or_default()),
+                Ok(length) => self.received.extend_from_slice(&buffer[..length]),
                 Err(error) if matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use limosa_page::{to_nanos, to_usize};
 use vm_memory::Bytes as _;
 
 use super::{Balloon, More, Queue};
@@ -59,7 +60,7 @@ impl Balloon {
             counters.long_arrays.refuse(1, "an array of more than a million page numbers");
             return Vec::new();
         }
-        let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
+        let mut bytes = vec![0; to_usize(length)];
         let mut rest = &mut bytes[..];
         for buffer in buffers.readable() {
             // The guest may have changed the length meanwhile.
@@ -79,7 +80,7 @@ impl Balloon {
         numbers::decode(&bytes, &mut pages);
         let found = numbers::runs(&mut pages, ram);
         counters.arrays.add(1);
-        counters.translating_ns.add(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        counters.translating_ns.add(to_nanos(began.elapsed()));
         counters.pages_outside.refuse(found.outside, "page numbers outside of its memory");
         match role {
             Role::Inflate => counters.inflated_pages.add(found.pages),

@@ -114,7 +114,7 @@ impl Balloon {
         let mut bytes = [0; ENTRIES * ENTRY];
         let mut length = 0;
         for buffer in chain.clone().readable() {
-            let rest = bytes.get_mut(length..).unwrap_or_default();
+            let rest = &mut bytes[length..];
             let wanted = (buffer.len() as usize).min(rest.len());
             let Some(into) = rest.get_mut(..wanted) else { break };
             if chain.memory().read_slice(into, buffer.addr()).is_err() {
@@ -123,7 +123,7 @@ impl Balloon {
             }
             length += wanted;
         }
-        self.take_statistics(bytes.get(..length).unwrap_or_default());
+        self.take_statistics(&bytes[..length]);
     }
 
     fn take_statistics(&self, bytes: &[u8]) {

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use futures_util::lock::Mutex as Turn;
 use limosa_image::qcow2::Qcow2;
 use limosa_image::{Disk, GuestOffset, ImageError, Mapped, Pending};
+use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector};
 
 /// An image whose new clusters are filled in parts.
@@ -60,9 +61,9 @@ impl Split {
     /// Writes what the backing image has there.
     async fn copy(&self, at: u64, end: u64) -> Result<(), ImageError> {
         let Some(backing) = self.backing.as_ref().filter(|_| at < end) else { return Ok(()) };
-        let buffer = Buffer::zeroed(usize::try_from(end - at).unwrap_or(usize::MAX));
+        let buffer = Buffer::zeroed(to_usize(end - at));
         let holds = backing.len().saturating_sub(at).min(end - at);
-        let there = buffer.slice(0..usize::try_from(holds).unwrap_or(usize::MAX));
+        let there = buffer.slice(0..to_usize(holds));
         backing.read(GuestOffset(at), there.into()).await?;
         self.image.write(GuestOffset(at), buffer.into()).await
     }

@@ -4,6 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
+use limosa_page::to_micros;
 use limosa_qemu::monitor::{MigrationStatus, Settings};
 use serde_json::Value;
 
@@ -74,7 +75,7 @@ impl Stage<'_> {
         };
         let destination = process_cpu(vm.pid())?.saturating_sub(destination_before);
         let since = |at: SystemTime| at.duration_since(times.begin).context("the clock was set back meanwhile");
-        let micros = |at| since(at).map(|duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX));
+        let micros = |at| since(at).map(to_micros);
         let resident = since(times.resident)?;
         Ok(Measured { wall: resident, ..measured }
             .with(TO_GUEST, micros(times.guest)?)

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use limosa_page::to_usize;
 use rustix::fs::{SeekFrom, seek, sendfile};
 use serde_json::Value;
 
@@ -81,7 +82,7 @@ impl Stored {
             };
             while at < end {
                 // Without a copy, because the bytes are not used.
-                let most = usize::try_from(end - at).unwrap_or(usize::MAX).min(1 << 30);
+                let most = to_usize(end - at).min(1 << 30);
                 if sendfile(&nowhere, &file, Some(&mut at), most).context("reading the snapshot")? == 0 {
                     return Ok(());
                 }

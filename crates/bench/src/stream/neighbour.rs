@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use limosa_channel::ZeroCopy;
+use limosa_page::to_usize;
 
 use super::ends::{Neighbour, SendOptions};
 use super::records::{COPIED, GATHERED, GIGABIT};
@@ -139,7 +140,7 @@ fn link(memory: &mut [u8]) {
         random ^= random << 13;
         random ^= random >> 7;
         random ^= random << 17;
-        order.swap(last, usize::try_from(random % last as u64).unwrap_or(0));
+        order.swap(last, to_usize(random % last as u64));
     }
     for (line, to) in lines.iter_mut().zip(order) {
         if let Some(bytes) = line.first_chunk_mut() {

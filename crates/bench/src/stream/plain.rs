@@ -40,7 +40,7 @@ fn send_part(channel: &Channel, part: &[u8]) -> Result<u64> {
     for mut bytes in part.chunks(CALL) {
         while !bytes.is_empty() {
             let written = retry_on_intr(|| write(channel.as_fd(), bytes)).context("write")?;
-            bytes = bytes.get(written..).unwrap_or_default();
+            bytes = &bytes[written..];
             calls += 1;
         }
     }
@@ -67,7 +67,7 @@ fn receive_part(channel: &Channel, part: &mut [u8]) -> Result<()> {
         while !room.is_empty() {
             let got = retry_on_intr(|| read(channel.as_fd(), &mut *room)).context("read")?;
             ensure!(got > 0, "the source has ended early");
-            room = room.get_mut(got..).unwrap_or_default();
+            room = &mut room[got..];
         }
     }
     Ok(channel.put(&[1])?)

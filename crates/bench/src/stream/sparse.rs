@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
-use limosa_page::PAGE_LEN;
+use limosa_page::{PAGE_LEN, to_u64};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::ends::{SendOptions, Source};
@@ -64,7 +64,7 @@ fn sparse(bytes: u64) -> Result<File> {
     file.set_len(bytes).with_context(|| format!("a memfd of {bytes} bytes"))?;
     let mut page = vec![0; PAGE_LEN];
     fill_random(&mut page);
-    let page_len = u64::try_from(PAGE_LEN).unwrap_or(0);
+    let page_len = to_u64(PAGE_LEN);
     for number in 0..bytes / page_len / EVERY {
         // Not the same page of every group: strides meet the same sets of a cache.
         let at = number * EVERY + number % EVERY;

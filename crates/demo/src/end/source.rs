@@ -7,6 +7,7 @@ use limosa_migrate::{
     Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MultifdSourceOptions, OpenPreempt, Recoverable,
     RoundKind, RoundReport, Undecided,
 };
+use limosa_page::to_millis;
 use serde_json::{Value, json};
 
 use super::orders::{Coordinator, Order};
@@ -220,7 +221,7 @@ fn tell_round(coordinator: &Coordinator, round: &RoundReport, switch: Option<(u3
     }
     coordinator.tell("dirty-pages-rate", json!(round.dirty_rate() / limosa_page::PAGE_SIZE));
     if let Some(expected) = round.expected_downtime {
-        coordinator.tell("expected-downtime", json!(u64::try_from(expected.as_millis()).unwrap_or(u64::MAX)));
+        coordinator.tell("expected-downtime", json!(to_millis(expected)));
     }
 }
 

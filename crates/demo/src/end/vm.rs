@@ -286,8 +286,8 @@ fn with_heap(bytes: u64) -> Result<GuestMemory, GuestError> {
 /// The machine's clock, which both ends share, in nanoseconds.
 fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
-    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(time.tv_nsec).unwrap_or(0))
+    let seconds = time.tv_sec.cast_unsigned();
+    seconds.saturating_mul(1_000_000_000).saturating_add(time.tv_nsec.cast_unsigned())
 }
 
 #[cfg(test)]

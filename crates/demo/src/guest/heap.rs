@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use limosa_memory::dirty::{DirtyLog, ExplicitLog, Marker, Writers};
 use limosa_memory::{FreePageSink, FreePages, FreePagesError, GuestMemory};
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange, to_usize};
 
 use super::gate::{Gate, Pace};
 use super::pattern::Contents;
@@ -148,7 +148,7 @@ impl Heap {
         if pages < PIECE {
             return Err(options(format!("its heap has {pages} pages, of at least {PIECE}")));
         }
-        let pieces = vec![Piece { owner: Owner::Free, generation: 0 }; usize::try_from(pages / PIECE).unwrap_or(0)];
+        let pieces = vec![Piece { owner: Owner::Free, generation: 0 }; to_usize(pages / PIECE)];
         let marker = marked.then(|| ExplicitLog::new(memory, Writers::DEVICES).marker());
         let state = State {
             pieces,
@@ -342,7 +342,7 @@ impl HeapInner {
     fn act(&self) {
         let mut state = self.lock();
         let random = state.next();
-        let index = usize::try_from(random >> 24).unwrap_or(0) % state.pieces.len();
+        let index = to_usize(random >> 24) % state.pieces.len();
         let Some(piece) = state.pieces.get_mut(index) else { return };
         let what = random % 10;
         if piece.owner == Owner::Program && (REWRITE..REWRITE + GIVE_BACK).contains(&what) {
@@ -421,7 +421,7 @@ impl HeapInner {
                 continue;
             }
             let free = state.under_way.iter().filter(|told| matches!(told, QueuedHint::Free(..))).count();
-            let at = usize::try_from(random >> 33).unwrap_or(0) % free.max(1);
+            let at = to_usize(random >> 33) % free.max(1);
             let mut found = 0;
             let index = state.under_way.iter().position(|told| {
                 found += usize::from(matches!(told, QueuedHint::Free(..)));

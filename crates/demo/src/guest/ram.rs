@@ -46,7 +46,7 @@ impl Ram {
     }
 
     fn blocks(&self) -> &[MemoryBlock] {
-        self.memory.blocks().get(..self.blocks).unwrap_or_default()
+        &self.memory.blocks()[..self.blocks]
     }
 
     /// How many there are.

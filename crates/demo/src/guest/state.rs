@@ -63,7 +63,7 @@ impl State {
             let why = format!("{working} pages written and {filled} filled, of the {room} that there are here");
             return Err(reader.wrong(why));
         }
-        let spacing = usize::try_from(u32::from_be_bytes(reader.take()?)).unwrap_or(0);
+        let spacing = u32::from_be_bytes(reader.take()?) as usize;
         if spacing == 0 || spacing > WORDS {
             return Err(reader.wrong(format!("every {spacing}th word of a page")));
         }
@@ -76,7 +76,7 @@ impl State {
             return Err(reader.wrong(format!("{writers} writers")));
         }
         let writes = (0..writers).map(|_| reader.u64()).collect::<Result<Vec<_>, _>>()?;
-        let length = usize::try_from(u32::from_be_bytes(reader.take()?)).unwrap_or(usize::MAX);
+        let length = u32::from_be_bytes(reader.take()?) as usize;
         let extra = reader.rest();
         if extra.len() != length {
             return Err(reader.wrong(format!("expected {length} bytes more, found {}", extra.len())));
@@ -105,7 +105,7 @@ impl<'a> Reader<'a> {
     }
 
     fn rest(&self) -> &'a [u8] {
-        self.bytes.get(self.at..).unwrap_or_default()
+        &self.bytes[self.at..]
     }
 
     fn wrong(&self, why: String) -> GuestError {

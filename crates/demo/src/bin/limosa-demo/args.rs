@@ -12,7 +12,7 @@ use limosa_demo::guest::GuestKind;
 use limosa_demo::guest::LogKind;
 use limosa_demo::settings::{Postcopy, Settings, Transport};
 use limosa_migrate::{GiveUp, ZeroCheck};
-use limosa_page::ZeroMethod;
+use limosa_page::{ZeroMethod, to_millis};
 use limosa_stream::multifd::Compression;
 
 /// Built-in guests that move between two processes of this machine; needs no QEMU.
@@ -274,7 +274,7 @@ fn kernel_tls() -> impl TypedValueParser<Value = KernelTls> {
 }
 
 fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+    to_millis(time)
 }
 
 /// `50M`, or `0` for a guest that writes nothing.
