@@ -601,7 +601,7 @@ impl Channel {
         match stop {
             Stop::TimedOut(after) => ChannelError::TimedOut { operation, peer, offset: Some(offset), after },
             Stop::ShutDown => ChannelError::ShutDown { operation, peer, offset },
-            Stop::Internal(source) => ChannelError::Internal { operation, peer, offset: Some(offset), source },
+            Stop::Internal(broken) => ChannelError::Internal { operation, peer, offset: Some(offset), broken },
             Stop::Ended { got, wanted } => ChannelError::Closed { operation, peer, offset, got, wanted },
             // A handshake needs both directions.
             Stop::Failed(source) if self.is_shut() && is_ended(&source) => {

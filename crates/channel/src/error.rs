@@ -195,7 +195,7 @@ pub enum ChannelError {
         source: io::Error,
     },
     /// A bug of limosa.
-    #[error("{operation} {peer}{}: {source}", at(*offset))]
+    #[error("{operation} {peer}{}: {broken}", at(*offset))]
     Internal {
         /// What was being done.
         operation: Operation,
@@ -204,7 +204,7 @@ pub enum ChannelError {
         /// Bytes moved before.
         offset: Option<u64>,
         /// What does not hold.
-        source: BrokenInvariant,
+        broken: BrokenInvariant,
     },
 }
 

@@ -186,7 +186,7 @@ impl Bucket {
     }
 }
 
-/// Returns so many nanoseconds; of more than 584 years the longest duration.
+/// Returns a duration of `nanos` nanoseconds, or the longest one if they are more than 584 years.
 fn duration(nanos: u128) -> Duration {
     u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
 }

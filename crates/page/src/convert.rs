@@ -23,7 +23,7 @@ pub const fn to_u64(count: usize) -> u64 {
     count as u64
 }
 
-/// Returns a duration in nanoseconds; of more than 584 years the most that can be said.
+/// Returns a duration in nanoseconds, or `u64::MAX` if it is longer than 584 years.
 #[must_use]
 #[inline]
 pub fn to_nanos(duration: Duration) -> u64 {

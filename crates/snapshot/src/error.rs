@@ -122,12 +122,12 @@ pub enum SnapshotError {
         what: String,
     },
     /// A bug of limosa, found before the file got its name.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {broken}", path.display())]
     Internal {
         /// The file.
         path: PathBuf,
         /// What does not hold.
-        source: limosa_page::BrokenInvariant,
+        broken: limosa_page::BrokenInvariant,
     },
 }
 

@@ -57,7 +57,7 @@ pub(crate) fn append_trailer(
 ) -> Result<u64, SnapshotError> {
     let stream_end = layout.tail_offset.saturating_add(devices.bytes().len() as u64);
     is_behind_stream(layout, devices.state().end, stream_end)
-        .map_err(|source| SnapshotError::Internal { path: file.path().to_path_buf(), source })?;
+        .map_err(|broken| SnapshotError::Internal { path: file.path().to_path_buf(), broken })?;
     let checksums = match checksum {
         false => None,
         true => Some(Checksums {
