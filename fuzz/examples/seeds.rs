@@ -202,7 +202,7 @@ fn text() -> Result<Seeds, Box<dyn Error>> {
     let tail = tail(1)?;
     let json = tail.iter().position(|byte| *byte == b'{').unwrap_or(tail.len());
     seeds.push(tail[json..].to_vec());
-    assert!(limosa_stream::outline::decode(&tail[json..]).is_ok(), "a seed is well-formed");
+    assert!(limosa_stream::vmdesc::decode(&tail[json..]).is_ok(), "a seed is well-formed");
     Ok(seeds)
 }
 

@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use limosa_stream::{DelimitedTail, Description, DeviceState, DeviceTail, TailStep, devices};
+use limosa_stream::{FramedSections, Vmdesc, DeviceState, DeviceTail, TailStep, devices};
 
 fn check(state: &DeviceState, tail: &[u8]) {
     let mut at = 0;
@@ -17,13 +17,13 @@ fn check(state: &DeviceState, tail: &[u8]) {
     assert_eq!(state.sections_range, 0..at);
     assert_eq!(state.json_range, at + 6..state.end);
     assert!(state.end <= tail.len());
-    Description::decode(&tail[state.json_range.clone()]).expect("the description that proved the sections");
+    Vmdesc::decode(&tail[state.json_range.clone()]).expect("the description that proved the sections");
     let _ = state.global_state(tail);
 }
 
 /// A tail that says where it ends, in pieces.
 fn check_delimited(data: &[u8]) {
-    let (mut arriving, mut end, mut ready) = (DelimitedTail::new(0, 1 << 20), 0, false);
+    let (mut arriving, mut end, mut ready) = (FramedSections::new(0, 1 << 20), 0, false);
     while end <= data.len() {
         match arriving.look(&data[..end]) {
             Ok(TailStep::Ready { sections }) => {
@@ -47,7 +47,7 @@ fn check_delimited(data: &[u8]) {
 
 fuzz_target!(|data: &[u8]| {
     check_delimited(data);
-    let _ = Description::decode(data);
+    let _ = Vmdesc::decode(data);
     let located = devices::locate(data, 0, 1 << 20);
     if let Ok(state) = &located {
         check(state, data);

@@ -15,7 +15,7 @@ fuzz_target!(|text: &str| {
     if let Ok(address) = text.parse::<MonitorAddress>() {
         assert_eq!(address.to_string().parse::<MonitorAddress>().ok(), Some(address));
     }
-    if let Ok(devices) = limosa_stream::outline::decode(text.as_bytes()) {
+    if let Ok(devices) = limosa_stream::vmdesc::decode(text.as_bytes()) {
         assert!(devices.len() <= limosa_stream::DEVICES_LIMIT);
     }
     for block in parse_ram_blocks(text) {

@@ -33,7 +33,7 @@ pub(crate) fn of(error: &MigrateError) -> String {
 }
 
 fn of_stream(error: &StreamError) -> &'static str {
-    error.fault().feature().map_or("", of_feature)
+    error.kind().feature().map_or("", of_feature)
 }
 
 fn of_feature(feature: &Feature) -> &'static str {
@@ -281,7 +281,7 @@ mod tests {
     use std::time::Duration;
 
     use limosa_channel::Operation;
-    use limosa_stream::Fault;
+    use limosa_stream::ErrorKind;
 
     use super::*;
 
@@ -300,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_stream_with_multifd_channels_is_to_be_received_with_them() {
-        let error = StreamError::new(7, "section \"ram\"", Fault::Unsupported(Feature::Multifd));
+        let error = StreamError::new(7, "section \"ram\"", ErrorKind::Unsupported(Feature::Multifd));
         assert!(of(&MigrateError::Stream(error)).contains("--channels"));
     }
 
@@ -312,8 +312,8 @@ mod tests {
             (Feature::DirtyBitmaps, "dirty-bitmaps off"),
             (Feature::MultifdCompression { method: "qpl" }, "none, zlib or zstd"),
         ] {
-            let error = StreamError::new(7, "section \"ram\"", Fault::Unsupported(feature));
-            let feature = error.fault().feature().cloned();
+            let error = StreamError::new(7, "section \"ram\"", ErrorKind::Unsupported(feature));
+            let feature = error.kind().feature().cloned();
             let file = SnapshotError::Structure { path: "vm.snapshot".into(), offset: 7, what: "it".into(), feature };
             assert!(of_cause(&error.into()).contains(remedy), "{remedy}");
             assert!(of_cause(&file.into()).contains(remedy), "{remedy}");

@@ -34,7 +34,7 @@ use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::postcopy::PING_READY;
 use limosa_stream::{
-    Command, Decoder, DelimitedTail, DeviceState, DeviceTail, Event, Fault, Feature, PageSizes, RamBlock,
+    Command, Decoder, DeviceState, DeviceTail, ErrorKind, Event, Feature, FramedSections, PageSizes, RamBlock,
     ReturnMessage, Step, StreamError, TailStep,
 };
 use rustix::net::sockopt;
@@ -320,7 +320,7 @@ impl<'a> Receiver<'a> {
             let package = taken.map_err(|error| match error {
                 // A source with more channels than these finds the others closed, and gives up.
                 MigrateError::Stream(error)
-                    if !role.pages.is_empty() && matches!(error.fault(), Fault::Truncated { .. }) =>
+                    if !role.pages.is_empty() && matches!(error.kind(), ErrorKind::Truncated { .. }) =>
                 {
                     MigrateError::MainEnded { channels: role.pages.len(), source: error }
                 }
@@ -450,7 +450,7 @@ impl<'a> Receiver<'a> {
     fn unsupported(&self, event: &Event) -> MigrateError {
         let offset = self.decoder.offset();
         if *event == Event::MultifdFlush && self.role.pages.is_empty() {
-            return StreamError::new(offset, "section \"ram\"", Fault::Unsupported(Feature::Multifd)).into();
+            return StreamError::new(offset, "section \"ram\"", ErrorKind::Unsupported(Feature::Multifd)).into();
         }
         let what = match event {
             Event::MappedRamBlock(_) => "mapped-ram, whose pages have places of their own in a file".to_owned(),
@@ -561,7 +561,7 @@ impl<'a> Receiver<'a> {
         let channel = &self.role.channel;
         let patience = if self.role.options.recorded { self.role.options.patience } else { Some(TAIL_PATIENCE) };
         let mut search = DeviceTail::new(offset, self.role.options.max_device_state);
-        let mut told = Some(DelimitedTail::new(offset, self.role.options.max_device_state));
+        let mut told = Some(FramedSections::new(offset, self.role.options.max_device_state));
         let mut tail = self.buffer.arrived().to_vec();
         loop {
             match told.as_mut().map(|told| told.look(&tail)).transpose()? {

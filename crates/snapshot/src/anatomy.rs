@@ -6,7 +6,7 @@
 use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
-use limosa_stream::{DeviceState, Fault, WalkError};
+use limosa_stream::{DeviceState, ErrorKind, WalkError};
 
 use crate::error::SnapshotError;
 use crate::store::{StoreFile, StoredRange};
@@ -106,14 +106,14 @@ impl Anatomy {
             |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
         let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
             WalkError::Stream(e) => {
-                let hint = match (e.place(), e.fault()) {
-                    ("configuration", Fault::Expected { what, .. }) if what.contains("mapped-ram") => {
+                let hint = match (e.place(), e.kind()) {
+                    ("configuration", ErrorKind::Expected { what, .. }) if what.contains("mapped-ram") => {
                         "; limosa import makes a snapshot of a recorded stream"
                     }
                     _ => "",
                 };
-                let what = format!("not a whole mapped-ram file: {}: {}{hint}", e.place(), e.fault());
-                let (path, feature) = (file.path().to_path_buf(), e.fault().feature().cloned());
+                let what = format!("not a whole mapped-ram file: {}: {}{hint}", e.place(), e.kind());
+                let (path, feature) = (file.path().to_path_buf(), e.kind().feature().cloned());
                 SnapshotError::Structure { path, offset: e.offset(), what, feature }
             }
             WalkError::Read { offset, source, .. } => file.io("read it", Some(offset), source),

@@ -17,7 +17,7 @@ use crate::anatomy::MEMORY_PAGES_MAX;
 use crate::error::SnapshotError;
 use crate::foreign::{Foreign, ForeignError, Forward, Parts, Unpacking, VmLocation};
 use crate::reader::Snapshot;
-use crate::summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary, outlines, uuid_text};
+use crate::summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary, uuid_text, vmdescs};
 use rustix::fs::SeekFrom;
 
 /// Summarizes a snapshot, a recorded stream or a libvirt save image.
@@ -156,8 +156,8 @@ fn walk_error(path: &Path, error: WalkError) -> SnapshotError {
         WalkError::Stream(error) => SnapshotError::Structure {
             path: path.to_path_buf(),
             offset: error.offset(),
-            what: format!("{}: {}", error.place(), error.fault()),
-            feature: error.fault().feature().cloned(),
+            what: format!("{}: {}", error.place(), error.kind()),
+            feature: error.kind().feature().cloned(),
         },
         other => structure(path, 0, other.to_string()),
     }
@@ -184,7 +184,7 @@ impl<'a> Recording<'a> {
             run_state: None,
             blocks: Vec::new(),
             devices: Vec::new(),
-            outlines: Vec::new(),
+            vmdescs: Vec::new(),
             manifest: None,
             without_manifest: None,
             checksums: false,
@@ -229,7 +229,7 @@ impl<'a> Recording<'a> {
         let state = devices::locate(tail, offset, TAIL_LIMIT)
             .map_err(|error| structure(self.path, error.offset(), error.to_string()))?;
         self.summary.run_state = state.global_state(tail).ok().flatten().map(|found| found.run_state);
-        self.summary.outlines = outlines(&tail[state.json_range.clone()]);
+        self.summary.vmdescs = vmdescs(&tail[state.json_range.clone()]);
         self.summary.devices = state.sections.iter().map(|section| DeviceSummary::of(section, tail)).collect();
         Ok(())
     }

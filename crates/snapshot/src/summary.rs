@@ -2,7 +2,7 @@
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::DeviceSection;
-use limosa_stream::outline::{self, DeviceOutline};
+use limosa_stream::vmdesc::{self, DeviceVmdesc};
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -35,7 +35,7 @@ pub struct Summary {
     pub devices: Vec<DeviceSummary>,
     /// What the device sections are made of; for comparisons, and too long to print.
     #[serde(skip)]
-    pub outlines: Vec<DeviceOutline>,
+    pub vmdescs: Vec<DeviceVmdesc>,
     /// limosa's record.
     pub manifest: Option<Manifest>,
     /// Why there is none.
@@ -148,7 +148,7 @@ impl Snapshot {
             run_state: self.run_state(),
             blocks: blocks.collect(),
             devices: devices.collect(),
-            outlines: outlines(limosa_migrate::PageSource::description(self)),
+            vmdescs: vmdescs(limosa_migrate::PageSource::description(self)),
             manifest: self.manifest().cloned(),
             without_manifest: self.without_manifest().map(str::to_owned),
             checksums: self.has_checksums(),
@@ -160,8 +160,8 @@ impl Snapshot {
 
 /// What the sections are made of. The text was proven to describe them when the file was opened; one that is too long to
 /// keep all names of leaves a comparison without them.
-pub(crate) fn outlines(json: &[u8]) -> Vec<DeviceOutline> {
-    outline::decode(json).unwrap_or_default()
+pub(crate) fn vmdescs(json: &[u8]) -> Vec<DeviceVmdesc> {
+    vmdesc::decode(json).unwrap_or_default()
 }
 
 pub(crate) fn uuid_text(bytes: [u8; 16]) -> String {

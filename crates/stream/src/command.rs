@@ -3,7 +3,7 @@
 //! A fixed length that does not match is an error, as is an unknown number: QEMU treats both so.
 
 use crate::cursor::{Cursor, Stop, put_name};
-use crate::error::{EncodeError, Fault, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError};
 use crate::ram::PAGE_SIZE;
 use crate::section::COMMAND;
 use limosa_page::to_u64;
@@ -156,7 +156,7 @@ impl Command {
     pub(crate) fn read(cursor: &mut Cursor<'_>) -> Result<Self, Stop> {
         let kind = cursor.peek()?;
         if kind != COMMAND {
-            return Err(cursor.fail(Fault::expected("a command (0x08)", format_args!("{kind:#04x}"))));
+            return Err(cursor.fail(ErrorKind::expected("a command (0x08)", format_args!("{kind:#04x}"))));
         }
         cursor.u8()?;
         let begin = cursor.at();
@@ -164,7 +164,7 @@ impl Command {
         let length = cursor.be16()?;
         let wrong = |what: &'static str| Stop::Fail {
             at: begin,
-            fault: Fault::expected(what, format_args!("command {number} of {length} bytes")),
+            error_kind: ErrorKind::expected(what, format_args!("command {number} of {length} bytes")),
         };
         match (number, length) {
             (1 | 4 | 5 | 8 | 9 | 11, 0) | (2 | 7, 4) | (3, 0 | 16) | (6 | 10, _) => {}
@@ -206,21 +206,24 @@ fn inside<T>(read: Result<T, Stop>, payload_at: usize, length: u16) -> Result<T,
     read.map_err(|stop| match stop {
         Stop::Need(wanted) => Stop::Fail {
             at: payload_at,
-            fault: Fault::expected(format!("a payload of {wanted} bytes or more"), format_args!("{length} bytes")),
+            error_kind: ErrorKind::expected(
+                format!("a payload of {wanted} bytes or more"),
+                format_args!("{length} bytes"),
+            ),
         },
-        Stop::Fail { at, fault } => Stop::Fail { at: payload_at + at, fault },
+        Stop::Fail { at, error_kind } => Stop::Fail { at: payload_at + at, error_kind },
     })
 }
 
 fn read_discard(cursor: &mut Cursor<'_>) -> Result<Command, Stop> {
     let version = cursor.u8()?;
     if version != 0 {
-        return Err(Stop::Fail { at: 0, fault: Fault::expected("version 0 of RAM_DISCARD", version) });
+        return Err(Stop::Fail { at: 0, error_kind: ErrorKind::expected("version 0 of RAM_DISCARD", version) });
     }
     let block = cursor.name("a RAM block name")?.to_owned();
     let terminator = cursor.u8()?;
     if terminator != 0 {
-        return Err(cursor.fail(Fault::expected("a zero byte behind the RAM block name", terminator)));
+        return Err(cursor.fail(ErrorKind::expected("a zero byte behind the RAM block name", terminator)));
     }
     let mut ranges = Vec::new();
     loop {
@@ -229,8 +232,9 @@ fn read_discard(cursor: &mut Cursor<'_>) -> Result<Command, Stop> {
         match start.checked_add(length) {
             Some(end) if length > 0 && start % PAGE_SIZE == 0 && end % PAGE_SIZE == 0 => ranges.push(start..end),
             _ => {
-                let fault = Fault::expected("a range of whole pages", format_args!("{length:#x} bytes at {start:#x}"));
-                return Err(Stop::Fail { at, fault });
+                let error_kind =
+                    ErrorKind::expected("a range of whole pages", format_args!("{length:#x} bytes at {start:#x}"));
+                return Err(Stop::Fail { at, error_kind });
             }
         }
         if cursor.is_at_end() {

@@ -7,7 +7,7 @@
 use limosa_page::to_u64;
 
 use crate::cursor::{Cursor, Stop, put_name};
-use crate::error::{EncodeError, Fault, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError};
 use crate::section::{CONFIGURATION, SUBSECTION};
 
 /// The four bytes every stream begins with.
@@ -164,30 +164,33 @@ impl Configuration {
     pub(crate) fn read(cursor: &mut Cursor<'_>) -> Result<Self, Stop> {
         let found = cursor.array::<4>()?;
         if found != MAGIC {
-            let fault = Fault::expected("the magic \"QEVM\" of a migration stream", format_args!("{:02x?}", found));
-            return Err(Stop::Fail { at: 0, fault });
+            let error_kind =
+                ErrorKind::expected("the magic \"QEVM\" of a migration stream", format_args!("{:02x?}", found));
+            return Err(Stop::Fail { at: 0, error_kind });
         }
         let version = cursor.be32()?;
         if version != VERSION {
-            return Err(Stop::Fail { at: 4, fault: Fault::expected("stream version 3", version) });
+            return Err(Stop::Fail { at: 4, error_kind: ErrorKind::expected("stream version 3", version) });
         }
         let kind = cursor.u8()?;
         if kind != CONFIGURATION {
-            let fault = Fault::expected("a configuration record (0x07)", format_args!("{kind:#04x}"));
-            return Err(Stop::Fail { at: 8, fault });
+            let error_kind = ErrorKind::expected("a configuration record (0x07)", format_args!("{kind:#04x}"));
+            return Err(Stop::Fail { at: 8, error_kind });
         }
         let length = cursor.be32()?;
         if length == 0 || length > MACHINE_LIMIT {
-            let fault = Fault::TooLarge {
+            let error_kind = ErrorKind::TooLarge {
                 what: "length of the machine name",
                 value: length.into(),
                 limit: MACHINE_LIMIT.into(),
             };
-            return Err(Stop::Fail { at: 9, fault });
+            return Err(Stop::Fail { at: 9, error_kind });
         }
         let length = length as usize;
-        let machine = std::str::from_utf8(cursor.take(length)?)
-            .map_err(|_| Stop::Fail { at: 13, fault: Fault::expected("a machine name", "bytes that are not UTF-8") })?;
+        let machine = std::str::from_utf8(cursor.take(length)?).map_err(|_| Stop::Fail {
+            at: 13,
+            error_kind: ErrorKind::expected("a machine name", "bytes that are not UTF-8"),
+        })?;
         let mut configuration = Self::new(machine);
         while cursor.peek()? == SUBSECTION {
             configuration.read_subsection(cursor)?;
@@ -201,8 +204,8 @@ impl Configuration {
         let name = cursor.name("a configuration subsection")?;
         let version = cursor.be32()?;
         if version != 1 {
-            let fault = Fault::expected(format!("version 1 of configuration subsection {name:?}"), version);
-            return Err(Stop::Fail { at: begin, fault });
+            let error_kind = ErrorKind::expected(format!("version 1 of configuration subsection {name:?}"), version);
+            return Err(Stop::Fail { at: begin, error_kind });
         }
         let again = match name {
             TARGET_PAGE_BITS => self.target_page_bits.replace(cursor.be32()?).is_some(),
@@ -211,8 +214,8 @@ impl Configuration {
                 let count = cursor.be32()?;
                 if count == 0 || count > CAPABILITIES_LIMIT {
                     let limit = CAPABILITIES_LIMIT.into();
-                    let fault = Fault::TooLarge { what: "number of capabilities", value: count.into(), limit };
-                    return Err(Stop::Fail { at: begin, fault });
+                    let error_kind = ErrorKind::TooLarge { what: "number of capabilities", value: count.into(), limit };
+                    return Err(Stop::Fail { at: begin, error_kind });
                 }
                 let again = !self.capabilities.is_empty();
                 for _ in 0..count {
@@ -221,13 +224,13 @@ impl Configuration {
                 again
             }
             other => {
-                let fault = Fault::expected("a known configuration subsection", format_args!("{other:?}"));
-                return Err(Stop::Fail { at: begin, fault });
+                let error_kind = ErrorKind::expected("a known configuration subsection", format_args!("{other:?}"));
+                return Err(Stop::Fail { at: begin, error_kind });
             }
         };
         if again {
-            let fault = Fault::expected("each configuration subsection once", format_args!("{name:?} again"));
-            return Err(Stop::Fail { at: begin, fault });
+            let error_kind = ErrorKind::expected("each configuration subsection once", format_args!("{name:?} again"));
+            return Err(Stop::Fail { at: begin, error_kind });
         }
         Ok(())
     }

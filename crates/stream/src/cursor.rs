@@ -7,7 +7,7 @@ use std::borrow::Cow;
 
 use limosa_page::{BrokenInvariant, to_u64};
 
-use crate::error::{Fault, StreamError};
+use crate::error::{ErrorKind, StreamError};
 
 /// Why reading stopped.
 #[derive(Debug)]
@@ -15,12 +15,12 @@ pub(crate) enum Stop {
     /// So many bytes, counted from the cursor's first, are wanted at least.
     Need(usize),
     /// The bytes are wrong, `at` bytes behind the cursor's first.
-    Fail { at: usize, fault: Fault },
+    Fail { at: usize, error_kind: ErrorKind },
 }
 
 impl From<BrokenInvariant> for Stop {
     fn from(broken: BrokenInvariant) -> Self {
-        Self::Fail { at: 0, fault: broken.into() }
+        Self::Fail { at: 0, error_kind: broken.into() }
     }
 }
 
@@ -30,9 +30,9 @@ impl Stop {
         let place = place.into();
         match self {
             Self::Need(wanted) => {
-                StreamError::new(base, place.clone(), Fault::Truncated { what: place, wanted, available })
+                StreamError::new(base, place.clone(), ErrorKind::Truncated { what: place, wanted, available })
             }
-            Self::Fail { at, fault } => StreamError::new(base.saturating_add(to_u64(at)), place, fault),
+            Self::Fail { at, error_kind } => StreamError::new(base.saturating_add(to_u64(at)), place, error_kind),
         }
     }
 }
@@ -61,8 +61,8 @@ impl<'a> Cursor<'a> {
     }
 
     /// An error about what begins at the cursor.
-    pub(crate) fn fail(&self, fault: Fault) -> Stop {
-        Stop::Fail { at: self.at, fault }
+    pub(crate) fn fail(&self, error_kind: ErrorKind) -> Stop {
+        Stop::Fail { at: self.at, error_kind }
     }
 
     pub(crate) fn take(&mut self, length: usize) -> Result<&'a [u8], Stop> {
@@ -104,12 +104,12 @@ impl<'a> Cursor<'a> {
         let begin = self.at;
         let length = usize::from(self.u8()?);
         if length == 0 {
-            return Err(Stop::Fail { at: begin, fault: Fault::expected(what, "an empty name") });
+            return Err(Stop::Fail { at: begin, error_kind: ErrorKind::expected(what, "an empty name") });
         }
         let bytes = self.take(length)?;
         std::str::from_utf8(bytes).map_err(|_| Stop::Fail {
             at: begin,
-            fault: Fault::expected(
+            error_kind: ErrorKind::expected(
                 what,
                 format_args!("bytes that are not UTF-8: {:?}", bytes.escape_ascii().to_string()),
             ),

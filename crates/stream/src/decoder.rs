@@ -7,7 +7,7 @@ mod sections;
 use crate::command::Command;
 use crate::configuration::Configuration;
 use crate::cursor::{Cursor, Stop};
-use crate::error::{Fault, StreamError};
+use crate::error::{ErrorKind, StreamError};
 use crate::mapped_ram::MappedBlock;
 use crate::ram::{FLAG_CONTINUE, FLAG_PAGE, FLAG_ZERO, FLAGS_MASK, PAGE_SIZE, RamBlock};
 use crate::section::SectionHeader;
@@ -217,7 +217,7 @@ impl Decoder {
     pub fn for_records(blocks: &[RamBlock]) -> Result<Self, StreamError> {
         let mut decoder = Self { state: State::Records, bare: true, ..Self::new() };
         for block in blocks {
-            decoder.add_block(block.clone()).map_err(|fault| StreamError::new(0, "RAM block list", fault))?;
+            decoder.add_block(block.clone()).map_err(|error_kind| StreamError::new(0, "RAM block list", error_kind))?;
         }
         Ok(decoder)
     }
@@ -265,7 +265,7 @@ impl Decoder {
             State::Devices => "device sections",
             State::Ended => "the end of the stream",
         };
-        StreamError::new(self.offset, self.place(), Fault::Truncated { what: what.into(), wanted, available })
+        StreamError::new(self.offset, self.place(), ErrorKind::Truncated { what: what.into(), wanted, available })
     }
 
     /// Decodes what is at the beginning of `input`.
@@ -361,8 +361,8 @@ impl Decoder {
     }
 }
 
-fn outside(block: &RamBlock, offset: u64) -> Fault {
-    Fault::OutsideBlock { block: block.name.clone(), offset, used_length: block.used_length }
+fn outside(block: &RamBlock, offset: u64) -> ErrorKind {
+    ErrorKind::OutsideBlock { block: block.name.clone(), offset, used_length: block.used_length }
 }
 
 #[cfg(all(test, debug_assertions))]

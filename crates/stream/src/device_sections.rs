@@ -8,7 +8,7 @@ use limosa_page::to_u64;
 use serde_json::json;
 
 use crate::cursor::{Cursor, Stop};
-use crate::error::{EncodeError, Fault, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError};
 use crate::section::{self, SectionHeader, SectionKind};
 
 /// Device sections, and their description.
@@ -97,8 +97,8 @@ impl<'a> OpaqueSection<'a> {
 }
 
 fn decode_one(input: &[u8], offset: u64) -> Result<(OpaqueSection<'_>, usize), StreamError> {
-    let fail = |fault| StreamError::new(offset, "device section with a length", fault);
-    let cut = Fault::Truncated {
+    let fail = |error_kind| StreamError::new(offset, "device section with a length", error_kind);
+    let cut = ErrorKind::Truncated {
         what: "device section with a length".into(),
         wanted: input.len().saturating_add(1),
         available: input.len(),
@@ -106,12 +106,12 @@ fn decode_one(input: &[u8], offset: u64) -> Result<(OpaqueSection<'_>, usize), S
     match read_one(input) {
         Ok(Some((_, section, length))) => Ok((section, length)),
         Ok(None) => Err(fail(cut)),
-        Err(fault) => Err(fail(fault)),
+        Err(error_kind) => Err(fail(error_kind)),
     }
 }
 
 /// The section at the front of `input`: its id, itself, and how many bytes it takes. `None` if it is not there as a whole.
-pub(crate) fn read_one(input: &[u8]) -> Result<Option<(u32, OpaqueSection<'_>, usize)>, Fault> {
+pub(crate) fn read_one(input: &[u8]) -> Result<Option<(u32, OpaqueSection<'_>, usize)>, ErrorKind> {
     let mut cursor = Cursor::new(input);
     let mut read = || {
         cursor.u8()?;
@@ -125,11 +125,11 @@ pub(crate) fn read_one(input: &[u8]) -> Result<Option<(u32, OpaqueSection<'_>, u
     let (id, found, footer) = match read() {
         Ok(read) => read,
         Err(Stop::Need(_)) => return Ok(None),
-        Err(Stop::Fail { fault, .. }) => return Err(fault),
+        Err(Stop::Fail { error_kind, .. }) => return Err(error_kind),
     };
     if footer != (section::FOOTER, id) {
         let what = format!("the footer of section {:?} behind {} bytes of state", found.name, found.state.len());
-        return Err(Fault::Expected { what: what.into(), found: format!("{footer:02x?}") });
+        return Err(ErrorKind::Expected { what: what.into(), found: format!("{footer:02x?}") });
     }
     Ok(Some((id, found, cursor.at())))
 }

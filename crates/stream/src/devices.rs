@@ -11,10 +11,10 @@
 use limosa_page::{to_u64, to_usize};
 
 use crate::cursor::{Cursor, Stop};
-use crate::description::{DESCRIPTION_LIMIT, Description, DeviceDescription};
-use crate::error::{EncodeError, Fault, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError};
 use crate::global_state::{self, GLOBAL_STATE, GlobalState};
 use crate::section::{self, FOOTER_LENGTH, SectionHeader, SectionKind};
+use crate::vmdesc::{DeviceSize, VMDESC_LIMIT, Vmdesc};
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
@@ -73,8 +73,8 @@ impl DeviceState {
         let Some(section) = self.section(GLOBAL_STATE) else { return Ok(None) };
         let body = tail.get(section.body.clone()).ok_or_else(|| {
             let (wanted, available) = (section.body.end, tail.len());
-            let fault = Fault::Truncated { what: "section \"globalstate\"".into(), wanted, available };
-            StreamError::new(to_u64(section.body.start), "device sections", fault)
+            let error_kind = ErrorKind::Truncated { what: "section \"globalstate\"".into(), wanted, available };
+            StreamError::new(to_u64(section.body.start), "device sections", error_kind)
         })?;
         GlobalState::decode(body).map(Some)
     }
@@ -133,15 +133,18 @@ impl DeviceTail {
     /// Takes note of all new candidates.
     fn scan(&mut self, tail: &[u8]) -> Result<(), StreamError> {
         if to_u64(tail.len()) > self.limit {
-            let fault =
-                Fault::TooLarge { what: "length of the device sections", value: to_u64(tail.len()), limit: self.limit };
-            return Err(StreamError::new(self.offset, "device sections", fault));
+            let error_kind = ErrorKind::TooLarge {
+                what: "length of the device sections",
+                value: to_u64(tail.len()),
+                limit: self.limit,
+            };
+            return Err(StreamError::new(self.offset, "device sections", error_kind));
         }
         let Some(unseen) = tail.get(self.scanned..) else {
             let (wanted, available) = (self.scanned, tail.len());
-            let fault =
-                Fault::Truncated { what: "device sections, which were longer before".into(), wanted, available };
-            return Err(StreamError::new(self.offset, "device sections", fault));
+            let error_kind =
+                ErrorKind::Truncated { what: "device sections, which were longer before".into(), wanted, available };
+            return Err(StreamError::new(self.offset, "device sections", error_kind));
         };
         // The window: a footer's mark, its id, then 00 06, a length, and the brace.
         for (at, window) in unseen.windows(FOOTER_LENGTH + MARK_LENGTH + 1).enumerate() {
@@ -149,7 +152,7 @@ impl DeviceTail {
                 continue;
             };
             let Ok(length) = usize::try_from(u32::from_be_bytes([a, b, c, d])) else { continue };
-            if length > DESCRIPTION_LIMIT {
+            if length > VMDESC_LIMIT {
                 continue;
             }
             let begin = self.scanned + at + FOOTER_LENGTH;
@@ -174,7 +177,7 @@ impl DeviceTail {
         if self.parsed > PARSE_LIMIT {
             return Err(self.too_many(begin));
         }
-        let proven = Description::decode(json).and_then(|description| walk_sections(sections, &description));
+        let proven = Vmdesc::decode(json).and_then(|description| walk_sections(sections, &description));
         Ok(proven.ok().map(|sections| DeviceState {
             sections,
             sections_range: 0..begin,
@@ -184,8 +187,8 @@ impl DeviceTail {
     }
 
     fn too_many(&self, at: usize) -> StreamError {
-        let fault = Fault::expected("one description of the device sections", "too many that look like one");
-        StreamError::new(self.offset.saturating_add(to_u64(at)), "device sections", fault)
+        let error_kind = ErrorKind::expected("one description of the device sections", "too many that look like one");
+        StreamError::new(self.offset.saturating_add(to_u64(at)), "device sections", error_kind)
     }
 }
 
@@ -208,19 +211,19 @@ pub fn locate(tail: &[u8], offset: u64, limit: u64) -> Result<DeviceState, Strea
             return Ok(state);
         }
     }
-    let fault = Fault::expected(
+    let error_kind = ErrorKind::expected(
         "a JSON description whose sizes match the device sections",
         format_args!("none in {} bytes", limited.len()),
     );
-    Err(StreamError::new(offset, "device sections", fault))
+    Err(StreamError::new(offset, "device sections", error_kind))
 }
 
 /// Cuts a run of device sections into sections with the sizes of `description`; it must end with the last footer.
 ///
 /// # Errors
 /// A section that the description does not have, or whose footer is not where its size says.
-pub fn walk_sections(sections: &[u8], description: &Description) -> Result<Vec<DeviceSection>, StreamError> {
-    let mut devices: HashMap<(&str, u32), &DeviceDescription> = HashMap::with_capacity(description.devices.len());
+pub fn walk_sections(sections: &[u8], description: &Vmdesc) -> Result<Vec<DeviceSection>, StreamError> {
+    let mut devices: HashMap<(&str, u32), &DeviceSize> = HashMap::with_capacity(description.devices.len());
     for device in &description.devices {
         devices.insert((&device.name, device.instance), device);
     }
@@ -233,12 +236,12 @@ pub fn walk_sections(sections: &[u8], description: &Description) -> Result<Vec<D
             let rest = sections.len() - begin;
             match stop {
                 Stop::Need(wanted) => {
-                    let fault = Fault::Truncated {
+                    let error_kind = ErrorKind::Truncated {
                         what: "a device section".into(),
                         wanted: wanted.saturating_sub(begin),
                         available: rest,
                     };
-                    StreamError::new(to_u64(begin), "device sections", fault)
+                    StreamError::new(to_u64(begin), "device sections", error_kind)
                 }
                 fail => fail.into_error(0, "device sections", rest),
             }
@@ -248,21 +251,19 @@ pub fn walk_sections(sections: &[u8], description: &Description) -> Result<Vec<D
     Ok(walked)
 }
 
-fn walk_one(
-    cursor: &mut Cursor<'_>,
-    devices: &HashMap<(&str, u32), &DeviceDescription>,
-) -> Result<DeviceSection, Stop> {
+fn walk_one(cursor: &mut Cursor<'_>, devices: &HashMap<(&str, u32), &DeviceSize>) -> Result<DeviceSection, Stop> {
     let begin = cursor.at();
     let byte = cursor.u8()?;
     if byte != SectionKind::Full.byte() {
-        let fault = Fault::expected("a device section (0x04)", format_args!("{byte:#04x}"));
-        return Err(Stop::Fail { at: begin, fault });
+        let error_kind = ErrorKind::expected("a device section (0x04)", format_args!("{byte:#04x}"));
+        return Err(Stop::Fail { at: begin, error_kind });
     }
     let header = SectionHeader::read(SectionKind::Full, cursor)?;
     let SectionHeader { id, name, instance, version, .. } = header;
     let Some(device) = devices.get(&(name.as_str(), instance)) else {
-        let fault = Fault::expected("a section of the description", format_args!("{name:?} instance {instance}"));
-        return Err(Stop::Fail { at: begin, fault });
+        let error_kind =
+            ErrorKind::expected("a section of the description", format_args!("{name:?} instance {instance}"));
+        return Err(Stop::Fail { at: begin, error_kind });
     };
     let body_begin = cursor.at();
     cursor.take(to_usize(device.body_length))?;
@@ -272,7 +273,7 @@ fn walk_one(
     let [mark, a, b, c, d] = footer;
     if mark != section::FOOTER || u32::from_be_bytes([a, b, c, d]) != id {
         let what = format!("the footer of section {name:?} (id {id})");
-        return Err(Stop::Fail { at: footer_at, fault: Fault::expected(what, format_args!("{footer:02x?}")) });
+        return Err(Stop::Fail { at: footer_at, error_kind: ErrorKind::expected(what, format_args!("{footer:02x?}")) });
     }
     Ok(DeviceSection { name, instance, version, id, range: begin..cursor.at(), body })
 }

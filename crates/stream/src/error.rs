@@ -19,13 +19,13 @@ pub struct StreamError(Box<Inner>);
 struct Inner {
     offset: u64,
     place: Cow<'static, str>,
-    fault: Fault,
+    error_kind: ErrorKind,
 }
 
 impl StreamError {
-    /// An error `fault` at `offset` bytes into the stream (or file), inside `place`, e.g. `section "ram" (id 2)`.
-    pub fn new(offset: u64, place: impl Into<Cow<'static, str>>, fault: Fault) -> Self {
-        Self(Box::new(Inner { offset, place: place.into(), fault }))
+    /// An error `error_kind` at `offset` bytes into the stream (or file), inside `place`, e.g. `section "ram" (id 2)`.
+    pub fn new(offset: u64, place: impl Into<Cow<'static, str>>, error_kind: ErrorKind) -> Self {
+        Self(Box::new(Inner { offset, place: place.into(), error_kind }))
     }
 
     /// Bytes from the beginning of the stream to what is wrong.
@@ -39,27 +39,27 @@ impl StreamError {
     }
 
     /// What is wrong.
-    pub fn fault(&self) -> &Fault {
-        &self.0.fault
+    pub fn kind(&self) -> &ErrorKind {
+        &self.0.error_kind
     }
 }
 
 impl fmt::Display for StreamError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "offset {:#x}, {}: {}", self.0.offset, self.0.place, self.0.fault)
+        write!(f, "offset {:#x}, {}: {}", self.0.offset, self.0.place, self.0.error_kind)
     }
 }
 
 impl std::error::Error for StreamError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&self.0.fault)
+        Some(&self.0.error_kind)
     }
 }
 
 /// The kinds of things that can be wrong with decoded bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum ErrorKind {
     /// Something else is where `what` had to be.
     #[error("expected {what}, found {found}")]
     Expected {
@@ -130,7 +130,7 @@ pub enum Fault {
     Internal(#[from] BrokenInvariant),
 }
 
-impl Fault {
+impl ErrorKind {
     pub(crate) fn expected(what: impl Into<Cow<'static, str>>, found: impl fmt::Display) -> Self {
         Self::Expected { what: what.into(), found: found.to_string() }
     }
@@ -177,7 +177,7 @@ pub enum Feature {
         name: String,
     },
     /// Command 8: COLO.
-    #[error("the stream enables COLO (fault tolerance by two running VMs)")]
+    #[error("the stream enables COLO (error_kind tolerance by two running VMs)")]
     Colo,
     /// A target page size other than 4 KiB.
     #[error("target pages of 2^{bits} bytes; only 4096-byte pages (2^12) are supported")]

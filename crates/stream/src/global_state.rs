@@ -5,7 +5,7 @@
 
 use limosa_page::to_u64;
 
-use crate::error::{EncodeError, Fault, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError};
 
 /// Name of the section.
 pub const GLOBAL_STATE: &str = "globalstate";
@@ -29,20 +29,20 @@ impl GlobalState {
     /// # Errors
     /// A body that is too short, or a name that is none.
     pub fn decode(body: &[u8]) -> Result<Self, StreamError> {
-        let fail = |at: u64, fault| StreamError::new(at, "body of section \"globalstate\"", fault);
+        let fail = |at: u64, error_kind| StreamError::new(at, "body of section \"globalstate\"", error_kind);
         let (Some(length), Some(field)) = (body.first_chunk::<4>(), body.get(4..4 + RUN_STATE_FIELD)) else {
             let what = "the run state".into();
-            return Err(fail(0, Fault::Truncated { what, wanted: 4 + RUN_STATE_FIELD, available: body.len() }));
+            return Err(fail(0, ErrorKind::Truncated { what, wanted: 4 + RUN_STATE_FIELD, available: body.len() }));
         };
         let length = u32::from_be_bytes(*length) as usize;
         let name = length.checked_sub(1).and_then(|end| field.split_at_checked(end));
         let Some((name, [0, ..])) = name else {
-            return Err(fail(0, Fault::expected("the length of a name with its NUL, 1 to 32", length)));
+            return Err(fail(0, ErrorKind::expected("the length of a name with its NUL, 1 to 32", length)));
         };
         if name.is_empty() || !name.iter().all(|byte| byte.is_ascii_lowercase() || *byte == b'-') {
             return Err(fail(
                 4,
-                Fault::expected("the name of a run state", format!("{:?}", name.escape_ascii().to_string())),
+                ErrorKind::expected("the name of a run state", format!("{:?}", name.escape_ascii().to_string())),
             ));
         }
         let run_state = name.iter().copied().map(char::from).collect();

@@ -17,10 +17,10 @@
 //! | [`xbzrle`] | deltas between two states of a page |
 //! | [`ReturnMessage`], [`ReturnDecoder`] | messages of a destination to its source |
 //! | [`mapped_ram`] | where everything lies in a mapped-ram file |
-//! | [`Description`] | the JSON description of the device sections |
-//! | [`outline`] | the same in full: fields and subsections by name |
+//! | [`Vmdesc`] | the JSON description of the device sections |
+//! | [`vmdesc`] | the same in full: fields and subsections by name |
 //! | [`devices`] | the device tail: where it ends, which sections it holds |
-//! | [`DeviceSections`], [`OpaqueSection`], [`DelimitedTail`] | device sections of a VMM with formats of its own |
+//! | [`DeviceSections`], [`OpaqueSection`], [`FramedSections`] | device sections of a VMM with formats of its own |
 //! | [`GlobalState`] | the section that carries the run state |
 //! | [`postcopy`] | what a postcopy source says before the guest runs |
 //!
@@ -70,34 +70,33 @@ mod command;
 pub mod configuration;
 mod cursor;
 mod decoder;
-mod delimited_tail;
-mod description;
 mod device_sections;
 pub mod devices;
 mod error;
+mod framed_sections;
 mod global_state;
 pub mod mapped_ram;
 pub mod multifd;
-pub mod outline;
 pub mod postcopy;
 pub mod ram;
 mod return_path;
 pub mod section;
+pub mod vmdesc;
 mod walk;
 pub mod xbzrle;
 
 pub use command::{Command, DISCARD_LIMIT, PageSizes};
 pub use configuration::{Configuration, MultifdRules};
 pub use decoder::{Decoder, DecoderOptions, Event, Step};
-pub use delimited_tail::{DelimitedTail, TailStep};
-pub use description::{DESCRIPTION_LIMIT, DEVICES_LIMIT, Description, DeviceDescription};
 pub use device_sections::{DeviceSections, OpaqueSection};
 pub use devices::{DeviceSection, DeviceState, DeviceTail};
-pub use error::{EncodeError, Fault, Feature, StreamError};
+pub use error::{EncodeError, ErrorKind, Feature, StreamError};
+pub use framed_sections::{FramedSections, TailStep};
 pub use global_state::{BODY_LENGTH, GLOBAL_STATE, GlobalState, RUN_STATE_FIELD, replace_run_state};
 pub use ram::{RamBlock, RecordEncoder, RecordKind};
 pub use return_path::{BITMAP_END, MESSAGE_LIMIT, ReturnDecoder, ReturnMessage};
 pub use section::{SectionHeader, SectionKind};
+pub use vmdesc::{DEVICES_LIMIT, DeviceSize, VMDESC_LIMIT, Vmdesc};
 pub use walk::{ReadAt, StreamWalk, WalkError};
 
 /// The example of the README, compiled.

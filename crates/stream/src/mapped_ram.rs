@@ -12,7 +12,7 @@
 use crate::configuration::Configuration;
 use crate::cursor::{Cursor, Stop};
 use crate::decoder::{DecoderOptions, Event};
-use crate::error::{EncodeError, Fault, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError};
 use crate::ram::{self, FLAG_MEM_SIZE, PAGE_SIZE, RAM, RAM_VERSION, RamBlock};
 use crate::section;
 use crate::walk::{ReadAt, StreamWalk, WalkError};
@@ -43,18 +43,18 @@ impl MappedHeader {
         let page_size = cursor.be64()?;
         let header = Self { bitmap_offset: cursor.be64()?, pages_offset: cursor.be64()? };
         if version != HEADER_VERSION {
-            let fault = Fault::expected("version 1 of the mapped-ram block header", version);
-            return Err(Stop::Fail { at: begin, fault });
+            let error_kind = ErrorKind::expected("version 1 of the mapped-ram block header", version);
+            return Err(Stop::Fail { at: begin, error_kind });
         }
         if page_size != PAGE_SIZE {
-            let fault = Fault::expected("page size 4096 in the mapped-ram block header", page_size);
-            return Err(Stop::Fail { at: begin, fault });
+            let error_kind = ErrorKind::expected("page size 4096 in the mapped-ram block header", page_size);
+            return Err(Stop::Fail { at: begin, error_kind });
         }
         Ok(header)
     }
 
     /// The block with its places: whole numbers of pages, no overflow, nothing before the stream's beginning.
-    pub(crate) fn place(self, block: &RamBlock, header_offset: u64, base: u64) -> Result<MappedBlock, Fault> {
+    pub(crate) fn place(self, block: &RamBlock, header_offset: u64, base: u64) -> Result<MappedBlock, ErrorKind> {
         let placed = MappedBlock {
             block: block.clone(),
             header_offset,
@@ -62,7 +62,7 @@ impl MappedHeader {
             pages_offset: self.pages_offset,
             pages: block.pages(),
         };
-        let bad = |what: String, start: u64, length: u64, problem: &str| Fault::Placement {
+        let bad = |what: String, start: u64, length: u64, problem: &str| ErrorKind::Placement {
             what,
             start,
             end: start.saturating_add(length),
@@ -295,7 +295,7 @@ impl Layout {
                         let what = "the capability mapped-ram in the configuration";
                         let found =
                             format_args!("a stream of machine {:?} without it", configuration.machine).to_string();
-                        return Err(StreamError::new(0, "configuration", Fault::expected(what, found)).into());
+                        return Err(StreamError::new(0, "configuration", ErrorKind::expected(what, found)).into());
                     }
                     layout.configuration = configuration;
                 }
@@ -307,20 +307,20 @@ impl Layout {
                     layout.blocks.push(placed);
                 }
                 Event::Command(command @ (crate::Command::PostcopyAdvise(_) | crate::Command::RamDiscard { .. })) => {
-                    let fault =
-                        Fault::expected("no postcopy command in a mapped-ram file", format_args!("{command:?}"));
-                    return Err(StreamError::new(walk.offset(), "between sections", fault).into());
+                    let error_kind =
+                        ErrorKind::expected("no postcopy command in a mapped-ram file", format_args!("{command:?}"));
+                    return Err(StreamError::new(walk.offset(), "between sections", error_kind).into());
                 }
                 Event::EarlyDevice(section) if layout.early_sections.len() <= EARLY_SECTIONS_LIMIT => {
                     layout.early_sections.extend(section);
                 }
                 Event::EarlyDevice(_) => {
-                    let fault = Fault::TooLarge {
+                    let error_kind = ErrorKind::TooLarge {
                         what: "early device sections",
                         value: to_u64(layout.early_sections.len()),
                         limit: to_u64(EARLY_SECTIONS_LIMIT),
                     };
-                    return Err(StreamError::new(walk.offset(), "between sections", fault).into());
+                    return Err(StreamError::new(walk.offset(), "between sections", error_kind).into());
                 }
                 Event::DeviceTail => {
                     layout.tail_offset = walk.offset();
@@ -328,8 +328,8 @@ impl Layout {
                     return Ok(layout);
                 }
                 Event::EndOfStream => {
-                    let fault = Fault::expected("device sections", "the end of the sections");
-                    return Err(StreamError::new(walk.offset(), "between sections", fault).into());
+                    let error_kind = ErrorKind::expected("device sections", "the end of the sections");
+                    return Err(StreamError::new(walk.offset(), "between sections", error_kind).into());
                 }
                 _ => {}
             }
@@ -358,8 +358,9 @@ impl Layout {
                 _ => None,
             };
             if let Some(problem) = problem {
-                let fault = Fault::Placement { what: what.clone(), start: range.start, end: range.end, problem };
-                return Err(StreamError::new(range.start, "mapped-ram layout", fault));
+                let error_kind =
+                    ErrorKind::Placement { what: what.clone(), start: range.start, end: range.end, problem };
+                return Err(StreamError::new(range.start, "mapped-ram layout", error_kind));
             }
             before = Some(part);
         }
@@ -371,8 +372,8 @@ fn inside(placed: &MappedBlock, file_length: u64) -> Result<(), StreamError> {
     for (range, what) in [(placed.bitmap_range(), placed.bitmap_name()), (placed.pages_range(), placed.pages_name())] {
         if range.end > file_length {
             let problem = format!("ends behind the end of the file at {file_length:#x}");
-            let fault = Fault::Placement { what, start: range.start, end: range.end, problem };
-            return Err(StreamError::new(placed.header_offset, "mapped-ram block header", fault));
+            let error_kind = ErrorKind::Placement { what, start: range.start, end: range.end, problem };
+            return Err(StreamError::new(placed.header_offset, "mapped-ram block header", error_kind));
         }
     }
     Ok(())

@@ -15,7 +15,7 @@ use limosa_page::to_u64;
 use thiserror::Error;
 
 use crate::cursor::{Cursor, Stop};
-use crate::error::{EncodeError, Fault, Feature, StreamError};
+use crate::error::{EncodeError, ErrorKind, Feature, StreamError};
 use crate::ram::PAGE_SIZE;
 
 /// What both kinds of packets begin with.
@@ -112,15 +112,15 @@ impl Compression {
         }
     }
 
-    fn from_flags(flags: u32) -> Result<Self, Fault> {
+    fn from_flags(flags: u32) -> Result<Self, ErrorKind> {
         match flags & COMPRESSION_MASK {
             0 => Ok(Self::None),
             0x02 => Ok(Self::Zlib),
             0x04 => Ok(Self::Zstd),
-            0x08 => Err(Fault::Unsupported(Feature::MultifdCompression { method: "qpl" })),
-            0x10 => Err(Fault::Unsupported(Feature::MultifdCompression { method: "uadk" })),
-            0x20 => Err(Fault::Unsupported(Feature::MultifdCompression { method: "qatzip" })),
-            other => Err(Fault::expected("at most one compression method", format_args!("flags {other:#x}"))),
+            0x08 => Err(ErrorKind::Unsupported(Feature::MultifdCompression { method: "qpl" })),
+            0x10 => Err(ErrorKind::Unsupported(Feature::MultifdCompression { method: "uadk" })),
+            0x20 => Err(ErrorKind::Unsupported(Feature::MultifdCompression { method: "qatzip" })),
+            other => Err(ErrorKind::expected("at most one compression method", format_args!("flags {other:#x}"))),
         }
     }
 }
@@ -201,7 +201,7 @@ impl<'a> Packet<'a> {
         }
         let count = |pages: &[u64]| u32::try_from(pages.len()).map_err(|_| too_many());
         let (normal, zero) = (count(self.normal)?, count(self.zero)?);
-        if payload_fault(self.compression, normal, self.payload_len).is_some() {
+        if payload_error(self.compression, normal, self.payload_len).is_some() {
             let (what, value) = ("payload length of a packet", self.payload_len.into());
             return Err(EncodeError::Number { what, value, rule: "must be that of the normal pages, at most 1 MiB" });
         }
@@ -248,14 +248,14 @@ impl<'a> Packet<'a> {
     fn read(cursor: &mut Cursor<'a>, offsets: &'a mut [u64; PACKET_PAGES]) -> Result<Self, Stop> {
         begin(cursor)?;
         let flags = cursor.be32()?;
-        let fail = |at, fault| Err(Stop::Fail { at, fault });
+        let fail = |at, error_kind| Err(Stop::Fail { at, error_kind });
         if flags & !KNOWN_FLAGS != 0 {
-            return fail(8, Fault::expected("flags of a packet (0x01, 0x3e, 0x40)", format_args!("{flags:#x}")));
+            return fail(8, ErrorKind::expected("flags of a packet (0x01, 0x3e, 0x40)", format_args!("{flags:#x}")));
         }
         if flags & FLAG_DEVICE_STATE != 0 {
-            return fail(8, Fault::Unsupported(Feature::MultifdDeviceState));
+            return fail(8, ErrorKind::Unsupported(Feature::MultifdDeviceState));
         }
-        let compression = Compression::from_flags(flags).map_err(|fault| Stop::Fail { at: 8, fault })?;
+        let compression = Compression::from_flags(flags).map_err(|error_kind| Stop::Fail { at: 8, error_kind })?;
         let [allocated, normal, length] = [cursor.be32()?, cursor.be32()?, cursor.be32()?];
         let packet_num = cursor.be64()?;
         let zero = cursor.be32()?;
@@ -264,7 +264,10 @@ impl<'a> Packet<'a> {
         let places = cursor.take(PACKET_PAGES * 8)?;
         let count = |at, what, value: u32, limit: u32| match usize::try_from(value) {
             Ok(count) if value <= limit => Ok(count),
-            _ => Err(Stop::Fail { at, fault: Fault::TooLarge { what, value: value.into(), limit: limit.into() } }),
+            _ => Err(Stop::Fail {
+                at,
+                error_kind: ErrorKind::TooLarge { what, value: value.into(), limit: limit.into() },
+            }),
         };
         count(12, "room for pages in a packet", allocated, ALLOCATED)?;
         let normals = count(16, "number of normal pages in a packet", normal, allocated)?;
@@ -275,23 +278,24 @@ impl<'a> Packet<'a> {
             let none = &offsets[..0];
             return Ok(Self { sync, compression, packet_num, block: "", normal: none, zero: none, payload_len: 0 });
         }
-        if let Some(fault) = payload_fault(compression, normal, length) {
-            return fail(20, fault);
+        if let Some(error_kind) = payload_error(compression, normal, length) {
+            return fail(20, error_kind);
         }
         let name = name.split(|byte| *byte == 0).next().unwrap_or(name);
         let block = match std::str::from_utf8(name) {
             Ok(block) if !block.is_empty() && name.len() < NAME_LEN => block,
             _ => {
                 let found = format_args!("{:?}", name.escape_ascii().to_string()).to_string();
-                return fail(NAME_AT, Fault::expected("a RAM block name with a NUL behind it", found));
+                return fail(NAME_AT, ErrorKind::expected("a RAM block name with a NUL behind it", found));
             }
         };
         for (number, (place, bytes)) in offsets.iter_mut().zip(places.chunks_exact(8)).take(normals + zeros).enumerate()
         {
             let value = bytes.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
             if value % PAGE_SIZE != 0 {
-                let fault = Fault::expected("the offset of a page (a multiple of 4096)", format_args!("{value:#x}"));
-                return fail(OFFSETS_AT + number * 8, fault);
+                let error_kind =
+                    ErrorKind::expected("the offset of a page (a multiple of 4096)", format_args!("{value:#x}"));
+                return fail(OFFSETS_AT + number * 8, error_kind);
             }
             *place = value;
         }
@@ -306,27 +310,28 @@ impl<'a> Packet<'a> {
 fn begin(cursor: &mut Cursor<'_>) -> Result<(), Stop> {
     let found = cursor.array::<4>()?;
     if found != MAGIC {
-        let fault = Fault::expected("the magic 11 22 33 44 of a multifd channel", format_args!("{found:02x?}"));
-        return Err(Stop::Fail { at: 0, fault });
+        let error_kind =
+            ErrorKind::expected("the magic 11 22 33 44 of a multifd channel", format_args!("{found:02x?}"));
+        return Err(Stop::Fail { at: 0, error_kind });
     }
     let version = cursor.be32()?;
     if version != VERSION {
-        return Err(Stop::Fail { at: 4, fault: Fault::expected("multifd version 1", version) });
+        return Err(Stop::Fail { at: 4, error_kind: ErrorKind::expected("multifd version 1", version) });
     }
     Ok(())
 }
 
 /// What is wrong with `length` as payload of so many normal pages.
-fn payload_fault(compression: Compression, normal: u32, length: u32) -> Option<Fault> {
+fn payload_error(compression: Compression, normal: u32, length: u32) -> Option<ErrorKind> {
     match (compression, normal) {
-        (_, 0) if length != 0 => Some(Fault::expected("no payload in a packet without normal pages", length)),
+        (_, 0) if length != 0 => Some(ErrorKind::expected("no payload in a packet without normal pages", length)),
         (_, 0) => None,
         (Compression::None, _) if u64::from(length) != u64::from(normal) * PAGE_SIZE => {
-            Some(Fault::expected(format!("a payload of {normal} pages of 4096 bytes"), length))
+            Some(ErrorKind::expected(format!("a payload of {normal} pages of 4096 bytes"), length))
         }
         (Compression::None, _) => None,
-        (_, _) if length == 0 => Some(Fault::expected("a payload of compressed pages", "one of 0 bytes")),
-        (_, _) if length > PAYLOAD_LIMIT => Some(Fault::TooLarge {
+        (_, _) if length == 0 => Some(ErrorKind::expected("a payload of compressed pages", "one of 0 bytes")),
+        (_, _) if length > PAYLOAD_LIMIT => Some(ErrorKind::TooLarge {
             what: "length of the compressed pages of a packet",
             value: length.into(),
             limit: PAYLOAD_LIMIT.into(),

@@ -6,7 +6,7 @@
 use limosa_page::{to_u64, to_usize};
 
 use crate::cursor::{Cursor, Stop, put_name};
-use crate::error::{EncodeError, Fault, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError};
 
 /// Longest payload of a message, in bytes; QEMU's own limit.
 pub const MESSAGE_LIMIT: u16 = 512;
@@ -171,7 +171,7 @@ fn read(cursor: &mut Cursor<'_>, bitmap_limit: u64, block_known: bool) -> Result
     let length = cursor.be16()?;
     let wrong = |what: &'static str| Stop::Fail {
         at: 0,
-        fault: Fault::expected(what, format_args!("message {kind} of {length} bytes")),
+        error_kind: ErrorKind::expected(what, format_args!("message {kind} of {length} bytes")),
     };
     match (kind, length) {
         (1 | 2 | 6, 4) | (4, 12) | (7, 0) => {}
@@ -183,7 +183,7 @@ fn read(cursor: &mut Cursor<'_>, bitmap_limit: u64, block_known: bool) -> Result
     // The payload is there as a whole: what it lacks now will not come.
     let short = |stop: Stop| match stop {
         Stop::Need(_) => wrong("a payload that is as long as it says"),
-        Stop::Fail { at, fault } => Stop::Fail { at: 4 + at, fault },
+        Stop::Fail { at, error_kind } => Stop::Fail { at: 4 + at, error_kind },
     };
     let message = match kind {
         1 => ReturnMessage::Shut(payload.be32().map_err(short)?),
@@ -193,7 +193,7 @@ fn read(cursor: &mut Cursor<'_>, bitmap_limit: u64, block_known: bool) -> Result
             let length = payload.be32().map_err(short)?;
             if length == 0 || start.checked_add(length.into()).is_none() {
                 let found = format_args!("{length:#x} bytes at {start:#x}").to_string();
-                return Err(Stop::Fail { at: 4, fault: Fault::expected("a range of pages", found) });
+                return Err(Stop::Fail { at: 4, error_kind: ErrorKind::expected("a range of pages", found) });
             }
             if kind == 4 && !block_known {
                 return Err(wrong("a request with a block name (type 3) before one without (type 4)"));
@@ -221,19 +221,19 @@ fn read_bitmap(cursor: &mut Cursor<'_>, limit: u64) -> Result<Vec<u8>, Stop> {
     let at = cursor.at();
     let size = cursor.be64()?;
     if size > limit || size % 8 != 0 {
-        let fault = match size > limit {
-            true => Fault::TooLarge { what: "size of a bitmap of received pages", value: size, limit },
-            false => Fault::expected("a bitmap of whole 8-byte words", format_args!("{size} bytes")),
+        let error_kind = match size > limit {
+            true => ErrorKind::TooLarge { what: "size of a bitmap of received pages", value: size, limit },
+            false => ErrorKind::expected("a bitmap of whole 8-byte words", format_args!("{size} bytes")),
         };
-        return Err(Stop::Fail { at, fault });
+        return Err(Stop::Fail { at, error_kind });
     }
     let size = to_usize(size);
     let bitmap = cursor.take(size)?;
     let at = cursor.at();
     let end = cursor.be64()?;
     if end != BITMAP_END {
-        let fault = Fault::expected("0x0123456789abcdef behind the bitmap", format_args!("{end:#x}"));
-        return Err(Stop::Fail { at, fault });
+        let error_kind = ErrorKind::expected("0x0123456789abcdef behind the bitmap", format_args!("{end:#x}"));
+        return Err(Stop::Fail { at, error_kind });
     }
     Ok(bitmap.to_vec())
 }

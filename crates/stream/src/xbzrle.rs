@@ -5,7 +5,7 @@
 //! is applied completely or the page is as before, and **what [`encode`] writes, [`decode`] reads back on the same page**.
 
 use crate::cursor::{Cursor, Stop};
-use crate::error::{Fault, StreamError};
+use crate::error::{ErrorKind, StreamError};
 use crate::ram::PAGE_LEN;
 
 const PLACE: &str = "xbzrle page delta";
@@ -29,18 +29,19 @@ fn apply(page: &mut [u8; PAGE_LEN], cursor: &mut Cursor<'_>) -> Result<(), Stop>
         let begin = cursor.at();
         let unchanged = count(cursor, UNCHANGED)?;
         if unchanged == 0 && begin > 0 {
-            return Err(Stop::Fail { at: begin, fault: Fault::expected(UNCHANGED, 0) });
+            return Err(Stop::Fail { at: begin, error_kind: ErrorKind::expected(UNCHANGED, 0) });
         }
         let begin = cursor.at();
         let length = count(cursor, CHANGED)?;
         if length == 0 {
-            return Err(Stop::Fail { at: begin, fault: Fault::expected(CHANGED, 0) });
+            return Err(Stop::Fail { at: begin, error_kind: ErrorKind::expected(CHANGED, 0) });
         }
         let start = at + unchanged;
         at = start + length;
         let Some(run) = page.get_mut(start..at) else {
-            let fault = Fault::expected("changes inside the page of 4096 bytes", format_args!("bytes {start} to {at}"));
-            return Err(Stop::Fail { at: begin, fault });
+            let error_kind =
+                ErrorKind::expected("changes inside the page of 4096 bytes", format_args!("bytes {start} to {at}"));
+            return Err(Stop::Fail { at: begin, error_kind });
         };
         run.copy_from_slice(cursor.take(length)?);
     }
@@ -57,7 +58,7 @@ fn count(cursor: &mut Cursor<'_>, what: &'static str) -> Result<usize, Stop> {
     let high = cursor.u8()?;
     if high >= 0x80 {
         let found = format_args!("{low:#04x} {high:#04x}: more than two bytes").to_string();
-        return Err(Stop::Fail { at: begin, fault: Fault::expected(what, found) });
+        return Err(Stop::Fail { at: begin, error_kind: ErrorKind::expected(what, found) });
     }
     Ok(usize::from(low & 0x7f) | usize::from(high) << 7)
 }

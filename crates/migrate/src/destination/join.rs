@@ -8,7 +8,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_stream::multifd::PACKET_LEN;
-use limosa_stream::{Fault, StreamError};
+use limosa_stream::{ErrorKind, StreamError};
 
 use crate::error::MigrateError;
 
@@ -85,7 +85,7 @@ impl JoinPoint {
             match behind.clone().find(|(_, (_, ended))| *ended) {
                 Some((id, _)) => {
                     let what = "its packets, before the join point that the main channel has come to".into();
-                    let fault = Fault::Truncated { what, wanted: PACKET_LEN, available: 0 };
+                    let fault = ErrorKind::Truncated { what, wanted: PACKET_LEN, available: 0 };
                     let source = Box::new(StreamError::new(0, "multifd channel", fault).into());
                     return Err(MigrateError::Multifd { id: u8::try_from(id).unwrap_or(u8::MAX), source });
                 }

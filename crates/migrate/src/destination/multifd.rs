@@ -11,7 +11,7 @@ use std::sync::Arc;
 use limosa_channel::{Channel, How};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
 use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, Packet};
-use limosa_stream::{Fault, RamBlock, StreamError};
+use limosa_stream::{ErrorKind, RamBlock, StreamError};
 
 use super::join::{JoinPoint, Over};
 use super::landing::{Handoff, Orders};
@@ -164,7 +164,8 @@ impl<'a> PageChannel<'a> {
                 if got == 0 {
                     return Ok(false);
                 }
-                let fault = Fault::Truncated { what: "a packet's header".into(), wanted: PACKET_LEN, available: got };
+                let fault =
+                    ErrorKind::Truncated { what: "a packet's header".into(), wanted: PACKET_LEN, available: got };
                 return Err(StreamError::new(position, "packet of a multifd channel", fault).into());
             }
             got += more;
@@ -196,14 +197,16 @@ impl<'a> PageChannel<'a> {
         let wanted = self.context.options.compression;
         if packet.compression != wanted {
             let (what, found) = (format!("pages compressed by {}", wanted.name()), packet.compression.name());
-            let fault =
-                Fault::Expected { what: what.into(), found: format!("{found} (multifd-compression at the source)") };
+            let fault = ErrorKind::Expected {
+                what: what.into(),
+                found: format!("{found} (multifd-compression at the source)"),
+            };
             return Err(wrong(fault));
         }
-        let unknown = || wrong(Fault::UnknownBlock { name: packet.block.to_owned() });
+        let unknown = || wrong(ErrorKind::UnknownBlock { name: packet.block.to_owned() });
         let &(block, used_length) = self.context.blocks.get(packet.block).ok_or_else(unknown)?;
         if let Some(&offset) = packet.normal.iter().chain(packet.zero).find(|offset| **offset >= used_length) {
-            return Err(wrong(Fault::OutsideBlock { block: packet.block.to_owned(), offset, used_length }));
+            return Err(wrong(ErrorKind::OutsideBlock { block: packet.block.to_owned(), offset, used_length }));
         }
         if let Some(direct) = self.handoff.memory()
             && packet.compression == Compression::None
@@ -251,7 +254,7 @@ impl<'a> PageChannel<'a> {
         self.channel.get(packed)?;
         self.unpacker.unpack(packed, pages).map_err(|found| {
             let what = format!("{} pages compressed by {}", packet.normal.len(), packet.compression.name()).into();
-            StreamError::new(position, "packet of a multifd channel", Fault::Expected { what, found })
+            StreamError::new(position, "packet of a multifd channel", ErrorKind::Expected { what, found })
         })?;
         Ok(begin)
     }

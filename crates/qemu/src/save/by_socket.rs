@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::{ChannelSet, Destination, DestinationOptions, Incoming, MigrateError, MultifdOptions};
 use limosa_snapshot::{PendingFile, SnapshotWriter, Via};
-use limosa_stream::Fault;
+use limosa_stream::ErrorKind;
 
 use super::connection::connect;
 use super::job::{SaveJob, SaveReport, Saved, afterwards};
@@ -146,7 +146,7 @@ fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
 fn is_consequence(error: &MigrateError) -> bool {
     match error {
         MigrateError::Channel(closed) => closed.is_closed(),
-        MigrateError::Stream(wrong) => matches!(wrong.fault(), Fault::Truncated { .. }),
+        MigrateError::Stream(wrong) => matches!(wrong.kind(), ErrorKind::Truncated { .. }),
         MigrateError::Multifd { source, .. } => is_consequence(source),
         MigrateError::Cancelled => true,
         _ => false,

@@ -20,11 +20,11 @@ pub(super) fn compare<S: Sections>(saved: &Summary, sections: &S, findings: &mut
             findings.extend(same_device(section, saved, here));
         }
     }
-    for outline in &saved.outlines {
-        for subsection in outline.subsections.iter().map(|subsection| &subsection.name) {
-            if sections.knows_subsection(&outline.name, subsection) == Some(false) {
+    for vmdesc in &saved.vmdescs {
+        for subsection in vmdesc.subsections.iter().map(|subsection| &subsection.name) {
+            if sections.knows_subsection(&vmdesc.name, subsection) == Some(false) {
                 let what = format!("with the subsection {subsection}, which the destination's QEMU does not know");
-                let about = format!("section {}", outline.name);
+                let about = format!("section {}", vmdesc.name);
                 findings.push(
                     Finding::new(Severity::Refuses, Confidence::Certain, about, what)
                         .advise("move to a newer QEMU, or save from one that is not newer than the destination"),

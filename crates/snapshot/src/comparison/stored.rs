@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use limosa_stream::outline::{DeviceOutline, FieldOutline, SubsectionOutline};
+use limosa_stream::vmdesc::{DeviceVmdesc, FieldVmdesc, SubsectionVmdesc};
 
 use super::sections::subject;
 use super::{Comparison, Confidence, Destination, DestinationBlock, Finding, Presence, Sections, Severity, compare};
@@ -48,7 +48,7 @@ pub fn compare_stored(saved: &Summary, other: &Summary) -> Comparison {
     capabilities(saved, other, &mut findings);
     run_states(saved, other, &mut findings);
     disks(saved, other, &mut findings);
-    outlines(saved, other, &mut findings);
+    vmdescs(saved, other, &mut findings);
     Comparison::new(findings)
 }
 
@@ -178,20 +178,19 @@ fn disks(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
 }
 
 /// What the sections that both have are made of.
-fn outlines(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
-    let there: HashMap<_, _> =
-        other.outlines.iter().map(|outline| ((&outline.name, outline.instance), outline)).collect();
+fn vmdescs(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
+    let there: HashMap<_, _> = other.vmdescs.iter().map(|vmdesc| ((&vmdesc.name, vmdesc.instance), vmdesc)).collect();
     let newer = |summary: &Summary| summary.manifest.as_ref().and_then(|manifest| manifest.qemu.clone());
     // The same QEMU and machine knows the state that it did not need to save this time.
     let same_program = newer(saved).is_some() && newer(saved) == newer(other) && saved.machine == other.machine;
-    for outline in &saved.outlines {
-        let Some(there) = there.get(&(&outline.name, outline.instance)) else { continue };
-        let differences = Differences::between(outline, there);
-        findings.extend(differences.finding(outline, same_program));
+    for vmdesc in &saved.vmdescs {
+        let Some(there) = there.get(&(&vmdesc.name, vmdesc.instance)) else { continue };
+        let differences = Differences::between(vmdesc, there);
+        findings.extend(differences.finding(vmdesc, same_program));
     }
 }
 
-/// How the outlines of one section differ.
+/// How the vmdescs of one section differ.
 #[derive(Debug, Default)]
 struct Differences {
     /// Fields and subsections of the first only.
@@ -203,14 +202,14 @@ struct Differences {
 }
 
 impl Differences {
-    fn between(a: &DeviceOutline, b: &DeviceOutline) -> Self {
+    fn between(a: &DeviceVmdesc, b: &DeviceVmdesc) -> Self {
         let mut all = Self::default();
         all.fields("", &a.fields, &b.fields);
         all.subsections(&a.subsections, &b.subsections);
         all
     }
 
-    fn fields(&mut self, within: &str, a: &[FieldOutline], b: &[FieldOutline]) {
+    fn fields(&mut self, within: &str, a: &[FieldVmdesc], b: &[FieldVmdesc]) {
         let (a, b) = (lengths(a), lengths(b));
         let name = |field: &str| if within.is_empty() { field.to_owned() } else { format!("{within}: {field}") };
         for (field, length) in &a {
@@ -225,8 +224,8 @@ impl Differences {
         self.gained.extend(b.keys().filter(|field| !a.contains_key(*field)).map(|field| name(field)));
     }
 
-    fn subsections(&mut self, a: &[SubsectionOutline], b: &[SubsectionOutline]) {
-        let others: HashMap<&str, &SubsectionOutline> = b.iter().map(|other| (other.name.as_str(), other)).collect();
+    fn subsections(&mut self, a: &[SubsectionVmdesc], b: &[SubsectionVmdesc]) {
+        let others: HashMap<&str, &SubsectionVmdesc> = b.iter().map(|other| (other.name.as_str(), other)).collect();
         for section in a {
             match others.get(section.name.as_str()) {
                 None => self.lost.push(format!("subsection {}", section.name)),
@@ -241,7 +240,7 @@ impl Differences {
         self.gained.extend(gained.map(|section| format!("subsection {}", section.name)));
     }
 
-    fn finding(&self, outline: &DeviceOutline, same_program: bool) -> Option<Finding> {
+    fn finding(&self, vmdesc: &DeviceVmdesc, same_program: bool) -> Option<Finding> {
         let parts: Vec<String> = [
             ("only in the first", &self.lost),
             ("only in the second", &self.gained),
@@ -254,9 +253,9 @@ impl Differences {
         if parts.is_empty() {
             return None;
         }
-        let about = match outline.instance {
-            0 => format!("section {}", outline.name),
-            instance => format!("section {} {instance}", outline.name),
+        let about = match vmdesc.instance {
+            0 => format!("section {}", vmdesc.name),
+            instance => format!("section {} {instance}", vmdesc.name),
         };
         let harmless = same_program || self.lost.is_empty() && self.resized.is_empty();
         let (severity, confidence) =
@@ -266,7 +265,7 @@ impl Differences {
 }
 
 /// The bytes of each field; elements of an array that are listed one by one are summed.
-fn lengths(fields: &[FieldOutline]) -> BTreeMap<&str, u64> {
+fn lengths(fields: &[FieldVmdesc]) -> BTreeMap<&str, u64> {
     let mut lengths = BTreeMap::new();
     for field in fields {
         let sum = lengths.entry(field.name.as_str()).or_insert(0_u64);
@@ -288,18 +287,18 @@ fn some(names: &[String]) -> String {
 mod tests {
     use super::*;
 
-    fn outline(json: &str) -> DeviceOutline {
+    fn vmdesc(json: &str) -> DeviceVmdesc {
         let text = format!(r#"{{"devices":[{json}]}}"#);
-        limosa_stream::outline::decode(text.as_bytes()).unwrap().remove(0)
+        limosa_stream::vmdesc::decode(text.as_bytes()).unwrap().remove(0)
     }
 
     #[test]
     fn a_subsection_that_the_other_side_never_wrote_may_refuse_unless_it_is_the_same_qemu() {
-        let with = outline(
+        let with = vmdesc(
             r#"{"name":"cpu","instance_id":1,"fields":[{"name":"a","size":4}],
                 "subsections":[{"vmsd_name":"cpu/msr","fields":[{"name":"m","size":8}]}]}"#,
         );
-        let without = outline(r#"{"name":"cpu","instance_id":1,"fields":[{"name":"a","size":4}]}"#);
+        let without = vmdesc(r#"{"name":"cpu","instance_id":1,"fields":[{"name":"a","size":4}]}"#);
         let differences = Differences::between(&with, &without);
         let other = differences.finding(&with, false).unwrap();
         assert!(other.may_refuse() && other.what.contains("subsection cpu/msr"), "{other:?}");
@@ -312,8 +311,8 @@ mod tests {
 
     #[test]
     fn elements_listed_one_by_one_count_as_one_field_and_long_lists_are_cut() {
-        let a = outline(r#"{"name":"d","instance_id":0,"fields":[{"name":"v","size":4},{"name":"v","size":4}]}"#);
-        let b = outline(r#"{"name":"d","instance_id":0,"fields":[{"name":"v","size":4,"array_len":3}]}"#);
+        let a = vmdesc(r#"{"name":"d","instance_id":0,"fields":[{"name":"v","size":4},{"name":"v","size":4}]}"#);
+        let b = vmdesc(r#"{"name":"d","instance_id":0,"fields":[{"name":"v","size":4,"array_len":3}]}"#);
         let finding = Differences::between(&a, &b).finding(&a, false).unwrap();
         assert!(finding.what.contains("v (8 and 12 bytes)"), "{}", finding.what);
         let names: Vec<String> = (0..5).map(|number| number.to_string()).collect();

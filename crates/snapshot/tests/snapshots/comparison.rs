@@ -26,7 +26,7 @@ fn saved() -> Summary {
         run_state: None,
         blocks: vec![block("pc.ram", 1 << 30), block("/rom@etc/acpi/tables", 1 << 17)],
         devices: vec![section("timer", 0, 2), section("cpu", 0, 12), section("0000:00:02.0/nic", 0, 3)],
-        outlines: Vec::new(),
+        vmdescs: Vec::new(),
         manifest: None,
         without_manifest: None,
         checksums: false,

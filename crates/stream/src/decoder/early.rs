@@ -8,7 +8,7 @@
 use limosa_page::to_usize;
 
 use crate::cursor::{Cursor, Stop};
-use crate::error::Fault;
+use crate::error::ErrorKind;
 use crate::section::{self, SectionHeader, SectionKind};
 
 /// How the name of the section ends; what is before it is the device's place.
@@ -29,7 +29,7 @@ pub(super) fn section<'a>(cursor: &mut Cursor<'a>) -> Result<&'a [u8], Stop> {
     ahead.u8()?;
     let header = SectionHeader::read(SectionKind::Full, &mut ahead)?;
     if header.version != VERSION {
-        return Err(cursor.fail(Fault::expected(format!("version 1 of section {:?}", header.name), header.version)));
+        return Err(cursor.fail(ErrorKind::expected(format!("version 1 of section {:?}", header.name), header.version)));
     }
     ahead.be64()?;
     let sizes_at = ahead.at();
@@ -37,20 +37,23 @@ pub(super) fn section<'a>(cursor: &mut Cursor<'a>) -> Result<&'a [u8], Stop> {
     ahead.be32()?;
     ahead.be64()?;
     let Some(blocks) = region.checked_div(block) else {
-        let fault = Fault::expected(format!("a block size in section {:?}", header.name), "0");
-        return Err(Stop::Fail { at: sizes_at + 8, fault });
+        let error_kind = ErrorKind::expected(format!("a block size in section {:?}", header.name), "0");
+        return Err(Stop::Fail { at: sizes_at + 8, error_kind });
     };
     let bitmap = blocks.div_ceil(64).saturating_mul(8);
     if bitmap > BITMAP_LIMIT {
-        let fault = Fault::TooLarge { what: "bitmap of a virtio-mem device", value: bitmap, limit: BITMAP_LIMIT };
-        return Err(Stop::Fail { at: sizes_at, fault });
+        let error_kind =
+            ErrorKind::TooLarge { what: "bitmap of a virtio-mem device", value: bitmap, limit: BITMAP_LIMIT };
+        return Err(Stop::Fail { at: sizes_at, error_kind });
     }
     ahead.take(to_usize(bitmap))?;
     let footer_at = ahead.at();
     if ahead.u8()? != section::FOOTER || ahead.be32()? != header.id {
-        let fault =
-            Fault::expected(format!("the footer of section {:?} (id {})", header.name, header.id), "something else");
-        return Err(Stop::Fail { at: footer_at, fault });
+        let error_kind = ErrorKind::expected(
+            format!("the footer of section {:?} (id {})", header.name, header.id),
+            "something else",
+        );
+        return Err(Stop::Fail { at: footer_at, error_kind });
     }
     cursor.take(ahead.at() - cursor.at())
 }

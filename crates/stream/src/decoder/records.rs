@@ -2,7 +2,7 @@
 
 use super::{Decoder, Event, NO_BLOCK, PAGE, PAGE_CONTINUE, State, ZERO, ZERO_CONTINUE, outside};
 use crate::cursor::{Cursor, Stop};
-use crate::error::{Fault, Feature};
+use crate::error::{ErrorKind, Feature};
 use crate::mapped_ram::MappedHeader;
 use crate::ram::{
     self, BLOCKS_LIMIT, FLAG_CONTINUE, FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE, FLAG_ZERO, FLAGS_MASK, PAGE_LEN,
@@ -19,15 +19,15 @@ impl Decoder {
         let word = cursor.be64()?;
         let (total, flags) = (word & !FLAGS_MASK, word & FLAGS_MASK);
         if flags != ram::FLAG_MEM_SIZE {
-            let fault = Fault::expected("the total RAM size (flags 0x004)", format_args!("word {word:#x}"));
-            return Err(Stop::Fail { at: 0, fault });
+            let error_kind = ErrorKind::expected("the total RAM size (flags 0x004)", format_args!("word {word:#x}"));
+            return Err(Stop::Fail { at: 0, error_kind });
         }
         if total >= 1 << 62 {
-            let fault = Fault::TooLarge { what: "total RAM size", value: total, limit: (1 << 62) - 1 };
-            return Err(Stop::Fail { at: 0, fault });
+            let error_kind = ErrorKind::TooLarge { what: "total RAM size", value: total, limit: (1 << 62) - 1 };
+            return Err(Stop::Fail { at: 0, error_kind });
         }
         if total == 0 {
-            return Err(Stop::Fail { at: 0, fault: Fault::expected("RAM blocks", "a total RAM size of 0") });
+            return Err(Stop::Fail { at: 0, error_kind: ErrorKind::expected("RAM blocks", "a total RAM size of 0") });
         }
         // The word alone is no event: the first block comes with it.
         self.first_or_next_block(cursor, total)
@@ -46,14 +46,14 @@ impl Decoder {
         let begin = cursor.at();
         let name = cursor.name("a RAM block name")?.to_owned();
         let used_length = cursor.be64()?;
-        let at = |fault| Stop::Fail { at: begin, fault };
+        let at = |error_kind| Stop::Fail { at: begin, error_kind };
         if used_length % PAGE_SIZE != 0 {
             let what = format!("a multiple of 4096 as length of RAM block {name:?}");
-            return Err(at(Fault::expected(what, format_args!("{used_length:#x}"))));
+            return Err(at(ErrorKind::expected(what, format_args!("{used_length:#x}"))));
         }
         let Some(remaining) = remaining.checked_sub(used_length) else {
             let what = format!("at most the {remaining:#x} bytes left of the total RAM size for block {name:?}");
-            return Err(at(Fault::expected(what, format_args!("{used_length:#x}"))));
+            return Err(at(ErrorKind::expected(what, format_args!("{used_length:#x}"))));
         };
         let page_size = self.page_size(cursor)?;
         let address = if self.addresses { Some(cursor.be64()?) } else { None };
@@ -86,13 +86,13 @@ impl Decoder {
         Ok(None)
     }
 
-    pub(super) fn add_block(&mut self, block: RamBlock) -> Result<(), Fault> {
+    pub(super) fn add_block(&mut self, block: RamBlock) -> Result<(), ErrorKind> {
         if self.blocks.len() >= BLOCKS_LIMIT {
             let (value, limit) = (BLOCKS_LIMIT as u64 + 1, BLOCKS_LIMIT as u64);
-            return Err(Fault::TooLarge { what: "number of RAM blocks", value, limit });
+            return Err(ErrorKind::TooLarge { what: "number of RAM blocks", value, limit });
         }
         if self.indices.insert(block.name.as_str().into(), self.blocks.len()).is_some() {
-            return Err(Fault::DuplicateBlock { name: block.name });
+            return Err(ErrorKind::DuplicateBlock { name: block.name });
         }
         self.blocks.push(block);
         Ok(())
@@ -101,7 +101,7 @@ impl Decoder {
     pub(super) fn record(&mut self, cursor: &mut Cursor<'_>) -> Result<Event, Stop> {
         let word = cursor.be64()?;
         let (offset, flags) = (word & !FLAGS_MASK, word & FLAGS_MASK);
-        let fail = |fault| Err(Stop::Fail { at: 0, fault });
+        let fail = |error_kind| Err(Stop::Fail { at: 0, error_kind });
         match flags {
             FLAG_EOS if offset == 0 => {
                 self.state = if self.bare { State::Ended } else { State::Footer };
@@ -110,21 +110,21 @@ impl Decoder {
             FLAG_MULTIFD_FLUSH if offset == 0 && !self.mapped && !self.bare => return Ok(Event::MultifdFlush),
             PAGE | PAGE_CONTINUE | ZERO | ZERO_CONTINUE if self.mapped => {
                 let found = format_args!("page record {word:#x}").to_string();
-                return fail(Fault::expected("only EOS in the RAM sections of a mapped-ram file", found));
+                return fail(ErrorKind::expected("only EOS in the RAM sections of a mapped-ram file", found));
             }
             PAGE | PAGE_CONTINUE | ZERO | ZERO_CONTINUE if self.pages_begun || self.bare => {}
             XBZRLE | XBZRLE_CONTINUE if self.pages_begun && !self.mapped => {}
             _ => {
                 return fail(match flags & !FLAG_CONTINUE {
-                    FLAG_XBZRLE => Fault::Unsupported(Feature::Xbzrle),
-                    ram::FLAG_HOOK => Fault::Unsupported(Feature::RdmaHook),
-                    ram::FLAG_COMPRESS_PAGE => Fault::Unsupported(Feature::CompressedPage),
-                    FLAG_MULTIFD_FLUSH => Fault::Unsupported(Feature::Multifd),
-                    _ if self.pages_begun || self.bare => Fault::expected(
+                    FLAG_XBZRLE => ErrorKind::Unsupported(Feature::Xbzrle),
+                    ram::FLAG_HOOK => ErrorKind::Unsupported(Feature::RdmaHook),
+                    ram::FLAG_COMPRESS_PAGE => ErrorKind::Unsupported(Feature::CompressedPage),
+                    FLAG_MULTIFD_FLUSH => ErrorKind::Unsupported(Feature::Multifd),
+                    _ if self.pages_begun || self.bare => ErrorKind::expected(
                         "a RAM record (flags 0x002, 0x008, each with or without 0x020, or the word 0x010)",
                         format_args!("word {word:#x}"),
                     ),
-                    _ => Fault::expected("EOS (0x010) behind the RAM block list", format_args!("word {word:#x}")),
+                    _ => ErrorKind::expected("EOS (0x010) behind the RAM block list", format_args!("word {word:#x}")),
                 });
             }
         }
@@ -132,7 +132,7 @@ impl Decoder {
         let block = if flags & FLAG_CONTINUE != 0 {
             if self.current == NO_BLOCK {
                 let what = "a block name in the first page record of the channel";
-                return fail(Fault::expected(what, format_args!("CONTINUE in word {word:#x}")));
+                return fail(ErrorKind::expected(what, format_args!("CONTINUE in word {word:#x}")));
             }
             self.current
         } else {
@@ -141,7 +141,7 @@ impl Decoder {
                 Some(current) if current.name == name => self.current,
                 _ => match self.indices.get(name) {
                     Some(index) => *index,
-                    None => return fail(Fault::UnknownBlock { name: name.to_owned() }),
+                    None => return fail(ErrorKind::UnknownBlock { name: name.to_owned() }),
                 },
             }
         };
@@ -149,28 +149,29 @@ impl Decoder {
         if offset >= used_length {
             return fail(match self.blocks.get(block) {
                 Some(block) => outside(block, offset),
-                None => Fault::expected("a RAM block", format_args!("index {block}")),
+                None => ErrorKind::expected("a RAM block", format_args!("index {block}")),
             });
         }
         let event = if flags & FLAG_XBZRLE != 0 {
             let at = cursor.at();
             let (method, length) = (cursor.u8()?, cursor.be16()?);
             if method != XBZRLE_METHOD {
-                let fault = Fault::expected("the method byte 0x01 of a page delta", format_args!("{method:#04x}"));
-                return Err(Stop::Fail { at, fault });
+                let error_kind =
+                    ErrorKind::expected("the method byte 0x01 of a page delta", format_args!("{method:#04x}"));
+                return Err(Stop::Fail { at, error_kind });
             }
             if usize::from(length) > PAGE_LEN {
                 let (value, limit) = (length.into(), PAGE_SIZE);
-                let fault = Fault::TooLarge { what: "length of a page delta", value, limit };
-                return Err(Stop::Fail { at: at + 1, fault });
+                let error_kind = ErrorKind::TooLarge { what: "length of a page delta", value, limit };
+                return Err(Stop::Fail { at: at + 1, error_kind });
             }
             Event::Xbzrle { block, offset, length }
         } else if flags & FLAG_ZERO != 0 {
             let at = cursor.at();
             let fill = cursor.u8()?;
             if fill != 0 {
-                let fault = Fault::expected("fill byte 0 of a zero page", format_args!("{fill:#04x}"));
-                return Err(Stop::Fail { at, fault });
+                let error_kind = ErrorKind::expected("fill byte 0 of a zero page", format_args!("{fill:#04x}"));
+                return Err(Stop::Fail { at, error_kind });
             }
             Event::Zero { block, offset }
         } else {

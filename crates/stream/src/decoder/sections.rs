@@ -4,7 +4,7 @@ use super::{Decoder, Event, State, early, outside};
 use crate::command::Command;
 use crate::configuration::{Configuration, IGNORE_SHARED, MAPPED_RAM};
 use crate::cursor::{Cursor, Stop};
-use crate::error::{Fault, Feature};
+use crate::error::{ErrorKind, Feature};
 use crate::ram::{self, PAGE_SIZE};
 use crate::section::{self, SectionHeader, SectionKind};
 
@@ -12,7 +12,7 @@ impl Decoder {
     pub(super) fn header(&mut self, cursor: &mut Cursor<'_>) -> Result<Event, Stop> {
         let configuration = Configuration::read(cursor)?;
         if let Some(bits) = configuration.target_page_bits.filter(|bits| *bits != 12) {
-            return Err(Stop::Fail { at: 8, fault: Fault::Unsupported(Feature::TargetPageBits { bits }) });
+            return Err(Stop::Fail { at: 8, error_kind: ErrorKind::Unsupported(Feature::TargetPageBits { bits }) });
         }
         self.mapped = configuration.has_capability(MAPPED_RAM);
         self.addresses = configuration.has_capability(IGNORE_SHARED);
@@ -33,7 +33,10 @@ impl Decoder {
                     } else {
                         "the START of section \"ram\" before any PART or END".to_owned()
                     };
-                    return Err(Stop::Fail { at: 1, fault: Fault::expected(what, format_args!("section id {id}")) });
+                    return Err(Stop::Fail {
+                        at: 1,
+                        error_kind: ErrorKind::expected(what, format_args!("section id {id}")),
+                    });
                 }
                 self.pages_begun = true;
                 self.state = State::Records;
@@ -43,8 +46,8 @@ impl Decoder {
             None if byte == section::EOF => {
                 cursor.u8()?;
                 if !self.ram_listed {
-                    let fault = Fault::expected("the START of section \"ram\"", "the end of the sections");
-                    return Err(Stop::Fail { at: 0, fault });
+                    let error_kind = ErrorKind::expected("the START of section \"ram\"", "the end of the sections");
+                    return Err(Stop::Fail { at: 0, error_kind });
                 }
                 self.state = State::Ended;
                 Ok(Event::EndOfStream)
@@ -52,7 +55,7 @@ impl Decoder {
             None if byte == section::COMMAND => self.command(cursor),
             None => {
                 let what = "a section (0x01 to 0x04), a command (0x08) or the end (0x00)";
-                Err(Stop::Fail { at: 0, fault: Fault::expected(what, format_args!("{byte:#04x}")) })
+                Err(Stop::Fail { at: 0, error_kind: ErrorKind::expected(what, format_args!("{byte:#04x}")) })
             }
         }
     }
@@ -60,11 +63,11 @@ impl Decoder {
     fn section_start(&mut self, cursor: &mut Cursor<'_>) -> Result<Event, Stop> {
         cursor.u8()?;
         let header = SectionHeader::read(SectionKind::Start, cursor)?;
-        let fault = match header.name.as_str() {
-            ram::RAM if self.ram_started => Fault::expected("one START of section \"ram\"", "a second one"),
-            ram::RAM if header.instance != 0 => Fault::expected("instance 0 of section \"ram\"", header.instance),
+        let error_kind = match header.name.as_str() {
+            ram::RAM if self.ram_started => ErrorKind::expected("one START of section \"ram\"", "a second one"),
+            ram::RAM if header.instance != 0 => ErrorKind::expected("instance 0 of section \"ram\"", header.instance),
             ram::RAM if header.version != ram::RAM_VERSION => {
-                Fault::expected("version 4 of section \"ram\"", header.version)
+                ErrorKind::expected("version 4 of section \"ram\"", header.version)
             }
             ram::RAM => {
                 self.ram_id = header.id;
@@ -72,10 +75,10 @@ impl Decoder {
                 self.state = State::Total;
                 return Ok(Event::SectionStart(header));
             }
-            "dirty-bitmap" => Fault::Unsupported(Feature::DirtyBitmaps),
-            _ => Fault::Unsupported(Feature::IterableSection { name: header.name }),
+            "dirty-bitmap" => ErrorKind::Unsupported(Feature::DirtyBitmaps),
+            _ => ErrorKind::Unsupported(Feature::IterableSection { name: header.name }),
         };
-        Err(Stop::Fail { at: 0, fault })
+        Err(Stop::Fail { at: 0, error_kind })
     }
 
     /// A FULL section: the device tail, except for the one kind of device that comes before the pages.
@@ -87,7 +90,10 @@ impl Decoder {
             let header = SectionHeader::read(SectionKind::Full, &mut ahead)?;
             if !self.ram_listed {
                 let found = format_args!("device section {:?}", header.name).to_string();
-                return Err(Stop::Fail { at: 0, fault: Fault::expected("the START of section \"ram\"", found) });
+                return Err(Stop::Fail {
+                    at: 0,
+                    error_kind: ErrorKind::expected("the START of section \"ram\"", found),
+                });
             }
             if early::is_early(&header) {
                 return early::section(cursor).map(|section| Event::EarlyDevice(section.to_vec()));
@@ -105,23 +111,23 @@ impl Decoder {
                     let (value, limit) = (u64::from(*length), self.options.tail_limit);
                     return Err(Stop::Fail {
                         at: 5,
-                        fault: Fault::TooLarge { what: "length of the package", value, limit },
+                        error_kind: ErrorKind::TooLarge { what: "length of the package", value, limit },
                     });
                 }
                 return Ok(Event::Package { length: *length });
             }
-            Command::EnableColo => return Err(Stop::Fail { at: 0, fault: Fault::Unsupported(Feature::Colo) }),
+            Command::EnableColo => return Err(Stop::Fail { at: 0, error_kind: ErrorKind::Unsupported(Feature::Colo) }),
             Command::PostcopyAdvise(Some(sizes)) => self.page_sizes = sizes.summary & !PAGE_SIZE,
             Command::RamDiscard { block, ranges } => {
                 let known = self.indices.get(block.as_str()).and_then(|index| self.blocks.get(*index));
-                let known =
-                    known.ok_or_else(|| Stop::Fail { at: 0, fault: Fault::UnknownBlock { name: block.clone() } })?;
+                let known = known
+                    .ok_or_else(|| Stop::Fail { at: 0, error_kind: ErrorKind::UnknownBlock { name: block.clone() } })?;
                 if let Some(range) = ranges.iter().find(|range| range.end > known.used_length) {
-                    return Err(Stop::Fail { at: 0, fault: outside(known, range.start) });
+                    return Err(Stop::Fail { at: 0, error_kind: outside(known, range.start) });
                 }
             }
             Command::ReceiveBitmap { block } if !self.indices.contains_key(block.as_str()) => {
-                return Err(Stop::Fail { at: 0, fault: Fault::UnknownBlock { name: block.clone() } });
+                return Err(Stop::Fail { at: 0, error_kind: ErrorKind::UnknownBlock { name: block.clone() } });
             }
             _ => {}
         }
@@ -131,13 +137,13 @@ impl Decoder {
     pub(super) fn footer(&mut self, cursor: &mut Cursor<'_>) -> Result<Event, Stop> {
         let byte = cursor.u8()?;
         if byte != section::FOOTER {
-            let fault = Fault::expected("a section footer (0x7e)", format_args!("{byte:#04x}"));
-            return Err(Stop::Fail { at: 0, fault });
+            let error_kind = ErrorKind::expected("a section footer (0x7e)", format_args!("{byte:#04x}"));
+            return Err(Stop::Fail { at: 0, error_kind });
         }
         let id = cursor.be32()?;
         if id != self.ram_id {
-            let fault = Fault::expected(format!("section id {} in the footer", self.ram_id), id);
-            return Err(Stop::Fail { at: 1, fault });
+            let error_kind = ErrorKind::expected(format!("section id {} in the footer", self.ram_id), id);
+            return Err(Stop::Fail { at: 1, error_kind });
         }
         self.state = State::Outer;
         Ok(Event::SectionFooter { id })

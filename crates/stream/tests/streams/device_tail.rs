@@ -1,7 +1,7 @@
 //! Where the device sections end, when only the description behind them says so.
 
 use limosa_stream::devices::{self, TAIL_LIMIT};
-use limosa_stream::{Description, DeviceTail, GlobalState, SectionHeader, SectionKind, section};
+use limosa_stream::{DeviceTail, GlobalState, SectionHeader, SectionKind, Vmdesc, section};
 use proptest::prelude::*;
 
 struct Tail {
@@ -170,7 +170,7 @@ fn sizes_that_do_not_fit_the_sections_prove_nothing() {
 fn a_walk_that_fails_says_which_section() {
     let tail = plain();
     let found = devices::locate(&tail, 0, TAIL_LIMIT).unwrap();
-    let mut description = Description::decode(&tail[found.json_range.clone()]).unwrap();
+    let mut description = Vmdesc::decode(&tail[found.json_range.clone()]).unwrap();
     let sections = &tail[found.sections_range];
     description.devices[1].body_length += 1;
     let error = devices::walk_sections(sections, &description).unwrap_err();
@@ -202,7 +202,7 @@ fn arrays_and_nested_subsections_add_up() {
          "subsections":[{"vmsd_name":"a/b","version":1,"fields":[{"name":"z","type":"uint16","size":2}],
                          "subsections":[{"vmsd_name":"a/b/c","version":1,"fields":[]}]}]},
         {"name":"slirp","instance_id":0,"size":77,"fields":[{"name":"data","size":77,"type":"buffer"}]}]}"#;
-    let description = Description::decode(json).unwrap();
+    let description = Vmdesc::decode(json).unwrap();
     let a = &description.devices[0];
     assert_eq!((a.instance, a.version, a.state_name.as_deref()), (3, Some(2), Some("a")));
     assert_eq!(a.body_length, 32 + 2 + 10 + (6 + 3 + 2) + (6 + 5));
@@ -216,16 +216,16 @@ fn descriptions_beyond_all_bounds_are_errors() {
         let close = "]}".repeat(levels);
         format!(r#"{{"devices":[{{"name":"a","instance_id":0,"size":0,"subsections":[{open}{close}]}}]}}"#)
     };
-    assert!(Description::decode(nested(20).as_bytes()).is_ok());
-    assert!(Description::decode(nested(100_000).as_bytes()).is_err());
+    assert!(Vmdesc::decode(nested(20).as_bytes()).is_ok());
+    assert!(Vmdesc::decode(nested(100_000).as_bytes()).is_err());
     let ignored = format!(r#"{{"devices":[],"x":{}{}}}"#, "[".repeat(1 << 20), "]".repeat(1 << 20));
-    let _ = Description::decode(ignored.as_bytes());
+    let _ = Vmdesc::decode(ignored.as_bytes());
     let huge = r#"{"devices":[{"name":"a","instance_id":0,"fields":[{"size":18446744073709551615,"array_len":2}]}]}"#;
-    assert!(Description::decode(huge.as_bytes()).unwrap_err().to_string().contains("overflows"));
+    assert!(Vmdesc::decode(huge.as_bytes()).unwrap_err().to_string().contains("overflows"));
     let device = r#"{"name":"","instance_id":0,"size":0}"#;
     let many = format!(r#"{{"devices":[{}]}}"#, vec![device; 65_537].join(","));
-    assert!(Description::decode(many.as_bytes()).unwrap_err().to_string().contains("more than 65536 devices"));
-    let error = Description::decode(br#"{"devices":[{"name":7}]}"#).unwrap_err();
+    assert!(Vmdesc::decode(many.as_bytes()).unwrap_err().to_string().contains("more than 65536 devices"));
+    let error = Vmdesc::decode(br#"{"devices":[{"name":7}]}"#).unwrap_err();
     assert!(error.offset() > 0 && error.to_string().contains("device description"), "{error}");
 }
 

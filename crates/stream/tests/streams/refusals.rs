@@ -1,7 +1,7 @@
 //! What the decoders refuse, and that they say where and why.
 
 use limosa_stream::{
-    Command, Configuration, Decoder, DecoderOptions, Event, Fault, Feature, PageSizes, RamBlock, RecordEncoder,
+    Command, Configuration, Decoder, DecoderOptions, ErrorKind, Event, Feature, PageSizes, RamBlock, RecordEncoder,
     RecordKind, ReturnDecoder, ReturnMessage, SectionHeader, SectionKind, Step, StreamError, ram, section,
 };
 
@@ -47,8 +47,8 @@ fn run(stream: &[u8]) -> Result<(), StreamError> {
 }
 
 fn unsupported(stream: &[u8]) -> Feature {
-    match error_of(stream).fault() {
-        Fault::Unsupported(feature) => feature.clone(),
+    match error_of(stream).kind() {
+        ErrorKind::Unsupported(feature) => feature.clone(),
         other => panic!("{other}"),
     }
 }
@@ -69,7 +69,7 @@ fn a_stream_cut_off_at_any_byte_is_truncated_and_nothing_else() {
     assert!(run(&stream).is_ok());
     for length in 0..stream.len() {
         let error = error_of(&stream[..length]);
-        assert!(matches!(error.fault(), Fault::Truncated { .. }), "at {length}: {error}");
+        assert!(matches!(error.kind(), ErrorKind::Truncated { .. }), "at {length}: {error}");
     }
 }
 
@@ -81,7 +81,7 @@ fn a_foreign_file_is_named_as_such() {
     assert_eq!(error_of(b"QEVM\0\0\0\x02\x07\0\0\0\0").offset(), 4);
     assert_eq!(error_of(b"QEVM\0\0\0\x03\x01\0\0\0\0").offset(), 8);
     let huge = error_of(b"QEVM\0\0\0\x03\x07\xff\xff\xff\xff");
-    assert!(matches!(huge.fault(), Fault::TooLarge { value: 0xffff_ffff, .. }), "{huge}");
+    assert!(matches!(huge.kind(), ErrorKind::TooLarge { value: 0xffff_ffff, .. }), "{huge}");
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn a_block_listed_twice_is_refused_by_name() {
         stream.extend(word(0x1000));
     }
     let error = error_of(&stream);
-    assert_eq!(*error.fault(), Fault::DuplicateBlock { name: "pc.ram".into() });
+    assert_eq!(*error.kind(), ErrorKind::DuplicateBlock { name: "pc.ram".into() });
     assert_eq!(error.offset(), stream.len() as u64 - 15);
     assert_eq!(error.place(), "section \"ram\" (id 2)");
 }
@@ -130,22 +130,22 @@ fn more_than_4096_blocks_are_refused() {
         stream.extend(name.as_bytes());
         stream.extend(word(0));
     }
-    assert!(matches!(error_of(&stream).fault(), Fault::TooLarge { limit: 4096, .. }));
+    assert!(matches!(error_of(&stream).kind(), ErrorKind::TooLarge { limit: 4096, .. }));
 }
 
 #[test]
 fn pages_outside_their_block_are_refused_with_both_numbers() {
     let named = with(part(), &[&word(0x4000 | ram::FLAG_PAGE)[..], b"\x06pc.ram"].concat());
     let error = error_of(&named);
-    let fault = Fault::OutsideBlock { block: "pc.ram".into(), offset: 0x4000, used_length: 0x4000 };
-    assert_eq!(*error.fault(), fault);
+    let fault = ErrorKind::OutsideBlock { block: "pc.ram".into(), offset: 0x4000, used_length: 0x4000 };
+    assert_eq!(*error.kind(), fault);
     assert_eq!(error.offset(), named.len() as u64 - 15);
     let mut again = with(part(), &[&word(0x3000 | ram::FLAG_ZERO)[..], b"\x06pc.ram\0"].concat());
     again.extend(word(0x4000 | ram::FLAG_PAGE | ram::FLAG_CONTINUE));
-    assert_eq!(*error_of(&again).fault(), fault);
+    assert_eq!(*error_of(&again).kind(), fault);
     again.truncate(again.len() - 8);
     again.extend(word(!0xfff | ram::FLAG_ZERO | ram::FLAG_CONTINUE));
-    assert!(matches!(error_of(&again).fault(), Fault::OutsideBlock { .. }));
+    assert!(matches!(error_of(&again).kind(), ErrorKind::OutsideBlock { .. }));
 }
 
 #[test]
@@ -153,8 +153,8 @@ fn a_page_that_continues_in_a_smaller_block_is_checked_against_that_one() {
     let mut stream = with(part(), &[&word(0x3000 | ram::FLAG_ZERO)[..], b"\x06pc.ram\0"].concat());
     stream.extend([&word(ram::FLAG_ZERO)[..], b"\x03vga\0"].concat());
     stream.extend(word(0x1000 | ram::FLAG_PAGE | ram::FLAG_CONTINUE));
-    let fault = Fault::OutsideBlock { block: "vga".into(), offset: 0x1000, used_length: 0x1000 };
-    assert_eq!(*error_of(&stream).fault(), fault);
+    let fault = ErrorKind::OutsideBlock { block: "vga".into(), offset: 0x1000, used_length: 0x1000 };
+    assert_eq!(*error_of(&stream).kind(), fault);
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn records_without_a_known_block_are_refused() {
     let nameless = with(part(), &word(ram::FLAG_PAGE | ram::FLAG_CONTINUE));
     assert!(error_of(&nameless).to_string().contains("a block name in the first page record"));
     let unknown = with(part(), &[&word(ram::FLAG_PAGE)[..], b"\x03rom"].concat());
-    assert_eq!(*error_of(&unknown).fault(), Fault::UnknownBlock { name: "rom".into() });
+    assert_eq!(*error_of(&unknown).kind(), ErrorKind::UnknownBlock { name: "rom".into() });
     let empty = with(part(), &[&word(ram::FLAG_PAGE)[..], b"\0"].concat());
     assert!(error_of(&empty).to_string().contains("an empty name"));
     let binary = with(part(), &[&word(ram::FLAG_PAGE)[..], b"\x02\xff\n"].concat());
@@ -279,10 +279,10 @@ fn commands_are_checked_against_the_block_list_and_the_limits() {
     };
     let whole =
         |block: &str, end| Command::RamDiscard { block: block.into(), ranges: std::iter::once(0..end).collect() };
-    assert_eq!(*command(whole("rom", 0x1000)).fault(), Fault::UnknownBlock { name: "rom".into() });
-    assert!(matches!(command(whole("vga", 0x2000)).fault(), Fault::OutsideBlock { .. }));
-    assert!(matches!(command(Command::Packaged { length: 1001 }).fault(), Fault::TooLarge { limit: 1000, .. }));
-    assert!(matches!(command(Command::ReceiveBitmap { block: "x".into() }).fault(), Fault::UnknownBlock { .. }));
+    assert_eq!(*command(whole("rom", 0x1000)).kind(), ErrorKind::UnknownBlock { name: "rom".into() });
+    assert!(matches!(command(whole("vga", 0x2000)).kind(), ErrorKind::OutsideBlock { .. }));
+    assert!(matches!(command(Command::Packaged { length: 1001 }).kind(), ErrorKind::TooLarge { limit: 1000, .. }));
+    assert!(matches!(command(Command::ReceiveBitmap { block: "x".into() }).kind(), ErrorKind::UnknownBlock { .. }));
     for wrong in [
         &b"\x08\0\x0c\0\0"[..],
         b"\x08\0\0\0\0",
@@ -359,7 +359,7 @@ fn return_messages_are_checked_against_type_and_length() {
     let long = b"\0\x03\0\x0f\0\0\0\0\0\0\0\0\0\0\x10\0\x01ab";
     assert!(error(long).to_string().contains("as long as it says"));
     let bitmap = b"\0\x05\0\x02\x01a\0\0\0\0\0\0\0\x48";
-    assert!(matches!(error(bitmap).fault(), Fault::TooLarge { value: 72, limit: 64, .. }));
+    assert!(matches!(error(bitmap).kind(), ErrorKind::TooLarge { value: 72, limit: 64, .. }));
     let odd = b"\0\x05\0\x02\x01a\0\0\0\0\0\0\0\x07";
     assert!(error(odd).to_string().contains("whole 8-byte words"));
     let end = b"\0\x05\0\x02\x01a\0\0\0\0\0\0\0\0\x01\x23\x45\x67\x89\xab\xcd\xee";

@@ -1,8 +1,8 @@
 //! A recorded stream is walked without reading its pages.
 
 use limosa_stream::{
-    Command, Configuration, DecoderOptions, Event, Fault, RamBlock, RecordEncoder, RecordKind, StreamWalk, WalkError,
-    postcopy, ram, section,
+    Command, Configuration, DecoderOptions, ErrorKind, Event, RamBlock, RecordEncoder, RecordKind, StreamWalk,
+    WalkError, postcopy, ram, section,
 };
 use std::cell::Cell;
 use std::io;
@@ -84,7 +84,7 @@ fn a_recording_that_ends_early_is_truncated_where_it_ends() {
             }
         };
         let WalkError::Stream(error) = error else { panic!("{error}") };
-        assert!(matches!(error.fault(), Fault::Truncated { .. }), "{error}");
+        assert!(matches!(error.kind(), ErrorKind::Truncated { .. }), "{error}");
     }
 }
 

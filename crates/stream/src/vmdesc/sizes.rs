@@ -1,12 +1,12 @@
 //! The JSON description of the device sections, which arrives behind them.
 
-use crate::error::{Fault, StreamError};
+use crate::error::{ErrorKind, StreamError};
 use limosa_page::to_u64;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, SeqAccess, Visitor};
 use std::fmt;
 
 /// Longest JSON that is accepted, in bytes: 64 MiB. A VM with 54 device sections has 90 KB.
-pub const DESCRIPTION_LIMIT: usize = 64 << 20;
+pub const VMDESC_LIMIT: usize = 64 << 20;
 /// Most devices in a description.
 pub const DEVICES_LIMIT: usize = 65_536;
 
@@ -18,19 +18,19 @@ pub const DEVICES_LIMIT: usize = 65_536;
 /// by the number of fields. Unknown keys are passed over. Nesting is bounded by the JSON reader (127 levels).
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 #[non_exhaustive]
-pub struct Description {
+pub struct Vmdesc {
     /// Bytes of a target page.
     #[serde(default)]
     pub page_size: Option<u64>,
     /// The device sections, early ones included, in the order of the stream.
     #[serde(deserialize_with = "bounded_devices")]
-    pub devices: Vec<DeviceDescription>,
+    pub devices: Vec<DeviceSize>,
 }
 
 /// One device section.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct DeviceDescription {
+pub struct DeviceSize {
     /// Name of the section.
     pub name: String,
     /// Instance of the section.
@@ -43,21 +43,21 @@ pub struct DeviceDescription {
     pub body_length: u64,
 }
 
-impl Description {
+impl Vmdesc {
     /// Reads the JSON text.
     ///
     /// # Errors
     /// Not JSON, not a description, or beyond the bounds; the error's offset counts from the text's beginning.
     pub fn decode(json: &[u8]) -> Result<Self, StreamError> {
-        let fail = |at, fault| StreamError::new(at, "device description (JSON)", fault);
-        if json.len() > DESCRIPTION_LIMIT {
-            let (value, limit) = (to_u64(json.len()), to_u64(DESCRIPTION_LIMIT));
-            return Err(fail(0, Fault::TooLarge { what: "length of the description", value, limit }));
+        let fail = |at, error_kind| StreamError::new(at, "device description (JSON)", error_kind);
+        if json.len() > VMDESC_LIMIT {
+            let (value, limit) = (to_u64(json.len()), to_u64(VMDESC_LIMIT));
+            return Err(fail(0, ErrorKind::TooLarge { what: "length of the description", value, limit }));
         }
         serde_json::from_slice(json).map_err(|error| {
             // The text has one line; a column counts from 1.
             let column = if error.line() == 1 { error.column().saturating_sub(1) } else { 0 };
-            fail(to_u64(column), Fault::expected("a description of device sections", error))
+            fail(to_u64(column), ErrorKind::expected("a description of device sections", error))
         })
     }
 }
@@ -79,7 +79,7 @@ struct RawDevice {
     subsections: Option<Sum<RawSubsection>>,
 }
 
-impl<'de> Deserialize<'de> for DeviceDescription {
+impl<'de> Deserialize<'de> for DeviceSize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = RawDevice::deserialize(deserializer)?;
         let fields = match (raw.fields, raw.size) {
@@ -167,10 +167,10 @@ impl<'de, T: Length + Deserialize<'de>> Visitor<'de> for SumVisitor<T> {
     }
 }
 
-fn bounded_devices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<DeviceDescription>, D::Error> {
+fn bounded_devices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<DeviceSize>, D::Error> {
     struct Devices;
     impl<'de> Visitor<'de> for Devices {
-        type Value = Vec<DeviceDescription>;
+        type Value = Vec<DeviceSize>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             f.write_str("an array of devices")

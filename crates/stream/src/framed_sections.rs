@@ -1,12 +1,12 @@
 //! The device tail of a live source, whose parts have lengths.
 
 use crate::command::Command;
-use crate::description::{DESCRIPTION_LIMIT, Description};
 use crate::device_sections;
 use crate::devices::{DeviceSection, DeviceState, walk_sections};
-use crate::error::{Fault, StreamError};
+use crate::error::{ErrorKind, StreamError};
 use crate::postcopy::{PING_GO, PING_READY};
 use crate::section::{self, SectionKind};
+use crate::vmdesc::{VMDESC_LIMIT, Vmdesc};
 use limosa_page::{invariant, to_u64};
 use std::ops::Range;
 
@@ -48,7 +48,7 @@ enum Stage {
 /// cannot forge an end. What does not begin like this is some other source's tail: [`TailStep::Foreign`], for
 /// [`DeviceTail`](crate::devices::DeviceTail).
 #[derive(Debug, Clone)]
-pub struct DelimitedTail {
+pub struct FramedSections {
     offset: u64,
     limit: u64,
     at: usize,
@@ -57,7 +57,7 @@ pub struct DelimitedTail {
     sections_end: usize,
 }
 
-impl DelimitedTail {
+impl FramedSections {
     /// For a tail that begins at stream offset `offset` (named in errors) and has at most `limit` bytes.
     pub fn new(offset: u64, limit: u64) -> Self {
         Self { offset, limit, at: 0, stage: Stage::Sections, sections: Vec::new(), sections_end: 0 }
@@ -72,7 +72,7 @@ impl DelimitedTail {
     pub fn look(&mut self, tail: &[u8]) -> Result<TailStep, StreamError> {
         if to_u64(tail.len()) > self.limit {
             let (what, value) = ("length of the device sections", to_u64(tail.len()));
-            return Err(self.fail(0, Fault::TooLarge { what, value, limit: self.limit }));
+            return Err(self.fail(0, ErrorKind::TooLarge { what, value, limit: self.limit }));
         }
         loop {
             let rest = self.unseen(tail)?;
@@ -125,7 +125,7 @@ impl DelimitedTail {
     fn unseen<'t>(&self, tail: &'t [u8]) -> Result<&'t [u8], StreamError> {
         tail.get(self.at..).ok_or_else(|| {
             let what = "device sections, which were longer before".into();
-            self.fail(0, Fault::Truncated { what, wanted: self.at, available: tail.len() })
+            self.fail(0, ErrorKind::Truncated { what, wanted: self.at, available: tail.len() })
         })
     }
 
@@ -140,15 +140,15 @@ impl DelimitedTail {
                 return Err(self.unexpected(self.at, found));
             }
         };
-        let length = usize::try_from(begin).ok().filter(|length| *length <= DESCRIPTION_LIMIT).ok_or_else(|| {
-            let (value, limit) = (begin.into(), to_u64(DESCRIPTION_LIMIT));
-            self.fail(self.at, Fault::TooLarge { what: "length of the description", value, limit })
+        let length = usize::try_from(begin).ok().filter(|length| *length <= VMDESC_LIMIT).ok_or_else(|| {
+            let (value, limit) = (begin.into(), to_u64(VMDESC_LIMIT));
+            self.fail(self.at, ErrorKind::TooLarge { what: "length of the description", value, limit })
         })?;
         let json_at = self.at + 2 + size_of::<u32>();
         let Some(json) = tail.get(json_at..json_at + length) else { return Ok(TailStep::More) };
         // Before the command that ended them, so inside the tail.
         let sections = &tail[..self.sections_end];
-        Description::decode(json).and_then(|description| walk_sections(sections, &description))?;
+        Vmdesc::decode(json).and_then(|description| walk_sections(sections, &description))?;
         let pings = self.sections_end..self.at;
         self.at = json_at + length;
         self.stage = Stage::Whole;
@@ -165,11 +165,11 @@ impl DelimitedTail {
 
     fn unexpected(&self, at: usize, found: String) -> StreamError {
         let what = "the source's permission to run the VM (PING 7), the end byte and a description";
-        self.fail(at, Fault::Expected { what: what.into(), found })
+        self.fail(at, ErrorKind::Expected { what: what.into(), found })
     }
 
-    fn fail(&self, at: usize, fault: Fault) -> StreamError {
-        StreamError::new(self.offset.saturating_add(to_u64(at)), "behind the device sections", fault)
+    fn fail(&self, at: usize, error_kind: ErrorKind) -> StreamError {
+        StreamError::new(self.offset.saturating_add(to_u64(at)), "behind the device sections", error_kind)
     }
 }
 
@@ -204,7 +204,7 @@ mod tests {
             states in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..80), 0..5), step in 1usize..40,
         ) {
             let (tail, sections, ready) = tail(&states);
-            let mut search = DelimitedTail::new(0, 1 << 20);
+            let mut search = FramedSections::new(0, 1 << 20);
             let (mut said, mut end) = (None, 0);
             while end < tail.len() {
                 end = tail.len().min(end + step);
@@ -238,7 +238,7 @@ mod tests {
             let (mut tail, ..) = tail(&[state]);
             let at = at.index(tail.len());
             tail[at] ^= flip;
-            let mut search = DelimitedTail::new(0, 1 << 20);
+            let mut search = FramedSections::new(0, 1 << 20);
             while let Ok(TailStep::Ready { .. }) = search.look(&tail) {}
         }
     }
@@ -246,10 +246,10 @@ mod tests {
     #[test]
     fn sections_without_lengths_are_some_other_sources() {
         let stock = b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x0112345678\x7e\0\0\0\x03\0";
-        let mut search = DelimitedTail::new(0, 1 << 30);
+        let mut search = FramedSections::new(0, 1 << 30);
         // What looks like a length may say that more is to come: the other search goes on beside this one.
         assert_ne!(search.look(stock).unwrap(), TailStep::Ready { sections: stock.len() });
-        assert_eq!(DelimitedTail::new(0, 1 << 30).look(b"\0").unwrap(), TailStep::Foreign);
+        assert_eq!(FramedSections::new(0, 1 << 30).look(b"\0").unwrap(), TailStep::Foreign);
     }
 
     #[test]
@@ -257,7 +257,7 @@ mod tests {
         let (mut tail, _, ready) = tail(&[vec![1, 2, 3]]);
         tail.truncate(ready);
         section::encode_eof(&mut tail);
-        let mut search = DelimitedTail::new(0, 1 << 20);
+        let mut search = FramedSections::new(0, 1 << 20);
         assert!(matches!(search.look(&tail), Ok(TailStep::Ready { .. })));
         assert!(search.look(&tail).unwrap_err().to_string().contains("the source's permission"));
     }
@@ -268,7 +268,7 @@ mod tests {
     fn bytes_between_the_sections_and_the_command_are_a_broken_invariant() {
         let mut tail = vec![0; 3];
         Command::Ping(PING_READY).encode(&mut tail).unwrap();
-        let mut search = DelimitedTail::new(0, 1 << 20);
+        let mut search = FramedSections::new(0, 1 << 20);
         search.at = 3;
         let _ = search.look(&tail);
     }

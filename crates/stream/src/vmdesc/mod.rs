@@ -1,20 +1,23 @@
 //! The JSON description in full: which fields and subsections each device section is made of.
 //!
-//! [`Description`](crate::Description) keeps sums only, which is all that finding the end of a stream takes.
+//! [`Vmdesc`](crate::Vmdesc) keeps sums only, which is all that finding the end of a stream takes.
 //! Telling two streams apart takes the names; they are read here, from a text of limited length, and memory is bounded by
 //! that length. Facts: a field's `size` is that of one element, nested structures included; `array_len` says how many.
 
-use crate::description::DEVICES_LIMIT;
-use crate::error::{Fault, StreamError};
+use crate::error::{ErrorKind, StreamError};
 use limosa_page::to_u64;
 
+mod sizes;
+
+pub use sizes::{DEVICES_LIMIT, DeviceSize, VMDESC_LIMIT, Vmdesc};
+
 /// Longest JSON whose names are kept, in bytes: 16 MiB. A VM with 54 device sections has 90 KB.
-pub const OUTLINE_LIMIT: usize = 16 << 20;
+pub const VMDESC_NAMES_LIMIT: usize = 16 << 20;
 
 /// What one device section is made of.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 #[non_exhaustive]
-pub struct DeviceOutline {
+pub struct DeviceVmdesc {
     /// Name of the section.
     pub name: String,
     /// Instance of the section.
@@ -25,16 +28,16 @@ pub struct DeviceOutline {
     pub version: Option<u32>,
     /// Fields in stream order.
     #[serde(default)]
-    pub fields: Vec<FieldOutline>,
+    pub fields: Vec<FieldVmdesc>,
     /// Subsections in stream order.
     #[serde(default)]
-    pub subsections: Vec<SubsectionOutline>,
+    pub subsections: Vec<SubsectionVmdesc>,
 }
 
 /// A field.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 #[non_exhaustive]
-pub struct FieldOutline {
+pub struct FieldVmdesc {
     /// Its name; elements of an array that is listed one by one share it.
     #[serde(default)]
     pub name: String,
@@ -48,7 +51,7 @@ pub struct FieldOutline {
 /// A subsection: state that is only there when the device needs it.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 #[non_exhaustive]
-pub struct SubsectionOutline {
+pub struct SubsectionVmdesc {
     /// Its name.
     #[serde(rename = "vmsd_name")]
     pub name: String,
@@ -57,13 +60,13 @@ pub struct SubsectionOutline {
     pub version: Option<u32>,
     /// Fields in stream order.
     #[serde(default)]
-    pub fields: Vec<FieldOutline>,
+    pub fields: Vec<FieldVmdesc>,
     /// Subsections of its own.
     #[serde(default)]
-    pub subsections: Vec<SubsectionOutline>,
+    pub subsections: Vec<SubsectionVmdesc>,
 }
 
-impl FieldOutline {
+impl FieldVmdesc {
     /// Bytes that the field takes in the stream; as many as can be counted.
     pub fn bytes(&self) -> u64 {
         self.size.saturating_mul(self.array_len.unwrap_or(1))
@@ -71,32 +74,32 @@ impl FieldOutline {
 }
 
 #[derive(serde::Deserialize)]
-struct Outlines {
-    devices: Vec<DeviceOutline>,
+struct Devices {
+    devices: Vec<DeviceVmdesc>,
 }
 
 /// Reads the JSON text.
 ///
 /// # Errors
 /// Not JSON, not a description, or beyond the bounds; the error's offset counts from the text's beginning.
-pub fn decode(json: &[u8]) -> Result<Vec<DeviceOutline>, StreamError> {
-    let fail = |at, fault| StreamError::new(at, "device description (JSON)", fault);
+pub fn decode(json: &[u8]) -> Result<Vec<DeviceVmdesc>, StreamError> {
+    let fail = |at, error_kind| StreamError::new(at, "device description (JSON)", error_kind);
     let too_large = |what, value: usize, limit: usize| {
         let (value, limit) = (to_u64(value), to_u64(limit));
-        fail(0, Fault::TooLarge { what, value, limit })
+        fail(0, ErrorKind::TooLarge { what, value, limit })
     };
-    if json.len() > OUTLINE_LIMIT {
-        return Err(too_large("length of the description", json.len(), OUTLINE_LIMIT));
+    if json.len() > VMDESC_NAMES_LIMIT {
+        return Err(too_large("length of the description", json.len(), VMDESC_NAMES_LIMIT));
     }
-    let outlines: Outlines = serde_json::from_slice(json).map_err(|error| {
+    let parsed: Devices = serde_json::from_slice(json).map_err(|error| {
         // The text has one line; a column counts from 1.
         let column = if error.line() == 1 { error.column().saturating_sub(1) } else { 0 };
-        fail(to_u64(column), Fault::expected("a description of device sections", error))
+        fail(to_u64(column), ErrorKind::expected("a description of device sections", error))
     })?;
-    if outlines.devices.len() > DEVICES_LIMIT {
-        return Err(too_large("number of devices", outlines.devices.len(), DEVICES_LIMIT));
+    if parsed.devices.len() > DEVICES_LIMIT {
+        return Err(too_large("number of devices", parsed.devices.len(), DEVICES_LIMIT));
     }
-    Ok(outlines.devices)
+    Ok(parsed.devices)
 }
 
 #[cfg(test)]
@@ -111,17 +114,17 @@ mod tests {
                 {"name":"queues","array_len":3,"type":"struct","struct":{"vmsd_name":"q","fields":[]},"size":8}],
              "subsections":[{"vmsd_name":"nic/more","version":2,"fields":[{"name":"x","type":"u8","size":1}]}]},
             {"name":"timer","instance_id":0,"size":24,"fields":[]}]}"#;
-        let outlines = decode(json).unwrap();
-        assert_eq!((outlines[0].instance, outlines[0].version), (1, Some(7)));
-        assert_eq!((outlines[0].fields[0].name.as_str(), outlines[0].fields[0].bytes()), ("queues", 24));
-        assert_eq!(outlines[0].subsections[0].name, "nic/more");
-        assert_eq!(outlines[0].subsections[0].fields[0].bytes(), 1);
-        assert_eq!(outlines[1].version, None);
+        let parsed = decode(json).unwrap();
+        assert_eq!((parsed[0].instance, parsed[0].version), (1, Some(7)));
+        assert_eq!((parsed[0].fields[0].name.as_str(), parsed[0].fields[0].bytes()), ("queues", 24));
+        assert_eq!(parsed[0].subsections[0].name, "nic/more");
+        assert_eq!(parsed[0].subsections[0].fields[0].bytes(), 1);
+        assert_eq!(parsed[1].version, None);
     }
 
     #[test]
     fn what_is_too_long_or_too_deep_is_refused() {
-        assert!(decode(&vec![b' '; OUTLINE_LIMIT + 1]).is_err());
+        assert!(decode(&vec![b' '; VMDESC_NAMES_LIMIT + 1]).is_err());
         let deep = r#"{"vmsd_name":"s","subsections":["#.repeat(200) + &"]}".repeat(200);
         let json = format!(r#"{{"devices":[{{"name":"d","instance_id":0,"subsections":[{deep}]}}]}}"#);
         assert!(decode(json.as_bytes()).is_err());
@@ -135,7 +138,7 @@ mod tests {
 
         #[test]
         fn any_numbers_are_counted_without_overflow(size: u64, array_len: u64) {
-            let field = FieldOutline { name: String::new(), size, array_len: Some(array_len) };
+            let field = FieldVmdesc { name: String::new(), size, array_len: Some(array_len) };
             prop_assert!(field.bytes() >= size.min(array_len) || size == 0 || array_len == 0);
         }
     }
