@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use limosa_memory::dirty::{DirtyLogs, DirtyPages, ExplicitLog, Writers};
+use limosa_memory::dirty::{DirtyLogs, DirtyPages, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
@@ -20,8 +20,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert!(populated.get(PageNumber(3)) && populated.get(PageNumber(100)));
 
     // From here on, each write is marked in the log by the device that makes it.
-    let log = ExplicitLog::new(&memory, Writers::VCPUS);
-    let marker = log.marker();
+    let log = SoftwareDirtyLog::new(&memory, Writers::VCPUS);
+    let marker = log.bitmap();
     let mut logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?;
     logs.start()?;
     ram.write(5 * PAGE_SIZE, b"contents")?;

@@ -10,8 +10,8 @@ use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, fstat, fstatfs,
 
 use crate::discarding::Discards;
 use crate::error::MemoryError;
-use crate::loan::Loans;
 use crate::mapping::Mapping;
+use crate::pin::Pins;
 
 /// `HUGETLBFS_MAGIC`
 const HUGETLBFS: FsWord = 0x9584_58f6;
@@ -143,8 +143,8 @@ impl BlockOptions {
         }
         let from = file.as_ref().map(|(file, offset)| (file.as_fd(), *offset));
         let mapping = Mapping::new(from, mapped, shared, huge_page).map_err(|e| kernel("mmap", e))?;
-        let (loans, discards) = (Loans::default(), Arc::default());
-        Ok(MemoryBlock { name, role, mapping, file, page_size, shared, region_address, loans, discards })
+        let (pins, discards) = (Pins::default(), Arc::default());
+        Ok(MemoryBlock { name, role, mapping, file, page_size, shared, region_address, pins, discards })
     }
 }
 
@@ -168,7 +168,7 @@ pub struct MemoryBlock {
     page_size: u64,
     shared: bool,
     region_address: u64,
-    loans: Loans,
+    pins: Pins,
     discards: Arc<Discards>,
 }
 
@@ -182,8 +182,8 @@ impl MemoryBlock {
         page_size: u64,
         shared: bool,
     ) -> Self {
-        let (role, region_address, loans, discards) = (BlockRole::Ram, 0, Loans::default(), Arc::default());
-        Self { name, role, mapping, file, page_size, shared, region_address, loans, discards }
+        let (role, region_address, pins, discards) = (BlockRole::Ram, 0, Pins::default(), Arc::default());
+        Self { name, role, mapping, file, page_size, shared, region_address, pins, discards }
     }
 
     /// QEMU's idstr of it, e.g. `pc.ram`.
@@ -232,8 +232,8 @@ impl MemoryBlock {
     }
 
     /// What of it the kernel has been lent.
-    pub(crate) fn loans(&self) -> &Loans {
-        &self.loans
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.pins
     }
 
     /// Who wants to know what of the block is discarded.

@@ -11,8 +11,8 @@
 //!
 //! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written, to
 //! every log: its contents are others. No log sees what is given back in another way, by another process (a balloon
-//! behind vhost-user) or by a VMM's own call, and [`WriteFaultLog`] does not even see what is written there next. What
-//! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an [`ExplicitLog`].
+//! behind vhost-user) or by a VMM's own call, and [`UffdWpSyncLog`] does not even see what is written there next. What
+//! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an [`SoftwareDirtyLog`].
 //!
 //! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd sees
 //! what this process writes through the mapping, not what another process writes through its own. So each log says which
@@ -20,21 +20,21 @@
 //!
 //! | log | sees | needs |
 //! |---|---|---|
-//! | [`WriteProtectLog`] | vCPUs and devices of this process | kernel 6.7 |
-//! | [`WriteFaultLog`] | the same, at a higher price for the guest | kernel 5.19 (private memory: 6.4), and the right to
+//! | [`UffdWpAsyncLog`] | vCPUs and devices of this process | kernel 6.7 |
+//! | [`UffdWpSyncLog`] | the same, at a higher price for the guest | kernel 5.19 (private memory: 6.4), and the right to
 //! the kernel's faults |
 //! | `KvmLog` | vCPUs of KVM | feature `kvm` |
 //! | `KvmRingLog` | the same; costs what was written, not what there is | feature `kvm`; chosen before the first vCPU |
 //! | [`VhostLog`] | vhost back ends that log | back ends with `VHOST_F_LOG_ALL` |
-//! | [`ExplicitLog`] | writers that mark what they write | every such writer's care |
+//! | [`SoftwareDirtyLog`] | writers that mark what they write | every such writer's care |
 
-mod explicit;
 mod hand_over;
 #[cfg(feature = "kvm")]
 mod kvm;
+mod software;
+mod uffd_wp_async;
+mod uffd_wp_sync;
 mod vhost;
-mod write_fault;
-mod write_protect;
 
 use std::io;
 use std::ops::{BitOr, Range};
@@ -45,12 +45,12 @@ use limosa_page::{PageBitmap, PageRange, to_usize};
 use crate::discarding::DiscardWatch;
 use crate::{GuestMemory, GuestRegion, MemoryBlock};
 
-pub use explicit::{ExplicitLog, Marker};
 #[cfg(feature = "kvm")]
 pub use kvm::{KvmLog, KvmRingLog, KvmRings, KvmSlot, KvmSlots};
+pub use software::{SoftwareDirtyBitmap, SoftwareDirtyLog};
+pub use uffd_wp_async::UffdWpAsyncLog;
+pub use uffd_wp_sync::UffdWpSyncLog;
 pub use vhost::{LogBase, VhostLog};
-pub use write_fault::WriteFaultLog;
-pub use write_protect::WriteProtectLog;
 
 /// Who writes guest memory: a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
@@ -223,7 +223,7 @@ pub trait DirtyLog: Send {
     fn start(&mut self) -> Result<(), LogError>;
 
     /// Adds to `into` what was written since the last fetch (or the start), and forgets it. Pages that were discarded count as written:
-    /// the logs of this crate are told of them; a log of another crate marks them by itself, or is used with an [`ExplicitLog`].
+    /// the logs of this crate are told of them; a log of another crate marks them by itself, or is used with an [`SoftwareDirtyLog`].
     ///
     /// # Errors
     /// What was written is not known any more, or the log is not on.
@@ -313,9 +313,9 @@ impl DirtyLogs {
 /// # Errors
 /// There is none; why the last one that was tried cannot be used.
 pub fn best_for(memory: &Arc<GuestMemory>) -> Result<Box<dyn DirtyLog>, LogError> {
-    match WriteProtectLog::new(Arc::clone(memory)) {
+    match UffdWpAsyncLog::new(Arc::clone(memory)) {
         Ok(log) => Ok(Box::new(log)),
-        Err(_) => Ok(Box::new(WriteFaultLog::new(Arc::clone(memory))?)),
+        Err(_) => Ok(Box::new(UffdWpSyncLog::new(Arc::clone(memory))?)),
     }
 }
 

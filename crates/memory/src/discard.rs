@@ -36,7 +36,7 @@ impl MemoryBlock {
     /// Makes pages read as zero and gives their memory back, with one call for the whole run. They must not be written meanwhile.
     ///
     /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it. If pages
-    /// of the block are [lent](MemoryBlock::lend), it waits until they are back. To [dirty logs](crate::dirty) it is a write to each
+    /// of the block are [pinned](MemoryBlock::pin), it waits until they are back. To [dirty logs](crate::dirty) it is a write to each
     /// of the pages.
     ///
     /// # Errors
@@ -51,7 +51,7 @@ impl MemoryBlock {
         if pages.end > self.pages().end {
             return Err(outside());
         }
-        let _taken_back = self.loans().take_back();
+        let _unpinned = self.pins().wait_unpinned();
         let _discarding = self.discarding(pages);
         let mut done = Discarded::default();
         let whole = self.whole_host_pages(pages);

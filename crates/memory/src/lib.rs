@@ -13,14 +13,14 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, ExplicitLog, Writers};
+//! use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, SoftwareDirtyLog, Writers};
 //! use limosa_memory::{BlockOptions, GuestMemory};
 //! use limosa_page::PageNumber;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 16 << 20).map()?])?);
-//! let log = ExplicitLog::new(&memory, Writers::VCPUS);
-//! let marker = log.marker();
+//! let log = SoftwareDirtyLog::new(&memory, Writers::VCPUS);
+//! let marker = log.bitmap();
 //! let mut logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?;
 //!
 //! logs.start()?;
@@ -42,10 +42,10 @@ mod error;
 mod faults;
 mod free;
 mod layout;
-mod loan;
 mod mapping;
 mod memory;
 mod pagemap;
+mod pin;
 mod populate;
 mod populated;
 mod release;
@@ -63,10 +63,10 @@ pub use faults::{
 };
 pub use free::{FreePageSink, FreePages, FreePagesError};
 pub use layout::GuestLayout;
-pub use loan::Loan;
 pub use memory::{GuestMemory, GuestRegion};
 pub use pagemap::copied_pages;
-pub use populate::{Ahead, Headroom, PopulateStats, Populator};
+pub use pin::PinnedPages;
+pub use populate::{MemcgHeadroom, PopulateStats, Populator, PrefaultAhead};
 pub use release::ReleaseMethod;
 pub use share::PassedBlock;
 

@@ -1,8 +1,8 @@
 //! Populating memory before it is written: page faults kept off the path of arriving pages.
 
-mod ahead;
-mod headroom;
+mod memcg_headroom;
 mod piece;
+mod prefault_ahead;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,8 +13,8 @@ use limosa_page::{PAGE_SIZE, PageRange};
 use crate::error::MemoryError;
 use crate::{GuestMemory, MemoryBlock};
 
-pub use ahead::Ahead;
-pub use headroom::Headroom;
+pub use memcg_headroom::MemcgHeadroom;
+pub use prefault_ahead::PrefaultAhead;
 
 /// Pages that one call populates: what a stop waits for.
 const PIECE: u64 = 512;
@@ -56,10 +56,10 @@ pub struct PopulateStats {
 /// A page that is received into memory that was never touched costs a page fault inside the receiving call. Populating does
 /// the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
 ///
-/// - **It never takes memory for what does not come:** [`Ahead`] plans at most a 32nd of what has come, less what was
+/// - **It never takes memory for what does not come:** [`PrefaultAhead`] plans at most a 32nd of what has come, less what was
 ///   populated in vain before.
 /// - **It never brings the process down:** before memory gets short, of the machine or of a control group, it does nothing
-///   ([`Headroom`]); the kernel's killer does not ask who caused it.
+///   ([`MemcgHeadroom`]); the kernel's killer does not ask who caused it.
 /// - It can be stopped between any two pieces of 2 MiB.
 ///
 /// Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait for
@@ -67,7 +67,7 @@ pub struct PopulateStats {
 #[derive(Debug)]
 pub struct Populator<'a> {
     memory: OnceLock<&'a GuestMemory>,
-    headroom: Headroom,
+    headroom: MemcgHeadroom,
     state: Mutex<State>,
     changed: Condvar,
     stopped: AtomicBool,
@@ -80,7 +80,7 @@ pub struct Populator<'a> {
 #[derive(Debug)]
 struct State {
     queue: VecDeque<(usize, PageRange)>,
-    ahead: Ahead,
+    ahead: PrefaultAhead,
     /// Nothing is added any more.
     finished: bool,
 }
@@ -88,19 +88,19 @@ struct State {
 impl<'a> Populator<'a> {
     /// One for `memory`, with the limits of this process.
     pub fn new(memory: &'a GuestMemory) -> Self {
-        Self::within(memory, Headroom::of_this_process())
+        Self::within(memory, MemcgHeadroom::of_this_process())
     }
 
     /// One for `memory`, with these limits.
-    pub fn within(memory: &'a GuestMemory, headroom: Headroom) -> Self {
+    pub fn within(memory: &'a GuestMemory, headroom: MemcgHeadroom) -> Self {
         let new = Self::unbound(headroom);
         new.bind(memory);
         new
     }
 
     /// One for memory that is not known yet: until it is, threads wait and nothing is taken note of.
-    pub fn unbound(headroom: Headroom) -> Self {
-        let state = State { queue: VecDeque::new(), ahead: Ahead::new([]), finished: false };
+    pub fn unbound(headroom: MemcgHeadroom) -> Self {
+        let state = State { queue: VecDeque::new(), ahead: PrefaultAhead::new([]), finished: false };
         Self {
             memory: OnceLock::new(),
             headroom,
@@ -118,7 +118,7 @@ impl<'a> Populator<'a> {
         let blocks = memory.blocks().iter().map(|block| (block.pages(), (block.page_size() / PAGE_SIZE).max(1)));
         let mut state = self.lock();
         if self.memory.set(memory).is_ok() {
-            state.ahead = Ahead::new(blocks);
+            state.ahead = PrefaultAhead::new(blocks);
         }
     }
 

@@ -8,7 +8,7 @@ use rustix::fd::BorrowedFd;
 use crate::block::MemoryBlock;
 use crate::pagemap::PageMap;
 
-mod few;
+mod cachestat;
 
 impl MemoryBlock {
     /// The pages among `pages` that may hold something: any other one of them is zero. The bitmap is as long as the block.
@@ -17,7 +17,7 @@ impl MemoryBlock {
     /// - Shared memory of a file answers for all who map it (its holes are what was never populated; hugetlbfs does not know
     ///   them, and all of it counts as populated).
     /// - Shared memory without a descriptor cannot be asked: all of it counts as populated.
-    /// - Private memory answers from this process's page tables. A [`WriteFaultLog`](crate::dirty::WriteFaultLog) marks all
+    /// - Private memory answers from this process's page tables. A [`UffdWpSyncLog`](crate::dirty::UffdWpSyncLog) marks all
     ///   of them, which then pass for populated.
     /// - A private copy of a file has both: pages of its own, and behind the others the file. Every log that protects it
     ///   from being written marks all of it.
@@ -69,7 +69,7 @@ impl MemoryBlock {
         if let Some((file, offset)) = self.file() {
             if is_asked_in_parts(file) && holes::full_length(file).is_none() {
                 for run in runs.clone() {
-                    few::look(file, offset, within(run), &mut found)?;
+                    cachestat::look(file, offset, within(run), &mut found)?;
                 }
             } else {
                 let mut all = PageBitmap::new(self.pages().len());
@@ -105,5 +105,5 @@ impl MemoryBlock {
 }
 
 fn is_asked_in_parts(file: BorrowedFd<'_>) -> bool {
-    holes::is_tmpfs(file) && few::can_count(file)
+    holes::is_tmpfs(file) && cachestat::can_count(file)
 }

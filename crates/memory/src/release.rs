@@ -53,7 +53,7 @@ impl MemoryBlock {
 
     /// Gives back the memory of those of the pages that are host pages as a whole, with one call: how many pages of 4 KiB.
     ///
-    /// If pages of the block are [lent](MemoryBlock::lend), it waits until they are back. To [dirty logs](crate::dirty) it is a
+    /// If pages of the block are [pinned](MemoryBlock::pin), it waits until they are back. To [dirty logs](crate::dirty) it is a
     /// write to each of the pages.
     ///
     /// # Errors
@@ -78,7 +78,7 @@ impl MemoryBlock {
         };
         let pages = self.whole_host_pages(pages);
         let Some(place) = self.place(pages).filter(|_| !pages.is_empty()) else { return Ok(0) };
-        let _taken_back = self.loans().take_back();
+        let _unpinned = self.pins().wait_unpinned();
         let discarding = self.discarding(pages);
         let advice = match (method, self.file()) {
             (ReleaseMethod::PunchHole, Some((file, offset))) => {
@@ -173,16 +173,16 @@ mod tests {
     #[test]
     fn what_is_lent_is_released_when_it_is_back() {
         let block = filled(BlockOptions::memfd("ram", 16 << 12));
-        let loan = block.lend().unwrap();
+        let pinned = block.pin().unwrap();
         std::thread::scope(|scope| {
             let release = scope.spawn(|| block.release(block.pages(), ReleaseMethod::PunchHole).unwrap());
-            while !loan.is_wanted() {
+            while !pinned.is_wanted() {
                 std::thread::yield_now();
             }
             let mut byte = [0];
             block.read(0, &mut byte).unwrap();
             assert_eq!(byte, [7], "it was released while it was lent");
-            drop(loan);
+            drop(pinned);
             assert_eq!(release.join().unwrap(), 16);
         });
     }

@@ -6,20 +6,20 @@
 //! Nothing is copied and nothing is mapped twice, so dirty logs and fault handlers see every access. Whichever side mapped
 //! the memory is kept alive by the other one.
 //!
-//! What device models write through `vm-memory` is marked in an [`ExplicitLog`](crate::dirty::ExplicitLog) if the regions'
+//! What device models write through `vm-memory` is marked in an [`SoftwareDirtyLog`](crate::dirty::SoftwareDirtyLog) if the regions'
 //! bitmap is a [`DirtyMarks`] and [`attach`] was called. (Who takes a raw pointer out of `vm-memory` marks himself, after the
 //! write, as `vm-memory` has it.)
 //!
 //! ```
-//! use limosa_memory::dirty::{DirtyLogs, DirtyPages, ExplicitLog, Writers};
+//! use limosa_memory::dirty::{DirtyLogs, DirtyPages, SoftwareDirtyLog, Writers};
 //! use limosa_memory::rust_vmm::{DirtyMarks, attach, import};
 //! use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let devices = GuestMemoryMmap::<DirtyMarks>::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
 //! let memory = import(&devices, |_| "pc.ram".into())?;
-//! let log = ExplicitLog::new(&memory, Writers::DEVICES);
-//! attach(&devices, &memory, &log.marker())?;
+//! let log = SoftwareDirtyLog::new(&memory, Writers::DEVICES);
+//! attach(&devices, &memory, &log.bitmap())?;
 //! let mut logs = DirtyLogs::new(Writers::DEVICES, vec![Box::new(log)])?;
 //!
 //! logs.start()?;
@@ -43,7 +43,7 @@ use vm_memory::{
 };
 
 use crate::block::file_page_size;
-use crate::dirty::Marker;
+use crate::dirty::SoftwareDirtyBitmap;
 use crate::mapping::Mapping;
 use crate::{GuestMemory, GuestRegion, MemoryBlock, MemoryError};
 
@@ -152,7 +152,11 @@ pub fn export(memory: &Arc<GuestMemory>) -> Result<GuestMemoryMmap<DirtyMarks>, 
 ///
 /// # Errors
 /// A region that is not where `memory` has one.
-pub fn attach(devices: &GuestMemoryMmap<DirtyMarks>, memory: &GuestMemory, marker: &Marker) -> Result<(), MemoryError> {
+pub fn attach(
+    devices: &GuestMemoryMmap<DirtyMarks>,
+    memory: &GuestMemory,
+    marker: &SoftwareDirtyBitmap,
+) -> Result<(), MemoryError> {
     for region in devices.iter() {
         let at = region.start_addr().0;
         let known = memory.regions().iter().find(|known| known.guest_address == at);
@@ -177,7 +181,7 @@ pub struct DirtyMarks {
 
 #[derive(Debug)]
 struct Attached {
-    marker: Marker,
+    marker: SoftwareDirtyBitmap,
     block: usize,
     /// The page at the region's first byte.
     first: PageNumber,

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_channel::Channel;
-use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Marker, Writers};
+use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{
     ArrivalOutcome, Control, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
@@ -45,7 +45,7 @@ impl Toy {
     }
 
     /// One step of the guest: it writes its counter into the next page. Whether the guest runs.
-    fn step(&self, marker: &Marker) -> Result<bool, Box<dyn Error + Send + Sync>> {
+    fn step(&self, marker: &SoftwareDirtyBitmap) -> Result<bool, Box<dyn Error + Send + Sync>> {
         // Held over the write and its mark, so that a pause has all of both.
         let mut state = self.state();
         if state.running {
@@ -126,8 +126,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let far = Channel::from_fd(far)?;
 
     // Every write of the guest is marked in this log. KVM's log, userfaultfd and the soft-dirty log are others.
-    let log = ExplicitLog::new(&source.memory, Writers::VCPUS);
-    let marker = log.marker();
+    let log = SoftwareDirtyLog::new(&source.memory, Writers::VCPUS);
+    let marker = log.bitmap();
     let logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?;
 
     source.state().running = true;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::Result;
-use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, ExplicitLog, LogError, Marker, Writers};
+use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, LogError, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, GuestMemory, MemoryError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use serde::{Deserialize, Serialize};
@@ -79,9 +79,9 @@ impl Guest {
             }
             Self::Zeroing | Self::Writing => pen.write(pages, Written::Contents)?,
         }
-        let log = ExplicitLog::new(&memory, Writers::VCPUS);
+        let log = SoftwareDirtyLog::new(&memory, Writers::VCPUS);
         let spent = Arc::new(Spent::default());
-        let marker = log.marker();
+        let marker = log.bitmap();
         let log = Scripted { guest: self, pen, marker, log, round: 0, spent: Arc::clone(&spent) };
         let logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?;
         Ok((memory, logs, spent))
@@ -151,8 +151,8 @@ impl Pen {
 struct Scripted {
     guest: Guest,
     pen: Pen,
-    marker: Marker,
-    log: ExplicitLog,
+    marker: SoftwareDirtyBitmap,
+    log: SoftwareDirtyLog,
     round: u64,
     spent: Arc<Spent>,
 }

@@ -17,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use limosa_memory::dirty::{DirtyLog, ExplicitLog, Marker, Writers};
+use limosa_memory::dirty::{DirtyLog, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{FreePageSink, FreePages, FreePagesError, GuestMemory};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange, to_usize};
 
@@ -96,7 +96,7 @@ struct HeapInner {
     first: u64,
     seed: u32,
     /// For logs that do not see what this process writes.
-    marker: Option<Marker>,
+    marker: Option<SoftwareDirtyBitmap>,
     programs: Gate,
     state: Mutex<State>,
     /// Notified of everything that concerns the driver or the device.
@@ -149,7 +149,7 @@ impl Heap {
             return Err(options(format!("its heap has {pages} pages, of at least {PIECE}")));
         }
         let pieces = vec![Piece { owner: Owner::Free, generation: 0 }; to_usize(pages / PIECE)];
-        let marker = marked.then(|| ExplicitLog::new(memory, Writers::DEVICES).marker());
+        let marker = marked.then(|| SoftwareDirtyLog::new(memory, Writers::DEVICES).bitmap());
         let state = State {
             pieces,
             random: u64::from(seed) << 20 | 0x5eed,

@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use kvm_bindings::kvm_regs;
 use kvm_ioctls::Kvm;
 use limosa_memory::GuestMemory;
-use limosa_memory::dirty::{DirtyLog, DirtyLogs, WriteFaultLog, WriteProtectLog, Writers};
+use limosa_memory::dirty::{DirtyLog, DirtyLogs, UffdWpAsyncLog, UffdWpSyncLog, Writers};
 use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
 
@@ -215,8 +215,8 @@ impl Guest for KvmGuest {
         let running = self.running()?;
         let memory = Arc::clone(self.memory());
         let log: Box<dyn DirtyLog> = match (self.log, &running.rings) {
-            (LogKind::WpAsync, _) => Box::new(WriteProtectLog::new(memory)?),
-            (LogKind::WpThread, _) => Box::new(WriteFaultLog::new(memory)?),
+            (LogKind::WpAsync, _) => Box::new(UffdWpAsyncLog::new(memory)?),
+            (LogKind::WpThread, _) => Box::new(UffdWpSyncLog::new(memory)?),
             (LogKind::KvmRing, Some(rings)) => Box::new(KvmRingLog::new(Arc::clone(rings))),
             (LogKind::Best | LogKind::KvmLog | LogKind::KvmRing, _) => {
                 Box::new(KvmLog::new(Arc::clone(&running.slots)))

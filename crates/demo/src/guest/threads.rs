@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use limosa_memory::GuestMemory;
-use limosa_memory::dirty::{self, DirtyLog, DirtyLogs, WriteFaultLog, WriteProtectLog, Writers};
+use limosa_memory::dirty::{self, DirtyLog, DirtyLogs, UffdWpAsyncLog, UffdWpSyncLog, Writers};
 
 use super::gate::{Gate, Pace};
 use super::pattern::{Plan, Share};
@@ -142,8 +142,8 @@ impl Guest for Threads {
     fn dirty_logs(&self) -> Result<DirtyLogs, GuestError> {
         let memory = Arc::clone(self.memory());
         let log: Box<dyn DirtyLog> = match self.log {
-            LogKind::WpAsync => Box::new(WriteProtectLog::new(memory)?),
-            LogKind::WpThread => Box::new(WriteFaultLog::new(memory)?),
+            LogKind::WpAsync => Box::new(UffdWpAsyncLog::new(memory)?),
+            LogKind::WpThread => Box::new(UffdWpSyncLog::new(memory)?),
             _ => dirty::best_for(&memory)?,
         };
         Ok(DirtyLogs::new(self.writers(), vec![log])?)

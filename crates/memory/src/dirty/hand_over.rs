@@ -1,4 +1,4 @@
-//! What the fault handler and the fetch of a [`WriteFaultLog`](super::WriteFaultLog) agree on.
+//! What the fault handler and the fetch of a [`UffdWpSyncLog`](super::UffdWpSyncLog) agree on.
 //!
 //! **Law: while a block's lock is not held, every page of it that can be written has its bit set.** The handler sets the
 //! bit of a page and then lifts its protection; the fetch protects the pages whose bits are set and then clears the bits;

@@ -24,7 +24,7 @@ enum Way {
 
 impl MemoryBlock {
     /// Populates pages, contents unchanged, if there is memory for them: false if there is none now. It does not look at limits
-    /// that the kernel enforces by killing: [`Headroom`](super::Headroom) does.
+    /// that the kernel enforces by killing: [`MemcgHeadroom`](super::MemcgHeadroom) does.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], or the kernel's refusal.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 
-use limosa_memory::dirty::{DirtyLog, DirtyPages, ExplicitLog, VhostLog, WriteFaultLog, WriteProtectLog, Writers};
+use limosa_memory::dirty::{DirtyLog, DirtyPages, SoftwareDirtyLog, UffdWpAsyncLog, UffdWpSyncLog, VhostLog, Writers};
 use limosa_memory::{BlockOptions, GuestMemory, MemoryBlock};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
@@ -101,7 +101,7 @@ fn no_write_is_lost_in(fetches: u64, memory: &GuestMemory, log: &mut dyn DirtyLo
 fn asynchronous_write_protection_loses_no_write() {
     for options in [BlockOptions::anonymous("ram", LENGTH), BlockOptions::memfd("ram", LENGTH)] {
         let memory = memory(options);
-        let mut log = WriteProtectLog::new(Arc::clone(&memory)).unwrap();
+        let mut log = UffdWpAsyncLog::new(Arc::clone(&memory)).unwrap();
         no_write_is_lost(&memory, &mut log, &plain(&memory));
     }
 }
@@ -110,7 +110,7 @@ fn asynchronous_write_protection_loses_no_write() {
 fn write_protection_with_a_fault_handler_loses_no_write() {
     for options in [BlockOptions::anonymous("ram", LENGTH), BlockOptions::memfd("ram", LENGTH)] {
         let memory = memory(options);
-        let mut log = WriteFaultLog::new(Arc::clone(&memory)).unwrap();
+        let mut log = UffdWpSyncLog::new(Arc::clone(&memory)).unwrap();
         no_write_is_lost(&memory, &mut log, &plain(&memory));
     }
 }
@@ -120,17 +120,17 @@ fn write_protection_of_huge_pages_loses_no_write() {
     let _reserved = HugePages::reserve(4 << 20).unwrap();
     let huge = || memory(BlockOptions::memfd("ram", 4 << 20).huge_pages(2 << 20));
     let one = huge();
-    no_write_is_lost_in(300, &one, &mut WriteProtectLog::new(Arc::clone(&one)).unwrap(), &plain(&one));
+    no_write_is_lost_in(300, &one, &mut UffdWpAsyncLog::new(Arc::clone(&one)).unwrap(), &plain(&one));
     drop(one);
     let other = huge();
-    no_write_is_lost_in(300, &other, &mut WriteFaultLog::new(Arc::clone(&other)).unwrap(), &plain(&other));
+    no_write_is_lost_in(300, &other, &mut UffdWpSyncLog::new(Arc::clone(&other)).unwrap(), &plain(&other));
 }
 
 #[test]
 fn the_explicit_log_loses_no_write() {
     let memory = memory(BlockOptions::anonymous("ram", LENGTH));
-    let mut log = ExplicitLog::new(&memory, Writers::DEVICES);
-    let (marker, plain) = (log.marker(), plain(&memory));
+    let mut log = SoftwareDirtyLog::new(&memory, Writers::DEVICES);
+    let (marker, plain) = (log.bitmap(), plain(&memory));
     let write: Write = Box::new(move |offset, bytes| {
         plain(offset, bytes);
         marker.mark(0, PageRange::starting_at(PageNumber::containing(offset), 1));

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use limosa_memory::dirty::{DirtyLog, DirtyPages, ExplicitLog, Writers};
+use limosa_memory::dirty::{DirtyLog, DirtyPages, SoftwareDirtyLog, Writers};
 use limosa_memory::rust_vmm::{DirtyMarks, attach, export, import};
 use limosa_memory::{BlockOptions, GuestMemory, GuestRegion, MemoryError};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
@@ -121,7 +121,7 @@ fn memory_that_is_not_whole_pages_or_not_the_same_is_refused() {
     let devices = GuestMemoryMmap::<DirtyMarks>::from_ranges(&twice).unwrap();
     assert!(import(&devices, |_| "ram".into()).unwrap_err().to_string().contains("two of this name"));
     let other = split_memory();
-    let marker = ExplicitLog::new(&other, Writers::DEVICES).marker();
+    let marker = SoftwareDirtyLog::new(&other, Writers::DEVICES).bitmap();
     assert!(attach(&devices, &other, &marker).unwrap_err().to_string().contains("guest address 0x0"));
 }
 
@@ -133,8 +133,8 @@ proptest! {
     ) {
         let memory = split_memory();
         let devices = export(&memory).unwrap();
-        let mut log = ExplicitLog::new(&memory, Writers::DEVICES);
-        attach(&devices, &memory, &log.marker()).unwrap();
+        let mut log = SoftwareDirtyLog::new(&memory, Writers::DEVICES);
+        attach(&devices, &memory, &log.bitmap()).unwrap();
         devices.write_slice(&[1], GuestAddress(0)).unwrap();
         log.start().unwrap();
         let mut expected = DirtyPages::new(&memory);

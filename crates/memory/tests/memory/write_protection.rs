@@ -5,7 +5,7 @@
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
-use limosa_memory::dirty::{DirtyLog, DirtyPages, LogError, WriteFaultLog, WriteProtectLog, Writers, best_for};
+use limosa_memory::dirty::{DirtyLog, DirtyPages, LogError, UffdWpAsyncLog, UffdWpSyncLog, Writers, best_for};
 use limosa_memory::{BlockOptions, GuestMemory, ReleaseMethod};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
@@ -27,8 +27,8 @@ fn small_pages() -> Vec<Arc<GuestMemory>> {
 
 fn logs(memory: &Arc<GuestMemory>) -> Vec<Box<dyn DirtyLog>> {
     vec![
-        Box::new(WriteProtectLog::new(Arc::clone(memory)).unwrap()),
-        Box::new(WriteFaultLog::new(Arc::clone(memory)).unwrap()),
+        Box::new(UffdWpAsyncLog::new(Arc::clone(memory)).unwrap()),
+        Box::new(UffdWpSyncLog::new(Arc::clone(memory)).unwrap()),
     ]
 }
 
@@ -99,7 +99,7 @@ fn what_was_never_written_of_private_memory_is_not_taken_for_populated_while_the
     let block = memory.block(0).unwrap();
     block.advise_huge_pages(block.pages(), false).unwrap();
     let populated = || block.populated(block.pages()).unwrap().runs().collect::<Vec<_>>();
-    let mut log = WriteProtectLog::new(Arc::clone(&memory)).unwrap();
+    let mut log = UffdWpAsyncLog::new(Arc::clone(&memory)).unwrap();
     poke(&memory, 9);
     log.start().unwrap();
     assert_eq!(populated(), [page(9)]);
@@ -201,7 +201,7 @@ fn more_dirty_runs_than_one_call_can_tell_are_all_named() {
 #[test]
 fn memory_that_another_log_watches_is_refused_and_stays_as_it_was() {
     let memory = memory(BlockOptions::anonymous("ram", LENGTH));
-    let mut first = WriteProtectLog::new(Arc::clone(&memory)).unwrap();
+    let mut first = UffdWpAsyncLog::new(Arc::clone(&memory)).unwrap();
     first.start().unwrap();
     for mut second in logs(&memory) {
         let refused = second.start().unwrap_err();

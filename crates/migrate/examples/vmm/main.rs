@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, bail};
 use limosa_channel::Channel;
 use limosa_memory::GuestMemory;
 use limosa_memory::dirty::KvmLog;
-use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Writers};
+use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
 use limosa_memory::rust_vmm::attach;
 use limosa_migrate::{
     ArrivalOutcome, Control, GiveUp, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource,
@@ -88,8 +88,8 @@ fn source() -> Result<()> {
     machine.wait_for_laps(20)?;
 
     // The logs: every writer of memory is covered by one of them, or this is refused.
-    let marks = ExplicitLog::new(&machine.memory, Writers::DEVICES);
-    attach(&machine.devices, &machine.memory, &marks.marker())?;
+    let marks = SoftwareDirtyLog::new(&machine.memory, Writers::DEVICES);
+    attach(&machine.devices, &machine.memory, &marks.bitmap())?;
     let logs = vec![Box::new(KvmLog::new(machine.slots.clone())) as _, Box::new(marks) as _];
     let logs = DirtyLogs::new(machine.writers(), logs)?;
 

@@ -11,7 +11,7 @@ use crate::model::pair;
 use crate::model::vm::Vm;
 use kvm_ioctls::Kvm;
 use limosa_memory::dirty::{
-    DirtyLog, DirtyLogs, ExplicitLog, Marker, VhostLog, WriteFaultLog, WriteProtectLog, Writers,
+    DirtyLog, DirtyLogs, SoftwareDirtyBitmap, SoftwareDirtyLog, UffdWpAsyncLog, UffdWpSyncLog, VhostLog, Writers,
 };
 use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_memory::{BlockOptions, ReleaseMethod};
@@ -34,7 +34,7 @@ enum Sees {
     /// All of this process's.
     All,
     /// Those that are marked.
-    Marked(Marker),
+    Marked(SoftwareDirtyBitmap),
     /// Of those that write here, none: what is named is what was discarded.
     NoWriter,
 }
@@ -43,11 +43,11 @@ fn logs(vm: &TestVm, kind: &str) -> (Box<dyn DirtyLog>, Sees) {
     let memory = || Arc::clone(&vm.memory);
     let kvm = || Arc::new(Kvm::new().expect("without /dev/kvm, set LIMOSA_SKIP_KVM=1").create_vm().unwrap());
     match kind {
-        "write fault" => (Box::new(WriteFaultLog::new(memory()).unwrap()), Sees::All),
-        "write protect" => (Box::new(WriteProtectLog::new(memory()).unwrap()), Sees::All),
+        "write fault" => (Box::new(UffdWpSyncLog::new(memory()).unwrap()), Sees::All),
+        "write protect" => (Box::new(UffdWpAsyncLog::new(memory()).unwrap()), Sees::All),
         "explicit" => {
-            let log = ExplicitLog::new(&vm.memory, Writers::VCPUS);
-            let marker = log.marker();
+            let log = SoftwareDirtyLog::new(&vm.memory, Writers::VCPUS);
+            let marker = log.bitmap();
             (Box::new(log), Sees::Marked(marker))
         }
         "vhost" => (Box::new(VhostLog::new(memory(), |_| Ok(())).unwrap()), Sees::NoWriter),

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use limosa_balloon::driver::{Blocks, Driver, Machine, Pages, RINGS, Shrinker, Worker};
 use limosa_balloon::{Balloon, Features, GuestRam, Options, Strategy};
-use limosa_memory::dirty::{DirtyLog, DirtyLogs, ExplicitLog, Marker, WriteFaultLog, WriteProtectLog, Writers};
+use limosa_memory::dirty::{
+    DirtyLog, DirtyLogs, SoftwareDirtyBitmap, SoftwareDirtyLog, UffdWpAsyncLog, UffdWpSyncLog, Writers,
+};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
@@ -42,7 +44,7 @@ pub struct Ballooned {
     shrinker: Shrinker,
     driver: Mutex<Driver<Rings, Blocks>>,
     _worker: Worker<Rings>,
-    marker: Marker,
+    marker: SoftwareDirtyBitmap,
     programs: Vec<Mutex<Vec<Piece>>>,
     /// Blocks that were taken back from the driver without a word.
     pub taken_back: AtomicU64,
@@ -60,7 +62,7 @@ impl Ballooned {
         let free = Arc::new(Mutex::new(Blocks::new(HEAP..RAM)));
         let worker = machine.worker().unwrap();
         let driver = Driver::probe(machine, Arc::clone(&free), Features::default()).unwrap();
-        let marker = ExplicitLog::new(&vm.memory, Writers::VCPUS).marker();
+        let marker = SoftwareDirtyLog::new(&vm.memory, Writers::VCPUS).bitmap();
         Self {
             vm,
             balloon,
@@ -79,8 +81,8 @@ impl Ballooned {
         let memory = || Arc::clone(&self.vm.memory);
         let log: Box<dyn DirtyLog> = match kind % 3 {
             0 => Box::new(self.marker.log(Writers::VCPUS)),
-            1 => Box::new(WriteProtectLog::new(memory()).unwrap()),
-            _ => Box::new(WriteFaultLog::new(memory()).unwrap()),
+            1 => Box::new(UffdWpAsyncLog::new(memory()).unwrap()),
+            _ => Box::new(UffdWpSyncLog::new(memory()).unwrap()),
         };
         DirtyLogs::new(Writers::VCPUS, vec![log]).unwrap()
     }

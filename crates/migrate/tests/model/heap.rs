@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, Scope};
 use std::time::Duration;
 
-use limosa_memory::dirty::Marker;
+use limosa_memory::dirty::SoftwareDirtyBitmap;
 use limosa_memory::{FreePageSink, FreePages, FreePagesError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 
@@ -40,7 +40,7 @@ struct State {
 /// A heap of pieces of some pages each, in one block of a VM.
 pub struct Heap {
     vm: Arc<TestVm>,
-    marker: Marker,
+    marker: SoftwareDirtyBitmap,
     block: usize,
     /// Where the guest sees the block.
     address: u64,
@@ -53,7 +53,7 @@ pub struct Heap {
 }
 
 impl Heap {
-    pub fn new(vm: &Arc<TestVm>, marker: Marker, block: usize, each: u64) -> Arc<Self> {
+    pub fn new(vm: &Arc<TestVm>, marker: SoftwareDirtyBitmap, block: usize, each: u64) -> Arc<Self> {
         let region = vm.memory.regions().iter().find(|region| region.block == block).unwrap();
         let pieces = usize::try_from(region.pages.len() / each).unwrap();
         let owner = (0..pieces).map(|piece| if piece % 3 == 0 { Owner::Program } else { Owner::Allocator }).collect();

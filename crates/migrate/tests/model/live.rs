@@ -7,7 +7,7 @@ use std::thread::{self, Scope};
 use std::time::Duration;
 
 use limosa_channel::{Channel, How};
-use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, ExplicitLog, LogError, Marker, Writers};
+use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, LogError, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, BlockRole, GuestMemory};
 use limosa_migrate::{LiveVm, VmError};
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
@@ -62,16 +62,16 @@ impl TestVm {
     }
 
     /// Logs that see what [`write`](Self::write) writes, and the mark to write with.
-    pub fn logs(&self) -> (DirtyLogs, Marker) {
-        let log = ExplicitLog::new(&self.memory, Writers::VCPUS);
-        let marker = log.marker();
+    pub fn logs(&self) -> (DirtyLogs, SoftwareDirtyBitmap) {
+        let log = SoftwareDirtyLog::new(&self.memory, Writers::VCPUS);
+        let marker = log.bitmap();
         (DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)]).unwrap(), marker)
     }
 
     /// The same of a guest that has written so many pages, besides, whenever it is looked at.
-    pub fn restless_logs(&self, pages: u64) -> (DirtyLogs, Marker) {
-        let log = ExplicitLog::new(&self.memory, Writers::VCPUS);
-        let marker = log.marker();
+    pub fn restless_logs(&self, pages: u64) -> (DirtyLogs, SoftwareDirtyBitmap) {
+        let log = SoftwareDirtyLog::new(&self.memory, Writers::VCPUS);
+        let marker = log.bitmap();
         (DirtyLogs::new(Writers::VCPUS, vec![Box::new(log), Box::new(Restless(pages))]).unwrap(), marker)
     }
 
@@ -80,7 +80,7 @@ impl TestVm {
     }
 
     /// Fills a page as the guest does, if the VM runs.
-    pub fn write(&self, marker: &Marker, block: usize, page: u64, fill: u8) -> bool {
+    pub fn write(&self, marker: &SoftwareDirtyBitmap, block: usize, page: u64, fill: u8) -> bool {
         let stopped = self.stopped.read().unwrap();
         if *stopped {
             return false;
@@ -104,7 +104,13 @@ impl TestVm {
     }
 
     /// Writes random pages, a fifth of them with zeros, and gives some back, until the VM is over, with `pause` between two.
-    pub fn write_on<'s>(&'s self, scope: &'s Scope<'s, '_>, marker: Marker, mut seed: u64, pause: Duration) {
+    pub fn write_on<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        marker: SoftwareDirtyBitmap,
+        mut seed: u64,
+        pause: Duration,
+    ) {
         scope.spawn(move || {
             while !self.over.load(Ordering::Relaxed) {
                 seed = random(seed);

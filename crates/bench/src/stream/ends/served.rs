@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
-use limosa_memory::dirty::{DirtyLogs, ExplicitLog, Writers};
+use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory};
 use limosa_migrate::{
     ArrivalOutcome, Control, Gathering, GatheringOptions, IncomingVm, LiveDestination, LiveDestinationOptions,
@@ -166,7 +166,7 @@ impl PausedVm {
         if !guest {
             return Ok(DirtyLogs::new(Writers::NONE, Vec::new())?);
         }
-        let log = ExplicitLog::new(&self.memory, Writers::VCPUS);
+        let log = SoftwareDirtyLog::new(&self.memory, Writers::VCPUS);
         Ok(DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?)
     }
 

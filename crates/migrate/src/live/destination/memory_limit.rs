@@ -6,7 +6,7 @@
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use limosa_memory::{Headroom, MemoryBlock};
+use limosa_memory::{MemcgHeadroom, MemoryBlock};
 use limosa_page::PAGE_SIZE;
 
 use crate::pages::PageError;
@@ -16,13 +16,13 @@ const STEP: u64 = 64 << 20;
 
 /// What may still be taken before the next look.
 pub(super) struct MemoryLimit {
-    headroom: Headroom,
+    headroom: MemcgHeadroom,
     granted: AtomicU64,
 }
 
 impl MemoryLimit {
     pub(super) fn new() -> Self {
-        Self { headroom: Headroom::of_this_process(), granted: AtomicU64::new(0) }
+        Self { headroom: MemcgHeadroom::of_this_process(), granted: AtomicU64::new(0) }
     }
 
     /// Memory that is about to be filled for the first time.

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use libc::iovec;
-use limosa_memory::{FaultHandler, FaultMode, GuestMemory, Headroom, MemoryBlock, Populator};
+use limosa_memory::{FaultHandler, FaultMode, GuestMemory, MemcgHeadroom, MemoryBlock, Populator};
 use limosa_page::{
     AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageKind, PageNumber, PageRange, Scan, ZeroMethod,
 };
@@ -56,7 +56,7 @@ pub(super) struct GuestRam<'a> {
 impl<'a> GuestRam<'a> {
     /// Nothing yet. `populate`: whether room for what arrives is made by few calls; `ahead`: and by a thread before it arrives.
     pub(super) fn new(populate: bool, ahead: bool) -> Self {
-        let populator = (populate && ahead).then(|| Populator::unbound(Headroom::of_this_process()));
+        let populator = (populate && ahead).then(|| Populator::unbound(MemcgHeadroom::of_this_process()));
         let budget = PopulateBudget::default();
         Self {
             memory: OnceLock::new(),

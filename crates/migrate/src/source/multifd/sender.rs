@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError, Lending, ZeroCopy};
-use limosa_memory::{Loan, MemoryBlock};
+use limosa_memory::{MemoryBlock, PinnedPages};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 
@@ -51,7 +51,7 @@ pub(super) struct ChannelSender<'a, S: PageSource + ?Sized> {
     gather: Gather<'static>,
     lending: Lending<'a, 'a>,
     /// While the kernel has been lent pages that it is to give back.
-    loan: Option<Loan<'a>>,
+    pinned: Option<PinnedPages<'a>>,
     plan: Arc<RoundPlan>,
     /// Time in calls of the channel, and held back by the limit, in this round.
     busy: Duration,
@@ -74,7 +74,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             open: None,
             gather: Gather::default(),
             lending: channel.lend(),
-            loan: None,
+            pinned: None,
             plan: Arc::default(),
             busy: Duration::ZERO,
         })
@@ -216,18 +216,18 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         Ok(())
     }
 
-    /// Whether pages of the block may be lent now. Holds a loan of it while the kernel has pages that it gives back.
+    /// Whether pages of the block may be lent now. Pins it while the kernel has pages that it gives back.
     fn borrow(&mut self, memory: &'a MemoryBlock) -> Result<bool, MigrateError> {
-        if self.loan.as_ref().is_some_and(|loan| !std::ptr::eq(loan.block(), memory)) {
+        if self.pinned.as_ref().is_some_and(|pinned| !std::ptr::eq(pinned.block(), memory)) {
             self.take_back()?;
         }
         self.give_back_if_wanted()?;
         Ok(match self.channel.zero_copy() {
             ZeroCopy::Msg => {
-                if self.loan.is_none() {
-                    self.loan = memory.lend();
+                if self.pinned.is_none() {
+                    self.pinned = memory.pin();
                 }
-                self.loan.is_some()
+                self.pinned.is_some()
             }
             // What is spliced is not known to be back. A page that a balloon gives back meanwhile stays with the kernel that much
             // longer, which matters only to a pool of huge pages that the next one is taken from.
@@ -235,19 +235,19 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         })
     }
 
-    /// Ends a loan that is waited for.
+    /// Ends a pin that a discard waits for.
     fn give_back_if_wanted(&mut self) -> Result<(), MigrateError> {
-        if self.loan.as_ref().is_some_and(Loan::is_wanted) { self.take_back() } else { Ok(()) }
+        if self.pinned.as_ref().is_some_and(PinnedPages::is_wanted) { self.take_back() } else { Ok(()) }
     }
 
     /// Waits until the kernel has given back what it was lent.
     fn take_back(&mut self) -> Result<(), MigrateError> {
-        if self.loan.is_some() {
+        if self.pinned.is_some() {
             let began = Instant::now();
             let flushed = self.lending.flush();
             self.busy += began.elapsed();
             flushed.map_err(|error| self.failed(error))?;
-            self.loan = None;
+            self.pinned = None;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 
-use limosa_memory::dirty::{DirtyLogs, DirtyPages, ExplicitLog, Marker, Writers};
+use limosa_memory::dirty::{DirtyLogs, DirtyPages, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, FreePagesError, GuestMemory};
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, DeviceSections};
@@ -94,7 +94,7 @@ struct Model<'v> {
     rule: Rule,
     guard: VmGuard<'v, Vm>,
     vm: &'v Vm,
-    marker: Marker,
+    marker: SoftwareDirtyBitmap,
     windows: Arc<Windows>,
     device: Arc<Device>,
     owner: Vec<Owner>,
@@ -109,8 +109,8 @@ struct Model<'v> {
 
 impl<'v> Model<'v> {
     fn new(vm: &'v Vm, rule: Rule) -> Self {
-        let log = ExplicitLog::new(&vm.0, Writers::VCPUS);
-        let marker = log.marker();
+        let log = SoftwareDirtyLog::new(&vm.0, Writers::VCPUS);
+        let marker = log.bitmap();
         let logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)]).unwrap();
         let (windows, device) = (Arc::<Windows>::default(), Arc::<Device>::default());
         let hints = Hints::new(Arc::clone(&device) as _, Arc::clone(&windows), vm.memory().layout(), Progress::new());

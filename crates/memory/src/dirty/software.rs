@@ -29,7 +29,7 @@ struct Marks {
 
 /// The log.
 #[derive(Debug)]
-pub struct ExplicitLog {
+pub struct SoftwareDirtyLog {
     marks: Arc<Marks>,
     covers: Writers,
     discards: Option<DiscardWatch>,
@@ -37,9 +37,9 @@ pub struct ExplicitLog {
 
 /// A writer's hand on the log. Cheap to clone, for any thread.
 #[derive(Debug, Clone)]
-pub struct Marker(Arc<Marks>);
+pub struct SoftwareDirtyBitmap(Arc<Marks>);
 
-impl Marker {
+impl SoftwareDirtyBitmap {
     /// Notes that pages of a block were written: call it after the write. What the block does not have is passed over.
     /// Costs a fence and a load while the log is off.
     pub fn mark(&self, block: usize, pages: PageRange) {
@@ -54,8 +54,8 @@ impl Marker {
     }
 
     /// A log of the same marks, for another migration than the one that has had the log before: one at a time.
-    pub fn log(&self, covers: Writers) -> ExplicitLog {
-        ExplicitLog { marks: Arc::clone(&self.0), covers, discards: None }
+    pub fn log(&self, covers: Writers) -> SoftwareDirtyLog {
+        SoftwareDirtyLog { marks: Arc::clone(&self.0), covers, discards: None }
     }
 
     /// Whether a page is marked, and no fetch has taken the mark yet.
@@ -64,7 +64,7 @@ impl Marker {
     }
 }
 
-impl ExplicitLog {
+impl SoftwareDirtyLog {
     /// A log for `memory`, kept by writers that are `covers`.
     pub fn new(memory: &GuestMemory, covers: Writers) -> Self {
         let blocks = memory.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages().len())).collect();
@@ -73,12 +73,12 @@ impl ExplicitLog {
     }
 
     /// What writers mark pages with.
-    pub fn marker(&self) -> Marker {
-        Marker(Arc::clone(&self.marks))
+    pub fn bitmap(&self) -> SoftwareDirtyBitmap {
+        SoftwareDirtyBitmap(Arc::clone(&self.marks))
     }
 }
 
-impl DirtyLog for ExplicitLog {
+impl DirtyLog for SoftwareDirtyLog {
     fn name(&self) -> &'static str {
         "the explicit dirty log"
     }
@@ -93,7 +93,7 @@ impl DirtyLog for ExplicitLog {
             bitmap.clear_range(PageRange::first(bitmap.len()));
         }
         self.marks.on.store(true, Ordering::Relaxed);
-        // See `Marker::mark`.
+        // See `SoftwareDirtyBitmap::mark`.
         fence(Ordering::SeqCst);
         Ok(())
     }
@@ -134,8 +134,8 @@ mod models {
         let memory = GuestMemory::new(vec![BlockOptions::anonymous("ram", 4096).map().unwrap()]).unwrap();
         let memory = Arc::new(memory);
         loom::model(move || {
-            let mut log = ExplicitLog::new(&memory, Writers::DEVICES);
-            let marker = log.marker();
+            let mut log = SoftwareDirtyLog::new(&memory, Writers::DEVICES);
+            let marker = log.bitmap();
             let page = loom::sync::Arc::new(AtomicUsize::new(0));
             let writer = {
                 let page = loom::sync::Arc::clone(&page);
@@ -148,7 +148,7 @@ mod models {
             };
             log.start().unwrap();
             let mut shadow = page.load(Ordering::Relaxed);
-            let fetch = |log: &mut ExplicitLog, shadow: &mut usize| {
+            let fetch = |log: &mut SoftwareDirtyLog, shadow: &mut usize| {
                 let mut dirty = DirtyPages::new(&memory);
                 log.fetch(&mut dirty).unwrap();
                 if dirty.count() > 0 {

@@ -9,7 +9,7 @@
 //! A page that is given back loses its protection. The log learns of it if it is [discarded](MemoryBlock::discard) or
 //! [released](MemoryBlock::release), and protects it anew; of what others give back, another process that punches a hole into
 //! shared memory, it does not learn of it, and what is written there next is lost to it. Else it does not see what
-//! [`WriteProtectLog`](super::WriteProtectLog) does not.
+//! [`UffdWpAsyncLog`](super::UffdWpAsyncLog) does not.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -34,7 +34,7 @@ const SLICE: u64 = (64 << 20) / PAGE_SIZE;
 /// The log: kernel 5.19 or newer for shared memory and huge pages, 6.4 for private memory; needs to know of the
 /// kernel's faults.
 #[derive(Debug)]
-pub struct WriteFaultLog {
+pub struct UffdWpSyncLog {
     memory: Arc<GuestMemory>,
     running: Option<Running>,
 }
@@ -55,7 +55,7 @@ struct Handler {
     failed: Mutex<Option<io::Error>>,
 }
 
-impl WriteFaultLog {
+impl UffdWpSyncLog {
     /// A log for all blocks of `memory`. Nothing is protected before it starts.
     ///
     /// # Errors
@@ -152,7 +152,7 @@ fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
     move |source| LogError::Failed { log: NAME, operation, source }
 }
 
-impl DirtyLog for WriteFaultLog {
+impl DirtyLog for UffdWpSyncLog {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -240,7 +240,7 @@ fn slice(page_size: u64) -> u64 {
     SLICE.max(page_size / PAGE_SIZE)
 }
 
-impl Drop for WriteFaultLog {
+impl Drop for UffdWpSyncLog {
     fn drop(&mut self) {
         // Closing the descriptor ends it all the same.
         let _ = self.stop();

@@ -15,7 +15,7 @@ const FEWEST: u64 = 64;
 /// is populated in vain as a 32nd of what has come**: a guest of zeros costs nothing, one of short runs next to nothing,
 /// and one that is full is populated 16 MiB ahead.
 #[derive(Debug, Clone)]
-pub struct Ahead {
+pub struct PrefaultAhead {
     blocks: Vec<BlockProgress>,
     /// Pages that have come.
     arrived: u64,
@@ -34,7 +34,7 @@ struct BlockProgress {
     planned: PageNumber,
 }
 
-impl Ahead {
+impl PrefaultAhead {
     /// A plan for blocks of these pages, whose host pages have so many pages of 4 KiB.
     pub fn new(blocks: impl IntoIterator<Item = (PageRange, u64)>) -> Self {
         let progress = |(pages, host): (PageRange, u64)| BlockProgress {
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn a_full_guest_is_populated_ahead_of_what_comes() {
-        let mut ahead = Ahead::new([(run(0, 1 << 18), 1)]);
+        let mut ahead = PrefaultAhead::new([(run(0, 1 << 18), 1)]);
         let (mut planned, mut behind) = (BTreeSet::new(), 0);
         for chunk in run(0, 1 << 18).chunks(128) {
             behind += u64::from(chunk.iter().any(|page| !planned.contains(&page)));
@@ -107,14 +107,14 @@ mod tests {
 
     #[test]
     fn a_guest_of_scattered_pages_is_not_populated() {
-        let mut ahead = Ahead::new([(run(0, 1 << 20), 1)]);
+        let mut ahead = PrefaultAhead::new([(run(0, 1 << 20), 1)]);
         let planned: u64 = (0..5000).filter_map(|i| ahead.arrived(0, run(i * 200, 3))).map(|plan| plan.len()).sum();
         assert!(planned <= 15_000 / SHARE + FEWEST, "{planned}");
     }
 
     #[test]
     fn whole_host_pages_are_planned() {
-        let mut ahead = Ahead::new([(run(0, 1 << 18), 512)]);
+        let mut ahead = PrefaultAhead::new([(run(0, 1 << 18), 512)]);
         let plans: Vec<_> = run(0, 1 << 17).chunks(512).filter_map(|chunk| ahead.arrived(0, chunk)).collect();
         assert!(!plans.is_empty());
         assert!(plans.iter().all(|plan| plan.start.0 % 512 == 0 && plan.end.0 % 512 == 0), "{plans:?}");
@@ -127,7 +127,7 @@ mod tests {
             host in prop::sample::select(vec![1u64, 512]),
         ) {
             let blocks = [run(0, 1 << 17), run(0, 99 * 512)];
-            let mut ahead = Ahead::new(blocks.map(|pages| (pages, host)));
+            let mut ahead = PrefaultAhead::new(blocks.map(|pages| (pages, host)));
             let (mut came, mut planned) = (BTreeSet::new(), BTreeSet::new());
             let mut at = [0, 0];
             for (block, gap, length) in runs {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// What limits this process.
 #[derive(Debug, Clone, Default)]
-pub struct Headroom {
+pub struct MemcgHeadroom {
     groups: Vec<Group>,
     /// `MemAvailable` counts too.
     machine: bool,
@@ -24,7 +24,7 @@ struct Group {
     reclaimable: &'static str,
 }
 
-impl Headroom {
+impl MemcgHeadroom {
     /// The limits of the control groups of this process, and of the machine.
     pub fn of_this_process() -> Self {
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -117,7 +117,7 @@ mod tests {
     fn left(root: &Path, path: &str) -> Option<u64> {
         let mut groups = Vec::new();
         add_groups(root, path, &mut groups);
-        Headroom { groups, machine: false }.left()
+        MemcgHeadroom { groups, machine: false }.left()
     }
 
     #[test]
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn this_process_can_have_some_memory() {
-        assert!(Headroom::of_this_process().left().is_some_and(|left| left > 0));
-        assert_eq!(Headroom::unlimited().left(), None);
+        assert!(MemcgHeadroom::of_this_process().left().is_some_and(|left| left > 0));
+        assert_eq!(MemcgHeadroom::unlimited().left(), None);
     }
 }

@@ -8,7 +8,7 @@
 //!
 //! What it does not see: other processes' writes through their own mappings, and a device's (VFIO, `O_DIRECT`, `io_uring`'s
 //! registered buffers) into pages that were pinned for writing before a fetch. Who completes such a request marks its pages
-//! in an [`ExplicitLog`](super::ExplicitLog).
+//! in an [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
 
 use std::io;
 use std::ops::Range;
@@ -30,7 +30,7 @@ const SLICE: u64 = (1 << 30) / limosa_page::PAGE_SIZE;
 
 /// The log: kernel 6.7 or newer, memory of any kind, no privilege.
 #[derive(Debug)]
-pub struct WriteProtectLog {
+pub struct UffdWpAsyncLog {
     memory: Arc<GuestMemory>,
     running: Option<Running>,
 }
@@ -42,7 +42,7 @@ struct Running {
     discards: Option<DiscardWatch>,
 }
 
-impl WriteProtectLog {
+impl UffdWpAsyncLog {
     /// A log for all blocks of `memory`. Nothing is protected before it starts.
     ///
     /// # Errors
@@ -66,7 +66,7 @@ fn open() -> Result<Running, LogError> {
     let features = Userfaultfd::available(access).map_err(|e| kernel("userfaultfd", e))?;
     if !features.contains(Features::PROTECT_ASYNC) {
         return Err(unavailable(
-            "the kernel is older than 6.7; use the log with a fault handler (WriteFaultLog)".into(),
+            "the kernel is older than 6.7; use the log with a fault handler (UffdWpSyncLog)".into(),
         ));
     }
     let wanted = Features::PROTECT.and(Features::PROTECT_SHARED).and(Features::PROTECT_UNPOPULATED);
@@ -75,7 +75,7 @@ fn open() -> Result<Running, LogError> {
     let map = PageMap::open().map_err(|error| {
         unavailable(format!(
             "/proc/self/pagemap: {error}; the kernel shows it to no process that must not be dumped (prctl PR_SET_DUMPABLE): \
-             allow that, keep guest memory out of dumps by MADV_DONTDUMP, as its blocks are, or use WriteFaultLog"
+             allow that, keep guest memory out of dumps by MADV_DONTDUMP, as its blocks are, or use UffdWpSyncLog"
         ))
     })?;
     Ok(Running { uffd, map, discards: None })
@@ -91,7 +91,7 @@ fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
     move |source| LogError::Failed { log: NAME, operation, source }
 }
 
-impl DirtyLog for WriteProtectLog {
+impl DirtyLog for UffdWpAsyncLog {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -159,7 +159,7 @@ impl DirtyLog for WriteProtectLog {
     }
 }
 
-impl Drop for WriteProtectLog {
+impl Drop for UffdWpAsyncLog {
     fn drop(&mut self) {
         // Closing the descriptor ends it all the same.
         let _ = self.stop();

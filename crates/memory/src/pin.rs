@@ -1,0 +1,148 @@
+//! Pages that the kernel still reads although the call that named them has returned.
+//!
+//! **Law: pinned pages are not discarded.** A sender whose pages the kernel reads by itself (`MSG_ZEROCOPY`) holds
+//! [`PinnedPages`] of the block until the kernel is done with them. [`MemoryBlock::discard`] waits for all pins of the
+//! block, and nothing of it is pinned again before the discard is done: senders copy meanwhile. A sender looks at
+//! [`PinnedPages::is_wanted`] now and then, so that a discard waits for the sends under way and not for the end of a
+//! round.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::block::MemoryBlock;
+
+/// The pins of a block.
+#[derive(Debug, Default)]
+pub(crate) struct Pins {
+    /// Pins that have not ended.
+    pinned: Mutex<usize>,
+    /// Discards that wait or are under way. Changed under the lock.
+    discards: AtomicUsize,
+    changed: Condvar,
+}
+
+/// Pages of a block that the kernel may read, until it is dropped.
+#[derive(Debug)]
+#[must_use = "pages are pinned only as long as it lives"]
+pub struct PinnedPages<'b> {
+    block: &'b MemoryBlock,
+}
+
+impl MemoryBlock {
+    /// Pins the block's pages: none is discarded until the result is dropped. `None` while a discard is in progress or
+    /// waits.
+    pub fn pin(&self) -> Option<PinnedPages<'_>> {
+        let pins = self.pins();
+        let mut pinned = pins.lock();
+        if pins.discards.load(Ordering::Relaxed) != 0 {
+            return None;
+        }
+        *pinned += 1;
+        Some(PinnedPages { block: self })
+    }
+}
+
+impl<'b> PinnedPages<'b> {
+    /// The block.
+    pub fn block(&self) -> &'b MemoryBlock {
+        self.block
+    }
+
+    /// Whether a discard waits for it to end.
+    pub fn is_wanted(&self) -> bool {
+        self.block.pins().discards.load(Ordering::Relaxed) != 0
+    }
+}
+
+impl Drop for PinnedPages<'_> {
+    fn drop(&mut self) {
+        let pins = self.block.pins();
+        *pins.lock() -= 1;
+        pins.changed.notify_all();
+    }
+}
+
+impl Pins {
+    /// Waits until nothing is pinned, and keeps it so until the result is dropped.
+    pub(crate) fn wait_unpinned(&self) -> Unpinned<'_> {
+        let mut pinned = self.lock();
+        self.discards.fetch_add(1, Ordering::Relaxed);
+        while *pinned != 0 {
+            pinned = self.wait(pinned);
+        }
+        Unpinned(self)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, usize> {
+        // Nothing panics while it is held.
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'l>(&self, pinned: MutexGuard<'l, usize>) -> MutexGuard<'l, usize> {
+        self.changed.wait(pinned).unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A discard under way.
+pub(crate) struct Unpinned<'l>(&'l Pins);
+
+impl Drop for Unpinned<'_> {
+    fn drop(&mut self) {
+        let _pinned = self.0.lock();
+        self.0.discards.fetch_sub(1, Ordering::Relaxed);
+        self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use limosa_page::{PageNumber, PageRange};
+
+    use super::*;
+    use crate::BlockOptions;
+
+    fn block() -> MemoryBlock {
+        let block = BlockOptions::anonymous("pc.ram", 1 << 20).map().unwrap();
+        block.write(0, &[7; 4096]).unwrap();
+        block
+    }
+
+    fn first_byte(block: &MemoryBlock) -> u8 {
+        let mut byte = [0];
+        block.read(0, &mut byte).unwrap();
+        byte[0]
+    }
+
+    #[test]
+    fn a_discard_waits_for_every_pin_and_wants_them_back() {
+        let block = block();
+        let page = PageRange::new(PageNumber(0), PageNumber(1));
+        let (one, other) = (block.pin().unwrap(), block.pin().unwrap());
+        assert!(!one.is_wanted());
+        thread::scope(|scope| {
+            let discard = scope.spawn(|| block.discard(page).unwrap());
+            while !one.is_wanted() {
+                thread::yield_now();
+            }
+            drop(one);
+            thread::sleep(Duration::from_millis(20));
+            assert_eq!(first_byte(&block), 7, "it was discarded while it was pinned");
+            drop(other);
+            discard.join().unwrap();
+        });
+        assert_eq!(first_byte(&block), 0);
+        assert!(!block.pin().unwrap().is_wanted());
+    }
+
+    #[test]
+    fn nothing_is_pinned_while_a_discard_is_under_way() {
+        let block = block();
+        let taken = block.pins().wait_unpinned();
+        assert!(block.pin().is_none());
+        drop(taken);
+        assert!(block.pin().is_some());
+    }
+}
