@@ -30,7 +30,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters, How};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken, to_u64};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::postcopy::PING_READY;
 use limosa_stream::{
@@ -174,7 +174,6 @@ impl<'a> Destination<'a> {
         let result = receiver.run(sink);
         let (answered, return_path) = (receiver.answered, receiver.return_path);
         let (decoder, stats) = (receiver.decoder, receiver.stats);
-        let arrived = receiver.buffer.arrived().to_vec();
         match result {
             Ok((start, Behind::Devices(tail, devices))) => {
                 self.control.unwatch();
@@ -183,7 +182,7 @@ impl<'a> Destination<'a> {
                     Incoming { start, tail, devices, stats, channel, _pages: pages, return_path, loaded: answered };
                 Ok(Arrived::Whole(Box::new(incoming)))
             }
-            Ok((start, Behind::Package(length))) => {
+            Ok((start, Behind::Package { length, arrived })) => {
                 let (channel, pages) = (self.channel, self.pages);
                 let switched = Switched { start, decoder, arrived, length, stats, channel, _pages: pages };
                 Ok(Arrived::Switched(Box::new(switched)))
@@ -224,8 +223,11 @@ struct Receiver<'a> {
 /// What follows the pages.
 enum Behind {
     Devices(Vec<u8>, DeviceState),
-    /// A package of so many bytes, behind what was decoded.
-    Package(u32),
+    /// A package of `length` bytes, of which `arrived` have come, and perhaps more behind it.
+    Package {
+        length: u32,
+        arrived: Vec<u8>,
+    },
 }
 
 impl<'a> Receiver<'a> {
@@ -248,6 +250,10 @@ impl<'a> Receiver<'a> {
         for channel in self.role.channels() {
             channel.set_timeouts(self.role.options.patience, self.role.options.patience)?;
         }
+        if self.role.options.head.len() > BUFFER_LEN {
+            let length = self.role.options.head.len();
+            return Err(MigrateError::Protocol(format!("a head of {length} bytes, of at most {BUFFER_LEN}")));
+        }
         let start = self.take_layout()?;
         if let Some(hooks) = self.role.hooks {
             hooks.begin(&start, self.advised)?;
@@ -259,10 +265,10 @@ impl<'a> Receiver<'a> {
         self.role.progress.enter(Phase::Device);
         let devices_begun = Instant::now();
         let behind = match package {
-            Some(length) => Behind::Package(length),
+            Some(length) => Behind::Package { length, arrived: self.buffer.arrived()?.to_vec() },
             None => {
                 let (tail, devices) = self.take_devices(self.decoder.offset())?;
-                self.stats.device_bytes = u64::try_from(tail.len()).unwrap_or(u64::MAX);
+                self.stats.device_bytes = to_u64(tail.len());
                 self.role.progress.enter(Phase::Completing);
                 Behind::Devices(tail, devices)
             }
@@ -345,7 +351,7 @@ impl<'a> Receiver<'a> {
     fn take_layout(&mut self) -> Result<StreamStart, MigrateError> {
         let (mut configuration, mut ram_section) = (None, None);
         loop {
-            let (consumed, event) = match self.decoder.step(self.buffer.arrived())? {
+            let (consumed, event) = match self.decoder.step(self.buffer.arrived()?)? {
                 Step::Need(total) => {
                     self.fill(total)?;
                     continue;
@@ -376,7 +382,7 @@ impl<'a> Receiver<'a> {
         // every section, that one included (QEMU's machine types up to 8.0).
         let (mut by_round, mut first) = (false, true);
         loop {
-            let (consumed, event) = match self.decoder.step(self.buffer.arrived())? {
+            let (consumed, event) = match self.decoder.step(self.buffer.arrived()?)? {
                 Step::Need(total) => {
                     self.refill(total, handoff)?;
                     continue;
@@ -413,9 +419,10 @@ impl<'a> Receiver<'a> {
                     // What came before it is thrown away with the rest.
                     self.exchange(handoff)?;
                     let index = self.decoder.blocks().iter().position(|known| known.name == block);
-                    if let (Some(hooks), Some(index)) = (self.role.hooks, index) {
-                        hooks.discard(index, &ranges)?;
-                    }
+                    let (Some(hooks), Some(index)) = (self.role.hooks, index) else {
+                        return Err(broken("the decoder lets only discards of known blocks through").into());
+                    };
+                    hooks.discard(index, &ranges)?;
                 }
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
                 Event::DeviceTail => {
@@ -490,7 +497,7 @@ impl<'a> Receiver<'a> {
 
     /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
     fn refill(&mut self, total: usize, handoff: &mut Handoff<'_>) -> Result<(), MigrateError> {
-        if self.buffer.arrived().len() < total && self.buffer.is_short_of(total) {
+        if self.buffer.len() < total && self.buffer.is_short_of(total) {
             self.exchange(handoff)?;
         }
         self.fill(total)
@@ -498,13 +505,13 @@ impl<'a> Receiver<'a> {
 
     /// Reads until `total` bytes have arrived behind the last decoded one, or fails at the end of the stream.
     fn fill(&mut self, total: usize) -> Result<(), MigrateError> {
-        while self.buffer.arrived().len() < total {
+        while self.buffer.len() < total {
             if self.buffer.is_short_of(total) {
                 let offset = self.decoder.offset();
                 return Err(MigrateError::Protocol(format!("a record of {total} bytes at stream offset {offset}")));
             }
             match self.buffer.fill(&self.role.channel) {
-                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.buffer.arrived().len(), total))),
+                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.buffer.len(), total))),
                 Ok(_) => {}
                 // While pages come on the other channels there may be nothing to say on this one.
                 Err(MigrateError::Channel(error)) if error.is_timeout() && self.others_moved() => {}
@@ -522,12 +529,11 @@ impl<'a> Receiver<'a> {
 
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
     fn exchange(&mut self, handoff: &mut Handoff<'_>) -> Result<(), MigrateError> {
+        let rest = self.buffer.arrived()?.to_vec();
         let full = std::mem::take(&mut self.buffer.bytes);
-        let rest = full.get(self.buffer.start..self.buffer.end).unwrap_or_default().to_vec();
         let (empty, orders) = handoff.exchange((full, std::mem::take(&mut self.orders)))?;
         self.orders = orders;
-        self.buffer.begin_with(empty, &rest);
-        Ok(())
+        Ok(self.buffer.begin_with(empty, &rest)?)
     }
 
     /// Has the device sections loaded, with every page in its place, and says so to the source.
@@ -562,11 +568,12 @@ impl<'a> Receiver<'a> {
         let patience = if self.role.options.recorded { self.role.options.patience } else { Some(TAIL_PATIENCE) };
         let mut search = DeviceTail::new(offset, self.role.options.max_device_state);
         let mut told = Some(FramedSections::new(offset, self.role.options.max_device_state));
-        let mut tail = self.buffer.arrived().to_vec();
+        let mut tail = self.buffer.arrived()?.to_vec();
         loop {
             match told.as_mut().map(|told| told.look(&tail)).transpose()? {
                 Some(TailStep::Ready { sections }) => {
-                    self.ready(tail.get(..sections).unwrap_or_default())?;
+                    let sections = tail.get(..sections);
+                    self.ready(sections.ok_or_else(|| broken("device sections are among the bytes that have come"))?)?;
                     continue;
                 }
                 Some(TailStep::Whole { state, pings, length }) => {
@@ -583,7 +590,7 @@ impl<'a> Receiver<'a> {
                         let what = "the source ended its stream before it allowed the VM to run".into();
                         return Err(MigrateError::Protocol(what));
                     }
-                    tail.extend_from_slice(self.buffer.arrived());
+                    tail.extend_from_slice(self.buffer.arrived()?);
                     continue;
                 }
                 Some(TailStep::More) | None => {}
@@ -617,7 +624,7 @@ impl<'a> Receiver<'a> {
                 (Err(error), _) => return Err(error),
                 (Ok(_), _) => {}
             }
-            tail.extend_from_slice(self.buffer.arrived());
+            tail.extend_from_slice(self.buffer.arrived()?);
         }
     }
 }

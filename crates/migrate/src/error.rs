@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use limosa_channel::ChannelError;
 use limosa_memory::dirty::LogError;
+use limosa_page::BrokenInvariant;
 use limosa_stream::{EncodeError, StreamError};
 
 use crate::live::VmError;
@@ -167,6 +168,10 @@ pub enum MigrateError {
     #[error("the migration does not converge: {0}")]
     NoConvergence(String),
 
+    /// A bug of limosa, noticed before anything was committed.
+    #[error(transparent)]
+    Internal(#[from] BrokenInvariant),
+
     /// The job was cancelled through its [`Control`](crate::Control).
     #[error("cancelled")]
     Cancelled,
@@ -175,4 +180,14 @@ pub enum MigrateError {
     /// answer, the destination has every page and needs none.
     #[error("paused")]
     Paused,
+}
+
+/// Whether a broken invariant is noticed: by a panic in debug builds, by [`MigrateError::Internal`] in release builds.
+#[cfg(test)]
+pub(crate) fn is_noticed<T, E: Into<MigrateError>>(attempt: impl FnOnce() -> Result<T, E>) -> bool {
+    let attempt = std::panic::AssertUnwindSafe(|| attempt().map_err(Into::into));
+    match std::panic::catch_unwind(attempt) {
+        Err(_) => cfg!(debug_assertions),
+        Ok(result) => matches!(result, Err(MigrateError::Internal(_))),
+    }
 }

@@ -1,6 +1,7 @@
 //! Where bytes of the main channel arrive and are decoded in place.
 
 use limosa_channel::Channel;
+use limosa_page::{BrokenInvariant, broken, invariant};
 
 use super::BUFFER_LEN;
 use crate::error::MigrateError;
@@ -16,13 +17,19 @@ pub(super) struct Buffer {
 impl Buffer {
     /// A buffer in which `head` has arrived.
     pub(super) fn new(head: &[u8]) -> Self {
-        let mut buffer = Self { bytes: Box::default(), start: 0, end: 0 };
-        buffer.begin_with(vec![0; BUFFER_LEN].into_boxed_slice(), head.get(..BUFFER_LEN).unwrap_or(head));
-        buffer
+        let mut bytes = head.to_vec();
+        bytes.resize(head.len().max(BUFFER_LEN), 0);
+        Self { bytes: bytes.into_boxed_slice(), start: 0, end: head.len() }
     }
 
-    pub(super) fn arrived(&self) -> &[u8] {
-        self.bytes.get(self.start..self.end).unwrap_or_default()
+    /// What has arrived and is not decoded yet.
+    pub(super) fn arrived(&self) -> Result<&[u8], BrokenInvariant> {
+        self.bytes.get(self.start..self.end).ok_or_else(|| broken("bytes that have arrived are in the buffer"))
+    }
+
+    /// Bytes that have arrived and are not decoded yet.
+    pub(super) fn len(&self) -> usize {
+        self.end.saturating_sub(self.start)
     }
 
     pub(super) fn consume(&mut self, count: usize) {
@@ -35,16 +42,19 @@ impl Buffer {
     }
 
     /// Goes on in another buffer, whose first bytes are those that have arrived and are not decoded.
-    pub(super) fn begin_with(&mut self, bytes: Box<[u8]>, rest: &[u8]) {
+    pub(super) fn begin_with(&mut self, bytes: Box<[u8]>, rest: &[u8]) -> Result<(), BrokenInvariant> {
         self.bytes = bytes;
-        if let Some(begin) = self.bytes.get_mut(..rest.len()) {
-            begin.copy_from_slice(rest);
-        }
+        let begin =
+            self.bytes.get_mut(..rest.len()).ok_or_else(|| broken("bytes not decoded yet fit into a buffer"))?;
+        begin.copy_from_slice(rest);
         (self.start, self.end) = (0, rest.len());
+        Ok(())
     }
 
     pub(super) fn fill(&mut self, channel: &Channel) -> Result<usize, MigrateError> {
-        let room = self.bytes.get_mut(self.end..).unwrap_or_default();
+        // A read of no bytes would pass for the end of the stream.
+        invariant(self.end < self.bytes.len(), "a buffer that is read into has room")?;
+        let room = self.bytes.get_mut(self.end..).ok_or_else(|| broken("a buffer that is read into has room"))?;
         let got = channel.get_some(room)?;
         self.end += got;
         Ok(got)

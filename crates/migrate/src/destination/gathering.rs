@@ -229,7 +229,7 @@ impl<'a> Gathering<'a> {
             Err(error) if error.tls_failure().is_some() => return Ok(Found::Refused(error.into())),
             Err(error) => return Err(error.into()),
         };
-        let magic = bytes.get(..got.min(4)).unwrap_or_default();
+        let magic = &bytes[..got.min(4)];
         if magic == configuration::MAGIC && !self.options.main_first {
             return Ok(Found::Main);
         }

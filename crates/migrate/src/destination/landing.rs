@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 
-use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken, invariant, to_u64};
 use limosa_stream::xbzrle;
 
 use crate::error::MigrateError;
@@ -101,16 +101,21 @@ impl Orders {
                 }
                 Order::EarlySection(section) => target.put_early_sections(&section).map_err(MigrateError::Sink)?,
                 Order::Pages { block, first, count } => {
-                    let whole = |&place: &usize| IoSlice::new(bytes.get(place..place + PAGE_LEN).unwrap_or_default());
                     slices.clear();
-                    slices.extend(places.by_ref().take(count).map(whole));
+                    for &place in places.by_ref().take(count) {
+                        let page = bytes.get(place..place + PAGE_LEN);
+                        slices
+                            .push(IoSlice::new(page.ok_or_else(|| broken("pages are in the buffer they arrived in"))?));
+                    }
+                    invariant(slices.len() == count, "each page of an order has its place in the buffer")?;
                     batch.resent += target.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
-                    batch.normal += u64::try_from(count).unwrap_or(u64::MAX);
+                    batch.normal += to_u64(count);
                 }
                 Order::Delta { block, page, place, offset } => {
                     let mut contents = [0; PAGE_LEN];
                     target.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
-                    xbzrle::decode(&mut contents, bytes.get(place).unwrap_or_default(), offset)?;
+                    let delta = bytes.get(place).ok_or_else(|| broken("a delta is in the buffer it arrived in"))?;
+                    xbzrle::decode(&mut contents, delta, offset)?;
                     let page = target.put_pages(block, page, &[IoSlice::new(&contents)]);
                     batch.resent += page.map_err(MigrateError::Sink)?;
                     batch.normal += 1;

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use limosa_channel::{Channel, How};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken, to_usize};
 use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, Packet};
 use limosa_stream::{ErrorKind, RamBlock, StreamError};
 
@@ -24,6 +24,9 @@ pub(super) const BUFFER_LEN: usize = 2 * PACKET_PAGES * PAGE_LEN;
 
 /// Orders after which a buffer is given away although it is not full: packets of zero pages take no room in it.
 const ORDERS: usize = 4096;
+
+/// Every packet that was decoded keeps it.
+const PAGES_OF_A_PACKET: &str = "a packet that was decoded has at most 128 pages";
 
 /// How the multifd channels are read.
 #[derive(Debug, Clone, Copy, Default)]
@@ -91,7 +94,7 @@ impl<'a> PageChannel<'a> {
     ) -> Result<Self, MigrateError> {
         let compression = context.options.compression;
         let unpacker = Unpacker::new(compression).map_err(MigrateError::Protocol)?;
-        let packed = if compression == Compression::None { 0 } else { usize::try_from(PAYLOAD_LIMIT).unwrap_or(0) };
+        let packed = if compression == Compression::None { 0 } else { to_usize(PAYLOAD_LIMIT.into()) };
         let unbuffered = compression == Compression::None && handoff.memory().is_some();
         let buffer = vec![0; if unbuffered { 0 } else { BUFFER_LEN }].into_boxed_slice();
         let packed = vec![0; packed];
@@ -151,7 +154,8 @@ impl<'a> PageChannel<'a> {
     fn get_header(&mut self, header: &mut [u8; PACKET_LEN], position: u64) -> Result<bool, MigrateError> {
         let mut got = 0;
         while got < PACKET_LEN {
-            let more = match self.channel.get_some(header.get_mut(got..).unwrap_or_default()) {
+            let missing = header.get_mut(got..).ok_or_else(|| broken("a header that is read is not complete"))?;
+            let more = match self.channel.get_some(missing) {
                 Ok(more) => more,
                 // Between packets a channel may be silent for as long as the main channel does not wait for it.
                 Err(error) if error.is_timeout() && got == 0 && !self.is_overdue() => continue,
@@ -175,7 +179,8 @@ impl<'a> PageChannel<'a> {
                 return Ok(false);
             }
             // Its first bytes may say already that the rest will not come.
-            Packet::decode(header.get(..got).unwrap_or_default(), position, &mut [0; PACKET_PAGES])?;
+            let begun = header.get(..got).ok_or_else(|| broken("a read fills no more than the header"))?;
+            Packet::decode(begun, position, &mut [0; PACKET_PAGES])?;
         }
         Ok(true)
     }
@@ -219,14 +224,14 @@ impl<'a> PageChannel<'a> {
                 *place = (offset, begin + number * PAGE_LEN);
             }
             // Zero pages are sorted out by swapping, so the rest is in no order, and its runs are worth finding.
-            let places = places.get_mut(..packet.normal.len()).unwrap_or_default();
+            let places = places.get_mut(..packet.normal.len()).ok_or_else(|| broken(PAGES_OF_A_PACKET))?;
             places.sort_unstable();
             for (offset, place) in places {
                 self.orders.page(block, PageNumber(*offset / PAGE_SIZE), *place);
             }
         }
         let mut zero = [0; PACKET_PAGES];
-        let zero = zero.get_mut(..packet.zero.len()).unwrap_or_default();
+        let zero = zero.get_mut(..packet.zero.len()).ok_or_else(|| broken(PAGES_OF_A_PACKET))?;
         zero.copy_from_slice(packet.zero);
         zero.sort_unstable();
         for offset in zero {
@@ -243,14 +248,15 @@ impl<'a> PageChannel<'a> {
         }
         let begin = self.used;
         self.used += length;
-        let pages = self.buffer.get_mut(begin..self.used).unwrap_or_default();
+        let pages =
+            self.buffer.get_mut(begin..self.used).ok_or_else(|| broken("an empty buffer has room for a packet"))?;
         if packet.compression == Compression::None {
             self.channel.get(pages)?;
             return Ok(begin);
         }
         // Not more than the limit, which is as much as there is room for.
-        let packed = usize::try_from(packet.payload_len).unwrap_or(usize::MAX);
-        let packed = self.packed.get_mut(..packed).unwrap_or_default();
+        let packed = self.packed.get_mut(..to_usize(packet.payload_len.into()));
+        let packed = packed.ok_or_else(|| broken("a packet that was decoded keeps the limit of its payload"))?;
         self.channel.get(packed)?;
         self.unpacker.unpack(packed, pages).map_err(|found| {
             let what = format!("{} pages compressed by {}", packet.normal.len(), packet.compression.name()).into();

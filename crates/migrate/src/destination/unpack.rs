@@ -4,6 +4,7 @@
 //! the pages' own room, the window of a decompressor by its method (zlib: 32 KiB; zstd: [`WINDOW_LOG`]).
 
 use flate2::{Decompress, FlushDecompress, Status};
+use limosa_page::{broken, to_usize};
 use limosa_stream::multifd::Compression;
 use zstd::stream::raw::{DParameter, Decoder, Operation};
 
@@ -35,11 +36,14 @@ impl Unpacker {
     pub(super) fn unpack(&mut self, packed: &[u8], pages: &mut [u8]) -> Result<(), String> {
         let (mut taken, mut made) = (0, 0);
         loop {
-            let input = packed.get(taken..).unwrap_or_default();
+            let input =
+                packed.get(taken..).ok_or_else(|| broken("a decompressor takes what it is given").to_string())?;
             // Behind the last page there may be an empty block still, but not a byte.
             let mut beyond = [0];
             let full = made == pages.len();
-            let room = if full { &mut beyond[..] } else { pages.get_mut(made..).unwrap_or_default() };
+            let room =
+                pages.get_mut(made..).ok_or_else(|| broken("a decompressor fills the room that it has").to_string())?;
+            let room = if full { &mut beyond[..] } else { room };
             let (took, gave, ended) = self.run(input, room)?;
             if full && gave > 0 {
                 return Err(format!("more than the {} bytes of its pages come out of it", pages.len()));
@@ -67,7 +71,7 @@ impl Unpacker {
                 let before = (zlib.total_in(), zlib.total_out());
                 let status = zlib.decompress(input, room, FlushDecompress::Sync);
                 let status = status.map_err(|error| format!("it is not a zlib stream: {error}"))?;
-                let moved = |after: u64, before: u64| usize::try_from(after - before).unwrap_or(usize::MAX);
+                let moved = |after: u64, before: u64| to_usize(after - before);
                 let (took, gave) = (moved(zlib.total_in(), before.0), moved(zlib.total_out(), before.1));
                 Ok((took, gave, status == Status::StreamEnd))
             }

@@ -3,9 +3,9 @@
 
 use std::io::IoSlice;
 
-use limosa_channel::{Channel, ChannelError};
+use limosa_channel::Channel;
 use limosa_memory::MemoryBlock;
-use limosa_page::{PAGE_LEN, PageNumber};
+use limosa_page::{PAGE_LEN, PageNumber, broken};
 
 use crate::error::MigrateError;
 
@@ -53,18 +53,20 @@ impl StreamBuffer {
     }
 
     /// Writes what is in it.
-    pub(crate) fn flush(&mut self, channel: &Channel) -> Result<(), ChannelError> {
-        let filled = self.bytes.get(..std::mem::take(&mut self.filled)).unwrap_or_default();
-        channel.put_vector(&[IoSlice::new(filled)])
+    pub(crate) fn flush(&mut self, channel: &Channel) -> Result<(), MigrateError> {
+        let filled = self.bytes.get(..std::mem::take(&mut self.filled));
+        let filled = filled.ok_or_else(|| broken("a buffer is filled up to its end at most"))?;
+        Ok(channel.put_vector(&[IoSlice::new(filled)])?)
     }
 
     /// Room for at least one and at most `wanted` of the bytes that come next, which count as filled.
-    fn room(&mut self, channel: &Channel, wanted: usize) -> Result<&mut [u8], ChannelError> {
+    fn room(&mut self, channel: &Channel, wanted: usize) -> Result<&mut [u8], MigrateError> {
         if self.filled == self.bytes.len() {
             self.flush(channel)?;
         }
         let begin = self.filled;
         self.filled = self.bytes.len().min(begin.saturating_add(wanted));
-        Ok(self.bytes.get_mut(begin..self.filled).unwrap_or_default())
+        let room = self.bytes.get_mut(begin..self.filled);
+        Ok(room.ok_or_else(|| broken("a buffer is filled up to its end at most"))?)
     }
 }

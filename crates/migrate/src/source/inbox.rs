@@ -9,7 +9,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange, broken};
 use limosa_stream::{RamBlock, ReturnDecoder, ReturnMessage};
 
 use crate::error::MigrateError;
@@ -107,7 +107,7 @@ impl Inbox {
             if std::mem::take(&mut first) && bytes.get(..got).is_some_and(|said| said.starts_with(&TLS_ALERT)) {
                 return Err(MigrateError::WantsTls { peer: channel.peer().to_string() });
             }
-            decoder.push(bytes.get(..got).unwrap_or_default());
+            decoder.push(bytes.get(..got).ok_or_else(|| broken("a read fills no more than its buffer"))?);
             let arrived = Instant::now();
             let mut state = self.lock();
             let mut over = false;
@@ -159,7 +159,7 @@ impl Inbox {
 
     /// Whether the PING of this token was answered.
     pub(crate) fn has_pong(&self, token: u32) -> bool {
-        self.lock().pongs & bit(token) != 0
+        bit(token).is_some_and(|bit| self.lock().pongs & bit != 0)
     }
 
     /// Whether the return path has ended.
@@ -197,11 +197,9 @@ impl Inbox {
                 return Err(error);
             }
             if state.ended {
-                let status = state.shut.unwrap_or_default();
-                return Err(if status == 0 {
-                    MigrateError::Protocol(format!("the return path ended before {what}"))
-                } else {
-                    MigrateError::Refused { status }
+                return Err(match state.shut {
+                    None | Some(0) => MigrateError::Protocol(format!("the return path ended before {what}")),
+                    Some(status) => MigrateError::Refused { status },
                 });
             }
             let left = patience.saturating_sub(begun.elapsed());
@@ -214,7 +212,7 @@ impl Inbox {
 
     /// Waits for the answer to a PING.
     pub(crate) fn wait_pong(&self, token: u32, patience: Duration) -> Result<(), MigrateError> {
-        self.wait_for("a PING", patience, |state| (state.pongs & bit(token) != 0).then_some(()))
+        self.wait_for("a PING", patience, |state| bit(token).filter(|bit| state.pongs & bit != 0).map(drop))
     }
 
     /// Waits for the bitmap of received pages of the block asked for last.
@@ -249,9 +247,9 @@ impl Inbox {
     }
 }
 
-/// The bit of a PING's token; tokens are small.
-fn bit(token: u32) -> u64 {
-    1u64.checked_shl(token).unwrap_or(0)
+/// The bit of a PING's token. Those that are sent are small; an answer to another one is none.
+fn bit(token: u32) -> Option<u64> {
+    1u64.checked_shl(token)
 }
 
 /// Sorts one message; `true` if it is the last one.
@@ -267,7 +265,7 @@ fn deliver(
             state.shut = Some(status);
             return Ok(true);
         }
-        ReturnMessage::Pong(token) => state.pongs |= bit(token),
+        ReturnMessage::Pong(token) => state.pongs |= bit(token).unwrap_or_default(),
         ReturnMessage::RequestPages { block, start, length } => {
             if let Some(name) = block {
                 let index = blocks.iter().position(|known| known.name == name);

@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, How, ZeroCopy};
-use limosa_page::{PageBitmap, PageRange, ZeroMethod};
+use limosa_page::{BrokenInvariant, PageBitmap, PageRange, ZeroMethod};
 use limosa_stream::MultifdRules;
 use limosa_stream::multifd::{Compression, PACKET_PAGES};
 
@@ -254,7 +254,9 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             let mut records = RecordWriter::new(self.main, blocks)?;
             let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
             self.windows.start(stored);
-            self.send_round(plan, &mut records, told, None)
+            let sent = self.send_round(plan, &mut records, told, None)?;
+            self.windows.check_spent()?;
+            Ok::<_, MigrateError>(sent)
         });
         let Sent { normal, zero, .. } = sent?.sent;
         Ok(Moved { normal, zero, resent: 0 })
@@ -313,7 +315,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         told.map_err(|error| self.fail_with(error))?;
         let [normal, zero, left_out] = [&self.normal, &self.zero, &self.left_out].map(|counter| counter.load(Relaxed));
         let busy = Duration::from_nanos(self.busy.load(Relaxed)).max(records.take_busy());
-        Ok(RoundSent { sent: Sent { normal, zero, left_out }, busy, rest })
+        Ok(RoundSent { sent: Sent { normal, zero, left_out }, busy, rest: rest.transpose()? })
     }
 
     /// The channels have done their part: what fails from now on is no affair of theirs.
@@ -370,7 +372,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     fn next_zeros(
         &self,
         mut deadline: Option<Instant>,
-        rest: &mut Option<Vec<PageBitmap>>,
+        rest: &mut Option<Result<Vec<PageBitmap>, BrokenInvariant>>,
     ) -> Option<Vec<(usize, PageRange)>> {
         let mut state = self.lock();
         loop {

@@ -215,7 +215,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let inbox = match &opening {
             Opening::Switch(switch) => {
                 for (block, already) in switch.already.iter().enumerate() {
-                    unsent.received(block, already);
+                    unsent.received(block, already)?;
                 }
                 switch.inbox
             }
@@ -285,6 +285,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             Opening::Recovery => self.negotiate_recovery(state, open_preempt)?,
             Opening::Switch(switch) => self.send_switch(switch, open_preempt)?,
         };
+        state.unsent.begin();
         let answering = preempt.clone().map(|channel| {
             scope.spawn(move || {
                 // Its peer may wait for that before it takes it.
@@ -428,7 +429,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             let received = PageBitmap::from_le_bytes(pages, &bitmap).map_err(|error| {
                 MigrateError::Protocol(format!("the bitmap of received pages of RAM block {}: {error}", block.name))
             })?;
-            state.unsent.received(index, &received);
+            state.unsent.received(index, &received)?;
         }
         self.progress.expect_pages(state.unsent.left());
         let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
@@ -541,6 +542,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         while !preempted && let Some(request) = state.inbox.try_request() {
             sender.answer(request)?;
         }
+        state.unsent.check_claimed()?;
         bytes.clear();
         ram::encode_eos(start.section_id, &mut bytes);
         section::encode_end(start.section_id, &mut bytes);

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters, ZeroCopy};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, broken, to_usize};
 use limosa_stream::multifd::Compression;
 use limosa_stream::{Command, RamBlock, postcopy, ram, section};
 
@@ -351,7 +351,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         let start = self.source.start();
         let mut moved = Moved::default();
         let mut records = RecordWriter::new(&self.channel, &start.blocks)?;
-        let mut buffer = vec![0; usize::try_from(CLAIM_PAGES * PAGE_SIZE).unwrap_or(PAGE_LEN)];
+        let mut buffer = vec![0; to_usize(CLAIM_PAGES * PAGE_SIZE)];
         for block in (0..start.blocks.len()).filter(|block| !self.is_in_place(*block)) {
             let stored = self.source.stored(block);
             for run in stored.runs() {
@@ -382,8 +382,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             self.control.check()?;
             let piece = PageRange::new(run.start, PageNumber(run.end.0.min(run.start.0 + CLAIM_PAGES)));
             run.start = piece.end;
-            let length = usize::try_from(piece.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
-            let contents = buffer.get_mut(..length).unwrap_or_default();
+            let contents = buffer.get_mut(..to_usize(piece.len()).saturating_mul(PAGE_LEN));
+            let contents = contents.ok_or_else(|| broken("a piece of a run fits into the buffer"))?;
             wait_for_rate(&self.control, || self.control.check())?;
             self.control.rate().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;

@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError};
 use limosa_memory::MemoryBlock;
-use limosa_page::{PAGE_LEN, PageBitmap, PageKind, PageNumber, PageRange, PageRun, ScanRanges, ZeroMethod};
+use limosa_page::{
+    BrokenInvariant, PAGE_LEN, PageBitmap, PageKind, PageNumber, PageRange, PageRun, ScanRanges, ZeroMethod, broken,
+    invariant, to_usize,
+};
 use limosa_stream::{RamBlock, RecordEncoder, RecordKind};
 
 use super::copied::StreamBuffer;
@@ -27,6 +30,8 @@ const ROOM_LEAST: usize = 32;
 
 /// Zero records that go out in one call at most: 9 bytes each, so a few tens of KiB.
 const ZEROS_A_CALL: usize = 4096;
+
+const PLACED_IS_PUT: &str = "what was placed is put before other records";
 
 /// Bytes of the record of a zero page.
 pub(crate) const ZERO_RECORD: u64 = 9;
@@ -162,7 +167,7 @@ impl<'a> RecordWriter<'a> {
         stored: &PageBitmap,
         contents: &[u8],
     ) -> Result<(u64, u64), MigrateError> {
-        debug_assert!(self.placed.is_empty(), "what was placed is put first");
+        invariant(self.placed.is_empty(), PLACED_IS_PUT)?;
         self.headers.clear();
         self.records.clear();
         let mut zeros = 0;
@@ -178,7 +183,7 @@ impl<'a> RecordWriter<'a> {
         // Headers with no page between them lie side by side, and are one slice.
         for (&(end, kind), bytes) in self.records.iter().zip(contents.chunks_exact(PAGE_LEN)) {
             if kind == RecordKind::Page {
-                slices.push(IoSlice::new(self.headers.get(begin..end).unwrap_or_default()));
+                slices.push(IoSlice::new(self.headers.get(begin..end).ok_or_else(no_header)?));
                 slices.push(IoSlice::new(bytes));
                 begin = end;
             }
@@ -234,7 +239,7 @@ impl<'a> RecordWriter<'a> {
                 self.placed.push((self.headers.len(), kind, page));
             }
         }
-        self.contents += usize::try_from(sent.normal).unwrap_or(usize::MAX);
+        self.contents += to_usize(sent.normal);
         Ok(sent)
     }
 
@@ -295,7 +300,7 @@ impl<'a> RecordWriter<'a> {
 
     /// Says of a run of pages of one block that they are zero.
     pub(crate) fn send_zero(&mut self, block: usize, pages: PageRange) -> Result<(), MigrateError> {
-        debug_assert!(self.placed.is_empty(), "what was placed is put first");
+        invariant(self.placed.is_empty(), PLACED_IS_PUT)?;
         let mut waiting = 0;
         self.headers.clear();
         for page in pages.iter() {
@@ -313,6 +318,11 @@ impl<'a> RecordWriter<'a> {
     }
 }
 
+#[track_caller]
+fn no_header() -> BrokenInvariant {
+    broken("the header of each record is written before the record is sent")
+}
+
 /// Tells `with`, in order, of each page with contents among what was placed, and of the headers since the one before it;
 /// returns the headers behind the last one.
 fn announce<'h>(
@@ -323,11 +333,11 @@ fn announce<'h>(
     let mut begin = 0;
     for &(end, kind, page) in placed {
         if kind == RecordKind::Page {
-            with(headers.get(begin..end).unwrap_or_default(), page)?;
+            with(headers.get(begin..end).ok_or_else(no_header)?, page)?;
             begin = end;
         }
     }
-    Ok(headers.get(begin..).unwrap_or_default())
+    Ok(headers.get(begin..).ok_or_else(no_header)?)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
-use limosa_page::{PAGE_LEN, PageRange};
+use limosa_page::{PAGE_LEN, PageRange, broken, to_usize};
 use limosa_stream::RamBlock;
 
 use super::inbox::{Inbox, Request, Wake};
@@ -89,8 +89,8 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
 
     /// Answers a request: every host page of it is sent, unless it has been.
     pub(crate) fn answer(&mut self, request: Request) -> Result<(), MigrateError> {
-        for host_page in self.state.unsent.host_pages(request.block, request.pages) {
-            match self.state.unsent.claim(request.block, host_page.start) {
+        for host_page in self.state.unsent.host_pages(request.block, request.pages)? {
+            match self.state.unsent.claim(request.block, host_page.start)? {
                 Claim::Contents => {
                     self.send(request.block, host_page)?;
                 }
@@ -112,8 +112,8 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     /// with nothing between them, as the destination demands; holes of it are not read. Guest memory is gathered from where
     /// it lies.
     pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<u64, MigrateError> {
-        let too_long = || MigrateError::Protocol("a claim too long".into());
-        let length = |pages: PageRange| usize::try_from(pages.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
+        let too_long = || broken("a piece of a claim fits into the buffer");
+        let length = |pages: PageRange| to_usize(pages.len()).saturating_mul(PAGE_LEN);
         let (source, stored) = (self.state.source, self.state.source.stored(block));
         let mut contents = 0;
         for piece in pages.chunks(CLAIM_PAGES) {

@@ -7,7 +7,9 @@
 //! What is claimed is a whole *host page* of the block, because the destination can only place a whole one: the thread
 //! that has claimed it sends all of its pages, the zero ones among them too. In a block of 4 KiB pages that is one page.
 
-use limosa_page::{AtomicPageBitmap, PageBitmap, PageNumber, PageRange};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use limosa_page::{AtomicPageBitmap, BrokenInvariant, PageBitmap, PageNumber, PageRange, broken, invariant};
 use limosa_stream::RamBlock;
 
 use super::host_pages;
@@ -32,6 +34,9 @@ struct UnsentBlock<'a> {
 #[derive(Debug)]
 pub(crate) struct UnsentPages<'a> {
     blocks: Vec<UnsentBlock<'a>>,
+    /// Host pages with contents that were to be claimed at first, and that were claimed since.
+    to_claim: AtomicU64,
+    claimed: AtomicU64,
 }
 
 /// What became of a claim on one requested host page.
@@ -102,19 +107,36 @@ impl<'a> UnsentPages<'a> {
     pub(crate) fn new<S: PageSource + ?Sized>(source: &'a S, blocks: &[RamBlock]) -> Self {
         let blocks = blocks.iter().enumerate();
         let unsent = blocks.map(|(index, block)| UnsentBlock::new(source.stored(index), host_pages::pages_of(block)));
-        Self { blocks: unsent.collect() }
+        Self { blocks: unsent.collect(), to_claim: AtomicU64::new(0), claimed: AtomicU64::new(0) }
     }
 
     /// Takes off the pages that the destination has already. A host page of which it has a part was not placed:
     /// that part is lost, and it counts as missing.
-    pub(crate) fn received(&self, block: usize, received: &PageBitmap) {
-        let Some(unsent) = self.blocks.get(block) else { return };
+    pub(crate) fn received(&self, block: usize, received: &PageBitmap) -> Result<(), BrokenInvariant> {
+        let unsent = self.block(block)?;
         for run in received.runs() {
             let whole =
                 PageRange::new(PageNumber(run.start.0.div_ceil(unsent.each)), PageNumber(run.end.0 / unsent.each));
             unsent.to_send.clear_range(whole);
             unsent.zero_sent.set_range(whole);
         }
+        Ok(())
+    }
+
+    /// Notes how many host pages are to be claimed: when it is known what the destination has, and before the first claim.
+    pub(crate) fn begin(&self) {
+        self.to_claim.store(self.blocks.iter().map(|block| block.to_send.count()).sum(), Relaxed);
+        self.claimed.store(0, Relaxed);
+    }
+
+    /// Makes sure that each host page with contents was claimed once. No thread claims any more.
+    pub(crate) fn check_claimed(&self) -> Result<(), BrokenInvariant> {
+        invariant(self.left() == 0, "a stream ends when every page with contents is claimed")?;
+        invariant(self.claimed.load(Relaxed) == self.to_claim.load(Relaxed), "each host page is claimed once")
+    }
+
+    fn block(&self, block: usize) -> Result<&UnsentBlock<'a>, BrokenInvariant> {
+        self.blocks.get(block).ok_or_else(|| broken("pages that are claimed belong to blocks of the stream"))
     }
 
     /// Pages with contents whose host pages are still to be claimed.
@@ -123,25 +145,29 @@ impl<'a> UnsentPages<'a> {
     }
 
     /// The host pages that these pages are in, each as the pages that it consists of.
-    pub(crate) fn host_pages(&self, block: usize, pages: PageRange) -> impl Iterator<Item = PageRange> + use<'_> {
-        let unsent = self.blocks.get(block).filter(|_| !pages.is_empty());
-        unsent.into_iter().flat_map(move |unsent| {
-            let (first, end) = (pages.start.0 / unsent.each, pages.end.0.div_ceil(unsent.each));
-            (first..end).map(|host_page| unsent.pages(PageRange::starting_at(PageNumber(host_page), 1)))
-        })
+    pub(crate) fn host_pages(
+        &self,
+        block: usize,
+        pages: PageRange,
+    ) -> Result<impl Iterator<Item = PageRange> + use<'_, 'a>, BrokenInvariant> {
+        let unsent = self.block(block)?;
+        let (first, end) = (pages.start.0 / unsent.each, pages.end.0.div_ceil(unsent.each));
+        let host_pages = if pages.is_empty() { 0..0 } else { first..end };
+        Ok(host_pages.map(|host_page| unsent.pages(PageRange::starting_at(PageNumber(host_page), 1))))
     }
 
     /// Claims one host page that was asked for, by its first page.
-    pub(crate) fn claim(&self, block: usize, first: PageNumber) -> Claim {
-        let Some(unsent) = self.blocks.get(block) else { return Claim::Taken };
+    pub(crate) fn claim(&self, block: usize, first: PageNumber) -> Result<Claim, BrokenInvariant> {
+        let unsent = self.block(block)?;
         let host_page = PageNumber(first.0 / unsent.each);
-        if unsent.to_send.clear(host_page) {
+        Ok(if unsent.to_send.clear(host_page) {
+            self.claimed.fetch_add(1, Relaxed);
             Claim::Contents
         } else if unsent.has_contents(host_page) || unsent.zero_sent.set(host_page) {
             Claim::Taken
         } else {
             Claim::Zero
-        }
+        })
     }
 
     /// Claims the next run of host pages with contents at or behind the cursor, going round once, and moves the cursor
@@ -155,6 +181,7 @@ impl<'a> UnsentPages<'a> {
             let unsent = self.blocks.get(cursor.block)?;
             let rest = PageRange::new(PageNumber(cursor.page.0 / unsent.each), PageNumber(unsent.to_send.len()));
             if let Some(run) = unsent.to_send.take_run(rest, (at_most / unsent.each).max(1)) {
+                self.claimed.fetch_add(run.len(), Relaxed);
                 let pages = unsent.pages(run);
                 cursor.page = pages.end;
                 return Some((cursor.block, pages));
@@ -162,5 +189,48 @@ impl<'a> UnsentPages<'a> {
             *cursor = Cursor { block: cursor.block + 1, page: PageNumber(0) };
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::is_noticed;
+
+    fn unsent(stored: &PageBitmap, each: u64) -> UnsentPages<'_> {
+        let unsent = UnsentPages {
+            blocks: vec![UnsentBlock::new(stored, each)],
+            to_claim: AtomicU64::new(0),
+            claimed: AtomicU64::new(0),
+        };
+        unsent.begin();
+        unsent
+    }
+
+    #[test]
+    fn a_host_page_that_is_claimed_twice_or_never_is_noticed() {
+        let stored = PageBitmap::full(64);
+        for each in [1, 8] {
+            let pages = unsent(&stored, each);
+            assert!(is_noticed(|| pages.check_claimed()), "none was claimed");
+            let mut cursor = Cursor { block: 0, page: PageNumber(0) };
+            assert_eq!(pages.claim(0, PageNumber(32)).unwrap(), Claim::Contents);
+            while pages.claim_run(&mut cursor, 16).is_some() {}
+            assert_eq!(pages.claim(0, PageNumber(32)).unwrap(), Claim::Taken);
+            pages.check_claimed().unwrap();
+            // As if two threads had been given one page.
+            pages.blocks[0].to_send.set(PageNumber(0));
+            assert_eq!(pages.claim(0, PageNumber(0)).unwrap(), Claim::Contents);
+            assert!(is_noticed(|| pages.check_claimed()), "one was claimed twice");
+        }
+    }
+
+    #[test]
+    fn a_block_that_is_not_of_the_stream_is_noticed() {
+        let stored = PageBitmap::full(8);
+        let pages = unsent(&stored, 1);
+        assert!(is_noticed(|| pages.claim(1, PageNumber(0))));
+        assert!(is_noticed(|| pages.host_pages(1, PageRange::first(1)).map(drop)));
+        assert!(is_noticed(|| pages.received(1, &stored)));
     }
 }

@@ -10,7 +10,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use limosa_page::{PageBitmap, PageNumber, PageRange};
+use limosa_page::{BrokenInvariant, PageBitmap, PageNumber, PageRange, invariant};
 
 /// Pages of a window: 1 MiB, aligned to that, which is what a checksum of a snapshot covers.
 pub(crate) const WINDOW_PAGES: u64 = 256;
@@ -27,6 +27,9 @@ struct State {
     /// Block and page behind the last window.
     block: usize,
     page: PageNumber,
+    /// Pages of this round, and how many of them were handed out: with those that were taken out they add up to all.
+    total: u64,
+    handed_out: u64,
     /// Lists that were opened, and whether the last one still is.
     lists: u64,
     open: bool,
@@ -48,13 +51,15 @@ impl Windows {
     /// Hands these out from now on, from the beginning.
     pub(crate) fn start(&self, pages: Vec<PageBitmap>) {
         let mut state = self.lock();
-        (state.pages, state.block, state.page, state.taken) = (pages, 0, PageNumber(0), 0);
+        state.total = pages.iter().map(PageBitmap::count).sum();
+        (state.pages, state.block, state.page) = (pages, 0, PageNumber(0));
+        (state.handed_out, state.taken) = (0, 0);
     }
 
     /// The pages of the next window that has any, as `runs`, and their block. `None` when all were handed out.
     pub(crate) fn claim(&self, runs: &mut Vec<PageRange>) -> Option<usize> {
         runs.clear();
-        let State { pages, block, page, .. } = &mut *self.lock();
+        let State { pages, block, page, handed_out, .. } = &mut *self.lock();
         loop {
             let bitmap = pages.get(*block)?;
             let Some(first) = bitmap.next_set(*page) else {
@@ -63,6 +68,7 @@ impl Windows {
             };
             *page = PageNumber((first.0 / WINDOW_PAGES).saturating_add(1).saturating_mul(WINDOW_PAGES));
             runs.extend(bitmap.runs_in(PageRange::new(first, *page)));
+            *handed_out += runs.iter().map(PageRange::len).sum::<u64>();
             return Some(*block);
         }
     }
@@ -71,7 +77,7 @@ impl Windows {
     /// `None` when all were handed out.
     pub(crate) fn claim_pages(&self, runs: &mut Vec<PageRange>, most: u64) -> Option<usize> {
         runs.clear();
-        let State { pages, block, page, .. } = &mut *self.lock();
+        let State { pages, block, page, handed_out, .. } = &mut *self.lock();
         loop {
             let bitmap = pages.get(*block)?;
             let mut room = most;
@@ -85,6 +91,7 @@ impl Windows {
                 }
             }
             if !runs.is_empty() {
+                *handed_out += most - room;
                 return Some(*block);
             }
             (*block, *page) = (*block + 1, PageNumber(0));
@@ -92,7 +99,7 @@ impl Windows {
     }
 
     /// Stops handing out: what was not handed out, one bitmap a block.
-    pub(crate) fn take_rest(&self) -> Vec<PageBitmap> {
+    pub(crate) fn take_rest(&self) -> Result<Vec<PageBitmap>, BrokenInvariant> {
         let mut state = self.lock();
         let mut rest = std::mem::take(&mut state.pages);
         for (block, pages) in rest.iter_mut().enumerate() {
@@ -102,7 +109,15 @@ impl Windows {
                 std::cmp::Ordering::Greater => {}
             }
         }
-        rest
+        let left: u64 = rest.iter().map(PageBitmap::count).sum();
+        invariant(state.handed_out + state.taken + left == state.total, "each page of a round is claimed once")?;
+        Ok(rest)
+    }
+
+    /// Makes sure that every page of the round was handed out once, or taken out.
+    pub(crate) fn check_spent(&self) -> Result<(), BrokenInvariant> {
+        let state = self.lock();
+        invariant(state.handed_out + state.taken == state.total, "each page of a round is claimed once")
     }
 
     /// Remembers from now on which pages are taken out: `none` yet, one bitmap a block.
@@ -162,9 +177,11 @@ impl Windows {
 
     /// Does not hand these pages of a block out: they are not needed. Of `dropped` remains what would have been handed out.
     pub(crate) fn drop_pages(&self, block: usize, dropped: &mut PageBitmap) {
-        if let Some(pages) = self.lock().pages.get_mut(block) {
+        let State { pages, total, .. } = &mut *self.lock();
+        if let Some(pages) = pages.get_mut(block) {
             dropped.intersect_with(pages);
             pages.subtract(dropped);
+            *total -= dropped.count();
         }
     }
 
@@ -188,6 +205,7 @@ mod tests {
     use std::thread;
 
     use super::*;
+    use crate::error::is_noticed;
 
     fn bitmap(pages: u64, wanted: fn(u64) -> bool) -> PageBitmap {
         let mut bitmap = PageBitmap::new(pages);
@@ -241,6 +259,21 @@ mod tests {
     }
 
     #[test]
+    fn pages_that_are_handed_out_twice_or_never_are_noticed() {
+        let mut runs = Vec::new();
+        let claimed_twice = Windows::new(blocks());
+        while claimed_twice.claim(&mut runs).is_some() {}
+        claimed_twice.check_spent().unwrap();
+        (claimed_twice.lock().block, claimed_twice.lock().page) = (0, PageNumber(0));
+        claimed_twice.claim(&mut runs).unwrap();
+        assert!(is_noticed(|| claimed_twice.check_spent()));
+        assert!(is_noticed(|| claimed_twice.take_rest()));
+        let left_behind = Windows::new(blocks());
+        left_behind.claim(&mut runs).unwrap();
+        assert!(is_noticed(|| left_behind.check_spent()));
+    }
+
+    #[test]
     fn what_was_handed_out_and_what_is_left_are_together_all_of_it() {
         for (claims, most) in
             [0, 1, 5, 39, 40, 41, 42, 100].into_iter().flat_map(|claims| [(claims, None), (claims, Some(300))])
@@ -256,7 +289,7 @@ mod tests {
                 let Some(block) = claim(&mut runs) else { break };
                 runs.iter().for_each(|run| found[block].set_range(*run));
             }
-            let rest = windows.take_rest();
+            let rest = windows.take_rest().unwrap();
             assert_eq!(claim(&mut runs), None);
             for (block, (found, rest)) in found.iter_mut().zip(&rest).enumerate() {
                 assert!(rest.runs().all(|run| found.count_in(run) == 0), "block {block} after {claims}");

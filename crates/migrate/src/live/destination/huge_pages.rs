@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use limosa_memory::MemoryBlock;
-use limosa_page::{AtomicPageBitmap, PageNumber, PageRange};
+use limosa_page::{AtomicPageBitmap, PageNumber, PageRange, to_usize};
 
 /// The share of what has come that may be taken for what has not.
 const SHARE: u64 = 32;
@@ -136,7 +136,7 @@ impl HugePages {
     }
 
     fn lock(&self, piece: PageNumber) -> MutexGuard<'_, ()> {
-        let index = usize::try_from(piece.0 % LOCKS as u64).unwrap_or(0);
+        let index = to_usize(piece.0 % LOCKS as u64);
         self.taking[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use limosa_channel::{Channel, How};
 use limosa_memory::{Fault, FaultError, FaultEvent, FaultHandler};
-use limosa_page::AtomicPageBitmap;
+use limosa_page::{AtomicPageBitmap, broken, to_usize};
 use limosa_stream::{Command, Decoder, Event, ReturnMessage};
 
 pub use paused::PausedArrival;
@@ -264,7 +264,7 @@ fn conclude<'a, V: IncomingVm + ?Sized>(
 
 /// Reads the package; what has arrived behind it.
 fn take_package(channel: &Channel, mut arrived: Vec<u8>, length: u32) -> Result<(Vec<u8>, Vec<u8>), MigrateError> {
-    let length = usize::try_from(length).unwrap_or(usize::MAX);
+    let length = to_usize(length.into());
     if arrived.len() >= length {
         let rest = arrived.split_off(length);
         return Ok((arrived, rest));
@@ -272,7 +272,7 @@ fn take_package(channel: &Channel, mut arrived: Vec<u8>, length: u32) -> Result<
     while arrived.len() < length {
         let begin = arrived.len();
         arrived.resize(length.min(begin.saturating_add(PACKAGE_STEP)), 0);
-        channel.get(arrived.get_mut(begin..).unwrap_or_default())?;
+        channel.get(arrived.get_mut(begin..).ok_or_else(|| broken("room for a package grows before it is read"))?)?;
     }
     Ok((arrived, Vec::new()))
 }
@@ -328,7 +328,8 @@ impl PostcopyVm<'_> {
     /// Answers a fault, or asks the source to.
     fn fault(&self, fault: Fault) -> Result<(), MigrateError> {
         self.counts.faults.fetch_add(1, Relaxed);
-        let Some((index, block)) = self.ram.block_of(fault.block) else { return Ok(()) };
+        let known = self.ram.block_of(fault.block);
+        let (index, block) = known.ok_or_else(|| broken("only blocks of the stream are registered for faults"))?;
         if block.received.get(fault.pages.start) {
             // It is there, or known to be zero.
             let zero = self.faults.zero(fault.block, fault.pages).map_err(|error| MigrateError::Sink(error.into()))?;

@@ -177,7 +177,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let mut round = self.bulk(true)?;
         let (begun, about) = (self.begun.elapsed(), round.count());
         self.begin(&mut round, about, &Convergence::new(self.params))?;
-        let (mut rest, hinted) = (self.windows.take_rest(), self.windows.taken());
+        let (mut rest, hinted) = (self.windows.take_rest()?, self.windows.taken());
         if let Some(track) = &mut self.track {
             track.zero = round.holes;
         }
@@ -399,7 +399,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         let last = round.kind == RoundKind::Last;
         self.tell_holes(round, convergence, records, &mut result)?;
         if result.broken_off.is_some() {
-            result.rest = self.windows.take_rest();
+            result.rest = self.windows.take_rest()?;
             result.busy += records.take_busy();
             return Ok(result);
         }
@@ -411,7 +411,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         loop {
             self.check()?;
             if !last && let Some(why) = self.breaks_off(convergence) {
-                (result.rest, result.broken_off) = (windows.take_rest(), Some(why));
+                (result.rest, result.broken_off) = (windows.take_rest()?, Some(why));
                 break;
             }
             if records.room() == 0

@@ -6,6 +6,7 @@
 use std::io;
 
 use flate2::{Compress, FlushCompress};
+use limosa_page::{broken, to_usize};
 use limosa_stream::multifd::Compression;
 use zstd::stream::raw::{InBuffer, Operation, OutBuffer};
 
@@ -46,8 +47,8 @@ impl Compressor {
                         out.reserve(ROOM);
                         let before = stream.total_in();
                         stream.compress_vec(rest, out, FlushCompress::None)?;
-                        let taken = usize::try_from(stream.total_in() - before).unwrap_or(usize::MAX);
-                        rest = rest.get(taken..).unwrap_or_default();
+                        let taken = to_usize(stream.total_in() - before);
+                        rest = rest.get(taken..).ok_or_else(too_much)?;
                     }
                 }
                 loop {
@@ -79,6 +80,11 @@ impl Compressor {
         }
         Ok(())
     }
+}
+
+#[track_caller]
+fn too_much() -> io::Error {
+    io::Error::other(broken("a compressor takes no more than it is given"))
 }
 
 impl std::fmt::Debug for Compressor {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError, Lending, ZeroCopy};
 use limosa_memory::{MemoryBlock, PinnedPages};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun};
+use limosa_page::{BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun, broken, to_usize};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 
 use super::compressor::Compressor;
@@ -151,7 +151,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             self.send_open()?;
             self.open = Some(block);
         }
-        let zeros = self.plan.zeros.get(block).copied().unwrap_or(Zeros::Told);
+        let zeros = self.zeros(block)?;
         let in_packet = self.multifd.tells_in_packet(block);
         let mut left_zero: Vec<PageRange> = Vec::new();
         let mut left_out = 0;
@@ -317,7 +317,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     /// Sends what waits: the header, if it was not sent yet, and contents.
     fn flush(&mut self, header: &mut bool, filled: &mut usize) -> Result<(), MigrateError> {
         let header: &[u8] = if std::mem::take(header) { &*self.header } else { &[] };
-        let contents = self.buffer.get(..std::mem::take(filled)).unwrap_or_default();
+        let contents = self.buffer.get(..std::mem::take(filled)).ok_or_else(no_contents)?;
         self.put(&[IoSlice::new(header), IoSlice::new(contents)])
     }
 
@@ -330,7 +330,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         }
         let pages: Vec<PageNumber> = runs.iter().flat_map(PageRange::iter).collect();
         let buffer = std::mem::take(&mut self.buffer);
-        let contents = buffer.get(..filled).unwrap_or_default();
+        let contents = buffer.get(..filled).ok_or_else(no_contents)?;
         let most = self.multifd.options.packet_pages;
         for (pages, contents) in pages.chunks(most).zip(contents.chunks(most * PAGE_LEN)) {
             self.send_packet(block, pages, contents)?;
@@ -344,7 +344,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         self.normal.clear();
         self.zero.clear();
         let multifd = self.multifd;
-        let zeros = self.plan.zeros.get(block).copied().unwrap_or(Zeros::Told);
+        let zeros = self.zeros(block)?;
         let in_packet = multifd.tells_in_packet(block);
         let mut left_out = 0;
         let mut left_zero = Vec::new();
@@ -355,7 +355,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 self.normal.push(page.offset());
                 continue;
             }
-            slices.push(contents.get(begin..index * PAGE_LEN).unwrap_or_default());
+            slices.push(contents.get(begin..index * PAGE_LEN).ok_or_else(no_contents)?);
             begin = (index + 1) * PAGE_LEN;
             if zeros == Zeros::LeftOut {
                 left_out += 1;
@@ -365,7 +365,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 left_zero.push(PageRange::starting_at(*page, 1));
             }
         }
-        slices.push(contents.get(begin..).unwrap_or_default());
+        slices.push(contents.get(begin..).ok_or_else(no_contents)?);
         multifd.leave_zero(block, &left_zero);
         multifd.count(Sent { left_out, ..Sent::default() });
         if self.normal.is_empty() && self.zero.is_empty() {
@@ -391,15 +391,14 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
 
     /// Room for a window: only who reads needs it.
     fn make_room(&mut self) {
-        self.buffer.resize(usize::try_from(WINDOW_PAGES).unwrap_or(PACKET_PAGES) * PAGE_LEN, 0);
+        self.buffer.resize(to_usize(WINDOW_PAGES) * PAGE_LEN, 0);
     }
 
     /// Reads a run into the buffer, from `filled` on; where it ends there.
     fn read(&mut self, block: usize, run: PageRange, filled: usize) -> Result<usize, MigrateError> {
-        let length = usize::try_from(run.len()).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
-        let end = filled.saturating_add(length);
-        let too_long = || MigrateError::Protocol("a window too long".into());
-        let into = self.buffer.get_mut(filled..end).ok_or_else(too_long)?;
+        let end = filled.saturating_add(to_usize(run.len()).saturating_mul(PAGE_LEN));
+        let into =
+            self.buffer.get_mut(filled..end).ok_or_else(|| broken("the runs of a window fit into the buffer"))?;
         self.multifd.source.read(block, run, into).map_err(MigrateError::Source)?;
         Ok(end)
     }
@@ -407,21 +406,27 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     /// Writes the header of a packet with the pages in `normal` and `zero`. The limit is charged with what goes out, before it
     /// does: the other channels are to know of it.
     fn begin_packet(&mut self, block: usize, payload: usize) -> Result<(), MigrateError> {
-        let name = self.multifd.source.start().blocks.get(block).map_or("", |block| block.name.as_str());
+        let listed = self.multifd.source.start().blocks.get(block);
+        let listed = listed.ok_or_else(|| broken("pages of a round belong to blocks of the stream"))?;
         let packet = Packet {
             sync: false,
             compression: self.multifd.options.compression,
             packet_num: self.multifd.next_packet(),
-            block: name,
+            block: &listed.name,
             normal: &self.normal,
             zero: &self.zero,
-            payload_len: u32::try_from(payload).unwrap_or(u32::MAX),
+            payload_len: u32::try_from(payload).map_err(|_| broken("the payload of a packet has at most 32 bits"))?,
         };
         packet.encode(&mut self.header)?;
         if self.plan.limited {
             self.multifd.control.rate().spend((PACKET_LEN + payload) as u64);
         }
         Ok(())
+    }
+
+    /// What becomes of zero pages of a block in this round.
+    fn zeros(&self, block: usize) -> Result<Zeros, BrokenInvariant> {
+        self.plan.zeros.get(block).copied().ok_or_else(|| broken("the plan of a round covers every block"))
     }
 
     fn send_sync(&mut self) -> Result<(), MigrateError> {
@@ -436,4 +441,9 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     fn failed(&self, error: ChannelError) -> MigrateError {
         MigrateError::Multifd { id: self.id, source: Box::new(error.into()) }
     }
+}
+
+#[track_caller]
+fn no_contents() -> BrokenInvariant {
+    broken("contents are read before they are sent")
 }

@@ -1,5 +1,6 @@
 //! The package: the device sections of a VM that runs before its memory is there, between LISTEN and RUN.
 
+use limosa_page::broken;
 use limosa_stream::{Command, OpaqueSection, StreamError, section};
 
 use crate::error::MigrateError;
@@ -25,11 +26,13 @@ pub(super) fn read(package: &[u8]) -> Result<Package<'_>, MigrateError> {
     let Some((Command::PostcopyListen, listen)) = decode(package)? else {
         return Err(wrong("does not begin with LISTEN"));
     };
-    let rest = package.get(listen..).unwrap_or_default();
-    if let Ok((sections, length)) = OpaqueSection::decode_all(rest)
-        && let Some(ping) = end(rest.get(length..).unwrap_or_default())
-    {
-        return Ok(Package { bytes: rest.get(..length).unwrap_or_default(), sections: Some(sections), ping });
+    let rest = package.get(listen..).ok_or_else(|| broken("a command that was decoded is part of the package"))?;
+    if let Ok((sections, length)) = OpaqueSection::decode_all(rest) {
+        let parts = rest.split_at_checked(length);
+        let (bytes, last) = parts.ok_or_else(|| broken("sections that were decoded are part of the package"))?;
+        if let Some(ping) = end(last) {
+            return Ok(Package { bytes, sections: Some(sections), ping });
+        }
     }
     // Nothing says where sections without lengths end, but what follows them has a known form.
     let sections = rest.strip_suffix(RUN).ok_or_else(|| wrong("does not end with RUN"))?;

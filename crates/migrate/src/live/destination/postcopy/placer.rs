@@ -8,11 +8,14 @@
 //! process that maps the memory or by a write to the file: that access has read zeros, and the contents cannot be put in
 //! their place any more. That is an error, and stays one.
 
-use limosa_page::{PAGE_LEN, PageNumber, PageRange};
+use limosa_page::{PAGE_LEN, PageNumber, PageRange, broken, invariant, to_usize};
 
 use super::PostcopyVm;
 use crate::error::MigrateError;
 use crate::progress::Moved;
+
+const INSIDE_HUGE_PAGE: &str = "pages that are collected are inside their huge page";
+const KNOWN_BLOCK: &str = "pages are placed in blocks of the stream";
 
 /// A huge page that is being collected from its pages of 4 KiB, which follow each other.
 #[derive(Debug)]
@@ -58,12 +61,12 @@ impl<'l, 'a> Placer<'l, 'a> {
             None if !page.0.is_multiple_of(each) => return Err(wrong(PageNumber(page.0 / each * each))),
             None => Open { block, pages: PageRange::starting_at(page, each), next: page, contents: false },
         };
-        let at = usize::try_from(page.0 - open.pages.start.0).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
-        let whole = usize::try_from(each).unwrap_or(usize::MAX).saturating_mul(PAGE_LEN);
+        let at = to_usize(page.0 - open.pages.start.0).saturating_mul(PAGE_LEN);
+        let whole = to_usize(each).saturating_mul(PAGE_LEN);
         if self.collected.len() < whole {
             self.collected.resize(whole, 0);
         }
-        let place = self.collected.get_mut(at..at.saturating_add(PAGE_LEN)).unwrap_or_default();
+        let place = self.collected.get_mut(at..at.saturating_add(PAGE_LEN)).ok_or_else(|| broken(INSIDE_HUGE_PAGE))?;
         match contents {
             Some(contents) => place.copy_from_slice(contents),
             None => place.fill(0),
@@ -75,7 +78,8 @@ impl<'l, 'a> Placer<'l, 'a> {
             return Ok(());
         }
         let collected = std::mem::take(&mut self.collected);
-        let placed = self.place(block, open.pages, open.contents.then(|| collected.get(..whole).unwrap_or_default()));
+        let contents = collected.get(..whole).ok_or_else(|| broken(INSIDE_HUGE_PAGE))?;
+        let placed = self.place(block, open.pages, open.contents.then_some(contents));
         self.collected = collected;
         placed
     }
@@ -83,12 +87,12 @@ impl<'l, 'a> Placer<'l, 'a> {
     /// Places a host page.
     fn place(&self, block: usize, pages: PageRange, contents: Option<&[u8]>) -> Result<(), MigrateError> {
         let live = self.live;
-        let Some(known) = live.ram.blocks().get(block) else { return Ok(()) };
+        let known = live.ram.blocks().get(block).ok_or_else(|| broken(KNOWN_BLOCK))?;
         if known.received.get(pages.start) {
             live.counts.repeated(pages.len());
             return Ok(());
         }
-        let Some(claimed) = live.claimed.get(block) else { return Ok(()) };
+        let claimed = live.claimed.get(block).ok_or_else(|| broken(KNOWN_BLOCK))?;
         if claimed.set(pages.start) {
             // The other channel has it in hand. If that fails the connection ends, and the page is asked for anew.
             live.counts.repeated(pages.len());
@@ -113,6 +117,7 @@ impl<'l, 'a> Placer<'l, 'a> {
             claimed.clear(pages.start);
             return Err(error);
         }
+        invariant(!known.received.get(pages.start), "a page is placed once")?;
         let count = pages.len();
         let (normal, zero) = if contents.is_some() { (count, 0) } else { (0, count) };
         live.counts.moved(normal, zero);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_channel::Channel;
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber};
+use limosa_page::{BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageNumber, broken};
 use limosa_stream::{Decoder, Event, Step};
 
 use super::Placer;
@@ -34,7 +34,7 @@ impl Records {
     /// The next event. A time-out of the channel is passed over while `still` says so.
     pub(super) fn next(&mut self, still: &dyn Fn() -> bool) -> Result<Event, MigrateError> {
         loop {
-            match self.decoder.step(self.bytes.get(self.begin..self.end).unwrap_or_default())? {
+            match self.decoder.step(self.bytes.get(self.begin..self.end).ok_or_else(outside)?)? {
                 Step::Need(total) => self.fill(total, still)?,
                 Step::Event { consumed, event } => {
                     self.begin += consumed;
@@ -54,7 +54,7 @@ impl Records {
         match event {
             Event::Page { block, offset } => {
                 self.fill(PAGE_LEN, still)?;
-                let page = self.bytes.get(self.begin..self.begin + PAGE_LEN).unwrap_or_default();
+                let page = self.bytes.get(self.begin..self.begin + PAGE_LEN).ok_or_else(outside)?;
                 self.begin += PAGE_LEN;
                 placer.page(*block, PageNumber(offset / PAGE_SIZE), Some(page))
             }
@@ -82,7 +82,7 @@ impl Records {
                     return Err(MigrateError::Protocol(format!("a record of {total} bytes")));
                 }
             }
-            match self.channel.get_some(self.bytes.get_mut(self.end..).unwrap_or_default()) {
+            match self.channel.get_some(self.bytes.get_mut(self.end..).ok_or_else(outside)?) {
                 Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.end - self.begin, total))),
                 Ok(got) => self.end += got,
                 Err(error) if error.is_timeout() && still() => {}
@@ -91,4 +91,9 @@ impl Records {
         }
         Ok(())
     }
+}
+
+#[track_caller]
+fn outside() -> BrokenInvariant {
+    broken("what has arrived on a channel of records is in its buffer")
 }
