@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::{Channel, ChannelError, Counters};
-use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
-use limosa_stream::{Command, ReturnMessage, postcopy, ram, section};
+use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, to_u64};
+use limosa_stream::{Command, RamBlock, ReturnMessage, postcopy, ram, section};
 
 use super::host_pages::with_page_sizes;
 use super::inbox::Inbox;
@@ -91,17 +91,19 @@ pub struct PostcopyStats {
     pub preempt: Option<Counters>,
 }
 
-/// What a source role that has sent pages in precopy hands to this one.
-pub(crate) struct Switch<'b> {
-    /// Where its reader sorts the return path to, which stays open. The reader notices the answer to
-    /// [`PING_LOADED`](postcopy::PING_LOADED).
-    pub(crate) inbox: &'b Inbox,
-    /// Pages that the destination has, by block; whole host pages.
-    pub(crate) already: &'b [PageBitmap],
-    /// The commands that discard all others; one at least.
-    pub(crate) discards: Vec<u8>,
-    /// Becomes true when the kernel has taken the last byte of the package: from then on the guest may run there.
-    pub(crate) handed: &'b AtomicBool,
+/// What became of a package.
+pub(crate) enum PackageSent {
+    /// The kernel has not taken it to its last byte: the guest does not run there.
+    Cut(MigrateError),
+    /// It has: from then on the guest may run there. The preempt channel, if there is one.
+    Taken(Result<Option<Arc<Channel>>, MigrateError>),
+}
+
+/// What is to be sent, to whom.
+pub(crate) struct Prepared<'a> {
+    begun: Instant,
+    blocks: Vec<RamBlock>,
+    unsent: UnsentPages<'a>,
 }
 
 /// How the role begins.
@@ -110,8 +112,9 @@ enum Opening<'b> {
     Start,
     /// With a destination that waits for recovery.
     Recovery,
-    /// In the middle of a stream.
-    Switch(Switch<'b>),
+    /// In the middle of a stream, behind the package. The return path is read by another reader, which notices the answer to
+    /// [`PING_LOADED`](postcopy::PING_LOADED).
+    Package { inbox: &'b Inbox, preempt: Option<Arc<Channel>> },
 }
 
 /// Opens the preempt channel when the destination is ready for it.
@@ -198,30 +201,44 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.run(Opening::Recovery)
     }
 
-    /// Lets the guest run at a destination that has been sent pages in precopy, and sends the others.
-    pub(crate) fn switch(self, switch: Switch<'_>) -> Result<PostcopyStats, MigrateError> {
-        self.run(Opening::Switch(switch))
-    }
-
-    fn run(mut self, opening: Opening<'_>) -> Result<PostcopyStats, MigrateError> {
-        let recovery = matches!(opening, Opening::Recovery);
-        self.recovering = recovery;
-        self.owed = matches!(opening, Opening::Switch(_)).then(|| (Instant::now(), self.options.patience));
+    /// Prepares what is to be sent to a destination that has `already`, whole host pages, by block.
+    pub(crate) fn prepare(&self, already: &[PageBitmap]) -> Result<Prepared<'a>, MigrateError> {
         let begun = Instant::now();
-        let open_preempt = self.open_preempt.take();
         let blocks = with_page_sizes(&self.source.start().blocks, &self.options.page_sizes)?;
         let unsent = UnsentPages::new(self.source, &blocks);
+        for (block, already) in already.iter().enumerate() {
+            unsent.received(block, already)?;
+        }
+        Ok(Prepared { begun, blocks, unsent })
+    }
+
+    /// Sends what a destination lacks that runs the guest since it has the package.
+    pub(crate) fn follow(
+        self,
+        prepared: Prepared<'a>,
+        inbox: &Inbox,
+        preempt: Option<Arc<Channel>>,
+    ) -> Result<PostcopyStats, MigrateError> {
+        self.run_prepared(prepared, Opening::Package { inbox, preempt })
+    }
+
+    fn run(self, opening: Opening<'_>) -> Result<PostcopyStats, MigrateError> {
+        let prepared = self.prepare(&[])?;
+        self.run_prepared(prepared, opening)
+    }
+
+    fn run_prepared(mut self, prepared: Prepared<'_>, opening: Opening<'_>) -> Result<PostcopyStats, MigrateError> {
+        let Prepared { begun, blocks, unsent } = prepared;
+        let recovery = matches!(opening, Opening::Recovery);
+        self.recovering = recovery;
+        let reads = !matches!(opening, Opening::Package { .. });
+        self.owed = (!reads).then(|| (Instant::now(), self.options.patience));
+        let open_preempt = self.open_preempt.take();
         let own = Inbox::default();
         let inbox = match &opening {
-            Opening::Switch(switch) => {
-                for (block, already) in switch.already.iter().enumerate() {
-                    unsent.received(block, already)?;
-                }
-                switch.inbox
-            }
+            Opening::Package { inbox, .. } => *inbox,
             Opening::Start | Opening::Recovery => &own,
         };
-        let reads = !matches!(opening, Opening::Switch(_));
         let state = SendState {
             source: self.source,
             blocks: &blocks,
@@ -247,7 +264,12 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 });
             };
             let reader = reads.then(|| scope.spawn(read));
-            let sent = self.drive(scope, &state, opening, open_preempt);
+            let opened = match opening {
+                Opening::Start => self.send_prologue(&state, open_preempt),
+                Opening::Recovery => self.negotiate_recovery(&state, open_preempt),
+                Opening::Package { preempt, .. } => Ok(preempt),
+            };
+            let sent = opened.and_then(|preempt| self.drive(scope, &state, preempt));
             // Whatever the outcome, the reader must end before its borrows do.
             state.inbox.finish();
             if sent.is_err() {
@@ -277,14 +299,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
         state: &'scope SendState<'_, S>,
-        opening: Opening<'_>,
-        open_preempt: Option<OpenPreempt<'_>>,
+        preempt: Option<Arc<Channel>>,
     ) -> Result<(Histogram<u64>, Option<Counters>), MigrateError> {
-        let preempt = match opening {
-            Opening::Start => self.send_prologue(state, open_preempt)?,
-            Opening::Recovery => self.negotiate_recovery(state, open_preempt)?,
-            Opening::Switch(switch) => self.send_switch(switch, open_preempt)?,
-        };
         state.unsent.begin();
         let answering = preempt.clone().map(|channel| {
             scope.spawn(move || {
@@ -367,24 +383,30 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         Ok((body, length))
     }
 
-    /// From the discards to the package, in a stream whose destination has answered.
-    fn send_switch(
-        &self,
-        switch: Switch<'_>,
-        open_preempt: Option<OpenPreempt<'_>>,
-    ) -> Result<Option<Arc<Channel>>, MigrateError> {
-        let (body, decisive) = self.package()?;
-        let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
-        self.channel.put(&switch.discards)?;
-        switch.inbox.still_open()?;
-        self.commit()?;
+    /// Sends the commands that discard what the destination does not have, one at least, and the package, in a stream whose
+    /// destination has answered.
+    pub(crate) fn send_package(&mut self, inbox: &Inbox, discards: &[u8]) -> PackageSent {
+        let open_preempt = self.open_preempt.take();
+        let ready = || {
+            let (body, decisive) = self.package()?;
+            let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
+            self.channel.put(discards)?;
+            inbox.still_open()?;
+            self.commit()?;
+            Ok((body, decisive, preempt))
+        };
+        let (body, decisive, preempt) = match ready() {
+            Ok(ready) => ready,
+            Err(error) => return PackageSent::Cut(error),
+        };
         let before = self.channel.counters().bytes_out;
-        let put = self.channel.put(&body);
-        if self.channel.counters().bytes_out.wrapping_sub(before) >= decisive as u64 {
-            switch.handed.store(true, Ordering::Release);
+        match self.channel.put(&body) {
+            Ok(()) => PackageSent::Taken(Ok(preempt)),
+            Err(error) if self.channel.counters().bytes_out.wrapping_sub(before) >= to_u64(decisive) => {
+                PackageSent::Taken(Err(self.control.explain(error.into())))
+            }
+            Err(error) => PackageSent::Cut(error.into()),
         }
-        put?;
-        Ok(preempt)
     }
 
     /// The last moment to turn back. A destination that is left while it loads the package can neither go on nor give up:

@@ -117,6 +117,11 @@ pub(crate) struct Sent {
 }
 
 impl Sent {
+    /// Pages of either kind.
+    pub(crate) fn total(&self) -> u64 {
+        self.normal + self.zero + self.left_out
+    }
+
     /// Adds what was sent of others.
     pub(crate) fn add(&mut self, other: Self) {
         self.normal += other.normal;

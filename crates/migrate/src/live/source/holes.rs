@@ -14,11 +14,10 @@ use std::time::{Duration, Instant};
 use limosa_memory::MemoryBlock;
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 
-use super::convergence::Convergence;
-use super::engine::{BrokenOff, Engine, RATE_TICK, Round, RoundResult};
+use super::link::Link;
+use super::round::{BrokenOff, Course, RATE_TICK, Round, RoundResult};
 use super::stats::RoundKind;
 use crate::error::MigrateError;
-use crate::live::LiveVm;
 use crate::progress::Moved;
 use crate::source::records::{RecordWriter, ZERO_RECORD};
 
@@ -28,12 +27,12 @@ const HOLES_A_CHECK: u64 = 1 << 14;
 /// Pages of which it is asked at a time which were populated, while the list of free pages comes: 256 MiB.
 const PAGES_A_LOOK: u64 = 1 << 16;
 
-impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
+impl Link<'_, '_> {
     /// The first round: all memory, of which nothing is read that was never populated. If holes are to be
     /// [found later](Self::find_holes), it has none.
     pub(super) fn bulk(&self, find_later: bool) -> Result<Round, MigrateError> {
         let (mut pages, mut holes) = (Vec::new(), Vec::new());
-        for block in self.vm.memory().blocks() {
+        for block in self.memory.blocks() {
             let none = || PageBitmap::new(block.pages().len());
             let (found, empty) = match self.source.leaves_out(block) {
                 true => (none(), none()),
@@ -56,7 +55,7 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     /// In pieces, where that is possible: of memory that is full a page costs a tenth of what it costs to send it, and while the
     /// list comes less is left to be asked of each piece.
     pub(super) fn find_holes(&self, round: &mut Round) -> Result<(), MigrateError> {
-        for (index, (block, holes)) in self.vm.memory().blocks().iter().zip(&mut round.holes).enumerate() {
+        for (index, (block, holes)) in self.memory.blocks().iter().zip(&mut round.holes).enumerate() {
             let most = if block.can_be_asked_in_parts() { PAGES_A_LOOK } else { block.pages().len().max(1) };
             for piece in block.pages().chunks(most) {
                 self.check()?;
@@ -69,41 +68,41 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
         }
         Ok(())
     }
+}
 
+impl Course<'_, '_> {
     /// Says of pages that were never populated that they are zero, where that is not known; until the round is broken off.
     pub(super) fn tell_holes(
         &mut self,
         round: &Round,
-        convergence: &Convergence,
         records: &mut RecordWriter<'_>,
         result: &mut RoundResult,
     ) -> Result<(), MigrateError> {
         let last = round.kind == RoundKind::Last;
         for (block, holes) in round.holes.iter().enumerate() {
-            if self.leaves_out(block) {
+            if self.link.leaves_out(self.terms, block) {
                 let count = holes.count();
                 result.holes += count;
                 result.sent.left_out += count;
-                if let Some(track) = &mut self.track {
-                    holes.runs().for_each(|run| track.left_out(block, run));
+                if let Some(bitmap) = &mut self.sent {
+                    holes.runs().try_for_each(|run| bitmap.left_out(block, run))?;
                 }
                 continue;
             }
             for run in holes.runs().flat_map(|run| run.chunks(HOLES_A_CHECK)) {
-                result.broken_off = self.wait_to_tell(last, convergence, &mut result.busy)?;
+                result.broken_off = self.wait_to_tell(last, &mut result.busy)?;
                 if result.broken_off.is_some() {
-                    self.leave_untold(round, block, run.start, result);
-                    return Ok(());
+                    return self.leave_untold(round, block, run.start, result);
                 }
                 records.send_zero(block, run)?;
                 if !last {
-                    self.control.rate().spend(run.len().saturating_mul(ZERO_RECORD));
+                    self.link.control.rate().spend(run.len().saturating_mul(ZERO_RECORD));
                 }
-                self.progress.moved(Moved { zero: run.len(), ..Moved::default() });
+                self.link.progress.moved(Moved { zero: run.len(), ..Moved::default() });
                 result.holes += run.len();
                 result.sent.zero += run.len();
-                if let Some(track) = &mut self.track {
-                    track.sent(block, &[run]);
+                if let Some(bitmap) = &mut self.sent {
+                    bitmap.sent(block, &[run])?;
                 }
             }
         }
@@ -111,19 +110,14 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     }
 
     /// Waits until the limit lets more holes be told; why they are not to be, if the round is to be broken off.
-    fn wait_to_tell(
-        &self,
-        last: bool,
-        convergence: &Convergence,
-        waited: &mut Duration,
-    ) -> Result<Option<BrokenOff>, MigrateError> {
+    fn wait_to_tell(&self, last: bool, waited: &mut Duration) -> Result<Option<BrokenOff>, MigrateError> {
         loop {
-            self.check()?;
+            self.link.check()?;
             if last {
                 return Ok(None);
             }
-            let broken_off = self.breaks_off(convergence);
-            let pause = self.control.rate().delay();
+            let broken_off = self.breaks_off();
+            let pause = self.link.control.rate().delay();
             if broken_off.is_some() || pause.is_zero() {
                 return Ok(broken_off);
             }
@@ -134,7 +128,13 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
     }
 
     /// Remembers the holes from a page of a block on, and those of the blocks behind it.
-    fn leave_untold(&mut self, round: &Round, block: usize, from: PageNumber, result: &mut RoundResult) {
+    fn leave_untold(
+        &mut self,
+        round: &Round,
+        block: usize,
+        from: PageNumber,
+        result: &mut RoundResult,
+    ) -> Result<(), MigrateError> {
         result.untold = round.holes.clone();
         for (index, untold) in result.untold.iter_mut().enumerate() {
             match index.cmp(&block) {
@@ -143,10 +143,11 @@ impl<V: LiveVm + ?Sized> Engine<'_, '_, V> {
                 Ordering::Greater => {}
             }
             // Postcopy discards them there.
-            if let Some(track) = &mut self.track {
-                untold.runs().for_each(|run| track.left_out(index, run));
+            if let Some(bitmap) = &mut self.sent {
+                untold.runs().try_for_each(|run| bitmap.left_out(index, run))?;
             }
         }
+        Ok(())
     }
 }
 

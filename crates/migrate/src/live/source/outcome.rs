@@ -8,12 +8,13 @@ use limosa_channel::Channel;
 use limosa_memory::dirty::DirtyLogs;
 
 use super::guest::GuestSource;
+use super::owned::{HandedOver, Owned};
 use super::stats::LiveStats;
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::{LiveVm, VmError};
 use crate::progress::Progress;
-use crate::source::postcopy::OpenPreempt;
+use crate::source::postcopy::{OpenPreempt, PostcopyStats};
 
 /// How a live migration ended.
 #[must_use = "it says who has the VM"]
@@ -42,6 +43,34 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
     Undecided(Undecided<'a, V>),
     /// The VM runs at the destination, and waits there for pages that only this side has.
     PostcopyBroken(Box<Recoverable<'a, V>>),
+}
+
+/// How the phases of a migration ended: who has the VM.
+pub(super) enum Ended<'a, V: LiveVm + ?Sized> {
+    /// This side, as before.
+    Kept { vm: Owned<'a, V>, error: MigrateError },
+    /// The destination, or it may.
+    HandedOver {
+        vm: HandedOver<'a, V>,
+        /// The memory that postcopy sends.
+        guest: Option<GuestSource<'a>>,
+        result: Result<Option<Box<PostcopyStats>>, MigrateError>,
+    },
+}
+
+impl<V: LiveVm + ?Sized> Ended<'_, V> {
+    /// Puts another error in the place of this one's, if it ended with one.
+    pub(super) fn map_err(mut self, other: impl FnOnce(MigrateError) -> MigrateError) -> Self {
+        if let Self::Kept { error, .. } | Self::HandedOver { result: Err(error), .. } = &mut self {
+            *error = other(std::mem::replace(error, MigrateError::Cancelled));
+        }
+        self
+    }
+
+    /// Whether the VM was moved.
+    pub(super) fn is_ok(&self) -> bool {
+        matches!(self, Self::HandedOver { result: Ok(_), .. })
+    }
 }
 
 /// A VM that was given away without an answer.
@@ -86,6 +115,13 @@ impl<'a, V: LiveVm + ?Sized> Recoverable<'a, V> {
     /// The VM here, which is stopped.
     pub fn vm(&self) -> &'a V {
         self.vm
+    }
+
+    /// The destination has not said that it has loaded the devices.
+    pub(super) fn unheard(mut self, logs: Option<DirtyLogs>) -> Undecided<'a, V> {
+        let error = std::mem::replace(&mut self.error, MigrateError::Paused);
+        let stats = std::mem::take(&mut self.stats);
+        Undecided { vm: self.vm, logs, error, stats, recoverable: Some(Box::new(self)) }
     }
 
     /// For a destination that is gone: whether its VM had begun to run is not known here. (QEMU 10.0 answers that it has loaded

@@ -1,16 +1,20 @@
 //! From precopy to postcopy: the VM stops here, runs there, and the rest follows.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use limosa_channel::Channel;
-use limosa_page::{PageBitmap, PageRange};
+use limosa_page::{BrokenInvariant, PageBitmap, PageRange, broken, invariant};
 use limosa_stream::RamBlock;
 
-use super::engine::Engine;
 use super::guest::GuestSource;
-use super::outcome::Recoverable;
+use super::link::{Link, Terms};
+use super::outcome::{Ended, Recoverable};
+use super::owned::Owned;
+use super::phase::Phase;
+use super::run::Attempt;
 use super::switch::{self, Known, Plan};
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -18,7 +22,7 @@ use crate::live::LiveVm;
 use crate::pages::PageSource;
 use crate::progress::Progress;
 use crate::source::host_pages::{pages_of, with_page_sizes};
-use crate::source::postcopy::{OpenPreempt, PostcopyOptions, PostcopySource, PostcopyStats, Switch};
+use crate::source::postcopy::{OpenPreempt, PackageSent, PostcopyOptions, PostcopySource, PostcopyStats};
 
 /// Whether a live migration goes on in postcopy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,79 +39,148 @@ pub enum Postcopy {
 
 /// What postcopy needs to know of precopy: one bitmap a block each.
 #[derive(Debug)]
-pub(super) struct Track {
+pub(super) struct SentBitmap {
     /// Pages sent at least once.
     pub(super) sent: Vec<PageBitmap>,
     /// Pages left out because they are zero, or free in the end, and not sent since.
     pub(super) zero: Vec<PageBitmap>,
 }
 
-impl Track {
+impl SentBitmap {
     pub(super) fn new<S: PageSource>(source: &S) -> Self {
         let none = || source.start().blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
         Self { sent: none(), zero: none() }
     }
 
-    /// Pages of a block were sent.
-    pub(super) fn sent(&mut self, block: usize, runs: &[PageRange]) {
-        if let (Some(sent), Some(zero)) = (self.sent.get_mut(block), self.zero.get_mut(block)) {
-            for run in runs {
-                sent.set_range(*run);
-                zero.clear_range(*run);
-            }
+    /// Notes that pages of a block were sent.
+    pub(super) fn sent(&mut self, block: usize, runs: &[PageRange]) -> Result<(), BrokenInvariant> {
+        let (sent, zero) = self.of(block)?;
+        for run in runs {
+            sent.set_range(*run);
+            zero.clear_range(*run);
         }
+        Ok(())
     }
 
-    /// Pages of a block are zero, and were not sent.
-    pub(super) fn left_out(&mut self, block: usize, run: PageRange) {
-        if let (Some(sent), Some(zero)) = (self.sent.get_mut(block), self.zero.get_mut(block)) {
-            sent.clear_range(run);
-            zero.set_range(run);
-        }
+    /// Notes that pages of a block are zero, and were not sent.
+    pub(super) fn left_out(&mut self, block: usize, run: PageRange) -> Result<(), BrokenInvariant> {
+        let (sent, zero) = self.of(block)?;
+        sent.clear_range(run);
+        zero.set_range(run);
+        Ok(())
+    }
+
+    fn of(&mut self, block: usize) -> Result<(&mut PageBitmap, &mut PageBitmap), BrokenInvariant> {
+        let of_block = self.sent.get_mut(block).zip(self.zero.get_mut(block));
+        of_block.ok_or_else(|| broken("pages that were sent belong to blocks of the stream"))
     }
 }
 
-/// What the switch to postcopy is made with.
-pub(super) struct SwitchTo<'e> {
-    /// The blocks, with the page sizes of the destination.
-    pub(super) page_sizes: &'e BTreeMap<String, u64>,
-    pub(super) open_preempt: Option<OpenPreempt<'e>>,
-    /// Set when the package is about to go out: an answer to its PING that came before is none.
-    pub(super) switching: &'e AtomicBool,
+/// Memory that the destination of a postcopy does not have.
+pub(super) struct Unmoved {
+    /// Pages that were written and not sent.
+    pub(super) dirty: Vec<PageBitmap>,
+    pub(super) sent: SentBitmap,
 }
 
-impl<'v, V: LiveVm + ?Sized> Engine<'_, 'v, V> {
-    /// Lets the VM, which is stopped here, run there, and sends what it does not have. `dirty` is what was written and not
-    /// sent.
-    pub(super) fn switch_to_postcopy(&mut self, dirty: &[PageBitmap]) -> Result<(), MigrateError> {
-        let mut guest = GuestSource::new(self.vm);
+/// Whether the destination has loaded the devices of a postcopy: shared with the thread that reads the return path.
+#[derive(Debug, Default)]
+pub(super) struct Loaded {
+    /// The package is about to go out: an answer to its PING that came before is none.
+    asked: AtomicBool,
+    at: OnceLock<Instant>,
+}
+
+impl Loaded {
+    /// Notes the answer to the package's PING; false if that is none.
+    pub(super) fn answered(&self) -> bool {
+        self.asked.load(Ordering::Acquire) && {
+            let _ = self.at.set(Instant::now());
+            true
+        }
+    }
+
+    /// When the answer came: the VM runs there since.
+    pub(super) fn at(&self) -> Option<Instant> {
+        self.at.get().copied()
+    }
+}
+
+/// A VM that stands still here, ready to run there without its memory.
+pub(super) struct Switch<'v> {
+    /// The memory that follows, and the devices.
+    guest: GuestSource<'v>,
+    /// Pages that the destination has, by block.
+    already: Vec<PageBitmap>,
+    /// The commands that discard all others.
+    discards: Vec<u8>,
+}
+
+impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
+    /// Plans what follows when the VM, which stands still here, runs there.
+    pub(super) fn switch(&mut self, unmoved: Unmoved) -> Result<Phase<'e, 'v>, MigrateError> {
+        let Unmoved { dirty, sent: SentBitmap { sent, mut zero } } = unmoved;
+        let mut guest = GuestSource::new(self.vm.vm());
         guest.devices = self.device_sections()?.bytes().to_vec();
-        let blocks = with_page_sizes(&guest.start().blocks, self.switch.page_sizes)?;
+        let blocks = with_page_sizes(&guest.start().blocks, self.terms.page_sizes)?;
         let each: Vec<u64> = blocks.iter().map(pages_of).collect();
-        let Some(mut track) = self.track.take() else {
-            return Err(MigrateError::Protocol("postcopy was not announced to the destination".into()));
-        };
         // What is free, and was not sent since nor written, is as good as zero: a request for it is answered at once.
-        track.zero.iter_mut().zip(self.windows.take_free()).for_each(|(zero, free)| zero.union_with(&free));
-        let known = dirty.iter().zip(&track.sent).zip(&track.zero);
+        zero.iter_mut().zip(self.link.windows.take_free()).for_each(|(zero, free)| zero.union_with(&free));
+        let known = dirty.iter().zip(&sent).zip(&zero);
         let known = known.map(|((dirty, sent), zero)| Known { dirty, sent, zero });
         let mut plans: Vec<Plan> = known.zip(&each).map(|(known, each)| switch::plan(&known, *each)).collect();
         switch::discard_something(&mut plans, &each);
+        check_none_stale(&dirty, &plans, blocks.len())?;
         let mut discards = Vec::new();
         switch::encode_discards(&blocks, &plans, &mut discards)?;
         let already: Vec<PageBitmap>;
         (guest.stored, already) = plans.into_iter().map(|plan| (plan.stored, plan.already)).unzip();
-        let guest = self.guest.insert(guest);
+        Ok(Phase::Postcopy(Switch { guest, already, discards }))
+    }
+}
+
+/// Makes sure that no page is kept at the destination that was written since it was sent there, and that every block is planned.
+fn check_none_stale(dirty: &[PageBitmap], plans: &[Plan], blocks: usize) -> Result<(), BrokenInvariant> {
+    invariant(plans.len() == blocks && dirty.len() == blocks, "a postcopy plans every block of the stream")?;
+    let stale = dirty.iter().zip(plans).any(|(dirty, plan)| {
+        let mut stale = plan.already.clone();
+        stale.intersect_with(dirty);
+        stale.count() != 0
+    });
+    invariant(!stale, "no dirty page counts as sent when postcopy begins")
+}
+
+impl<'v> Switch<'v> {
+    /// Lets the VM run there, and sends what it does not have.
+    pub(super) fn hand_over<'e, V: LiveVm + ?Sized>(
+        self,
+        (link, terms): (&'e Link<'e, 'v>, &'e Terms<'e>),
+        vm: Owned<'v, V>,
+        open_preempt: Option<OpenPreempt<'e>>,
+    ) -> Ended<'v, V> {
+        let Self { guest, already, discards } = self;
+        if let Err(error) = vm.check_ready() {
+            return Ended::Kept { vm, error: error.into() };
+        }
         // What was said of the speed of precopy is over with it.
-        self.control.set_max_bandwidth(self.params.max_postcopy_bandwidth);
-        self.switch.switching.store(true, Ordering::Release);
-        let handed = self.guard.given_flag();
-        let switch = Switch { inbox: self.inbox, already: &already, discards, handed: &handed };
-        let options = options(self.params.patience, self.switch.page_sizes);
-        let source = PostcopySource::over(guest, Arc::clone(self.channel), self.control, self.progress);
-        let done = preempted(source.with_options(options), self.switch.open_preempt.take()).switch(switch)?;
-        self.stats.postcopy = Some(done);
-        Ok(())
+        link.control.set_max_bandwidth(terms.params.max_postcopy_bandwidth);
+        terms.loaded.asked.store(true, Ordering::Release);
+        let options = options(terms.params.patience, terms.page_sizes);
+        let source = PostcopySource::over(&guest, Arc::clone(link.channel), link.control, link.progress);
+        let mut source = preempted(source.with_options(options), open_preempt);
+        let (sent, prepared) = match source.prepare(&already) {
+            Ok(prepared) => (source.send_package(link.inbox, &discards), prepared),
+            Err(error) => return Ended::Kept { vm, error },
+        };
+        match sent {
+            PackageSent::Cut(error) => Ended::Kept { vm, error },
+            PackageSent::Taken(sent) => {
+                // From here on the VM may run there, whatever happens here.
+                let vm = vm.hand_over();
+                let followed = sent.and_then(|preempt| source.follow(prepared, link.inbox, preempt));
+                Ended::HandedOver { vm, result: followed.map(|stats| Some(Box::new(stats))), guest: Some(guest) }
+            }
+        }
     }
 }
 
@@ -150,4 +223,34 @@ pub(super) fn listed(blocks: &[RamBlock], page_sizes: &BTreeMap<String, u64>) ->
         block.page_size = block.page_size.filter(|size| *size > limosa_page::PAGE_SIZE);
     }
     Ok(blocks)
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_page::PageNumber;
+
+    use super::*;
+    use crate::error::is_noticed;
+
+    #[test]
+    fn a_dirty_page_that_counts_as_sent_is_noticed_before_the_vm_is_handed_over() {
+        let mut dirty = PageBitmap::new(8);
+        dirty.set(PageNumber(5));
+        let known = Known { dirty: &dirty, sent: &PageBitmap::full(8), zero: &PageBitmap::new(8) };
+        let mut plans = [switch::plan(&known, 1)];
+        check_none_stale(std::slice::from_ref(&dirty), &plans, 1).unwrap();
+        assert!(is_noticed(|| check_none_stale(std::slice::from_ref(&dirty), &plans, 2)));
+        plans[0].already.set(PageNumber(5));
+        assert!(is_noticed(|| check_none_stale(std::slice::from_ref(&dirty), &plans, 1)));
+    }
+
+    #[test]
+    fn pages_of_a_block_that_is_not_of_the_stream_are_noticed() {
+        let mut bitmap = SentBitmap { sent: vec![PageBitmap::new(8)], zero: vec![PageBitmap::new(8)] };
+        bitmap.left_out(0, PageRange::first(2)).unwrap();
+        bitmap.sent(0, &[PageRange::first(1)]).unwrap();
+        assert_eq!((bitmap.sent[0].count(), bitmap.zero[0].count()), (1, 1));
+        assert!(is_noticed(|| bitmap.sent(1, &[])));
+        assert!(is_noticed(|| bitmap.left_out(1, PageRange::first(1))));
+    }
 }

@@ -8,7 +8,7 @@ use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, DeviceSections};
 use proptest::prelude::*;
 
-use super::super::guard::VmGuard;
+use super::super::owned::Owned;
 use super::*;
 use crate::live::{LiveVm, VmError};
 
@@ -92,7 +92,7 @@ enum Owner {
 /// A guest and its driver, an engine's round, and the destination.
 struct Model<'v> {
     rule: Rule,
-    guard: VmGuard<'v, Vm>,
+    guard: Owned<'v, Vm>,
     vm: &'v Vm,
     marker: SoftwareDirtyBitmap,
     windows: Arc<Windows>,
@@ -114,7 +114,7 @@ impl<'v> Model<'v> {
         let logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)]).unwrap();
         let (windows, device) = (Arc::<Windows>::default(), Arc::<Device>::default());
         let hints = Hints::new(Arc::clone(&device) as _, Arc::clone(&windows), vm.memory().layout(), Progress::new());
-        let mut guard = VmGuard::new(vm, logs, Vec::new()).with_hints(Some(hints));
+        let mut guard = Owned::new(vm, logs, Vec::new()).with_hints(Some(hints));
         guard.start_logs().unwrap();
         let pages = usize::try_from(PAGES).unwrap();
         let mut model = Self {
@@ -131,7 +131,7 @@ impl<'v> Model<'v> {
             under_way: Vec::new(),
         };
         model.windows.start(vec![PageBitmap::full(PAGES)]);
-        model.guard.ask_for_free_pages();
+        model.guard.ask_for_free_pages().unwrap();
         model
     }
 
@@ -195,7 +195,7 @@ impl<'v> Model<'v> {
         }
         self.windows.start(dirty.blocks().to_vec());
         if asks {
-            self.guard.ask_for_free_pages();
+            self.guard.ask_for_free_pages().unwrap();
         }
     }
 

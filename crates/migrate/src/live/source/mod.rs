@@ -18,20 +18,24 @@
 //! starts with all pages.
 
 mod convergence;
-mod engine;
-mod guard;
 mod guest;
 mod hints;
 mod holes;
+mod link;
 mod outcome;
+mod owned;
+mod phase;
 mod postcopy;
+mod precopy;
+mod round;
+mod run;
 mod stats;
 mod switch;
+mod switchover;
 
 use std::collections::BTreeMap;
 use std::iter;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
@@ -43,11 +47,13 @@ use limosa_stream::ReturnMessage;
 use limosa_stream::multifd::Compression;
 use limosa_stream::postcopy::PING_LOADED;
 
-use self::engine::Engine;
-use self::guard::VmGuard;
 use self::guest::GuestSource;
 use self::hints::Hints;
-use self::postcopy::SwitchTo;
+use self::link::{Link, Terms};
+use self::outcome::Ended;
+use self::owned::Owned;
+use self::postcopy::Loaded;
+use self::stats::{Observer, Reports};
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::{GiveUp, LiveVm, MigrationParams, SharedMemory};
@@ -63,9 +69,6 @@ use crate::source::windows::Windows;
 pub use outcome::{LiveOutcome, Recoverable, Undecided};
 pub use postcopy::Postcopy;
 pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
-
-/// Told of every round.
-type Observer<'o> = Box<dyn Fn(&RoundReport) + Send + Sync + 'o>;
 
 /// A VM that runs, on its way to a destination.
 ///
@@ -267,130 +270,147 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             })
         });
         let all = iter::once(&channel).chain(&multifd_channels).cloned().collect();
-        let mut guard = VmGuard::new(vm, logs, all).with_shared(shared).with_hints(hints);
-        let mut stats = LiveStats::default();
-        // What the destination does not take for so long, it does not take.
+        let owned = Owned::new(vm, logs, all).with_shared(shared).with_hints(hints);
         let set = multifd::set_patience(iter::once(&channel).chain(&multifd_channels), params.patience);
-        let set = set.and_then(|()| match postcopy {
-            Postcopy::Allowed | Postcopy::AtOnce if !multifd_channels.is_empty() => {
-                let why = "postcopy brings pages on the main channel and the preempt channel alone";
-                Err(MigrateError::Channels(why.into()))
-            }
-            Postcopy::Allowed | Postcopy::AtOnce if shared != SharedMemory::Sent => {
-                let why = "in postcopy shared memory has to be sent like any other";
-                Err(MigrateError::Channels(why.into()))
-            }
-            Postcopy::AtOnce if guard.has_hints() && params.hint_wait.is_zero() => {
-                let why = "hint_wait is zero, and postcopy at once stops the guest before it can report its free pages";
-                Err(MigrateError::Hints(why))
-            }
-            Postcopy::AtOnce if guard.has_hints() => guard.check_covered(),
-            // Of a VM that is stopped when its first page is read no write is missed.
-            Postcopy::AtOnce => Ok(()),
-            Postcopy::Off | Postcopy::Allowed => guard.check_covered(),
-        });
-        let (switching, loaded) = (AtomicBool::new(false), OnceLock::new());
-        let mut guest = None;
-        let moved = set.and_then(|()| {
-            thread::scope(|scope| {
-                let reader = scope.spawn(|| {
-                    inbox.read_from(&channel, &source.start().blocks, false, |message| {
-                        if *message == ReturnMessage::Pong(PING_LOADED) && switching.load(Ordering::Acquire) {
-                            // The VM runs there from here on.
-                            let _ = loaded.set(Instant::now());
-                            progress.enter(Phase::PostcopyActive);
-                            control.release();
-                        }
-                    });
-                    if let Some(multifd) = &multifd {
-                        // The channels' threads do not look at the return path, and it is over.
-                        multifd.fail_for(|| inbox.outcome());
-                    }
-                });
-                let mut engine = Engine {
-                    vm,
-                    source: &source,
-                    channel: &channel,
-                    control: &control,
-                    progress: &progress,
-                    params,
-                    inbox: &inbox,
-                    multifd: multifd.as_ref(),
-                    windows: &windows,
-                    fresh,
-                    observer: &observer,
-                    begun,
-                    guard: &mut guard,
-                    stats: &mut stats,
-                    postcopy,
-                    switch: SwitchTo { page_sizes: &page_sizes, open_preempt, switching: &switching },
-                    track: None,
-                    guest: &mut guest,
-                    description: Vec::new(),
-                    reported: 0,
-                };
-                // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut whatever happens.
-                let cut = CutOnDrop(&channel);
-                let moved = engine.open().and_then(|()| {
-                    let _ending = multifd.as_ref().map(|multifd| multifd.spawn(scope));
-                    let moved = engine.run();
-                    // What failed on any of the channels first is the cause.
-                    moved.map_err(|error| match &multifd {
-                        Some(multifd) => multifd.fail_with(error),
-                        None => error,
-                    })
-                });
-                match moved {
-                    // The return path has ended with the last word.
-                    Ok(()) => std::mem::forget(cut),
-                    Err(_) => drop(cut),
-                }
-                let _ = reader.join();
-                moved
-            })
-        });
+        let set = set.and_then(|()| check(&owned, postcopy, shared, (&params, multifd.is_some())));
+        let loaded = Loaded::default();
+        let terms = Terms { params, fresh, postcopy, page_sizes: &page_sizes, loaded: &loaded, begun };
+        let link = Link {
+            memory: vm.memory(),
+            source: &source,
+            channel: &channel,
+            multifd: multifd.as_ref(),
+            inbox: &inbox,
+            windows: &windows,
+            control: &control,
+            progress: &progress,
+        };
+        let mut reports = Reports::new(&observer);
+        let ended = match set {
+            Ok(()) => attempt(&link, &terms, owned, &mut reports, open_preempt),
+            Err(error) => Ended::Kept { vm: owned, error },
+        };
         control.unwatch();
         control.release();
-        let given = guard.is_given();
-        // Once it was given away a stop is not what decides, and may not be what failed.
-        let moved = if given { moved } else { moved.map_err(|error| control.explain(error)) };
-        if moved.is_ok() || loaded.get().is_some() {
-            guard.end_downtime(loaded.get().copied().unwrap_or_else(Instant::now));
-        }
-        let resumed = if given { Ok(()) } else { guard.take_back() };
-        stats.total = begun.elapsed();
-        stats.downtime = guard.downtime();
-        stats.hints = guard.hint_stats();
-        stats.main = channel.counters();
-        stats.channels = multifd_channels.iter().map(|channel| channel.counters()).collect();
-        let (vm, logs) = guard.into_parts();
-        let error = match (moved, resumed) {
-            (Ok(()), _) => {
-                progress.enter(Phase::Completed);
-                return LiveOutcome::Completed(stats);
-            }
-            (Err(error), Ok(())) if !given => return LiveOutcome::Resumed { error, stats, logs },
-            (Err(error), Err(resume)) => return LiveOutcome::Stuck { error, resume, stats },
-            (Err(error), Ok(())) => error,
+        let counters = |channel: &Arc<Channel>| channel.counters();
+        let mut stats = reports.stats;
+        let finish = |stats: &mut LiveStats| {
+            stats.total = begun.elapsed();
+            stats.main = channel.counters();
+            stats.channels = multifd_channels.iter().map(counters).collect();
         };
-        let recoverable = guest.map(|guest| Recoverable {
-            vm,
-            guest,
-            page_sizes,
-            patience: params.patience,
-            max_bandwidth: params.max_postcopy_bandwidth,
-            error: MigrateError::Paused,
-            stats: LiveStats::default(),
-        });
-        match (recoverable, loaded.get()) {
-            (Some(recoverable), Some(_)) => {
-                LiveOutcome::PostcopyBroken(Box::new(Recoverable { error, stats, ..recoverable }))
+        match ended {
+            Ended::Kept { vm, error } => {
+                let error = control.explain(error);
+                let taken_back = vm.take_back();
+                (stats.downtime, stats.hints) = (taken_back.downtime, taken_back.hints);
+                finish(&mut stats);
+                match taken_back.resumed {
+                    Ok(()) => LiveOutcome::Resumed { error, stats, logs: taken_back.logs },
+                    Err(resume) => LiveOutcome::Stuck { error, resume, stats },
+                }
             }
-            (recoverable, _) => {
-                let recoverable = recoverable.map(Box::new);
-                LiveOutcome::Undecided(Undecided { vm, logs, error, stats, recoverable })
+            // Once it was handed over a stop is not what decides, and may not be what failed.
+            Ended::HandedOver { vm, guest, result } => {
+                stats.downtime = vm.downtime(loaded.at().unwrap_or_else(Instant::now));
+                stats.hints = vm.hint_stats();
+                finish(&mut stats);
+                let (vm, logs) = vm.into_parts();
+                let error = match result {
+                    Ok(postcopy) => {
+                        stats.postcopy = postcopy.map(|postcopy| *postcopy);
+                        progress.enter(Phase::Completed);
+                        return LiveOutcome::Completed(stats);
+                    }
+                    Err(error) => error,
+                };
+                let Some(guest) = guest else {
+                    return LiveOutcome::Undecided(Undecided { vm, logs, error, stats, recoverable: None });
+                };
+                let (patience, max_bandwidth) = (params.patience, params.max_postcopy_bandwidth);
+                let waits = Recoverable { vm, guest, page_sizes, patience, max_bandwidth, error, stats };
+                match loaded.at() {
+                    Some(_) => LiveOutcome::PostcopyBroken(Box::new(waits)),
+                    None => LiveOutcome::Undecided(waits.unheard(logs)),
+                }
             }
         }
+    }
+}
+
+/// Refuses what cannot be moved as it is wanted, before anything is sent.
+fn check<V: LiveVm + ?Sized>(
+    vm: &Owned<'_, V>,
+    postcopy: Postcopy,
+    shared: SharedMemory,
+    (params, has_multifd): (&MigrationParams, bool),
+) -> Result<(), MigrateError> {
+    match postcopy {
+        Postcopy::Allowed | Postcopy::AtOnce if has_multifd => {
+            let why = "postcopy brings pages on the main channel and the preempt channel alone";
+            Err(MigrateError::Channels(why.into()))
+        }
+        Postcopy::Allowed | Postcopy::AtOnce if shared != SharedMemory::Sent => {
+            let why = "in postcopy shared memory has to be sent like any other";
+            Err(MigrateError::Channels(why.into()))
+        }
+        Postcopy::AtOnce if vm.has_hints() && params.hint_wait.is_zero() => {
+            let why = "hint_wait is zero, and postcopy at once stops the guest before it can report its free pages";
+            Err(MigrateError::Hints(why))
+        }
+        // Of a VM that is stopped when its first page is read no write is missed.
+        Postcopy::AtOnce if !vm.has_hints() => Ok(()),
+        Postcopy::Off | Postcopy::Allowed | Postcopy::AtOnce => vm.check_covered(),
+    }
+}
+
+/// Opens the stream and moves the VM over it, with the return path read and the multifd channels at work meanwhile.
+fn attempt<'e, 'v, V: LiveVm + ?Sized>(
+    link: &'e Link<'e, 'v>,
+    terms: &'e Terms<'e>,
+    vm: Owned<'v, V>,
+    reports: &mut Reports<'e>,
+    open_preempt: Option<OpenPreempt<'e>>,
+) -> Ended<'v, V> {
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| read_return_path(link, terms));
+        // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut whatever happens.
+        let cut = CutOnDrop(link.channel);
+        let ended = match link.open(terms) {
+            Ok(()) => {
+                let _ending = link.multifd.map(|multifd| multifd.spawn(scope));
+                let ended = run::run((link, terms), vm, reports, open_preempt);
+                // What failed on any of the channels first is the cause.
+                ended.map_err(|error| match link.multifd {
+                    Some(multifd) => multifd.fail_with(error),
+                    None => error,
+                })
+            }
+            Err(error) => Ended::Kept { vm, error },
+        };
+        if ended.is_ok() {
+            // The return path has ended with the acknowledgement.
+            std::mem::forget(cut);
+        } else {
+            drop(cut);
+        }
+        let _ = reader.join();
+        ended
+    })
+}
+
+/// The life of the thread that reads the return path.
+fn read_return_path(link: &Link<'_, '_>, terms: &Terms<'_>) {
+    link.inbox.read_from(link.channel, &link.source.start().blocks, false, |message| {
+        if *message == ReturnMessage::Pong(PING_LOADED) && terms.loaded.answered() {
+            // The VM runs there from here on.
+            link.progress.enter(Phase::PostcopyActive);
+            link.control.release();
+        }
+    });
+    if let Some(multifd) = link.multifd {
+        // The channels' threads do not look at the return path, and it is over.
+        multifd.fail_for(|| link.inbox.outcome());
     }
 }
 

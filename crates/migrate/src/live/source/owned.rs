@@ -1,22 +1,23 @@
-//! Who has the VM, and what was done to it: so that it can be undone on every way out.
+//! Who has the VM, as a type: [`Owned`] is a VM that still runs here or can, [`HandedOver`] one that the destination may run.
 //!
-//! **The ownership law.** Until the VM is given away, whatever ends the migration lets it go on here as it was: not
-//! paused, not slowed down, not logged, with all of its memory; even a panic does. From then on nothing here touches it.
+//! **The ownership law.** Until the VM is handed over, whatever ends the migration lets it go on here as it was: not
+//! paused, not slowed down, not logged, with all of its memory; even a panic does. From then on nothing here touches it: a
+//! [`HandedOver`] cannot resume it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, How};
 use limosa_memory::dirty::{DirtyLogs, DirtyPages, Writers};
+use limosa_page::{BrokenInvariant, invariant};
 
 use super::hints::Hints;
 use super::stats::HintStats;
 use crate::error::MigrateError;
 use crate::live::{LiveVm, SharedMemory, VmError};
 
-/// A VM in migration: what was done to it is undone when this is dropped, unless the VM was given away.
-pub(super) struct VmGuard<'a, V: LiveVm + ?Sized> {
+/// A VM in migration that this side has. What was done to it is undone when this is dropped.
+pub(super) struct Owned<'a, V: LiveVm + ?Sized> {
     vm: &'a V,
     /// Until they are handed back.
     logs: Option<DirtyLogs>,
@@ -29,13 +30,30 @@ pub(super) struct VmGuard<'a, V: LiveVm + ?Sized> {
     logging: bool,
     throttled: bool,
     paused: Option<Instant>,
-    downtime: Duration,
-    given: Arc<AtomicBool>,
 }
 
-impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
+/// A VM that was given away: it stands still here, whole, and nothing here lets it go on.
+pub(super) struct HandedOver<'a, V: LiveVm + ?Sized> {
+    vm: &'a V,
+    logs: Option<DirtyLogs>,
+    hints: Option<Hints>,
+    paused: Option<Instant>,
+}
+
+/// A VM that goes on here, or would not.
+pub(super) struct TakenBack {
+    /// What the VMM said to that.
+    pub(super) resumed: Result<(), VmError>,
+    /// The dirty logs, which are off.
+    pub(super) logs: Option<DirtyLogs>,
+    /// How long the VM stood still.
+    pub(super) downtime: Duration,
+    pub(super) hints: Option<HintStats>,
+}
+
+impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
+    /// A VM that runs, and what sees its writes. `channels`: all of the migration.
     pub(super) fn new(vm: &'a V, logs: DirtyLogs, channels: Vec<Arc<Channel>>) -> Self {
-        let downtime = Duration::ZERO;
         Self {
             vm,
             logs: Some(logs),
@@ -45,18 +63,21 @@ impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
             logging: false,
             throttled: false,
             paused: None,
-            downtime,
-            given: Arc::default(),
         }
     }
 
-    /// The same, with memory that the destination may have too.
+    /// The VM.
+    pub(super) fn vm(&self) -> &'a V {
+        self.vm
+    }
+
+    /// With memory that the destination may have too.
     pub(super) fn with_shared(mut self, shared: SharedMemory) -> Self {
         self.shared = shared;
         self
     }
 
-    /// The same, of a guest that is asked for its free pages.
+    /// Of a guest that is asked for its free pages.
     pub(super) fn with_hints(mut self, hints: Option<Hints>) -> Self {
         self.hints = hints;
         self
@@ -75,9 +96,9 @@ impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
 
     /// Asks the guest for its free pages, if that is wanted: whether it is. The log is on, and the round's pages are in the
     /// windows.
-    pub(super) fn ask_for_free_pages(&mut self) -> bool {
-        debug_assert!(self.logging, "what is written behind a hint has to be seen");
-        self.hints.as_mut().map(Hints::ask).is_some()
+    pub(super) fn ask_for_free_pages(&mut self) -> Result<bool, BrokenInvariant> {
+        invariant(self.logging, "what is written behind a hint is seen by a dirty log")?;
+        Ok(self.hints.as_mut().map(Hints::ask).is_some())
     }
 
     /// Waits until the guest has told all its free pages, but not after `until`, if that is a time, nor longer than `tick`; whether
@@ -89,11 +110,6 @@ impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
     /// Whether the guest is asked for free pages at all.
     pub(super) fn has_hints(&self) -> bool {
         self.hints.is_some()
-    }
-
-    /// What came of asking.
-    pub(super) fn hint_stats(&self) -> Option<HintStats> {
-        self.hints.as_ref().map(Hints::stats)
     }
 
     /// The guest is not asked any more, and gets back what it holds.
@@ -143,51 +159,43 @@ impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
         Ok(())
     }
 
+    /// Makes sure that the VM may be given away: it stands still, and its last write was read from the dirty logs.
+    pub(super) fn check_ready(&self) -> Result<(), BrokenInvariant> {
+        invariant(self.paused.is_some(), "a VM that is handed over stands still")?;
+        invariant(!self.logging, "the dirty logs were read for the last time before a VM is handed over")
+    }
+
     /// The VM is the destination's, or may be: nothing is undone any more.
-    pub(super) fn give_away(&mut self) {
-        self.given.store(true, Ordering::Release);
-    }
-
-    /// For those who give it away deep inside: to be set when it is.
-    pub(super) fn given_flag(&self) -> Arc<AtomicBool> {
-        Arc::clone(&self.given)
-    }
-
-    /// The destination has said, at that moment, that the VM runs there.
-    pub(super) fn end_downtime(&mut self, at: Instant) {
-        self.downtime = self.paused.take().map_or(self.downtime, |since| at.saturating_duration_since(since));
-    }
-
-    /// Whether the VM was given away.
-    pub(super) fn is_given(&self) -> bool {
-        self.given.load(Ordering::Acquire)
-    }
-
-    /// How long it stood still, or has so far.
-    pub(super) fn downtime(&self) -> Duration {
-        self.paused.map_or(self.downtime, |since| since.elapsed())
+    pub(super) fn hand_over(mut self) -> HandedOver<'a, V> {
+        // What would be undone goes along, so that nothing is left to be undone when this is dropped.
+        self.channels.clear();
+        (self.logging, self.throttled) = (false, false);
+        let (logs, hints, paused) = (self.logs.take(), self.hints.take(), self.paused.take());
+        HandedOver { vm: self.vm, logs, hints, paused }
     }
 
     /// Lets the VM go on here. The stream is cut first: nothing is put any more. What the kernel has by then may still leave, and
     /// its pages may change on the way; no destination runs a VM of a stream that ends so.
-    pub(super) fn take_back(&mut self) -> Result<(), VmError> {
-        for channel in &self.channels {
+    pub(super) fn take_back(mut self) -> TakenBack {
+        let (resumed, downtime) = self.undo();
+        TakenBack { resumed, downtime, logs: self.logs.take(), hints: self.hints.as_ref().map(Hints::stats) }
+    }
+
+    /// Undoes what was done to the VM. Done again it does nothing.
+    fn undo(&mut self) -> (Result<(), VmError>, Duration) {
+        for channel in self.channels.drain(..) {
             let _ = channel.shutdown(How::Both);
         }
         self.lift_throttle();
         self.give_pages_back();
         self.stop_logs();
         match self.paused.take() {
-            Some(since) => {
-                let resumed = self.vm.resume();
-                self.downtime = since.elapsed();
-                resumed
-            }
-            None => Ok(()),
+            Some(since) => (self.vm.resume(), since.elapsed()),
+            None => (Ok(()), Duration::ZERO),
         }
     }
 
-    /// There is nothing left to log.
+    /// Ends logging, if it is on.
     pub(super) fn stop_logs(&mut self) {
         if let Some(logs) = self.logs.as_mut().filter(|_| std::mem::take(&mut self.logging)) {
             // A log that cannot be stopped is over all the same.
@@ -200,20 +208,28 @@ impl<'a, V: LiveVm + ?Sized> VmGuard<'a, V> {
             let _ = self.vm.throttle(0);
         }
     }
+}
 
-    /// The VM, and its logs, which are off.
-    pub(super) fn into_parts(mut self) -> (&'a V, Option<DirtyLogs>) {
-        self.given.store(true, Ordering::Release);
-        (self.vm, self.logs.take())
+impl<V: LiveVm + ?Sized> Drop for Owned<'_, V> {
+    fn drop(&mut self) {
+        // On the way out of a panic the error cannot be reported.
+        let _ = self.undo();
     }
 }
 
-impl<V: LiveVm + ?Sized> Drop for VmGuard<'_, V> {
-    fn drop(&mut self) {
-        self.give_pages_back();
-        if !self.is_given() {
-            // On the way out of a panic: the error cannot be reported.
-            let _ = self.take_back();
-        }
+impl<'a, V: LiveVm + ?Sized> HandedOver<'a, V> {
+    /// How long the VM stood still until the destination said, at that moment, that it runs there.
+    pub(super) fn downtime(&self, until: Instant) -> Duration {
+        self.paused.map_or(Duration::ZERO, |since| until.saturating_duration_since(since))
+    }
+
+    /// What came of asking for free pages.
+    pub(super) fn hint_stats(&self) -> Option<HintStats> {
+        self.hints.as_ref().map(Hints::stats)
+    }
+
+    /// The VM, and its logs, which are off.
+    pub(super) fn into_parts(self) -> (&'a V, Option<DirtyLogs>) {
+        (self.vm, self.logs)
     }
 }

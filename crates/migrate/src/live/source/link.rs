@@ -1,0 +1,111 @@
+//! What an attempt is made over and with: nothing in it changes from phase to phase.
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use limosa_channel::Channel;
+use limosa_memory::{BlockRole, GuestMemory};
+use limosa_page::PAGE_SIZE;
+use limosa_stream::{Command, PageSizes, postcopy, ram};
+
+use super::guest::GuestSource;
+use super::postcopy::{Loaded, Postcopy, listed};
+use crate::control::Control;
+use crate::error::MigrateError;
+use crate::live::MigrationParams;
+use crate::pages::PageSource;
+use crate::progress::Progress;
+use crate::source::inbox::Inbox;
+use crate::source::multifd::Multifd;
+use crate::source::windows::Windows;
+
+/// The memory that is sent, and everything that it is sent through.
+pub(super) struct Link<'e, 'v> {
+    pub(super) memory: &'v GuestMemory,
+    pub(super) source: &'e GuestSource<'v>,
+    pub(super) channel: &'e Arc<Channel>,
+    /// The multifd channels.
+    pub(super) multifd: Option<&'e Multifd<'e, GuestSource<'v>>>,
+    pub(super) inbox: &'e Inbox,
+    /// What hands the pages of a round out, to whichever thread sends them.
+    pub(super) windows: &'e Windows,
+    pub(super) control: &'e Control,
+    pub(super) progress: &'e Progress,
+}
+
+/// What was agreed about the migration.
+pub(super) struct Terms<'e> {
+    pub(super) params: MigrationParams,
+    /// The destination's RAM is zero wherever nothing was sent.
+    pub(super) fresh: bool,
+    pub(super) postcopy: Postcopy,
+    /// The page sizes of the destination.
+    pub(super) page_sizes: &'e BTreeMap<String, u64>,
+    /// Whether the destination has loaded a postcopy's devices.
+    pub(super) loaded: &'e Loaded,
+    pub(super) begun: Instant,
+}
+
+impl Link<'_, '_> {
+    /// Opens the stream: everything before the first page.
+    pub(super) fn open(&self, terms: &Terms<'_>) -> Result<(), MigrateError> {
+        let start = self.source.start();
+        let total = start.blocks.iter().map(ram::RamBlock::pages).sum();
+        self.progress.expect_pages(total);
+        let mut bytes = Vec::new();
+        start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
+        Command::OpenReturnPath.encode(&mut bytes)?;
+        Command::Ping(postcopy::PING_OPENED).encode(&mut bytes)?;
+        let mut blocks = start.blocks.clone();
+        if terms.postcopy != Postcopy::Off {
+            blocks = listed(&blocks, terms.page_sizes)?;
+            let summary = blocks.iter().fold(0, |summary, block| summary | block.page_size.unwrap_or(PAGE_SIZE));
+            Command::PostcopyAdvise(Some(PageSizes { summary, target: PAGE_SIZE })).encode(&mut bytes)?;
+        }
+        ram::encode_ram_layout(start.section_id, &blocks, &mut bytes)?;
+        self.end_section(&mut bytes);
+        let passed = self.source.to_pass()?;
+        if passed.is_empty() {
+            return Ok(self.channel.put(&bytes)?);
+        }
+        let passed: Vec<_> = passed.iter().map(AsFd::as_fd).collect();
+        Ok(self.channel.put_with(&bytes, &passed)?)
+    }
+
+    /// Ends a section; with multifd channels, has the destination wait for them there.
+    pub(super) fn end_section(&self, bytes: &mut Vec<u8>) {
+        if self.multifd.is_some_and(Multifd::joins_by_word) {
+            ram::encode_multifd_flush(bytes);
+        }
+        ram::encode_eos(self.source.start().section_id, bytes);
+    }
+
+    /// Fails if the job was stopped, or the destination has gone.
+    pub(super) fn check(&self) -> Result<(), MigrateError> {
+        self.control.check()?;
+        self.inbox.still_open()
+    }
+
+    /// Bytes that the kernel has taken on all channels.
+    pub(super) fn bytes_out(&self) -> u64 {
+        let multifd = self.multifd.map_or(0, Multifd::bytes_out);
+        self.channel.counters().bytes_out.wrapping_add(multifd)
+    }
+
+    /// Whether a page of the block that was never sent is zero at the destination.
+    pub(super) fn leaves_out(&self, terms: &Terms<'_>, block: usize) -> bool {
+        terms.fresh && self.memory.block(block).is_ok_and(|block| block.role() == BlockRole::Ram)
+    }
+
+    /// Whether the migration continues in postcopy now.
+    pub(super) fn switches(&self, terms: &Terms<'_>) -> bool {
+        terms.postcopy != Postcopy::Off && self.control.postcopy_wanted()
+    }
+
+    /// How long the VM may stand still for the rest.
+    pub(super) fn downtime_limit(&self, terms: &Terms<'_>) -> Duration {
+        self.control.downtime_limit().unwrap_or(terms.params.downtime_limit)
+    }
+}

@@ -1,0 +1,61 @@
+//! One attempt, from the first answer to the last: the list of its phases.
+
+use super::link::{Link, Terms};
+use super::outcome::Ended;
+use super::owned::Owned;
+use super::phase::Phase;
+use super::postcopy::Switch;
+use super::stats::Reports;
+use super::switchover::Commit;
+use crate::error::MigrateError;
+use crate::live::LiveVm;
+use crate::source::postcopy::OpenPreempt;
+
+/// What a phase works with.
+pub(super) struct Attempt<'r, 'e, 'v, V: LiveVm + ?Sized> {
+    pub(super) link: &'e Link<'e, 'v>,
+    pub(super) terms: &'e Terms<'e>,
+    pub(super) vm: &'r mut Owned<'v, V>,
+    pub(super) reports: &'r mut Reports<'e>,
+}
+
+/// How the VM is handed over, when nothing else is left to be done.
+pub(super) enum Ready<'v> {
+    Commit(Commit),
+    Postcopy(Switch<'v>),
+}
+
+/// Moves the VM over a stream that is open.
+pub(super) fn run<'e, 'v, V: LiveVm + ?Sized>(
+    (link, terms): (&'e Link<'e, 'v>, &'e Terms<'e>),
+    mut vm: Owned<'v, V>,
+    reports: &mut Reports<'e>,
+    open_preempt: Option<OpenPreempt<'e>>,
+) -> Ended<'v, V> {
+    match (Attempt { link, terms, vm: &mut vm, reports }).prepare() {
+        Ok(Ready::Commit(commit)) => commit.hand_over(link, terms, vm),
+        Ok(Ready::Postcopy(switch)) => switch.hand_over((link, terms), vm, open_preempt),
+        Err(error) => Ended::Kept { vm, error },
+    }
+}
+
+impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
+    /// Everything up to the hand-over. Whatever fails leaves the VM here.
+    fn prepare(&mut self) -> Result<Ready<'v>, MigrateError> {
+        let mut phase = Phase::Setup;
+        loop {
+            let before = phase.step();
+            phase = match phase {
+                Phase::Setup => self.setup()?,
+                Phase::Hints(rounds) => self.ask_for_hints(*rounds)?,
+                Phase::Precopy(precopy) => self.precopy(*precopy)?,
+                Phase::Pause(left) => self.pause(left)?,
+                Phase::LastRound(last) => self.last_round(*last)?,
+                Phase::DeviceState => self.device_state()?,
+                Phase::Commit(commit) => return Ok(Ready::Commit(commit)),
+                Phase::Postcopy(switch) => return Ok(Ready::Postcopy(switch)),
+            };
+            phase.step().check_follows(before)?;
+        }
+    }
+}

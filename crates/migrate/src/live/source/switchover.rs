@@ -1,0 +1,224 @@
+//! The phases in which the VM stands still: the pause, the last round, the state of the devices, the commit.
+
+use std::time::Duration;
+
+use limosa_memory::dirty::DirtyPages;
+use limosa_page::{BrokenInvariant, PageBitmap, invariant, to_u64};
+use limosa_stream::{Command, DeviceSections, postcopy, section};
+
+use super::link::{Link, Terms};
+use super::outcome::Ended;
+use super::owned::Owned;
+use super::phase::{Left, Phase};
+use super::postcopy::{SentBitmap, Unmoved};
+use super::round::{Round, RoundResult, Rounds};
+use super::run::Attempt;
+use super::stats::{RoundKind, RoundReport};
+use crate::error::MigrateError;
+use crate::live::LiveVm;
+use crate::progress;
+use crate::source::multifd::Multifd;
+
+/// What is left for the last round.
+pub(super) struct LastRound<'e, 'v> {
+    rounds: Rounds<'e, 'v>,
+    pages: Vec<PageBitmap>,
+    /// Holes that were not told.
+    holes: Vec<PageBitmap>,
+    /// Pages that were written between the last reading of the logs and the pause.
+    dirty: u64,
+}
+
+/// A VM that is at the destination as a whole, where it waits for the commit.
+pub(super) struct Commit {
+    /// Of the device sections.
+    description: Vec<u8>,
+}
+
+impl<'e, 'v> LastRound<'e, 'v> {
+    /// Of pages that were written and not sent, and holes that were not told.
+    pub(super) fn new(rounds: Rounds<'e, 'v>, pages: Vec<PageBitmap>, holes: Vec<PageBitmap>) -> Self {
+        Self { rounds, pages, holes, dirty: 0 }
+    }
+}
+
+impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
+    /// Stops the VM.
+    pub(super) fn pause(&mut self, left: Left<'e, 'v>) -> Result<Phase<'e, 'v>, MigrateError> {
+        match left {
+            Left::All => {
+                self.vm.pause()?;
+                self.link.progress.enter(progress::Phase::Device);
+                let round = self.link.bulk(false)?;
+                let mut sent = SentBitmap::new(self.link.source);
+                sent.zero = round.holes;
+                self.switch(Unmoved { dirty: round.pages, sent })
+            }
+            Left::Postcopy(mut unmoved) => {
+                self.link.check()?;
+                self.stop(&mut unmoved.dirty)?;
+                self.switch(unmoved)
+            }
+            Left::LastRound(mut last) => {
+                self.link.check()?;
+                let expected = last.pages.iter().map(PageBitmap::count).sum();
+                self.reports.expect_downtime(last.rounds.course.convergence.expected_downtime(expected));
+                last.dirty = self.stop(&mut last.pages)?;
+                // What was written is no hole any more.
+                last.holes.iter_mut().zip(&last.pages).for_each(|(holes, pages)| holes.subtract(pages));
+                Ok(Phase::LastRound(last))
+            }
+        }
+    }
+
+    /// Stops the VM, and adds what it has written last.
+    fn stop(&mut self, rest: &mut [PageBitmap]) -> Result<u64, MigrateError> {
+        self.vm.pause()?;
+        self.link.progress.enter(progress::Phase::Device);
+        let mut last = DirtyPages::new(self.link.memory);
+        self.vm.fetch(&mut last)?;
+        // It has seen the last write. Another attempt begins it anew.
+        self.vm.stop_logs();
+        // Before the devices tell their state: the balloon's says that the guest has its pages back.
+        self.vm.give_pages_back();
+        rest.iter_mut().zip(last.blocks()).for_each(|(rest, last)| rest.union_with(last));
+        Ok(last.count())
+    }
+
+    /// Sends the rest of the memory.
+    pub(super) fn last_round(&mut self, last: LastRound<'e, 'v>) -> Result<Phase<'e, 'v>, MigrateError> {
+        let LastRound { mut rounds, pages, holes, dirty } = last;
+        let (link, terms) = (self.link, self.terms);
+        let (begun, bytes) = (terms.begun.elapsed(), link.bytes_out());
+        let mut round = Round { kind: RoundKind::Last, pages, holes };
+        let about = round.count();
+        link.windows.start(std::mem::take(&mut round.pages));
+        let result = rounds.send(&round)?;
+        check_nothing_left(&result, about)?;
+        self.reports.add(
+            &result,
+            RoundReport {
+                kind: RoundKind::Last,
+                begun,
+                duration: terms.begun.elapsed().saturating_sub(begun),
+                pages: about,
+                bytes: link.bytes_out() - bytes,
+                dirty,
+                bandwidth: rounds.course.convergence.bandwidth(),
+                expected_downtime: Some(Duration::ZERO),
+                ..RoundReport::empty()
+            },
+        );
+        Ok(Phase::DeviceState)
+    }
+
+    /// The state of the devices of the VM, which is stopped.
+    pub(super) fn device_sections(&self) -> Result<DeviceSections, MigrateError> {
+        let sections = self.vm.vm().device_sections();
+        sections.map_err(|source| MigrateError::Vm { what: "tell the state of its devices", source })
+    }
+
+    /// Sends the state of the devices, and waits until the destination has everything in its place.
+    pub(super) fn device_state(&mut self) -> Result<Phase<'e, 'v>, MigrateError> {
+        let link = self.link;
+        let sections = self.device_sections()?;
+        let mut bytes = sections.bytes().to_vec();
+        Command::Ping(postcopy::PING_READY).encode(&mut bytes)?;
+        link.channel.put(&bytes)?;
+        let description = sections.description();
+        link.inbox.wait_pong(postcopy::PING_READY, self.terms.params.patience)?;
+        link.multifd.map_or(Ok(()), Multifd::check_taken)?;
+        Ok(Phase::Commit(Commit { description }))
+    }
+}
+
+/// Makes sure that the last round has left no page behind: what the VM had written when it stopped is at the destination.
+fn check_nothing_left(result: &RoundResult, about: u64) -> Result<(), BrokenInvariant> {
+    let none = |bitmaps: &[PageBitmap]| bitmaps.iter().all(|bitmap| bitmap.count() == 0);
+    invariant(result.broken_off.is_none(), "the last round is not broken off")?;
+    invariant(none(&result.rest) && none(&result.untold), "nothing is left unsent by the last round")?;
+    invariant(result.sent.total() == about, "every page that was dirty when the VM stopped is sent in the last round")
+}
+
+impl Commit {
+    /// Gives the VM away, and waits for the destination's acknowledgement.
+    pub(super) fn hand_over<'v, V: LiveVm + ?Sized>(
+        self,
+        link: &Link<'_, 'v>,
+        terms: &Terms<'_>,
+        vm: Owned<'v, V>,
+    ) -> Ended<'v, V> {
+        let sent = match self.prepare(link, &vm) {
+            Ok((bytes, decisive)) => {
+                let before = link.channel.counters().bytes_out;
+                link.progress.enter(progress::Phase::Completing);
+                let put = link.channel.put(&bytes);
+                // The kernel has taken the end of the stream: the destination may run the VM.
+                let handed = put.is_ok() || link.channel.counters().bytes_out.wrapping_sub(before) >= decisive;
+                put.map_err(|error| (handed, error.into()))
+            }
+            Err(error) => Err((false, error)),
+        };
+        match sent {
+            Err((false, error)) => Ended::Kept { vm, error },
+            Err((true, error)) => Ended::HandedOver { vm: vm.hand_over(), guest: None, result: Err(error) },
+            Ok(()) => {
+                let vm = vm.hand_over();
+                let result = link.inbox.wait_shut(terms.params.patience).map(|()| None);
+                Ended::HandedOver { vm, guest: None, result }
+            }
+        }
+    }
+
+    /// What is put in one write, and how many bytes of it let the VM run. From here on a stop waits for what the destination
+    /// says: half a hand-over is worse than none.
+    fn prepare<V: LiveVm + ?Sized>(
+        self,
+        link: &Link<'_, '_>,
+        vm: &Owned<'_, V>,
+    ) -> Result<(Vec<u8>, u64), MigrateError> {
+        let mut bytes = Vec::new();
+        Command::Ping(postcopy::PING_GO).encode(&mut bytes)?;
+        section::encode_eof(&mut bytes);
+        let decisive = to_u64(bytes.len());
+        let length = u32::try_from(self.description.len())
+            .map_err(|_| MigrateError::Protocol("the devices' description is longer than 4 GiB".into()))?;
+        bytes.push(section::DESCRIPTION);
+        bytes.extend_from_slice(&length.to_be_bytes());
+        bytes.extend_from_slice(&self.description);
+        vm.check_ready()?;
+        // An acknowledgement before the commit says nothing about the VM.
+        link.inbox.still_open()?;
+        link.control.hold();
+        match link.control.stopped() {
+            Some(stop) => Err(stop.into()),
+            None => Ok((bytes, decisive)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_page::PageNumber;
+
+    use super::*;
+    use crate::error::is_noticed;
+    use crate::live::source::convergence::Reason;
+    use crate::live::source::round::BrokenOff;
+    use crate::source::records::Sent;
+
+    #[test]
+    fn a_dirty_page_that_is_left_behind_is_noticed_before_the_vm_is_handed_over() {
+        let sent = Sent { normal: 3, zero: 2, left_out: 1 };
+        let whole = || RoundResult { sent, ..RoundResult::default() };
+        check_nothing_left(&whole(), 6).unwrap();
+        assert!(is_noticed(|| check_nothing_left(&whole(), 7)), "one was not sent");
+        assert!(is_noticed(|| check_nothing_left(&whole(), 5)), "one was sent twice");
+        let mut rest = PageBitmap::new(8);
+        rest.set(PageNumber(3));
+        assert!(is_noticed(|| check_nothing_left(&RoundResult { rest: vec![rest.clone()], ..whole() }, 6)));
+        assert!(is_noticed(|| check_nothing_left(&RoundResult { untold: vec![rest], ..whole() }, 6)));
+        let broken_off = Some(BrokenOff::Time(Reason::Stalled(1)));
+        assert!(is_noticed(|| check_nothing_left(&RoundResult { broken_off, ..whole() }, 6)));
+    }
+}
