@@ -331,7 +331,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             return Ok(moved);
         }
         let mut records = RecordWriter::new(&self.channel, &self.source.start().blocks)?;
-        let mut buffer = vec![0; limosa_page::to_usize(CLAIM_PAGES * PAGE_SIZE)];
+        let mut buffer = vec![0; to_usize(CLAIM_PAGES * PAGE_SIZE)];
         for (block, run, is_stored) in changed {
             if is_stored {
                 let sent = self.send_run(&mut records, block, run, &mut buffer)?;
